@@ -1,0 +1,53 @@
+"""Everything that comes from Lightning. Private names stand here alone, each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+# Moving optimizer states is part of every strategy's set-up, but has no public name.
+from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+__all__ = [
+    "Callback",
+    "DDPStrategy",
+    "GradientAccumulationScheduler",
+    "LightningDataModule",
+    "LightningModule",
+    "MixedPrecision",
+    "StrategyRegistry",
+    "Trainer",
+    "TrainerFn",
+    "is_overridden",
+    "optimizers_to_device",
+    "rank_zero_info",
+    "rank_zero_warn",
+    "throttle_sigterm_broadcast",
+]
+
+
+def throttle_sigterm_broadcast(trainer: Trainer, every_n_steps: int, around: Callable[[], Any]) -> None:
+    """Let ranks tell each other of a SIGTERM every ``every_n_steps`` batches only, each time inside the context ``around()``.
+
+    Lightning does it before every batch: a collective on the default group and an ``.item()``, which keeps the host from
+    running ahead of the device. There is no public switch, so the loop's method is replaced on this instance; where a
+    Lightning version has no such method there is nothing to throttle.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    broadcast = getattr(type(loop), "_broadcast_sigterm_tensor", None)
+    if broadcast is None:
+        return
+
+    def throttled() -> None:
+        if loop.batch_progress.total.ready % every_n_steps == 0:
+            with around():
+                broadcast(loop)
+
+    loop._broadcast_sigterm_tensor = throttled  # type: ignore[method-assign]

@@ -1,0 +1,1 @@
+"""Ordinary checkpoints of sharded modules."""

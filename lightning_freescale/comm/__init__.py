@@ -1,0 +1,1 @@
+"""Communication. Needs torch alone."""

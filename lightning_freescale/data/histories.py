@@ -1,0 +1,63 @@
+"""Leave-one-out samples from histories, and jagged batches from samples."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from lightning_freescale.data.interactions import Histories
+
+Split = Literal["train", "validate", "test"]
+_HELD_OUT: dict[Split, int] = {"train": 2, "validate": 1, "test": 0}
+
+
+class HistoryDataset(Dataset[dict[str, Any]]):
+    """One sample per user: the history up to a held-out item.
+
+    The last item of a user is for ``"test"``, the one before for ``"validate"``; ``"train"`` predicts every next item of
+    the rest. Users with fewer than ``min_interactions`` have no training target and must have been left out.
+    """
+
+    min_interactions = 4
+
+    def __init__(self, histories: Histories, users: NDArray[np.int64], split: Split) -> None:
+        self.histories, self.users, self.split = histories, users, split
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """History length of every sample, what its compute time depends on; shape ``[samples]``."""
+        return self.histories.lengths[self.users] - _HELD_OUT[self.split] - 1
+
+    def __len__(self) -> int:
+        return len(self.users)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """``item`` and ``time`` of shape ``[length]``; ``target`` of shape ``[length]`` (train) or ``[1]``."""
+        user = self.users[index]
+        start, end = self.histories.offsets[user], self.histories.offsets[user + 1] - _HELD_OUT[self.split]
+        items, times = self.histories.items[start:end], self.histories.times[start:end]
+        target = items[1:] if self.split == "train" else items[-1:]
+        return {"item": items[:-1], "time": times[:-1], "target": target, "user": self.histories.user_ids[user]}
+
+
+def collate_histories(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """A jagged batch.
+
+    Returns:
+        ``features``, a KeyedJaggedTensor of feature ``"item"``; ``time``, int64 ``[total length]``; ``target``, int64,
+        ``[total length]`` in training and ``[samples]`` in evaluation; ``user``, int64 ``[samples]``, ids as in the file.
+    """
+    from torchrec import KeyedJaggedTensor
+
+    lengths = torch.tensor([len(sample["item"]) for sample in samples], dtype=torch.int32)
+    joined = {key: torch.from_numpy(np.concatenate([s[key] for s in samples])) for key in ("item", "time", "target")}
+    return {
+        "features": KeyedJaggedTensor(keys=["item"], values=joined["item"], lengths=lengths),
+        "time": joined["time"],
+        "target": joined["target"],
+        "user": torch.tensor([int(sample["user"]) for sample in samples]),
+    }

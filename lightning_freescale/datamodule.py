@@ -1,0 +1,266 @@
+"""FreeScaleDataModule: balanced batches from any map-style data set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from torch.utils.data import Dataset
+
+from lightning_freescale._lightning import LightningDataModule, rank_zero_info
+from lightning_freescale.balance import BalancedSampler, CostModel
+from lightning_freescale.data.loader import PlannedLoader
+
+LossReduction = Literal["sample_mean", "target_mean", "sum"]
+
+
+class FreeScaleDataModule(LightningDataModule):
+    """Loads training batches whose samples are assigned to the ranks so that all finish together.
+
+    Args:
+        dataset: map-style training data set.
+        lengths: history length of every training sample, shape ``[samples]``.
+        batch_size: samples per rank and step.
+        cost: turns lengths into predicted compute time; or the costs themselves, shape ``[samples]``, instead of ``lengths``.
+        collate_fn: turns the list of samples of a step into a batch; torch's default if not given.
+        validate, test, predict: data sets for the other stages, loaded in order, every sample once.
+        balance: assign samples by cost; ``False`` deals them as drawn. The samples of a step are the same either way.
+        loss_reduction: what the loss that ``training_step`` returns averages over: the rank's samples, or its targets. The
+            strategy scales it so that the gradient is that of the mean over the global batch, also when ranks hold unequal
+            numbers. ``"sum"`` gives the gradient of the sum over the global batch.
+        targets: prediction targets per sample for ``"target_mean"``, shape ``[samples]``; ``lengths`` if not given.
+        drop_last: leave out an incomplete last step.
+        shuffle: draw a new order every epoch.
+        seed: seeds the order.
+        num_workers, pin_memory, persistent_workers: as in ``torch.utils.data.DataLoader``.
+
+    Raises:
+        ValueError: an argument does not fit; names it, its value and the fix.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        lengths: ArrayLike | None = None,
+        batch_size: int = 32,
+        *,
+        cost: Callable[[NDArray[Any]], ArrayLike] | Sequence[float] | NDArray[Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        validate: Dataset[Any] | None = None,
+        test: Dataset[Any] | None = None,
+        predict: Dataset[Any] | None = None,
+        balance: bool = True,
+        loss_reduction: LossReduction = "sample_mean",
+        targets: ArrayLike | None = None,
+        drop_last: bool = False,
+        shuffle: bool = True,
+        seed: int = 0,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        persistent_workers: bool = False,
+    ) -> None:
+        super().__init__()
+        if batch_size < 1:
+            raise ValueError(f"FreeScaleDataModule(batch_size={batch_size!r}): pass the samples per rank, at least 1")
+        if loss_reduction not in ("sample_mean", "target_mean", "sum"):
+            raise ValueError(f"loss_reduction={loss_reduction!r}: choose 'sample_mean', 'target_mean' or 'sum'")
+        size = _size(dataset)
+        self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
+        self.costs = _costs(lengths, cost, size)
+        self.stages = {"validate": validate, "test": test, "predict": predict}
+        self.balance, self.drop_last, self.shuffle = balance, drop_last, shuffle
+        self.loss_reduction = loss_reduction
+        self.weights = _weights(loss_reduction, lengths if targets is None else targets, size)
+        self.feature_rows: dict[str, int] = {}
+        self.histories: Any = None
+        self._options = {
+            "collate_fn": collate_fn,
+            "num_workers": num_workers,
+            "pin_memory": pin_memory,
+            "persistent_workers": persistent_workers,
+        }
+        self._resume = (0, 0)
+        self._sampler: BalancedSampler | None = None
+
+    @classmethod
+    def from_interactions(
+        cls,
+        source: str | Path | Any,
+        *,
+        user: str = "user",
+        item: str = "item",
+        time: str = "time",
+        order: Literal["given", "sort"] = "given",
+        ties: Literal["error", "keep"] = "error",
+        batch_size: int = 32,
+        cost: Callable[[NDArray[Any]], ArrayLike] | None = None,
+        balance: bool = True,
+        loss_reduction: LossReduction = "target_mean",
+        drop_last: bool = False,
+        seed: int = 0,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        persistent_workers: bool = False,
+    ) -> FreeScaleDataModule:
+        """Histories from a CSV or Parquet file (or a pyarrow table), split leave-one-out.
+
+        Each user's last item is for test, the one before for validation, the rest for training. Batches are those of
+        :func:`lightning_freescale.data.collate_histories`. ``histories`` keeps the maps from dense ids to the file's.
+        ``source`` to ``ties`` are the arguments of :func:`lightning_freescale.data.read_interactions`.
+        """
+        from lightning_freescale.data import HistoryDataset, collate_histories, read_interactions
+
+        histories = read_interactions(source, user=user, item=item, time=time, order=order, ties=ties)
+        users = np.flatnonzero(histories.lengths >= HistoryDataset.min_interactions)
+        short = len(histories.lengths) - len(users)
+        if short:
+            rank_zero_info(f"{short} users have fewer than {HistoryDataset.min_interactions} interactions and are left out")
+        if not len(users):
+            raise ValueError(f"no user of {source} has {HistoryDataset.min_interactions} interactions or more")
+        train = HistoryDataset(histories, users, "train")
+        module = cls(
+            train,
+            train.lengths,
+            batch_size,
+            cost=cost,
+            collate_fn=collate_histories,
+            validate=HistoryDataset(histories, users, "validate"),
+            test=HistoryDataset(histories, users, "test"),
+            predict=HistoryDataset(histories, users, "test"),
+            balance=balance,
+            loss_reduction=loss_reduction,
+            drop_last=drop_last,
+            seed=seed,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            persistent_workers=persistent_workers,
+        )
+        module.histories = histories
+        module.feature_rows = {"item": histories.num_items}
+        return module
+
+    # -- loaders
+
+    def setup(self, stage: str) -> None:
+        """Forget the previous fit's progress; a checkpoint brings its own afterwards."""
+        self._resume, self._sampler = (0, 0), None
+
+    def train_dataloader(self) -> PlannedLoader:
+        """The balanced loader of this rank."""
+        if self.trainer is not None and self.trainer.overfit_batches:
+            raise ValueError(
+                f"Trainer(overfit_batches={self.trainer.overfit_batches}) replaces the sampler and with it the plan of the "
+                "steps. Use limit_train_batches= with FreeScaleDataModule(shuffle=False)."
+            )
+        self._sampler = self.sampler(*self._world())
+        self._sampler.resume(*self._resume)
+        return PlannedLoader.of(self.dataset, self._sampler, **self._options)
+
+    def val_dataloader(self) -> PlannedLoader | list[Any]:
+        """Every validation sample once, in order."""
+        return self._stage_loader("validate")
+
+    def test_dataloader(self) -> PlannedLoader | list[Any]:
+        """Every test sample once, in order."""
+        return self._stage_loader("test")
+
+    def predict_dataloader(self) -> PlannedLoader | list[Any]:
+        """Every sample to predict once, in order; each rank returns its own part."""
+        return self._stage_loader("predict")
+
+    def sampler(self, rank: int, world_size: int) -> BalancedSampler:
+        """The training sampler of one of ``world_size`` ranks."""
+        return BalancedSampler(
+            self.costs,
+            self.batch_size,
+            num_replicas=world_size,
+            rank=rank,
+            seed=self.seed,
+            shuffle=self.shuffle,
+            balance=self.balance,
+            drop_last=self.drop_last,
+            weights=self.weights,
+            summed=self.loss_reduction == "sum",
+        )
+
+    # -- resume
+
+    def state_dict(self) -> dict[str, int]:
+        """Seed, epoch and batches consumed; the same on every rank. With the sizes that the batch count refers to."""
+        loop = self.trainer.fit_loop
+        return {
+            "seed": self.seed,
+            "epoch": loop.epoch_progress.current.processed,
+            "batches": loop.epoch_loop.batch_progress.current.processed,
+            "global_batch_size": self.batch_size * self._world()[1],
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on after the batches that the checkpoint's run has consumed."""
+        size = self.batch_size * self._world()[1]
+        if state["batches"] and size != state["global_batch_size"]:
+            raise ValueError(
+                f"the checkpoint stopped inside an epoch of global batches of {state['global_batch_size']} samples, this run "
+                f"has batch_size={self.batch_size} x {self._world()[1]} ranks = {size}. Keep the product, or resume from a "
+                "checkpoint made at the end of an epoch."
+            )
+        self.seed, self._resume = state["seed"], (state["epoch"], state["batches"])
+        if self._sampler is not None:  # Lightning may have asked for the loader already
+            self._sampler.seed = self.seed
+            self._sampler.resume(*self._resume)
+
+    def _world(self) -> tuple[int, int]:
+        return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
+
+    def _stage_loader(self, stage: str) -> PlannedLoader | list[Any]:
+        dataset = self.stages[stage]
+        if dataset is None:
+            return []
+        rank, world_size = self._world()
+        costs = np.zeros(_size(dataset, f"{stage}="))
+        sampler = BalancedSampler(
+            costs, self.batch_size, num_replicas=world_size, rank=rank, shuffle=False, balance=False
+        )
+        return PlannedLoader.of(dataset, sampler, **self._options)
+
+
+def _size(dataset: Any, argument: str = "dataset=") -> int:
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise ValueError(f"{argument}{type(dataset).__name__} is not map-style: it needs __len__ and __getitem__")
+    if not len(dataset):
+        raise ValueError(f"{argument}{type(dataset).__name__} is empty: pass at least one sample per rank")
+    return len(dataset)
+
+
+def _numbers(argument: str, values: Any, size: int) -> NDArray[np.float64]:
+    array = np.asarray(values, dtype=np.float64)
+    if array.shape != (size,):
+        raise ValueError(f"{argument} has shape {array.shape}, the data set {size} samples: pass one number per sample")
+    bad = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
+    if bad.size:
+        raise ValueError(
+            f"{argument}[{bad[0]}] is {array[bad[0]]}: every entry must be a finite number >= 0 ({bad.size} are not)"
+        )
+    return array
+
+
+def _costs(lengths: Any, cost: Any, size: int) -> NDArray[np.float64]:
+    if lengths is None and (cost is None or callable(cost)):
+        raise ValueError(
+            "FreeScaleDataModule(lengths=None) cannot balance: pass lengths=, the history length of every sample, or cost=, "
+            "the costs themselves"
+        )
+    if cost is not None and not callable(cost):
+        return _numbers("cost", cost, size)
+    return _numbers("cost(lengths)", (cost or CostModel())(_numbers("lengths", lengths, size)), size)
+
+
+def _weights(loss_reduction: str, targets: Any, size: int) -> NDArray[np.float64] | None:
+    if loss_reduction != "target_mean":
+        return None
+    if targets is None:
+        raise ValueError("loss_reduction='target_mean' needs targets=, the prediction targets of every sample, or lengths=")
+    return _numbers("targets", targets, size)

@@ -1,0 +1,1 @@
+"""TorchRec's sharded embedding collections behind one seam."""

@@ -1,0 +1,127 @@
+"""Find the embedding collections of a module, and put others in their places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.types import ModuleSharder, ShardedModule
+
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Table:
+    """One embedding table of a collection.
+
+    Attributes:
+        name: as in its TorchRec config.
+        key: its weight's name in the state dict of the whole module.
+        rows: number of embeddings.
+        dim: embedding width.
+        features: the KeyedJaggedTensor features that look it up.
+        init: fills a tensor with initial weights.
+    """
+
+    name: str
+    key: str
+    rows: int
+    dim: int
+    features: tuple[str, ...]
+    init: Callable[[torch.Tensor], Any]
+
+
+@dataclass(frozen=True)
+class Collection:
+    """One embedding collection of a module: where it is and how to build it anew without memory.
+
+    Attributes:
+        path: where the module holds it, as in ``named_modules``.
+        blueprint: builds an unsharded copy on the meta device.
+        tables: its tables.
+        sharder: TorchRec's sharder for it.
+    """
+
+    path: str
+    blueprint: Callable[[], nn.Module]
+    tables: tuple[Table, ...]
+    sharder: ModuleSharder[Any]
+
+
+def find_collections(root: nn.Module) -> list[tuple[Collection, nn.Module]]:
+    """Every EmbeddingCollection and EmbeddingBagCollection under ``root``, each with the module that stands there now.
+
+    That is the user's unsharded one, or the sharded one that an earlier call of the strategy left. Collections inside
+    other TorchRec modules belong to those and are not returned.
+    """
+    found: list[tuple[Collection, nn.Module]] = []
+    inside: str | None = None
+    for path, module in root.named_modules():
+        if inside is not None and path.startswith(inside):
+            continue
+        inside = None
+        if hasattr(module, "freescale_collection"):
+            found.append((module.freescale_collection, module))
+        elif type(module) in (EmbeddingCollection, EmbeddingBagCollection):
+            found.append((_describe(path, module), module))
+        elif isinstance(module, ShardedModule):
+            raise ValueError(
+                f"module {path!r} is already sharded ({type(module).__name__}): strategy 'freescale' shards by itself, pass "
+                "the unsharded collection"
+            )
+        if type(module).__module__.startswith("torchrec.") and path:
+            inside = f"{path}."
+    return found
+
+
+def unsupported_collections(root: nn.Module) -> list[str]:
+    """Paths of embedding collections that stay replicated: subclasses, and those inside other TorchRec modules."""
+    mine = {path for collection, module in find_collections(root) for path, other in root.named_modules() if other is module}
+    return [
+        path
+        for path, module in root.named_modules()
+        if isinstance(module, (EmbeddingCollection, EmbeddingBagCollection)) and path not in mine
+    ]
+
+
+def replace_everywhere(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put ``new`` wherever ``root`` holds ``old``."""
+    for parent in list(root.modules()):
+        for name, child in parent._modules.items():
+            if child is old:
+                parent._modules[name] = new
+
+
+def weights(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The table name and weight of every table of an unsharded collection."""
+    bags = module.embeddings if isinstance(module, EmbeddingCollection) else module.embedding_bags
+    for name, table in bags.items():  # type: ignore[operator, union-attr]
+        yield name, table.weight
+
+
+def _describe(path: str, module: nn.Module) -> Collection:
+    prefix = f"{path}." if path else ""
+    if isinstance(module, EmbeddingCollection):
+        configs, holder = module.embedding_configs(), "embeddings"
+        needed = {"need_indices": module.need_indices()}
+        return _collection(path, EmbeddingCollection, configs, needed, prefix + holder, EmbeddingCollectionSharder())
+    assert isinstance(module, EmbeddingBagCollection)
+    configs, holder = module.embedding_bag_configs(), "embedding_bags"
+    needed = {"is_weighted": module.is_weighted()}
+    return _collection(path, EmbeddingBagCollection, configs, needed, prefix + holder, EmbeddingBagCollectionSharder())
+
+
+def _collection(
+    path: str, kind: Any, configs: list[Any], options: dict[str, Any], holder: str, sharder: ModuleSharder[Any]
+) -> Collection:
+    tables = tuple(
+        Table(c.name, f"{holder}.{c.name}.weight", c.num_embeddings, c.embedding_dim, tuple(c.feature_names), c.init_fn)
+        for c in configs
+    )
+    return Collection(path, lambda: kind(tables=configs, device=_META, **options), tables, sharder)

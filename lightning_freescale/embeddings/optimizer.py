@@ -1,0 +1,84 @@
+"""Derive the optimizer that updates a sharded table from the one the user configured for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+# what a table may not ask for, because FBGEMM's fused update cannot do it: {argument: value it must have}
+_PLAIN = {"weight_decay": 0, "maximize": False}
+_DEMANDS: dict[type[Optimizer], dict[str, Any]] = {
+    torch.optim.SGD: {**_PLAIN, "momentum": 0},
+    torch.optim.Adagrad: {**_PLAIN, "lr_decay": 0},
+    RowWiseAdagrad: {**_PLAIN, "lr_decay": 0},
+    torch.optim.Adam: {**_PLAIN, "amsgrad": False},
+    torch.optim.AdamW: {"maximize": False, "amsgrad": False},
+}
+# the class TorchRec translates to FBGEMM's fused optimizer; its Adam decays weights the way AdamW does
+_FUSED: dict[type[Optimizer], type[Optimizer]] = {torch.optim.AdamW: torch.optim.Adam}
+_NOT_ON_CPU = (torch.optim.Adam, torch.optim.AdamW)
+
+
+@dataclass(frozen=True)
+class TableOptimizer:
+    """How one table is updated during backward.
+
+    Attributes:
+        fused_class: optimizer class that TorchRec translates for FBGEMM.
+        arguments: its arguments, in FBGEMM's words.
+        group: which of the user's parameter groups holds the table and sets its learning rate; None if none does.
+        initial_state: value the accumulated squares start from.
+    """
+
+    fused_class: type[Optimizer]
+    arguments: dict[str, Any] = field(default_factory=dict)
+    group: int | None = None
+    initial_state: float = 0.0
+
+
+FROZEN = TableOptimizer(torch.optim.SGD, {"lr": 0.0})
+
+
+def derive(optimizer: Optimizer, group: int, table: str, device: torch.device) -> TableOptimizer:
+    """The fused optimizer that does what ``optimizer`` does for the tables of its parameter group ``group``.
+
+    Raises:
+        ValueError: no fused optimizer does the same; the message names the table, the setting and the fix.
+    """
+    kind, settings = type(optimizer), optimizer.param_groups[group]
+    if kind not in _DEMANDS:
+        raise ValueError(
+            f"{kind.__name__} holds the embedding table {table!r}, and no fused optimizer does what it does. Use SGD, "
+            "Adagrad, RowWiseAdagrad, Adam or AdamW for the table's parameters, or give the table an optimizer of its own "
+            "with torchrec.optim.apply_optimizer_in_backward"
+        )
+    for name, demanded in _DEMANDS[kind].items():
+        if settings.get(name, demanded) != demanded:
+            raise ValueError(
+                f"{kind.__name__}({name}={settings[name]!r}) holds the embedding table {table!r}, which is updated row by row "
+                f"during backward: put the table into a parameter group with {name}={demanded!r}"
+            )
+    if device.type == "cpu" and kind in _NOT_ON_CPU:
+        raise ValueError(
+            f"{kind.__name__} holds the embedding table {table!r}, but FBGEMM has no Adam on CPU. Put the table's parameters "
+            "into SGD, Adagrad or RowWiseAdagrad (torchrec.optim.RowWiseAdagrad), or train on a GPU"
+        )
+    return TableOptimizer(_FUSED.get(kind, kind), _arguments(kind, settings), group, _initial_state(settings))
+
+
+def _arguments(kind: type[Optimizer], settings: dict[str, Any]) -> dict[str, Any]:
+    arguments = {"lr": float(settings["lr"])}
+    if "eps" in settings:
+        arguments["eps"] = settings["eps"]
+    if kind in _NOT_ON_CPU:
+        arguments["beta1"], arguments["beta2"] = settings["betas"]
+        arguments["weight_decay"] = settings["weight_decay"]
+    return arguments
+
+
+def _initial_state(settings: dict[str, Any]) -> float:
+    return float(settings.get("initial_accumulator_value", 0.0))

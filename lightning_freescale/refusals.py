@@ -1,0 +1,63 @@
+"""What cannot be trained exactly with tables that are updated during backward: refused before training starts."""
+
+from __future__ import annotations
+
+from lightning_freescale._lightning import (
+    GradientAccumulationScheduler,
+    LightningModule,
+    MixedPrecision,
+    Trainer,
+    is_overridden,
+)
+
+_BECAUSE = "strategy 'freescale' updates the embedding tables during backward"
+
+
+def refuse_unsupported(trainer: Trainer) -> None:
+    """Check a fit of a module with embedding collections.
+
+    Raises:
+        ValueError: a Trainer argument or a feature of the module does not go with fused updates; names it and the fix.
+    """
+    module = trainer.lightning_module
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"automatic_optimization=False: {_BECAUSE} and cannot tell when a manual step is due. Use automatic optimization, "
+            "or strategy='ddp'"
+        )
+    refuse_accumulation(trainer)
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        raise ValueError(f"GradientAccumulationScheduler: {_BECAUSE}, so gradients cannot be accumulated. Remove the callback")
+    _refuse_clipping(trainer, module)
+    _refuse_precision(trainer)
+
+
+def refuse_accumulation(trainer: Trainer) -> None:
+    """Also during training, where a callback may change it."""
+    if trainer.accumulate_grad_batches != 1:
+        raise ValueError(
+            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): {_BECAUSE}, so gradients cannot be "
+            "accumulated. Use accumulate_grad_batches=1 and a larger batch_size"
+        )
+
+
+def _refuse_clipping(trainer: Trainer, module: LightningModule) -> None:
+    if trainer.gradient_clip_val:
+        raise ValueError(
+            f"Trainer(gradient_clip_val={trainer.gradient_clip_val}): {_BECAUSE}, so their gradients are gone before they "
+            "could be clipped. Remove it"
+        )
+    if is_overridden("configure_gradient_clipping", module):
+        raise ValueError(
+            f"{type(module).__name__}.configure_gradient_clipping: {_BECAUSE}, so it would clip the dense gradients only. "
+            "Remove it, and clip dense gradients in on_before_optimizer_step if that is what you want"
+        )
+
+
+def _refuse_precision(trainer: Trainer) -> None:
+    plugin = trainer.precision_plugin
+    if plugin.precision not in ("32-true", "bf16-mixed") or (isinstance(plugin, MixedPrecision) and plugin.scaler):
+        raise ValueError(
+            f"Trainer(precision={plugin.precision!r}): the tables take part in '32-true' and 'bf16-mixed' only, other "
+            "precisions scale or convert what they are updated with. Use one of those two"
+        )

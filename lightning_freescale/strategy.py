@@ -1,0 +1,334 @@
+"""FreeScaleStrategy: DDP for the dense part, TorchRec for the embedding tables, for LightningModules that stay as they are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_freescale._lightning import (
+    DDPStrategy,
+    Trainer,
+    TrainerFn,
+    optimizers_to_device,
+    rank_zero_info,
+    rank_zero_warn,
+    throttle_sigterm_broadcast,
+)
+from lightning_freescale.comm.process_group import ObservedProcessGroup, observed_group
+from lightning_freescale.dense import materialize, sync_dense, wrap_dense
+from lightning_freescale.profiling.loader import ObservedLoader
+from lightning_freescale.profiling.timeline import Timeline
+from lightning_freescale.refusals import refuse_accumulation, refuse_unsupported
+
+if TYPE_CHECKING:
+    from lightning_freescale.embeddings.sharding import ShardedTables
+    from lightning_freescale.embeddings.training import TableGroups
+
+_IN_BACKWARD = "in_backward_optimizer_states"
+
+
+class FreeScaleStrategy(DDPStrategy):
+    """Shards TorchRec embedding collections over all ranks and trains the rest with DDP.
+
+    The LightningModule stays as it is: its ``configure_optimizers`` drives the dense parameters and the tables, checkpoints
+    are those of the unsharded module. A module without embedding collections trains as with ``"ddp"``.
+
+    Args:
+        plan: TorchRec ``ShardingPlan`` for the collections, by their path in the module; planned if not given.
+        planner: TorchRec planner to make the plan; by default TorchRec's own, held to row-wise sharding.
+        sigterm_every_n_steps: how often the ranks tell each other of a SIGTERM. Lightning does it before every step.
+        **ddp_options: as in :class:`lightning.pytorch.strategies.DDPStrategy`; those it does not know go to
+            ``DistributedDataParallel`` for the dense part.
+    """
+
+    strategy_name = "freescale"
+
+    def __init__(self, plan: Any = None, planner: Any = None, sigterm_every_n_steps: int = 50, **ddp_options: Any) -> None:
+        super().__init__(**ddp_options)
+        if sigterm_every_n_steps < 1:
+            raise ValueError(f"sigterm_every_n_steps={sigterm_every_n_steps!r}: pass a number of steps, at least 1")
+        self.plan, self.planner, self.sigterm_every_n_steps = plan, planner, sigterm_every_n_steps
+        self.timeline = Timeline()
+        self.tables: ShardedTables | None = None
+        self.groups: TableGroups | None = None
+        self._loss_weight = 1.0
+        self._states: dict[str, dict[str, Tensor]] = {}
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register as ``"freescale"`` unless somebody else has that name."""
+        if cls.strategy_name not in strategy_registry:
+            strategy_registry.register(cls.strategy_name, cls, description=str(cls.__doc__).splitlines()[0])
+
+    # -- set-up
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        # configure_model builds on the host: tables must reach the device in shards only
+        with torch.device("cpu"), self.precision_plugin.tensor_init_context():
+            yield
+
+    @override
+    def setup_environment(self) -> None:
+        # TorchRec asks this variable how many ranks share a node; Lightning's own launcher does not set it
+        os.environ.setdefault("LOCAL_WORLD_SIZE", str(self.num_processes))
+        super().setup_environment()
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        from lightning_freescale.embeddings.bounds import check_rows
+        from lightning_freescale.embeddings.collections import find_collections, unsupported_collections
+
+        module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        assert module is not None and self.accelerator is not None
+        self.tables = self.groups = None
+        for path in unsupported_collections(module):
+            rank_zero_warn(f"embedding collection {path!r} is of a kind that cannot be sharded: it is replicated, as with 'ddp'")
+        found = find_collections(module)
+        if not found:
+            rank_zero_info("strategy 'freescale': no embedding collection to shard in the module, it trains as with 'ddp'")
+            super().setup(trainer)
+            return
+        check_rows([collection for collection, _ in found], getattr(trainer.datamodule, "feature_rows", {}))
+        if fitting:
+            refuse_unsupported(trainer)
+        self.accelerator.setup(trainer)
+        materialize(module, self.root_device, leave={child for _, held in found for child in held.modules()})
+        if fitting and self._layer_sync:
+            self._layer_sync.apply(module)
+        self.tables = self._shard(trainer, module, fitting)
+        self._wrap(module.to(self.root_device), fitting)
+
+    def _shard(self, trainer: Trainer, module: nn.Module, fitting: bool) -> ShardedTables:
+        from lightning_freescale.embeddings.sharding import TableSharding, sharded_tables
+        from lightning_freescale.embeddings.training import TableGroups
+
+        earlier = sharded_tables(module)
+        if earlier is not None and not fitting and earlier.device == self.root_device:
+            return earlier
+        sharding = TableSharding(module)
+        try:
+            optimizers = sharding.given_optimizers()
+            if fitting:
+                self.setup_optimizers(trainer)
+                self.groups = TableGroups(self.optimizers[0], module, sharding.parameters, optimizers, self.root_device)
+                optimizers = self.groups.optimizers
+            return sharding.shard(
+                device=self.root_device,
+                group=self._embedding_group(earlier),
+                local_world_size=self.num_processes,
+                plan=self.plan,
+                planner=self.planner,
+                optimizers=optimizers,
+            )
+        except BaseException:
+            sharding.restore()
+            raise
+
+    def _embedding_group(self, earlier: ShardedTables | None) -> dist.ProcessGroup:
+        """The embedding exchange has a group of its own; the default one stays as Lightning made it."""
+        group = earlier.group if earlier is not None else None
+        observed = isinstance(group, ObservedProcessGroup)
+        if group is None or observed != self.timeline.enabled:
+            return observed_group(self.timeline, self._timeout) if self.timeline.enabled else dist.new_group(timeout=self._timeout)
+        if isinstance(group, ObservedProcessGroup):
+            group.observer = self.timeline
+        return group
+
+    def _wrap(self, module: nn.Module, fitting: bool) -> None:
+        assert self.tables is not None
+        keys = [table.key for table in self.tables.tables]
+        self.model = wrap_dense(module, keys, self.determine_ddp_device_ids(), self._ddp_kwargs) if fitting else module
+        if isinstance(self.model, DistributedDataParallel):
+            self._register_ddp_hooks()
+        else:
+            sync_dense(module, keys)
+        self.setup_precision_plugin()
+        if fitting:
+            optimizers_to_device(self.optimizers, self.root_device)
+
+    @override
+    def teardown(self) -> None:
+        if self.tables is None:
+            super().teardown()
+            return
+        # Not the base class's: it moves the whole module to the CPU, which shards in FBGEMM's kernels do not survive.
+        assert self.accelerator is not None and self.cluster_environment is not None
+        self.model = self.lightning_module
+        if self._layer_sync and self.model is not None and self.groups is not None:
+            self.model = self._layer_sync.revert(self.model)
+        optimizers_to_device(self.optimizers, torch.device("cpu"))
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # -- steps
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        training = self.lightning_module is not None and self.lightning_module.trainer.training
+        return ObservedLoader(dataloader, self.timeline) if training and self.timeline.enabled else dataloader
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        with self.timeline.span("data", "batch to device"):
+            return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        throttle_sigterm_broadcast(
+            self.lightning_module.trainer, self.sigterm_every_n_steps, lambda: self.timeline.collective("sigterm")
+        )
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if self.tables is not None:
+            refuse_accumulation(trainer)
+        sampler = getattr(trainer.train_dataloader, "sampler", None)
+        self._loss_weight = sampler.loss_weight(batch_idx) if hasattr(sampler, "loss_weight") else 1.0
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.tables is not None and self.groups is not None:
+            self.tables.set_learning_rates(self.groups.learning_rate)
+            self.tables.set_step(self.groups.step)
+        with self.timeline.span("compute", "forward"):
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        loss = closure_loss if self._loss_weight == 1.0 else closure_loss * self._loss_weight
+        with self.timeline.span("compute", "backward"), ExitStack() as waiting:
+            if self.timeline.enabled and isinstance(self.model, DistributedDataParallel):
+                # runs when the gradients are there, just before DDP waits for its buckets
+                loss.register_hook(lambda _: _after_backward(lambda: waiting.enter_context(self._dense_exchange())))
+            return super().backward(loss, optimizer, *args, **kwargs)
+
+    def _dense_exchange(self) -> AbstractContextManager[None]:
+        return self.timeline.collective("dense gradients")
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        with ExitStack() as after:
+
+            def timed() -> Any:
+                result = closure()
+                after.enter_context(self.timeline.span("compute", "optimizer"))
+                return result
+
+            output = super().optimizer_step(optimizer, timed, model, **kwargs)
+        if self.groups is not None:
+            self.groups.step += 1
+        return output
+
+    # -- collectives that block
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        with self.timeline.collective("reduce"):
+            return super().reduce(tensor, group, reduce_op)
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        with self.timeline.collective("barrier"):
+            super().barrier(*args, **kwargs)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        with self.timeline.collective("broadcast"):
+            return super().broadcast(obj, src)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        with self.timeline.collective("all-gather"):
+            return super().all_gather(tensor, group, sync_grads)
+
+    # -- checkpoints: one ordinary file, as if nothing were sharded
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        if self.lightning_module is None:
+            return False
+        from lightning_freescale.embeddings.collections import find_collections
+
+        return bool(find_collections(self.lightning_module))
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The unsharded state dict on rank 0, one table gathered at a time; other ranks get the dense part. Collective."""
+        state = super().lightning_module_state_dict()
+        if self.tables is None:
+            return state
+        from lightning_freescale.checkpoint.tables import gather_weights
+
+        whole = gather_weights(self.tables)
+        keys = {table.key for table in self.tables.tables}
+        return {key: whole.get(key, value) for key, value in state.items() if key in whole or key not in keys}
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self.tables is None:
+            super().load_model_state_dict(checkpoint, strict)
+            return
+        from lightning_freescale.checkpoint.tables import scatter_weights
+
+        assert self.lightning_module is not None
+        state = dict(checkpoint["state_dict"])
+        scatter_weights(self.tables, state)
+        # the tables are in place: hand their shards to torch as well, so that it reports missing keys as it always does
+        state.update({key: value for key, value in self.tables.sharded_weights().items() if key in state})
+        self.lightning_module.load_state_dict(state, strict=strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state dict that the user's optimizer would have unsharded; whole on rank 0. Collective."""
+        state = super().optimizer_state(optimizer)
+        if self.tables is None or self.groups is None:
+            return state
+        from lightning_freescale.checkpoint.optimizer_state import merge
+        from lightning_freescale.checkpoint.tables import gather_states
+
+        self._states = gather_states(self.tables)
+        in_groups = {key: value for key, value in self._states.items() if key not in self.groups.given}
+        return merge(state, self.groups.layout, self.groups.tables, in_groups, self.groups.step)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self.groups is not None and self.groups.given and "optimizer_states" in checkpoint:
+            checkpoint[_IN_BACKWARD] = {key: self._states[key] for key in self.groups.given if key in self._states}
+        self._states = {}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self.tables is None or self.groups is None:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        from lightning_freescale.checkpoint.optimizer_state import split
+        from lightning_freescale.checkpoint.tables import scatter_states
+
+        dense, states, self.groups.step = split(checkpoint["optimizer_states"][0], self.groups.layout, self.groups.tables)
+        scatter_states(self.tables, {**states, **checkpoint.get(_IN_BACKWARD, {})})
+        super().load_optimizer_state_dict({"optimizer_states": [dense]})
+
+
+def _after_backward(callback: Callable[[], Any]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

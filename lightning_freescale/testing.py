@@ -1,0 +1,132 @@
+"""Run a function on several ranks, for our tests and for yours."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+class RankFailed(RuntimeError):
+    """A rank raised, died or did not finish; the message holds its traceback."""
+
+
+def run_distributed(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, init: bool = True, **kwargs: Any
+) -> list[Any]:
+    """Call ``fn(*args, **kwargs)`` on ``world_size`` processes that share a gloo group, and return their results by rank.
+
+    The processes are forked from this one, so whatever it has imported need not be imported again. Each has one thread and
+    the environment that torchrun sets, so that ``Trainer(devices=world_size)`` takes its rank from it.
+
+    Args:
+        fn: any function, also a closure; its result must be picklable.
+        world_size: number of processes.
+        timeout: seconds after which all are killed.
+        init: create the default process group before calling ``fn``.
+
+    Raises:
+        RankFailed: a rank raised (with its traceback), died (with its signal), or ran past the timeout.
+    """
+    context, port = mp.get_context("fork"), _free_port()
+    ends, ranks = [], []
+    for rank in range(world_size):
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(target=_rank, args=(fn, args, kwargs, rank, world_size, port, timeout, init, there))
+        process.start()
+        there.close()
+        ends.append(here)
+        ranks.append(process)
+    try:
+        return _collect(ends, ranks, timeout)
+    finally:
+        for process in ranks:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+def _collect(ends: list[Connection], ranks: list[Any], timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    deadline, grace = time.monotonic() + timeout, 2.0
+    open_ends = {end: rank for rank, end in enumerate(ends)}
+    while open_ends:
+        ready = wait(list(open_ends), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for end in ready:
+            rank = open_ends.pop(end)  # type: ignore[arg-type]
+            try:
+                ok, value = end.recv()  # type: ignore[union-attr]
+            except EOFError:
+                ranks[rank].join(grace)
+                ok, value = False, f"died with exit code {ranks[rank].exitcode}"
+            (results if ok else failures)[rank] = value
+            if not ok:  # the others fail because of it soon, or would wait for it until the timeout
+                deadline = min(deadline, time.monotonic() + grace)
+    if failures:
+        raise RankFailed("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
+    if open_ends:
+        raise RankFailed(f"ranks {sorted(open_ends.values())} did not finish within {timeout:g} s")
+    return [results[rank] for rank in range(len(ends))]
+
+
+def _rank(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    timeout: float,
+    init: bool,
+    end: Connection,
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    os.environ.update(_environment(rank, world_size, port))
+    code = 0
+    try:
+        if init:
+            dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
+        answer = (True, fn(*args, **kwargs))
+    except BaseException:
+        answer, code = (False, traceback.format_exc()), 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    end.send(answer)
+    if not code:
+        time.sleep(timeout)  # peers may still need this rank's store and connections; the parent ends it
+    os._exit(code)  # without an orderly shutdown, which would wait for peers that failed
+
+
+def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "TORCHELASTIC_RUN_ID": "run_distributed",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
