@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,8 +36,6 @@ if TYPE_CHECKING:
     from lightning_freescale.embeddings.sharding import ShardedTables
     from lightning_freescale.embeddings.training import TableGroups
 
-_IN_BACKWARD = "in_backward_optimizer_states"
-
 
 class FreeScaleStrategy(DDPStrategy):
     """Shards TorchRec embedding collections over all ranks and trains the rest with DDP.
@@ -61,7 +62,7 @@ class FreeScaleStrategy(DDPStrategy):
         self.tables: ShardedTables | None = None
         self.groups: TableGroups | None = None
         self._loss_weight = 1.0
-        self._states: dict[str, dict[str, Tensor]] = {}
+        self._own_states: dict[str, Any] = {}
 
     @classmethod
     @override
@@ -87,28 +88,31 @@ class FreeScaleStrategy(DDPStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        from lightning_freescale.embeddings.bounds import check_rows
-        from lightning_freescale.embeddings.collections import find_collections, unsupported_collections
-
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         assert module is not None and self.accelerator is not None
         self.tables = self.groups = None
-        for path in unsupported_collections(module):
-            rank_zero_warn(f"embedding collection {path!r} is of a kind that cannot be sharded: it is replicated, as with 'ddp'")
-        found = find_collections(module)
+        found = _collections(module)
         if not found:
             rank_zero_info("strategy 'freescale': no embedding collection to shard in the module, it trains as with 'ddp'")
             super().setup(trainer)
             return
-        check_rows([collection for collection, _ in found], getattr(trainer.datamodule, "feature_rows", {}))
-        if fitting:
-            refuse_unsupported(trainer)
+        self._check(trainer, found, fitting)
         self.accelerator.setup(trainer)
         materialize(module, self.root_device, leave={child for _, held in found for child in held.modules()})
         if fitting and self._layer_sync:
             self._layer_sync.apply(module)
         self.tables = self._shard(trainer, module, fitting)
         self._wrap(module.to(self.root_device), fitting)
+
+    def _check(self, trainer: Trainer, found: list[Any], fitting: bool) -> None:
+        from lightning_freescale.embeddings.bounds import check_rows
+        from lightning_freescale.embeddings.collections import unsupported_collections
+
+        for path in unsupported_collections(trainer.lightning_module):
+            rank_zero_warn(f"embedding collection {path!r} is of a kind that cannot be sharded: it is replicated, as with 'ddp'")
+        check_rows([collection for collection, _ in found], getattr(trainer.datamodule, "feature_rows", {}))
+        if fitting:
+            refuse_unsupported(trainer)
 
     def _shard(self, trainer: Trainer, module: nn.Module, fitting: bool) -> ShardedTables:
         from lightning_freescale.embeddings.sharding import TableSharding, sharded_tables
@@ -205,8 +209,7 @@ class FreeScaleStrategy(DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.tables is not None and self.groups is not None:
-            self.tables.set_learning_rates(self.groups.learning_rate)
-            self.tables.set_step(self.groups.step)
+            self.tables.prepare_update(self.groups.learning_rate, self.groups.step)
         with self.timeline.span("compute", "forward"):
             return super().training_step(*args, **kwargs)
 
@@ -265,37 +268,20 @@ class FreeScaleStrategy(DDPStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        if self.lightning_module is None:
-            return False
-        from lightning_freescale.embeddings.collections import find_collections
-
-        return bool(find_collections(self.lightning_module))
+        return bool(_collections(self.lightning_module))
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The unsharded state dict on rank 0, one table gathered at a time; other ranks get the dense part. Collective."""
         state = super().lightning_module_state_dict()
-        if self.tables is None:
-            return state
-        from lightning_freescale.checkpoint.tables import gather_weights
-
-        whole = gather_weights(self.tables)
-        keys = {table.key for table in self.tables.tables}
-        return {key: whole.get(key, value) for key, value in state.items() if key in whole or key not in keys}
+        return state if self.tables is None else _unsharded().state_dict(self.tables, state)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self.tables is None:
             super().load_model_state_dict(checkpoint, strict)
-            return
-        from lightning_freescale.checkpoint.tables import scatter_weights
-
-        assert self.lightning_module is not None
-        state = dict(checkpoint["state_dict"])
-        scatter_weights(self.tables, state)
-        # the tables are in place: hand their shards to torch as well, so that it reports missing keys as it always does
-        state.update({key: value for key, value in self.tables.sharded_weights().items() if key in state})
-        self.lightning_module.load_state_dict(state, strict=strict)
+        else:
+            _unsharded().load_state_dict(self.lightning_module, self.tables, checkpoint["state_dict"], strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -303,31 +289,36 @@ class FreeScaleStrategy(DDPStrategy):
         state = super().optimizer_state(optimizer)
         if self.tables is None or self.groups is None:
             return state
-        from lightning_freescale.checkpoint.optimizer_state import merge
-        from lightning_freescale.checkpoint.tables import gather_states
-
-        self._states = gather_states(self.tables)
-        in_groups = {key: value for key, value in self._states.items() if key not in self.groups.given}
-        return merge(state, self.groups.layout, self.groups.tables, in_groups, self.groups.step)
+        state, self._own_states = _unsharded().optimizer_state(self.tables, self.groups, state)
+        return state
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self.groups is not None and self.groups.given and "optimizer_states" in checkpoint:
-            checkpoint[_IN_BACKWARD] = {key: self._states[key] for key in self.groups.given if key in self._states}
-        self._states = {}
+        if "optimizer_states" in checkpoint and self._own_states:
+            checkpoint[_unsharded().IN_BACKWARD] = self._own_states
+        self._own_states = {}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if self.tables is None or self.groups is None:
-            super().load_optimizer_state_dict(checkpoint)
-            return
-        from lightning_freescale.checkpoint.optimizer_state import split
-        from lightning_freescale.checkpoint.tables import scatter_states
+        if self.tables is not None and self.groups is not None:
+            full, own = checkpoint["optimizer_states"][0], checkpoint.get(_unsharded().IN_BACKWARD, {})
+            checkpoint = {"optimizer_states": [_unsharded().load_optimizer_state(self.tables, self.groups, full, own)]}
+        super().load_optimizer_state_dict(checkpoint)
 
-        dense, states, self.groups.step = split(checkpoint["optimizer_states"][0], self.groups.layout, self.groups.tables)
-        scatter_states(self.tables, {**states, **checkpoint.get(_IN_BACKWARD, {})})
-        super().load_optimizer_state_dict({"optimizer_states": [dense]})
+
+def _unsharded() -> ModuleType:
+    """The checkpoint format; imported where it is needed because it imports TorchRec."""
+    return import_module("lightning_freescale.checkpoint.unsharded")
+
+
+def _collections(module: nn.Module | None) -> list[Any]:
+    """The embedding collections of a module; without TorchRec installed it can have none."""
+    if module is None or find_spec("torchrec") is None:
+        return []
+    from lightning_freescale.embeddings.collections import find_collections
+
+    return find_collections(module)
 
 
 def _after_backward(callback: Callable[[], Any]) -> None:

@@ -46,12 +46,14 @@ class Collection:
         blueprint: builds an unsharded copy on the meta device.
         tables: its tables.
         sharder: TorchRec's sharder for it.
+        pooled: whether it is an EmbeddingBagCollection.
     """
 
     path: str
     blueprint: Callable[[], nn.Module]
     tables: tuple[Table, ...]
     sharder: ModuleSharder[Any]
+    pooled: bool
 
 
 def find_collections(root: nn.Module) -> list[tuple[Collection, nn.Module]]:
@@ -124,4 +126,5 @@ def _collection(
         Table(c.name, f"{holder}.{c.name}.weight", c.num_embeddings, c.embedding_dim, tuple(c.feature_names), c.init_fn)
         for c in configs
     )
-    return Collection(path, lambda: kind(tables=configs, device=_META, **options), tables, sharder)
+    pooled = kind is EmbeddingBagCollection
+    return Collection(path, lambda: kind(tables=configs, device=_META, **options), tables, sharder, pooled)

@@ -67,7 +67,8 @@ def derive(optimizer: Optimizer, group: int, table: str, device: torch.device) -
             f"{kind.__name__} holds the embedding table {table!r}, but FBGEMM has no Adam on CPU. Put the table's parameters "
             "into SGD, Adagrad or RowWiseAdagrad (torchrec.optim.RowWiseAdagrad), or train on a GPU"
         )
-    return TableOptimizer(_FUSED.get(kind, kind), _arguments(kind, settings), group, _initial_state(settings))
+    initial = optimizer.defaults.get("initial_accumulator_value", 0.0)  # torch ignores a parameter group's own
+    return TableOptimizer(_FUSED.get(kind, kind), _arguments(kind, settings), group, initial)
 
 
 def _arguments(kind: type[Optimizer], settings: dict[str, Any]) -> dict[str, Any]:
@@ -79,6 +80,3 @@ def _arguments(kind: type[Optimizer], settings: dict[str, Any]) -> dict[str, Any
         arguments["weight_decay"] = settings["weight_decay"]
     return arguments
 
-
-def _initial_state(settings: dict[str, Any]) -> float:
-    return float(settings.get("initial_accumulator_value", 0.0))

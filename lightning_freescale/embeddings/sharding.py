@@ -69,15 +69,14 @@ class ShardedTables:
                 found[table.key] = state[table.key.removeprefix(f"{collection.path}.")]
         return found
 
-    def set_learning_rates(self, rate_of_group: Callable[[int], float]) -> None:
-        """Give every table the learning rate of its parameter group; tables without a group keep theirs."""
+    def prepare_update(self, rate_of_group: Callable[[int], float], step: int) -> None:
+        """Before a forward in training: the learning rate of each table's parameter group, and the number of updates so far.
+
+        FBGEMM counts forwards, also those of validation; its bias corrections need the updates.
+        """
         for kernel, optimizer in self._updates():
             if optimizer.group is not None:
                 kernel.emb_module.set_learning_rate(rate_of_group(optimizer.group))
-
-    def set_step(self, step: int) -> None:
-        """FBGEMM counts forwards, also those of validation; make its count that of the updates."""
-        for kernel, _ in self._updates():
             kernel.emb_module.iter.fill_(step)
 
     def _updates(self) -> Iterator[tuple[Any, TableOptimizer]]:
@@ -213,12 +212,17 @@ def sharded_tables(root: nn.Module) -> ShardedTables | None:
 def row_wise_planner(
     collections: list[Collection], device: torch.device, world_size: int, local_world_size: int
 ) -> EmbeddingShardingPlanner:
-    """TorchRec's planner, held to row-wise sharding with the optimizer fused into backward."""
-    row_wise = ParameterConstraints(sharding_types=["row_wise"], compute_kernels=["fused"])
-    return EmbeddingShardingPlanner(
-        topology=Topology(world_size=world_size, local_world_size=local_world_size, compute_device=device.type),
-        constraints={table.name: row_wise for collection in collections for table in collection.tables},
-    )
+    """TorchRec's planner, held to row-wise sharding with the optimizer fused into backward.
+
+    EmbeddingBagCollections may be sharded table-wise as well: on CPU, TorchRec plans nothing else for them.
+    """
+    constraints = {}
+    for collection in collections:
+        types = ["row_wise", "table_wise"] if collection.pooled else ["row_wise"]
+        rule = ParameterConstraints(sharding_types=types, compute_kernels=["fused"])
+        constraints.update({table.name: rule for table in collection.tables})
+    topology = Topology(world_size=world_size, local_world_size=local_world_size, compute_device=device.type)
+    return EmbeddingShardingPlanner(topology=topology, constraints=constraints)
 
 
 def _wait(module: nn.Module, args: Any, output: Any) -> Any:

@@ -1,0 +1,66 @@
+"""The same unmodified module under "ddp", unsharded, and under "freescale"; balanced and not."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_freescale import FreeScaleDataModule
+from lightning_freescale.testing import run_distributed
+from tests.recommender import OPTIMIZERS, Recommender, Samples, collate, fixed_loader, trainer
+
+WORLD = {"devices": 2}
+
+
+def _losses(strategy: str, optimizer: str) -> list[float]:
+    torch.manual_seed(0)
+    module = Recommender(optimizer)
+    trainer(strategy=strategy, **WORLD).fit(module, fixed_loader(int(os.environ["RANK"]), 20))
+    return module.losses
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_same_losses_as_ddp(optimizer: str) -> None:
+    ddp = run_distributed(_losses, 2, "ddp", optimizer)
+    mine = run_distributed(_losses, 2, "freescale", optimizer)
+    for rank in range(2):
+        assert mine[rank] == pytest.approx(ddp[rank], rel=1e-5)
+    assert max(ddp[0]) / min(ddp[0]) > 1.5, "the loss must move, or equality means nothing"
+
+
+def _after_one_step(strategy: str, samples: int, batch_size: int, **options: Any) -> dict[str, torch.Tensor]:
+    """Weights after one SGD step: they differ from the initial ones by the gradient alone."""
+    torch.manual_seed(0)
+    module, data = Recommender("sgd"), Samples(samples)
+    loader = FreeScaleDataModule(data, data.lengths, batch_size, collate_fn=collate, **options)
+    fit = trainer(strategy=strategy, max_steps=1, **WORLD)
+    fit.fit(module, loader)
+    return fit._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"]
+
+
+@pytest.mark.parametrize("samples", [16, 15])
+@pytest.mark.parametrize("loss_reduction", ["sample_mean", "target_mean"])
+def test_balancing_keeps_the_gradient(samples: int, loss_reduction: str) -> None:
+    """Also for a global batch that the ranks cannot share equally, against one rank that computes it alone."""
+    balanced, dealt = (
+        run_distributed(_after_one_step, 2, "freescale", samples, 8, balance=balance)[0] for balance in (True, False)
+    )
+    alone = run_distributed(_alone, 1, samples)[0]
+    torch.manual_seed(0)
+    initial = Recommender("sgd").state_dict()
+    for name, weight in balanced.items():
+        torch.testing.assert_close(weight, dealt[name], rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(weight, alone[name], rtol=1e-6, atol=1e-7)
+        assert not torch.equal(weight, initial[name])
+
+
+def _alone(samples: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    module, data = Recommender("sgd"), Samples(samples)
+    loader = FreeScaleDataModule(data, data.lengths, samples, collate_fn=collate)
+    fit = trainer(strategy="freescale", max_steps=1, devices=1)
+    fit.fit(module, loader)
+    return fit._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"]

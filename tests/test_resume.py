@@ -1,0 +1,97 @@
+"""A run that stops and resumes is bitwise the run that did not stop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_freescale import FreeScaleDataModule
+from lightning_freescale.testing import run_distributed
+from tests.recommender import OPTIMIZERS, Recommender, Samples, collate, trainer
+
+
+class StopAt(L.Callback):
+    """Saves a checkpoint after some steps and stops."""
+
+    def __init__(self, step: int, path: str) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+
+class Seen(Recommender):
+    """Also keeps which samples it saw, and draws random numbers while it trains."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer)
+        self.seen: list[list[int]] = []
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        self.seen.append(batch["index"].tolist())
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        self.trainer.estimated_stepping_batches  # builds the loader early, before the checkpoint is read
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _fit(optimizer: str, workers: int, stop: tuple[int, str] | None = None, resume: str | None = None) -> dict[str, Any]:
+    torch.manual_seed(0 if resume is None else 7)
+    module, data = Seen(optimizer), Samples(64)  # 8 steps an epoch
+    loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, num_workers=workers)
+    fit = trainer(devices=2, max_epochs=3, callbacks=[StopAt(*stop)] if stop else [])
+    fit.fit(module, loader, ckpt_path=resume)
+    state = fit._checkpoint_connector.dump_checkpoint(weights_only=False)
+    return {"losses": module.losses, "seen": module.seen, "weights": state["state_dict"], "states": state["optimizer_states"]}
+
+
+@pytest.mark.parametrize("stop", [10, 8], ids=["mid-epoch", "epoch-end"])
+@pytest.mark.parametrize(("optimizer", "workers"), [("sgd", 0), ("adagrad", 0), ("adagrad", 2), ("rowwise_adagrad", 0)])
+def test_resume_is_bitwise(optimizer: str, stop: int, workers: int, tmp_path: Path) -> None:
+    path = str(tmp_path / "half.ckpt")
+    whole = run_distributed(_fit, 2, optimizer, workers)
+    first = run_distributed(_fit, 2, optimizer, workers, stop=(stop, path))
+    second = run_distributed(_fit, 2, optimizer, workers, resume=path)
+    for rank in range(2):
+        assert first[rank]["seen"] + second[rank]["seen"] == whole[rank]["seen"]
+        assert first[rank]["losses"] + second[rank]["losses"] == whole[rank]["losses"]
+    assert len(first[0]["losses"]) == stop and len(second[0]["losses"]) == 24 - stop
+    _equal(second[0]["weights"], whole[0]["weights"])
+    _equal(second[0]["states"][0]["state"], whole[0]["states"][0]["state"])
+
+
+def _equal(a: Any, b: Any) -> None:
+    assert a.keys() == b.keys()
+    for key in a:
+        _equal(a[key], b[key]) if isinstance(a[key], dict) else torch.testing.assert_close(a[key], b[key], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_checkpoint_is_that_of_the_plain_module(optimizer: str, tmp_path: Path) -> None:
+    """It loads strictly into the unsharded module and its optimizer, and training goes on under "ddp" as under "freescale"."""
+    path = str(tmp_path / "half.ckpt")
+    first = run_distributed(_fit, 2, optimizer, 0, stop=(10, path))
+    checkpoint = torch.load(path, weights_only=True)
+    module = Recommender(optimizer)
+    module.load_state_dict(checkpoint["state_dict"], strict=True)
+    _equal(dict(module.state_dict()), first[0]["weights"])
+    module.configure_optimizers().load_state_dict(checkpoint["optimizer_states"][0])
+    mine = run_distributed(_fit, 2, optimizer, 0, resume=path)
+    ddp = run_distributed(_fit_ddp, 2, optimizer, path)
+    assert ddp[1]["losses"] == pytest.approx(mine[1]["losses"], rel=1e-5)
+
+
+def _fit_ddp(optimizer: str, resume: str) -> dict[str, Any]:
+    module, data = Seen(optimizer), Samples(64)
+    loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate)
+    trainer(strategy="ddp", devices=2, max_epochs=3).fit(module, loader, ckpt_path=resume)
+    return {"losses": module.losses}

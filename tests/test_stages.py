@@ -1,0 +1,237 @@
+"""fit, validate, test, predict, and several of them in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection
+from torchrec.distributed.types import ShardedModule
+from torchrec.modules.embedding_configs import PoolingType
+
+from lightning_freescale import FreeScaleDataModule
+from lightning_freescale.testing import run_distributed
+from tests.recommender import Net, Recommender, Samples, collate, tables, trainer
+
+
+def _data(samples: int = 37, **options: Any) -> FreeScaleDataModule:
+    data = Samples(samples)
+    stages = {stage: Samples(samples, seed=1) for stage in ("validate", "test", "predict")}
+    return FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, **stages, **options)
+
+
+def _all_stages() -> dict[str, Any]:
+    torch.manual_seed(0)
+    module, fit = Recommender("adagrad"), trainer(devices=2, max_epochs=2)
+    fit.fit(module, _data())
+    assert isinstance(module.net.embeddings, ShardedModule)
+    validated = fit.validate(module, _data(), verbose=False)[0]["val"]
+    tested = fit.test(module, _data(), verbose=False)[0]["test"]
+    return {"validated": validated, "tested": tested, "predicted": fit.predict(module, _data())}
+
+
+def test_stages_after_fit() -> None:
+    """Validation sees what training left; every sample once, uneven last batch or not."""
+    results = run_distributed(_all_stages, 2)
+    assert results[0]["validated"] == results[1]["validated"] == pytest.approx(results[0]["tested"])
+    assert sum(len(batch) for rank in results for batch in rank["predicted"]) == 37
+
+
+def _predict_alone(strategy: str, world: int) -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.cat(trainer(strategy=strategy, devices=world).predict(Recommender(), _data()))
+
+
+def test_predict_without_fit_is_sharded_and_equals_ddp() -> None:
+    mine, ddp = (run_distributed(_predict_alone, 2, strategy, 2) for strategy in ("freescale", "ddp"))
+    for rank in range(2):
+        torch.testing.assert_close(mine[rank], ddp[rank], rtol=0, atol=0)
+
+
+def _fit_twice(fresh_trainer: bool, strategy: str) -> list[float]:
+    torch.manual_seed(0)
+    module, options = Recommender("adagrad"), {"devices": 2, "strategy": strategy}
+    fit = trainer(**options)
+    fit.fit(module, _data(32))
+    if fresh_trainer:
+        fit = trainer(**options)
+    else:
+        fit.fit_loop.max_epochs = 2
+    fit.fit(module, _data(32))
+    return module.losses
+
+
+@pytest.mark.parametrize("fresh_trainer", [True, False])
+def test_two_fits_in_one_process(fresh_trainer: bool) -> None:
+    """The second fit starts from the first one's weights with a new optimizer, as under "ddp"."""
+    mine, ddp = (run_distributed(_fit_twice, 2, fresh_trainer, strategy) for strategy in ("freescale", "ddp"))
+    assert len(mine[0]) == 8
+    assert mine[0] == pytest.approx(ddp[0], rel=1e-5)
+
+
+class Late(Recommender):
+    """Builds its tables on the meta device, in configure_model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            with torch.device("meta"):
+                self.net = Net()
+
+
+def _fit_meta() -> dict[str, torch.Tensor]:
+    L.seed_everything(0, verbose=False)
+    fit = trainer(devices=2)
+    module = Late()
+    fit.fit(module, _data(32))
+    return fit._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"]
+
+
+def test_meta_device() -> None:
+    """Shards are initialised on their ranks, and not as copies of each other."""
+    state = run_distributed(_fit_meta, 2)[0]
+    item = state["net.embeddings.embeddings.item.weight"]
+    assert item.isfinite().all() and item.std() > 0.01
+    assert not torch.equal(item[:25], item[25:])
+    assert state["net.hidden.0.weight"].std() > 0.01
+
+
+class Bags(Recommender):
+    """An EmbeddingBagCollection beside the EmbeddingCollection."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer)
+        configs = [EmbeddingBagConfig(name="bag", num_embeddings=50, embedding_dim=8, feature_names=["history"])]
+        configs[0].pooling = PoolingType.MEAN
+        self.bags, self.out = EmbeddingBagCollection(tables=configs), torch.nn.Linear(8, 1, bias=False)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        features = batch["features"]
+        pooled = self.out(self.bags(features)["history"]).squeeze(1)
+        loss = torch.nn.functional.mse_loss(self.net(features) + pooled, batch["label"])
+        self.losses.append(loss.item())
+        return loss
+
+
+def _fit_bags(strategy: str, optimizer: str) -> list[float]:
+    torch.manual_seed(0)
+    module = Bags(optimizer)
+    trainer(strategy=strategy, devices=2).fit(module, _data(64))
+    return module.losses
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+def test_several_collections(optimizer: str) -> None:
+    mine, ddp = (run_distributed(_fit_bags, 2, strategy, optimizer) for strategy in ("freescale", "ddp"))
+    assert mine[0] == pytest.approx(ddp[0], rel=1e-5)
+
+
+class Groups(Recommender):
+    """Tables in parameter groups of their own with learning-rate schedules of their own, one of them frozen."""
+
+    def configure_optimizers(self) -> Any:
+        item, cat = self.net.embeddings.embeddings["item"], self.net.embeddings.embeddings["cat"]
+        optimizer = torch.optim.Adagrad(
+            [
+                {"params": self.net.hidden.parameters(), "lr": 0.1},
+                {"params": item.parameters(), "lr": 0.2, "initial_accumulator_value": 0.0},
+                {"params": cat.parameters(), "lr": 0.2},
+            ],
+            initial_accumulator_value=0.1,
+        )
+        factors = [lambda step: 0.9**step, lambda step: 0.8**step, lambda step: float(step >= 4)]
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _fit_groups(strategy: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    module, fit = Groups(), trainer(strategy=strategy, devices=2)
+    fit.fit(module, _data(64))
+    return module.losses, fit._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"]
+
+
+def test_schedules_reach_every_table() -> None:
+    (mine, weights), (ddp, expected) = (run_distributed(_fit_groups, 2, s)[0] for s in ("freescale", "ddp"))
+    assert mine == pytest.approx(ddp, rel=1e-5)
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6)
+
+
+class Alone(Recommender):
+    """All parameters sit in tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = EmbeddingCollection(tables=tables())
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        loss = self.net(batch["features"])["history"].values().pow(2).mean()
+        self.losses.append(loss.item())
+        return loss
+
+
+def _fit_alone() -> list[float]:
+    module = Alone()
+    trainer(devices=2, limit_val_batches=0).fit(module, _data(64))
+    return module.losses
+
+
+def test_without_dense_parameters() -> None:
+    losses = run_distributed(_fit_alone, 2)[0]
+    assert losses[-1] != losses[0]
+
+
+class Dense(L.LightningModule):
+    """No embedding collection at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        return self.layer(batch["label"][:, None]).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+def _fit_dense(strategy: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    module, fit = Dense(), trainer(strategy=strategy, devices=2, accumulate_grad_batches=2, gradient_clip_val=1.0)
+    fit.fit(module, _data(64))
+    return {name: value.detach() for name, value in module.state_dict().items()}
+
+
+def test_module_without_collection_trains_as_ddp() -> None:
+    mine, ddp = (run_distributed(_fit_dense, 2, strategy)[0] for strategy in ("freescale", "ddp"))
+    for name, value in ddp.items():
+        torch.testing.assert_close(mine[name], value, rtol=0, atol=0)
+
+
+class Counting(Recommender):
+    """Keeps FBGEMM's count of updates during every step."""
+
+    def __init__(self) -> None:
+        super().__init__("rowwise_adagrad")
+        self.counts: list[int] = []
+
+    def on_after_backward(self) -> None:
+        kernel, _ = next(self.trainer.strategy.tables._updates())
+        self.counts.append(int(kernel.emb_module.iter))
+
+
+def _update_counts() -> list[int]:
+    module = Counting()
+    trainer(devices=2, max_epochs=2).fit(module, _data(32))
+    return module.counts
+
+
+def test_validation_does_not_count_as_an_update() -> None:
+    """FBGEMM counts every forward; Adam's bias correction would be off after validation."""
+    assert run_distributed(_update_counts, 2)[0] == [1, 2, 3, 4, 5, 6, 7, 8]
