@@ -134,13 +134,14 @@ class BubbleProfiler(Callback):
             self._exchange(trainer, self._records)
         steps = gather_steps(list(self._recent), self._group) if self.trace_steps else []
         self._stop()
+        path = self._path(trainer)  # on every rank: Lightning agrees on its folder by a broadcast
         if not trainer.is_global_zero:
             return
         if self.report is None:
             rank_zero_info(f"BubbleProfiler: no step after the {self.warmup_steps} warm-up steps, nothing to report")
             return
         if steps:
-            self.trace = write_trace(self._path(trainer), steps)
+            self.trace = write_trace(path, steps)
         if self.verbose:
             print(self.report)
             if self.trace is not None:
