@@ -1,0 +1,185 @@
+"""An HSTU-style sequence recommender on jagged tensors, as an ordinary LightningModule on a TorchRec EmbeddingCollection.
+
+Source: Zhai et al., Actions Speak Louder than Words (HSTU, arXiv 2402.17152).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+from metrics import FullRank
+from torch import Tensor, nn
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+POSITIONS, TIMES = 16, 40  # buckets of the relative bias, by powers of two
+QUERIES = 128  # attention goes through a history in blocks of this many queries, each against its own past only
+
+
+class Block:
+    """Some queries of one history and all keys they may see: ``scale`` averages over the visible keys."""
+
+    def __init__(self, start: int, times: Tensor) -> None:
+        end = min(start + QUERIES, len(times))
+        query, key = torch.arange(start, end, device=times.device), torch.arange(end, device=times.device)
+        distance = query[:, None] - key[None, :]
+        gap = (times[start:end, None] - times[None, :end]).clamp_(min=0)
+        near = torch.log2(distance.clamp(min=0) + 1.0).int().clamp_(max=POSITIONS - 1)
+        recent = torch.log2(gap + 1.0).int().clamp_(max=TIMES - 1)
+        self.queries, self.keys = slice(start, end), slice(0, end)
+        self.buckets = (near * TIMES + recent).flatten()
+        self.scale = (distance >= 0) / (query[:, None] + 1.0)
+
+
+class Jagged:
+    """Where the histories of a batch lie, and the blocks of all their pairs of positions; shared by all layers."""
+
+    def __init__(self, lengths: list[int], times: Tensor) -> None:
+        self.lengths = lengths
+        self.blocks = [[Block(start, t) for start in range(0, len(t), QUERIES)] for t in times.split(lengths)]
+
+
+class HSTUBlock(nn.Module):
+    """Pointwise SiLU attention with a relative position and time bias, gated by U; no padding, no softmax."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm, self.gate_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.uvqk, self.out = nn.Linear(dim, 4 * dim), nn.Linear(dim, dim)
+        self.position_bias = nn.Parameter(torch.zeros(POSITIONS))
+        self.time_bias = nn.Parameter(torch.zeros(TIMES))
+
+    def forward(self, x: Tensor, jagged: Jagged) -> Tensor:
+        """``x`` and the result have shape ``[total length, dim]``."""
+        u, v, q, k = nn.functional.silu(self.uvqk(self.norm(x))).chunk(4, dim=1)
+        bias = (self.position_bias[:, None] + self.time_bias[None, :]).flatten()
+        parts = zip(*(t.unflatten(1, (self.heads, -1)).transpose(0, 1).split(jagged.lengths, dim=1) for t in (q, k, v)))
+        attended = [self._attend(*part, bias, block) for part, blocks in zip(parts, jagged.blocks) for block in blocks]
+        mixed = torch.cat(attended, dim=1).transpose(0, 1).flatten(1)
+        return x + self.out(self.gate_norm(mixed) * u)
+
+    @staticmethod
+    def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, block: Block) -> Tensor:
+        """``q``, ``k`` and ``v`` of one history, ``[heads, length, dim / heads]``."""
+        scores = q[:, block.queries] @ k[:, block.keys].transpose(1, 2)
+        scores = scores + bias.index_select(0, block.buckets).view_as(block.scale)
+        return (nn.functional.silu(scores) * block.scale) @ v[:, block.keys]
+
+
+class HSTURecommender(L.LightningModule):
+    """Predicts every next item of a history.
+
+    Args:
+        num_items: rows of the item table.
+        dim: width of embeddings and blocks.
+        layers: number of HSTU blocks.
+        heads: attention heads per block.
+        negatives: sampled negatives, the same for all samples of all ranks in a step.
+        dropout: on the input embeddings.
+        lr: learning rate of the dense part (AdamW).
+        item_lr: learning rate of the item table (row-wise Adagrad, applied in backward).
+    """
+
+    def __init__(
+        self,
+        num_items: int,
+        dim: int = 64,
+        layers: int = 2,
+        heads: int = 2,
+        negatives: int = 512,
+        dropout: float = 0.2,
+        lr: float = 2e-3,
+        item_lr: float = 0.1,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.num_items, self.negatives, self.lr = num_items, negatives, lr
+        table = EmbeddingConfig(
+            name="item", num_embeddings=num_items, embedding_dim=dim, feature_names=["item", "target", "negative"]
+        )
+        self.items = EmbeddingCollection(tables=[table])
+        apply_optimizer_in_backward(RowWiseAdagrad, self.items.parameters(), {"lr": item_lr})
+        self.blocks = nn.ModuleList(HSTUBlock(dim, heads) for _ in range(layers))
+        self.dropout, self.norm = nn.Dropout(dropout), nn.LayerNorm(dim)
+        self.scores = nn.ModuleDict({stage: FullRank(10) for stage in ("val", "test")})
+
+    def forward(self, items: Tensor, lengths: list[int], times: Tensor) -> Tensor:
+        """What each position predicts, ``[total length, dim]``, from the item embeddings of the same shape."""
+        x, jagged = self.dropout(items), Jagged(lengths, times)
+        for block in self.blocks:
+            x = block(x, jagged)
+        return self.norm(x)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        """Softmax over the target and shared negatives; the mean over all targets of the rank."""
+        target, lengths = batch["target"], batch["features"].lengths()
+        negative = self._draw_negatives()
+        found = self._look_up(batch["features"].values(), lengths, target, negative)
+        predicted = self(found["item"].values(), lengths.tolist(), batch["time"])
+        positive = (predicted * found["target"].values()).sum(dim=1, keepdim=True)
+        others = predicted @ found["negative"].values().T
+        others = others.masked_fill(negative[None, :] == target[:, None], float("-inf"))
+        loss = -nn.functional.log_softmax(torch.cat([positive, others], dim=1), dim=1)[:, 0].mean()
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Rank the held-out item among all items the user has not seen."""
+        self._score("val", batch)
+
+    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Rank the held-out item among all items the user has not seen."""
+        self._score("test", batch)
+
+    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        """The ten best unseen items of every user, ``[samples, 10]``."""
+        return self._rate(batch).topk(10, dim=1).indices
+
+    def on_validation_epoch_start(self) -> None:
+        """All items once; every rank asks for them, so all take part in the exchange."""
+        self._catalogue()
+
+    on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """For the dense part; the item table has its own."""
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+    def _draw_negatives(self) -> Tensor:
+        draw = torch.Generator().manual_seed(self.global_step)  # the same on every rank
+        return torch.randint(0, self.num_items, (self.negatives,), generator=draw).to(self.device)
+
+    def _look_up(self, items: Tensor, lengths: Tensor, target: Tensor, negative: Tensor) -> dict[str, Any]:
+        """One exchange for history, targets and negatives; the negatives travel with the first sample."""
+        targets = lengths if len(target) else torch.zeros_like(lengths)
+        with_first = torch.zeros_like(lengths)
+        with_first[0] = len(negative)
+        features = KeyedJaggedTensor(
+            keys=["item", "target", "negative"],
+            values=torch.cat([items, target, negative]),
+            lengths=torch.cat([lengths, targets, with_first]),
+        )
+        return self.items(features)
+
+    def _catalogue(self) -> None:
+        none, every = self._draw_negatives()[:0], torch.arange(self.num_items, device=self.device)
+        with torch.no_grad():
+            length = torch.tensor([self.num_items], dtype=torch.int32, device=self.device)
+            self.catalogue = self._look_up(every, length, none, none)["item"].values()
+
+    def _rate(self, batch: dict[str, Any]) -> Tensor:
+        lengths = batch["features"].lengths().tolist()
+        history, ends = batch["features"].values(), torch.tensor(lengths, device=self.device).cumsum(0) - 1
+        rated = self(self.catalogue[history], lengths, batch["time"])[ends] @ self.catalogue.T
+        rows = torch.arange(len(lengths), device=self.device).repeat_interleave(torch.tensor(lengths, device=self.device))
+        rated[rows, history] = float("-inf")
+        return rated
+
+    def _score(self, stage: str, batch: dict[str, Any]) -> None:
+        metric = self.scores[stage]
+        metric.update(self._rate(batch), batch["target"])
+        self.log_dict({f"{stage}_{name}": value for name, value in metric.parts().items()}, on_epoch=True, prog_bar=True)

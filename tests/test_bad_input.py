@@ -1,0 +1,199 @@
+"""Every bad input is refused before training starts, by an error that names argument, value and fix."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch.utils.data import Dataset
+
+from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
+from lightning_freescale.testing import RankFailed, run_distributed
+from tests.recommender import Recommender, Samples, collate, trainer
+
+DATA = Samples(8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, r"lengths=None.*pass lengths="),
+        ({"lengths": [1, 2]}, r"lengths has shape \(2,\), the data set 8 samples"),
+        ({"lengths": [1, 2, 3, 4, 5, 6, 7, -8]}, r"lengths\[7\] is -8.0"),
+        ({"lengths": [1, 2, 3, float("nan"), 5, 6, 7, 8]}, r"lengths\[3\] is nan"),
+        ({"cost": [1.0] * 7}, r"cost has shape \(7,\)"),
+        ({"lengths": DATA.lengths, "cost": lambda lengths: -lengths}, r"cost\(lengths\)\[0\] is -"),
+        ({"lengths": DATA.lengths, "batch_size": 0}, r"batch_size=0.*at least 1"),
+        ({"lengths": DATA.lengths, "loss_reduction": "mean"}, r"loss_reduction='mean'.*'target_mean'"),
+        ({"cost": [1.0] * 8, "loss_reduction": "target_mean"}, r"'target_mean' needs targets="),
+    ],
+)
+def test_data_module_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FreeScaleDataModule(DATA, **arguments)
+
+
+class Empty(Dataset):
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, index: int) -> None:
+        raise IndexError(index)
+
+
+def test_empty_dataset() -> None:
+    with pytest.raises(ValueError, match=r"dataset=Empty is empty"):
+        FreeScaleDataModule(Empty(), lengths=[])
+
+
+def test_iterable_dataset() -> None:
+    with pytest.raises(ValueError, match="not map-style"):
+        FreeScaleDataModule(iter([1]), lengths=[1])
+
+
+def _fit(module: L.LightningModule | None = None, samples: int = 16, data: Any = None, **options: Any) -> None:
+    samples_ = Samples(samples)
+    data = data or FreeScaleDataModule(samples_, samples_.lengths, 2, collate_fn=collate)
+    trainer(devices=int(os.environ["WORLD_SIZE"]), **options).fit(module or Recommender(), data)
+
+
+def test_fewer_samples_than_ranks() -> None:
+    with pytest.raises(RankFailed, match="1 samples for 2 ranks"):
+        run_distributed(_fit, 2, samples=1)
+
+
+def test_drop_last_leaves_nothing() -> None:
+    with pytest.raises(ValueError, match=r"drop_last=True leaves no step: 8 samples"):
+        FreeScaleDataModule(DATA, DATA.lengths, 16, drop_last=True).sampler(0, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"accumulate_grad_batches": 2}, r"accumulate_grad_batches=2.*larger batch_size"),
+        ({"gradient_clip_val": 1.0}, r"gradient_clip_val=1.0.*Remove it"),
+        ({"callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})]}, "GradientAccumulationScheduler"),
+        ({"precision": "64-true"}, r"precision='64-true'"),
+        ({"overfit_batches": 1}, r"overfit_batches=1.*limit_train_batches"),
+    ],
+)
+def test_trainer_arguments(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RankFailed, match=message):
+        run_distributed(_fit, 2, **options)
+
+
+class Manual(Recommender):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Clips(Recommender):
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class With(Recommender):
+    """Trains with an optimizer made from its parameters."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters())
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (Manual, "automatic_optimization=False"),
+        (Clips, r"Clips\.configure_gradient_clipping"),
+        (lambda: With(torch.optim.Adam), r"Adam holds .*'net.embeddings.embeddings.item.weight'.* no Adam on CPU.*RowWiseAdagrad"),
+        (lambda: With(torch.optim.RMSprop), r"RMSprop holds .*apply_optimizer_in_backward"),
+        (lambda: With(lambda p: torch.optim.SGD(p, momentum=0.9)), r"momentum=0.9.*momentum=0"),
+        (lambda: With(lambda p: torch.optim.Adagrad(p, weight_decay=0.1)), r"weight_decay=0.1.*weight_decay=0"),
+        (lambda: With(lambda p: torch.optim.Adagrad(p, lr_decay=0.1)), r"lr_decay=0.1.*lr_decay=0"),
+    ],
+)
+def test_module(module: Any, message: str) -> None:
+    with pytest.raises(RankFailed, match=message):
+        run_distributed(lambda: _fit(module()), 2)
+
+
+def _refit_after_error() -> bool:
+    torch.manual_seed(0)
+    module = With(torch.optim.Adam)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(ValueError, match="no Adam on CPU"):
+        _fit(module)
+    kept = all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    module.make = torch.optim.SGD
+    _fit(module)
+    return kept
+
+
+def test_module_survives_the_error() -> None:
+    assert all(run_distributed(_refit_after_error, 2))
+
+
+class FarIds(Samples):
+    """One sample looks up an id that no row exists for."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = super().__getitem__(index)
+        return {**sample, "candidate": torch.tensor(50)} if index == 3 else sample
+
+
+def _fit_far_ids() -> None:
+    data = FarIds(16)
+    _fit(data=FreeScaleDataModule(data, data.lengths, 8, collate_fn=collate))
+
+
+def test_id_beyond_the_table() -> None:
+    with pytest.raises(RankFailed, match=r"feature 'candidate' holds id 50, but table 'item' has num_embeddings=50"):
+        run_distributed(_fit_far_ids, 2)
+
+
+def _fit_needing_rows() -> None:
+    data = FreeScaleDataModule(DATA, DATA.lengths, 2, collate_fn=collate)
+    data.feature_rows = {"history": 51}
+    _fit(data=data)
+
+
+def test_table_smaller_than_the_data() -> None:
+    with pytest.raises(RankFailed, match=r"51 different ids of feature 'history'.*num_embeddings=51 or more"):
+        run_distributed(_fit_needing_rows, 2)
+
+
+def test_strategy_arguments() -> None:
+    with pytest.raises(ValueError, match="sigterm_every_n_steps=0"):
+        FreeScaleStrategy(sigterm_every_n_steps=0)
+
+
+def _fit_with_plan() -> None:
+    from torchrec.distributed.types import ShardingPlan
+
+    _fit(strategy=FreeScaleStrategy(plan=ShardingPlan({})))
+
+
+def test_plan_without_the_collection() -> None:
+    with pytest.raises(RankFailed, match=r"no entry for collection 'net.embeddings' with tables \['item', 'cat'\]"):
+        run_distributed(_fit_with_plan, 2)
+
+
+def _resume_other_batch_size(path: str) -> None:
+    data = FreeScaleDataModule(DATA, DATA.lengths, 2, collate_fn=collate)
+    fit = trainer(devices=2, max_epochs=2, max_steps=1)
+    fit.fit(Recommender(), data)
+    state = {"seed": 0, "epoch": 0, "batches": 1, "global_batch_size": 6}
+    data.load_state_dict(state)
+
+
+def test_resume_with_another_global_batch(tmp_path: Any) -> None:
+    with pytest.raises(RankFailed, match=r"global batches of 6 samples, this run has batch_size=2 x 2 ranks = 4"):
+        run_distributed(_resume_other_batch_size, 2, str(tmp_path))
