@@ -119,7 +119,8 @@ class FreeScaleDataModule(LightningDataModule):
         if short:
             rank_zero_info(f"{short} users have fewer than {HistoryDataset.min_interactions} interactions and are left out")
         if not len(users):
-            raise ValueError(f"no user of {source} has {HistoryDataset.min_interactions} interactions or more")
+            name = source if isinstance(source, (str, Path)) else "the table"
+            raise ValueError(f"no user of {name} has {HistoryDataset.min_interactions} interactions or more")
         train = HistoryDataset(histories, users, "train")
         module = cls(
             train,

@@ -1,0 +1,121 @@
+"""Reading interactions: sorted histories, dense ids, and a clear error for every bad file."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import torch
+
+from lightning_freescale import FreeScaleDataModule
+from lightning_freescale.data import HistoryDataset, collate_histories, read_interactions
+
+ROWS = "user,item,time\n7,100,1\n7,300,2\n3,300,5\n7,200,3\n3,100,6\n"
+
+
+def _csv(folder: Path, text: str) -> Path:
+    path = folder / "rows.csv"
+    path.write_text(text)
+    return path
+
+
+def test_histories_and_maps(tmp_path: Path) -> None:
+    histories = read_interactions(_csv(tmp_path, ROWS))
+    assert histories.user_ids.tolist() == [3, 7]
+    assert histories.item_ids.tolist() == [100, 200, 300]
+    assert histories.lengths.tolist() == [2, 3]
+    assert histories.item_ids[histories.items].tolist() == [300, 100, 100, 300, 200]
+    assert histories.times.tolist() == [5, 6, 1, 2, 3]
+
+
+def test_other_formats_give_the_same(tmp_path: Path) -> None:
+    expected = read_interactions(_csv(tmp_path, ROWS))
+    table = pa.table({"user": [7, 7, 3, 7, 3], "item": [100, 300, 300, 200, 100], "time": [1, 2, 5, 3, 6]})
+    pa.parquet.write_table(table, tmp_path / "rows.parquet")
+    with gzip.open(tmp_path / "rows.csv.gz", "wt") as file:
+        file.write(ROWS)
+    for source in (table, tmp_path / "rows.parquet", str(tmp_path / "rows.csv.gz")):
+        np.testing.assert_array_equal(read_interactions(source).items, expected.items)
+
+
+def test_sort_and_ties(tmp_path: Path) -> None:
+    path = _csv(tmp_path, "u,i,t\n1,10,5\n1,11,3\n1,12,3\n2,10,1\n")
+    named = {"user": "u", "item": "i", "time": "t"}
+    with pytest.raises(ValueError, match=r"'t' goes back in time for user 1.*order=\"sort\""):
+        read_interactions(path, **named)
+    with pytest.raises(ValueError, match=r"user 1 has several interactions at t=3.*ties=\"keep\""):
+        read_interactions(path, **named, order="sort")
+    histories = read_interactions(path, **named, order="sort", ties="keep")
+    assert histories.item_ids[histories.items].tolist() == [11, 12, 10, 10]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("user,item\n1,2\n", r"no column 'time', only \['user', 'item'\]"),
+        ("user,item,time\n1,abc,3\n", r"'item' .* holds string, not integers"),
+        ("user,item,time\n1,2.5,3\n", r"'item' .* holds double, not integers"),
+        ("user,item,time\n1,,3\n1,2,4\n", r"'item' .* has 1 missing values"),
+        ("user,item,time\n", "holds no interaction"),
+        ("", "is empty"),
+    ],
+)
+def test_bad_csv(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_interactions(_csv(tmp_path, text))
+
+
+def test_missing_and_truncated_files(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"none\.csv does not exist"):
+        read_interactions(tmp_path / "none.csv")
+    path = tmp_path / "rows.parquet"
+    pa.parquet.write_table(pa.table({"user": [1] * 1000, "item": [2] * 1000, "time": range(1000)}), path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="cannot be read .* truncated"):
+        read_interactions(path)
+    with gzip.open(tmp_path / "rows.csv.gz", "wt") as file:
+        file.write(ROWS * 1000)
+    (tmp_path / "rows.csv.gz").write_bytes((tmp_path / "rows.csv.gz").read_bytes()[:60])
+    with pytest.raises(ValueError, match="cannot be read .* truncated"):
+        read_interactions(tmp_path / "rows.csv.gz")
+
+
+def _module(**options: object) -> FreeScaleDataModule:
+    users, items, times = np.repeat([1, 2, 3], [6, 4, 3]), np.arange(13) % 5, np.arange(13)
+    return FreeScaleDataModule.from_interactions(pa.table({"user": users, "item": items, "time": times}), **options)
+
+
+def test_leave_one_out() -> None:
+    module = _module()
+    train, validate, test = module.dataset, module.stages["validate"], module.stages["test"]
+    assert isinstance(train, HistoryDataset)
+    assert len(train) == 2, "three interactions leave no training target"
+    assert train[0]["item"].tolist() == [0, 1, 2]
+    assert train[0]["target"].tolist() == [1, 2, 3]
+    assert (validate[0]["item"].tolist(), validate[0]["target"].tolist()) == ([0, 1, 2, 3], [4])
+    assert (test[0]["item"].tolist(), test[0]["target"].tolist()) == ([0, 1, 2, 3, 4], [0])
+    for dataset in (train, validate, test):
+        assert dataset.lengths.tolist() == [len(dataset[index]["item"]) for index in range(2)]
+    assert module.feature_rows == {"item": 5}
+    assert module.histories.item_ids.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_jagged_batches() -> None:
+    train = _module().dataset
+    batch = collate_histories([train[0], train[1]])
+    assert batch["features"].keys() == ["item"]
+    assert batch["features"]["item"].lengths().tolist() == [3, 1]
+    assert batch["features"].values().tolist() == [0, 1, 2, 1]
+    assert batch["target"].tolist() == [1, 2, 3, 2]
+    assert batch["time"].tolist() == [0, 1, 2, 6]
+    assert batch["user"].tolist() == [1, 2]
+    assert batch["time"].dtype == torch.int64
+
+
+def test_no_user_long_enough() -> None:
+    with pytest.raises(ValueError, match="no user .* has 4 interactions"):
+        FreeScaleDataModule.from_interactions(pa.table({"user": [1], "item": [2], "time": [3]}))
