@@ -192,10 +192,12 @@ class FreeScaleDataModule(LightningDataModule):
     def state_dict(self) -> dict[str, int]:
         """Seed, epoch and batches consumed; the same on every rank. With the sizes that the batch count refers to."""
         loop = self.trainer.fit_loop
+        epochs = loop.epoch_progress.current
+        inside = epochs.ready > epochs.processed  # else the batches counted are those of the epoch before
         return {
             "seed": self.seed,
-            "epoch": loop.epoch_progress.current.processed,
-            "batches": loop.epoch_loop.batch_progress.current.processed,
+            "epoch": epochs.processed,
+            "batches": loop.epoch_loop.batch_progress.current.processed if inside else 0,
             "global_batch_size": self.batch_size * self._world()[1],
         }
 

@@ -26,6 +26,17 @@ class StopAt(L.Callback):
             trainer.should_stop = True
 
 
+class SaveAtEpochEnd(L.pytorch.callbacks.ModelCheckpoint):
+    """Lightning's own checkpoint at the end of the first epoch, where training stops."""
+
+    def __init__(self, step: int, path: str) -> None:
+        super().__init__(dirpath=Path(path).parent, filename=Path(path).stem, save_on_train_epoch_end=True)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        super().on_train_epoch_end(trainer, *args)
+        trainer.should_stop = True
+
+
 class Seen(Recommender):
     """Also keeps which samples it saw, and draws random numbers while it trains."""
 
@@ -44,27 +55,27 @@ class Seen(Recommender):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def _fit(optimizer: str, workers: int, stop: tuple[int, str] | None = None, resume: str | None = None) -> dict[str, Any]:
+def _fit(optimizer: str, workers: int, stop: L.Callback | None = None, resume: str | None = None) -> dict[str, Any]:
     torch.manual_seed(0 if resume is None else 7)
     module, data = Seen(optimizer), Samples(64)  # 8 steps an epoch
     loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, num_workers=workers)
-    fit = trainer(devices=2, max_epochs=3, callbacks=[StopAt(*stop)] if stop else [])
+    fit = trainer(devices=2, max_epochs=3, callbacks=[stop] if stop else [], enable_checkpointing=isinstance(stop, SaveAtEpochEnd))
     fit.fit(module, loader, ckpt_path=resume)
     state = fit._checkpoint_connector.dump_checkpoint(weights_only=False)
     return {"losses": module.losses, "seen": module.seen, "weights": state["state_dict"], "states": state["optimizer_states"]}
 
 
-@pytest.mark.parametrize("stop", [10, 8], ids=["mid-epoch", "epoch-end"])
+@pytest.mark.parametrize(("stop", "step"), [(StopAt, 10), (StopAt, 8), (SaveAtEpochEnd, 8)])
 @pytest.mark.parametrize(("optimizer", "workers"), [("sgd", 0), ("adagrad", 0), ("adagrad", 2), ("rowwise_adagrad", 0)])
-def test_resume_is_bitwise(optimizer: str, stop: int, workers: int, tmp_path: Path) -> None:
+def test_resume_is_bitwise(optimizer: str, stop: Any, step: int, workers: int, tmp_path: Path) -> None:
     path = str(tmp_path / "half.ckpt")
     whole = run_distributed(_fit, 2, optimizer, workers)
-    first = run_distributed(_fit, 2, optimizer, workers, stop=(stop, path))
+    first = run_distributed(_fit, 2, optimizer, workers, stop=stop(step, path))
     second = run_distributed(_fit, 2, optimizer, workers, resume=path)
     for rank in range(2):
         assert first[rank]["seen"] + second[rank]["seen"] == whole[rank]["seen"]
         assert first[rank]["losses"] + second[rank]["losses"] == whole[rank]["losses"]
-    assert len(first[0]["losses"]) == stop and len(second[0]["losses"]) == 24 - stop
+    assert len(first[0]["losses"]) == step and len(second[0]["losses"]) == 24 - step
     _equal(second[0]["weights"], whole[0]["weights"])
     _equal(second[0]["states"][0]["state"], whole[0]["states"][0]["state"])
 
@@ -79,7 +90,7 @@ def _equal(a: Any, b: Any) -> None:
 def test_checkpoint_is_that_of_the_plain_module(optimizer: str, tmp_path: Path) -> None:
     """It loads strictly into the unsharded module and its optimizer, and training goes on under "ddp" as under "freescale"."""
     path = str(tmp_path / "half.ckpt")
-    first = run_distributed(_fit, 2, optimizer, 0, stop=(10, path))
+    first = run_distributed(_fit, 2, optimizer, 0, stop=StopAt(10, path))
     checkpoint = torch.load(path, weights_only=True)
     module = Recommender(optimizer)
     module.load_state_dict(checkpoint["state_dict"], strict=True)

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from lightning_freescale._torchrec import require_torchrec
 from lightning_freescale.data.interactions import Histories
 
 Split = Literal["train", "validate", "test"]
@@ -51,6 +52,7 @@ def collate_histories(samples: list[dict[str, Any]]) -> dict[str, Any]:
         ``features``, a KeyedJaggedTensor of feature ``"item"``; ``time``, int64 ``[total length]``; ``target``, int64,
         ``[total length]`` in training and ``[samples]`` in evaluation; ``user``, int64 ``[samples]``, ids as in the file.
     """
+    require_torchrec()
     from torchrec import KeyedJaggedTensor
 
     lengths = torch.tensor([len(sample["item"]) for sample in samples], dtype=torch.int32)

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import KernelConfig, TopologyFactory, TrainerConfig
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.fused import FusedOptimizerModule
 
@@ -221,8 +223,14 @@ def row_wise_planner(
         types = ["row_wise", "table_wise"] if collection.pooled else ["row_wise"]
         rule = ParameterConstraints(sharding_types=types, compute_kernels=["fused"])
         constraints.update({table.name: rule for table in collection.tables})
-    topology = Topology(world_size=world_size, local_world_size=local_world_size, compute_device=device.type)
-    return EmbeddingShardingPlanner(topology=topology, constraints=constraints)
+    topology = TopologyFactory.create_topology(
+        TrainerConfig(world_size=world_size, local_world_size=local_world_size),
+        kernel_config=KernelConfig(compute_device=device.type),
+    )
+    # 15 % is TorchRec's own default share; its default estimate of the dense part warns that it is unreliable
+    return EmbeddingShardingPlanner(
+        topology=topology, constraints=constraints, storage_reservation=FixedPercentageStorageReservation(0.15)
+    )
 
 
 def _wait(module: nn.Module, args: Any, output: Any) -> Any:

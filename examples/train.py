@@ -1,0 +1,20 @@
+"""The reference model from the command line: ``python train.py fit --config configs/ml-latest-small.yaml``."""
+
+from __future__ import annotations
+
+from hstu import HSTURecommender
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+from lightning_freescale import FreeScaleDataModule
+
+
+class RecommenderCLI(LightningCLI):
+    """Gives the model as many rows as the data has items."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Link the number of items."""
+        parser.link_arguments("data.histories", "model.num_items", lambda h: h.num_items, apply_on="instantiate")
+
+
+if __name__ == "__main__":
+    RecommenderCLI(HSTURecommender, FreeScaleDataModule.from_interactions)

@@ -1,0 +1,95 @@
+"""Registration, imports and the command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning as L
+import pytest
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+
+import lightning_freescale
+from lightning_freescale import FreeScaleStrategy
+
+ROOT = Path(__file__).parents[1]
+
+
+def _python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_registered_once_and_never_over_another() -> None:
+    assert isinstance(L.Trainer(strategy="freescale", accelerator="cpu", devices=1, logger=False).strategy, FreeScaleStrategy)
+    assert isinstance(L.Trainer(strategy=FreeScaleStrategy(), accelerator="cpu", logger=False).strategy, FreeScaleStrategy)
+    FreeScaleStrategy.register_strategies(StrategyRegistry)  # a second time is no error
+    code = "from lightning.pytorch.strategies import StrategyRegistry as R, DDPStrategy; R.register('freescale', DDPStrategy);"
+    assert _python(code + "import lightning_freescale; print(type(R.get('freescale')).__name__)") == DDPStrategy.__name__
+
+
+def test_names() -> None:
+    for name in lightning_freescale.__all__:
+        assert getattr(lightning_freescale, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        lightning_freescale.nothing  # noqa: B018
+
+
+BLOCK = "import sys; sys.modules['torchrec'] = sys.modules['fbgemm_gpu'] = None;"
+
+
+def test_rooms_that_do_not_need_torchrec() -> None:
+    rooms = "import lightning_freescale.balance, lightning_freescale.comm.process_group, lightning_freescale.profiling"
+    assert _python(f"{BLOCK} {rooms}, lightning_freescale.testing; print('imported')") == "imported"
+    loaded = "import sys, lightning_freescale; print('torchrec' in sys.modules)"
+    assert _python(loaded) == "False", "importing the package must not cost TorchRec's import"
+
+
+def test_says_what_is_missing() -> None:
+    code = "from lightning_freescale.data import collate_histories\ntry: collate_histories([])\nexcept ImportError as e: print(e)"
+    assert "pip install torchrec" in _python(f"{BLOCK}\n{code}")
+    code = "from lightning_freescale.embeddings import sharding"
+    assert "pip install torchrec" in _python(f"{BLOCK}\ntry:\n    {code}\nexcept ImportError as e: print(e)")
+
+
+CONFIG = """
+seed_everything: 1
+trainer:
+  accelerator: cpu
+  devices: 2
+  max_steps: 3
+  limit_val_batches: 2
+  limit_test_batches: 2
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+"""
+AS_NAME = CONFIG + "  strategy: freescale\n"
+AS_CLASS = CONFIG + (
+    "  strategy: {class_path: lightning_freescale.FreeScaleStrategy, init_args: {sigterm_every_n_steps: 2}}\n"
+    "  callbacks: [{class_path: lightning_freescale.BubbleProfiler, init_args: {warmup_steps: 0, trace_steps: 0}}]\n"
+)
+
+
+def _cli(tmp_path: Path, config: str, command: str = "fit") -> subprocess.CompletedProcess:
+    path = tmp_path / "override.yaml"
+    path.write_text(config + f"  default_root_dir: {tmp_path}\n")
+    example = ROOT / "examples" / "train.py"
+    line = [sys.executable, str(example), command, "--config", str(ROOT / "examples/configs/ml-latest-small.yaml")]
+    return subprocess.run([*line, "--config", str(path)], capture_output=True, text=True, timeout=240, cwd=ROOT)
+
+
+@pytest.mark.parametrize(("config", "command"), [(AS_NAME, "fit"), (AS_CLASS, "fit"), (AS_NAME, "test")])
+def test_command_line_with_yaml(config: str, command: str, tmp_path: Path) -> None:
+    done = _cli(tmp_path, config, command)
+    assert done.returncode == 0, done.stderr[-3000:]
+    if config == AS_CLASS:
+        assert "Where the time went: 2 ranks, 3 steps" in done.stdout
+
+
+def test_command_line_refuses_an_unknown_key(tmp_path: Path) -> None:
+    done = _cli(tmp_path, AS_CLASS.replace("sigterm_every_n_steps", "no_such_option"))
+    assert done.returncode != 0
+    assert "no_such_option" in done.stderr
