@@ -89,7 +89,7 @@ def _table(runs: dict[str, dict[str, Any]], ranks: int, seconds: float) -> str:
     lines = [
         "",
         f"HSTU on ml-latest-small, {ranks} ranks, {steps} measured steps each, same samples in every step",
-        f"{'':<34}{'as drawn':>10}{'balanced':>10}",
+        f"{'':<46}{'as drawn':>10}{'balanced':>10}",
         _row("bubble (1 - compute / wall time)", off.bubble, on.bubble, ".1%"),
     ]
     for part, note in list(ROWS.items())[1:]:
@@ -98,7 +98,7 @@ def _table(runs: dict[str, dict[str, Any]], ranks: int, seconds: float) -> str:
     balance = runs["on"]["balance"]
     lines += [
         _row("predicted imbalance (max / mean)", balance.before, balance.after, ".3f"),
-        f"{'  no assignment gets below':<34}{'':>10}{balance.lower_bound:>10.3f}",
+        f"{'  no assignment gets below':<46}{'':>10}{balance.lower_bound:>10.3f}",
         _row("measured compute imbalance", off.compute_imbalance, on.compute_imbalance, ".3f"),
         _row("samples/s", off.samples_per_second, on.samples_per_second, ".1f"),
     ]
@@ -106,7 +106,8 @@ def _table(runs: dict[str, dict[str, Any]], ranks: int, seconds: float) -> str:
         lines.append(_row(f"{metric} (all unseen items)", *(r["scores"][f"test_{metric}"] for r in runs.values()), ".4f"))
     removed = 1 - on.bubble / off.bubble if off.bubble else 0.0
     lines += [
-        f"{removed:.0%} of a bubble of {off.bubble:.1%} removed: {on.samples_per_second / off.samples_per_second:.2f}x the samples/s",
+        f"{removed:.0%} of a bubble of {off.bubble:.1%} removed, "
+        f"{on.samples_per_second / off.samples_per_second:.2f}x the samples/s",
         f"{seconds:.0f} s. Traces, open them at https://ui.perfetto.dev:",
         *(f"  {run['trace']}" for run in runs.values()),
     ]
@@ -114,13 +115,13 @@ def _table(runs: dict[str, dict[str, Any]], ranks: int, seconds: float) -> str:
 
 
 def _row(label: str, off: float, on: float, form: str) -> str:
-    return f"{label:<34}{off:>10{form}}{on:>10{form}}"
+    return f"{label:<46}{off:>10{form}}{on:>10{form}}"
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", type=int, default=2, help="ranks (default: 2)")
-    parser.add_argument("--epochs", type=int, default=8, help="epochs of each run (default: 8)")
+    parser.add_argument("--epochs", type=int, default=15, help="epochs of each run (default: 15)")
     parser.add_argument("--batch-size", type=int, default=16, help="histories per rank and step (default: 16)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("demo_output"), help="folder for the traces (default: demo_output)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -76,7 +76,7 @@ class FreeScaleDataModule(LightningDataModule):
         self.weights = _weights(loss_reduction, lengths if targets is None else targets, size)
         self.feature_rows: dict[str, int] = {}
         self.histories: Any = None
-        self._options = {
+        self._options: dict[str, Any] = {
             "collate_fn": collate_fn,
             "num_workers": num_workers,
             "pin_memory": pin_memory,
@@ -151,9 +151,10 @@ class FreeScaleDataModule(LightningDataModule):
 
     def train_dataloader(self) -> PlannedLoader:
         """The balanced loader of this rank."""
-        if self.trainer is not None and self.trainer.overfit_batches:
+        overfit = getattr(self.trainer, "overfit_batches", 0)
+        if overfit:
             raise ValueError(
-                f"Trainer(overfit_batches={self.trainer.overfit_batches}) replaces the sampler and with it the plan of the "
+                f"Trainer(overfit_batches={overfit}) replaces the sampler and with it the plan of the "
                 "steps. Use limit_train_batches= with FreeScaleDataModule(shuffle=False)."
             )
         self._sampler = self.sampler(*self._world())
@@ -191,7 +192,7 @@ class FreeScaleDataModule(LightningDataModule):
 
     def state_dict(self) -> dict[str, int]:
         """Seed, epoch and batches consumed; the same on every rank. With the sizes that the batch count refers to."""
-        loop = self.trainer.fit_loop
+        loop: Any = cast(Any, self.trainer).fit_loop
         epochs = loop.epoch_progress.current
         inside = epochs.ready > epochs.processed  # else the batches counted are those of the epoch before
         return {
@@ -224,9 +225,7 @@ class FreeScaleDataModule(LightningDataModule):
             return []
         rank, world_size = self._world()
         costs = np.zeros(_size(dataset, f"{stage}="))
-        sampler = BalancedSampler(
-            costs, self.batch_size, num_replicas=world_size, rank=rank, shuffle=False, balance=False
-        )
+        sampler = BalancedSampler(costs, self.batch_size, num_replicas=world_size, rank=rank, shuffle=False, balance=False)
         return PlannedLoader.of(dataset, sampler, **self._options)
 
 

@@ -33,9 +33,7 @@ def materialize(module: nn.Module, device: torch.device, leave: Collection[nn.Mo
         child.reset_parameters()
 
 
-def wrap_dense(
-    module: nn.Module, sharded: Collection[str], device_ids: list[int] | None, options: dict[str, Any]
-) -> nn.Module:
+def wrap_dense(module: nn.Module, sharded: Collection[str], device_ids: list[int] | None, options: dict[str, Any]) -> nn.Module:
     """Wrap ``module`` into DistributedDataParallel on the default group, leaving out the parameters named ``sharded``.
 
     A module whose only trainable parameters are sharded is returned as it is.

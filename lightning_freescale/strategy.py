@@ -33,7 +33,7 @@ from lightning_freescale.profiling.timeline import Timeline
 from lightning_freescale.refusals import refuse_accumulation, refuse_unsupported
 
 if TYPE_CHECKING:
-    from lightning_freescale.embeddings.sharding import ShardedTables
+    from lightning_freescale.embeddings.shards import ShardedTables
     from lightning_freescale.embeddings.training import TableGroups
 
 
@@ -89,7 +89,8 @@ class FreeScaleStrategy(DDPStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
-        assert module is not None and self.accelerator is not None
+        assert module is not None
+        assert self.accelerator is not None
         self.tables = self.groups = None
         found = _collections(module)
         if not found:
@@ -109,21 +110,24 @@ class FreeScaleStrategy(DDPStrategy):
         from lightning_freescale.embeddings.collections import unsupported_collections
 
         for path in unsupported_collections(trainer.lightning_module):
-            rank_zero_warn(f"embedding collection {path!r} is of a kind that cannot be sharded: it is replicated, as with 'ddp'")
-        check_rows([collection for collection, _ in found], getattr(trainer.datamodule, "feature_rows", {}))
+            rank_zero_warn(
+                f"embedding collection {path!r} is of a kind that cannot be sharded: it is replicated, as with 'ddp'"
+            )
+        check_rows([collection for collection, _ in found], getattr(getattr(trainer, "datamodule", None), "feature_rows", {}))
         if fitting:
             refuse_unsupported(trainer)
 
     def _shard(self, trainer: Trainer, module: nn.Module, fitting: bool) -> ShardedTables:
-        from lightning_freescale.embeddings.sharding import TableSharding, sharded_tables
+        from lightning_freescale.embeddings.sharding import TableSharding
+        from lightning_freescale.embeddings.shards import ShardedTables
         from lightning_freescale.embeddings.training import TableGroups
 
-        earlier = sharded_tables(module)
+        earlier = ShardedTables.found_in(module)
         if earlier is not None and not fitting and earlier.device == self.root_device:
             return earlier
         sharding = TableSharding(module)
         try:
-            optimizers = sharding.given_optimizers()
+            optimizers = sharding.given
             if fitting:
                 self.setup_optimizers(trainer)
                 self.groups = TableGroups(self.optimizers[0], module, sharding.parameters, optimizers, self.root_device)
@@ -145,7 +149,9 @@ class FreeScaleStrategy(DDPStrategy):
         group = earlier.group if earlier is not None else None
         observed = isinstance(group, ObservedProcessGroup)
         if group is None or observed != self.timeline.enabled:
-            return observed_group(self.timeline, self._timeout) if self.timeline.enabled else dist.new_group(timeout=self._timeout)
+            return (
+                observed_group(self.timeline, self._timeout) if self.timeline.enabled else dist.new_group(timeout=self._timeout)
+            )
         if isinstance(group, ObservedProcessGroup):
             group.observer = self.timeline
         return group
@@ -168,7 +174,8 @@ class FreeScaleStrategy(DDPStrategy):
             super().teardown()
             return
         # Not the base class's: it moves the whole module to the CPU, which shards in FBGEMM's kernels do not survive.
-        assert self.accelerator is not None and self.cluster_environment is not None
+        assert self.accelerator is not None
+        assert self.cluster_environment is not None
         self.model = self.lightning_module
         if self._layer_sync and self.model is not None and self.groups is not None:
             self.model = self._layer_sync.revert(self.model)
@@ -203,7 +210,7 @@ class FreeScaleStrategy(DDPStrategy):
         trainer = self.lightning_module.trainer
         if self.tables is not None:
             refuse_accumulation(trainer)
-        sampler = getattr(trainer.train_dataloader, "sampler", None)
+        sampler: Any = getattr(trainer.train_dataloader, "sampler", None)
         self._loss_weight = sampler.loss_weight(batch_idx) if hasattr(sampler, "loss_weight") else 1.0
 
     @override
@@ -226,9 +233,7 @@ class FreeScaleStrategy(DDPStrategy):
         return self.timeline.collective("dense gradients")
 
     @override
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         with ExitStack() as after:
 
             def timed() -> Any:

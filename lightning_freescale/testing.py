@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-class RankFailed(RuntimeError):
+class RankFailed(RuntimeError):  # noqa: N818 (says what happened)
     """A rank raised, died or did not finish; the message holds its traceback."""
 
 
@@ -33,8 +33,10 @@ def run_distributed(
     Args:
         fn: any function, also a closure; its result must be picklable.
         world_size: number of processes.
+        *args: for ``fn``.
         timeout: seconds after which all are killed.
         init: create the default process group before calling ``fn``.
+        **kwargs: for ``fn``.
 
     Raises:
         RankFailed: a rank raised (with its traceback), died (with its signal), or ran past the timeout.
@@ -59,17 +61,17 @@ def run_distributed(
 
 def _collect(ends: list[Connection], ranks: list[Any], timeout: float) -> list[Any]:
     results: dict[int, Any] = {}
-    failures: dict[int, str] = {}
+    failures: dict[int, Any] = {}
     deadline, grace = time.monotonic() + timeout, 2.0
-    open_ends = {end: rank for rank, end in enumerate(ends)}
+    open_ends: dict[Any, int] = {end: rank for rank, end in enumerate(ends)}
     while open_ends:
         ready = wait(list(open_ends), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             break
         for end in ready:
-            rank = open_ends.pop(end)  # type: ignore[arg-type]
+            rank = open_ends.pop(end)
             try:
-                ok, value = end.recv()  # type: ignore[union-attr]
+                ok, value = ends[rank].recv()
             except EOFError:
                 ranks[rank].join(grace)
                 ok, value = False, f"died with exit code {ranks[rank].exitcode}"

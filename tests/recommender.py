@@ -40,9 +40,7 @@ class Net(nn.Module):
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         found = self.embeddings(features)
-        pooled = torch.segment_reduce(
-            found["history"].values(), "mean", lengths=found["history"].lengths().long(), initial=0.0
-        )
+        pooled = torch.segment_reduce(found["history"].values(), "mean", lengths=found["history"].lengths().long(), initial=0.0)
         hidden = self.hidden(torch.cat([pooled, found["category"].values()], dim=1))
         return (hidden * found["candidate"].values()).sum(dim=1)
 
@@ -114,9 +112,7 @@ class RankBatches(Dataset):
 
     def __init__(self, rank: int, steps: int, batch_size: int = 4) -> None:
         samples = Samples(batch_size * steps, seed=100 + rank)
-        self.batches = [
-            collate([samples[i] for i in range(s * batch_size, (s + 1) * batch_size)]) for s in range(steps)
-        ]
+        self.batches = [collate([samples[i] for i in range(s * batch_size, (s + 1) * batch_size)]) for s in range(steps)]
 
     def __len__(self) -> int:
         return len(self.batches)

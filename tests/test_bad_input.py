@@ -113,7 +113,10 @@ class With(Recommender):
     [
         (Manual, "automatic_optimization=False"),
         (Clips, r"Clips\.configure_gradient_clipping"),
-        (lambda: With(torch.optim.Adam), r"Adam holds .*'net.embeddings.embeddings.item.weight'.* no Adam on CPU.*RowWiseAdagrad"),
+        (
+            lambda: With(torch.optim.Adam),
+            r"Adam holds .*'net.embeddings.embeddings.item.weight'.* no Adam on CPU.*RowWiseAdagrad",
+        ),
         (lambda: With(torch.optim.RMSprop), r"RMSprop holds .*apply_optimizer_in_backward"),
         (lambda: With(lambda p: torch.optim.SGD(p, momentum=0.9)), r"momentum=0.9.*momentum=0"),
         (lambda: With(lambda p: torch.optim.Adagrad(p, weight_decay=0.1)), r"weight_decay=0.1.*weight_decay=0"),

@@ -38,7 +38,9 @@ def _fit(how: str) -> None:
     trainer(devices=3).fit(Fails(how), FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate))
 
 
-@pytest.mark.parametrize(("how", "message"), [("raises", "rank 1: (?s:.*)the needle"), ("dies", "rank 1: died with exit code -9")])
+@pytest.mark.parametrize(
+    ("how", "message"), [("raises", "rank 1: (?s:.*)the needle"), ("dies", "rank 1: died with exit code -9")]
+)
 def test_the_other_ranks_end_too(how: str, message: str) -> None:
     """With an error of their own, and long before the timeout of the process group."""
     started = time.monotonic()

@@ -48,7 +48,9 @@ def test_rooms_that_do_not_need_torchrec() -> None:
 
 
 def test_says_what_is_missing() -> None:
-    code = "from lightning_freescale.data import collate_histories\ntry: collate_histories([])\nexcept ImportError as e: print(e)"
+    code = (
+        "from lightning_freescale.data import collate_histories\ntry: collate_histories([])\nexcept ImportError as e: print(e)"
+    )
     assert "pip install torchrec" in _python(f"{BLOCK}\n{code}")
     code = "from lightning_freescale.embeddings import sharding"
     assert "pip install torchrec" in _python(f"{BLOCK}\ntry:\n    {code}\nexcept ImportError as e: print(e)")

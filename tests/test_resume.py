@@ -50,7 +50,7 @@ class Seen(Recommender):
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
-        self.trainer.estimated_stepping_batches  # builds the loader early, before the checkpoint is read
+        assert self.trainer.estimated_stepping_batches  # builds the loader early, before the checkpoint is read
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -59,7 +59,9 @@ def _fit(optimizer: str, workers: int, stop: L.Callback | None = None, resume: s
     torch.manual_seed(0 if resume is None else 7)
     module, data = Seen(optimizer), Samples(64)  # 8 steps an epoch
     loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, num_workers=workers)
-    fit = trainer(devices=2, max_epochs=3, callbacks=[stop] if stop else [], enable_checkpointing=isinstance(stop, SaveAtEpochEnd))
+    fit = trainer(
+        devices=2, max_epochs=3, callbacks=[stop] if stop else [], enable_checkpointing=isinstance(stop, SaveAtEpochEnd)
+    )
     fit.fit(module, loader, ckpt_path=resume)
     state = fit._checkpoint_connector.dump_checkpoint(weights_only=False)
     return {"losses": module.losses, "seen": module.seen, "weights": state["state_dict"], "states": state["optimizer_states"]}

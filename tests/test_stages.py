@@ -222,8 +222,7 @@ class Counting(Recommender):
         self.counts: list[int] = []
 
     def on_after_backward(self) -> None:
-        kernel, _ = next(self.trainer.strategy.tables._updates())
-        self.counts.append(int(kernel.emb_module.iter))
+        self.counts += self.trainer.strategy.tables.update_counts()
 
 
 def _update_counts() -> list[int]:

@@ -11,7 +11,9 @@ from torch import Tensor
 StateDict = dict[str, Any]
 
 
-def merge(dense: StateDict, layout: list[list[str]], tables: Collection[str], states: Mapping[str, Any], step: int) -> StateDict:
+def merge(
+    dense: StateDict, layout: list[list[str]], tables: Collection[str], states: Mapping[str, Any], step: int
+) -> StateDict:
     """The state dict that the user's optimizer would have if it had updated the tables too.
 
     Args:
@@ -37,7 +39,9 @@ def merge(dense: StateDict, layout: list[list[str]], tables: Collection[str], st
     return {"state": merged, "param_groups": groups}
 
 
-def split(full: StateDict, layout: list[list[str]], tables: Collection[str]) -> tuple[StateDict, dict[str, dict[str, Tensor]], int]:
+def split(
+    full: StateDict, layout: list[list[str]], tables: Collection[str]
+) -> tuple[StateDict, dict[str, dict[str, Tensor]], int]:
     """The inverse of :func:`merge`.
 
     Returns:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_freescale.embeddings.collections import Table
-from lightning_freescale.embeddings.sharding import Shard, ShardedTables
+from lightning_freescale.embeddings.shards import Shard, ShardedTables
 
 _ROWS_PER_MESSAGE = 1 << 20
 

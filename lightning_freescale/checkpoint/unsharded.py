@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_freescale.checkpoint.optimizer_state import merge, split
 from lightning_freescale.checkpoint.tables import gather_states, gather_weights, scatter_states, scatter_weights
-from lightning_freescale.embeddings.sharding import ShardedTables
+from lightning_freescale.embeddings.shards import ShardedTables
 from lightning_freescale.embeddings.training import TableGroups
 
 IN_BACKWARD = "in_backward_optimizer_states"
@@ -30,9 +30,7 @@ def load_state_dict(module: nn.Module, tables: ShardedTables, whole: Mapping[str
     module.load_state_dict({**whole, **shards}, strict=strict)
 
 
-def optimizer_state(
-    tables: ShardedTables, groups: TableGroups, dense: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def optimizer_state(tables: ShardedTables, groups: TableGroups, dense: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The state dict of the user's optimizer with its tables in it, whole on rank 0. Collective.
 
     Returns:

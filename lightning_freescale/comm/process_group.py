@@ -12,12 +12,13 @@ import torch.distributed as dist
 
 BACKEND = "freescale_observed"
 
-_COLLECTIVES = (
-    "broadcast allreduce allreduce_coalesced allgather allgather_coalesced all_gather_single _allgather_base "
-    "all_gather_single_coalesced reduce_scatter reduce_scatter_single _reduce_scatter_base "
-    "reduce_scatter_single_coalesced alltoall all_to_all_single alltoall_base reduce gather scatter"
-).split()
-_NOT_OBSERVED = "send recv recv_anysource barrier monitored_barrier".split()
+_OBSERVED = (
+    *("broadcast", "reduce", "gather", "scatter", "allreduce", "allreduce_coalesced"),
+    *("allgather", "allgather_coalesced", "all_gather_single", "_allgather_base", "all_gather_single_coalesced"),
+    *("reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base", "reduce_scatter_single_coalesced"),
+    *("alltoall", "all_to_all_single", "alltoall_base"),
+)
+_NOT_OBSERVED = ("send", "recv", "recv_anysource", "barrier", "monitored_barrier")
 
 
 class Observer(Protocol):
@@ -75,7 +76,7 @@ class ObservedProcessGroup(dist.ProcessGroup):
     """
 
     def __init__(self, options: Any, rank: int, size: int) -> None:
-        super().__init__(rank, size)  # the two-argument constructor is the one that Python may subclass
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the two-argument constructor is the one that Python may subclass
         self.observer: Observer | None = None
         self._inner = dist.ProcessGroup(options.store, rank, size)
         kinds = dist.ProcessGroup.BackendType
@@ -137,5 +138,5 @@ def _delegate(name: str, observed: bool) -> Callable[..., Any]:
     return method
 
 
-for _name in _COLLECTIVES + _NOT_OBSERVED:
-    setattr(ObservedProcessGroup, _name, _delegate(_name, _name in _COLLECTIVES))
+for _name in (*_OBSERVED, *_NOT_OBSERVED):
+    setattr(ObservedProcessGroup, _name, _delegate(_name, _name in _OBSERVED))

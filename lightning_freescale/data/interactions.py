@@ -109,9 +109,7 @@ def _integers(table: pa.Table, column: str, name: str) -> NDArray[np.int64]:
     return np.asarray(values.to_numpy(), dtype=np.int64)
 
 
-def _check_times(
-    users: NDArray[np.int64], times: NDArray[np.int64], order: str, ties: str, name: str, column: str
-) -> None:
+def _check_times(users: NDArray[np.int64], times: NDArray[np.int64], order: str, ties: str, name: str, column: str) -> None:
     step, same_user = np.diff(times), np.diff(users) == 0
     backwards = np.flatnonzero(same_user & (step < 0))
     if order == "given" and backwards.size:

@@ -68,8 +68,8 @@ def find_collections(root: nn.Module) -> list[tuple[Collection, nn.Module]]:
         if inside is not None and path.startswith(inside):
             continue
         inside = None
-        if hasattr(module, "freescale_collection"):
-            found.append((module.freescale_collection, module))
+        if hasattr(module, "freescale"):
+            found.append((module.freescale.collection, module))
         elif type(module) in (EmbeddingCollection, EmbeddingBagCollection):
             found.append((_describe(path, module), module))
         elif isinstance(module, ShardedModule):

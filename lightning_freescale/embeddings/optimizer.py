@@ -79,4 +79,3 @@ def _arguments(kind: type[Optimizer], settings: dict[str, Any]) -> dict[str, Any
         arguments["beta1"], arguments["beta2"] = settings["betas"]
         arguments["weight_decay"] = settings["weight_decay"]
     return arguments
-

@@ -1,91 +1,23 @@
-"""Shard the embedding collections of a module with TorchRec. TorchRec's internals are touched in this file alone."""
+"""Shard the embedding collections of a module with TorchRec."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import KernelConfig, TopologyFactory, TrainerConfig
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
-from torchrec.optim.fused import FusedOptimizerModule
 
 from lightning_freescale.embeddings.bounds import check_ids
-from lightning_freescale.embeddings.collections import Collection, Table, find_collections, replace_everywhere, weights
+from lightning_freescale.embeddings.collections import Collection, find_collections, replace_everywhere, weights
 from lightning_freescale.embeddings.optimizer import FROZEN, TableOptimizer
-
-
-@dataclass(frozen=True)
-class Shard:
-    """The part of a table that this rank owns.
-
-    Attributes:
-        weight: view of the live weights, shape ``[rows, columns]`` of the shard.
-        state: views of the live optimizer state by torch's names; each ``[rows, columns]``, ``[rows]`` or one value.
-        rows, columns: which part of the table it is.
-    """
-
-    table: Table
-    weight: Tensor
-    state: dict[str, Tensor]
-    rows: slice
-    columns: slice
-
-
-class ShardedTables:
-    """All sharded tables of a module: their shards, their learning rates, their step count."""
-
-    def __init__(self, modules: list[tuple[Collection, nn.Module]], optimizers: Mapping[str, TableOptimizer]) -> None:
-        self.modules, self.optimizers = modules, dict(optimizers)
-        self.tables = [table for collection, _ in modules for table in collection.tables]
-        self.group: dist.ProcessGroup = modules[0][1]._env.process_group  # type: ignore[union-attr, assignment]
-        self.device: torch.device = modules[0][1]._device  # type: ignore[assignment]
-
-    def shards(self) -> Iterator[Shard]:
-        """Every shard that this rank owns."""
-        for collection, module in self.modules:
-            tables = {table.name: table for table in collection.tables}
-            for kernel in _kernels(module):
-                specs = kernel._config.embedding_tables
-                states = kernel.emb_module.get_optimizer_state() or [{}] * len(specs)
-                for spec, weight, state in zip(specs, kernel.emb_module.split_embedding_weights(), states):
-                    rows, columns = (
-                        slice(start, start + size)
-                        for start, size in zip(spec.local_metadata.shard_offsets, spec.local_metadata.shard_sizes)
-                    )
-                    kept = {name: value for name, value in state.items() if value.numel()}
-                    yield Shard(tables[spec.name], weight, kept, rows, columns)
-
-    def sharded_weights(self) -> dict[str, ShardedTensor]:
-        """Every table's weight as a ShardedTensor, under its key in the whole module's state dict."""
-        found = {}
-        for collection, module in self.modules:
-            state = module.state_dict()
-            for table in collection.tables:
-                found[table.key] = state[table.key.removeprefix(f"{collection.path}.")]
-        return found
-
-    def prepare_update(self, rate_of_group: Callable[[int], float], step: int) -> None:
-        """Before a forward in training: the learning rate of each table's parameter group, and the number of updates so far.
-
-        FBGEMM counts forwards, also those of validation; its bias corrections need the updates.
-        """
-        for kernel, optimizer in self._updates():
-            if optimizer.group is not None:
-                kernel.emb_module.set_learning_rate(rate_of_group(optimizer.group))
-            kernel.emb_module.iter.fill_(step)
-
-    def _updates(self) -> Iterator[tuple[Any, TableOptimizer]]:
-        for collection, module in self.modules:
-            keys = {table.name: table.key for table in collection.tables}
-            for kernel in _kernels(module):
-                yield kernel, self.optimizers[keys[kernel._config.embedding_tables[0].name]]
+from lightning_freescale.embeddings.shards import Placed, Shard, ShardedTables
 
 
 class TableSharding:
@@ -93,16 +25,22 @@ class TableSharding:
 
     Creating it replaces every collection under ``root`` by a copy on the meta device, so that optimizers can be built over
     the unsharded parameters without their memory. Then either :meth:`shard` or :meth:`restore` must follow.
+
+    Attributes:
+        given: optimizers that the user has applied in backward, by table key.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
-        self._originals = find_collections(root)
+        self._originals: list[tuple[Collection, Any]] = list(find_collections(root))
         self._blueprints: dict[str, nn.Module] = {}
+        self.given: dict[str, TableOptimizer] = {}
         for collection, module in self._originals:
-            blueprint = collection.blueprint()
-            _copy_settings(module, blueprint, collection)
-            self._blueprints[collection.path] = blueprint
+            self.given.update(_given(collection, module))
+            blueprint = self._blueprints[collection.path] = collection.blueprint()
+            if not hasattr(module, "freescale"):
+                for (_, old), (_, new) in zip(weights(module), weights(blueprint)):
+                    new.requires_grad_(old.requires_grad)
             replace_everywhere(root, module, blueprint)
 
     @property
@@ -113,14 +51,6 @@ class TableSharding:
             by_name = dict(weights(self._blueprints[collection.path]))
             found.update({table.key: by_name[table.name] for table in collection.tables})
         return found
-
-    def given_optimizers(self) -> dict[str, TableOptimizer]:
-        """The optimizers that the user has applied in backward, by table key."""
-        return {
-            key: TableOptimizer(weight._optimizer_classes[0], dict(weight._optimizer_kwargs[0]))
-            for key, weight in self.parameters.items()
-            if hasattr(weight, "_optimizer_classes")
-        }
 
     def restore(self) -> None:
         """Put the collections back that were there before."""
@@ -151,10 +81,10 @@ class TableSharding:
             optimizers: for each table's key how backward updates it; tables left out are frozen.
 
         Raises:
-            ValueError: the plan misses a collection or a table.
+            ValueError: the plan misses a collection or a table, or differs from the one that sharded them earlier.
         """
         collections = [collection for collection, _ in self._originals]
-        chosen = {t.key: (optimizers or {}).get(t.key, FROZEN) for c in collections for t in c.tables}
+        chosen = {table.key: (optimizers or {}).get(table.key, FROZEN) for c in collections for table in c.tables}
         plan = plan or self._earlier_plan()
         if plan is None:
             planner = planner or row_wise_planner(collections, device, group.size(), local_world_size)
@@ -162,53 +92,40 @@ class TableSharding:
         # creating shards draws random numbers that an unsharded run would not draw
         with torch.random.fork_rng(devices=[device.index] if device.type == "cuda" else []):
             torch.manual_seed(torch.initial_seed() + 1 + group.rank())  # shards must not start as copies of each other
-            modules = [(c, self._shard_one(c, plan, chosen, group, device)) for c in collections]
+            env = ShardingEnv.from_process_group(group)
+            modules = [(c, self._shard_one(c, plan, chosen, env, device)) for c in collections]
             tables = ShardedTables(modules, chosen)
-            _fill(tables, {collection.path: _Source.of(module) for collection, module in self._originals})
+            _fill(tables, {collection.path: _Source.of(collection, module) for collection, module in self._originals})
         for collection, module in modules:
             replace_everywhere(self.root, self._blueprints[collection.path], module)
         return tables
 
     def _earlier_plan(self) -> ShardingPlan | None:
-        plans = {c.path: getattr(module, "freescale_plan", None) for c, module in self._originals}
-        return ShardingPlan(plans) if all(plans.values()) else None  # type: ignore[arg-type]
+        placed = {c.path: getattr(module, "freescale", None) for c, module in self._originals}
+        return ShardingPlan({path: p.plan for path, p in placed.items() if p}) if all(placed.values()) else None
 
     def _shard_one(
         self,
         collection: Collection,
         plan: ShardingPlan,
         chosen: Mapping[str, TableOptimizer],
-        group: dist.ProcessGroup,
+        env: ShardingEnv,
         device: torch.device,
-    ) -> nn.Module:
-        tables = plan.plan.get(collection.path)
+    ) -> Any:
+        tables: Any = plan.plan.get(collection.path)
         if tables is None or any(table.name not in tables for table in collection.tables):
             raise ValueError(
                 f"the sharding plan has no entry for collection {collection.path!r} with tables "
                 f"{[table.name for table in collection.tables]}, only for {sorted(plan.plan)}: add it, or leave out plan="
             )
         blueprint = self._blueprints[collection.path]
-        given = self.given_optimizers()
-        _attach_optimizers(collection, blueprint, chosen)
-        env = ShardingEnv.from_process_group(group)
-        module = collection.sharder.shard(blueprint, tables, env, device)  # type: ignore[arg-type]
+        mine = {table.key: chosen[table.key] for table in collection.tables}
+        _attach_optimizers(collection, blueprint, mine)
+        module: Any = collection.sharder.shard(blueprint, tables, env, device)
+        module.freescale = Placed(collection, tables, mine, {key: self.given[key] for key in mine if key in self.given})
         check_ids(collection, module)
         module.register_forward_hook(_wait)
-        module.freescale_collection, module.freescale_plan = collection, tables  # type: ignore[assignment]
-        module.freescale_optimizers = {table.key: chosen[table.key] for table in collection.tables}  # type: ignore[assignment]
-        module.freescale_given = {k: given[k] for k in module.freescale_optimizers if k in given}  # type: ignore
         return module
-
-
-def sharded_tables(root: nn.Module) -> ShardedTables | None:
-    """The tables that an earlier call has sharded under ``root``; None if any collection is unsharded or there is none."""
-    found = find_collections(root)
-    if not found or not all(hasattr(module, "freescale_plan") for _, module in found):
-        return None
-    optimizers: dict[str, TableOptimizer] = {}
-    for _, module in found:
-        optimizers.update(module.freescale_optimizers)  # type: ignore[arg-type]
-    return ShardedTables(found, optimizers)
 
 
 def row_wise_planner(
@@ -238,29 +155,25 @@ def _wait(module: nn.Module, args: Any, output: Any) -> Any:
     return output.wait() if hasattr(output, "wait") else output
 
 
+def _given(collection: Collection, module: Any) -> dict[str, TableOptimizer]:
+    if hasattr(module, "freescale"):
+        return dict(module.freescale.given)
+    by_name: dict[str, Any] = dict(weights(module))
+    return {
+        table.key: TableOptimizer(by_name[table.name]._optimizer_classes[0], dict(by_name[table.name]._optimizer_kwargs[0]))
+        for table in collection.tables
+        if hasattr(by_name[table.name], "_optimizer_classes")
+    }
+
+
 def _attach_optimizers(collection: Collection, blueprint: nn.Module, chosen: Mapping[str, TableOptimizer]) -> None:
-    keys = {table.name: table.key for table in collection.tables}
-    for name, weight in weights(blueprint):
-        optimizer = chosen[keys[name]]
+    by_name: dict[str, Any] = dict(weights(blueprint))
+    for table in collection.tables:
+        weight, optimizer = by_name[table.name], chosen[table.key]
         # TorchRec reads these two attributes; _batch_key keeps the tables of different parameter groups in different
         # kernels, each of which has one learning rate
-        weight._optimizer_classes = [optimizer.fused_class]  # type: ignore[attr-defined]
-        weight._optimizer_kwargs = [{**optimizer.arguments, "_batch_key": str(optimizer.group)}]  # type: ignore[attr-defined]
-
-
-def _copy_settings(module: nn.Module, blueprint: nn.Module, collection: Collection) -> None:
-    """What the user has set on the weights: requires_grad, and optimizers applied in backward."""
-    if hasattr(module, "freescale_given"):
-        for name, weight in weights(blueprint):
-            optimizer = {t.name: module.freescale_given.get(t.key) for t in collection.tables}[name]  # type: ignore[operator]
-            if optimizer is not None:
-                weight._optimizer_classes, weight._optimizer_kwargs = [optimizer.fused_class], [optimizer.arguments]  # type: ignore
-        return
-    for (_, old), (_, new) in zip(weights(module), weights(blueprint)):
-        new.requires_grad_(old.requires_grad)
-        for attribute in ("_optimizer_classes", "_optimizer_kwargs", "_in_backward_optimizers"):
-            if hasattr(old, attribute):
-                setattr(new, attribute, getattr(old, attribute))
+        weight._optimizer_classes = [optimizer.fused_class]
+        weight._optimizer_kwargs = [{**optimizer.arguments, "_batch_key": str(optimizer.group)}]
 
 
 @dataclass(frozen=True)
@@ -271,9 +184,9 @@ class _Source:
     shards: dict[tuple[str, int, int], Tensor]
 
     @classmethod
-    def of(cls, module: nn.Module) -> _Source:
-        if hasattr(module, "freescale_collection"):
-            old = ShardedTables([(module.freescale_collection, module)], {})  # type: ignore[list-item]
+    def of(cls, collection: Collection, module: Any) -> _Source:
+        if hasattr(module, "freescale"):
+            old = ShardedTables([(collection, module)], {})
             return cls({}, {(s.table.name, s.rows.start, s.columns.start): s.weight for s in old.shards()})
         return cls({name: weight.detach() for name, weight in weights(module) if not weight.is_meta}, {})
 
@@ -302,10 +215,3 @@ def _fill(tables: ShardedTables, sources: dict[str, _Source]) -> None:
             shard.weight.copy_(part)
         if "sum" in shard.state:
             shard.state["sum"].fill_(tables.optimizers[shard.table.key].initial_state)
-
-
-def _kernels(module: nn.Module) -> Iterator[Any]:
-    for lookup in module._lookups:  # type: ignore[union-attr]
-        for kernel in lookup.modules():
-            if isinstance(kernel, FusedOptimizerModule):
-                yield kernel

@@ -64,8 +64,10 @@ def attribute(step: ResolvedStep, last: list[float]) -> Parts:
         waits += [("straggler_wait", name, start, turn), ("transfer", name, turn, end)]
     seconds = _exclusive(step.spans + waits, step.start, step.end)
     wall = step.end - step.start - seconds.get("pause", 0.0)
-    named = [seconds.get(kind, 0.0) for kind in ("data", "compute", "straggler_wait", "transfer", "host")]
-    return Parts(wall, *named, unexplained=wall - sum(named))
+    data, compute, straggler, transfer, host = (
+        seconds.get(kind, 0.0) for kind in ("data", "compute", "straggler_wait", "transfer", "host")
+    )
+    return Parts(wall, data, compute, straggler, transfer, host, wall - data - compute - straggler - transfer - host)
 
 
 def bubble(parts: NDArray[np.float64]) -> float:

@@ -34,7 +34,9 @@ def test_properties(batch: tuple[np.ndarray, int]) -> None:
     np.testing.assert_array_equal(result.rank_of_sample, assign(cost, ranks).rank_of_sample)
     order = np.random.RandomState(0).permutation(len(cost))
     loads = np.bincount(result.rank_of_sample, cost, ranks)
-    np.testing.assert_allclose(sorted(np.bincount(assign(cost[order], ranks).rank_of_sample, cost[order], ranks)), sorted(loads))
+    np.testing.assert_allclose(
+        sorted(np.bincount(assign(cost[order], ranks).rank_of_sample, cost[order], ranks)), sorted(loads)
+    )
 
 
 @given(batches())

@@ -75,12 +75,12 @@ def test_missing_and_truncated_files(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     pa.parquet.write_table(pa.table({"user": [1] * 1000, "item": [2] * 1000, "time": range(1000)}), path)
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="cannot be read .* truncated"):
+    with pytest.raises(ValueError, match=r"cannot be read .* truncated"):
         read_interactions(path)
     with gzip.open(tmp_path / "rows.csv.gz", "wt") as file:
         file.write(ROWS * 1000)
     (tmp_path / "rows.csv.gz").write_bytes((tmp_path / "rows.csv.gz").read_bytes()[:60])
-    with pytest.raises(ValueError, match="cannot be read .* truncated"):
+    with pytest.raises(ValueError, match=r"cannot be read .* truncated"):
         read_interactions(tmp_path / "rows.csv.gz")
 
 
@@ -117,5 +117,5 @@ def test_jagged_batches() -> None:
 
 
 def test_no_user_long_enough() -> None:
-    with pytest.raises(ValueError, match="no user .* has 4 interactions"):
+    with pytest.raises(ValueError, match=r"no user .* has 4 interactions"):
         FreeScaleDataModule.from_interactions(pa.table({"user": [1], "item": [2], "time": [3]}))

@@ -14,7 +14,9 @@ from lightning_freescale.testing import run_distributed
 
 
 def _step(*collectives: tuple[str, float, float, float], spans: list | None = None) -> ResolvedStep:
-    return ResolvedStep(0.0, 10.0, 1, spans or [("data", "fetch", 0.0, 1.0), ("compute", "forward", 2.0, 9.0)], list(collectives))
+    return ResolvedStep(
+        0.0, 10.0, 1, spans or [("data", "fetch", 0.0, 1.0), ("compute", "forward", 2.0, 9.0)], list(collectives)
+    )
 
 
 def test_wait_is_split_at_the_last_arrival() -> None:

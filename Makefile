@@ -1,0 +1,25 @@
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS = 1
+
+.PHONY: setup demo test lint clean
+
+setup: .venv/.ready
+
+.venv/.ready: pyproject.toml scripts/setup_environment.py
+	$(PYTHON) scripts/setup_environment.py .venv
+	touch $@
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv demo_output .mypy_cache .ruff_cache .pytest_cache .hypothesis
