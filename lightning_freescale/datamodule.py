@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset
 
-from lightning_freescale._lightning import LightningDataModule, rank_zero_info
+from lightning_freescale._lightning import LightningDataModule, rank_zero_info, rank_zero_warn
 from lightning_freescale.balance import BalancedSampler, CostModel
 from lightning_freescale.data.loader import PlannedLoader
 
@@ -24,7 +24,8 @@ class FreeScaleDataModule(LightningDataModule):
         dataset: map-style training data set.
         lengths: history length of every training sample, shape ``[samples]``.
         batch_size: samples per rank and step.
-        cost: turns lengths into predicted compute time; or the costs themselves, shape ``[samples]``, instead of ``lengths``.
+        cost: predicted compute time: a function of the array of lengths; or instead of ``lengths`` a function of one sample
+            (reads the data set once) or the costs themselves, shape ``[samples]``. ``CostModel()`` of the lengths by default.
         collate_fn: turns the list of samples of a step into a batch; torch's default if not given.
         validate, test, predict: data sets for the other stages, loaded in order, every sample once.
         balance: assign samples by cost; ``False`` deals them as drawn. The samples of a step are the same either way.
@@ -47,7 +48,7 @@ class FreeScaleDataModule(LightningDataModule):
         lengths: ArrayLike | None = None,
         batch_size: int = 32,
         *,
-        cost: Callable[[NDArray[Any]], ArrayLike] | Sequence[float] | NDArray[Any] | None = None,
+        cost: Callable[[Any], Any] | Sequence[float] | NDArray[Any] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         validate: Dataset[Any] | None = None,
         test: Dataset[Any] | None = None,
@@ -69,7 +70,7 @@ class FreeScaleDataModule(LightningDataModule):
             raise ValueError(f"loss_reduction={loss_reduction!r}: choose 'sample_mean', 'target_mean' or 'sum'")
         size = _size(dataset)
         self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
-        self.costs = _costs(lengths, cost, size)
+        self.costs = _costs(dataset, lengths, cost, size)
         self.stages = {"validate": validate, "test": test, "predict": predict}
         self.balance, self.drop_last, self.shuffle = balance, drop_last, shuffle
         self.loss_reduction = loss_reduction
@@ -157,6 +158,7 @@ class FreeScaleDataModule(LightningDataModule):
                 f"Trainer(overfit_batches={overfit}) replaces the sampler and with it the plan of the "
                 "steps. Use limit_train_batches= with FreeScaleDataModule(shuffle=False)."
             )
+        self._check_strategy()
         self._sampler = self.sampler(*self._world())
         self._sampler.resume(*self._resume)
         return PlannedLoader.of(self.dataset, self._sampler, **self._options)
@@ -219,6 +221,15 @@ class FreeScaleDataModule(LightningDataModule):
     def _world(self) -> tuple[int, int]:
         return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
 
+    def _check_strategy(self) -> None:
+        alone = self._world()[1] == 1
+        if alone or getattr(cast(Any, self.trainer).strategy, "weighs_loss", False) or self.loss_reduction == "sample_mean":
+            return
+        rank_zero_warn(
+            f"loss_reduction={self.loss_reduction!r} needs Trainer(strategy='freescale') to weigh each rank's loss; this "
+            "strategy averages the ranks' losses as they are"
+        )
+
     def _stage_loader(self, stage: str) -> PlannedLoader | list[Any]:
         dataset = self.stages[stage]
         if dataset is None:
@@ -249,14 +260,16 @@ def _numbers(argument: str, values: Any, size: int) -> NDArray[np.float64]:
     return array
 
 
-def _costs(lengths: Any, cost: Any, size: int) -> NDArray[np.float64]:
-    if lengths is None and (cost is None or callable(cost)):
+def _costs(dataset: Any, lengths: Any, cost: Any, size: int) -> NDArray[np.float64]:
+    if lengths is None and cost is None:
         raise ValueError(
-            "FreeScaleDataModule(lengths=None) cannot balance: pass lengths=, the history length of every sample, or cost=, "
-            "the costs themselves"
+            "FreeScaleDataModule(lengths=None) cannot balance: pass lengths=, the history length of every sample, or cost=, a "
+            "function of a sample or the costs themselves"
         )
     if cost is not None and not callable(cost):
         return _numbers("cost", cost, size)
+    if lengths is None:
+        return _numbers("cost(sample)", [cost(dataset[index]) for index in range(size)], size)
     return _numbers("cost(lengths)", (cost or CostModel())(_numbers("lengths", lengths, size)), size)
 
 

@@ -52,6 +52,8 @@ class FreeScaleStrategy(DDPStrategy):
     """
 
     strategy_name = "freescale"
+    weighs_loss = True
+    """Scales each rank's loss by the weights of the sampler, see :meth:`BalancedSampler.loss_weight`."""
 
     def __init__(self, plan: Any = None, planner: Any = None, sigterm_every_n_steps: int = 50, **ddp_options: Any) -> None:
         super().__init__(**ddp_options)
@@ -92,7 +94,9 @@ class FreeScaleStrategy(DDPStrategy):
         assert module is not None
         assert self.accelerator is not None
         self.tables = self.groups = None
-        found = _collections(module)
+        found, unsupported = _collections(module)
+        for path in unsupported:
+            rank_zero_warn(f"embedding collection {path!r} is of a kind that cannot be sharded: it is replicated as with 'ddp'")
         if not found:
             rank_zero_info("strategy 'freescale': no embedding collection to shard in the module, it trains as with 'ddp'")
             super().setup(trainer)
@@ -107,12 +111,7 @@ class FreeScaleStrategy(DDPStrategy):
 
     def _check(self, trainer: Trainer, found: list[Any], fitting: bool) -> None:
         from lightning_freescale.embeddings.bounds import check_rows
-        from lightning_freescale.embeddings.collections import unsupported_collections
 
-        for path in unsupported_collections(trainer.lightning_module):
-            rank_zero_warn(
-                f"embedding collection {path!r} is of a kind that cannot be sharded: it is replicated, as with 'ddp'"
-            )
         check_rows([collection for collection, _ in found], getattr(getattr(trainer, "datamodule", None), "feature_rows", {}))
         if fitting:
             refuse_unsupported(trainer)
@@ -273,7 +272,7 @@ class FreeScaleStrategy(DDPStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        return bool(_collections(self.lightning_module))
+        return bool(_collections(self.lightning_module)[0])
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -317,13 +316,13 @@ def _unsharded() -> ModuleType:
     return import_module("lightning_freescale.checkpoint.unsharded")
 
 
-def _collections(module: nn.Module | None) -> list[Any]:
-    """The embedding collections of a module; without TorchRec installed it can have none."""
+def _collections(module: nn.Module | None) -> tuple[list[Any], list[str]]:
+    """The embedding collections of a module, and the paths of those that cannot be sharded; none without TorchRec."""
     if module is None or find_spec("torchrec") is None:
-        return []
-    from lightning_freescale.embeddings.collections import find_collections
+        return [], []
+    from lightning_freescale.embeddings.collections import find_collections, unsupported_collections
 
-    return find_collections(module)
+    return find_collections(module), unsupported_collections(module)
 
 
 def _after_backward(callback: Callable[[], Any]) -> None:

@@ -27,6 +27,7 @@ DATA = Samples(8)
         ({"lengths": [1, 2, 3, float("nan"), 5, 6, 7, 8]}, r"lengths\[3\] is nan"),
         ({"cost": [1.0] * 7}, r"cost has shape \(7,\)"),
         ({"lengths": DATA.lengths, "cost": lambda lengths: -lengths}, r"cost\(lengths\)\[0\] is -"),
+        ({"cost": lambda sample: float("inf")}, r"cost\(sample\)\[0\] is inf"),
         ({"lengths": DATA.lengths, "batch_size": 0}, r"batch_size=0.*at least 1"),
         ({"lengths": DATA.lengths, "loss_reduction": "mean"}, r"loss_reduction='mean'.*'target_mean'"),
         ({"cost": [1.0] * 8, "loss_reduction": "target_mean"}, r"'target_mean' needs targets="),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection
 from torchrec.distributed.types import ShardedModule
 from torchrec.modules.embedding_configs import PoolingType
 
-from lightning_freescale import FreeScaleDataModule
+from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.testing import run_distributed
 from tests.recommender import Net, Recommender, Samples, collate, tables, trainer
 
@@ -234,3 +236,44 @@ def _update_counts() -> list[int]:
 def test_validation_does_not_count_as_an_update() -> None:
     """FBGEMM counts every forward; Adam's bias correction would be off after validation."""
     assert run_distributed(_update_counts, 2)[0] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def _sigterm_broadcasts(every: int) -> int:
+    calls, broadcast = [0], dist.broadcast
+
+    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls[0] += tensor.dtype == torch.int64 and tensor.shape == (1,)
+        return broadcast(tensor, *args, **kwargs)
+
+    dist.broadcast = torch.distributed.broadcast = counted
+    trainer(strategy=FreeScaleStrategy(sigterm_every_n_steps=every), devices=2, limit_val_batches=0, max_epochs=2).fit(
+        Recommender(), _data(64)
+    )
+    return calls[0]
+
+
+def test_sigterm_broadcast_is_throttled() -> None:
+    """16 steps: at each of them, or at the first and every tenth."""
+    often, seldom = (run_distributed(_sigterm_broadcasts, 2, every)[0] for every in (1, 10))
+    assert often - seldom == 16 - 2
+
+
+class OwnKind(EmbeddingCollection):
+    """A collection that TorchRec does not know how to shard."""
+
+
+def _fit_own_kind(strategy: str) -> tuple[list[float], list[str]]:
+    torch.manual_seed(0)
+    module = Recommender("adagrad")
+    module.net.embeddings = OwnKind(tables=tables())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(strategy=strategy, devices=2).fit(module, _data(64))
+    return module.losses, [str(w.message) for w in caught if "cannot be sharded" in str(w.message)]
+
+
+def test_unknown_collection_is_replicated_with_one_warning() -> None:
+    (mine, warned), (ddp, _) = (run_distributed(_fit_own_kind, 2, strategy)[0] for strategy in ("freescale", "ddp"))
+    assert mine == ddp
+    assert len(warned) == 1
+    assert "'net.embeddings'" in warned[0]
