@@ -46,6 +46,11 @@ class BubbleReport:
         return float(compute.max(axis=1).sum() / compute.mean(axis=1).sum())
 
     @property
+    def compute_seconds(self) -> float:
+        """Mean compute of a step and rank."""
+        return float(self.parts[:, :, PART_NAMES.index("compute")].mean())
+
+    @property
     def samples_per_second(self) -> float:
         """Samples of all ranks per second of wall time; 0 if the samples are unknown."""
         return float(self.samples.sum() / self.parts[:, :, 0].mean(axis=1).sum())

@@ -64,3 +64,23 @@ def _alone(samples: int) -> dict[str, torch.Tensor]:
     fit = trainer(strategy="freescale", max_steps=1, devices=1)
     fit.fit(module, loader)
     return fit._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"]
+
+
+class Draws(Recommender):
+    """Draws random numbers while it trains, as dropout does."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses[-1] = float(torch.rand(()))
+        return loss
+
+
+def _draws(strategy: str) -> list[float]:
+    torch.manual_seed(0)
+    module = Draws("sgd")
+    trainer(strategy=strategy, **WORLD).fit(module, fixed_loader(int(os.environ["RANK"]), 3))
+    return module.losses
+
+
+def test_random_state_is_that_of_ddp() -> None:
+    assert run_distributed(_draws, 2, "freescale") == run_distributed(_draws, 2, "ddp")
