@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection
 from torchrec.distributed.types import ShardedModule
 from torchrec.modules.embedding_configs import PoolingType
@@ -266,9 +267,9 @@ def _sigterm_broadcasts(every: int) -> int:
 
 
 def test_sigterm_broadcast_is_throttled() -> None:
-    """16 steps: at each of them, or at the first and every tenth."""
+    """16 steps: at each of them, or at the first and every tenth. Before 2.5.2 Lightning had no such broadcast."""
     often, seldom = (run_distributed(_sigterm_broadcasts, 2, every)[0] for every in (1, 10))
-    assert often - seldom == 16 - 2
+    assert often - seldom == (16 - 2 if hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor") else 0)
 
 
 class OwnKind(EmbeddingCollection):

@@ -1,0 +1,59 @@
+"""The two flags every benchmark has: ``--json`` writes the figures, ``--require`` demands them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import operator
+import platform
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+_COMPARE = {"<=": operator.le, ">=": operator.ge}
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser that knows the two flags."""
+    result = argparse.ArgumentParser(description=description)
+    result.add_argument("--json", type=Path, metavar="FILE", help="write the figures and where they were measured to FILE")
+    result.add_argument(
+        "--require", action="append", default=[], metavar="NAME<=VALUE", help="exit with 1 if a figure falls short; also >="
+    )
+    return result
+
+
+def finish(figures: dict[str, float], options: argparse.Namespace) -> None:
+    """Write the figures and check what is required of them; exits with 1 if one falls short."""
+    if options.json is not None:
+        options.json.write_text(json.dumps({"figures": figures, "measured_on": where()}, indent=2) + "\n")
+    missed = [demand for demand in options.require if not _holds(demand, figures)]
+    for demand in missed:
+        print(f"falls short: {demand}", file=sys.stderr)
+    if missed:
+        sys.exit(1)
+
+
+def where() -> dict[str, Any]:
+    """Machine, versions and commit."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    packages = {name: version(name) for name in ("torch", "torchrec", "lightning", "numpy")}
+    return {"machine": platform.machine(), "cores": _cores(), "python": platform.python_version(), **packages} | {
+        "commit": commit.stdout.strip() or "unknown"
+    }
+
+
+def _cores() -> int:
+    import os
+
+    return len(os.sched_getaffinity(0))
+
+
+def _holds(demand: str, figures: dict[str, float]) -> bool:
+    match = re.fullmatch(r"\s*(\S+?)\s*(<=|>=)\s*(\S+)\s*", demand)
+    if match is None or match[1] not in figures:
+        sys.exit(f"--require {demand!r}: write NAME<=VALUE or NAME>=VALUE with a name of {sorted(figures)}")
+    return bool(_COMPARE[match[2]](figures[match[1]], float(match[3])))
