@@ -108,8 +108,8 @@ def _table(runs: dict[str, dict[str, Any]], ranks: int, seconds: float) -> str:
     removed = 1 - on.bubble / off.bubble if off.bubble else 0.0
     alone, measured = (1 - on.bubble) / (1 - off.bubble), on.samples_per_second / off.samples_per_second
     lines += [
-        f"{removed:.0%} of a bubble of {off.bubble:.1%} removed: {alone:.2f}x the samples/s at equal compute, {measured:.2f}x "
-        "measured (the runs follow each other, so the machine's other load shows)",
+        f"{removed:.0%} of a bubble of {off.bubble:.1%} removed: {alone:.2f}x the samples/s at equal compute,",
+        f"{measured:.2f}x measured (the runs follow each other, so the machine's other load shows)",
         f"{seconds:.0f} s. Traces, open them at https://ui.perfetto.dev:",
         *(f"  {run['trace']}" for run in runs.values()),
     ]
