@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset
 
-from lightning_freescale._lightning import LightningDataModule, rank_zero_info, rank_zero_warn
+from lightning_freescale._lightning import LightningDataModule, TrainerFn, rank_zero_info, rank_zero_warn
 from lightning_freescale.balance import BalancedSampler, CostModel
 from lightning_freescale.data.loader import PlannedLoader
 
@@ -206,6 +206,8 @@ class FreeScaleDataModule(LightningDataModule):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on after the batches that the checkpoint's run has consumed."""
+        if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
+            return  # validation and test load the weights of a checkpoint, not its place in the training data
         size = self.batch_size * self._world()[1]
         if state["batches"] and size != state["global_batch_size"]:
             raise ValueError(

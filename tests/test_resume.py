@@ -108,3 +108,20 @@ def _fit_ddp(optimizer: str, resume: str) -> dict[str, Any]:
     loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate)
     trainer(strategy="ddp", devices=2, max_epochs=3).fit(module, loader, ckpt_path=resume)
     return {"losses": module.losses}
+
+
+def _test_with_checkpoint(path: str) -> float:
+    data = Samples(64)
+    loader = FreeScaleDataModule(data, data.lengths, 8, collate_fn=collate, test=Samples(32))
+    return trainer(devices=2).test(Recommender("adagrad"), loader, ckpt_path=path, verbose=False)[0]["test"]
+
+
+def test_mid_epoch_checkpoint_serves_test_with_another_batch_size(tmp_path: Path) -> None:
+    path = str(tmp_path / "half.ckpt")
+    run_distributed(_fit, 2, "adagrad", 0, stop=StopAt(10, path))
+    module, samples = Recommender("adagrad"), Samples(32)
+    module.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+    batch = collate([samples[index] for index in range(32)])
+    expected = torch.nn.functional.mse_loss(module.net(batch["features"]), batch["label"]).item()
+    for loss in run_distributed(_test_with_checkpoint, 2, path):
+        assert loss == pytest.approx(expected, rel=1e-5)
