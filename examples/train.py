@@ -1,4 +1,7 @@
-"""The reference model from the command line: ``python train.py fit --config configs/ml-latest-small.yaml``."""
+"""The reference model from the command line.
+
+``python examples/train.py fit --config examples/configs/ml-latest-small.yaml``
+"""
 
 from __future__ import annotations
 

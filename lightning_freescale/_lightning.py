@@ -7,7 +7,7 @@ from typing import Any
 
 # Moving optimizer states is part of every strategy's set-up, but has no public name.
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
@@ -15,7 +15,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+AVERAGING: tuple[type[Callback], ...] = tuple(
+    getattr(callbacks, name) for name in ("StochasticWeightAveraging", "WeightAveraging") if hasattr(callbacks, name)
+)
+"""Callbacks that keep a second copy of the module; the newer one is not in every Lightning version."""
+
 __all__ = [
+    "AVERAGING",
     "Callback",
     "DDPStrategy",
     "GradientAccumulationScheduler",

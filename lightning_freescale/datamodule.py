@@ -74,7 +74,7 @@ class FreeScaleDataModule(LightningDataModule):
         self.stages = {"validate": validate, "test": test, "predict": predict}
         self.balance, self.drop_last, self.shuffle = balance, drop_last, shuffle
         self.loss_reduction = loss_reduction
-        self.weights = _weights(loss_reduction, lengths if targets is None else targets, size)
+        self.weights = _weights(loss_reduction, lengths, targets, size)
         self.feature_rows: dict[str, int] = {}
         self.histories: Any = None
         self._options: dict[str, Any] = {
@@ -131,7 +131,7 @@ class FreeScaleDataModule(LightningDataModule):
             collate_fn=collate_histories,
             validate=HistoryDataset(histories, users, "validate"),
             test=HistoryDataset(histories, users, "test"),
-            predict=HistoryDataset(histories, users, "test"),
+            predict=HistoryDataset(histories, users, "predict"),
             balance=balance,
             loss_reduction=loss_reduction,
             drop_last=drop_last,
@@ -193,7 +193,7 @@ class FreeScaleDataModule(LightningDataModule):
     # -- resume
 
     def state_dict(self) -> dict[str, int]:
-        """Seed, epoch and batches consumed; the same on every rank. With the sizes that the batch count refers to."""
+        """Seed, epoch and batches consumed, with what the count refers to; the same on every rank."""
         loop: Any = cast(Any, self.trainer).fit_loop
         epochs = loop.epoch_progress.current
         inside = epochs.ready > epochs.processed  # else the batches counted are those of the epoch before
@@ -201,24 +201,33 @@ class FreeScaleDataModule(LightningDataModule):
             "seed": self.seed,
             "epoch": epochs.processed,
             "batches": loop.epoch_loop.batch_progress.current.processed if inside else 0,
-            "global_batch_size": self.batch_size * self._world()[1],
+            **self._plan_size(),
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on after the batches that the checkpoint's run has consumed."""
         if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
             return  # validation and test load the weights of a checkpoint, not its place in the training data
-        size = self.batch_size * self._world()[1]
-        if state["batches"] and size != state["global_batch_size"]:
-            raise ValueError(
-                f"the checkpoint stopped inside an epoch of global batches of {state['global_batch_size']} samples, this run "
-                f"has batch_size={self.batch_size} x {self._world()[1]} ranks = {size}. Keep the product, or resume from a "
-                "checkpoint made at the end of an epoch."
-            )
+        for name, value in self._plan_size().items():
+            if state["batches"] and value != state[name]:
+                raise ValueError(
+                    f"the checkpoint stopped inside an epoch with {name}={state[name]}, this run has {name}={value} "
+                    f"(batch_size={self.batch_size} on {self._world()[1]} ranks): samples would be lost or repeated. Keep it "
+                    "as it was, or resume from a checkpoint made at the end of an epoch."
+                )
         self.seed, self._resume = state["seed"], (state["epoch"], state["batches"])
         if self._sampler is not None:  # Lightning may have asked for the loader already
             self._sampler.seed = self.seed
             self._sampler.resume(*self._resume)
+
+    def _plan_size(self) -> dict[str, int]:
+        """What the steps of an epoch depend on, beside the seed."""
+        return {
+            "global_batch_size": self.batch_size * self._world()[1],
+            "samples": len(self.costs),
+            "shuffle": int(self.shuffle),
+            "drop_last": int(self.drop_last),
+        }
 
     def _world(self) -> tuple[int, int]:
         return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
@@ -268,16 +277,21 @@ def _costs(dataset: Any, lengths: Any, cost: Any, size: int) -> NDArray[np.float
             "FreeScaleDataModule(lengths=None) cannot balance: pass lengths=, the history length of every sample, or cost=, a "
             "function of a sample or the costs themselves"
         )
+    if lengths is not None:
+        lengths = _numbers("lengths", lengths, size)
     if cost is not None and not callable(cost):
         return _numbers("cost", cost, size)
     if lengths is None:
         return _numbers("cost(sample)", [cost(dataset[index]) for index in range(size)], size)
-    return _numbers("cost(lengths)", (cost or CostModel())(_numbers("lengths", lengths, size)), size)
+    return _numbers("cost(lengths)", (cost or CostModel())(lengths), size)
 
 
-def _weights(loss_reduction: str, targets: Any, size: int) -> NDArray[np.float64] | None:
+def _weights(loss_reduction: str, lengths: Any, targets: Any, size: int) -> NDArray[np.float64] | None:
     if loss_reduction != "target_mean":
+        if targets is not None:
+            raise ValueError(f"targets= is for loss_reduction='target_mean', not {loss_reduction!r}: leave it out")
         return None
+    targets = lengths if targets is None else targets
     if targets is None:
         raise ValueError("loss_reduction='target_mean' needs targets=, the prediction targets of every sample, or lengths=")
     return _numbers("targets", targets, size)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning_freescale._lightning import (
+    AVERAGING,
     GradientAccumulationScheduler,
     LightningModule,
     MixedPrecision,
     Trainer,
     is_overridden,
 )
+from lightning_freescale.balance import BalancedSampler
 
 _BECAUSE = "strategy 'freescale' updates the embedding tables during backward"
 
@@ -26,10 +30,49 @@ def refuse_unsupported(trainer: Trainer) -> None:
             "or strategy='ddp'"
         )
     refuse_accumulation(trainer)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, AVERAGING):
+            raise ValueError(
+                f"{type(callback).__name__} copies the unsharded module, but the embedding tables are sharded. Remove it, or "
+                "use strategy='ddp'"
+            )
     if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         raise ValueError(f"GradientAccumulationScheduler: {_BECAUSE}, so gradients cannot be accumulated. Remove the callback")
     _refuse_clipping(trainer, module)
     _refuse_precision(trainer)
+
+
+def refuse_options(start_method: str, model_averaging_period: int | None) -> None:
+    """Options of DDPStrategy that do not go with sharded tables."""
+    if start_method != "popen":
+        raise ValueError(
+            f"FreeScaleStrategy(start_method={start_method!r}) would bring shards back to the main process, which cannot hold "
+            "them. Leave start_method out and run a script, or use torchrun"
+        )
+    if model_averaging_period is not None:
+        raise ValueError(
+            f"FreeScaleStrategy(model_averaging_period={model_averaging_period!r}): local SGD lets dense parameters differ "
+            "between ranks, which sharded tables cannot. Remove it"
+        )
+
+
+def refuse_sampler(sampler: Any, world_size: int) -> None:
+    """A sampler that plans for another number of ranks."""
+    if isinstance(sampler, BalancedSampler) and sampler.num_replicas != world_size:
+        raise ValueError(
+            f"the loader's BalancedSampler plans for num_replicas={sampler.num_replicas}, the Trainer has {world_size} ranks: "
+            "pass the data module itself, trainer.fit(model, datamodule=data), or make the sampler with "
+            f"num_replicas={world_size}"
+        )
+
+
+def refuse_second_backward(update_due: bool) -> None:
+    """A backward whose gradients no optimizer step has used yet: somebody accumulates."""
+    if update_due:
+        raise ValueError(
+            f"a second backward without an optimizer step between (an own optimizer_step that skips some?): {_BECAUSE}, so "
+            "gradients cannot be accumulated. Call optimizer.step(closure) for every batch"
+        )
 
 
 def refuse_accumulation(trainer: Trainer) -> None:

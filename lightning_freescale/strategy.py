@@ -26,15 +26,24 @@ from lightning_freescale._lightning import (
     rank_zero_warn,
     throttle_sigterm_broadcast,
 )
+from lightning_freescale.checkpoint import random_state
 from lightning_freescale.comm.process_group import ObservedProcessGroup, observed_group
 from lightning_freescale.dense import materialize, sync_dense, wrap_dense
 from lightning_freescale.profiling.loader import ObservedLoader
 from lightning_freescale.profiling.timeline import Timeline
-from lightning_freescale.refusals import refuse_accumulation, refuse_unsupported
+from lightning_freescale.refusals import (
+    refuse_accumulation,
+    refuse_options,
+    refuse_sampler,
+    refuse_second_backward,
+    refuse_unsupported,
+)
 
 if TYPE_CHECKING:
     from lightning_freescale.embeddings.shards import ShardedTables
     from lightning_freescale.embeddings.training import TableGroups
+_EXTRA = "freescale"
+"""Checkpoint key of what an ordinary checkpoint has no place for."""
 
 
 class FreeScaleStrategy(DDPStrategy):
@@ -64,7 +73,9 @@ class FreeScaleStrategy(DDPStrategy):
         self.tables: ShardedTables | None = None
         self.groups: TableGroups | None = None
         self._loss_weight = 1.0
-        self._own_states: dict[str, Any] = {}
+        self._update_due = False
+        self._extra: dict[str, Any] = {}
+        self._random_states: list[dict[str, Any]] = []
 
     @classmethod
     @override
@@ -93,7 +104,9 @@ class FreeScaleStrategy(DDPStrategy):
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         assert module is not None
         assert self.accelerator is not None
-        self.tables = self.groups = None
+        self.tables = None
+        if fitting or self.groups is None or self.groups.root is not module:
+            self.groups = None  # else a checkpoint after validate or test still is one of the fit before
         found, unsupported = _collections(module)
         for path in unsupported:
             rank_zero_warn(f"embedding collection {path!r} is of a kind that cannot be sharded: it is replicated as with 'ddp'")
@@ -110,11 +123,12 @@ class FreeScaleStrategy(DDPStrategy):
         self._wrap(module.to(self.root_device), fitting)
 
     def _check(self, trainer: Trainer, found: list[Any], fitting: bool) -> None:
-        from lightning_freescale.embeddings.bounds import check_rows
+        from lightning_freescale.embeddings.lookups import check_rows
 
         check_rows([collection for collection, _ in found], getattr(getattr(trainer, "datamodule", None), "feature_rows", {}))
         if fitting:
             refuse_unsupported(trainer)
+        refuse_options(self._start_method, self._model_averaging_period)
 
     def _shard(self, trainer: Trainer, module: nn.Module, fitting: bool) -> ShardedTables:
         from lightning_freescale.embeddings.sharding import TableSharding
@@ -124,7 +138,7 @@ class FreeScaleStrategy(DDPStrategy):
         earlier = ShardedTables.found_in(module)
         if earlier is not None and not fitting and earlier.device == self.root_device:
             return earlier
-        sharding = TableSharding(module)
+        sharding = TableSharding(module, self.root_device)
         try:
             optimizers = sharding.given
             if fitting:
@@ -132,7 +146,6 @@ class FreeScaleStrategy(DDPStrategy):
                 self.groups = TableGroups(self.optimizers[0], module, sharding.parameters, optimizers, self.root_device)
                 optimizers = self.groups.optimizers
             return sharding.shard(
-                device=self.root_device,
                 group=self._embedding_group(earlier),
                 local_world_size=self.num_processes,
                 plan=self.plan,
@@ -188,6 +201,7 @@ class FreeScaleStrategy(DDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
+        refuse_sampler(getattr(dataloader, "sampler", None), self.world_size)
         training = self.lightning_module is not None and self.lightning_module.trainer.training
         return ObservedLoader(dataloader, self.timeline) if training and self.timeline.enabled else dataloader
 
@@ -199,6 +213,10 @@ class FreeScaleStrategy(DDPStrategy):
     @override
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
+        if self._random_states:
+            random_state.set_random_state(self._random_states, self.root_device)
+            self._random_states = []
+        self._update_due = False
         throttle_sigterm_broadcast(
             self.lightning_module.trainer, self.sigterm_every_n_steps, lambda: self.timeline.collective("sigterm")
         )
@@ -221,6 +239,9 @@ class FreeScaleStrategy(DDPStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        if self.tables is not None:
+            refuse_second_backward(self._update_due)
+            self._update_due = True
         loss = closure_loss if self._loss_weight == 1.0 else closure_loss * self._loss_weight
         with self.timeline.span("compute", "backward"), ExitStack() as waiting:
             if self.timeline.enabled and isinstance(self.model, DistributedDataParallel):
@@ -241,6 +262,7 @@ class FreeScaleStrategy(DDPStrategy):
                 return result
 
             output = super().optimizer_step(optimizer, timed, model, **kwargs)
+        self._update_due = False
         if self.groups is not None:
             self.groups.step += 1
         return output
@@ -293,21 +315,23 @@ class FreeScaleStrategy(DDPStrategy):
         state = super().optimizer_state(optimizer)
         if self.tables is None or self.groups is None:
             return state
-        state, self._own_states = _unsharded().optimizer_state(self.tables, self.groups, state)
+        state, self._extra = _unsharded().optimizer_state(self.tables, self.groups, state)
         return state
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if "optimizer_states" in checkpoint and self._own_states:
-            checkpoint[_unsharded().IN_BACKWARD] = self._own_states
-        self._own_states = {}
+        if "optimizer_states" in checkpoint:
+            checkpoint[_EXTRA] = {**self._extra, "random_states": random_state.gather_random_states(self.root_device)}
+        self._extra = {}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        extra = checkpoint.get(_EXTRA, {})
+        self._random_states = extra.get("random_states", [])
         if self.tables is not None and self.groups is not None:
-            full, own = checkpoint["optimizer_states"][0], checkpoint.get(_unsharded().IN_BACKWARD, {})
-            checkpoint = {"optimizer_states": [_unsharded().load_optimizer_state(self.tables, self.groups, full, own)]}
+            full = checkpoint["optimizer_states"][0]
+            checkpoint = {"optimizer_states": [_unsharded().load_optimizer_state(self.tables, self.groups, full, extra)]}
         super().load_optimizer_state_dict(checkpoint)
 
 

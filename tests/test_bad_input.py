@@ -8,8 +8,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from torch.utils.data import Dataset
+from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, data_parallel, row_wise
+from torchrec.distributed.types import ShardingPlan
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.testing import RankFailed, run_distributed
@@ -27,6 +31,8 @@ DATA = Samples(8)
         ({"lengths": [1, 2, 3, float("nan"), 5, 6, 7, 8]}, r"lengths\[3\] is nan"),
         ({"cost": [1.0] * 7}, r"cost has shape \(7,\)"),
         ({"lengths": DATA.lengths, "cost": lambda lengths: -lengths}, r"cost\(lengths\)\[0\] is -"),
+        ({"lengths": DATA.lengths, "targets": [1.0] * 8}, r"targets= is for loss_reduction='target_mean'"),
+        ({"lengths": [1.0], "cost": [1.0] * 8}, r"lengths has shape \(1,\)"),
         ({"cost": lambda sample: float("inf")}, r"cost\(sample\)\[0\] is inf"),
         ({"lengths": DATA.lengths, "batch_size": 0}, r"batch_size=0.*at least 1"),
         ({"lengths": DATA.lengths, "loss_reduction": "mean"}, r"loss_reduction='mean'.*'target_mean'"),
@@ -180,8 +186,6 @@ def test_strategy_arguments() -> None:
 
 
 def _fit_with_plan() -> None:
-    from torchrec.distributed.types import ShardingPlan
-
     _fit(strategy=FreeScaleStrategy(plan=ShardingPlan({})))
 
 
@@ -190,14 +194,93 @@ def test_plan_without_the_collection() -> None:
         run_distributed(_fit_with_plan, 2)
 
 
-def _resume_other_batch_size(path: str) -> None:
+def _resume_after_change(changed: dict[str, int]) -> None:
     data = FreeScaleDataModule(DATA, DATA.lengths, 2, collate_fn=collate)
     fit = trainer(devices=2, max_epochs=2, max_steps=1)
     fit.fit(Recommender(), data)
-    state = {"seed": 0, "epoch": 0, "batches": 1, "global_batch_size": 6}
-    data.load_state_dict(state)
+    fit.state.fn = "fit"
+    data.load_state_dict({**data.state_dict(), "batches": 1, **changed})
 
 
-def test_resume_with_another_global_batch(tmp_path: Any) -> None:
-    with pytest.raises(RankFailed, match=r"global batches of 6 samples, this run has batch_size=2 x 2 ranks = 4"):
-        run_distributed(_resume_other_batch_size, 2, str(tmp_path))
+@pytest.mark.parametrize(("name", "value"), [("global_batch_size", 6), ("samples", 7), ("shuffle", 0), ("drop_last", 1)])
+def test_mid_epoch_resume_with_another_plan(name: str, value: int) -> None:
+    with pytest.raises(RankFailed, match=rf"stopped inside an epoch with {name}={value}, this run has {name}="):
+        run_distributed(_resume_after_change, 2, {name: value})
+
+
+def _fit_with(plan: Any, in_backward: Any = None) -> None:
+    module = Recommender()
+    if in_backward is not None:
+        apply_optimizer_in_backward(in_backward, module.net.embeddings.parameters(), {"lr": 0.1})
+    if plan is not None:
+        world = int(os.environ["WORLD_SIZE"])
+        tables = {config.name: plan for config in module.net.embeddings.embedding_configs()}
+        entry = construct_module_sharding_plan(
+            module.net.embeddings, tables, local_size=world, world_size=world, device_type="cpu"
+        )
+        _fit(module, strategy=FreeScaleStrategy(plan=ShardingPlan({"net.embeddings": entry})))
+    _fit(module)
+
+
+@pytest.mark.parametrize(
+    ("plan", "in_backward", "message"),
+    [
+        (data_parallel(), None, r"table 'item' sharding_type='data_parallel'.*compute_kernel=\"fused\""),
+        (row_wise(), None, r"compute_kernel='dense'.*compute_kernel=\"fused\""),
+        (
+            column_wise(ranks=[0, 1], compute_kernel="fused"),
+            RowWiseAdagrad,
+            r"splits the columns of table 'item'.*RowWiseAdagrad",
+        ),
+        (None, torch.optim.Adam, r"Adam, applied in backward to table 'net.embeddings.embeddings.item.weight', .* on CPU"),
+        (None, torch.optim.NAdam, r"NAdam, applied in backward to table .* has no fused form"),
+    ],
+)
+def test_plan_and_in_backward_optimizer(plan: Any, in_backward: Any, message: str) -> None:
+    with pytest.raises(RankFailed, match=message):
+        run_distributed(_fit_with, 2, plan, in_backward)
+
+
+class Skips(Recommender):
+    """Accumulates by hand: steps every second batch."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+        if batch_idx % 2:
+            optimizer.step(closure=closure)
+        else:
+            closure()
+
+
+def test_accumulation_by_hand() -> None:
+    with pytest.raises(RankFailed, match="second backward without an optimizer step"):
+        run_distributed(lambda: _fit(Skips()), 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"callbacks": [StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging copies the unsharded module"),
+        ({"strategy": FreeScaleStrategy(start_method="fork")}, "start_method='fork'"),
+        ({"strategy": FreeScaleStrategy(model_averaging_period=2)}, "model_averaging_period=2"),
+    ],
+)
+def test_callbacks_and_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RankFailed, match=message):
+        run_distributed(_fit_refused, 2, options)
+
+
+def _fit_refused(options: dict[str, Any]) -> None:
+    from lightning_freescale.refusals import refuse_options
+
+    if "strategy" in options:  # Lightning would launch processes of its own
+        refuse_options(options["strategy"]._start_method, options["strategy"]._model_averaging_period)
+    _fit(**options)
+
+
+def _fit_loader_of_one_rank() -> None:
+    trainer(devices=2).fit(Recommender(), FreeScaleDataModule(DATA, DATA.lengths, 2, collate_fn=collate).train_dataloader())
+
+
+def test_loader_made_without_a_trainer() -> None:
+    with pytest.raises(RankFailed, match=r"num_replicas=1, the Trainer has 2 ranks: .*datamodule=data"):
+        run_distributed(_fit_loader_of_one_rank, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,11 @@ class SaveAtEpochEnd(L.pytorch.callbacks.ModelCheckpoint):
 
 
 class Seen(Recommender):
-    """Also keeps which samples it saw, and draws random numbers while it trains."""
+    """Also keeps which samples it saw, and trains with dropout."""
 
     def __init__(self, optimizer: str) -> None:
         super().__init__(optimizer)
+        self.dropout = 0.2
         self.seen: list[list[int]] = []
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
@@ -98,16 +100,16 @@ def test_checkpoint_is_that_of_the_plain_module(optimizer: str, tmp_path: Path) 
     module.load_state_dict(checkpoint["state_dict"], strict=True)
     _equal(dict(module.state_dict()), first[0]["weights"])
     module.configure_optimizers().load_state_dict(checkpoint["optimizer_states"][0])
-    mine = run_distributed(_fit, 2, optimizer, 0, resume=path)
-    ddp = run_distributed(_fit_ddp, 2, optimizer, path)
-    assert ddp[1]["losses"] == pytest.approx(mine[1]["losses"], rel=1e-5)
+    mine, ddp = (run_distributed(_fit_without_dropout, 2, strategy, optimizer, path) for strategy in ("freescale", "ddp"))
+    assert ddp[1] == pytest.approx(mine[1], rel=1e-5)
 
 
-def _fit_ddp(optimizer: str, resume: str) -> dict[str, Any]:
+def _fit_without_dropout(strategy: str, optimizer: str, resume: str) -> list[float]:
     module, data = Seen(optimizer), Samples(64)
+    module.dropout = 0.0
     loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate)
-    trainer(strategy="ddp", devices=2, max_epochs=3).fit(module, loader, ckpt_path=resume)
-    return {"losses": module.losses}
+    trainer(strategy=strategy, devices=2, max_epochs=3).fit(module, loader, ckpt_path=resume)
+    return module.losses
 
 
 def _test_with_checkpoint(path: str) -> float:
@@ -125,3 +127,82 @@ def test_mid_epoch_checkpoint_serves_test_with_another_batch_size(tmp_path: Path
     expected = torch.nn.functional.mse_loss(module.net(batch["features"]), batch["label"]).item()
     for loss in run_distributed(_test_with_checkpoint, 2, path):
         assert loss == pytest.approx(expected, rel=1e-5)
+
+
+def _fit_then_test(path: str) -> None:
+    module, data = Seen("adagrad"), Samples(64)
+    loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, test=Samples(16))
+    fit = trainer(devices=2)
+    fit.fit(module, loader)
+    fit.save_checkpoint(f"{path}.fit")
+    fit.test(module, loader, verbose=False)
+    fit.save_checkpoint(f"{path}.test")
+
+
+def test_checkpoint_after_test_keeps_the_optimizer_states(tmp_path: Path) -> None:
+    path = str(tmp_path / "x")
+    run_distributed(_fit_then_test, 2, path)
+    fit, test = (torch.load(f"{path}.{stage}", weights_only=True)["optimizer_states"][0] for stage in ("fit", "test"))
+    assert fit["param_groups"] == test["param_groups"]
+    _equal(test["state"], fit["state"])
+
+
+class Shared(Recommender):
+    """Holds its net, and so its tables, under a second name."""
+
+    def __init__(self) -> None:
+        super().__init__("adagrad")
+        self.tower = self.net
+
+
+def _fit_shared(path: str) -> None:
+    data, fit = Samples(32), trainer(devices=2)
+    fit.fit(Shared(), FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate))
+    fit.save_checkpoint(path)
+    again = trainer(devices=2, max_epochs=2)
+    again.fit(Shared(), FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate), ckpt_path=path)
+
+
+def test_tables_with_two_names(tmp_path: Path) -> None:
+    path = str(tmp_path / "shared.ckpt")
+    run_distributed(_fit_shared, 2, path)
+    state = torch.load(path, weights_only=True)["state_dict"]
+    Shared().load_state_dict(state, strict=True)
+    name = "embeddings.embeddings.item.weight"
+    assert torch.equal(state[f"net.{name}"], state[f"tower.{name}"])
+
+
+def _resume_other_world(path: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module, data = Seen("adagrad"), Samples(64)
+        trainer(devices=3, max_epochs=2).fit(
+            module, FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate), ckpt_path=path
+        )
+    return [str(w.message) for w in caught if "random states" in str(w.message)]
+
+
+def test_epoch_end_checkpoint_resumes_on_another_world_size(tmp_path: Path) -> None:
+    path = str(tmp_path / "two.ckpt")
+    run_distributed(_fit, 2, "adagrad", 0, stop=SaveAtEpochEnd(8, path))
+    warned = run_distributed(_resume_other_world, 3, path)[0]
+    assert len(warned) == 1
+    assert "2 ranks, this run has 3" in warned[0]
+
+
+class Grows(L.Callback):
+    """Adds a parameter group while training, as Lightning's finetuning callbacks do."""
+
+    def on_train_epoch_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        trainer.optimizers[0].add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+
+
+def _fit_growing() -> list[int]:
+    data, fit = Samples(32), trainer(devices=2, callbacks=[Grows()])
+    fit.fit(Recommender("adagrad"), FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate))
+    state = fit._checkpoint_connector.dump_checkpoint(weights_only=False)["optimizer_states"][0]
+    return [len(group["params"]) for group in state["param_groups"]]
+
+
+def test_parameter_groups_added_later_are_saved() -> None:
+    assert run_distributed(_fit_growing, 2)[0] == [4, 1]

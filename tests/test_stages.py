@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.types import ShardedModule
+from torchrec.models.dlrm import SparseArch
 from torchrec.modules.embedding_configs import PoolingType
 
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
@@ -291,3 +292,60 @@ def test_unknown_collection_is_replicated_with_one_warning() -> None:
     assert mine == ddp
     assert len(warned) == 1
     assert "'net.embeddings'" in warned[0]
+
+
+class OneRow(Recommender):
+    """Its table has one row, so row-wise sharding would leave a rank without; and it is called by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__("adagrad")
+        config = EmbeddingConfig(name="one", num_embeddings=1, embedding_dim=8, feature_names=["history"])
+        self.net = EmbeddingCollection(tables=[config])
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        lengths = batch["features"]["history"].lengths()
+        values = torch.zeros(int(lengths.sum()), dtype=torch.int64)
+        features = KeyedJaggedTensor(keys=["history"], values=values, lengths=lengths)
+        loss = self.net(features=features)["history"].values().pow(2).mean()
+        self.losses.append(loss.item())
+        return loss
+
+
+def _fit_one_row(strategy: str) -> list[float]:
+    torch.manual_seed(0)
+    module = OneRow()
+    trainer(strategy=strategy, devices=2, limit_val_batches=0).fit(module, _data(64))
+    return module.losses
+
+
+def test_table_with_fewer_rows_than_ranks() -> None:
+    mine, ddp = (run_distributed(_fit_one_row, 2, strategy)[0] for strategy in ("freescale", "ddp"))
+    assert mine == pytest.approx(ddp, rel=1e-5)
+
+
+class InModel(Recommender):
+    """Its collection sits in one of TorchRec's own models."""
+
+    def __init__(self) -> None:
+        super().__init__("adagrad")
+        configs = [EmbeddingBagConfig(name="bag", num_embeddings=50, embedding_dim=8, feature_names=["history"])]
+        self.sparse = SparseArch(EmbeddingBagCollection(tables=configs))
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        loss = self.sparse(batch["features"]).pow(2).mean()
+        self.losses.append(loss.item())
+        return loss
+
+
+def _fit_in_model(strategy: str) -> tuple[list[float], bool]:
+    torch.manual_seed(0)
+    module = InModel()
+    trainer(strategy=strategy, devices=2, limit_val_batches=0, max_steps=3).fit(module, _data(64))
+    return module.losses, isinstance(module.sparse.embedding_bag_collection, ShardedModule)
+
+
+def test_collection_in_a_torchrec_model_is_sharded() -> None:
+    options = ("freescale", "ddp_find_unused_parameters_true")
+    (mine, sharded), (ddp, _) = (run_distributed(_fit_in_model, 2, strategy)[0] for strategy in options)
+    assert sharded
+    assert mine == pytest.approx(ddp, rel=1e-5)

@@ -107,7 +107,8 @@ class BubbleProfiler(Callback):
         sampler = getattr(trainer.train_dataloader, "sampler", None)
         samples = sampler.counts(batch_idx)[sampler.rank] if hasattr(sampler, "counts") else 0  # type: ignore[union-attr]
         record = self._timeline.close_step(samples)
-        if record is None:
+        if record is None:  # Lightning opens no epoch when it resumes inside one
+            self._timeline.open_step()
             return
         self._timeline.open_step(record.end)
         self._seen += 1

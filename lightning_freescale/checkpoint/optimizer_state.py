@@ -23,6 +23,8 @@ def merge(
         states: states of the tables by name.
         step: updates done so far.
     """
+    if "param_groups" not in dense:  # Lightning's stand-in for a module without optimizer
+        return dense
     merged, groups, index = {}, [], 0
     for group, names in zip(dense["param_groups"], layout):
         old, new = iter(group["params"]), []
@@ -50,6 +52,8 @@ def split(
     Raises:
         ValueError: the checkpoint's parameter groups are not those of this optimizer.
     """
+    if "param_groups" not in full:
+        return full, {}, 0
     sizes, expected = [len(g["params"]) for g in full["param_groups"]], [len(names) for names in layout]
     if sizes != expected:
         raise ValueError(

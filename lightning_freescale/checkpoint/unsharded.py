@@ -12,21 +12,19 @@ from lightning_freescale.checkpoint.tables import gather_states, gather_weights,
 from lightning_freescale.embeddings.shards import ShardedTables
 from lightning_freescale.embeddings.training import TableGroups
 
-IN_BACKWARD = "in_backward_optimizer_states"
-"""Checkpoint key of the states of tables that have an optimizer of their own."""
-
 
 def state_dict(tables: ShardedTables, sharded: Mapping[str, Any]) -> dict[str, Any]:
     """The unsharded form of a module's state dict on rank 0; other ranks get its dense part. Collective."""
-    whole, keys = gather_weights(tables), {table.key for table in tables.tables}
-    return {key: whole.get(key, value) for key, value in sharded.items() if key in whole or key not in keys}
+    whole, keys = gather_weights(tables), tables.keys()
+    dense = {name: value for name, value in sharded.items() if name not in keys}
+    return dense | {name: whole[key] for name, key in keys.items() if key in whole}
 
 
 def load_state_dict(module: nn.Module, tables: ShardedTables, whole: Mapping[str, Any], strict: bool) -> None:
     """Load an unsharded state dict; errors are those of ``torch.nn.Module.load_state_dict``."""
-    scatter_weights(tables, whole)
+    scatter_weights(tables, {key: whole[name] for name, key in tables.keys().items() if name in whole})
     # the tables are in place: torch gets their shards, so that it finds missing and unexpected keys as it always does
-    shards = {key: value for key, value in tables.sharded_weights().items() if key in whole}
+    shards = {name: value for name, value in tables.sharded_weights().items() if name in whole}
     module.load_state_dict({**whole, **shards}, strict=strict)
 
 
@@ -34,17 +32,33 @@ def optimizer_state(tables: ShardedTables, groups: TableGroups, dense: dict[str,
     """The state dict of the user's optimizer with its tables in it, whole on rank 0. Collective.
 
     Returns:
-        That state dict, and the states of the tables that have an optimizer of their own.
+        That state dict, and what has no place in it: the number of updates, and the states of the tables that have an
+        optimizer of their own.
     """
     states = gather_states(tables)
     own = {key: states.pop(key) for key in groups.given if key in states}
-    return merge(dense, groups.layout, groups.tables, states, groups.step), own
+    merged = merge(dense, groups.current_layout(), groups.tables, states, groups.step)
+    return merged, {"updates": groups.step, "in_backward_states": own}
 
 
 def load_optimizer_state(
-    tables: ShardedTables, groups: TableGroups, full: dict[str, Any], own: Mapping[str, Any]
+    tables: ShardedTables, groups: TableGroups, full: dict[str, Any], extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Load what :func:`optimizer_state` returned into the tables; returns what is left for the dense optimizer."""
-    dense, states, groups.step = split(full, groups.layout, groups.tables)
-    scatter_states(tables, {**states, **own})
+    """Load what :func:`optimizer_state` returned into the tables; returns what is left for the dense optimizer.
+
+    A checkpoint of another strategy has no ``extra``.
+
+    Raises:
+        ValueError: the checkpoint has updates but no state for a table whose optimizer keeps one.
+    """
+    dense, states, step = split(full, groups.current_layout(), groups.tables)
+    groups.step = extra.get("updates", step)
+    states |= extra.get("in_backward_states", {})
+    for shard in tables.shards():
+        if groups.step and shard.state and shard.table.key not in states:
+            raise ValueError(
+                f"the checkpoint has no optimizer state for table {shard.table.key!r}, which has seen {groups.step} updates: "
+                "load its weights alone with model.load_state_dict, or resume from a checkpoint that was saved during fit"
+            )
+    scatter_states(tables, states)
     return dense

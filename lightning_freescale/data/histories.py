@@ -12,15 +12,16 @@ from torch.utils.data import Dataset
 from lightning_freescale._torchrec import require_torchrec
 from lightning_freescale.data.interactions import Histories
 
-Split = Literal["train", "validate", "test"]
-_HELD_OUT: dict[Split, int] = {"train": 2, "validate": 1, "test": 0}
+Split = Literal["train", "validate", "test", "predict"]
+_HELD_OUT: dict[Split, int] = {"train": 2, "validate": 1, "test": 0, "predict": 0}
 
 
 class HistoryDataset(Dataset[dict[str, Any]]):
     """One sample per user: the history up to a held-out item.
 
     The last item of a user is for ``"test"``, the one before for ``"validate"``; ``"train"`` predicts every next item of
-    the rest. Users with fewer than ``min_interactions`` have no training target and must have been left out.
+    the rest; ``"predict"`` has the whole history and no target. Users with fewer than ``min_interactions`` have no
+    training target and must have been left out.
     """
 
     min_interactions = 4
@@ -31,18 +32,19 @@ class HistoryDataset(Dataset[dict[str, Any]]):
     @property
     def lengths(self) -> NDArray[np.int64]:
         """History length of every sample, what its compute time depends on; shape ``[samples]``."""
-        return self.histories.lengths[self.users] - _HELD_OUT[self.split] - 1
+        return self.histories.lengths[self.users] - _HELD_OUT[self.split] - (self.split != "predict")
 
     def __len__(self) -> int:
         return len(self.users)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """``item`` and ``time`` of shape ``[length]``; ``target`` of shape ``[length]`` (train) or ``[1]``."""
+        """``item`` and ``time`` of shape ``[length]``; ``target`` of shape ``[length]`` (train), ``[0]`` or ``[1]``."""
         user = self.users[index]
         start, end = self.histories.offsets[user], self.histories.offsets[user + 1] - _HELD_OUT[self.split]
         items, times = self.histories.items[start:end], self.histories.times[start:end]
-        target = items[1:] if self.split == "train" else items[-1:]
-        return {"item": items[:-1], "time": times[:-1], "target": target, "user": self.histories.user_ids[user]}
+        last = len(items) - (self.split != "predict")
+        target = items[1:] if self.split == "train" else items[last:]
+        return {"item": items[:last], "time": times[:last], "target": target, "user": self.histories.user_ids[user]}
 
 
 def collate_histories(samples: list[dict[str, Any]]) -> dict[str, Any]:
@@ -50,7 +52,8 @@ def collate_histories(samples: list[dict[str, Any]]) -> dict[str, Any]:
 
     Returns:
         ``features``, a KeyedJaggedTensor of feature ``"item"``; ``time``, int64 ``[total length]``; ``target``, int64,
-        ``[total length]`` in training and ``[samples]`` in evaluation; ``user``, int64 ``[samples]``, ids as in the file.
+        ``[total length]`` in training, ``[samples]`` in evaluation, empty in prediction; ``user``, int64 ``[samples]``, ids as
+        in the file.
     """
     require_torchrec()
     from torchrec import KeyedJaggedTensor

@@ -106,7 +106,12 @@ def _integers(table: pa.Table, column: str, name: str) -> NDArray[np.int64]:
         values = pc.cast(values, pa.int64())
     if not pa.types.is_integer(values.type):
         raise ValueError(f"column {column!r} of {name} holds {values.type}, not integers: map its values to integers first")
-    return np.asarray(values.to_numpy(), dtype=np.int64)
+    try:
+        return np.asarray(pc.cast(values, pa.int64()).to_numpy(), dtype=np.int64)
+    except pa.ArrowInvalid as error:
+        raise ValueError(
+            f"column {column!r} of {name} holds values beyond 64-bit integers ({error}): map them first"
+        ) from error
 
 
 def _check_times(users: NDArray[np.int64], times: NDArray[np.int64], order: str, ties: str, name: str, column: str) -> None:

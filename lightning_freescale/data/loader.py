@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lightning_freescale.balance import BalancedSampler
@@ -38,8 +39,11 @@ class PlannedLoader(DataLoader[Any]):
         return cls(_Bulk(dataset), batch_size=None, sampler=sampler, collate_fn=collate_fn or default_collate, **options)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        # A generator, so that workers start at the first batch: Lightning calls iter() before it sets the epoch.
-        yield from super().__iter__()
+        # A generator, so that workers start at the first batch: Lightning calls iter() before it sets the epoch. Creating
+        # the iterator draws a random number, which a run that resumes in the middle of an epoch would draw once more.
+        with torch.random.fork_rng(devices=[]):
+            batches = super().__iter__()
+        yield from batches
 
     def state_dict(self) -> dict[str, Any]:
         """Empty: the data module keeps the progress, and having the method tells Lightning that this loader resumes."""

@@ -43,6 +43,7 @@ class Collection:
 
     Attributes:
         path: where the module holds it, as in ``named_modules``.
+        aliases: other places where the module holds the same collection.
         blueprint: builds an unsharded copy on the meta device.
         tables: its tables.
         sharder: TorchRec's sharder for it.
@@ -50,6 +51,7 @@ class Collection:
     """
 
     path: str
+    aliases: tuple[str, ...]
     blueprint: Callable[[], nn.Module]
     tables: tuple[Table, ...]
     sharder: ModuleSharder[Any]
@@ -71,13 +73,13 @@ def find_collections(root: nn.Module) -> list[tuple[Collection, nn.Module]]:
         if hasattr(module, "freescale"):
             found.append((module.freescale.collection, module))
         elif type(module) in (EmbeddingCollection, EmbeddingBagCollection):
-            found.append((_describe(path, module), module))
+            found.append((_describe(path, module, _other_paths(root, path, module)), module))
         elif isinstance(module, ShardedModule):
             raise ValueError(
                 f"module {path!r} is already sharded ({type(module).__name__}): strategy 'freescale' shards by itself, pass "
                 "the unsharded collection"
             )
-        if type(module).__module__.startswith("torchrec.") and path:
+        if type(module).__module__.startswith("torchrec.modules.") and path:
             inside = f"{path}."
     return found
 
@@ -107,24 +109,34 @@ def weights(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield name, table.weight
 
 
-def _describe(path: str, module: nn.Module) -> Collection:
+def _other_paths(root: nn.Module, path: str, module: nn.Module) -> tuple[str, ...]:
+    return tuple(other for other, held in root.named_modules(remove_duplicate=False) if held is module and other != path)
+
+
+def _describe(path: str, module: nn.Module, aliases: tuple[str, ...]) -> Collection:
     prefix = f"{path}." if path else ""
     if isinstance(module, EmbeddingCollection):
         configs, holder = module.embedding_configs(), "embeddings"
         needed = {"need_indices": module.need_indices()}
-        return _collection(path, EmbeddingCollection, configs, needed, prefix + holder, EmbeddingCollectionSharder())
+        return _collection(path, aliases, EmbeddingCollection, configs, needed, prefix + holder, EmbeddingCollectionSharder())
     assert isinstance(module, EmbeddingBagCollection)
     configs, holder = module.embedding_bag_configs(), "embedding_bags"
     needed = {"is_weighted": module.is_weighted()}
-    return _collection(path, EmbeddingBagCollection, configs, needed, prefix + holder, EmbeddingBagCollectionSharder())
+    return _collection(path, aliases, EmbeddingBagCollection, configs, needed, prefix + holder, EmbeddingBagCollectionSharder())
 
 
 def _collection(
-    path: str, kind: Any, configs: list[Any], options: dict[str, Any], holder: str, sharder: ModuleSharder[Any]
+    path: str,
+    aliases: tuple[str, ...],
+    kind: Any,
+    configs: list[Any],
+    options: dict[str, Any],
+    holder: str,
+    sharder: ModuleSharder[Any],
 ) -> Collection:
     tables = tuple(
         Table(c.name, f"{holder}.{c.name}.weight", c.num_embeddings, c.embedding_dim, tuple(c.feature_names), c.init_fn)
         for c in configs
     )
     pooled = kind is EmbeddingBagCollection
-    return Collection(path, lambda: kind(tables=configs, device=_META, **options), tables, sharder, pooled)
+    return Collection(path, aliases, lambda: kind(tables=configs, device=_META, **options), tables, sharder, pooled)

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch.optim import Optimizer
+from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 # what a table may not ask for, because FBGEMM's fused update cannot do it: {argument: value it must have}
@@ -21,6 +23,7 @@ _DEMANDS: dict[type[Optimizer], dict[str, Any]] = {
 # the class TorchRec translates to FBGEMM's fused optimizer; its Adam decays weights the way AdamW does
 _FUSED: dict[type[Optimizer], type[Optimizer]] = {torch.optim.AdamW: torch.optim.Adam}
 _NOT_ON_CPU = (torch.optim.Adam, torch.optim.AdamW)
+_ON_CPU = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,32 @@ class TableOptimizer:
     arguments: dict[str, Any] = field(default_factory=dict)
     group: int | None = None
     initial_state: float = 0.0
+
+
+def has_row_wise_state(optimizer: TableOptimizer) -> bool:
+    """Whether its state has one value per row."""
+    return "rowwise" in optimizer.fused_class.__name__.lower()
+
+
+def given(classes: list[Any], arguments: list[Any], table: str, device: torch.device) -> TableOptimizer:
+    """An optimizer that the user applied in backward.
+
+    Raises:
+        ValueError: there are several, or FBGEMM has none that does the same on ``device``.
+    """
+    names = [kind.__name__ for kind in classes]
+    if len(classes) != 1:
+        raise ValueError(f"table {table!r} has several optimizers applied in backward, {names}: apply one")
+    try:
+        kind = optimizer_type_to_emb_opt_type(classes[0])
+    except ValueError as error:
+        raise ValueError(f"{names[0]}, applied in backward to table {table!r}, has no fused form in FBGEMM: {error}") from error
+    if device.type == "cpu" and kind not in _ON_CPU:
+        raise ValueError(
+            f"{names[0]}, applied in backward to table {table!r}, is not there in FBGEMM on CPU: apply SGD, Adagrad or "
+            "RowWiseAdagrad, or train on a GPU"
+        )
+    return TableOptimizer(classes[0], dict(arguments[0]))
 
 
 FROZEN = TableOptimizer(torch.optim.SGD, {"lr": 0.0})

@@ -9,14 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
-from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import KernelConfig, TopologyFactory, TrainerConfig
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
-from lightning_freescale.embeddings.bounds import check_ids
 from lightning_freescale.embeddings.collections import Collection, find_collections, replace_everywhere, weights
-from lightning_freescale.embeddings.optimizer import FROZEN, TableOptimizer
+from lightning_freescale.embeddings.lookups import LookupCount, check_ids
+from lightning_freescale.embeddings.optimizer import FROZEN, TableOptimizer, given
+from lightning_freescale.embeddings.planning import check_plan, row_wise_planner
 from lightning_freescale.embeddings.shards import Placed, Shard, ShardedTables
 
 
@@ -26,17 +24,24 @@ class TableSharding:
     Creating it replaces every collection under ``root`` by a copy on the meta device, so that optimizers can be built over
     the unsharded parameters without their memory. Then either :meth:`shard` or :meth:`restore` must follow.
 
+    Args:
+        root: the module, changed in place.
+        device: where the shards will live.
+
     Attributes:
         given: optimizers that the user has applied in backward, by table key.
+
+    Raises:
+        ValueError: an optimizer that the user has applied in backward cannot update a sharded table on ``device``.
     """
 
-    def __init__(self, root: nn.Module) -> None:
-        self.root = root
+    def __init__(self, root: nn.Module, device: torch.device) -> None:
+        self.root, self.device = root, device
         self._originals: list[tuple[Collection, Any]] = list(find_collections(root))
         self._blueprints: dict[str, nn.Module] = {}
         self.given: dict[str, TableOptimizer] = {}
         for collection, module in self._originals:
-            self.given.update(_given(collection, module))
+            self.given.update(_given(collection, module, device))
             blueprint = self._blueprints[collection.path] = collection.blueprint()
             if not hasattr(module, "freescale"):
                 for (_, old), (_, new) in zip(weights(module), weights(blueprint)):
@@ -60,7 +65,6 @@ class TableSharding:
     def shard(
         self,
         *,
-        device: torch.device,
         group: dist.ProcessGroup,
         local_world_size: int,
         plan: ShardingPlan | None = None,
@@ -69,11 +73,10 @@ class TableSharding:
     ) -> ShardedTables:
         """Shard every collection, keeping its weights.
 
-        Nothing unsharded is built on ``device``: shards are created empty there and filled from the unsharded weights, from
+        Nothing unsharded is built on the device: shards are created empty there and filled from the unsharded weights, from
         the shards of an earlier call, or, for collections on the meta device, by each table's own initialiser.
 
         Args:
-            device: where the shards live.
             group: process group of the embedding exchange, over all ranks.
             local_world_size: ranks per node, for the planner.
             plan: TorchRec sharding plan with an entry for every collection; made by ``planner`` if not given.
@@ -83,7 +86,7 @@ class TableSharding:
         Raises:
             ValueError: the plan misses a collection or a table, or differs from the one that sharded them earlier.
         """
-        collections = [collection for collection, _ in self._originals]
+        collections, device = [collection for collection, _ in self._originals], self.device
         chosen = {table.key: (optimizers or {}).get(table.key, FROZEN) for c in collections for table in c.tables}
         plan = plan or self._earlier_plan()
         if plan is None:
@@ -120,34 +123,15 @@ class TableSharding:
             )
         blueprint = self._blueprints[collection.path]
         mine = {table.key: chosen[table.key] for table in collection.tables}
+        check_plan(collection, tables, mine)
         _attach_optimizers(collection, blueprint, mine)
         module: Any = collection.sharder.shard(blueprint, tables, env, device)
         module.freescale = Placed(collection, tables, mine, {key: self.given[key] for key in mine if key in self.given})
         check_ids(collection, module)
+        module.freescale_lookups = LookupCount(collection, mine)
+        module.register_forward_pre_hook(module.freescale_lookups)
         module.register_forward_hook(_wait)
         return module
-
-
-def row_wise_planner(
-    collections: list[Collection], device: torch.device, world_size: int, local_world_size: int
-) -> EmbeddingShardingPlanner:
-    """TorchRec's planner, held to row-wise sharding with the optimizer fused into backward.
-
-    EmbeddingBagCollections may be sharded table-wise as well: on CPU, TorchRec plans nothing else for them.
-    """
-    constraints = {}
-    for collection in collections:
-        types = ["row_wise", "table_wise"] if collection.pooled else ["row_wise"]
-        rule = ParameterConstraints(sharding_types=types, compute_kernels=["fused"])
-        constraints.update({table.name: rule for table in collection.tables})
-    topology = TopologyFactory.create_topology(
-        TrainerConfig(world_size=world_size, local_world_size=local_world_size),
-        kernel_config=KernelConfig(compute_device=device.type),
-    )
-    # 15 % is TorchRec's own default share; its default estimate of the dense part warns that it is unreliable
-    return EmbeddingShardingPlanner(
-        topology=topology, constraints=constraints, storage_reservation=FixedPercentageStorageReservation(0.15)
-    )
 
 
 def _wait(module: nn.Module, args: Any, output: Any) -> Any:
@@ -155,12 +139,12 @@ def _wait(module: nn.Module, args: Any, output: Any) -> Any:
     return output.wait() if hasattr(output, "wait") else output
 
 
-def _given(collection: Collection, module: Any) -> dict[str, TableOptimizer]:
+def _given(collection: Collection, module: Any, device: torch.device) -> dict[str, TableOptimizer]:
     if hasattr(module, "freescale"):
         return dict(module.freescale.given)
     by_name: dict[str, Any] = dict(weights(module))
     return {
-        table.key: TableOptimizer(by_name[table.name]._optimizer_classes[0], dict(by_name[table.name]._optimizer_kwargs[0]))
+        table.key: given(by_name[table.name]._optimizer_classes, by_name[table.name]._optimizer_kwargs, table.key, device)
         for table in collection.tables
         if hasattr(by_name[table.name], "_optimizer_classes")
     }
@@ -178,40 +162,49 @@ def _attach_optimizers(collection: Collection, blueprint: nn.Module, chosen: Map
 
 @dataclass(frozen=True)
 class _Source:
-    """Where the weights of a collection come from: whole tables, or shards already cut the same way."""
+    """Where the weights of a collection come from: whole tables, or shards already cut the same way.
+
+    ``given`` are the tables that keep an optimizer of their own, and with it its state.
+    """
 
     whole: dict[str, Tensor]
-    shards: dict[tuple[str, int, int], Tensor]
+    shards: dict[tuple[str, int, int], Shard]
+    given: frozenset[str]
 
     @classmethod
     def of(cls, collection: Collection, module: Any) -> _Source:
         if hasattr(module, "freescale"):
             old = ShardedTables([(collection, module)], {})
-            return cls({}, {(s.table.name, s.rows.start, s.columns.start): s.weight for s in old.shards()})
-        return cls({name: weight.detach() for name, weight in weights(module) if not weight.is_meta}, {})
+            shards = {(s.table.name, s.rows.start, s.columns.start): s for s in old.shards()}
+            return cls({}, shards, frozenset(module.freescale.given))
+        return cls({name: weight.detach() for name, weight in weights(module) if not weight.is_meta}, {}, frozenset())
 
-    def part(self, shard: Shard) -> Tensor | None:
-        if shard.table.name in self.whole:
-            return self.whole[shard.table.name][shard.rows, shard.columns]
-        if not self.shards:
-            return None
-        part = self.shards.get((shard.table.name, shard.rows.start, shard.columns.start))
-        if part is None or part.shape != shard.weight.shape:
+    def fill(self, shard: Shard, initial_state: float) -> None:
+        """The shard's weight and state as its first step should find them."""
+        if "sum" in shard.state:
+            shard.state["sum"].fill_(initial_state)
+        if self.shards:
+            self._copy(shard)
+        elif shard.table.name in self.whole:
+            shard.weight.copy_(self.whole[shard.table.name][shard.rows, shard.columns])
+        else:
+            shard.table.init(shard.weight)
+
+    def _copy(self, shard: Shard) -> None:
+        old = self.shards.get((shard.table.name, shard.rows.start, shard.columns.start))
+        if old is None or old.weight.shape != shard.weight.shape:
             raise ValueError(
                 f"table {shard.table.name!r} is sharded already, by another plan: save a checkpoint and load it into a new "
                 "module to use this one"
             )
-        return part
+        shard.weight.copy_(old.weight)
+        if shard.table.key in self.given:
+            for name, value in shard.state.items():
+                value.copy_(old.state[name])
 
 
 @torch.no_grad()
 def _fill(tables: ShardedTables, sources: dict[str, _Source]) -> None:
     path_of = {table.key: collection.path for collection, _ in tables.modules for table in collection.tables}
     for shard in tables.shards():
-        part = sources[path_of[shard.table.key]].part(shard)
-        if part is None:
-            shard.table.init(shard.weight)
-        else:
-            shard.weight.copy_(part)
-        if "sum" in shard.state:
-            shard.state["sum"].fill_(tables.optimizers[shard.table.key].initial_state)
+        sources[path_of[shard.table.key]].fill(shard, tables.optimizers[shard.table.key].initial_state)

@@ -90,14 +90,24 @@ class ShardedTables:
                     kept = {name: value for name, value in state.items() if value.numel()}
                     yield Shard(tables[spec.name], weight, kept, rows, columns)
 
-    def sharded_weights(self) -> dict[str, ShardedTensor]:
-        """Every table's weight as a ShardedTensor, under its key in the whole module's state dict."""
+    def keys(self) -> dict[str, str]:
+        """The key of every table by every name it has in the module's state dict, also where it is held a second time."""
         found = {}
+        for collection, _ in self.modules:
+            for table in collection.tables:
+                inner = table.key.removeprefix(f"{collection.path}.")
+                found.update(
+                    {f"{path}.{inner}" if path else inner: table.key for path in (collection.path, *collection.aliases)}
+                )
+        return found
+
+    def sharded_weights(self) -> dict[str, ShardedTensor]:
+        """Every table's weight as a ShardedTensor, under every name it has in the module's state dict."""
+        by_key = {}
         for collection, module in self.modules:
             state = module.state_dict()
-            for table in collection.tables:
-                found[table.key] = state[table.key.removeprefix(f"{collection.path}.")]
-        return found
+            by_key.update({t.key: state[t.key.removeprefix(f"{collection.path}.")] for t in collection.tables})
+        return {name: by_key[key] for name, key in self.keys().items()}
 
     def prepare_update(self, rate_of_group: Callable[[int], float], step: int) -> None:
         """Before a forward in training: the learning rate of each table's parameter group, and the number of updates so far.
@@ -105,6 +115,7 @@ class ShardedTables:
         FBGEMM counts forwards, also those of validation; its bias corrections need the updates.
         """
         for collection, module in self.modules:
+            module.freescale_lookups.begin_step()
             keys = {table.name: table.key for table in collection.tables}
             for kernel in _kernels(module):
                 optimizer = self.optimizers[keys[kernel._config.embedding_tables[0].name]]

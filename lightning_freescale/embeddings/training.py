@@ -44,7 +44,8 @@ class TableGroups:
     ) -> None:
         names = {parameter: name for name, parameter in root.named_parameters()}
         key_of = {weight: key for key, weight in tables.items()}
-        self.optimizer, self.tables, self.given, self.step = optimizer, frozenset(tables), frozenset(given), 0
+        self.optimizer, self.root, self.step = optimizer, root, 0
+        self.tables, self.given = frozenset(tables), frozenset(given)
         self.layout = [[names.get(p, "") for p in group["params"]] for group in optimizer.param_groups]
         self.optimizers = dict(given)
         for index, group in enumerate(optimizer.param_groups):
@@ -56,6 +57,22 @@ class TableGroups:
             for parameter in [p for p in group["params"] if p in key_of]:
                 optimizer.state.pop(parameter, None)
             group["params"] = [p for p in group["params"] if p not in key_of]
+
+    def current_layout(self) -> list[list[str]]:
+        """``layout``, and after it the groups that a callback has added since, such as Lightning's finetuning callbacks.
+
+        Raises:
+            ValueError: a group has gained or lost parameters.
+        """
+        groups = self.optimizer.param_groups
+        for index, (names, group) in enumerate(zip(self.layout, groups)):
+            dense = sum(name not in self.tables for name in names)
+            if dense != len(group["params"]):
+                raise ValueError(
+                    f"parameter group {index} of {type(self.optimizer).__name__} had {dense} dense parameters when training "
+                    f"began and has {len(group['params'])} now: add parameters as a new group"
+                )
+        return self.layout + [[""] * len(group["params"]) for group in groups[len(self.layout) :]]
 
     def learning_rate(self, group: int) -> float:
         """The rate that the user's schedulers have set for a parameter group."""

@@ -60,6 +60,7 @@ def test_sort_and_ties(tmp_path: Path) -> None:
         ("user,item,time\n1,abc,3\n", r"'item' .* holds string, not integers"),
         ("user,item,time\n1,2.5,3\n", r"'item' .* holds double, not integers"),
         ("user,item,time\n1,,3\n1,2,4\n", r"'item' .* has 1 missing values"),
+        ("user,item,time\n1,18446744073709551615,3\n", r"'item' .* holds .*integers"),
         ("user,item,time\n", "holds no interaction"),
         ("", "is empty"),
     ],
@@ -98,7 +99,9 @@ def test_leave_one_out() -> None:
     assert train[0]["target"].tolist() == [1, 2, 3]
     assert (validate[0]["item"].tolist(), validate[0]["target"].tolist()) == ([0, 1, 2, 3], [4])
     assert (test[0]["item"].tolist(), test[0]["target"].tolist()) == ([0, 1, 2, 3, 4], [0])
-    for dataset in (train, validate, test):
+    predict = module.stages["predict"]
+    assert (predict[0]["item"].tolist(), predict[0]["target"].tolist()) == ([0, 1, 2, 3, 4, 0], [])
+    for dataset in (train, validate, test, predict):
         assert dataset.lengths.tolist() == [len(dataset[index]["item"]) for index in range(2)]
     assert module.feature_rows == {"item": 5}
     assert module.histories.item_ids.tolist() == [0, 1, 2, 3, 4]
@@ -119,3 +122,9 @@ def test_jagged_batches() -> None:
 def test_no_user_long_enough() -> None:
     with pytest.raises(ValueError, match=r"no user .* has 4 interactions"):
         FreeScaleDataModule.from_interactions(pa.table({"user": [1], "item": [2], "time": [3]}))
+
+
+def test_ids_beyond_64_bits() -> None:
+    table = pa.table({"user": [1], "item": pa.array([2**63 + 5], pa.uint64()), "time": [1]})
+    with pytest.raises(ValueError, match="'item' of table holds values beyond 64-bit integers"):
+        read_interactions(table)

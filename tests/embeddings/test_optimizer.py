@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +89,56 @@ def test_given_optimizer_stays_and_resumes(tmp_path: Path) -> None:
     for name, weight in end["state_dict"].items():
         assert torch.equal(weight, resumed["state_dict"][name])
     key = "net.embeddings.embeddings.item.weight"
-    state = end["in_backward_optimizer_states"][key]["sum"]
+    state = end["freescale"]["in_backward_states"][key]["sum"]
     assert state.shape == (50, 1)
     assert state.sum() > 0
-    assert torch.equal(state, resumed["in_backward_optimizer_states"][key]["sum"])
+    assert torch.equal(state, resumed["freescale"]["in_backward_states"][key]["sum"])
     torch.manual_seed(0)
     assert torch.equal(end["state_dict"][key.replace("item", "cat")], InBackward().state_dict()[key.replace("item", "cat")])
+
+
+class OnlyTables(InBackward):
+    """Nothing is left for an optimizer."""
+
+    def configure_optimizers(self) -> None:
+        self.net.hidden.requires_grad_(False)
+
+
+def _fit_twice(path: str) -> list[float]:
+    module, data = OnlyTables(), Samples(32)
+    sums = []
+    for _ in range(2):
+        fit = trainer(devices=2)
+        fit.fit(module, FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate))
+        fit.save_checkpoint(path)
+        sums.append(sum(float(s.state["sum"].sum()) for s in fit.strategy.tables.shards() if s.state))
+    return sums
+
+
+def test_given_optimizer_goes_on_in_a_second_fit(tmp_path: Path) -> None:
+    """Its accumulated squares grow on; and a module without any optimizer of its own can be saved."""
+    path = str(tmp_path / "x.ckpt")
+    for first, second in run_distributed(_fit_twice, 2, path):
+        assert 0 < first < second
+    assert torch.load(path, weights_only=True)["freescale"]["updates"] == 4
+
+
+class Towers(Recommender):
+    """Looks its tables up twice in a step."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.net(features=batch["features"]).pow(2).mean()
+
+
+def _fit_towers(optimizer: str) -> int:
+    module, data = Towers(optimizer), Samples(32)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(devices=2).fit(module, FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate))
+    return sum("looked up 2 times in one step: Adagrad" in str(w.message) for w in caught)
+
+
+def test_two_lookups_in_a_step_are_told_once() -> None:
+    assert run_distributed(_fit_towers, 2, "adagrad") == [1, 1]
+    assert run_distributed(_fit_towers, 2, "sgd") == [0, 0]

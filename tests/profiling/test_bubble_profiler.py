@@ -152,3 +152,28 @@ def test_needs_the_strategy() -> None:
 def test_bad_argument(argument: str) -> None:
     with pytest.raises(ValueError, match=rf"{argument}=-1"):
         BubbleProfiler(**{argument: -1})
+
+
+def _resumed_report(path: str) -> int:
+    data, steps = Samples(8 * STEPS), []
+    for stop, ckpt in ((3, None), (STEPS, path)):
+        profiler = BubbleProfiler(verbose=False, warmup_steps=1, trace_steps=0)
+        fit = trainer(devices=2, max_steps=stop, callbacks=[profiler, _Save(path)])
+        fit.fit(Recommender(), FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate), ckpt_path=ckpt)
+        steps.append(0 if profiler.report is None else len(profiler.report.parts))
+    return steps[1]
+
+
+class _Save(L.Callback):
+    """Saves in the middle of the epoch."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.save_checkpoint(self.path)
+
+
+def test_profiles_a_run_that_resumed_inside_an_epoch(tmp_path: Path) -> None:
+    assert run_distributed(_resumed_report, 2, str(tmp_path / "x.ckpt"))[0] >= STEPS - 3 - 2

@@ -1,7 +1,9 @@
-"""Refuse ids that no row exists for, instead of training some other row."""
+"""Watch the lookups: refuse ids that no row exists for, and tell when a table is looked up twice in a step."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
 from lightning_freescale.embeddings.collections import Collection
+from lightning_freescale.embeddings.optimizer import TableOptimizer
 
 _UNBOUNDED = torch.iinfo(torch.int64).max
 
@@ -35,7 +38,34 @@ def check_ids(collection: Collection, module: nn.Module) -> None:
     On CPU the error names feature, id and table; on a GPU a device-side assertion fires, so that nobody waits for a check
     (not tested on GPU).
     """
-    module.register_forward_pre_hook(_Check(collection))
+    module.register_forward_pre_hook(_Check(collection), with_kwargs=True)
+
+
+class LookupCount:
+    """Warns, once, when a table with a stateful optimizer is looked up more than once in a step.
+
+    Each lookup's backward updates the table by itself, as in plain TorchRec, where an unsharded module adds the gradients up
+    first. For SGD that is the same.
+    """
+
+    def __init__(self, collection: Collection, optimizers: Mapping[str, TableOptimizer]) -> None:
+        self.path, self.lookups, self.warned = collection.path, 0, False
+        self.stateful = sorted({o.fused_class.__name__ for o in optimizers.values() if o.fused_class is not torch.optim.SGD})
+
+    def begin_step(self) -> None:
+        """A training step begins."""
+        self.lookups = 0
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Before a lookup."""
+        self.lookups += torch.is_grad_enabled()
+        if self.lookups > 1 and self.stateful and not self.warned:
+            self.warned = True
+            warnings.warn(
+                f"collection {self.path!r} is looked up {self.lookups} times in one step: {', '.join(self.stateful)} updates "
+                "its tables once per lookup, as in plain TorchRec, not once per step. Look all features up in one call",
+                stacklevel=2,
+            )
 
 
 class _Check:
@@ -44,14 +74,15 @@ class _Check:
         self.tables = {feature: table.name for table in collection.tables for feature in table.features}
         self.limits: dict[tuple[str, ...], Tensor] = {}
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not isinstance(args[0], KeyedJaggedTensor):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        features = args[0] if args else kwargs.get("features")
+        if not isinstance(features, KeyedJaggedTensor):
             return
-        if args[0].values().is_cuda:
-            torch._assert_async(self._inside(args[0]).all())
+        if features.values().is_cuda:
+            torch._assert_async(self._inside(features).all())
             return
-        for key in args[0].keys():  # noqa: SIM118 (a KeyedJaggedTensor is no dict)
-            self._check_feature(key, args[0])
+        for key in features.keys():  # noqa: SIM118 (a KeyedJaggedTensor is no dict)
+            self._check_feature(key, features)
 
     def _check_feature(self, key: str, features: KeyedJaggedTensor) -> None:
         ids, rows = features[key].values(), self.rows.get(key, _UNBOUNDED)

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torchrec import EmbeddingCollection, KeyedJaggedTensor
 
-from lightning_freescale.embeddings.bounds import _Check
 from lightning_freescale.embeddings.collections import find_collections
+from lightning_freescale.embeddings.lookups import _Check
 from tests.recommender import tables
 
 
