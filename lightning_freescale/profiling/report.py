@@ -67,7 +67,7 @@ class BubbleReport:
         steps, ranks, _ = self.parts.shape
         left_out = f", first {self.warmup} left out" if self.warmup else ""
         lines = [
-            f"Where the time went: {ranks} ranks, {steps} steps{left_out}",
+            f"Where the time went: {ranks} rank{'s'[: ranks > 1]}, {steps} steps{left_out}",
             f"{'':<9}{'ms/step':>9}" + "".join(f"{heading:>16}" for heading in _HEADINGS),
         ]
         for rank in range(ranks):
