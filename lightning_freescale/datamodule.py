@@ -11,7 +11,8 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset
 
 from lightning_freescale._lightning import LightningDataModule, TrainerFn, rank_zero_info, rank_zero_warn
-from lightning_freescale.balance import BalancedSampler, CostModel
+from lightning_freescale.balance import BalancedSampler
+from lightning_freescale.data.arguments import costs_of, loss_weights, size_of
 from lightning_freescale.data.loader import PlannedLoader
 
 LossReduction = Literal["sample_mean", "target_mean", "sum"]
@@ -68,13 +69,13 @@ class FreeScaleDataModule(LightningDataModule):
             raise ValueError(f"FreeScaleDataModule(batch_size={batch_size!r}): pass the samples per rank, at least 1")
         if loss_reduction not in ("sample_mean", "target_mean", "sum"):
             raise ValueError(f"loss_reduction={loss_reduction!r}: choose 'sample_mean', 'target_mean' or 'sum'")
-        size = _size(dataset)
+        size = size_of(dataset)
         self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
-        self.costs = _costs(dataset, lengths, cost, size)
+        self.costs = costs_of(dataset, lengths, cost, size)
         self.stages = {"validate": validate, "test": test, "predict": predict}
         self.balance, self.drop_last, self.shuffle = balance, drop_last, shuffle
         self.loss_reduction = loss_reduction
-        self.weights = _weights(loss_reduction, lengths, targets, size)
+        self.weights = loss_weights(loss_reduction, lengths, targets, size)
         self.feature_rows: dict[str, int] = {}
         self.histories: Any = None
         self._options: dict[str, Any] = {
@@ -201,14 +202,14 @@ class FreeScaleDataModule(LightningDataModule):
             "seed": self.seed,
             "epoch": epochs.processed,
             "batches": loop.epoch_loop.batch_progress.current.processed if inside else 0,
-            **self._plan_size(),
+            **self._plansize_of(),
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on after the batches that the checkpoint's run has consumed."""
         if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
             return  # validation and test load the weights of a checkpoint, not its place in the training data
-        for name, value in self._plan_size().items():
+        for name, value in self._plansize_of().items():
             if state["batches"] and value != state[name]:
                 raise ValueError(
                     f"the checkpoint stopped inside an epoch with {name}={state[name]}, this run has {name}={value} "
@@ -220,7 +221,7 @@ class FreeScaleDataModule(LightningDataModule):
             self._sampler.seed = self.seed
             self._sampler.resume(*self._resume)
 
-    def _plan_size(self) -> dict[str, int]:
+    def _plansize_of(self) -> dict[str, int]:
         """What the steps of an epoch depend on, beside the seed."""
         return {
             "global_batch_size": self.batch_size * self._world()[1],
@@ -246,52 +247,6 @@ class FreeScaleDataModule(LightningDataModule):
         if dataset is None:
             return []
         rank, world_size = self._world()
-        costs = np.zeros(_size(dataset, f"{stage}="))
+        costs = np.zeros(size_of(dataset, f"{stage}="))
         sampler = BalancedSampler(costs, self.batch_size, num_replicas=world_size, rank=rank, shuffle=False, balance=False)
         return PlannedLoader.of(dataset, sampler, **self._options)
-
-
-def _size(dataset: Any, argument: str = "dataset=") -> int:
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise ValueError(f"{argument}{type(dataset).__name__} is not map-style: it needs __len__ and __getitem__")
-    if not len(dataset):
-        raise ValueError(f"{argument}{type(dataset).__name__} is empty: pass at least one sample per rank")
-    return len(dataset)
-
-
-def _numbers(argument: str, values: Any, size: int) -> NDArray[np.float64]:
-    array = np.asarray(values, dtype=np.float64)
-    if array.shape != (size,):
-        raise ValueError(f"{argument} has shape {array.shape}, the data set {size} samples: pass one number per sample")
-    bad = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
-    if bad.size:
-        raise ValueError(
-            f"{argument}[{bad[0]}] is {array[bad[0]]}: every entry must be a finite number >= 0 ({bad.size} are not)"
-        )
-    return array
-
-
-def _costs(dataset: Any, lengths: Any, cost: Any, size: int) -> NDArray[np.float64]:
-    if lengths is None and cost is None:
-        raise ValueError(
-            "FreeScaleDataModule(lengths=None) cannot balance: pass lengths=, the history length of every sample, or cost=, a "
-            "function of a sample or the costs themselves"
-        )
-    if lengths is not None:
-        lengths = _numbers("lengths", lengths, size)
-    if cost is not None and not callable(cost):
-        return _numbers("cost", cost, size)
-    if lengths is None:
-        return _numbers("cost(sample)", [cost(dataset[index]) for index in range(size)], size)
-    return _numbers("cost(lengths)", (cost or CostModel())(lengths), size)
-
-
-def _weights(loss_reduction: str, lengths: Any, targets: Any, size: int) -> NDArray[np.float64] | None:
-    if loss_reduction != "target_mean":
-        if targets is not None:
-            raise ValueError(f"targets= is for loss_reduction='target_mean', not {loss_reduction!r}: leave it out")
-        return None
-    targets = lengths if targets is None else targets
-    if targets is None:
-        raise ValueError("loss_reduction='target_mean' needs targets=, the prediction targets of every sample, or lengths=")
-    return _numbers("targets", targets, size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_freescale._lightning import (
-    DDPStrategy,
     Trainer,
     TrainerFn,
     optimizers_to_device,
@@ -29,8 +28,7 @@ from lightning_freescale._lightning import (
 from lightning_freescale.checkpoint import random_state
 from lightning_freescale.comm.process_group import ObservedProcessGroup, observed_group
 from lightning_freescale.dense import materialize, sync_dense, wrap_dense
-from lightning_freescale.profiling.loader import ObservedLoader
-from lightning_freescale.profiling.timeline import Timeline
+from lightning_freescale.observed import ObservedDDPStrategy
 from lightning_freescale.refusals import (
     refuse_accumulation,
     refuse_options,
@@ -46,7 +44,7 @@ _EXTRA = "freescale"
 """Checkpoint key of what an ordinary checkpoint has no place for."""
 
 
-class FreeScaleStrategy(DDPStrategy):
+class FreeScaleStrategy(ObservedDDPStrategy):
     """Shards TorchRec embedding collections over all ranks and trains the rest with DDP.
 
     The LightningModule stays as it is: its ``configure_optimizers`` drives the dense parameters and the tables, checkpoints
@@ -69,7 +67,6 @@ class FreeScaleStrategy(DDPStrategy):
         if sigterm_every_n_steps < 1:
             raise ValueError(f"sigterm_every_n_steps={sigterm_every_n_steps!r}: pass a number of steps, at least 1")
         self.plan, self.planner, self.sigterm_every_n_steps = plan, planner, sigterm_every_n_steps
-        self.timeline = Timeline()
         self.tables: ShardedTables | None = None
         self.groups: TableGroups | None = None
         self._loss_weight = 1.0
@@ -202,13 +199,7 @@ class FreeScaleStrategy(DDPStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         refuse_sampler(getattr(dataloader, "sampler", None), self.world_size)
-        training = self.lightning_module is not None and self.lightning_module.trainer.training
-        return ObservedLoader(dataloader, self.timeline) if training and self.timeline.enabled else dataloader
-
-    @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        with self.timeline.span("data", "batch to device"):
-            return super().batch_to_device(batch, device, dataloader_idx)
+        return super().process_dataloader(dataloader)
 
     @override
     def on_train_start(self) -> None:
@@ -234,8 +225,7 @@ class FreeScaleStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.tables is not None and self.groups is not None:
             self.tables.prepare_update(self.groups.learning_rate, self.groups.step)
-        with self.timeline.span("compute", "forward"):
-            return super().training_step(*args, **kwargs)
+        return super().training_step(*args, **kwargs)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -243,51 +233,15 @@ class FreeScaleStrategy(DDPStrategy):
             refuse_second_backward(self._update_due)
             self._update_due = True
         loss = closure_loss if self._loss_weight == 1.0 else closure_loss * self._loss_weight
-        with self.timeline.span("compute", "backward"), ExitStack() as waiting:
-            if self.timeline.enabled and isinstance(self.model, DistributedDataParallel):
-                # runs when the gradients are there, just before DDP waits for its buckets
-                loss.register_hook(lambda _: _after_backward(lambda: waiting.enter_context(self._dense_exchange())))
-            return super().backward(loss, optimizer, *args, **kwargs)
-
-    def _dense_exchange(self) -> AbstractContextManager[None]:
-        return self.timeline.collective("dense gradients")
+        return super().backward(loss, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        with ExitStack() as after:
-
-            def timed() -> Any:
-                result = closure()
-                after.enter_context(self.timeline.span("compute", "optimizer"))
-                return result
-
-            output = super().optimizer_step(optimizer, timed, model, **kwargs)
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._update_due = False
         if self.groups is not None:
             self.groups.step += 1
         return output
-
-    # -- collectives that block
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        with self.timeline.collective("reduce"):
-            return super().reduce(tensor, group, reduce_op)
-
-    @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        with self.timeline.collective("barrier"):
-            super().barrier(*args, **kwargs)
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        with self.timeline.collective("broadcast"):
-            return super().broadcast(obj, src)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        with self.timeline.collective("all-gather"):
-            return super().all_gather(tensor, group, sync_grads)
 
     # -- checkpoints: one ordinary file, as if nothing were sharded
 
@@ -347,7 +301,3 @@ def _collections(module: nn.Module | None) -> tuple[list[Any], list[str]]:
     from lightning_freescale.embeddings.collections import find_collections, unsupported_collections
 
     return find_collections(module), unsupported_collections(module)
-
-
-def _after_backward(callback: Callable[[], Any]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
