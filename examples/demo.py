@@ -20,6 +20,7 @@ from lightning_freescale import BubbleProfiler, FreeScaleDataModule
 from lightning_freescale.balance import BalanceReport, CostModel
 
 RATINGS = Path(__file__).parent / "data" / "ml-latest-small" / "ratings.csv.gz"
+COLUMNS: dict[str, Any] = {"user": "userId", "item": "movieId", "time": "timestamp", "order": "sort", "ties": "keep"}
 COST = CostModel(constant=47_000, linear=610, quadratic=1)  # measured on a CPU core; for a GPU, CostModel.from_config
 ROWS = {
     "bubble": "1 - compute / wall time",
@@ -33,7 +34,7 @@ ROWS = {
 def main() -> None:
     """Both runs and the table."""
     options = _arguments()
-    _quiet()
+    quiet()
     started = time.perf_counter()
     runs = {}
     for name, balance in (("off", False), ("on", True)):
@@ -46,11 +47,7 @@ def _run(options: argparse.Namespace, name: str, balance: bool) -> dict[str, Any
     L.seed_everything(options.seed, verbose=False)
     data = FreeScaleDataModule.from_interactions(
         RATINGS,
-        user="userId",
-        item="movieId",
-        time="timestamp",
-        order="sort",
-        ties="keep",
+        **COLUMNS,
         batch_size=options.batch_size,
         cost=COST,
         balance=balance,
@@ -130,7 +127,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _quiet() -> None:
+def quiet() -> None:
     """Lightning's and TorchRec's notes about this machine are not what the demo is about."""
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric", "torchrec", "torch.fx._symbolic_trace"):
