@@ -86,12 +86,9 @@ def find_collections(root: nn.Module) -> list[tuple[Collection, nn.Module]]:
 
 def unsupported_collections(root: nn.Module) -> list[str]:
     """Paths of embedding collections that stay replicated: subclasses, and those inside other TorchRec modules."""
-    mine = {path for collection, module in find_collections(root) for path, other in root.named_modules() if other is module}
-    return [
-        path
-        for path, module in root.named_modules()
-        if isinstance(module, (EmbeddingCollection, EmbeddingBagCollection)) and path not in mine
-    ]
+    mine = {collection.path for collection, _ in find_collections(root)}
+    kinds = (EmbeddingCollection, EmbeddingBagCollection)
+    return [path for path, module in root.named_modules() if isinstance(module, kinds) and path not in mine]
 
 
 def replace_everywhere(root: nn.Module, old: nn.Module, new: nn.Module) -> None:

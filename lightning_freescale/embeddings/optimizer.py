@@ -43,12 +43,15 @@ class TableOptimizer:
     initial_state: float = 0.0
 
 
+FROZEN = TableOptimizer(torch.optim.SGD, {"lr": 0.0})
+
+
 def has_row_wise_state(optimizer: TableOptimizer) -> bool:
     """Whether its state has one value per row."""
     return "rowwise" in optimizer.fused_class.__name__.lower()
 
 
-def given(classes: list[Any], arguments: list[Any], table: str, device: torch.device) -> TableOptimizer:
+def applied_in_backward(classes: list[Any], arguments: list[Any], table: str, device: torch.device) -> TableOptimizer:
     """An optimizer that the user applied in backward.
 
     Raises:
@@ -67,9 +70,6 @@ def given(classes: list[Any], arguments: list[Any], table: str, device: torch.de
             "RowWiseAdagrad, or train on a GPU"
         )
     return TableOptimizer(classes[0], dict(arguments[0]))
-
-
-FROZEN = TableOptimizer(torch.optim.SGD, {"lr": 0.0})
 
 
 def derive(optimizer: Optimizer, group: int, table: str, device: torch.device) -> TableOptimizer:

@@ -13,7 +13,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from lightning_freescale.embeddings.collections import Collection, find_collections, replace_everywhere, weights
 from lightning_freescale.embeddings.lookups import LookupCount, check_ids
-from lightning_freescale.embeddings.optimizer import FROZEN, TableOptimizer, given
+from lightning_freescale.embeddings.optimizer import FROZEN, TableOptimizer, applied_in_backward
 from lightning_freescale.embeddings.planning import check_plan, row_wise_planner
 from lightning_freescale.embeddings.shards import Placed, Shard, ShardedTables
 
@@ -144,7 +144,9 @@ def _given(collection: Collection, module: Any, device: torch.device) -> dict[st
         return dict(module.freescale.given)
     by_name: dict[str, Any] = dict(weights(module))
     return {
-        table.key: given(by_name[table.name]._optimizer_classes, by_name[table.name]._optimizer_kwargs, table.key, device)
+        table.key: applied_in_backward(
+            by_name[table.name]._optimizer_classes, by_name[table.name]._optimizer_kwargs, table.key, device
+        )
         for table in collection.tables
         if hasattr(by_name[table.name], "_optimizer_classes")
     }
