@@ -206,3 +206,19 @@ def _fit_growing() -> list[int]:
 
 def test_parameter_groups_added_later_are_saved() -> None:
     assert run_distributed(_fit_growing, 2)[0] == [4, 1]
+
+
+def _save_half(strategy: str, optimizer: str, path: str) -> None:
+    module, data = Seen(optimizer), Samples(64)
+    module.dropout = 0.0
+    fit = trainer(strategy=strategy, devices=2, max_epochs=3, callbacks=[StopAt(10, path)])
+    fit.fit(module, FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_checkpoint_of_ddp_resumes_sharded(optimizer: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "ddp.ckpt")
+    run_distributed(_save_half, 2, "ddp", optimizer, path)
+    mine, ddp = (run_distributed(_fit_without_dropout, 2, strategy, optimizer, path) for strategy in ("freescale", "ddp"))
+    assert len(mine[0]) == 14
+    assert mine[0] == pytest.approx(ddp[0], rel=1e-5)
