@@ -202,14 +202,14 @@ class FreeScaleDataModule(LightningDataModule):
             "seed": self.seed,
             "epoch": epochs.processed,
             "batches": loop.epoch_loop.batch_progress.current.processed if inside else 0,
-            **self._plansize_of(),
+            **self._plan_size(),
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on after the batches that the checkpoint's run has consumed."""
         if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
             return  # validation and test load the weights of a checkpoint, not its place in the training data
-        for name, value in self._plansize_of().items():
+        for name, value in self._plan_size().items():
             if state["batches"] and value != state[name]:
                 raise ValueError(
                     f"the checkpoint stopped inside an epoch with {name}={state[name]}, this run has {name}={value} "
@@ -221,7 +221,7 @@ class FreeScaleDataModule(LightningDataModule):
             self._sampler.seed = self.seed
             self._sampler.resume(*self._resume)
 
-    def _plansize_of(self) -> dict[str, int]:
+    def _plan_size(self) -> dict[str, int]:
         """What the steps of an epoch depend on, beside the seed."""
         return {
             "global_batch_size": self.batch_size * self._world()[1],

@@ -57,6 +57,7 @@ class BalancedSampler(DistributedSampler[list[int]]):
         self.seed, self.shuffle, self.balance, self.drop_last = seed, shuffle, balance, drop_last
         self.summed, self.epoch = summed, 0
         self._resume = (0, 0)
+        self._edges = self._cut()
         self._drawn: tuple[int, NDArray[np.int64]] | None = None
         self._planned: dict[tuple[int, int], list[NDArray[np.int64]]] = {}
         if not len(self):
@@ -75,7 +76,7 @@ class BalancedSampler(DistributedSampler[list[int]]):
 
     def __len__(self) -> int:
         """Steps of a whole epoch, also after :meth:`resume`."""
-        return len(self._edges()) - 1
+        return len(self._edges) - 1
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch = self.epoch
@@ -95,8 +96,7 @@ class BalancedSampler(DistributedSampler[list[int]]):
 
     def global_batch(self, epoch: int, step: int) -> NDArray[np.int64]:
         """The samples of a step in drawn order, the same with and without balancing."""
-        edges = self._edges()
-        return self._order(epoch)[edges[step] : edges[step + 1]]
+        return self._order(epoch)[self._edges[step] : self._edges[step + 1]]
 
     def counts(self, step: int) -> list[int]:
         """Samples of every rank in a step of the current epoch."""
@@ -126,7 +126,8 @@ class BalancedSampler(DistributedSampler[list[int]]):
         # RandomState's stream is frozen for good; Generator's may change between numpy versions
         return np.random.RandomState([self.seed, epoch]).permutation(len(self.costs))
 
-    def _edges(self) -> list[int]:
+    def _cut(self) -> list[int]:
+        """Where the steps of an epoch begin and end in its order."""
         samples, per_step = len(self.costs), self.batch_size * self.num_replicas
         edges = list(range(0, samples + 1, per_step))
         rest = samples - edges[-1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -39,11 +39,12 @@ class PlannedLoader(DataLoader[Any]):
         return cls(_Bulk(dataset), batch_size=None, sampler=sampler, collate_fn=collate_fn or default_collate, **options)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        # A generator, so that workers start at the first batch: Lightning calls iter() before it sets the epoch. Creating
-        # the iterator draws a random number, which a run that resumes in the middle of an epoch would draw once more.
-        with torch.random.fork_rng(devices=[]):
-            batches = super().__iter__()
-        yield from batches
+        # A generator, so that workers start at the first batch: Lightning calls iter() before it sets the epoch. The workers'
+        # seed comes from the epoch and not from the global state, or a run that resumes inside an epoch would draw once more.
+        sampler = cast(BalancedSampler, self.sampler)
+        seed = torch.initial_seed() + 1_000_003 * sampler.epoch + sampler.rank
+        self.generator = torch.Generator().manual_seed(seed % 2**63)
+        yield from super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
         """Empty: the data module keeps the progress, and having the method tells Lightning that this loader resumes."""
