@@ -1,0 +1,128 @@
+"""Lower the slowest rank's time by swaps and moves between pairs of ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_freescale.balance.solver.compiled import compiled, worth_compiling
+from lightning_freescale.balance.solver.pairs import best_exchange, best_exchange_loop
+from lightning_freescale.balance.solver.problem import Ints, Problem
+
+ROUNDS, PATIENCE = 200, 16
+CANDIDATES = 64
+"""Units of a rank that are tried, evenly spread from dearest to cheapest; ranks with more are balanced by their number."""
+
+
+def refine(problem: Problem, rank_of_unit: Ints, target: float) -> Ints:
+    """Pair the slowest ranks with the quickest, make the best exchange of each pair, and repeat.
+
+    Stops when no rank is above ``target``, after ``PATIENCE`` rounds that could not help the slowest rank, or after
+    ``ROUNDS``: never by a clock, so all ranks stop at the same plan. No exchange makes the slower of its two ranks slower.
+    """
+    if problem.ranks == 1:
+        return rank_of_unit
+    board = _Board(problem, rank_of_unit)
+    shift = failed = 0
+    for _ in range(ROUNDS):
+        by_time = np.argsort(-board.time, kind="stable")
+        slow = int(np.count_nonzero(board.time > target))
+        if not slow or failed == PATIENCE:
+            break
+        pairs = min(slow, problem.ranks // 2)
+        others = problem.ranks - pairs
+        partner = by_time[pairs + (others - 1 - (np.arange(pairs) + shift) % others)]
+        helped = board.exchange(by_time[:pairs], partner)
+        failed, shift = (0, 0) if helped else (failed + 1, shift + 1)
+    return board.rank_of_unit()
+
+
+class _Board:
+    """The units of every rank in a table ``[ranks, slots]``; an empty slot holds -1 and costs nothing."""
+
+    def __init__(self, problem: Problem, rank_of_unit: Ints) -> None:
+        count = np.bincount(rank_of_unit, minlength=problem.ranks)
+        slots = int(count.max()) + (problem.least < problem.most)  # an empty slot turns a swap into a move
+        order = problem.order
+        key = rank_of_unit[order].astype(np.min_scalar_type(problem.ranks))  # numpy sorts short integers in linear time
+        by_rank = order[np.argsort(key, kind="stable")]
+        slot = np.arange(len(order)) - np.repeat(np.cumsum(count) - count, count)
+        self.unit = np.full((problem.ranks, slots), -1)
+        self.unit[rank_of_unit[by_rank], slot] = by_rank
+        self.columns = np.unique(np.linspace(0, slots - 1, min(slots, CANDIDATES)).astype(np.int64))
+        self.compiled = worth_compiling(len(order))
+        self.slowness, self.cost = problem.slowness, self._table(problem.cost)
+        self.load: Ints = self.cost.sum(axis=1)
+        self.limits = []
+        if problem.least < problem.most or not problem.plain:
+            self.limits.append(_Limit(self._table(problem.size), problem.least, problem.most))
+        if problem.tokens is not None:
+            self.limits.append(_Limit(self._table(problem.tokens), 0, problem.token_limit))
+
+    @property
+    def time(self) -> Ints:
+        """Of every rank."""
+        return self.load * self.slowness
+
+    def exchange(self, slow: Ints, quick: Ints) -> bool:
+        """Make the best exchange of every pair that has one; whether the first pair had."""
+        blocked = np.zeros((0, 0, 0), dtype=bool)
+        for limit in self.limits:
+            now = limit.blocked(slow, quick, self.columns)
+            blocked = blocked | now if blocked.size else now
+        columns = self.columns
+        arguments = (
+            self.cost[slow[:, None], columns],
+            self.cost[quick[:, None], columns],
+            self.load[slow],
+            self.load[quick],
+            self.slowness[slow],
+            self.slowness[quick],
+            blocked,
+        )
+        best = compiled(best_exchange_loop)(*arguments) if self.compiled else best_exchange(*arguments)
+        found = best >= 0
+        give, take = np.divmod(best[found], len(columns))
+        self._swap(slow[found], columns[give], quick[found], columns[take])
+        return bool(found[0])
+
+    def rank_of_unit(self) -> Ints:
+        """The plan as it stands."""
+        filled = self.unit >= 0
+        result = np.empty(int(filled.sum()), dtype=np.int64)
+        result[self.unit[filled]] = np.nonzero(filled)[0]
+        return result
+
+    def _table(self, values: Ints) -> Ints:
+        return np.where(self.unit >= 0, values[self.unit], 0)
+
+    def _swap(self, slow: Ints, give: Ints, quick: Ints, take: Ints) -> None:
+        more = self.cost[slow, give] - self.cost[quick, take]
+        self.load[slow] -= more
+        self.load[quick] += more
+        for limit in self.limits:
+            limit.swap(slow, give, quick, take)
+        for table in (self.unit, self.cost):
+            table[slow, give], table[quick, take] = table[quick, take], table[slow, give]
+
+
+class _Limit:
+    """Samples or tokens that a rank may hold."""
+
+    def __init__(self, table: Ints, least: int, most: int) -> None:
+        self.table, self.least, self.most = table, least, most
+        self.held: Ints = table.sum(axis=1)
+
+    def blocked(self, slow: Ints, quick: Ints, columns: Ints) -> NDArray[np.bool_]:
+        """Which exchanges would leave the limits, shape ``[pairs, candidates, candidates]``."""
+        more = self.table[slow[:, None], columns][:, :, None] - self.table[quick[:, None], columns][:, None, :]
+        after_slow, after_quick = self.held[slow][:, None, None] - more, self.held[quick][:, None, None] + more
+        return (after_slow < self.least) | (after_slow > self.most) | (after_quick < self.least) | (after_quick > self.most)
+
+    def swap(self, slow: Ints, give: Ints, quick: Ints, take: Ints) -> None:
+        """Follow an exchange."""
+        table = self.table
+        more = table[slow, give] - table[quick, take]
+        self.held[slow] -= more
+        self.held[quick] += more
+        table[slow, give], table[quick, take] = table[quick, take], table[slow, give]
