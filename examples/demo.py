@@ -17,7 +17,7 @@ import lightning as L
 from hstu import HSTURecommender
 
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule
-from lightning_freescale.balance import BalanceReport, CostModel
+from lightning_freescale.balance import CostModel
 
 RATINGS = Path(__file__).parent / "data" / "ml-latest-small" / "ratings.csv.gz"
 COLUMNS: dict[str, Any] = {"user": "userId", "item": "movieId", "time": "timestamp", "order": "sort", "ties": "keep"}
@@ -75,7 +75,7 @@ def _run(options: argparse.Namespace, name: str, balance: bool) -> dict[str, Any
         "rank": trainer.global_rank,
         "report": profiler.report,
         "trace": profiler.trace,
-        "balance": BalanceReport.of_epoch(data.sampler(0, options.devices)),
+        "balance": data.sampler(0, options.devices).report(),
         "scores": scores,
     }
 

@@ -1,8 +1,22 @@
 """Assign the samples of a step so that all ranks finish together. Needs neither Lightning nor TorchRec."""
 
+from lightning_freescale.balance.advice import advise, predict
 from lightning_freescale.balance.assign import Assignment, assign
 from lightning_freescale.balance.cost import CostModel
-from lightning_freescale.balance.report import BalanceReport
+from lightning_freescale.balance.fit import CostFit
+from lightning_freescale.balance.outliers import pool_outliers
+from lightning_freescale.balance.report import BalanceReport, StepBalance
 from lightning_freescale.balance.sampler import BalancedSampler
 
-__all__ = ["Assignment", "BalanceReport", "BalancedSampler", "CostModel", "assign"]
+__all__ = [
+    "Assignment",
+    "BalanceReport",
+    "BalancedSampler",
+    "CostFit",
+    "CostModel",
+    "StepBalance",
+    "advise",
+    "assign",
+    "pool_outliers",
+    "predict",
+]

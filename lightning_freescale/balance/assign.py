@@ -99,18 +99,21 @@ def counts(samples: int, ranks: int) -> list[int]:
     return [samples // ranks + (rank < samples % ranks) for rank in range(ranks)]
 
 
-def imbalance(cost: NDArray[np.float64], rank_of_sample: NDArray[np.int64], ranks: int) -> float:
-    """Max over ranks of cost / mean over ranks; 1.0 when all costs are zero."""
+def imbalance(
+    cost: NDArray[np.float64], rank_of_sample: NDArray[np.int64], ranks: int, rank_speeds: ArrayLike | None = None
+) -> float:
+    """Max over ranks of cost / mean over ranks, see :class:`Assignment`; 1.0 when all costs are zero."""
+    speeds = np.ones(ranks) if rank_speeds is None else np.asarray(rank_speeds, dtype=np.float64)
     loads = np.bincount(rank_of_sample, weights=cost, minlength=ranks)
-    return float(loads.max() / loads.mean()) if loads.any() else 1.0
+    return float((loads / speeds).max() * speeds.sum() / loads.sum()) if loads.any() else 1.0
 
 
 def _search(problem: Problem) -> Ints:
     found = first_plan(problem)
     if found is None:
         raise ValueError(
-            f"assign: no place was found for every sample or group on {problem.ranks} ranks with at most "
-            f"{problem.most} samples and max_tokens_per_rank={problem.token_limit} each. Allow more of what is scarce, or use more ranks"
+            f"assign: no place was found for every sample or group on {problem.ranks} ranks with at most {problem.most} "
+            f"samples and max_tokens_per_rank={problem.token_limit} each. Allow more of what is scarce, or use more ranks"
         )
     if problem.plain:  # else the deal may break a limit
         dealt = zigzag(problem)

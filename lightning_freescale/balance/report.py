@@ -1,38 +1,89 @@
-"""What balancing brings for the steps of an epoch."""
+"""What balancing brings, step by step and over an epoch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_freescale.balance.assign import assign, deal, imbalance
-from lightning_freescale.balance.sampler import BalancedSampler
-
 
 @dataclass(frozen=True)
-class BalanceReport:
-    """Imbalance over the steps of an epoch, each weighted by its cost (so 1 - 1/imbalance is the idle share).
+class StepBalance:
+    """One step.
 
     Attributes:
         before: imbalance of the samples as drawn.
-        after: imbalance of the balanced assignment.
-        lower_bound: what no assignment with equal counts can beat.
+        after: imbalance of the assignment in use.
+        lower_bound: what no assignment within the limits on the counts can beat.
+        dominated: a single sample costs more than the mean rank load.
+        tokens_imbalance: max over ranks of tokens / mean over ranks; NaN if no tokens are known.
+        cost: summed cost of the step.
     """
 
     before: float
     after: float
     lower_bound: float
+    dominated: bool
+    tokens_imbalance: float
+    cost: float
+
+
+@dataclass(frozen=True)
+class BalanceReport:
+    """The steps of an epoch, each weighted by its cost (so 1 - 1/imbalance is the idle share).
+
+    Attributes:
+        steps: how many there are.
+        before: imbalance of the samples as drawn.
+        after: imbalance of the assignment in use.
+        lower_bound: what no assignment within the limits on the counts can beat.
+        gap: how far ``after`` is above ``lower_bound``, as a share of it.
+        dominated: share of steps in which a single sample costs more than the mean rank load.
+        tokens_imbalance: max over ranks of tokens / mean over ranks; NaN if no tokens are known.
+    """
+
+    steps: int
+    before: float
+    after: float
+    lower_bound: float
+    gap: float
+    dominated: float
+    tokens_imbalance: float
 
     @classmethod
-    def of_epoch(cls, sampler: BalancedSampler, epoch: int = 0) -> BalanceReport:
-        """Plan every step of ``epoch`` both ways."""
-        mean, rows = 0.0, []
-        for step in range(len(sampler)):
-            cost = sampler.costs[sampler.global_batch(epoch, step)]
-            best = assign(cost, sampler.num_replicas)
-            drawn = imbalance(cost, deal(len(cost), sampler.num_replicas), sampler.num_replicas)
-            rows.append(np.array([drawn, best.imbalance, best.lower_bound]) * cost.sum())
-            mean += cost.sum()
-        before, after, bound = np.sum(rows, axis=0) / mean if mean else (1.0, 1.0, 1.0)
-        return cls(float(before), float(after), float(bound))
+    def of_steps(cls, steps: Iterable[StepBalance]) -> BalanceReport:
+        """Sum up; of no step at all it is perfect balance."""
+        rows = list(steps)
+        weight = np.array([row.cost for row in rows])
+        if not weight.any():
+            weight = np.ones(len(rows))
+
+        def mean(name: str) -> float:
+            values = np.array([getattr(row, name) for row in rows], dtype=np.float64)
+            return float(np.average(values, weights=weight)) if rows else 1.0
+
+        after, bound = mean("after"), mean("lower_bound")
+        dominated = float(np.mean([row.dominated for row in rows])) if rows else 0.0
+        return cls(len(rows), mean("before"), after, bound, after / bound - 1, dominated, mean("tokens_imbalance"))
+
+    def scalars(self) -> dict[str, float]:
+        """The figures by the names under which they are logged."""
+        names = ("before", "after", "lower_bound", "gap", "dominated", "tokens_imbalance")
+        values = {
+            f"freescale/imbalance_{name}" if name in names[:3] else f"freescale/{name}": getattr(self, name) for name in names
+        }
+        return {name: value for name, value in values.items() if np.isfinite(value)}
+
+    def __str__(self) -> str:
+        tokens = "" if np.isnan(self.tokens_imbalance) else f"; tokens {self.tokens_imbalance:.3f}"
+        return (
+            f"imbalance over {self.steps} steps: {self.before:.3f} as drawn ({idle(self.before):.1%} idle), {self.after:.3f} "
+            f"balanced ({idle(self.after):.1%} idle), lower bound {self.lower_bound:.3f} (gap {self.gap:.2%}), "
+            f"{self.dominated:.0%} of the steps dominated by one sample{tokens}"
+        )
+
+
+def idle(imbalance: float) -> float:
+    """Share of the ranks' time that an imbalance wastes."""
+    return 1 - 1 / imbalance

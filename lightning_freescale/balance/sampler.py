@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_freescale.balance.assign import assign, deal
+from lightning_freescale.balance.ahead import Ahead
+from lightning_freescale.balance.outliers import pool_outliers
+from lightning_freescale.balance.plan import StepPlan
+from lightning_freescale.balance.report import BalanceReport
+from lightning_freescale.balance.steps import StepEdges
 
 
 class BalancedSampler(DistributedSampler[list[int]]):
@@ -16,6 +22,7 @@ class BalancedSampler(DistributedSampler[list[int]]):
 
     The plan is a pure function of (costs, seed, epoch, step, world size): every rank computes the whole of it and takes its
     own column, without communication. Balancing changes which rank computes a sample, never which samples a step has.
+    While it is iterated over, a thread plans the next steps.
 
     Args:
         costs: predicted compute time per sample, shape ``[samples]``.
@@ -29,6 +36,14 @@ class BalancedSampler(DistributedSampler[list[int]]):
             at most one), and fewer left-over samples than ranks join the step before, so every rank always has a sample.
         weights: weight of a sample in the mean loss, shape ``[samples]``; all one if not given.
         summed: the loss of a rank is a sum over its samples, not a mean.
+        outlier_window: exchange samples between this many consecutive steps so that those that dominate a step come together,
+            see :func:`pool_outliers`. Not gradient-identical: it changes which samples share a step. 1 for no exchange.
+        tokens: tokens per sample, shape ``[samples]``, for ``max_tokens_per_rank`` and the report.
+        keep_together: group of each sample, shape ``[samples]``; samples of a group that share a step go to one rank.
+        **options: ``mode``, ``count_slack``, ``max_tokens_per_rank`` and ``rank_speeds`` of :func:`assign`.
+
+    Raises:
+        ValueError: an argument does not fit; names it, its value and the fix.
     """
 
     def __init__(
@@ -44,59 +59,85 @@ class BalancedSampler(DistributedSampler[list[int]]):
         drop_last: bool = False,
         weights: ArrayLike | None = None,
         summed: bool = False,
+        outlier_window: int = 1,
+        tokens: ArrayLike | None = None,
+        keep_together: ArrayLike | None = None,
+        **options: Any,
     ) -> None:
         # DistributedSampler's own constructor insists on a data set; being one is what makes Lightning leave us alone.
-        self.costs = np.asarray(costs, dtype=np.float64)
+        if outlier_window < 1:
+            raise ValueError(f"BalancedSampler(outlier_window={outlier_window!r}): pass a number of steps, 1 for no exchange")
+        self.costs = _rounded(costs)
         self.weights = np.ones(len(self.costs)) if weights is None else np.asarray(weights, dtype=np.float64)
-        if len(self.costs) < num_replicas:
-            raise ValueError(
-                f"{len(self.costs)} samples for {num_replicas} ranks: every rank needs at least one sample per step. "
-                f"Use at most {len(self.costs)} devices or add samples."
-            )
         self.batch_size, self.num_replicas, self.rank = batch_size, num_replicas, rank
         self.seed, self.shuffle, self.balance, self.drop_last = seed, shuffle, balance, drop_last
-        self.summed, self.epoch = summed, 0
-        self._resume = (0, 0)
-        self._edges = self._cut()
+        self.summed, self.outlier_window, self.epoch = summed, outlier_window, 0
+        self.options = options
+        self._per_sample = {
+            name: np.asarray(values)
+            for name, values in (("tokens", tokens), ("keep_together", keep_together))
+            if values is not None
+        }
+        self._steps = StepEdges(len(self.costs), batch_size, num_replicas, drop_last)
+        self._later: dict[int, tuple[NDArray[np.float64], dict[str, Any]]] = {}
         self._drawn: tuple[int, NDArray[np.int64]] | None = None
-        self._planned: dict[tuple[int, int], list[NDArray[np.int64]]] = {}
-        if not len(self):
-            raise ValueError(
-                f"drop_last=True leaves no step: {len(self.costs)} samples are fewer than batch_size={batch_size} x "
-                f"{num_replicas} ranks. Use drop_last=False or a smaller batch_size."
-            )
+        self._plans = Ahead(self._plan)
+        self.step_plan(0, 0)  # what does not fit is refused now, not in the first step
+
+    # -- iteration
 
     def set_epoch(self, epoch: int) -> None:
         """Called by Lightning at the start of every epoch."""
         self.epoch = epoch
+        for start in sorted(e for e in self._later if e <= epoch):
+            self.costs, self.options = self._later.pop(start)
+            self._drawn = None
+            self._plans.forget()
 
-    def resume(self, epoch: int, batches: int) -> None:
-        """Start ``epoch`` after its first ``batches`` steps; every other epoch starts at its beginning."""
-        self._resume = (epoch, batches)
+    def resume(self, epoch: int, batches: int, samples: int | None = None) -> None:
+        """Start ``epoch`` after its first ``batches`` steps; every other epoch starts at its beginning.
+
+        Args:
+            epoch: the epoch in which the run stopped.
+            batches: steps that it had done.
+            samples: samples that those had, if their number of ranks or batch size was another; the rest of the epoch is cut
+                anew, in the same order.
+
+        Raises:
+            ValueError: fewer samples are left than there are ranks.
+        """
+        self._steps.resume(epoch, batches, samples)
+        self._plans.forget()
 
     def __len__(self) -> int:
-        """Steps of a whole epoch, also after :meth:`resume`."""
-        return len(self._edges) - 1
+        """Steps of the epoch, those before a :meth:`resume` included."""
+        return len(self._steps.of(self.epoch)) - 1
 
     def __iter__(self) -> Iterator[list[int]]:
-        epoch = self.epoch
-        first = self._resume[1] if self._resume[0] == epoch else 0
-        for step in range(first, len(self)):
-            yield self.plan(epoch, step)[self.rank].tolist()
+        epoch, end = self.epoch, len(self)
+        with self._plans.running():
+            for step in range(self._steps.first(epoch), end):
+                self._plans.prepare(epoch, step, end)
+                yield self.step_plan(epoch, step).parts[self.rank].tolist()
+
+    # -- the plan
+
+    def step_plan(self, epoch: int, step: int) -> StepPlan:
+        """The plan of all ranks for a step."""
+        return self._plans.get(epoch, step)
 
     def plan(self, epoch: int, step: int) -> list[NDArray[np.int64]]:
         """Samples of every rank in a step: ``ranks`` int arrays."""
-        if (epoch, step) not in self._planned:
-            if len(self._planned) > 1000:  # far more than any loader prefetches
-                self._planned.clear()
-            samples = self.global_batch(epoch, step)
-            ranks = self._ranks(samples)
-            self._planned[epoch, step] = [samples[ranks == rank] for rank in range(self.num_replicas)]
-        return self._planned[epoch, step]
+        return self.step_plan(epoch, step).parts
 
     def global_batch(self, epoch: int, step: int) -> NDArray[np.int64]:
         """The samples of a step in drawn order, the same with and without balancing."""
-        return self._order(epoch)[self._edges[step] : self._edges[step + 1]]
+        edges = self._steps.of(epoch)
+        return self._order(epoch)[edges[step] : edges[step + 1]]
+
+    def consumed(self, epoch: int, batches: int) -> int:
+        """Samples in the first ``batches`` steps of an epoch."""
+        return self._steps.of(epoch)[batches]
 
     def counts(self, step: int) -> list[int]:
         """Samples of every rank in a step of the current epoch."""
@@ -110,29 +151,52 @@ class BalancedSampler(DistributedSampler[list[int]]):
         total = sum(parts)
         return float(parts[self.rank] * self.num_replicas / total) if total else 1.0
 
-    def _ranks(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        if self.balance:
-            return assign(self.costs[samples], self.num_replicas).rank_of_sample
-        return deal(len(samples), self.num_replicas)
+    def report(self, epoch: int | None = None) -> BalanceReport:
+        """What balancing brings for every step of an epoch, the current one by default."""
+        epoch = self.epoch if epoch is None else epoch
+        steps = range(self._steps.first(epoch), len(self._steps.of(epoch)) - 1)
+        return BalanceReport.of_steps(self.step_plan(epoch, step).balance for step in steps)
+
+    def replan(self, epoch: int, costs: ArrayLike | None = None, **options: Any) -> None:
+        """From ``epoch`` on use other costs or options of :func:`assign`; call it with the same arguments on every rank."""
+        before = self._later.get(epoch, (self.costs, self.options))
+        self._later[epoch] = (before[0] if costs is None else _rounded(costs), {**before[1], **options})
+
+    def digest(self) -> str:
+        """Hash of what the current epoch's plan follows from and of its first step: equal on all ranks unless plans differ."""
+        first = self._steps.first(self.epoch)
+        plan = self.step_plan(self.epoch, min(first, len(self) - 1))
+        state = hashlib.sha256(
+            repr((len(self), self.num_replicas, self.balance, self.summed, sorted(self.options.items()))).encode()
+        )
+        for array in (self.costs, self.weights, self._order(self.epoch), plan.rank_of_sample, *self._per_sample.values()):
+            state.update(np.ascontiguousarray(array).tobytes())
+        return state.hexdigest()
+
+    def _plan(self, epoch: int, step: int) -> StepPlan:
+        samples = self.global_batch(epoch, step)
+        options = {**self.options, **{name: values[samples] for name, values in self._per_sample.items()}}
+        plan = StepPlan(samples, self.costs[samples], self.num_replicas, self.balance, options)
+        plan.parts  # noqa: B018 (computed here, in the thread)
+        return plan
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
-        if self._drawn is None or self._drawn[0] != epoch:
-            self._drawn = (epoch, self._draw(epoch))
-        return self._drawn[1]
+        drawn = self._drawn
+        if drawn is None or drawn[0] != epoch:
+            drawn = self._drawn = (epoch, self._draw(epoch))
+        return drawn[1]
 
     def _draw(self, epoch: int) -> NDArray[np.int64]:
         if not self.shuffle:
-            return np.arange(len(self.costs))
-        # RandomState's stream is frozen for good; Generator's may change between numpy versions
-        return np.random.RandomState([self.seed, epoch]).permutation(len(self.costs))
+            order = np.arange(len(self.costs))
+        else:  # RandomState's stream is frozen for good; Generator's may change between numpy versions
+            order = np.random.RandomState([self.seed, epoch]).permutation(len(self.costs))
+        if self.outlier_window == 1:
+            return order
+        return pool_outliers(order, self._steps.whole, self.costs, self.num_replicas, self.outlier_window)
 
-    def _cut(self) -> list[int]:
-        """Where the steps of an epoch begin and end in its order."""
-        samples, per_step = len(self.costs), self.batch_size * self.num_replicas
-        edges = list(range(0, samples + 1, per_step))
-        rest = samples - edges[-1]
-        if not rest or self.drop_last:
-            return edges
-        if rest < self.num_replicas:
-            edges.pop()
-        return [*edges, samples]
+
+def _rounded(costs: ArrayLike) -> NDArray[np.float64]:
+    """To 24 bits, so that the last digits of a user's function on another kind of processor make no other plan."""
+    mantissa, exponent = np.frexp(np.asarray(costs, dtype=np.float64))
+    return np.ldexp(np.rint(np.ldexp(mantissa, 24)), exponent - 24)

@@ -5,14 +5,124 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightning_freescale.balance import CostModel
+from lightning_freescale.balance import CostModel, assign
+from lightning_freescale.balance.calibration import Calibration, imbalance_seen, slow_ranks
+from lightning_freescale.balance.cost import sample_features
+
+LENGTHS = np.random.RandomState(0).lognormal(4.5, 0.9, 6000).clip(5, 800).round()
+UNIQUE = (LENGTHS * np.random.RandomState(1).uniform(0.3, 1.0, 6000)).round()
+TRUE = CostModel(linear=2e-5, quadratic=4e-8)
 
 
 def test_cost_model() -> None:
     np.testing.assert_allclose(CostModel(2, 3, 4)([0, 1, 2]), [2, 9, 24])
-    model = CostModel.from_config(dim=256, layers=3)
-    assert model.linear / model.quadratic == 5 * 256
+    np.testing.assert_allclose(CostModel(2, 3, 4, 10)([0, 1, 2], [0, 1, 1]), [2, 19, 34])
+    np.testing.assert_allclose(sample_features([2, 3], [1, 2]) @ [2, 3, 4, 10], CostModel(2, 3, 4, 10)([2, 3], [1, 2]))
     with pytest.raises(ValueError, match="linear=-1"):
         CostModel(linear=-1)
-    with pytest.raises(ValueError, match="dim=0"):
-        CostModel.from_config(dim=0)
+    with pytest.raises(ValueError, match=r"unique=2.*pass unique="):
+        CostModel(unique=2)([1.0])
+
+
+def test_from_config() -> None:
+    model = CostModel.from_config(dim=256, layers=3)
+    assert model.linear / model.quadratic == 5 * 256
+    assert CostModel.from_config(dim=64, heads=4) == CostModel.from_config(dim=64)
+    assert CostModel.from_config(dim=64, heads=4, head_dim=32).quadratic == 128
+    assert CostModel.from_config(dim=64, layers=2, feedforward=256, candidates=10).linear == 2 * (5 + 8) * 64**2 + 640
+    for wrong in ({"dim": 0}, {"dim": 64, "heads": 3}, {"dim": 64, "feedforward": -1}):
+        with pytest.raises(ValueError, match="dim="):
+            CostModel.from_config(**wrong)
+
+
+def _run(
+    steps: int,
+    ranks: int,
+    plan: CostModel,
+    true: CostModel,
+    *,
+    noise: float = 0.03,
+    slow: dict[int, float] | None = None,
+    seed: int = 0,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Features and times of steps that are balanced by ``plan``; one rank-step in 20 is hit by something else."""
+    draw, features = np.random.RandomState(seed), sample_features(LENGTHS, UNIQUE)
+    sums, seconds = np.zeros((steps, ranks, 4)), np.zeros((steps, ranks))
+    for step in range(steps):
+        samples = draw.choice(len(LENGTHS), 32 * ranks, replace=False)
+        rank = assign(plan(LENGTHS[samples], UNIQUE[samples]), ranks).rank_of_sample
+        for r in range(ranks):
+            mine = samples[rank == r]
+            sums[step, r] = features[mine].sum(axis=0)
+            time = 0.01 + true(LENGTHS[mine], UNIQUE[mine]).sum()
+            time *= (slow or {}).get(r, 1.0) * draw.lognormal(0, noise) * (3 if draw.rand() < 0.05 else 1)
+            seconds[step, r] = time
+    return sums, seconds
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_fit_finds_the_true_coefficients(ranks: int) -> None:
+    sums, seconds = _run(100, ranks, CostModel(quadratic=0), TRUE)
+    fit = CostModel.fit(sums.reshape(-1, 4), seconds.ravel(), np.tile(np.arange(ranks), 100))
+    np.testing.assert_allclose(fit.model(LENGTHS, UNIQUE) + fit.base / 32, TRUE(LENGTHS) + 0.01 / 32, rtol=0.2)
+    assert fit.model.quadratic == pytest.approx(TRUE.quadratic, rel=0.1)
+    assert 0.01 < fit.residual < 0.04
+    np.testing.assert_allclose(fit.slowness, 1.0, atol=0.05)
+
+
+def test_fit_with_unique_ids() -> None:
+    true = CostModel(linear=1e-5, quadratic=4e-8, unique=5e-5)
+    sums, seconds = _run(200, 4, CostModel(), true, noise=0.01)
+    fit = CostModel.fit(sums.reshape(-1, 4), seconds.ravel(), np.tile(np.arange(4), 200))
+    assert fit.model.unique == pytest.approx(true.unique, rel=0.3)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_fifty_steps_from_a_wrong_model_balance_as_the_true_one(ranks: int) -> None:
+    """The plan in use counts tokens only; the true cost is quadratic."""
+    wrong, true, calibration = CostModel(linear=1.0, quadratic=0), CostModel(linear=0, quadratic=1e-7), Calibration()
+    calibration.add(*_run(50, ranks, wrong, true))
+    assert calibration.fit is not None
+    draw = np.random.RandomState(9)
+    batches = [draw.choice(len(LENGTHS), 32 * ranks, replace=False) for _ in range(20)]
+    seen = [
+        imbalance_seen(batches, model(LENGTHS, UNIQUE), true(LENGTHS), 0.0, ranks, {})
+        for model in (wrong, calibration.fit.model, true)
+    ]
+    assert seen[1] <= 1.01 * seen[2]
+    assert seen[0] > 1.03 * seen[2], "the wrong model must be wrong enough to notice"
+
+
+def test_a_slow_rank_is_told_from_long_histories() -> None:
+    sums, seconds = _run(60, 8, CostModel(linear=1.0, quadratic=0), TRUE, slow={3: 1.3})
+    calibration = Calibration()
+    fit = calibration.add(sums, seconds)
+    assert fit is not None
+    assert list(slow_ranks(fit)) == [3]
+    assert slow_ranks(fit)[3] == pytest.approx(1.3, abs=0.03)
+    assert not slow_ranks(Calibration().add(*_run(60, 8, CostModel(linear=1.0, quadratic=0), TRUE)))
+
+
+def test_calibration_freezes_when_it_stops_improving() -> None:
+    calibration, windows = Calibration(), 0
+    while not calibration.frozen:
+        calibration.add(*_run(25, 4, CostModel(), TRUE, seed=windows))
+        windows += 1
+        assert windows < 30
+    assert windows > 3
+
+
+def test_steps_that_a_rank_did_not_measure_are_left_out() -> None:
+    sums, seconds = _run(40, 4, CostModel(), TRUE)
+    spoiled = seconds.copy()
+    spoiled[::2, 1] = 0.0
+    fit = Calibration().add(sums, spoiled)
+    assert fit is not None and fit.observations == 80
+    assert Calibration().add(sums, np.zeros_like(seconds)) is None
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ValueError, match="at least five"):
+        CostModel.fit(np.ones((4, 4)), np.ones(4))
+    with pytest.raises(ValueError, match="times > 0"):
+        CostModel.fit(np.ones((6, 4)), np.zeros(6))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightning_freescale.balance import BalancedSampler, BalanceReport
+from lightning_freescale.balance import BalancedSampler
 
 COSTS = np.random.RandomState(0).lognormal(5, 1.5, size=103)
 
@@ -88,5 +88,5 @@ def test_summed_loss() -> None:
 
 
 def test_report() -> None:
-    report = BalanceReport.of_epoch(_ranks(3)[0])
+    report = _ranks(3)[0].report()
     assert 1 <= report.lower_bound <= report.after < report.before

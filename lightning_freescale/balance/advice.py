@@ -1,0 +1,102 @@
+"""When no assignment can help: say so, and what would."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_freescale.balance.outliers import pool_outliers
+from lightning_freescale.balance.plan import StepPlan
+from lightning_freescale.balance.report import BalanceReport, idle
+
+ENOUGH = 1.02
+"""Up to this imbalance (2 % idle) there is nothing to advise."""
+WINDOW, PERCENTILE = 16, 99
+
+
+def predict(
+    costs: NDArray[np.float64], ranks: int, batch_size: int, *, steps: int = 16, window: int = 1, seed: int = 0, **options: Any
+) -> BalanceReport:
+    """Imbalance of ``steps`` steps of samples resampled from ``costs``: predicted, not measured.
+
+    Args:
+        costs: predicted compute time of every sample, shape ``[samples]``.
+        ranks: how many ranks share a step.
+        batch_size: samples per rank and step.
+        steps: how many steps to draw.
+        window: steps that exchange outliers, see :func:`pool_outliers`.
+        seed: seeds the draw.
+        **options: as in :func:`assign`.
+    """
+    per_step, draw = ranks * batch_size, np.random.RandomState(seed)
+    shuffles = [draw.permutation(len(costs)) for _ in range(-(-steps * per_step // len(costs)))]
+    order, edges = np.concatenate(shuffles)[: steps * per_step], range(0, steps * per_step + 1, per_step)
+    if window > 1:
+        order = pool_outliers(order, edges, costs, ranks, window)
+    batches = [order[start:end] for start, end in zip(edges, edges[1:])]
+    return BalanceReport.of_steps(StepPlan(batch, costs[batch], ranks, options=options).balance for batch in batches)
+
+
+def advise(
+    costs: NDArray[np.float64],
+    ranks: int,
+    batch_size: int,
+    report: BalanceReport | None = None,
+    lengths: NDArray[np.float64] | None = None,
+    **options: Any,
+) -> str | None:
+    """A plain sentence if the assignment leaves ranks idle because it cannot do better; None if there is nothing to say.
+
+    Args:
+        costs: predicted compute time of every sample, shape ``[samples]``.
+        ranks: how many ranks share a step.
+        batch_size: samples per rank and step.
+        report: what the assignment in use reaches; predicted if not given.
+        lengths: history length of every sample, to name the length at which to truncate.
+        **options: of :func:`assign`, as in use.
+    """
+    report = predict(costs, ranks, batch_size, **options) if report is None else report
+    if report.lower_bound <= ENOUGH:
+        return None
+    now = min(report.after, predict(costs, ranks, batch_size, **options).after)
+    better = [(value, text) for value, text in _alternatives(costs, ranks, batch_size, lengths, options) if value < now - 0.005]
+    return (
+        f"No assignment of these steps gets below {report.lower_bound:.3f} ({idle(report.lower_bound):.0%} idle): "
+        f"{_reason(report)}. {_sentence([f'{value:.3f} {text}' for value, text in sorted(better)])}"
+    )
+
+
+def _reason(report: BalanceReport) -> str:
+    if report.dominated:
+        return f"in {report.dominated:.0%} of them one sample costs more than a rank's fair share"
+    return "the dearest sample and those that equal counts put beside it cost more than a rank's fair share"
+
+
+def _sentence(choices: Sequence[str]) -> str:
+    if not choices:
+        return "Nothing that was tried would help either: the samples themselves would have to be split"
+    return f"Predicted instead: {'; '.join(choices)}"
+
+
+def _alternatives(
+    costs: NDArray[np.float64], ranks: int, batch_size: int, lengths: NDArray[np.float64] | None, options: dict[str, Any]
+) -> list[tuple[float, str]]:
+    """Imbalance and description of what could be changed."""
+    cap = float(np.percentile(costs, PERCENTILE, method="lower"))
+    at = "" if lengths is None else f" (L = {lengths[costs <= cap].max():g})"
+    choices = [
+        (
+            predict(np.minimum(costs, cap), ranks, batch_size, **options),
+            f"with histories truncated at the {PERCENTILE}th percentile{at}",
+        ),
+        (predict(costs, ranks, batch_size, steps=2 * WINDOW, window=WINDOW, **options), f"with outlier_window={WINDOW}"),
+        (predict(costs, ranks, 2 * batch_size, **options), f"with batch_size={2 * batch_size}"),
+    ]
+    if options.get("mode", "fixed") == "fixed":
+        choices.append((predict(costs, ranks, batch_size, **{**options, "mode": "slack"}), 'with mode="slack"'))
+    if ranks > 1 and not options.get("rank_speeds"):
+        choices.append((predict(costs, ranks // 2, batch_size, **options), f"on {ranks // 2} ranks"))
+    return [(report.after, text) for report, text in choices]

@@ -1,0 +1,87 @@
+"""Fit the cost model while training, and tell when its plan should be made anew."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_freescale.balance.assign import assign
+from lightning_freescale.balance.cost import CostModel
+from lightning_freescale.balance.fit import CostFit
+
+Floats = NDArray[np.float64]
+DISAGREEMENT = 0.05
+"""A new plan is worth it if it lowers the imbalance, as the fit sees it, by more than this share."""
+SLOW = 1.1
+"""A rank is slow if it takes this many times what its samples explain."""
+
+
+class Calibration:
+    """Collects windows of steps, fits after each, and stops when the fit does.
+
+    Args:
+        keep: how many steps the fit rests on at most, the last ones.
+        patience: windows without a better residual until the fit is frozen.
+        least_gain: share by which the residual must fall to count as better.
+    """
+
+    def __init__(self, keep: int = 500, patience: int = 3, least_gain: float = 0.02) -> None:
+        self._sums: deque[Floats] = deque(maxlen=keep)
+        self._seconds: deque[Floats] = deque(maxlen=keep)
+        self._patience, self._least_gain, self._best, self._since = patience, least_gain, float("inf"), 0
+        self.fit: CostFit | None = None
+
+    @property
+    def frozen(self) -> bool:
+        """Whether further windows would change nothing."""
+        return self._since >= self._patience
+
+    def add(self, sums: Floats, seconds: Floats) -> CostFit | None:
+        """A window of all ranks: shapes ``[steps, ranks, 4]`` and ``[steps, ranks]``; None until there is enough to fit."""
+        whole = (seconds > 0).all(axis=1)  # a step that a rank did not measure is of no use
+        self._sums.extend(sums[whole])
+        self._seconds.extend(seconds[whole])
+        steps, ranks = len(self._seconds), seconds.shape[1]
+        if steps * ranks < 10:
+            return None
+        rank = np.tile(np.arange(ranks), steps)
+        self.fit = CostModel.fit(np.concatenate(list(self._sums)), np.concatenate(list(self._seconds)), rank)
+        better = self.fit.residual < self._best * (1 - self._least_gain)
+        self._since = 0 if better else self._since + 1
+        self._best = min(self._best, self.fit.residual)
+        return self.fit
+
+
+def imbalance_seen(
+    batches: Sequence[NDArray[np.int64]],
+    plan_costs: Floats,
+    true_costs: Floats,
+    base: float,
+    ranks: int,
+    options: dict[str, Any],
+) -> float:
+    """Imbalance by ``true_costs`` of plans made with ``plan_costs``, over ``batches`` of samples.
+
+    Args:
+        batches: samples of each step, int arrays.
+        plan_costs: what the assignment goes by, per sample of the data set.
+        true_costs: what it is judged by, in seconds.
+        base: seconds that every rank's step takes besides.
+        ranks: how many ranks share a step.
+        options: of :func:`assign`.
+    """
+    longest = total = 0.0
+    for samples in batches:
+        plan = assign(plan_costs[samples], ranks, **options).rank_of_sample
+        times = np.bincount(plan, true_costs[samples], ranks) + base
+        longest, total = longest + times.max(), total + times.mean()
+    return float(longest / total) if total else 1.0
+
+
+def slow_ranks(fit: CostFit) -> dict[int, float]:
+    """Ranks that take longer than their samples explain, and how many times."""
+    return {int(rank): float(fit.slowness[rank]) for rank in np.flatnonzero(fit.slowness > SLOW)}
