@@ -35,8 +35,14 @@ __all__ = [
     "optimizers_to_device",
     "rank_zero_info",
     "rank_zero_warn",
+    "reload_train_loader",
     "throttle_sigterm_broadcast",
 ]
+
+
+def reload_train_loader(trainer: Trainer) -> None:
+    """Make the fit loop ask for the training loader again although it has one; it has no public way to forget it."""
+    trainer.fit_loop._combined_loader = None
 
 
 def throttle_sigterm_broadcast(trainer: Trainer, every_n_steps: int, around: Callable[[], Any]) -> None:

@@ -36,6 +36,7 @@ from lightning_freescale.refusals import (
     refuse_second_backward,
     refuse_unsupported,
 )
+from lightning_freescale.watch import PlanWatch
 
 if TYPE_CHECKING:
     from lightning_freescale.embeddings.shards import ShardedTables
@@ -69,6 +70,7 @@ class FreeScaleStrategy(ObservedDDPStrategy):
         self.plan, self.planner, self.sigterm_every_n_steps = plan, planner, sigterm_every_n_steps
         self.tables: ShardedTables | None = None
         self.groups: TableGroups | None = None
+        self._watch: PlanWatch | None = None
         self._loss_weight = 1.0
         self._update_due = False
         self._extra: dict[str, Any] = {}
@@ -99,6 +101,8 @@ class FreeScaleStrategy(ObservedDDPStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        if fitting and getattr(getattr(trainer, "datamodule", None), "calibrate", False):
+            self.timeline.enable(self.root_device)
         assert module is not None
         assert self.accelerator is not None
         self.tables = None
@@ -177,8 +181,14 @@ class FreeScaleStrategy(ObservedDDPStrategy):
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
 
+    def _end_watch(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
+
     @override
     def teardown(self) -> None:
+        self._end_watch()
         if self.tables is None:
             super().teardown()
             return
@@ -208,9 +218,13 @@ class FreeScaleStrategy(ObservedDDPStrategy):
             random_state.set_random_state(self._random_states, self.root_device)
             self._random_states = []
         self._update_due = False
-        throttle_sigterm_broadcast(
-            self.lightning_module.trainer, self.sigterm_every_n_steps, lambda: self.timeline.collective("sigterm")
-        )
+        trainer = self.lightning_module.trainer
+        self._watch = PlanWatch(trainer, self.timeline, self._timeout)
+        throttle_sigterm_broadcast(trainer, self.sigterm_every_n_steps, lambda: self.timeline.collective("sigterm"))
+
+    @override
+    def on_train_end(self) -> None:
+        self._end_watch()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -218,8 +232,8 @@ class FreeScaleStrategy(ObservedDDPStrategy):
         trainer = self.lightning_module.trainer
         if self.tables is not None:
             refuse_accumulation(trainer)
-        sampler: Any = getattr(trainer.train_dataloader, "sampler", None)
-        self._loss_weight = sampler.loss_weight(batch_idx) if hasattr(sampler, "loss_weight") else 1.0
+        assert self._watch is not None
+        self._loss_weight = self._watch.begin_step(batch_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

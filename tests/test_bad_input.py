@@ -16,6 +16,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
+from lightning_freescale.balance import CostModel
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.recommender import Recommender, Samples, collate, trainer
 
@@ -37,6 +38,11 @@ DATA = Samples(8)
         ({"lengths": DATA.lengths, "batch_size": 0}, r"batch_size=0.*at least 1"),
         ({"lengths": DATA.lengths, "loss_reduction": "mean"}, r"loss_reduction='mean'.*'target_mean'"),
         ({"cost": [1.0] * 8, "loss_reduction": "target_mean"}, r"'target_mean' needs targets="),
+        ({"cost": [1.0] * 8, "calibrate": True}, r"calibrate=True.*pass lengths="),
+        ({"lengths": DATA.lengths, "slow_ranks": "ignore"}, r"slow_ranks='ignore'.*'rebalance'"),
+        ({"cost": [1.0] * 8, "unique_ids": [1] * 8}, r"unique_ids= goes with lengths="),
+        ({"lengths": DATA.lengths, "unique_ids": [1] * 7}, r"unique_ids has shape \(7,\)"),
+        ({"lengths": DATA.lengths, "cost": CostModel(unique=1.0)}, r"unique=1.0.*pass unique="),
     ],
 )
 def test_data_module_arguments(arguments: dict[str, Any], message: str) -> None:
@@ -202,7 +208,33 @@ def _resume_after_change(changed: dict[str, int]) -> None:
     data.load_state_dict({**data.state_dict(), "batches": 1, **changed})
 
 
-@pytest.mark.parametrize(("name", "value"), [("global_batch_size", 6), ("samples", 7), ("shuffle", 0), ("drop_last", 1)])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "slack"}, r"mode='slack'\) needs Trainer\(strategy='freescale'\)"),
+        ({"loss_reduction": "target_mean"}, r"loss_reduction='target_mean'.*loss_reduction='unweighted'"),
+        ({"calibrate": True}, r"calibrate=True\) needs Trainer\(strategy='freescale'\)"),
+        ({"outlier_window": 0}, r"outlier_window=0"),
+        ({"mode": "best"}, r"mode='best'"),
+        ({"rank_speeds": [1.0]}, r"rank_speeds=\[1.0\].*shape \[2\]"),
+        ({"max_tokens_per_rank": 1}, r"max_tokens_per_rank=1"),
+    ],
+)
+def test_plans_that_do_not_go_with_ddp_or_at_all(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RankFailed, match=message):
+        run_distributed(_fit_under_ddp, 2, options)
+
+
+def _fit_under_ddp(options: dict[str, Any]) -> None:
+    data = FreeScaleDataModule(DATA, DATA.lengths, 2, collate_fn=collate, **options)
+    trainer(strategy="ddp", devices=2, max_steps=1).fit(Recommender(), data)
+
+
+def test_unweighted_goes_with_ddp() -> None:
+    run_distributed(_fit_under_ddp, 2, {"mode": "slack", "loss_reduction": "unweighted"})
+
+
+@pytest.mark.parametrize(("name", "value"), [("samples", 7), ("shuffle", 0), ("outlier_window", 4)])
 def test_mid_epoch_resume_with_another_plan(name: str, value: int) -> None:
     with pytest.raises(RankFailed, match=rf"stopped inside an epoch with {name}={value}, this run has {name}="):
         run_distributed(_resume_after_change, 2, {name: value})

@@ -56,16 +56,17 @@ def advise(
         batch_size: samples per rank and step.
         report: what the assignment in use reaches; predicted if not given.
         lengths: history length of every sample, to name the length at which to truncate.
-        **options: of :func:`assign`, as in use.
+        **options: of :func:`predict`, as in use.
     """
-    report = predict(costs, ranks, batch_size, **options) if report is None else report
+    predicted = predict(costs, ranks, batch_size, **options)
+    report = report or predicted
     if report.lower_bound <= ENOUGH:
         return None
-    now = min(report.after, predict(costs, ranks, batch_size, **options).after)
-    better = [(value, text) for value, text in _alternatives(costs, ranks, batch_size, lengths, options) if value < now - 0.005]
+    tried = _alternatives(costs, ranks, batch_size, lengths, options)
+    better = sorted((value, text) for value, text in tried if value < predicted.after - 0.005)
     return (
         f"No assignment of these steps gets below {report.lower_bound:.3f} ({idle(report.lower_bound):.0%} idle): "
-        f"{_reason(report)}. {_sentence([f'{value:.3f} {text}' for value, text in sorted(better)])}"
+        f"{_reason(report)}. {_sentence([f'{value:.3f} {text}' for value, text in better])}"
     )
 
 
@@ -87,16 +88,19 @@ def _alternatives(
     """Imbalance and description of what could be changed."""
     cap = float(np.percentile(costs, PERCENTILE, method="lower"))
     at = "" if lengths is None else f" (L = {lengths[costs <= cap].max():g})"
+
+    def imbalance(costs: NDArray[np.float64], ranks: int, batch_size: int, **changed: Any) -> float:
+        return predict(costs, ranks, batch_size, **{**options, **changed}).after
+
     choices = [
         (
-            predict(np.minimum(costs, cap), ranks, batch_size, **options),
+            imbalance(np.minimum(costs, cap), ranks, batch_size),
             f"with histories truncated at the {PERCENTILE}th percentile{at}",
         ),
-        (predict(costs, ranks, batch_size, steps=2 * WINDOW, window=WINDOW, **options), f"with outlier_window={WINDOW}"),
-        (predict(costs, ranks, 2 * batch_size, **options), f"with batch_size={2 * batch_size}"),
+        (imbalance(costs, ranks, 2 * batch_size), f"with batch_size={2 * batch_size}"),
+        (imbalance(costs, ranks, batch_size, steps=2 * WINDOW, window=WINDOW), f"with outlier_window={WINDOW}"),
+        (imbalance(costs, ranks, batch_size, mode="slack"), 'with mode="slack"'),
     ]
-    if options.get("mode", "fixed") == "fixed":
-        choices.append((predict(costs, ranks, batch_size, **{**options, "mode": "slack"}), 'with mode="slack"'))
-    if ranks > 1 and not options.get("rank_speeds"):
-        choices.append((predict(costs, ranks // 2, batch_size, **options), f"on {ranks // 2} ranks"))
-    return [(report.after, text) for report, text in choices]
+    if ranks > 2:
+        choices.append((imbalance(costs, ranks // 2, batch_size), f"on {ranks // 2} ranks"))
+    return choices

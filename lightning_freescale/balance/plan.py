@@ -56,6 +56,6 @@ class StepPlan:
             after=imbalance(self.costs, self.rank_of_sample, self.ranks, speeds),
             lower_bound=self.best.lower_bound,
             dominated=self.best.dominated,
-            tokens_imbalance=float("nan") if tokens is None else imbalance(tokens, self.rank_of_sample, self.ranks),
+            tokens_imbalance=None if tokens is None else imbalance(tokens, self.rank_of_sample, self.ranks),
             cost=float(self.costs.sum()),
         )

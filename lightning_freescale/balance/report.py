@@ -17,7 +17,7 @@ class StepBalance:
         after: imbalance of the assignment in use.
         lower_bound: what no assignment within the limits on the counts can beat.
         dominated: a single sample costs more than the mean rank load.
-        tokens_imbalance: max over ranks of tokens / mean over ranks; NaN if no tokens are known.
+        tokens_imbalance: max over ranks of tokens / mean over ranks; None if no tokens are known.
         cost: summed cost of the step.
     """
 
@@ -25,7 +25,7 @@ class StepBalance:
     after: float
     lower_bound: float
     dominated: bool
-    tokens_imbalance: float
+    tokens_imbalance: float | None
     cost: float
 
 
@@ -40,7 +40,7 @@ class BalanceReport:
         lower_bound: what no assignment within the limits on the counts can beat.
         gap: how far ``after`` is above ``lower_bound``, as a share of it.
         dominated: share of steps in which a single sample costs more than the mean rank load.
-        tokens_imbalance: max over ranks of tokens / mean over ranks; NaN if no tokens are known.
+        tokens_imbalance: max over ranks of tokens / mean over ranks; None if no tokens are known.
     """
 
     steps: int
@@ -49,7 +49,7 @@ class BalanceReport:
     lower_bound: float
     gap: float
     dominated: float
-    tokens_imbalance: float
+    tokens_imbalance: float | None
 
     @classmethod
     def of_steps(cls, steps: Iterable[StepBalance]) -> BalanceReport:
@@ -65,18 +65,17 @@ class BalanceReport:
 
         after, bound = mean("after"), mean("lower_bound")
         dominated = float(np.mean([row.dominated for row in rows])) if rows else 0.0
-        return cls(len(rows), mean("before"), after, bound, after / bound - 1, dominated, mean("tokens_imbalance"))
+        tokens = mean("tokens_imbalance") if rows and rows[0].tokens_imbalance is not None else None
+        return cls(len(rows), mean("before"), after, bound, after / bound - 1, dominated, tokens)
 
-    def scalars(self) -> dict[str, float]:
-        """The figures by the names under which they are logged."""
+    def scalars(self, over: str) -> dict[str, float]:
+        """The figures by the names under which they are logged: ``freescale/balance_{over}/...``."""
         names = ("before", "after", "lower_bound", "gap", "dominated", "tokens_imbalance")
-        values = {
-            f"freescale/imbalance_{name}" if name in names[:3] else f"freescale/{name}": getattr(self, name) for name in names
-        }
-        return {name: value for name, value in values.items() if np.isfinite(value)}
+        values = {name: getattr(self, name) for name in names}
+        return {f"freescale/balance_{over}/{name}": value for name, value in values.items() if value is not None}
 
     def __str__(self) -> str:
-        tokens = "" if np.isnan(self.tokens_imbalance) else f"; tokens {self.tokens_imbalance:.3f}"
+        tokens = "" if self.tokens_imbalance is None else f"; tokens {self.tokens_imbalance:.3f}"
         return (
             f"imbalance over {self.steps} steps: {self.before:.3f} as drawn ({idle(self.before):.1%} idle), {self.after:.3f} "
             f"balanced ({idle(self.after):.1%} idle), lower bound {self.lower_bound:.3f} (gap {self.gap:.2%}), "

@@ -13,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_freescale.balance.ahead import Ahead
 from lightning_freescale.balance.outliers import pool_outliers
 from lightning_freescale.balance.plan import StepPlan
-from lightning_freescale.balance.report import BalanceReport
+from lightning_freescale.balance.report import BalanceReport, StepBalance
 from lightning_freescale.balance.steps import StepEdges
 
 
@@ -70,7 +70,7 @@ class BalancedSampler(DistributedSampler[list[int]]):
         self.costs = _rounded(costs)
         self.weights = np.ones(len(self.costs)) if weights is None else np.asarray(weights, dtype=np.float64)
         self.batch_size, self.num_replicas, self.rank = batch_size, num_replicas, rank
-        self.seed, self.shuffle, self.balance, self.drop_last = seed, shuffle, balance, drop_last
+        self.seed, self.shuffle, self.balance_steps, self.drop_last = seed, shuffle, balance, drop_last
         self.summed, self.outlier_window, self.epoch = summed, outlier_window, 0
         self.options = options
         self._per_sample = {
@@ -113,6 +113,11 @@ class BalancedSampler(DistributedSampler[list[int]]):
         """Steps of the epoch, those before a :meth:`resume` included."""
         return len(self._steps.of(self.epoch)) - 1
 
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of an epoch that starts at its beginning."""
+        return len(self._steps.whole) - 1
+
     def __iter__(self) -> Iterator[list[int]]:
         epoch, end = self.epoch, len(self)
         with self._plans.running():
@@ -151,6 +156,10 @@ class BalancedSampler(DistributedSampler[list[int]]):
         total = sum(parts)
         return float(parts[self.rank] * self.num_replicas / total) if total else 1.0
 
+    def balance(self, step: int) -> StepBalance:
+        """What the assignment of a step of the current epoch is worth."""
+        return self.step_plan(self.epoch, step).balance
+
     def report(self, epoch: int | None = None) -> BalanceReport:
         """What balancing brings for every step of an epoch, the current one by default."""
         epoch = self.epoch if epoch is None else epoch
@@ -167,7 +176,7 @@ class BalancedSampler(DistributedSampler[list[int]]):
         first = self._steps.first(self.epoch)
         plan = self.step_plan(self.epoch, min(first, len(self) - 1))
         state = hashlib.sha256(
-            repr((len(self), self.num_replicas, self.balance, self.summed, sorted(self.options.items()))).encode()
+            repr((len(self), self.num_replicas, self.balance_steps, self.summed, sorted(self.options.items()))).encode()
         )
         for array in (self.costs, self.weights, self._order(self.epoch), plan.rank_of_sample, *self._per_sample.values()):
             state.update(np.ascontiguousarray(array).tobytes())
@@ -176,8 +185,8 @@ class BalancedSampler(DistributedSampler[list[int]]):
     def _plan(self, epoch: int, step: int) -> StepPlan:
         samples = self.global_batch(epoch, step)
         options = {**self.options, **{name: values[samples] for name, values in self._per_sample.items()}}
-        plan = StepPlan(samples, self.costs[samples], self.num_replicas, self.balance, options)
-        plan.parts  # noqa: B018 (computed here, in the thread)
+        plan = StepPlan(samples, self.costs[samples], self.num_replicas, self.balance_steps, options)
+        plan.parts, plan.balance  # noqa: B018 (computed here, in the thread)
         return plan
 
     def _order(self, epoch: int) -> NDArray[np.int64]:

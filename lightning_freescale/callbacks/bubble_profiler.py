@@ -88,6 +88,7 @@ class BubbleProfiler(Callback):
         self._reset()
         self._timeline: Timeline = trainer.strategy.timeline  # type: ignore[attr-defined]
         self._timeline.enable(trainer.strategy.root_device)
+        self._timeline.driven = True
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,13 +1,13 @@
-"""What a data module is given, checked: sizes, costs and weights."""
+"""What a data module is given, checked: sizes and weights."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_freescale.balance import CostModel
+LossReduction = Literal["sample_mean", "target_mean", "sum", "unweighted"]
 
 
 def size_of(dataset: Any, argument: str = "dataset=") -> int:
@@ -40,32 +40,14 @@ def numbers(argument: str, values: Any, size: int) -> NDArray[np.float64]:
     return array
 
 
-def costs_of(dataset: Any, lengths: Any, cost: Any, size: int) -> NDArray[np.float64]:
-    """Predicted cost of every sample, shape ``[size]``.
-
-    Raises:
-        ValueError: there is nothing to tell the costs from, or it does not fit.
-    """
-    if lengths is None and cost is None:
-        raise ValueError(
-            "FreeScaleDataModule(lengths=None) cannot balance: pass lengths=, the history length of every sample, or cost=, a "
-            "function of a sample or the costs themselves"
-        )
-    if lengths is not None:
-        lengths = numbers("lengths", lengths, size)
-    if cost is not None and not callable(cost):
-        return numbers("cost", cost, size)
-    if lengths is None:
-        return numbers("cost(sample)", [cost(dataset[index]) for index in range(size)], size)
-    return numbers("cost(lengths)", (cost or CostModel())(lengths), size)
-
-
 def loss_weights(loss_reduction: str, lengths: Any, targets: Any, size: int) -> NDArray[np.float64] | None:
-    """Weight of every sample in the mean loss, shape ``[size]``; None if all weigh the same.
+    """Weight of every sample in the mean loss, shape ``[size]``; None if all weigh the same, or the strategy weighs nothing.
 
     Raises:
-        ValueError: ``targets`` does not go with ``loss_reduction``.
+        ValueError: there is no such ``loss_reduction``, or ``targets`` does not go with it.
     """
+    if loss_reduction not in get_args(LossReduction):
+        raise ValueError(f"loss_reduction={loss_reduction!r}: choose 'sample_mean', 'target_mean', 'sum' or 'unweighted'")
     if loss_reduction != "target_mean":
         if targets is not None:
             raise ValueError(f"targets= is for loss_reduction='target_mean', not {loss_reduction!r}: leave it out")

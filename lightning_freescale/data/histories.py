@@ -21,18 +21,21 @@ class HistoryDataset(Dataset[dict[str, Any]]):
 
     The last item of a user is for ``"test"``, the one before for ``"validate"``; ``"train"`` predicts every next item of
     the rest; ``"predict"`` has the whole history and no target. Users with fewer than ``min_interactions`` have no
-    training target and must have been left out.
+    training target and must have been left out. With ``max_length`` only the last so many items of a history go in.
     """
 
     min_interactions = 4
 
-    def __init__(self, histories: Histories, users: NDArray[np.int64], split: Split) -> None:
-        self.histories, self.users, self.split = histories, users, split
+    def __init__(self, histories: Histories, users: NDArray[np.int64], split: Split, max_length: int | None = None) -> None:
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"max_length={max_length!r}: pass a number of items, at least 1, or None for whole histories")
+        self.histories, self.users, self.split, self.max_length = histories, users, split, max_length
 
     @property
     def lengths(self) -> NDArray[np.int64]:
         """History length of every sample, what its compute time depends on; shape ``[samples]``."""
-        return self.histories.lengths[self.users] - _HELD_OUT[self.split] - (self.split != "predict")
+        whole = self.histories.lengths[self.users] - _HELD_OUT[self.split] - (self.split != "predict")
+        return whole if self.max_length is None else np.minimum(whole, self.max_length)
 
     def __len__(self) -> int:
         return len(self.users)
@@ -41,6 +44,8 @@ class HistoryDataset(Dataset[dict[str, Any]]):
         """``item`` and ``time`` of shape ``[length]``; ``target`` of shape ``[length]`` (train), ``[0]`` or ``[1]``."""
         user = self.users[index]
         start, end = self.histories.offsets[user], self.histories.offsets[user + 1] - _HELD_OUT[self.split]
+        if self.max_length is not None:
+            start = max(start, end - self.max_length - (self.split != "predict"))
         items, times = self.histories.items[start:end], self.histories.times[start:end]
         last = len(items) - (self.split != "predict")
         target = items[1:] if self.split == "train" else items[last:]

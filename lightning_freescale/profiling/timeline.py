@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -90,6 +90,10 @@ class Timeline:
 
     def __init__(self) -> None:
         self.clock: Clock | None = None
+        self.driven = False
+        """Whether a profiler opens and closes the steps."""
+        self.on_step: Callable[[StepRecord], None] | None = None
+        """Called with every step that is closed."""
         self._step: StepRecord | None = None
 
     @property
@@ -99,11 +103,12 @@ class Timeline:
 
     def enable(self, device: torch.device) -> None:
         """Start recording with the clock that fits ``device``."""
-        self.clock = CudaClock(device) if device.type == "cuda" else HostClock()
+        if self.clock is None:
+            self.clock = CudaClock(device) if device.type == "cuda" else HostClock()
 
     def disable(self) -> None:
         """Stop recording and forget the step in progress."""
-        self.clock = self._step = None
+        self.clock, self._step, self.driven = None, None, False
 
     def open_step(self, start: Any = None) -> None:
         """Begin a step, now or at an earlier stamp."""
@@ -115,6 +120,8 @@ class Timeline:
         step, self._step = self._step, None
         if step is not None and self.clock is not None:
             step.end, step.samples = self.clock.stamp(), samples
+            if self.on_step is not None:
+                self.on_step(step)
         return step
 
     @contextmanager

@@ -90,3 +90,88 @@ def test_summed_loss() -> None:
 def test_report() -> None:
     report = _ranks(3)[0].report()
     assert 1 <= report.lower_bound <= report.after < report.before
+
+
+def _rest(world: int, epoch: int, batches: int, samples: int, **options: object) -> list[int]:
+    """What a resumed epoch goes through, step by step in drawn order."""
+    ranks = _ranks(world, **options)
+    for rank in ranks:
+        rank.resume(epoch, batches, samples)
+        rank.set_epoch(epoch)
+    drawn = [list(rank) for rank in ranks]
+    assert {len(steps) for steps in drawn} == {len(ranks[0]) - batches}
+    order: list[int] = []
+    for step, parts in enumerate(zip(*drawn), start=batches):
+        assert all(parts), "every rank has a sample"
+        batch = ranks[0].global_batch(epoch, step).tolist()
+        assert sorted(batch) == sorted(index for part in parts for index in part)
+        order += batch
+    return order
+
+
+@pytest.mark.parametrize(("then", "now"), [(2, 3), (3, 2), (4, 1), (1, 7), (2, 2)])
+@pytest.mark.parametrize("batches", [0, 1, 3])
+def test_resume_on_another_number_of_ranks_keeps_order_and_samples(then: int, now: int, batches: int) -> None:
+    before = _ranks(then)[0]
+    whole = [index for step in range(len(before)) for index in before.global_batch(1, step).tolist()]
+    consumed = before.consumed(1, batches)
+    assert _rest(now, 1, batches, consumed) == whole[consumed:]
+    assert sorted(_rest(now, 2, 0, 0)) == list(range(103)), "the next epoch is whole"
+
+
+def test_resume_with_fewer_samples_left_than_ranks() -> None:
+    sampler = _ranks(7)[0]
+    with pytest.raises(ValueError, match=r"3 samples are left of epoch 1, fewer than the 7 ranks: resume on at most 3 ranks"):
+        sampler.resume(1, 10, 100)
+    sampler = _ranks(7, drop_last=True)[0]
+    sampler.resume(1, 10, 100)
+    sampler.set_epoch(1)
+    assert list(sampler) == []
+
+
+def test_replan_from_the_next_epoch_on() -> None:
+    sampler, flat = _ranks(3)[0], np.ones(103)
+    sampler.replan(1, flat)
+    sampler.replan(1, mode="slack")
+    assert sampler.report(0) == _ranks(3)[0].report(0)
+    sampler.set_epoch(1)
+    expected = _ranks(3, flat, mode="slack")[0]
+    for step in range(len(sampler)):
+        for mine, theirs in zip(sampler.plan(1, step), expected.plan(1, step)):
+            np.testing.assert_array_equal(mine, theirs)
+
+
+def test_digest_tells_plans_apart() -> None:
+    same = _ranks(3)[1].digest()
+    assert _ranks(3)[0].digest() == same
+    nearly = COSTS.copy()
+    nearly[50] *= 1.001
+    others = [_ranks(3, nearly)[0], _ranks(3, seed=1)[0], _ranks(3, mode="slack")[0], _ranks(3, weights=COSTS)[0], _ranks(2)[0]]
+    later = _ranks(3)[0]
+    later.set_epoch(1)
+    assert same not in {sampler.digest() for sampler in [*others, later]}
+    assert _ranks(3, COSTS * (1 + 1e-15))[0].digest() == same, "the last bits of a cost function do not matter"
+
+
+@pytest.mark.parametrize("mode", ["slack", "free"])
+def test_unequal_counts_weigh_the_loss(mode: str) -> None:
+    ranks, values, unequal = _ranks(3, mode=mode), np.random.RandomState(1).rand(103), 0
+    for step in range(len(ranks[0])):
+        parts = [rank.plan(0, step)[rank.rank] for rank in ranks]
+        means = [values[part].mean() for part in parts]
+        expected = values[ranks[0].global_batch(0, step)].mean()
+        assert np.mean([m * rank.loss_weight(step) for m, rank in zip(means, ranks)]) == pytest.approx(expected)
+        unequal += len({len(part) for part in parts}) > 1
+    assert unequal
+
+
+def test_report_of_the_plan_in_use() -> None:
+    tokens = np.arange(1.0, 104.0)
+    drawn, balanced = (_ranks(3, balance=balance, tokens=tokens)[0].report() for balance in (False, True))
+    assert drawn.after == drawn.before == balanced.before > balanced.after
+    assert drawn.lower_bound == balanced.lower_bound
+    assert balanced.gap == pytest.approx(balanced.after / balanced.lower_bound - 1)
+    assert 0 < balanced.dominated < 1
+    assert balanced.tokens_imbalance > 1
+    assert "tokens_imbalance" not in "".join(_ranks(3)[0].report().scalars("epoch"))
+    assert f"{balanced.before:.3f} as drawn" in str(balanced)

@@ -1,0 +1,108 @@
+"""What the strategy does with the plan of the steps while it trains: compare it between ranks, log its worth, calibrate it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_freescale._lightning import Trainer, rank_zero_info
+from lightning_freescale.balance import BalanceReport, StepBalance, advise
+from lightning_freescale.calibrating import Calibrator
+from lightning_freescale.profiling.timeline import Timeline
+
+
+class PlanWatch:
+    """Follows the sampler of a training loader; does nothing for loaders without a plan.
+
+    Args:
+        trainer: the Trainer, with its loader in place.
+        timeline: where the strategy's compute times are recorded.
+        timeout: of the collectives here.
+    """
+
+    def __init__(self, trainer: Trainer, timeline: Timeline, timeout: timedelta | None) -> None:
+        self.trainer = trainer
+        self._timeline = timeline
+        self._sampler: Any = None
+        self._verified: int | None = None
+        self._reported = False
+        self._steps: list[StepBalance] = []
+        # its own gloo group: what is exchanged here must not queue behind training's collectives
+        several = trainer.world_size > 1 and dist.is_initialized()
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if several else None
+        data = getattr(trainer, "datamodule", None)
+        calibrates = getattr(data, "calibrate", False)
+        self._calibrator = Calibrator(trainer, data, timeline, self._group) if calibrates else None
+
+    def begin_step(self, step: int) -> float:
+        """Before ``training_step``; the factor for this rank's loss."""
+        sampler: Any = getattr(self.trainer.train_dataloader, "sampler", None)
+        self._sampler = sampler
+        if hasattr(sampler, "digest") and sampler.epoch != self._verified:
+            self._end_epoch()
+            self._verify(sampler)
+        if hasattr(sampler, "balance"):
+            self._log(sampler.balance(step))
+        if self._calibrator is not None:
+            self._calibrator.begin_step(sampler, step)
+        return float(sampler.loss_weight(step)) if hasattr(sampler, "loss_weight") else 1.0
+
+    def close(self) -> None:
+        """At the end of training, also of one that failed."""
+        self._end_epoch()
+        if self._calibrator is not None:
+            self._calibrator.close()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+        self._calibrator = self._group = None
+
+    def _verify(self, sampler: Any) -> None:
+        """All ranks must have the same plan, or samples would be lost and repeated. Once per epoch."""
+        self._verified = sampler.epoch
+        if self._group is None:
+            return
+        digests: list[Any] = [None] * self._group.size()
+        with self._timeline.collective("plan"):
+            dist.all_gather_object(digests, sampler.digest(), group=self._group)
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if others:
+            raise RuntimeError(
+                f"the ranks plan epoch {sampler.epoch} differently: ranks {others} do not agree with rank 0, so samples would "
+                "be lost and repeated. Give every rank the same lengths, cost, seed and options, and a cost function without "
+                "randomness"
+            )
+
+    def _log(self, balance: StepBalance) -> None:
+        self._steps.append(balance)
+        trainer: Any = self.trainer
+        if trainer.is_global_zero and trainer.log_every_n_steps and trainer.global_step % trainer.log_every_n_steps == 0:
+            self._write(BalanceReport.of_steps([balance]).scalars("step"))
+
+    def _end_epoch(self) -> None:
+        steps, self._steps = self._steps, []
+        if not steps or not self.trainer.is_global_zero:
+            return
+        report = BalanceReport.of_steps(steps)
+        self._write(report.scalars("epoch"))
+        if not self._reported:
+            self._reported = True
+            rank_zero_info(f"strategy 'freescale': predicted {report}")
+            advice = self._advice(report)
+            if advice is not None:
+                rank_zero_info(advice)
+
+    def _advice(self, report: BalanceReport) -> str | None:
+        sampler, data = self._sampler, getattr(self.trainer, "datamodule", None)
+        if not getattr(sampler, "balance_steps", False):
+            return None
+        lengths = data.sample_costs.lengths if data is not None else None
+        options = {name: sampler.options[name] for name in ("mode", "count_slack") if name in sampler.options}
+        return advise(
+            sampler.costs, sampler.num_replicas, sampler.batch_size, report, lengths, window=sampler.outlier_window, **options
+        )
+
+    def _write(self, scalars: dict[str, float]) -> None:
+        for logger in self.trainer.loggers:
+            logger.log_metrics(scalars, step=self.trainer.global_step)

@@ -1,0 +1,63 @@
+"""Pooling: every sample once, none moves far, fewer steps are dominated."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_freescale.balance import BalancedSampler, advise, pool_outliers, predict
+
+LENGTHS = np.random.RandomState(0).lognormal(3.5, 1.3, 3000).clip(1, 800)
+COSTS = LENGTHS**2 + 100 * LENGTHS
+
+
+@given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 4), st.integers(1, 5), st.data())
+@settings(max_examples=150, deadline=None)
+def test_every_sample_once_and_none_moves_far(steps: int, per_rank: int, ranks: int, window: int, data: st.DataObject) -> None:
+    samples = steps * per_rank * ranks + data.draw(st.integers(0, per_rank * ranks - 1))
+    edges = [*range(0, steps * per_rank * ranks, per_rank * ranks), samples]
+    costs = np.array(data.draw(st.lists(st.integers(0, 1000), min_size=samples, max_size=samples)), dtype=float)
+    order = np.random.RandomState(1).permutation(samples)
+    pooled = pool_outliers(order, edges, costs, ranks, window)
+    assert sorted(pooled) == list(range(samples))
+    step_of = np.searchsorted(edges, np.arange(samples), side="right") - 1
+    before, after = np.empty(samples, dtype=int), np.empty(samples, dtype=int)
+    before[order], after[pooled] = step_of, step_of
+    assert np.abs(before - after).max() < window
+    assert (before // window == after // window).all()
+
+
+def test_giants_come_together() -> None:
+    plain, pooled = (predict(COSTS, 16, 8, steps=32, window=window) for window in (1, 16))
+    assert pooled.dominated < 0.7 * plain.dominated
+    assert pooled.after < 0.9 * plain.after
+
+
+def test_sampler_keeps_the_epoch() -> None:
+    plain, pooled = (BalancedSampler(COSTS, 8, num_replicas=16, rank=0, outlier_window=window) for window in (1, 8))
+    batches = [[sampler.global_batch(1, step) for step in range(len(sampler))] for sampler in (plain, pooled)]
+    assert [len(batch) for batch in batches[0]] == [len(batch) for batch in batches[1]]
+    windows = [[np.sort(np.concatenate(steps[first : first + 8])) for first in range(0, len(steps), 8)] for steps in batches]
+    for a, b in zip(*windows):
+        np.testing.assert_array_equal(a, b)
+    assert any((np.sort(a) != np.sort(b)).any() for a, b in zip(*batches))
+    with pytest.raises(ValueError, match="outlier_window=0"):
+        BalancedSampler(COSTS, 8, num_replicas=2, rank=0, outlier_window=0)
+
+
+def test_advice_names_what_would_help() -> None:
+    sentence = advise(COSTS, 16, 8, lengths=LENGTHS)
+    assert sentence is not None
+    assert sentence.startswith("No assignment of these steps gets below")
+    cap = LENGTHS[np.percentile(COSTS, 99, method="lower") >= COSTS].max()
+    for remedy in (f"99th percentile (L = {cap:g})", "outlier_window=16", "batch_size=16", 'mode="slack"', "on 8 ranks"):
+        assert remedy in sentence
+    assert advise(np.ones(1000), 16, 8) is None
+
+
+def test_advice_when_nothing_helps() -> None:
+    """One sample in a hundred is everything; pooling, batches and slack cannot split it."""
+    sentence = advise(np.array([1.0] * 30 + [1e9]), 2, 1, mode="free")
+    assert sentence is None or "Predicted instead" in sentence or "would have to be split" in sentence
