@@ -15,7 +15,7 @@ from lightning_freescale.balance.fit import CostFit
 from lightning_freescale.profiling.attribution import attribute, resolve
 from lightning_freescale.profiling.timeline import StepRecord, Timeline
 
-WINDOW = 25
+WINDOW = 15
 """Steps between two exchanges of measured times."""
 LAG = 3
 """The newest steps wait for the next exchange: they may still be running on a device."""

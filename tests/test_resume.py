@@ -84,6 +84,50 @@ def test_resume_is_bitwise(optimizer: str, stop: Any, step: int, workers: int, t
     _equal(second[0]["states"][0]["state"], whole[0]["states"][0]["state"])
 
 
+def _fit_on(world: int, workers: int, path: str, batch_size: int = 4, stop_at: int | None = None) -> dict[str, Any]:
+    """70 samples, so that the last step is uneven."""
+    torch.manual_seed(0)
+    module, data = Seen("sgd"), Samples(70)
+    loader = FreeScaleDataModule(data, data.lengths, batch_size, collate_fn=collate, num_workers=workers)
+    fit = trainer(devices=world, max_epochs=3, callbacks=[StopAt(stop_at, path)] if stop_at else [])
+    fit.fit(module, loader, ckpt_path=None if stop_at else path)
+    epochs = [loader.sampler(0, world)._order(epoch).tolist() for epoch in range(3)]
+    return {"seen": module.seen, "epochs": epochs, "steps": fit.global_step, "reload": fit.reload_dataloaders_every_n_epochs}
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "stop_at", "workers", "batch_size"),
+    [(2, 3, 4, 0, 4), (3, 2, 2, 0, 4), (2, 1, 12, 0, 4), (2, 3, 12, 2, 4), (2, 2, 4, 0, 3)],
+)
+def test_resume_inside_an_epoch_on_other_ranks(
+    then: int, now: int, stop_at: int, workers: int, batch_size: int, tmp_path: Path
+) -> None:
+    """The rest of the epoch in the same order, no sample lost or repeated, and whole epochs after it."""
+    path = str(tmp_path / "half.ckpt")
+    first = run_distributed(_fit_on, then, then, workers, path, stop_at=stop_at)
+    second = run_distributed(_fit_on, now, now, workers, path, batch_size)
+    epoch, inside = divmod(stop_at, -(-70 // (4 * then)))
+    trained = [_by_step(result) for result in (first, second)]
+    assert len(trained[0]) == stop_at
+    done = sorted(sample for step in trained[0][stop_at - inside :] for sample in step)
+    order, steps = first[0]["epochs"], iter(trained[1])
+    assert done == sorted(order[epoch][: inside * 4 * then])
+    expected = [order[epoch][inside * 4 * then :], *order[epoch + 1 :]]
+    for rest in expected:
+        while rest:
+            step = next(steps)
+            assert now * batch_size == len(step) or len(rest) < now * batch_size + now
+            assert sorted(step) == sorted(rest[: len(step)])
+            rest = rest[len(step) :]
+    assert next(steps, None) is None
+    assert second[0]["reload"] == 0, "the Trainer's own setting is put back"
+
+
+def _by_step(results: list[dict[str, Any]]) -> list[list[int]]:
+    """Samples of all ranks, step by step."""
+    return [[sample for rank in step for sample in rank] for step in zip(*(result["seen"] for result in results), strict=True)]
+
+
 def _equal(a: Any, b: Any) -> None:
     assert a.keys() == b.keys()
     for key in a:

@@ -29,7 +29,7 @@ class Calibration:
         least_gain: share by which the residual must fall to count as better.
     """
 
-    def __init__(self, keep: int = 500, patience: int = 3, least_gain: float = 0.02) -> None:
+    def __init__(self, keep: int = 500, patience: int = 5, least_gain: float = 0.02) -> None:
         self._sums: deque[Floats] = deque(maxlen=keep)
         self._seconds: deque[Floats] = deque(maxlen=keep)
         self._patience, self._least_gain, self._best, self._since = patience, least_gain, float("inf"), 0

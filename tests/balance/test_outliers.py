@@ -31,8 +31,7 @@ def test_every_sample_once_and_none_moves_far(steps: int, per_rank: int, ranks: 
 
 def test_giants_come_together() -> None:
     plain, pooled = (predict(COSTS, 16, 8, steps=32, window=window) for window in (1, 16))
-    assert pooled.dominated < 0.7 * plain.dominated
-    assert pooled.after < 0.9 * plain.after
+    assert pooled.after < 0.6 * plain.after
 
 
 def test_sampler_keeps_the_epoch() -> None:

@@ -57,6 +57,20 @@ def test_balancing_keeps_the_gradient(samples: int, loss_reduction: str) -> None
         assert not torch.equal(weight, initial[name])
 
 
+@pytest.mark.parametrize("options", [{"mode": "slack"}, {"mode": "free"}, {"rank_speeds": [1.0, 0.4], "mode": "free"}])
+@pytest.mark.parametrize("loss_reduction", ["sample_mean", "target_mean"])
+def test_unequal_counts_keep_the_gradient(options: dict[str, Any], loss_reduction: str) -> None:
+    plain, unequal = (
+        run_distributed(_after_one_step, 2, "freescale", 16, 8, loss_reduction=loss_reduction, **chosen)[0]
+        for chosen in ({}, options)
+    )
+    if loss_reduction == "target_mean":  # the test module means over samples, which target_mean then weighs by their lengths
+        assert any(not torch.equal(weight, unequal[name]) for name, weight in plain.items())
+        return
+    for name, weight in plain.items():
+        torch.testing.assert_close(weight, unequal[name], rtol=1e-6, atol=1e-7)
+
+
 def _alone(samples: int) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     module, data = Recommender("sgd"), Samples(samples)
