@@ -51,6 +51,11 @@ class FreeScaleDataModule(LightningDataModule):
         seed: seeds the order.
         num_workers, pin_memory, persistent_workers: as in ``torch.utils.data.DataLoader``.
 
+    Attributes:
+        sample_costs: lengths, unique ids and costs of the training samples.
+        refits: from which epoch on a cost model fitted while training is in use, with the options that came with it.
+        histories: from :meth:`from_interactions`, the maps from dense ids to the file's.
+
     Raises:
         ValueError: an argument does not fit; names it, its value and the fix.
     """
@@ -121,7 +126,7 @@ class FreeScaleDataModule(LightningDataModule):
         self.histories: Any = None
         self._reload_every: int | None = None
         self._resume: tuple[int, int, int | None] = (0, 0, None)
-        self._refits: dict[int, tuple[CostModel, dict[str, Any]]] = {}
+        self.refits: dict[int, tuple[CostModel, dict[str, Any]]] = {}
         self._sampler: BalancedSampler | None = None
 
     @classmethod
@@ -142,7 +147,7 @@ class FreeScaleDataModule(LightningDataModule):
         """Histories from a CSV or Parquet file (or a pyarrow table), split leave-one-out.
 
         Each user's last item is for test, the one before for validation, the rest for training. Batches are those of
-        :func:`lightning_freescale.data.collate_histories`. ``histories`` keeps the maps from dense ids to the file's.
+        :func:`lightning_freescale.data.collate_histories`.
 
         ``source`` to ``ties`` are the arguments of :func:`lightning_freescale.data.read_interactions`, the others those of
         :class:`FreeScaleDataModule`. ``max_length`` keeps the last so many items of a history; it is not gradient-identical,
@@ -178,13 +183,13 @@ class FreeScaleDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Forget the previous fit's progress; a checkpoint brings its own afterwards."""
-        self._resume, self._refits, self._sampler = (0, 0, None), {}, None
+        self._resume, self.refits, self._sampler = (0, 0, None), {}, None
 
     def train_dataloader(self) -> PlannedLoader:
         """The balanced loader of this rank."""
         self._check_trainer()
         sampler = self._sampler = self.sampler(*self._world())
-        for epoch, (model, speeds) in self._refits.items():
+        for epoch, (model, speeds) in self.refits.items():
             sampler.replan(epoch, self.sample_costs.by(model), **speeds)
         sampler.resume(*self._resume)
         sampler.set_epoch(self.trainer.current_epoch if self.trainer is not None else 0)
@@ -224,7 +229,7 @@ class FreeScaleDataModule(LightningDataModule):
             model: a function of the lengths and, if they were given, the unique ids.
             **options: ``rank_speeds``, if they change.
         """
-        self._refits[epoch] = (model, options)
+        self.refits[epoch] = (model, options)
         if self._sampler is not None:
             self._sampler.replan(epoch, self.sample_costs.by(model), **options)
 
@@ -236,7 +241,7 @@ class FreeScaleDataModule(LightningDataModule):
         epochs = loop.epoch_progress.current
         inside = epochs.ready > epochs.processed  # else the batches counted are those of the epoch before
         batches = loop.epoch_loop.batch_progress.current.processed if inside else 0
-        refits = {epoch: (vars(model), options) for epoch, (model, options) in self._refits.items()}
+        refits = {epoch: (vars(model), options) for epoch, (model, options) in self.refits.items()}
         return {**self._progress(epochs.processed, batches).state(), "refits": refits}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -246,7 +251,7 @@ class FreeScaleDataModule(LightningDataModule):
         then = Progress.resumed(state, self._progress(0, 0))
         self.seed, self._resume = then.seed, (then.epoch, then.batches, then.consumed)
         same_ranks = then.ranks == self._world()[1]  # else the speeds are those of others
-        self._refits = {
+        self.refits = {
             epoch: (CostModel(**model), options if same_ranks else {}) for epoch, (model, options) in state["refits"].items()
         }
         if self._sampler is not None and self.trainer is not None:

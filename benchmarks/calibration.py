@@ -1,0 +1,65 @@
+"""From a wrong cost model to the true one: imbalance by the true cost before and after calibration, predicted.
+
+A model whose time grows with the square of the length starts with a cost model that counts tokens. Every step's compute times
+are drawn with noise and outliers, the fit is made by the code that runs in training, and the plan that follows is scored by the
+true cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+from itertools import product
+
+import harness
+import numpy as np
+from lengths import read_lengths
+
+from lightning_freescale.balance import CostModel, assign
+from lightning_freescale.balance.calibration import Calibration, imbalance_seen
+from lightning_freescale.balance.cost import sample_features
+
+BATCH, JUDGED = 32, 20
+WRONG = CostModel(linear=1.0, quadratic=0.0)
+TRUE = {"L^2": CostModel(linear=0.0, quadratic=1.0), "L^2 + 1280 L": CostModel(linear=1280.0, quadratic=1.0)}
+
+
+def main() -> None:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--data", action="append", required=True, metavar="PATH", help="lengths: .npz with offsets, or text")
+    parser.add_argument("--ranks", default="8,64,256")
+    parser.add_argument("--steps", type=int, default=50, help="measured steps (default: 50)")
+    parser.add_argument("--noise", type=float, default=0.05, help="standard deviation of the log of the times (default: 0.05)")
+    options = parser.parse_args()
+    figures: dict[str, float] = {}
+    print(f"predicted: {options.steps} steps, noise {options.noise:.0%}, 5 % of the times three times too long")
+    print(f"{'data':<10}{'true cost':<14}{'ranks':>6}{'tokens only':>13}{'calibrated':>12}{'true model':>12}{'/ true':>9}")
+    for path in options.data:
+        name, lengths = read_lengths(path)
+        for (label, model), ranks in product(TRUE.items(), map(int, options.ranks.split(","))):
+            wrong, fitted, true = _run(lengths, ranks, model, options)
+            print(f"{name:<10}{label:<14}{ranks:>6}{wrong:>13.4f}{fitted:>12.4f}{true:>12.4f}{fitted / true:>9.4f}")
+            key = f"{name}_{'mixed' if model.linear else 'quadratic'}_{ranks}"
+            figures |= {f"{key}_before": wrong / true, f"{key}_calibrated": fitted / true}
+    harness.finish(figures, options)
+
+
+def _run(lengths: np.ndarray, ranks: int, model: CostModel, options: argparse.Namespace) -> list[float]:
+    """Imbalance by the true cost of plans by the wrong, the fitted and the true model."""
+    draw, features, true, steps = np.random.RandomState(0), sample_features(lengths), model(lengths), options.steps
+    sums, seconds = np.zeros((steps, ranks, 4)), np.zeros((steps, ranks))
+    base = true.mean() * BATCH / 10
+    for step in range(steps):
+        samples = draw.choice(len(lengths), ranks * BATCH)
+        rank = assign(WRONG(lengths[samples]), ranks).rank_of_sample
+        for column in range(4):
+            sums[step, :, column] = np.bincount(rank, features[samples, column], ranks)
+        times = base + np.bincount(rank, true[samples], ranks)
+        seconds[step] = times * draw.lognormal(0, options.noise, ranks) * np.where(draw.rand(ranks) < 0.05, 3, 1)
+    fit = Calibration().add(sums, seconds)
+    assert fit is not None
+    batches = [draw.choice(len(lengths), ranks * BATCH) for _ in range(JUDGED)]
+    return [imbalance_seen(batches, model(lengths), true, 0.0, ranks, {}) for model in (WRONG, fit.model, model)]
+
+
+if __name__ == "__main__":
+    main()
