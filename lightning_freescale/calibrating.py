@@ -47,14 +47,14 @@ class Calibrator:
 
     Args:
         trainer: the Trainer.
-        data: its data module: ``sample_costs``, ``slow_ranks``, ``refits`` and ``replan``.
+        data: its data module: ``slow_ranks``, and its ``train``.
         timeline: records the steps, which are opened and closed here unless a profiler does it.
         group: a gloo group of all ranks, or None if there is one rank.
     """
 
     def __init__(self, trainer: Trainer, data: Any, timeline: Timeline, group: dist.ProcessGroup | None) -> None:
         self.trainer, self._data, self._timeline, self._group = trainer, data, timeline, group
-        self._features = data.sample_costs.features()
+        self._features = data.train.sample_costs.features()
         self._calibration = Calibration()
         self._sums: list[NDArray[np.float64]] = []
         self._records: dict[int, StepRecord] = {}
@@ -114,12 +114,12 @@ class Calibrator:
         fit = self._calibration.add(sums, seconds)
         if fit is None:
             return None
-        ranks, costs = sampler.num_replicas, self._data.sample_costs.by(fit.model)
+        ranks, costs = sampler.num_replicas, self._data.train.sample_costs.by(fit.model)
         batches = [sampler.global_batch(sampler.epoch, step) for step in range(min(JUDGED, len(sampler)))]
         options = {name: value for name, value in sampler.options.items() if name in ("mode", "count_slack")}
         now, then = (imbalance_seen(batches, used, costs, fit.base, ranks, options) for used in (sampler.costs, costs))
         slow = self._data.slow_ranks == "rebalance" and bool(slow_ranks(fit))
-        replan = bool(self._data.refits) or now > then * (1 + DISAGREEMENT) or slow
+        replan = bool(self._data.train.refits) or now > then * (1 + DISAGREEMENT) or slow
         return Verdict(fit, now, then, replan, self._calibration.frozen)
 
     def _follow(self, verdict: Verdict, sampler: Any) -> None:
@@ -127,7 +127,7 @@ class Calibrator:
         fit = verdict.fit
         if verdict.replan and sampler.balance_steps:
             speeds = [round(float(1 / s), 2) for s in fit.slowness] if self._data.slow_ranks == "rebalance" else None
-            self._data.replan(sampler.epoch + 1, fit.model, **({} if speeds is None else {"rank_speeds": speeds}))
+            self._data.train.replan(sampler.epoch + 1, fit.model, **({} if speeds is None else {"rank_speeds": speeds}))
         if self.trainer.is_global_zero:
             self._tell(verdict, sampler.epoch)
         if verdict.frozen:

@@ -8,52 +8,56 @@ from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from lightning_freescale._lightning import LightningDataModule, TrainerFn, rank_zero_info, reload_train_loader
-from lightning_freescale.balance import BalancedSampler, CostModel
-from lightning_freescale.data.arguments import LossReduction, loss_weights, size_of
+from lightning_freescale.balance import BalancedSampler
+from lightning_freescale.data.arguments import LossReduction, loss_weights, numbers, refuse_for_streams, size_of, stream_weight
 from lightning_freescale.data.costs import SampleCosts
 from lightning_freescale.data.loader import PlannedLoader
-from lightning_freescale.data.progress import Progress
+from lightning_freescale.data.planned import PlannedData
+from lightning_freescale.data.stream import StreamLoader
+from lightning_freescale.data.streamed import StreamedData
 
 
 class FreeScaleDataModule(LightningDataModule):
     """Loads training batches whose samples are assigned to the ranks so that all finish together.
 
     Args:
-        dataset: map-style training data set.
-        lengths: history length of every training sample, shape ``[samples]``.
+        dataset: training data set: map-style, or an ``IterableDataset`` that yields this rank's own stream.
+        lengths: history length of every training sample, shape ``[samples]``; for a stream a function of one sample.
         batch_size: samples per rank and step.
         cost: predicted compute time: a function of the array of lengths (and of ``unique_ids``, if given); or instead of
-            ``lengths`` a function of one sample (reads the data set once) or the costs themselves, shape ``[samples]``.
-            ``CostModel()`` of the lengths by default.
+            ``lengths`` a function of one sample (reads a map-style data set once) or the costs themselves, shape
+            ``[samples]``. ``CostModel()`` of the lengths by default.
         unique_ids: number of unique ids in every training sample, shape ``[samples]``, if they cost time.
-        calibrate: fit a :class:`CostModel` to the compute times that the strategy measures, and plan by it from the next
-            epoch on if that lowers the imbalance by more than 5 %. The plan, not the gradient, then depends on the clock.
+        calibrate: fit a :class:`~lightning_freescale.balance.CostModel` to the compute times that the strategy measures, and
+            plan by it from the next epoch on if that lowers the imbalance by more than 5 %. The plan, not the gradient, then
+            depends on the clock.
         slow_ranks: what to do, while calibrating, about ranks that are slow for reasons the costs do not explain:
             ``"report"`` them, or ``"rebalance"``: give them less work from the next epoch on.
         collate_fn: turns the list of samples of a step into a batch; torch's default if not given.
-        validate, test, predict: data sets for the other stages, loaded in order, every sample once.
+        validate, test, predict: map-style data sets for the other stages, loaded in order, every sample once.
         balance: assign samples by cost; ``False`` deals them as drawn. The samples of a step are the same either way.
         mode, count_slack, max_tokens_per_rank, rank_speeds: as in :func:`lightning_freescale.balance.assign`.
         tokens: tokens of every sample, shape ``[samples]``; ``lengths`` if not given.
         keep_together: group of every sample, shape ``[samples]``; samples of a group that share a step go to one rank.
         outlier_window: exchange samples between this many consecutive steps so that those that dominate a step come together.
             Not gradient-identical: it changes which samples share a step. 1 for no exchange.
+        exchange, pool_batches, max_age: for a stream, as in :class:`lightning_freescale.data.StreamLoader`.
         loss_reduction: what the loss that ``training_step`` returns averages over: the rank's samples, or its targets. The
             strategy scales it so that the gradient is that of the mean over the global batch, also when ranks hold unequal
             numbers. ``"sum"`` gives the gradient of the sum over the global batch. ``"unweighted"`` leaves the losses as
             they are, for strategies that weigh nothing.
-        targets: prediction targets per sample for ``"target_mean"``, shape ``[samples]``; ``lengths`` if not given.
+        targets: prediction targets per sample for ``"target_mean"``, shape ``[samples]``, for a stream a function of one
+            sample; ``lengths`` if not given.
         drop_last: leave out an incomplete last step.
-        shuffle: draw a new order every epoch.
+        shuffle: draw a new order every epoch; a stream comes in its own.
         seed: seeds the order.
         num_workers, pin_memory, persistent_workers: as in ``torch.utils.data.DataLoader``.
 
     Attributes:
-        sample_costs: lengths, unique ids and costs of the training samples.
-        refits: from which epoch on a cost model fitted while training is in use, with the options that came with it.
+        train: the training data: how it is planned, and where a run stands in it.
         histories: from :meth:`from_interactions`, the maps from dense ids to the file's.
 
     Raises:
@@ -63,7 +67,7 @@ class FreeScaleDataModule(LightningDataModule):
     def __init__(
         self,
         dataset: Dataset[Any],
-        lengths: ArrayLike | None = None,
+        lengths: ArrayLike | Callable[[Any], float] | None = None,
         batch_size: int = 32,
         *,
         cost: Callable[..., Any] | Sequence[float] | NDArray[Any] | None = None,
@@ -83,7 +87,10 @@ class FreeScaleDataModule(LightningDataModule):
         keep_together: ArrayLike | None = None,
         outlier_window: int = 1,
         loss_reduction: LossReduction = "sample_mean",
-        targets: ArrayLike | None = None,
+        targets: ArrayLike | Callable[[Any], float] | None = None,
+        exchange: Literal["none", "samples"] = "samples",
+        pool_batches: int = 8,
+        max_age: int | None = 32,
         drop_last: bool = False,
         shuffle: bool = True,
         seed: int = 0,
@@ -98,36 +105,68 @@ class FreeScaleDataModule(LightningDataModule):
             raise ValueError(f"FreeScaleDataModule(slow_ranks={slow_ranks!r}): choose 'report' or 'rebalance'")
         if calibrate and lengths is None:
             raise ValueError("FreeScaleDataModule(calibrate=True) fits the cost to the lengths: pass lengths=")
-        size = size_of(dataset)
-        self.dataset, self.batch_size, self.seed, self.shuffle = dataset, batch_size, seed, shuffle
-        self.sample_costs = SampleCosts(dataset, lengths, unique_ids, cost, size)
-        self.stages = {"validate": validate, "test": test, "predict": predict}
+        self.batch_size, self.mode, self.loss_reduction = batch_size, mode, loss_reduction
         self.calibrate, self.slow_ranks = calibrate, slow_ranks
-        self.loss_reduction, self.outlier_window = loss_reduction, outlier_window
-        self._plan_options: dict[str, Any] = {
-            "balance": balance,
-            "drop_last": drop_last,
-            "weights": loss_weights(loss_reduction, lengths, targets, size),
-            "summed": loss_reduction == "sum",
-            "tokens": lengths if tokens is None else tokens,
-            "keep_together": keep_together,
-            "mode": mode,
-            "count_slack": count_slack,
-            "max_tokens_per_rank": max_tokens_per_rank,
-            "rank_speeds": rank_speeds,
-        }
+        self.stages = {"validate": validate, "test": test, "predict": predict}
+        self.feature_rows: dict[str, int] = {}
+        self.histories: Any = None
         self._loader_options: dict[str, Any] = {
             "collate_fn": collate_fn,
             "num_workers": num_workers,
             "pin_memory": pin_memory,
             "persistent_workers": persistent_workers,
         }
-        self.feature_rows: dict[str, int] = {}
-        self.histories: Any = None
         self._reload_every: int | None = None
-        self._resume: tuple[int, int, int | None] = (0, 0, None)
-        self.refits: dict[int, tuple[CostModel, dict[str, Any]]] = {}
-        self._sampler: BalancedSampler | None = None
+        assign_options = {"mode": mode, "count_slack": count_slack, "rank_speeds": rank_speeds}
+        shared = {"summed": loss_reduction == "sum", "drop_last": drop_last}
+        self.train: PlannedData | StreamedData
+        if isinstance(dataset, IterableDataset):
+            refuse_for_streams(
+                calibrate=calibrate,
+                unique_ids=unique_ids,
+                max_tokens_per_rank=max_tokens_per_rank,
+                tokens=tokens,
+                keep_together=keep_together,
+                outlier_window=outlier_window > 1,
+                pin_memory=pin_memory,
+                persistent_workers=persistent_workers,
+            )
+            self.train = StreamedData(
+                dataset,
+                cast(Any, lengths),
+                cast(Any, cost),
+                assign_options=assign_options,
+                loader_options={
+                    **shared,
+                    "batch_size": batch_size,
+                    "weight": stream_weight(loss_reduction, lengths, targets),
+                    "exchange": exchange if balance else "none",
+                    "pool_batches": pool_batches if balance else 1,
+                    "max_age": max_age,
+                    "collate_fn": collate_fn,
+                    "num_workers": num_workers,
+                },
+            )
+            return
+        size = size_of(dataset)
+        self.train = PlannedData(
+            dataset,
+            SampleCosts(dataset, lengths, unique_ids, cost, size),
+            batch_size,
+            seed=seed,
+            shuffle=shuffle,
+            outlier_window=outlier_window,
+            plan_options={
+                **shared,
+                **assign_options,
+                "balance": balance,
+                "weights": loss_weights(loss_reduction, lengths, targets, size),
+                "tokens": numbers("tokens", tokens, size) if tokens is not None else lengths,
+                "keep_together": keep_together,
+                "max_tokens_per_rank": max_tokens_per_rank,
+            },
+            loader_options=self._loader_options,
+        )
 
     @classmethod
     def from_interactions(
@@ -183,18 +222,21 @@ class FreeScaleDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Forget the previous fit's progress; a checkpoint brings its own afterwards."""
-        self._resume, self.refits, self._sampler = (0, 0, None), {}, None
+        self.train.forget()
 
-    def train_dataloader(self) -> PlannedLoader:
+    def teardown(self, stage: str) -> None:
+        """Give the streams' group back."""
+        if isinstance(self.train, StreamedData):
+            self.train.close()
+
+    def train_dataloader(self) -> PlannedLoader | StreamLoader:
         """The balanced loader of this rank."""
         self._check_trainer()
-        sampler = self._sampler = self.sampler(*self._world())
-        for epoch, (model, speeds) in self.refits.items():
-            sampler.replan(epoch, self.sample_costs.by(model), **speeds)
-        sampler.resume(*self._resume)
-        sampler.set_epoch(self.trainer.current_epoch if self.trainer is not None else 0)
-        self._reload_after(sampler)
-        return PlannedLoader.of(self.dataset, sampler, **self._loader_options)
+        if isinstance(self.train, StreamedData):
+            return self.train.loader(*self._world(), getattr(cast(Any, self.trainer).strategy, "_timeout", None))
+        loader = self.train.loader(*self._world(), 0 if self.trainer is None else self.trainer.current_epoch)
+        self._reload_next_epoch(self.train.epoch_is_cut_anew)
+        return loader
 
     def val_dataloader(self) -> PlannedLoader | list[Any]:
         """Every validation sample once, in order."""
@@ -209,67 +251,35 @@ class FreeScaleDataModule(LightningDataModule):
         return self._stage_loader("predict")
 
     def sampler(self, rank: int, world_size: int) -> BalancedSampler:
-        """The training sampler of one of ``world_size`` ranks."""
-        return BalancedSampler(
-            self.sample_costs.costs,
-            self.batch_size,
-            num_replicas=world_size,
-            rank=rank,
-            seed=self.seed,
-            shuffle=self.shuffle,
-            outlier_window=self.outlier_window,
-            **self._plan_options,
-        )
-
-    def replan(self, epoch: int, model: CostModel, **options: Any) -> None:
-        """From ``epoch`` on plan by another cost model; call it with the same arguments on every rank.
-
-        Args:
-            epoch: a later epoch than the current one.
-            model: a function of the lengths and, if they were given, the unique ids.
-            **options: ``rank_speeds``, if they change.
-        """
-        self.refits[epoch] = (model, options)
-        if self._sampler is not None:
-            self._sampler.replan(epoch, self.sample_costs.by(model), **options)
+        """The training plan of one of ``world_size`` ranks, for a map-style data set."""
+        if isinstance(self.train, StreamedData):
+            raise ValueError("the steps of a stream cannot be planned before its samples have arrived")
+        return self.train.sampler(rank, world_size)
 
     # -- resume
 
     def state_dict(self) -> dict[str, Any]:
-        """Seed, epoch, batches and samples consumed, with what they refer to; the same on every rank."""
+        """Where training stands in its data; the same on every rank. Collective for streams."""
         loop: Any = cast(Any, self.trainer).fit_loop
         epochs = loop.epoch_progress.current
         inside = epochs.ready > epochs.processed  # else the batches counted are those of the epoch before
         batches = loop.epoch_loop.batch_progress.current.processed if inside else 0
-        refits = {epoch: (vars(model), options) for epoch, (model, options) in self.refits.items()}
-        return {**self._progress(epochs.processed, batches).state(), "refits": refits}
+        return self.train.state_dict(epochs.processed, batches, self._world()[1])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the samples that the checkpoint's run has consumed."""
         if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
             return  # validation and test load the weights of a checkpoint, not its place in the training data
-        then = Progress.resumed(state, self._progress(0, 0))
-        self.seed, self._resume = then.seed, (then.epoch, then.batches, then.consumed)
-        same_ranks = then.ranks == self._world()[1]  # else the speeds are those of others
-        self.refits = {
-            epoch: (CostModel(**model), options if same_ranks else {}) for epoch, (model, options) in state["refits"].items()
-        }
-        if self._sampler is not None and self.trainer is not None:
-            reload_train_loader(self.trainer)  # it was asked for before the checkpoint was read
+        self.train.load_state_dict(state, *self._world())
+        if self.trainer is not None:
+            reload_train_loader(self.trainer)  # somebody may have asked for it before the checkpoint was read
 
-    def _progress(self, epoch: int, batches: int) -> Progress:
-        consumed = self._sampler.consumed(epoch, batches) if self._sampler is not None else 0
-        ranks, samples = self._world()[1], len(self.sample_costs.costs)
-        return Progress(
-            self.seed, epoch, batches, consumed, samples, int(self.shuffle), self.outlier_window, self.batch_size, ranks
-        )
-
-    def _reload_after(self, sampler: BalancedSampler) -> None:
-        """An epoch resumed with other steps has another length than the next one: Lightning has to ask for the loader again."""
+    def _reload_next_epoch(self, once: bool) -> None:
+        """An epoch that was cut anew has another length than the next one: Lightning has to ask for the loader again."""
         trainer: Any = self.trainer
         if self._reload_every is not None:
             trainer.reload_dataloaders_every_n_epochs, self._reload_every = self._reload_every, None
-        elif trainer is not None and len(sampler) != sampler.steps_per_epoch:
+        elif trainer is not None and once:
             self._reload_every, trainer.reload_dataloaders_every_n_epochs = trainer.reload_dataloaders_every_n_epochs, 1
 
     def _world(self) -> tuple[int, int]:
@@ -290,10 +300,9 @@ class FreeScaleDataModule(LightningDataModule):
             )
         if self._world()[1] == 1 or self.loss_reduction == "unweighted":
             return
-        mode = self._plan_options["mode"]
-        if self.loss_reduction != "sample_mean" or mode in ("slack", "free"):
+        if self.loss_reduction != "sample_mean" or self.mode in ("slack", "free"):
             raise ValueError(
-                f"FreeScaleDataModule(loss_reduction={self.loss_reduction!r}, mode={mode!r}) needs "
+                f"FreeScaleDataModule(loss_reduction={self.loss_reduction!r}, mode={self.mode!r}) needs "
                 "Trainer(strategy='freescale') to weigh each rank's loss; this strategy averages the ranks' losses as they "
                 "are. Use loss_reduction='unweighted' if that is what you want"
             )

@@ -26,7 +26,7 @@ class PlanWatch:
         self.trainer = trainer
         self._timeline = timeline
         self._sampler: Any = None
-        self._verified: int | None = None
+        self._epoch: int | None = None
         self._reported = False
         self._steps: list[StepBalance] = []
         # its own gloo group: what is exchanged here must not queue behind training's collectives
@@ -40,10 +40,9 @@ class PlanWatch:
         """Before ``training_step``; the factor for this rank's loss."""
         sampler: Any = getattr(self.trainer.train_dataloader, "sampler", None)
         self._sampler = sampler
-        if hasattr(sampler, "digest") and sampler.epoch != self._verified:
-            self._end_epoch()
-            self._verify(sampler)
         if hasattr(sampler, "balance"):
+            if sampler.epoch != self._epoch:
+                self._begin_epoch(sampler)
             self._log(sampler.balance(step))
         if self._calibrator is not None:
             self._calibrator.begin_step(sampler, step)
@@ -58,14 +57,17 @@ class PlanWatch:
             dist.destroy_process_group(self._group)
         self._calibrator = self._group = None
 
-    def _verify(self, sampler: Any) -> None:
-        """All ranks must have the same plan, or samples would be lost and repeated. Once per epoch."""
-        self._verified = sampler.epoch
-        if self._group is None:
-            return
-        digests: list[Any] = [None] * self._group.size()
+    def _begin_epoch(self, sampler: Any) -> None:
+        self._end_epoch()
+        self._epoch = sampler.epoch
+        if self._group is not None and hasattr(sampler, "digest"):
+            self._verify(sampler, self._group)
+
+    def _verify(self, sampler: Any, group: dist.ProcessGroup) -> None:
+        """All ranks must have the same plan, or samples would be lost and repeated."""
+        digests: list[Any] = [None] * group.size()
         with self._timeline.collective("plan"):
-            dist.all_gather_object(digests, sampler.digest(), group=self._group)
+            dist.all_gather_object(digests, sampler.digest(), group=group)
         others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if others:
             raise RuntimeError(
@@ -97,7 +99,7 @@ class PlanWatch:
         sampler, data = self._sampler, getattr(self.trainer, "datamodule", None)
         if not getattr(sampler, "balance_steps", False):
             return None
-        lengths = data.sample_costs.lengths if data is not None else None
+        lengths = data.train.sample_costs.lengths if data is not None else None
         options = {name: sampler.options[name] for name in ("mode", "count_slack") if name in sampler.options}
         return advise(
             sampler.costs, sampler.num_replicas, sampler.batch_size, report, lengths, window=sampler.outlier_window, **options

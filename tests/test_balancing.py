@@ -114,7 +114,7 @@ def _calibrated(profile: bool = False, slow: int | None = None, epochs: int = 2,
         "plans": reports,
         "imbalance": logger.of("freescale/cost_residual"),
         "lengths": data.lengths.numpy().astype(float),
-        "refits": module.state_dict()["refits"],
+        "refits": module.train.refits,
         "timeline": fit.strategy.timeline.enabled,
     }
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from collections.abc import Callable
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,3 +57,34 @@ def loss_weights(loss_reduction: str, lengths: Any, targets: Any, size: int) -> 
     if targets is None:
         raise ValueError("loss_reduction='target_mean' needs targets=, the prediction targets of every sample, or lengths=")
     return numbers("targets", targets, size)
+
+
+def stream_weight(loss_reduction: str, lengths: Any, targets: Any) -> Callable[[Any], float] | None:
+    """The same for a stream: a function of one sample; None if all weigh the same.
+
+    Raises:
+        ValueError: as above, or ``targets`` is no function.
+    """
+    if loss_weights(loss_reduction, [0.0], None if targets is None else [0.0], 1) is None:
+        return None
+    weight = lengths if targets is None else targets
+    if not callable(weight):
+        raise ValueError(
+            f"loss_reduction='target_mean' with targets={targets!r}: for a stream pass targets= or lengths=, a function from a "
+            "sample to its number of prediction targets"
+        )
+    return cast("Callable[[Any], float]", weight)
+
+
+def refuse_for_streams(**arguments: Any) -> None:
+    """Arguments that need all samples to be known.
+
+    Raises:
+        ValueError: one is given.
+    """
+    for name, value in arguments.items():
+        if value is not None and value is not False:
+            raise ValueError(
+                f"FreeScaleDataModule({name}=...) is for map-style data sets, not for an IterableDataset, whose samples are "
+                "not known before they arrive: leave it out"
+            )

@@ -1,7 +1,7 @@
 """The search behind :func:`lightning_freescale.balance.assign`: whole numbers, fixed numbers of steps, no clock.
 
-A :class:`Problem` goes through :func:`first_plan` (longest first), then :func:`refine` (swaps and moves). With numba installed
-large problems run compiled, with the identical plan.
+A :class:`Problem` goes through :func:`first_plan` (the most demanding units with their company, then longest first), then
+:func:`refine` (swaps and moves). With numba installed large problems run compiled, with the identical plan.
 """
 
 from lightning_freescale.balance.solver.bounds import lower_bound

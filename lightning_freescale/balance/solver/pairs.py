@@ -29,10 +29,11 @@ def best_exchange(
     """
     pairs, candidates = slow.shape
     more = slow[:, :, None] - quick[:, None, :]
-    later = np.maximum(
-        (slow_load[:, None, None] - more) * slow_pace[:, None, None],
-        (quick_load[:, None, None] + more) * quick_pace[:, None, None],
-    )
+    later = quick_load[:, None, None] + more
+    later *= quick_pace[:, None, None]
+    np.subtract(slow_load[:, None, None], more, out=more)
+    more *= slow_pace[:, None, None]
+    np.maximum(later, more, out=later)
     if blocked.size:
         later[blocked] = _NEVER
     flat = later.reshape(pairs, candidates * candidates)

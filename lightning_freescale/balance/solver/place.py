@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_freescale.balance.solver.company import demanding
 from lightning_freescale.balance.solver.compiled import compiled, worth_compiling
 from lightning_freescale.balance.solver.problem import Ints, Problem
 
@@ -30,20 +31,27 @@ def zigzag(problem: Problem) -> Ints:
 
 
 def _plain(problem: Problem) -> Ints:
-    order, ranks = problem.order, problem.ranks
-    ordered, rank_of_unit = problem.cost[order], np.empty(len(order), dtype=np.int64)
-    fast_first = np.argsort(problem.slowness, kind="stable")
-    step = problem.slowness[fast_first] * ranks
-    spare = ranks if problem.spare is None else problem.spare
-    left = np.full(ranks, problem.most - 1)
-    if worth_compiling(len(order)):
-        placed: Any = np.empty(len(order), dtype=np.int64)
+    order, groups = problem.order, demanding(problem)
+    rank_of_unit = np.full(len(order), -1)
+    for rank, group in enumerate(groups):
+        rank_of_unit[group] = rank
+    order = order[rank_of_unit[order] < 0]
+    fast_first = np.argsort(problem.slowness, kind="stable")[len(groups) :]
+    rank_of_unit[order] = fast_first[_dealt(problem, problem.cost[order], problem.slowness[fast_first])]
+    return rank_of_unit
+
+
+def _dealt(problem: Problem, ordered: Ints, slowness: Ints) -> Ints:
+    """Dealt to the ranks that are left."""
+    spare = problem.ranks if problem.spare is None else problem.spare
+    left, step = np.full(len(slowness), problem.most - 1), slowness * len(slowness)
+    if worth_compiling(len(ordered)):
+        placed: Any = np.empty(len(ordered), dtype=np.int64)
         compiled(deal_longest_first)(ordered, step, left, spare, placed)
     else:  # lists are what the interpreter is quick with
-        placed = [0] * len(order)
+        placed = [0] * len(ordered)
         deal_longest_first(ordered.tolist(), step.tolist(), left.tolist(), spare, placed)
-    rank_of_unit[order] = fast_first[np.asarray(placed)]
-    return rank_of_unit
+    return np.asarray(placed)
 
 
 def deal_longest_first(costs: Any, step: Any, left: Any, spare: int, placed: Any) -> None:

@@ -23,18 +23,20 @@ def refine(problem: Problem, rank_of_unit: Ints, target: float) -> Ints:
     if problem.ranks == 1:
         return rank_of_unit
     board = _Board(problem, rank_of_unit)
-    shift = failed = 0
+    failed = 0
     for _ in range(ROUNDS):
-        by_time = np.argsort(-board.time, kind="stable")
         slow = int(np.count_nonzero(board.time > target))
         if not slow or failed == PATIENCE:
             break
-        pairs = min(slow, problem.ranks // 2)
-        others = problem.ranks - pairs
-        partner = by_time[pairs + (others - 1 - (np.arange(pairs) + shift) % others)]
-        helped = board.exchange(by_time[:pairs], partner)
-        failed, shift = (0, 0) if helped else (failed + 1, shift + 1)
+        failed = 0 if board.exchange(*_pairs(np.argsort(-board.time, kind="stable"), slow, failed)) else failed + 1
     return board.rank_of_unit()
+
+
+def _pairs(by_time: Ints, slow: int, shift: int) -> tuple[Ints, Ints]:
+    """The slowest ranks, and for each one of the others, quickest first; ``shift`` gives them other partners."""
+    pairs = min(slow, len(by_time) // 2)
+    others = len(by_time) - pairs
+    return by_time[:pairs], by_time[pairs + (others - 1 - (np.arange(pairs) + shift) % others)]
 
 
 class _Board:
@@ -66,11 +68,19 @@ class _Board:
 
     def exchange(self, slow: Ints, quick: Ints) -> bool:
         """Make the best exchange of every pair that has one; whether the first pair had."""
-        blocked = np.zeros((0, 0, 0), dtype=bool)
+        best = self._best(slow, quick)
+        found = best >= 0
+        self._swap(slow[found], quick[found], best[found])
+        return bool(found[0])
+
+    def _best(self, slow: Ints, quick: Ints) -> Ints:
+        columns, blocked = self.columns, np.zeros((0, 0, 0), dtype=bool)
         for limit in self.limits:
-            now = limit.blocked(slow, quick, self.columns)
-            blocked = blocked | now if blocked.size else now
-        columns = self.columns
+            tight = limit.tight(slow, quick)
+            if len(tight) and not blocked.size:
+                blocked = np.zeros((len(slow), len(columns), len(columns)), dtype=bool)
+            if len(tight):
+                blocked[tight] |= limit.blocked(slow[tight], quick[tight], columns)
         arguments = (
             self.cost[slow[:, None], columns],
             self.cost[quick[:, None], columns],
@@ -80,11 +90,7 @@ class _Board:
             self.slowness[quick],
             blocked,
         )
-        best = compiled(best_exchange_loop)(*arguments) if self.compiled else best_exchange(*arguments)
-        found = best >= 0
-        give, take = np.divmod(best[found], len(columns))
-        self._swap(slow[found], columns[give], quick[found], columns[take])
-        return bool(found[0])
+        return compiled(best_exchange_loop)(*arguments) if self.compiled else best_exchange(*arguments)
 
     def rank_of_unit(self) -> Ints:
         """The plan as it stands."""
@@ -96,7 +102,8 @@ class _Board:
     def _table(self, values: Ints) -> Ints:
         return np.where(self.unit >= 0, values[self.unit], 0)
 
-    def _swap(self, slow: Ints, give: Ints, quick: Ints, take: Ints) -> None:
+    def _swap(self, slow: Ints, quick: Ints, best: Ints) -> None:
+        give, take = (self.columns[place] for place in np.divmod(best, len(self.columns)))
         more = self.cost[slow, give] - self.cost[quick, take]
         self.load[slow] -= more
         self.load[quick] += more
@@ -112,6 +119,13 @@ class _Limit:
     def __init__(self, table: Ints, least: int, most: int) -> None:
         self.table, self.least, self.most = table, least, most
         self.held: Ints = table.sum(axis=1)
+        self._largest = int(table.max())
+
+    def tight(self, slow: Ints, quick: Ints) -> Ints:
+        """The pairs that a single exchange could take out of the limits."""
+        low, high = self.least + self._largest, self.most - self._largest
+        safe = (self.held >= low) & (self.held <= high)
+        return np.flatnonzero(~(safe[slow] & safe[quick]))
 
     def blocked(self, slow: Ints, quick: Ints, columns: Ints) -> NDArray[np.bool_]:
         """Which exchanges would leave the limits, shape ``[pairs, candidates, candidates]``."""

@@ -1,0 +1,97 @@
+"""All assignment algorithms on the same global batches, in turns."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import peers
+from numpy.typing import NDArray
+
+from lightning_freescale.balance import Assignment, CostModel, assign
+from lightning_freescale.balance.assign import imbalance
+from lightning_freescale.balance.solver import compiled
+
+Floats, Ints = NDArray[np.float64], NDArray[np.int64]
+COST, PER_RANK, SLACK = CostModel(linear=5.0 * 256, quadratic=1.0), 32, 0.25
+OURS = ("fixed", "slack", "free")
+PEERS: dict[str, Callable[[Floats, Floats, int], Ints]] = {
+    "random": lambda lengths, cost, ranks: peers.random(cost, ranks),
+    "zigzag": lambda lengths, cost, ranks: peers.zigzag(cost, ranks),
+    "kk": lambda lengths, cost, ranks: peers.karmarkar_karp_equal(cost, ranks),
+    "hf": lambda lengths, cost, ranks: peers.contiguous_groups(lengths, ranks),
+}
+
+
+@contextmanager
+def _compiled(solver: bool) -> Iterator[None]:
+    before, compiled.enabled = compiled.enabled, solver
+    try:
+        yield
+    finally:
+        compiled.enabled = before
+
+
+class Contest:
+    """Plays batch after batch and sums up.
+
+    Args:
+        ranks: how many share a batch.
+        solvers: whether ours runs compiled; with both, in turns.
+        with_peers: whether the others play, too.
+    """
+
+    def __init__(self, ranks: int, solvers: Sequence[bool], with_peers: bool = True) -> None:
+        self.ranks, self.solvers, self.peers = ranks, solvers, PEERS if with_peers else {}
+        self.worst: dict[str, tuple[Assignment, Floats]] = {}
+        """Per mode, ours with the largest gap, and what its samples cost."""
+        self._loads: dict[str, list[tuple[float, float]]] = defaultdict(list)  # of the slowest rank, and the mean
+        self._seconds: dict[str, list[float]] = defaultdict(list)
+        self._dominated: list[bool] = []
+
+    def play(self, lengths: Floats) -> None:
+        """One global batch, shape ``[samples]``."""
+        cost = COST(lengths)
+        known = {mode: self._bounded(mode, cost) for mode in OURS}  # also has the compiler do its work
+        for name, algorithm in self.peers.items():
+            self._note(name, cost, self._timed(name, algorithm, lengths, cost, self.ranks))
+        for mode in OURS:
+            self._note(mode, cost, known[mode].rank_of_sample)
+            for solver in self.solvers:
+                name = f"{mode}_compiled" if solver else mode
+                with _compiled(solver):
+                    plan = self._timed(name, assign, cost, self.ranks, mode=mode, count_slack=SLACK)
+                if (plan.rank_of_sample != known[mode].rank_of_sample).any():
+                    raise AssertionError(f"{self.ranks} ranks, {mode}: the plan differs with and without the compiler")
+        self._dominated.append(known["fixed"].dominated)
+
+    def figures(self) -> dict[str, float]:
+        """All by name."""
+        result = {}
+        for name, loads in self._loads.items():
+            slowest, mean = np.sum(loads, axis=0)
+            result[name] = float(slowest / mean)
+        result |= {f"{mode}_gap": result[mode] / result[f"{mode}_bound"] for mode in OURS}
+        result |= {f"{name}_ms": float(np.median(taken) * 1e3) for name, taken in self._seconds.items()}
+        return result | {"dominated": float(np.mean(self._dominated))}
+
+    def _bounded(self, mode: str, cost: Floats) -> Assignment:
+        with _compiled(self.solvers[-1]):
+            plan = assign(cost, self.ranks, mode=mode, count_slack=SLACK)
+        if mode not in self.worst or plan.gap > self.worst[mode][0].gap:
+            self.worst[mode] = plan, cost
+        self._loads[f"{mode}_bound"].append((plan.lower_bound * cost.mean(), cost.mean()))
+        return plan
+
+    def _timed(self, name: str, algorithm: Callable, *arguments: object, **options: object) -> Any:
+        start = time.perf_counter()
+        result = algorithm(*arguments, **options)
+        self._seconds[name].append(time.perf_counter() - start)
+        return result
+
+    def _note(self, name: str, cost: Floats, plan: Ints) -> None:
+        self._loads[name].append((imbalance(cost, plan, self.ranks) * cost.mean(), cost.mean()))

@@ -1,0 +1,109 @@
+"""A search for a better assignment that takes as long as it is given: how far from the best is ours really?"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+_PROPOSALS = 200_000  # between two looks at the clock, well below 0.1 s
+_HOTTEST, _COOLING, _COLDEST = 1000, 0.8, 1e-5
+"""The temperature starts hot, as a multiple of the square of what the best exceeds the level by, and falls by that factor."""
+
+
+def search(
+    costs: NDArray[np.float64], plan: NDArray[np.int64], ranks: int, limits: tuple[int, int], bound: float, seconds: float
+) -> float:
+    """The smallest imbalance found from ``plan``.
+
+    A level between the lower bound and the best so far is set, and simulated annealing (Kirkpatrick et al. 1983) over moves,
+    swaps and rotations among three ranks lowers the summed squares of what loads exceed it by. Once none does, a lower level
+    is set; if it has cooled down in vain, it starts again from the best, with another seed and a higher level.
+
+    Args:
+        costs: shape ``[samples]``.
+        plan: where to start, shape ``[samples]``.
+        ranks: how many share the samples.
+        limits: least and most samples that a rank may hold.
+        bound: lower bound of the imbalance, where the search may stop.
+        seconds: how long to search.
+    """
+    cost = costs * ranks / costs.sum()  # a load is an imbalance
+    best, reached = _table(plan, ranks, limits[1]), float(np.bincount(plan, cost, ranks).max())
+    end, share, seed = time.perf_counter() + seconds, 0.5, 0
+    while time.perf_counter() < end and reached > bound * 1.00001:
+        level, seed, found = bound + share * (reached - bound), seed + 1, False
+        members, held = (part.copy() for part in best)
+        load = np.array([cost[row[:many]].sum() for row, many in zip(members, held)])
+        heat = hottest = _HOTTEST * (reached - level) ** 2
+        while heat > hottest * _COLDEST and not found and time.perf_counter() < end:
+            found = _anneal(cost, members, held, load, limits[0], level, heat, seed, _PROPOSALS)
+            heat, seed = heat * _COOLING, seed + 1
+        if found:
+            best, reached = (members, held), max(float(cost[row[:many]].sum()) for row, many in zip(members, held))
+        share = 0.5 if found else min(0.98, 1 - (1 - share) / 1.5)
+    return reached
+
+
+def _table(plan: NDArray[np.int64], ranks: int, most: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Samples of every rank, shape ``[ranks, slots]``, and how many there are."""
+    held = np.bincount(plan, minlength=ranks)
+    members = np.full((ranks, min(most, 2 * int(held.max()))), -1)
+    for rank in range(ranks):
+        members[rank, : held[rank]] = np.flatnonzero(plan == rank)
+    return members, held
+
+
+@numba.njit(cache=True)
+def _anneal(
+    cost: Any, members: Any, held: Any, load: Any, least: int, level: float, heat: float, seed: int, proposals: int
+) -> bool:
+    """Change ``members``, ``held`` and ``load`` in place; whether no load exceeds ``level`` any more."""
+    np.random.seed(seed)
+    ranks = len(load)
+    for _ in range(proposals):
+        a, b, c = _slow(load, level), np.random.randint(ranks), np.random.randint(ranks)
+        if a in (b, c) or (b == c and ranks > 2):
+            continue
+        three = ranks > 2 and np.random.random() < 0.3
+        i, j, k = np.random.randint(held[a]), np.random.randint(held[b]), np.random.randint(held[c])
+        move = not three and held[a] > least and held[b] < members.shape[1] and np.random.random() < 0.3
+        give, take = cost[members[a, i]], 0.0 if move else cost[members[b, j]]
+        back = cost[members[c, k]] if three else take
+        after = load[a] - give + back, load[b] + give - take, load[c] + take - back
+        change = _over(after[0], level) - _over(load[a], level) + _over(after[1], level) - _over(load[b], level)
+        if three:
+            change += _over(after[2], level) - _over(load[c], level)
+        if change > 0 and np.random.random() >= np.exp(-change / heat):
+            continue
+        load[a], load[b] = after[0], after[1]
+        if three:
+            load[c] = after[2]
+            members[a, i], members[b, j], members[c, k] = members[c, k], members[a, i], members[b, j]
+        elif move:
+            members[b, held[b]], members[a, i] = members[a, i], members[a, held[a] - 1]
+            held[a], held[b] = held[a] - 1, held[b] + 1
+        else:
+            members[a, i], members[b, j] = members[b, j], members[a, i]
+        if change < 0 and load.max() <= level:
+            return True
+    return False
+
+
+@numba.njit(cache=True)
+def _slow(load: Any, level: float) -> int:
+    """Some rank, rather one that exceeds the level."""
+    rank = np.random.randint(len(load))
+    for _ in range(16):
+        if load[rank] > level:
+            break
+        rank = np.random.randint(len(load))
+    return rank
+
+
+@numba.njit(cache=True)
+def _over(load: float, level: float) -> float:
+    return max(0.0, load - level) ** 2

@@ -1,0 +1,167 @@
+"""Run ranks on several fake hosts of this machine, joined by shaped links: a slow network without a cluster.
+
+``python benchmarks/netlab.py --hosts 4 --rate 200mbit -- python script.py``; ``--check`` says whether this machine can (exit
+code 0 or 3). Every host is a network namespace with ``eth0`` at 10.77.0.1, .2, ... behind a bridge; its card is full duplex,
+shaped in both directions, so that many senders to one receiver cost time, too. The ranks find ``RANK``, ``LOCAL_RANK``,
+``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``, ``GLOO_SOCKET_IFNAME``, ``NETLAB_HOST`` and ``NETLAB_RATE`` in their
+environment.
+
+All lives in a fresh network, mount and process namespace (and a user namespace, where one is not root): however this command
+ends, the kernel removes every process, link and namespace. The exit code is that of the first rank that fails, which ends the
+others; 124 after ``--timeout``; 3 where the machine cannot. Needs ``ip`` and ``tc`` (iproute2) and ``unshare`` (util-linux).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+TIMED_OUT, UNAVAILABLE = 124, 3
+_INSIDE = "NETLAB_INSIDE"
+_PR_SET_PDEATHSIG = 1
+_MTU = "9000"
+_PROBE = (
+    "mount -t tmpfs none /run && ip link add name nl0 type veth peer name nl1 && ip link add name nlb type bridge && "
+    "tc qdisc add dev nl0 root tbf rate 10mbit burst 32kb limit 1mb && ip netns add probe"
+)
+
+
+def main() -> int:
+    """Exit code of the command line."""
+    options = _options()
+    if _INSIDE not in os.environ:
+        reason = available()
+        if options.check or reason is not None:
+            print(
+                "netlab: ok" if reason is None else f"netlab: unavailable: {reason}", file=sys.stderr if reason else sys.stdout
+            )
+            return 0 if reason is None else UNAVAILABLE
+        return _enter()
+    del os.environ[_INSIDE]
+    _build(options)
+    return _wait(_start(options), options.timeout)
+
+
+def available() -> str | None:
+    """Why this machine cannot; None if it can."""
+    missing = [tool for tool in ("unshare", "ip", "tc") if not shutil.which(tool)]
+    if missing:
+        return f"{', '.join(missing)} not found: install iproute2 and util-linux"
+    done = subprocess.run([*_unshare(), "sh", "-c", _PROBE], capture_output=True, text=True)
+    return None if done.returncode == 0 else f"the kernel refuses: {done.stderr.strip() or done.returncode}"
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--check", action="store_true", help="only say whether this machine can")
+    add("--hosts", type=int, default=2)
+    add("--ranks-per-host", type=int, default=1)
+    add("--rate", default="200mbit", help="of every card in each direction, as tc writes it, or 'none'")
+    add("--burst", default="64kb", help="of tc's tbf")
+    add("--queue", default="16mb", help="of tc's tbf; so deep that nothing is dropped")
+    add("--congestion", default="reno", help="TCP's congestion control; '' for the kernel's, which a namespace may refuse")
+    add("--port", type=int, default=29511, help="MASTER_PORT")
+    add("--timeout", type=float, default=300, help="seconds")
+    add("--pin", action="store_true", help="pin rank r to core r, modulo cores")
+    add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
+    options = parser.parse_args()
+    options.command = options.command[options.command[:1] == ["--"] :]
+    if not (options.check or options.command):
+        parser.error("say what to run after --, e.g. -- python script.py")
+    if not (1 <= options.hosts <= 254 and options.ranks_per_host >= 1):
+        parser.error(f"--hosts {options.hosts} --ranks-per-host {options.ranks_per_host}: 1 to 254, and at least 1")
+    return options
+
+
+def _unshare() -> list[str]:
+    rootless = ["--user", "--map-root-user"] if os.geteuid() else []
+    return ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child=KILL", "--mount-proc", *rootless]
+
+
+def _enter() -> int:
+    """Run this file again in namespaces of its own, which end with this process, however it ends."""
+    die_with_parent = ctypes.CDLL(None).prctl
+    inside = subprocess.Popen(
+        [*_unshare(), sys.executable, str(Path(__file__).resolve()), *sys.argv[1:]],
+        env={**os.environ, _INSIDE: "1"},
+        preexec_fn=lambda: die_with_parent(_PR_SET_PDEATHSIG, signal.SIGKILL),
+    )
+
+    def stop(number: int, _: object) -> NoReturn:
+        inside.kill()  # unshare itself ignores the gentler signals
+        sys.exit(128 + number)
+
+    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(each, stop)
+    return inside.wait()
+
+
+def _build(options: argparse.Namespace) -> None:
+    """A bridge, and every host with its card behind it."""
+    _do("mount -t tmpfs none /run")
+    _do("ip link set lo up")
+    _do("ip link add name br0 type bridge")
+    _do(f"ip link set br0 mtu {_MTU} up")
+    for host in range(options.hosts):
+        name, port = f"h{host}", f"p{host}"
+        _do(f"ip netns add {name}")
+        _do(f"ip link add name {port} mtu {_MTU} type veth peer name eth0 mtu {_MTU} netns {name}")
+        _do(f"ip link set {port} master br0 up")
+        _do(f"ip -n {name} addr add 10.77.0.{host + 1}/24 dev eth0")
+        _do(f"ip -n {name} link set lo up")
+        _do(f"ip -n {name} link set eth0 up")
+        if options.rate != "none":
+            shape = f"root tbf rate {options.rate} burst {options.burst} limit {options.queue}"
+            _do(f"ip netns exec {name} tc qdisc add dev eth0 {shape}")  # what the host sends
+            _do(f"tc qdisc add dev {port} {shape}")  # what it receives
+        if options.congestion:
+            setting = f"echo {options.congestion} > /proc/sys/net/ipv4/tcp_congestion_control"
+            _do(f"ip netns exec {name} sh -c", setting)
+
+
+def _do(command: str, *last: str) -> None:
+    done = subprocess.run([*command.split(), *last], capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"netlab: {' '.join([command, *last])!r} failed: {(done.stderr or done.stdout).strip()}")
+
+
+def _start(options: argparse.Namespace) -> list[subprocess.Popen[bytes]]:
+    world, cores = options.hosts * options.ranks_per_host, sorted(os.sched_getaffinity(0))
+    shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(options.port)}
+    shared |= {"GLOO_SOCKET_IFNAME": "eth0", "NETLAB_RATE": options.rate}
+    ranks = []
+    for rank in range(world):
+        host, local = divmod(rank, options.ranks_per_host)
+        own = {"RANK": str(rank), "LOCAL_RANK": str(local), "NETLAB_HOST": str(host)}
+        pinned = ["taskset", "-c", str(cores[rank % len(cores)])] if options.pin else []
+        command = ["ip", "netns", "exec", f"h{host}", *pinned, *options.command]
+        ranks.append(subprocess.Popen(command, env={**os.environ, **shared, **own}))
+    return ranks
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], timeout: float) -> int:
+    """Exit code of the first rank that fails; the others end with this process, the first of its process namespace."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        codes = [rank.poll() for rank in ranks]
+        failed = [code for code in codes if code]
+        if failed:  # the others would wait for it
+            return failed[0] if failed[0] > 0 else 128 - failed[0]
+        if None not in codes:
+            return 0
+        time.sleep(0.05)
+    return TIMED_OUT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

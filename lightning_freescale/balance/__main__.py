@@ -1,0 +1,121 @@
+"""``python -m lightning_freescale.balance simulate``: what balancing would bring, before anyone buys GPUs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lightning_freescale.balance.cost import CostModel
+from lightning_freescale.balance.length_files import KINDS, read_lengths
+from lightning_freescale.balance.picture import new_figure, plot
+from lightning_freescale.balance.simulate import Forecast, describe, forecast, table
+
+_EXAMPLE = "python -m lightning_freescale.balance simulate --lengths lengths.txt --ranks 8,64,256 --batch-size 32 --dim 256"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; exits with 2 and says what is wrong if it cannot."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return
+    try:
+        _simulate(options)
+    except (ImportError, OSError, ValueError) as error:
+        print(f"simulate: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _simulate(options: argparse.Namespace) -> None:
+    cost, assigning = _cost(options), _assigning(options)
+    figure = None if options.plot is None else new_figure()  # what is missing is told before the work
+    lengths = read_lengths(options.lengths, options.column)
+    drawing = {"steps": options.steps, "window": options.outlier_window, "seed": options.seed}
+    rows = [forecast(lengths, ranks, options.batch_size, cost, **drawing, **assigning) for ranks in options.ranks]
+    what = (
+        f"{options.steps} steps of {options.batch_size} samples per rank, resampled from {options.lengths.name}; "
+        f"cost {_formula(cost)}"
+    )
+    mode = ", ".join(f"{name} {value:g}" if name == "count_slack" else f"{name} {value!r}" for name, value in assigning.items())
+    window = f", outlier_window {options.outlier_window}" if options.outlier_window > 1 else ""
+    print(f"{options.lengths.name}: {describe(lengths)}")
+    print(f"predicted, not measured: {what}; {mode}{window}\n\n{table(rows)}\n")
+    print("speed-up: imbalance as drawn / balanced, of the compute alone; planning: measured here, on this machine")
+    for row in rows:
+        if row.advice is not None:
+            print(f"\n{row.ranks} ranks: {row.advice}.")
+    if figure is not None:
+        plot(figure, rows, options.plot, f"predicted: {what.replace('; ', chr(10), 1)}; {mode}{window}")
+    if options.json is not None:
+        _write(options.json, rows, {"predicted_from": what, "samples": len(lengths), **drawing, **assigning})
+
+
+def _write(path: Path, rows: Sequence[Forecast], context: dict[str, Any]) -> None:
+    figures = [{**asdict(row), "speedup": row.speedup} for row in rows]
+    path.write_text(json.dumps({**context, "predicted": figures}, indent=2) + "\n")
+
+
+def _formula(cost: CostModel) -> str:
+    return f"{cost.linear:g} L + {cost.quadratic:g} L²"
+
+
+def _cost(options: argparse.Namespace) -> CostModel:
+    sizes = {name: value for name in ("layers", "heads") if (value := getattr(options, name)) is not None}
+    if options.dim is not None:
+        return CostModel.from_config(options.dim, **sizes)
+    if sizes:
+        raise ValueError(f"--{' and --'.join(sizes)} without --dim: give the width of the embeddings, too")
+    return CostModel()
+
+
+def _assigning(options: argparse.Namespace) -> dict[str, Any]:
+    if options.count_slack is None:
+        return {"mode": options.mode}
+    if options.mode != "slack":
+        raise ValueError(f"--count-slack {options.count_slack:g} with --mode {options.mode}: it is for --mode slack")
+    return {"mode": options.mode, "count_slack": options.count_slack}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m lightning_freescale.balance", description=__doc__)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    simulate = commands.add_parser("simulate", help="predict imbalance, idle share and speed-up", epilog=f"example: {_EXAMPLE}")
+    add = simulate.add_argument
+    add("--lengths", type=Path, required=True, metavar="FILE", help="history lengths: " + KINDS)
+    add("--column", metavar="NAME", help="of a .csv file: a sample is one value of it, its length the number of its rows")
+    add("--ranks", type=_ranks, required=True, metavar="8,64,256", help="numbers of ranks")
+    add("--batch-size", type=_at_least(1), required=True, metavar="N", help="samples per rank and step")
+    add("--dim", type=_at_least(1), metavar="N", help="width of the embeddings; default: a cost model for width 64")
+    add("--layers", type=_at_least(1), metavar="N", help="blocks, with --dim; default 1")
+    add("--heads", type=_at_least(1), metavar="N", help="attention heads, with --dim; default 1")
+    add("--mode", choices=["fixed", "slack", "free"], default="fixed", help="equal counts (default), within limits, or any")
+    add("--count-slack", type=float, metavar="SHARE", help="more than the equal count, with --mode slack; default 0.25")
+    add("--outlier-window", type=_at_least(1), default=1, metavar="STEPS", help="steps that exchange outliers; default 1: none")
+    add("--steps", type=_at_least(1), default=32, metavar="N", help="steps to draw; default 32")
+    add("--seed", type=_at_least(0), default=0, metavar="N", help="of the draw")
+    add("--plot", type=Path, metavar="FILE", help="draw imbalance over ranks; needs matplotlib")
+    add("--json", type=Path, metavar="FILE", help="write the figures")
+    return parser
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def whole(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= {least}")
+        return int(text)
+
+    return whole
+
+
+def _ranks(text: str) -> list[int]:
+    return [_at_least(1)(part.strip()) for part in text.split(",")]
+
+
+if __name__ == "__main__":
+    main()

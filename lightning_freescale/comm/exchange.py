@@ -1,0 +1,62 @@
+"""Bytes from every rank to every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def exchange_bytes(outgoing: Sequence[bytes | bytearray | memoryview | Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """Send ``outgoing[r]`` to rank ``r`` of ``group``. Collective; for groups that move CPU tensors.
+
+    All receives are posted before the first send: gloo's own all-to-all sends to a peer before it posts the receive, so that
+    with a rank that comes late the two directions of a link follow each other instead of running at the same time.
+
+    Args:
+        outgoing: one part per rank: bytes, or CPU tensors of uint8; a part may be empty. The own one is not sent.
+        group: the ranks; nothing else may use it at the same time.
+
+    Returns:
+        What each rank sent here, uint8 of shape ``[bytes]``. The own part shares memory with what was given, if that is a
+        tensor.
+
+    Raises:
+        ValueError: there is not one part per rank, or a part is no uint8 tensor.
+        RuntimeError: a rank died, or did not come within the group's timeout.
+    """
+    rank, size = group.rank(), group.size()
+    if len(outgoing) != size:
+        raise ValueError(f"exchange_bytes(outgoing=...) has {len(outgoing)} parts for {size} ranks: pass one per rank")
+    parts = [_as_tensor(part) for part in outgoing]
+    incoming = [torch.empty(length, dtype=torch.uint8) for length in _lengths(parts, group)]
+    incoming[rank] = parts[rank]
+    peers = [peer for peer in range(size) if peer != rank]
+    works = [dist.irecv(incoming[peer], group=group, group_src=peer) for peer in peers if len(incoming[peer])]
+    works += [dist.isend(parts[peer], group=group, group_dst=peer) for peer in peers if len(parts[peer])]
+    for work in works:  # the list keeps the sends alive: a Work that is dropped cancels its transfer
+        assert work is not None
+        work.wait()
+    return incoming
+
+
+def _lengths(parts: list[Tensor], group: dist.ProcessGroup) -> list[int]:
+    """How many bytes each rank sends here."""
+    mine = torch.tensor([len(part) for part in parts])
+    everyone = [torch.empty_like(mine) for _ in parts]
+    dist.all_gather(everyone, mine, group=group)
+    return [int(row[group.rank()]) for row in everyone]
+
+
+def _as_tensor(part: bytes | bytearray | memoryview | Tensor) -> Tensor:
+    if isinstance(part, Tensor):
+        if part.dtype != torch.uint8 or part.ndim != 1 or part.is_cuda:
+            raise ValueError(
+                f"exchange_bytes: a part is a {part.dtype} tensor of shape {tuple(part.shape)} on {part.device}: pass uint8 of "
+                "shape [bytes] on the CPU"
+            )
+        return part.contiguous()
+    # frombuffer takes neither empty nor read-only memory
+    return torch.frombuffer(bytearray(part), dtype=torch.uint8) if len(part) else torch.empty(0, dtype=torch.uint8)

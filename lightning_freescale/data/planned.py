@@ -1,0 +1,117 @@
+"""Training data whose samples are all known: every step is planned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from lightning_freescale.balance import BalancedSampler, CostModel
+from lightning_freescale.data.costs import SampleCosts
+from lightning_freescale.data.loader import PlannedLoader
+from lightning_freescale.data.progress import Progress
+
+
+class PlannedData:
+    """A map-style data set, what its samples cost, and how its steps are planned.
+
+    Args:
+        dataset: map-style.
+        sample_costs: lengths, unique ids and costs of its samples.
+        batch_size: samples per rank and step.
+        seed: seeds the order.
+        shuffle: draw a new order every epoch.
+        outlier_window: see :class:`BalancedSampler`.
+        plan_options: further arguments of :class:`BalancedSampler`.
+        loader_options: arguments of :class:`PlannedLoader`.
+
+    Attributes:
+        refits: from which epoch on a cost model fitted while training is in use, with the options that came with it.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        sample_costs: SampleCosts,
+        batch_size: int,
+        *,
+        seed: int,
+        shuffle: bool,
+        outlier_window: int,
+        plan_options: dict[str, Any],
+        loader_options: dict[str, Any],
+    ) -> None:
+        self.dataset, self.sample_costs, self.batch_size, self.seed = dataset, sample_costs, batch_size, seed
+        self.shuffle, self.outlier_window = shuffle, outlier_window
+        self._plan_options, self._loader_options = plan_options, loader_options
+        self.forget()
+
+    def forget(self) -> None:
+        """A new fit starts at the beginning."""
+        self._resume: tuple[int, int, int | None] = (0, 0, None)
+        self.refits: dict[int, tuple[CostModel, dict[str, Any]]] = {}
+        self._sampler: BalancedSampler | None = None
+
+    def sampler(self, rank: int, world_size: int) -> BalancedSampler:
+        """The plan of one of ``world_size`` ranks, from the first epoch on."""
+        return BalancedSampler(
+            self.sample_costs.costs,
+            self.batch_size,
+            num_replicas=world_size,
+            rank=rank,
+            seed=self.seed,
+            shuffle=self.shuffle,
+            outlier_window=self.outlier_window,
+            **self._plan_options,
+        )
+
+    def loader(self, rank: int, world_size: int, epoch: int) -> PlannedLoader:
+        """The loader of a rank, from where a checkpoint left it on."""
+        sampler = self._sampler = self.sampler(rank, world_size)
+        for start, (model, options) in self.refits.items():
+            sampler.replan(start, self.sample_costs.by(model), **options)
+        sampler.resume(*self._resume)
+        sampler.set_epoch(epoch)
+        return PlannedLoader.of(self.dataset, sampler, **self._loader_options)
+
+    def replan(self, epoch: int, model: CostModel, **options: Any) -> None:
+        """From ``epoch`` on plan by another cost model; call it with the same arguments on every rank."""
+        self.refits[epoch] = (model, options)
+        if self._sampler is not None:
+            self._sampler.replan(epoch, self.sample_costs.by(model), **options)
+
+    @property
+    def epoch_is_cut_anew(self) -> bool:
+        """Whether the epoch at hand has other steps than the ones after it."""
+        return self._sampler is not None and len(self._sampler) != self._sampler.steps_per_epoch
+
+    def state_dict(self, epoch: int, batches: int, world_size: int) -> dict[str, Any]:
+        """After ``batches`` steps of ``epoch``; the same on every rank."""
+        refits = {start: (vars(model), options) for start, (model, options) in self.refits.items()}
+        return {**self._progress(epoch, batches, world_size).state(), "refits": refits}
+
+    def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> None:
+        """Go on after the samples that the checkpoint's run has consumed.
+
+        Raises:
+            ValueError: inside an epoch, this run's order is another.
+        """
+        then = Progress.resumed(state, self._progress(0, 0, world_size))
+        self.seed, self._resume = then.seed, (then.epoch, then.batches, then.consumed)
+        same_ranks = then.ranks == world_size  # else the speeds are those of others
+        self.refits = {
+            epoch: (CostModel(**model), options if same_ranks else {}) for epoch, (model, options) in state["refits"].items()
+        }
+
+    def _progress(self, epoch: int, batches: int, world_size: int) -> Progress:
+        return Progress(
+            seed=self.seed,
+            epoch=epoch,
+            batches=batches,
+            consumed=0 if self._sampler is None else self._sampler.consumed(epoch, batches),
+            samples=len(self.sample_costs.costs),
+            shuffle=int(self.shuffle),
+            outlier_window=self.outlier_window,
+            batch_size=self.batch_size,
+            ranks=world_size,
+        )

@@ -1,0 +1,116 @@
+"""Training data that arrives sample by sample: every rank has a stream of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+
+from lightning_freescale.balance import CostModel, assign
+from lightning_freescale.data.stream import StreamLoader
+
+
+class StreamedData:
+    """An iterable data set, what its samples cost, and how the ranks share them.
+
+    Args:
+        dataset: this rank's stream.
+        length: history length of a sample.
+        cost: a function of the length, or without ``length`` of the sample.
+        assign_options: ``mode``, ``count_slack``, ``rank_speeds`` of :func:`assign`, for ``exchange="samples"``.
+        loader_options: further arguments of :class:`StreamLoader`.
+
+    Raises:
+        ValueError: there is nothing to tell the costs from.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        length: Callable[[Any], float] | None,
+        cost: Callable[[Any], Any] | None,
+        *,
+        assign_options: dict[str, Any],
+        loader_options: dict[str, Any],
+    ) -> None:
+        self.dataset = dataset
+        self._options = {
+            **loader_options,
+            "cost": _cost_of(length, cost),
+            "assign": partial(assign, **assign_options),
+        }
+        self._group: dist.ProcessGroup | None = None
+        self.forget()
+        self.loader(0, 1, timedelta(0))  # what does not fit is refused now
+
+    def forget(self) -> None:
+        """A new fit starts at the beginning."""
+        self._state: dict[str, Any] | None = None
+        self._loader: StreamLoader | None = None
+
+    def loader(self, rank: int, world_size: int, timeout: timedelta | None) -> StreamLoader:
+        """The loader of a rank, from where a checkpoint left it on. Collective."""
+        if world_size > 1 and self._group is None:
+            # its own gloo group: its thread must not queue behind training's collectives
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
+        loader = StreamLoader(self.dataset, rank=rank, world_size=world_size, group=self._group, **self._options)
+        if self._state is not None:
+            loader.load_state_dict(self._state)
+        self._loader = loader
+        return loader
+
+    def state_dict(self, epoch: int, batches: int, world_size: int) -> dict[str, Any]:
+        """After ``batches`` steps of ``epoch``: all ranks' states, on every rank. Collective."""
+        assert self._loader is not None
+        self._loader.set_epoch(epoch)
+        mine = self._loader.state_after(batches)
+        states: list[Any] = [mine] * world_size
+        if world_size > 1:
+            dist.all_gather_object(states, mine)
+        return {"streams": states}
+
+    def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> None:
+        """Go on after the samples that the checkpoint's run has consumed.
+
+        Raises:
+            ValueError: it had another number of streams, inside an epoch.
+        """
+        streams = state["streams"]
+        inside = any(stream["batches"] for stream in streams)
+        if inside and len(streams) != world_size:
+            raise ValueError(
+                f"the checkpoint stopped inside an epoch of {len(streams)} streams, this run has {world_size} ranks: samples "
+                f"would be lost or repeated. Resume on {len(streams)} ranks, or from a checkpoint made at the end of an epoch"
+            )
+        self._state = streams[rank] if inside else None
+
+    def close(self) -> None:
+        """Give the group back."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+
+def _cost_of(length: Callable[[Any], float] | None, cost: Callable[[Any], Any] | None) -> Callable[[Any], float]:
+    if length is None and cost is None:
+        raise ValueError(
+            "FreeScaleDataModule(lengths=None) cannot balance a stream: pass lengths=, a function from a sample to its history "
+            "length, or cost=, a function from a sample to its cost"
+        )
+    for name, value in (("lengths", length), ("cost", cost)):
+        if value is not None and not callable(value):
+            raise ValueError(
+                f"FreeScaleDataModule({name}={type(value).__name__}): samples of a stream are not known before; pass a function"
+            )
+    return partial(_of_sample, length, cost)
+
+
+def _of_sample(length: Callable[[Any], float] | None, cost: Callable[[Any], Any] | None, sample: Any) -> float:
+    if length is None:
+        assert cost is not None
+        return float(cost(sample))
+    return float((cost or CostModel())(length(sample)))

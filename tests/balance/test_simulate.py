@@ -1,0 +1,204 @@
+"""The what-if table: its files, its figures and what it refuses."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_freescale.balance import CostModel, assign
+from lightning_freescale.balance.__main__ import main
+from lightning_freescale.balance.assign import deal, imbalance
+from lightning_freescale.balance.length_files import read_lengths
+from lightning_freescale.balance.simulate import forecast
+
+LENGTHS = np.random.RandomState(0).lognormal(3, 1, 300).astype(int) + 1
+GIANT = np.array([1] * 63 + [10_000])
+
+
+def _file(tmp_path: Path, name: str, lengths: np.ndarray = LENGTHS) -> Path:
+    path = tmp_path / name
+    text = "".join(f"{length}\n" for length in lengths)
+    rows = "userId,item\n" + "".join(f"u{user},{i}\n" for user, length in enumerate(lengths) for i in range(length))
+    if name.endswith(".npy"):
+        np.save(path, lengths)
+    elif name.endswith(".npz"):
+        arrays = {"lengths": lengths} if "lengths" in name else {"offsets": np.append(0, np.cumsum(lengths)).astype(np.uint32)}
+        np.savez(path, **arrays, other=np.zeros(3))
+    else:
+        content = (rows if ".csv" in name else text).encode()
+        path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    return path
+
+
+@pytest.mark.parametrize(
+    "name", ["a.txt", "a", "a.txt.gz", "a.gz", "a.npy", "lengths.npz", "offsets.npz", "a.csv", "a.csv.gz", "data.v2.txt"]
+)
+def test_every_kind_of_file_holds_the_same_lengths(name: str, tmp_path: Path) -> None:
+    read = read_lengths(_file(tmp_path, name), "userId" if ".csv" in name else None)
+    np.testing.assert_array_equal(read, LENGTHS)
+    assert read.dtype == np.float64
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "column", "message"),
+    [
+        ("a.txt", b"", None, "no length: pass a file with at least one"),
+        ("a.txt", b"3\n\n4\nfive\n", None, "line 4: 'five' is no number"),
+        ("a.txt", b"0 12 13\n", None, "line 1: '0 12 13' is no number; write one length per line"),
+        ("a.txt", b"3\n-4\n", None, "length -4 of sample 1"),
+        ("a.txt", b"3\nnan\n", None, "length nan of sample 1"),
+        ("a.txt.gz", b"3\n4\n", None, "cannot be read"),
+        ("a.txt.gz", gzip.compress(b"3\n" * 999)[:-9], None, "cannot be read"),
+        ("a.txt", b"\xff\xfe3\n", None, "cannot be read"),
+        ("a.parquet", b"", None, "unknown suffix '.parquet'"),
+        ("a.npy.gz", b"", None, "unknown suffix '.npy.gz'"),
+        ("a.npy", b"3\n4\n", None, "holds no array of numbers"),
+        ("a.npz", b"PK\x03\x04", None, "cannot be read"),
+        ("a.csv", b"user,item\n1,2\n", None, "needs the name of the column"),
+        ("a.txt", b"3\n", "user", "needs the name of the column"),
+        ("a.csv", b"user,item\n1,2\n", "userId", r"no column 'userId', only \['user', 'item'\]"),
+        ("a.csv", b"user,item\n1,2\n\n", "user", "line 3: no value for column 'user'"),
+        ("a.csv", b"user,item\n1,2\n,2\n", "user", "line 3: no value for column 'user'"),
+        ("a.csv", b"user,item\n", "user", "no length"),
+    ],
+)
+def test_bad_files_are_refused(name: str, content: bytes, column: str | None, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_lengths(tmp_path / name, column)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"users": np.zeros(3)}, r"holds \['users'\]: name the array 'lengths' or 'offsets'"),
+        ({"lengths": np.zeros((2, 2))}, r"shape \(2, 2\)"),
+        ({"lengths": np.array(["3", "4"])}, "holds <U1"),
+        ({"lengths": np.array([3, None])}, "holds no array of numbers"),
+        ({"offsets": np.array([0, 5, 3], dtype=np.uint16)}, "length -2 of sample 1"),
+        ({"offsets": np.array([0])}, "no length"),
+    ],
+)
+def test_bad_arrays_are_refused(arrays: dict[str, np.ndarray], message: str, tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", **arrays)
+    with pytest.raises(ValueError, match=message):
+        read_lengths(tmp_path / "a.npz")
+    with pytest.raises(FileNotFoundError, match=r"b\.txt does not exist"):
+        read_lengths(tmp_path / "b.txt")
+
+
+def test_figures_are_those_of_the_assignment() -> None:
+    """One step that has every sample once: everything but as drawn is known without drawing."""
+    cost = CostModel.from_config(16)
+    row = forecast(LENGTHS, 10, 30, cost, steps=1, seed=3)
+    costs = cost(LENGTHS)
+    best, drawn = assign(costs, 10), np.random.RandomState(3).permutation(300)
+    assert row.balanced == pytest.approx(best.imbalance) and row.lower_bound == pytest.approx(best.lower_bound)
+    assert row.zigzag == pytest.approx(assign(costs, 10, mode="zigzag").imbalance)
+    assert row.drawn == pytest.approx(imbalance(costs[drawn], deal(300, 10), 10))
+    assert row.speedup == pytest.approx(row.drawn / row.balanced)
+    assert row.lower_bound < row.balanced < row.zigzag < row.drawn
+    assert row.dominated == 0 and row.advice is None
+
+
+def test_options_reach_the_assignment() -> None:
+    lengths = np.array([100.0] * 4 + [1.0] * 28)  # equal counts leave ranks with cheap samples only
+    fixed, slack, free = (
+        forecast(lengths, 8, 4, steps=1, **options) for options in ({}, {"mode": "slack", "count_slack": 1.5}, {"mode": "free"})
+    )
+    assert free.balanced <= slack.balanced < fixed.balanced
+    assert 'mode="slack"' in str(fixed.advice)
+
+
+def test_a_window_changes_what_is_balanced_but_not_as_drawn() -> None:
+    lengths = np.concatenate([np.full(8, 3000.0), np.full(8 * 63, 10.0)])
+    plain, pooled = (forecast(lengths, 8, 4, steps=16, window=window) for window in (1, 16))
+    assert pooled.balanced < plain.balanced and pooled.dominated < plain.dominated
+    assert (pooled.drawn, pooled.zigzag) == (plain.drawn, plain.zigzag)
+
+
+def test_a_dominated_step_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = tmp_path / "figures.json"
+    main(_line(_file(tmp_path, "giant.txt", GIANT), "--ranks", "2,8", "--steps", "2", "--json", written))
+    out = capsys.readouterr().out
+    assert "64 samples; lengths: mean 157.2, median 1, p99 3701, max 10000" in out
+    assert "predicted, not measured: 2 steps of 8 samples per rank, resampled from giant.txt; cost 320 L + 1 L²" in out
+    assert "8 ranks: No assignment of these steps gets below" in out and "one sample costs more" in out
+    figures = json.loads(written.read_text())
+    assert [row["ranks"] for row in figures["predicted"]] == [2, 8] and "giant.txt" in figures["predicted_from"]
+    row = next(line.split() for line in out.splitlines() if line.split()[:1] == ["8"])
+    known = figures["predicted"][1]
+    assert row[1:5] == [f"{known[name]:.3f}" for name in ("drawn", "zigzag", "balanced", "lower_bound")]
+    idle = [f"{1 - 1 / known[name]:.1%}" for name in ("drawn", "balanced")]
+    assert row[5:9] == [*idle, "100%", "1.00x"] and known["drawn"] > 7.9
+
+
+def test_nothing_is_advised_where_all_is_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(_line(_file(tmp_path, "even.txt", np.full(64, 9)), "--ranks", "2", "--dim", "8", "--layers", "2", "--heads", "2"))
+    out = capsys.readouterr().out
+    assert "No assignment" not in out and "cost 640 L + 16 L²" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--ranks", "8,x"], "'x' is not a whole number >= 1"),
+        (["--ranks", "0"], "'0' is not a whole number >= 1"),
+        (["--ranks", "8,"], "'' is not a whole number >= 1"),
+        (["--ranks", "2", "--batch-size", "-1"], "'-1' is not a whole number >= 1"),
+        (["--ranks", "2", "--steps", "0"], "'0' is not a whole number >= 1"),
+        (["--ranks", "2", "--heads", "2"], "--heads without --dim"),
+        (["--ranks", "2", "--dim", "9", "--heads", "2"], "2 heads cannot share 9"),
+        (["--ranks", "2", "--count-slack", "0.5"], "it is for --mode slack"),
+        (["--ranks", "2", "--mode", "slack", "--count-slack", "-1"], "count_slack=-1.0"),
+        (["--ranks", "2", "--column", "user"], "needs the name of the column"),
+    ],
+)
+def test_bad_flags_are_refused(flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(_line(_file(tmp_path, "a.txt"), *flags))
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "imbalance.png"
+    main(_line(_file(tmp_path, "a.txt"), "--ranks", "2,4", "--steps", "2", "--plot", path))
+    assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_missing_matplotlib_is_told_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit):
+        main(_line(tmp_path / "no_such_file.txt", "--ranks", "2", "--plot", tmp_path / "p.png"))
+    assert "pip install 'lightning-freescale[plot]'" in capsys.readouterr().err
+
+
+def test_command_without_torchrec_or_lightning(tmp_path: Path) -> None:
+    block = "import sys, runpy, importlib.util as u; found = u.find_spec; hidden = ('lightning', 'torchrec', 'fbgemm_gpu')\n"
+    block += "u.find_spec = lambda name, *a: None if name in hidden else found(name, *a)\n"
+    block += "sys.modules.update({name: None for name in hidden})\n"
+    code = block + "runpy.run_module('lightning_freescale.balance', run_name='__main__')"
+    helped = _python(code)
+    assert "usage: python -m lightning_freescale.balance" in helped and "simulate" in helped
+    assert "predicted" in _python(code, *_line(_file(tmp_path, "a.npy"), "--ranks", "2", "--steps", "1"))
+
+
+def _line(path: Path, *flags: object) -> list[str]:
+    batch = [] if "--batch-size" in flags else ["--batch-size", "8"]
+    return ["simulate", "--lengths", str(path), *batch, *map(str, flags)]
+
+
+def _python(code: str, *arguments: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
