@@ -7,7 +7,6 @@ sum over steps of the dearest rank's cost / the sum of the mean rank's.
 from __future__ import annotations
 
 import argparse
-import gzip
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ sys.path.append(str(Path(__file__).parent))
 
 import harness
 import numpy as np
+from lengths import read_lengths
 from numpy.typing import NDArray
 
 from lightning_freescale.balance import CostModel, assign
@@ -25,7 +25,7 @@ Costs = NDArray[np.float64]
 
 def main() -> None:
     options = _options()
-    cost = CostModel(linear=options.linear)(_lengths(options.data))
+    cost = CostModel(linear=options.linear)(read_lengths(options.data)[1])
     streams = _streams(cost, options)
     read = streams[:, : options.steps]
     as_drawn, samples = read.sum(axis=2).T, _assigned(read)
@@ -62,15 +62,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--linear", type=float, default=1280.0, help="cost of a history: linear * length + length**2")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
-
-
-def _lengths(path: Path) -> NDArray[np.int64]:
-    """History lengths, shape ``[users]``."""
-    if path.suffix == ".npz":
-        return np.diff(np.load(path)["offsets"])
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-        lengths = np.array([len(line.split()) - 1 for line in lines])
-    return lengths[lengths > 0]
 
 
 def _streams(cost: Costs, options: argparse.Namespace) -> Costs:

@@ -16,8 +16,8 @@ from lightning_freescale.data.arguments import LossReduction, loss_weights, numb
 from lightning_freescale.data.costs import SampleCosts
 from lightning_freescale.data.loader import PlannedLoader
 from lightning_freescale.data.planned import PlannedData
-from lightning_freescale.data.stream import StreamLoader
 from lightning_freescale.data.streamed import StreamedData
+from lightning_freescale.data.streaming import StreamLoader
 
 
 class FreeScaleDataModule(LightningDataModule):
@@ -232,9 +232,11 @@ class FreeScaleDataModule(LightningDataModule):
     def train_dataloader(self) -> PlannedLoader | StreamLoader:
         """The balanced loader of this rank."""
         self._check_trainer()
+        epoch = 0 if self.trainer is None else self.trainer.current_epoch
         if isinstance(self.train, StreamedData):
-            return self.train.loader(*self._world(), getattr(cast(Any, self.trainer).strategy, "_timeout", None))
-        loader = self.train.loader(*self._world(), 0 if self.trainer is None else self.trainer.current_epoch)
+            timeout = None if self.trainer is None else getattr(self.trainer.strategy, "_timeout", None)
+            return self.train.loader(*self._world(), epoch, timeout)
+        loader = self.train.loader(*self._world(), epoch)
         self._reload_next_epoch(self.train.epoch_is_cut_anew)
         return loader
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning_freescale._lightning import Trainer, rank_zero_info
 from lightning_freescale.balance import BalanceReport, StepBalance, advise
 from lightning_freescale.calibrating import Calibrator
+from lightning_freescale.data import StreamLoader
 from lightning_freescale.profiling.timeline import Timeline
 
 
@@ -97,6 +98,8 @@ class PlanWatch:
 
     def _advice(self, report: BalanceReport) -> str | None:
         sampler, data = self._sampler, getattr(self.trainer, "datamodule", None)
+        if isinstance(sampler, StreamLoader):
+            return _advice_for_streams(sampler)
         if not getattr(sampler, "balance_steps", False):
             return None
         lengths = data.train.sample_costs.lengths if data is not None else None
@@ -108,3 +111,12 @@ class PlanWatch:
     def _write(self, scalars: dict[str, float]) -> None:
         for logger in self.trainer.loggers:
             logger.log_metrics(scalars, step=self.trainer.global_step)
+
+
+def _advice_for_streams(loader: StreamLoader) -> str | None:
+    if loader.exchange != "none" or loader.num_replicas == 1:
+        return None
+    return (
+        f"In the long run no pool of a rank's own samples gets below {loader.stream_bound():.3f}, the dearest stream so far "
+        "over the mean one: that part only exchange='samples' removes"
+    )

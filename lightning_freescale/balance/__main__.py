@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_freescale.balance.cost import CostModel
-from lightning_freescale.balance.length_files import KINDS, read_lengths
-from lightning_freescale.balance.picture import new_figure, plot
-from lightning_freescale.balance.simulate import Forecast, describe, forecast, table
+from lightning_freescale.balance.simulation.lengths import KINDS, read_lengths
+from lightning_freescale.balance.simulation.picture import new_figure, plot
+from lightning_freescale.balance.simulation.table import Forecast, describe, forecast, table
 
 _EXAMPLE = "python -m lightning_freescale.balance simulate --lengths lengths.txt --ranks 8,64,256 --batch-size 32 --dim 256"
 

@@ -1,7 +1,8 @@
-"""From an interactions file or any map-style data set to jagged batches."""
+"""From an interactions file, any map-style data set or a stream to balanced batches."""
 
 from lightning_freescale.data.histories import HistoryDataset, collate_histories
 from lightning_freescale.data.interactions import Histories, read_interactions
 from lightning_freescale.data.loader import PlannedLoader
+from lightning_freescale.data.streaming import StreamLoader
 
-__all__ = ["Histories", "HistoryDataset", "PlannedLoader", "collate_histories", "read_interactions"]
+__all__ = ["Histories", "HistoryDataset", "PlannedLoader", "StreamLoader", "collate_histories", "read_interactions"]

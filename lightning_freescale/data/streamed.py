@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from lightning_freescale.balance import CostModel, assign
-from lightning_freescale.data.stream import StreamLoader
+from lightning_freescale.data.streaming import StreamLoader
 
 
 class StreamedData:
@@ -45,14 +45,15 @@ class StreamedData:
         }
         self._group: dist.ProcessGroup | None = None
         self.forget()
-        self.loader(0, 1, timedelta(0))  # what does not fit is refused now
+        self.loader(0, 1)  # what does not fit is refused now
+        assign([1.0], 1, **{**assign_options, "rank_speeds": None})
 
     def forget(self) -> None:
         """A new fit starts at the beginning."""
         self._state: dict[str, Any] | None = None
         self._loader: StreamLoader | None = None
 
-    def loader(self, rank: int, world_size: int, timeout: timedelta | None) -> StreamLoader:
+    def loader(self, rank: int, world_size: int, epoch: int = 0, timeout: timedelta | None = None) -> StreamLoader:
         """The loader of a rank, from where a checkpoint left it on. Collective."""
         if world_size > 1 and self._group is None:
             # its own gloo group: its thread must not queue behind training's collectives
@@ -60,6 +61,7 @@ class StreamedData:
         loader = StreamLoader(self.dataset, rank=rank, world_size=world_size, group=self._group, **self._options)
         if self._state is not None:
             loader.load_state_dict(self._state)
+        loader.set_epoch(epoch)
         self._loader = loader
         return loader
 

@@ -14,8 +14,8 @@ import pytest
 from lightning_freescale.balance import CostModel, assign
 from lightning_freescale.balance.__main__ import main
 from lightning_freescale.balance.assign import deal, imbalance
-from lightning_freescale.balance.length_files import read_lengths
-from lightning_freescale.balance.simulate import forecast
+from lightning_freescale.balance.simulation.lengths import read_lengths
+from lightning_freescale.balance.simulation.table import forecast
 
 LENGTHS = np.random.RandomState(0).lognormal(3, 1, 300).astype(int) + 1
 GIANT = np.array([1] * 63 + [10_000])

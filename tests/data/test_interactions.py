@@ -92,7 +92,7 @@ def _module(**options: object) -> FreeScaleDataModule:
 
 def test_leave_one_out() -> None:
     module = _module()
-    train, validate, test = module.dataset, module.stages["validate"], module.stages["test"]
+    train, validate, test = module.train.dataset, module.stages["validate"], module.stages["test"]
     assert isinstance(train, HistoryDataset)
     assert len(train) == 2, "three interactions leave no training target"
     assert train[0]["item"].tolist() == [0, 1, 2]
@@ -108,7 +108,7 @@ def test_leave_one_out() -> None:
 
 
 def test_jagged_batches() -> None:
-    train = _module().dataset
+    train = _module().train.dataset
     batch = collate_histories([train[0], train[1]])
     assert batch["features"].keys() == ["item"]
     assert batch["features"]["item"].lengths().tolist() == [3, 1]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from lightning_freescale.data.source import Chunk, Source, after
+from lightning_freescale.data.streaming.source import Chunk, Source, after
 
 
 class Counted(IterableDataset):

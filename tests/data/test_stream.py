@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from lightning_freescale.balance.assign import assign
-from lightning_freescale.data.stream import StreamLoader
+from lightning_freescale.data.streaming.loader import StreamLoader
 from lightning_freescale.testing import RankFailed, run_distributed
 
 COSTS = np.random.RandomState(0).lognormal(4, 1.0, size=2000).round(3)

@@ -13,12 +13,13 @@ from torch.utils.data import IterableDataset, default_collate
 
 from lightning_freescale.balance.assign import Assignment, assign
 from lightning_freescale.balance.pool import LocalPool
-from lightning_freescale.data.exchanged import ExchangedSteps, width
-from lightning_freescale.data.pooled import WIDTH, PooledSteps
-from lightning_freescale.data.producer import Producer
-from lightning_freescale.data.ranks import Ranks, StreamStep
-from lightning_freescale.data.reader import Reader
-from lightning_freescale.data.source import Source
+from lightning_freescale.balance.report import StepBalance
+from lightning_freescale.data.streaming.exchanged import ExchangedSteps, width
+from lightning_freescale.data.streaming.pooled import WIDTH, PooledSteps
+from lightning_freescale.data.streaming.producer import Producer
+from lightning_freescale.data.streaming.ranks import Ranks, StreamStep
+from lightning_freescale.data.streaming.reader import Reader
+from lightning_freescale.data.streaming.source import Source
 
 _WINDOW = 100
 """Steps that can still be asked about; the loop may be that far behind the loader."""
@@ -34,7 +35,8 @@ class StreamLoader:
     it must not draw from the global random state.
 
     Args:
-        dataset: the rank's stream; see :class:`lightning_freescale.data.source.Source` on workers and on what resuming needs.
+        dataset: the rank's stream; see :class:`~lightning_freescale.data.streaming.source.Source` on workers and on what
+            resuming needs.
         batch_size: samples per rank and step.
         cost: predicted compute time of a sample, in any unit.
         weight: weight of a sample in the mean loss; every sample weighs 1 if not given.
@@ -129,6 +131,10 @@ class StreamLoader:
             return float(self.num_replicas)
         total = weights.sum()
         return float(weights[self.rank] * self.num_replicas / total) if total else 1.0
+
+    def balance(self, step: int) -> StepBalance:
+        """What balancing a step is worth."""
+        return self._step(step).balance
 
     def stream_bound(self) -> float:
         """Max over ranks / mean over ranks of the mean cost of the samples that each has read so far; 1.0 before the first.

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_freescale.balance.pool import LocalPool
-from lightning_freescale.data.ranks import Ranks, StreamStep
-from lightning_freescale.data.reader import Reader
+from lightning_freescale.data.streaming.ranks import Ranks, StreamStep
+from lightning_freescale.data.streaming.reader import Reader
 
 _log = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from lightning_freescale.balance.report import StepBalance
 from lightning_freescale.comm.exchange import exchange_bytes
 
 T = TypeVar("T")
@@ -37,6 +38,8 @@ class StreamStep:
         drawn: what the batch would have cost as read.
         read: cost and number of all samples that each rank has read in the epoch so far, shape ``[ranks, 2]``.
         state: where the rank's stream goes on after the step.
+        lower_bound: the imbalance that no assignment of the step's samples can beat; 1.0 where no samples are assigned.
+        dominated: a single sample costs more than the mean rank's.
     """
 
     step: int
@@ -46,6 +49,24 @@ class StreamStep:
     drawn: NDArray[np.float64]
     read: NDArray[np.float64]
     state: dict[str, Any]
+    lower_bound: float = 1.0
+    dominated: bool = False
+
+    @property
+    def balance(self) -> StepBalance:
+        """What the step's assignment is worth."""
+        return StepBalance(
+            before=_imbalance(self.drawn),
+            after=_imbalance(self.costs),
+            lower_bound=self.lower_bound,
+            dominated=self.dominated,
+            tokens_imbalance=None,
+            cost=float(self.costs.sum()),
+        )
+
+
+def _imbalance(costs: NDArray[np.float64]) -> float:
+    return float(costs.max() / costs.mean()) if costs.any() else 1.0
 
 
 class Ranks:

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_freescale.balance.assign import Assignment, deal
-from lightning_freescale.data.ranks import Ranks, StreamStep
-from lightning_freescale.data.reader import Reader
+from lightning_freescale.data.streaming.ranks import Ranks, StreamStep
+from lightning_freescale.data.streaming.reader import Reader
 
 _COST, _WEIGHT, _OWNER, _ROUND = range(4)
 
@@ -59,10 +59,10 @@ class ExchangedSteps:
             self._restore(self._state)
         while size := self._next_size():
             batch, self._queue = self._queue[:, :size], self._queue[:, size:]
-            ranks = self._assign(batch[_COST], self._ranks.size).rank_of_sample
-            samples = self._exchange(batch[_OWNER], ranks)
+            plan = self._assign(batch[_COST], self._ranks.size)
+            samples = self._exchange(batch[_OWNER], plan.rank_of_sample)
             self._step += 1
-            yield samples, self._record(batch, ranks)
+            yield samples, self._record(batch, plan)
 
     def _restore(self, state: dict[str, Any]) -> None:
         """The queue is told anew: nobody's state holds more than the own samples."""
@@ -122,12 +122,13 @@ class ExchangedSteps:
         incoming = [iter(part) for part in self._ranks.exchange(parts)]
         return [next(incoming[int(source)]) for source in owner[ranks == self._ranks.rank]]
 
-    def _record(self, batch: NDArray[np.float64], ranks: NDArray[np.int64]) -> StreamStep:
-        size = self._ranks.size
+    def _record(self, batch: NDArray[np.float64], plan: Assignment) -> StreamStep:
+        size, ranks = self._ranks.size, plan.rank_of_sample
         drawn = _sums(deal(batch.shape[1], size), batch[_COST], size)
         cost, weight = _sums(ranks, batch[_COST], size), _sums(ranks, batch[_WEIGHT], size)
         counts = np.bincount(ranks, minlength=size).tolist()
-        return StreamStep(self._step - 1, counts, cost, weight, drawn, self._read, self._place())
+        bound, dominated = plan.lower_bound, plan.dominated
+        return StreamStep(self._step - 1, counts, cost, weight, drawn, self._read, self._place(), bound, dominated)
 
     def _place(self) -> dict[str, Any]:
         first = int(self._queue[_ROUND, 0]) if self._queue.shape[1] else self._rounds

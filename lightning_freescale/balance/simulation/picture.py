@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_freescale.balance.simulate import Forecast
+from lightning_freescale.balance.simulation.table import Forecast
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from lightning_freescale.data.source import Source, after
+from lightning_freescale.data.streaming.source import Source, after
 
 
 class Reader:
