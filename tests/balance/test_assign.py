@@ -146,6 +146,16 @@ def test_long_tail_reaches_the_bound(mode: str) -> None:
     assert imbalance(cost, deal(len(cost), 64), 64) > 1.5 * result.imbalance
 
 
+def test_demanding_samples_get_cheap_company_without_any_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_freescale.balance.solver.refine.ROUNDS", 0)
+    lengths = np.random.RandomState(0).lognormal(4.5, 1.0, size=64 * 32).clip(5, 2500)
+    cost = lengths**2 + 1280 * lengths
+    with_company = assign(cost, 64)
+    monkeypatch.setattr("lightning_freescale.balance.solver.company._MOST", 0)
+    assert with_company.lower_bound > 1.02
+    assert with_company.gap < 0.001 < 0.005 < assign(cost, 64).gap
+
+
 @pytest.mark.parametrize("options", [{}, {"mode": "slack"}, {"mode": "free"}, {"rank_speeds": [1.0] * 60 + [0.7] * 4}])
 def test_numba_finds_the_identical_plan(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiled.enabled, "the tests need numba"

@@ -144,3 +144,19 @@ def test_goes_on_from_its_state() -> None:
 def test_bad_input(build, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()
+
+
+@pytest.mark.parametrize("max_age", [32, None])
+def test_a_dearer_stream_leaves_evenly(max_age: int | None) -> None:
+    """Its own mean is 1.3 targets; the surplus must leave with every batch, not pile up until the age bound forces it."""
+    lengths = np.random.RandomState(0).lognormal(4.3, 1, 20_000).clip(1, 2000)
+    costs = lengths**2 + 1280 * lengths
+    target, pool, taken = 32 * costs.mean() / 1.3, LocalPool(32, 8, max_age), []
+    known: dict[int, float] = {}
+    for _ in range(300):
+        first = len(known)
+        known |= dict(enumerate(costs[first : first + pool.room], start=first))
+        pool.add(costs[first : len(known)])
+        taken.append(sum(known[number] for number in pool.take(target).tolist()) / target)
+    assert np.mean(taken[100:]) == pytest.approx(1.3, abs=0.1)
+    assert max(taken) < 2.5
