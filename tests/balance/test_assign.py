@@ -147,7 +147,7 @@ def test_long_tail_reaches_the_bound(mode: str) -> None:
 
 
 def test_demanding_samples_get_cheap_company_without_any_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_freescale.balance.solver.refine.ROUNDS", 0)
+    monkeypatch.setattr(sys.modules["lightning_freescale.balance.solver.refine"], "ROUNDS", 0)
     lengths = np.random.RandomState(0).lognormal(4.5, 1.0, size=64 * 32).clip(5, 2500)
     cost = lengths**2 + 1280 * lengths
     with_company = assign(cost, 64)
