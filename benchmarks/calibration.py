@@ -58,7 +58,8 @@ def _run(lengths: np.ndarray, ranks: int, model: CostModel, options: argparse.Na
     fit = Calibration().add(sums, seconds)
     assert fit is not None
     batches = [draw.choice(len(lengths), ranks * BATCH) for _ in range(JUDGED)]
-    return [imbalance_seen(batches, model(lengths), true, 0.0, ranks, {}) for model in (WRONG, fit.model, model)]
+    plans = [model(lengths) for model in (WRONG, fit.model, model)]
+    return [imbalance_seen([(plan[batch], true[batch]) for batch in batches], 0.0, ranks) for plan in plans]
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from lightning_freescale._lightning import Trainer, rank_zero_info, rank_zero_warn
 from lightning_freescale.balance.calibration import DISAGREEMENT, Calibration, imbalance_seen, slow_ranks
 from lightning_freescale.balance.fit import CostFit
+from lightning_freescale.data.costs import SampleCosts
 from lightning_freescale.profiling.attribution import attribute, resolve
 from lightning_freescale.profiling.timeline import StepRecord, Timeline
 
@@ -54,8 +55,8 @@ class Calibrator:
 
     def __init__(self, trainer: Trainer, data: Any, timeline: Timeline, group: dist.ProcessGroup | None) -> None:
         self.trainer, self._data, self._timeline, self._group = trainer, data, timeline, group
-        self._features = data.train.sample_costs.features()
-        self._calibration = Calibration()
+        self._costs: SampleCosts = data.train.sample_costs
+        self._calibration, self._replanned = Calibration(), False
         self._sums: list[NDArray[np.float64]] = []
         self._records: dict[int, StepRecord] = {}
         self._drives, self._closed = not timeline.driven, False
@@ -71,7 +72,7 @@ class Calibrator:
         if len(self._sums) == WINDOW + LAG:
             with self._timeline.span("pause", "calibration"):
                 self._exchange(sampler)
-        self._sums.append(self._features[sampler.plan(sampler.epoch, step)[sampler.rank]].sum(axis=0))
+        self._sums.append(self._costs.features(sampler.plan(sampler.epoch, step)[sampler.rank]).sum(axis=0))
         if self._drives and not self._closed:
             self._timeline.open_step()
 
@@ -93,9 +94,11 @@ class Calibrator:
         if self._group is not None:
             mine, everyone = everyone[0], [None] * self._group.size()
             dist.all_gather_object(everyone, mine, group=self._group)
-        verdict: list[Any] = [self._judge(everyone, sampler) if self.trainer.is_global_zero else None]
+        verdict: list[Any] = [self._judged(everyone, sampler) if self.trainer.is_global_zero else None]
         if self._group is not None:
             dist.broadcast_object_list(verdict, src=0, group=self._group)
+        if isinstance(verdict[0], Exception):
+            raise verdict[0]
         if verdict[0] is not None:
             self._follow(verdict[0], sampler)
 
@@ -108,25 +111,35 @@ class Calibrator:
         # the rank's own arrivals: whatever it waited for, it did not compute
         return attribute(step, [arrive for _, arrive, *_ in step.collectives]).compute
 
+    def _judged(self, everyone: list[Any], sampler: Any) -> Verdict | Exception | None:
+        """An exception is a verdict, too: the other ranks wait for one."""
+        try:
+            return self._judge(everyone, sampler)
+        except Exception as error:
+            return error
+
     def _judge(self, everyone: list[Any], sampler: Any) -> Verdict | None:
         """On rank 0."""
         sums, seconds = (np.stack(values, axis=1) for values in zip(*everyone))
         fit = self._calibration.add(sums, seconds)
         if fit is None:
             return None
-        ranks, costs = sampler.num_replicas, self._data.train.sample_costs.by(fit.model)
-        batches = [sampler.global_batch(sampler.epoch, step) for step in range(min(JUDGED, len(sampler)))]
+        ranks, first = sampler.num_replicas, sampler.first_step
+        batches = [sampler.global_batch(sampler.epoch, step) for step in range(first, len(sampler))[:JUDGED]]
+        fitted = [self._costs.by(fit.model, batch) for batch in batches]
         options = {name: value for name, value in sampler.options.items() if name in ("mode", "count_slack")}
-        now, then = (imbalance_seen(batches, used, costs, fit.base, ranks, options) for used in (sampler.costs, costs))
+        now = imbalance_seen(zip((sampler.costs[batch] for batch in batches), fitted), fit.base, ranks, options)
+        then = imbalance_seen(zip(fitted, fitted), fit.base, ranks, options)
         slow = self._data.slow_ranks == "rebalance" and bool(slow_ranks(fit))
-        replan = bool(self._data.train.refits) or now > then * (1 + DISAGREEMENT) or slow
+        replan = self._replanned or now > then * (1 + DISAGREEMENT) or slow
         return Verdict(fit, now, then, replan, self._calibration.frozen)
 
     def _follow(self, verdict: Verdict, sampler: Any) -> None:
         """On every rank alike."""
         fit = verdict.fit
-        if verdict.replan and sampler.balance_steps:
-            speeds = [round(float(1 / s), 2) for s in fit.slowness] if self._data.slow_ranks == "rebalance" else None
+        if verdict.replan:
+            self._replanned = True
+            speeds = [max(0.01, round(float(1 / s), 2)) for s in fit.slowness] if self._data.slow_ranks == "rebalance" else None
             self._data.train.replan(sampler.epoch + 1, fit.model, **({} if speeds is None else {"rank_speeds": speeds}))
         if self.trainer.is_global_zero:
             self._tell(verdict, sampler.epoch)

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_freescale._lightning import LightningDataModule, TrainerFn, rank_zero_info, reload_train_loader
 from lightning_freescale.balance import BalancedSampler
-from lightning_freescale.data.arguments import LossReduction, loss_weights, numbers, refuse_for_streams, size_of, stream_weight
+from lightning_freescale.data.arguments import LossReduction, loss_weights, numbers, refuse_unused, size_of, stream_weight
 from lightning_freescale.data.costs import SampleCosts
 from lightning_freescale.data.loader import PlannedLoader
 from lightning_freescale.data.planned import PlannedData
@@ -103,8 +103,13 @@ class FreeScaleDataModule(LightningDataModule):
             raise ValueError(f"FreeScaleDataModule(batch_size={batch_size!r}): pass the samples per rank, at least 1")
         if slow_ranks not in ("report", "rebalance"):
             raise ValueError(f"FreeScaleDataModule(slow_ranks={slow_ranks!r}): choose 'report' or 'rebalance'")
-        if calibrate and lengths is None:
-            raise ValueError("FreeScaleDataModule(calibrate=True) fits the cost to the lengths: pass lengths=")
+        if slow_ranks == "rebalance" and not calibrate:
+            raise ValueError("FreeScaleDataModule(slow_ranks='rebalance') needs calibrate=True, which finds the slow ranks")
+        if calibrate and (lengths is None or not balance):
+            raise ValueError(
+                f"FreeScaleDataModule(calibrate=True, balance={balance!r}) fits the cost to the lengths and plans by it: pass "
+                "lengths= and leave balance as it is"
+            )
         self.batch_size, self.mode, self.loss_reduction = batch_size, mode, loss_reduction
         self.calibrate, self.slow_ranks = calibrate, slow_ranks
         self.stages = {"validate": validate, "test": test, "predict": predict}
@@ -121,16 +126,26 @@ class FreeScaleDataModule(LightningDataModule):
         shared = {"summed": loss_reduction == "sum", "drop_last": drop_last}
         self.train: PlannedData | StreamedData
         if isinstance(dataset, IterableDataset):
-            refuse_for_streams(
-                calibrate=calibrate,
-                unique_ids=unique_ids,
-                max_tokens_per_rank=max_tokens_per_rank,
-                tokens=tokens,
-                keep_together=keep_together,
-                outlier_window=outlier_window > 1,
-                pin_memory=pin_memory,
-                persistent_workers=persistent_workers,
+            refuse_unused(
+                "an IterableDataset, whose samples are not known before they arrive",
+                calibrate=(calibrate, False),
+                unique_ids=(unique_ids, None),
+                max_tokens_per_rank=(max_tokens_per_rank, None),
+                tokens=(tokens, None),
+                keep_together=(keep_together, None),
+                outlier_window=(outlier_window, 1),
+                shuffle=(shuffle, True),
+                seed=(seed, 0),
+                pin_memory=(pin_memory, False),
+                persistent_workers=(persistent_workers, False),
             )
+            if exchange == "none":
+                refuse_unused(
+                    "exchange='none', where every rank keeps equal counts",
+                    mode=(mode, "fixed"),
+                    count_slack=(count_slack, 0.25),
+                    rank_speeds=(rank_speeds, None),
+                )
             self.train = StreamedData(
                 dataset,
                 cast(Any, lengths),
@@ -148,6 +163,12 @@ class FreeScaleDataModule(LightningDataModule):
                 },
             )
             return
+        refuse_unused(
+            "a map-style data set, whose steps are planned without a pool",
+            exchange=(exchange, "samples"),
+            pool_batches=(pool_batches, 8),
+            max_age=(max_age, 32),
+        )
         size = size_of(dataset)
         self.train = PlannedData(
             dataset,
@@ -222,12 +243,14 @@ class FreeScaleDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Forget the previous fit's progress; a checkpoint brings its own afterwards."""
-        self.train.forget()
+        if stage == "fit":
+            self.train.forget()
 
     def teardown(self, stage: str) -> None:
-        """Give the streams' group back."""
+        """Leave nothing behind: no process group, no setting of the Trainer."""
         if isinstance(self.train, StreamedData):
             self.train.close()
+        self._reload_next_epoch(False)
 
     def train_dataloader(self) -> PlannedLoader | StreamLoader:
         """The balanced loader of this rank."""
@@ -276,13 +299,13 @@ class FreeScaleDataModule(LightningDataModule):
         if self.trainer is not None:
             reload_train_loader(self.trainer)  # somebody may have asked for it before the checkpoint was read
 
-    def _reload_next_epoch(self, once: bool) -> None:
+    def _reload_next_epoch(self, needed: bool) -> None:
         """An epoch that was cut anew has another length than the next one: Lightning has to ask for the loader again."""
         trainer: Any = self.trainer
-        if self._reload_every is not None:
-            trainer.reload_dataloaders_every_n_epochs, self._reload_every = self._reload_every, None
-        elif trainer is not None and once:
+        if needed and trainer is not None and self._reload_every is None:
             self._reload_every, trainer.reload_dataloaders_every_n_epochs = trainer.reload_dataloaders_every_n_epochs, 1
+        elif not needed and self._reload_every is not None:
+            trainer.reload_dataloaders_every_n_epochs, self._reload_every = self._reload_every, None
 
     def _world(self) -> tuple[int, int]:
         return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)

@@ -181,14 +181,11 @@ class FreeScaleStrategy(ObservedDDPStrategy):
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
 
-    def _end_watch(self) -> None:
+    @override
+    def teardown(self) -> None:
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()
-
-    @override
-    def teardown(self) -> None:
-        self._end_watch()
         if self.tables is None:
             super().teardown()
             return
@@ -224,7 +221,8 @@ class FreeScaleStrategy(ObservedDDPStrategy):
 
     @override
     def on_train_end(self) -> None:
-        self._end_watch()
+        if self._watch is not None:
+            self._watch.finish()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

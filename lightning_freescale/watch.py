@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
 from lightning_freescale._lightning import Trainer, rank_zero_info
 from lightning_freescale.balance import BalanceReport, StepBalance, advise
+from lightning_freescale.balance.advice import ENOUGH
+from lightning_freescale.balance.report import BalanceSums
 from lightning_freescale.calibrating import Calibrator
 from lightning_freescale.data import StreamLoader
 from lightning_freescale.profiling.timeline import Timeline
@@ -29,7 +31,7 @@ class PlanWatch:
         self._sampler: Any = None
         self._epoch: int | None = None
         self._reported = False
-        self._steps: list[StepBalance] = []
+        self._sums, self._logged = BalanceSums(), -1
         # its own gloo group: what is exchanged here must not queue behind training's collectives
         several = trainer.world_size > 1 and dist.is_initialized()
         self._group = dist.new_group(backend="gloo", timeout=timeout) if several else None
@@ -44,14 +46,19 @@ class PlanWatch:
         if hasattr(sampler, "balance"):
             if sampler.epoch != self._epoch:
                 self._begin_epoch(sampler)
-            self._log(sampler.balance(step))
+            if self.trainer.is_global_zero:
+                self._log(sampler.balance(step))
         if self._calibrator is not None:
             self._calibrator.begin_step(sampler, step)
         return float(sampler.loss_weight(step)) if hasattr(sampler, "loss_weight") else 1.0
 
-    def close(self) -> None:
-        """At the end of training, also of one that failed."""
+    def finish(self) -> None:
+        """At the end of training."""
         self._end_epoch()
+        self.close()
+
+    def close(self) -> None:
+        """Also after training that failed."""
         if self._calibrator is not None:
             self._calibrator.close()
         if self._group is not None:
@@ -78,16 +85,18 @@ class PlanWatch:
             )
 
     def _log(self, balance: StepBalance) -> None:
-        self._steps.append(balance)
+        self._sums.add(balance)
         trainer: Any = self.trainer
-        if trainer.is_global_zero and trainer.log_every_n_steps and trainer.global_step % trainer.log_every_n_steps == 0:
+        due = trainer.log_every_n_steps and trainer.global_step % trainer.log_every_n_steps == 0
+        if due and trainer.global_step != self._logged:  # several batches may make one step
+            self._logged = trainer.global_step
             self._write(BalanceReport.of_steps([balance]).scalars("step"))
 
     def _end_epoch(self) -> None:
-        steps, self._steps = self._steps, []
-        if not steps or not self.trainer.is_global_zero:
+        sums, self._sums = self._sums, BalanceSums()
+        if not sums.steps:
             return
-        report = BalanceReport.of_steps(steps)
+        report = sums.report()
         self._write(report.scalars("epoch"))
         if not self._reported:
             self._reported = True
@@ -97,12 +106,12 @@ class PlanWatch:
                 rank_zero_info(advice)
 
     def _advice(self, report: BalanceReport) -> str | None:
-        sampler, data = self._sampler, getattr(self.trainer, "datamodule", None)
+        sampler, data = self._sampler, cast(Any, getattr(self.trainer, "datamodule", None))
         if isinstance(sampler, StreamLoader):
             return _advice_for_streams(sampler)
         if not getattr(sampler, "balance_steps", False):
             return None
-        lengths = data.train.sample_costs.lengths if data is not None else None
+        lengths = data.train.sample_costs.lengths if hasattr(data, "train") else None
         options = {name: sampler.options[name] for name in ("mode", "count_slack") if name in sampler.options}
         return advise(
             sampler.costs, sampler.num_replicas, sampler.batch_size, report, lengths, window=sampler.outlier_window, **options
@@ -114,7 +123,7 @@ class PlanWatch:
 
 
 def _advice_for_streams(loader: StreamLoader) -> str | None:
-    if loader.exchange != "none" or loader.num_replicas == 1:
+    if loader.exchange != "none" or loader.stream_bound() <= ENOUGH:
         return None
     return (
         f"In the long run no pool of a rank's own samples gets below {loader.stream_bound():.3f}, the dearest stream so far "

@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from torch import nn
 
 from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.testing import run_distributed
@@ -82,6 +83,38 @@ def test_resume_is_bitwise(optimizer: str, stop: Any, step: int, workers: int, t
     assert len(first[0]["losses"]) == step and len(second[0]["losses"]) == 24 - step
     _equal(second[0]["weights"], whole[0]["weights"])
     _equal(second[0]["states"][0]["state"], whole[0]["states"][0]["state"])
+
+
+class Plain(Seen):
+    """Without tables: Lightning then reads the checkpoint before the strategy's set-up."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer)
+        self.net = nn.Linear(1, 1)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        self.seen.append(batch["index"].tolist())
+        return self.net(batch["label"][:, None]).mean()
+
+
+def _fit_plain(path: str, batch_size: int, stop_at: int | None = None) -> dict[str, Any]:
+    module, data = Plain("sgd"), Samples(80)
+    loader = FreeScaleDataModule(data, data.lengths, batch_size, collate_fn=collate)
+    fit = trainer(devices=1, max_epochs=3, callbacks=[StopAt(stop_at, path)] if stop_at else [])
+    fit.fit(module, loader, ckpt_path=None if stop_at else path)
+    return {"seen": module.seen, "reload": fit.reload_dataloaders_every_n_epochs}
+
+
+@pytest.mark.parametrize("stop_at", [25, 38])
+def test_larger_steps_after_a_resume_without_tables(stop_at: int, tmp_path: Path) -> None:
+    """20 steps an epoch before, 5 after, and the loader is asked for before the Trainer knows its epoch."""
+    path = str(tmp_path / "half.ckpt")
+    first = run_distributed(_fit_plain, 1, path, 4, stop_at=stop_at)[0]
+    second = run_distributed(_fit_plain, 1, path, 16)[0]
+    seen = [sample for step in first["seen"] + second["seen"] for sample in step]
+    for epoch in range(3):
+        assert sorted(seen[80 * epoch : 80 * (epoch + 1)]) == list(range(80))
+    assert len(seen) == 240 and second["reload"] == 0
 
 
 def _fit_on(world: int, workers: int, path: str, batch_size: int = 4, stop_at: int | None = None) -> dict[str, Any]:

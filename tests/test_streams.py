@@ -87,6 +87,28 @@ def test_resume_is_bitwise(exchange: str, workers: int, stop_at: int, tmp_path: 
             run_distributed(_fit_on_one, 1, exchange, path)
 
 
+def _validate_then_save(path: str) -> None:
+    fit = trainer(devices=2, max_epochs=1)
+    module, data = Recommender(), _data("samples", validate=Samples(8))
+    fit.fit(module, data)
+    fit.validate(module, data, verbose=False)
+    fit.save_checkpoint(path)
+
+
+def _fit_planned(path: str) -> None:
+    samples = Samples(50)
+    data = FreeScaleDataModule(samples, samples.lengths, 4, collate_fn=collate)
+    trainer(devices=2, max_epochs=2).fit(Recommender(), data, ckpt_path=path)
+
+
+def test_a_checkpoint_made_after_validation_and_of_another_kind_of_data(tmp_path: Path) -> None:
+    path = str(tmp_path / "after.ckpt")
+    run_distributed(_validate_then_save, 2, path)
+    assert torch.load(path, weights_only=True)["FreeScaleDataModule"]["streams"][0]["batches"] == 0
+    with pytest.raises(RankFailed, match=r"made with an IterableDataset, this run has a map-style data set"):
+        run_distributed(_fit_planned, 2, path)
+
+
 def _fit_on_one(exchange: str, path: str) -> None:
     trainer(devices=1).fit(Recommender(), _data(exchange), ckpt_path=path)
 
@@ -113,9 +135,11 @@ def test_exchange_keeps_the_gradient() -> None:
         ({"lengths": [1.0]}, r"lengths=list\).*pass a function"),
         ({"lengths": None}, r"cannot balance a stream: pass lengths="),
         ({"cost": [1.0]}, r"cost=list\).*pass a function"),
-        ({"calibrate": True}, r"calibrate=\.\.\.\) is for map-style"),
-        ({"outlier_window": 4}, r"outlier_window=\.\.\.\) is for map-style"),
-        ({"tokens": [1.0]}, r"tokens=\.\.\.\) is for map-style"),
+        ({"calibrate": True}, r"calibrate=\.\.\.\) has no meaning for an IterableDataset"),
+        ({"outlier_window": 4}, r"outlier_window=\.\.\.\) has no meaning"),
+        ({"tokens": [1.0]}, r"tokens=\.\.\.\) has no meaning"),
+        ({"seed": 1}, r"seed=\.\.\.\) has no meaning"),
+        ({"exchange": "none", "mode": "slack"}, r"mode=\.\.\.\) has no meaning for exchange='none'"),
         ({"exchange": "all"}, r"exchange='all'"),
         ({"max_age": 1}, r"max_age=1 cannot be kept with pool_batches=8"),
         ({"loss_reduction": "target_mean", "targets": [1.0]}, r"for a stream pass targets= or lengths=, a function"),

@@ -31,13 +31,19 @@ def predict(
         seed: seeds the draw.
         **options: as in :func:`assign`.
     """
-    per_step, draw = ranks * batch_size, np.random.RandomState(seed)
-    shuffles = [draw.permutation(len(costs)) for _ in range(-(-steps * per_step // len(costs)))]
-    order, edges = np.concatenate(shuffles)[: steps * per_step], range(0, steps * per_step + 1, per_step)
+    per_step = ranks * batch_size
+    order, edges = _drawn(len(costs), steps * per_step, seed), range(0, steps * per_step + 1, per_step)
     if window > 1:
         order = pool_outliers(order, edges, costs, ranks, window)
     batches = [order[start:end] for start, end in zip(edges, edges[1:])]
     return BalanceReport.of_steps(StepPlan(batch, costs[batch], ranks, options=options).balance for batch in batches)
+
+
+def _drawn(samples: int, count: int, seed: int) -> NDArray[np.int64]:
+    draw = np.random.RandomState(seed)
+    if 10 * count < samples:  # to shuffle a large data set takes seconds, and a sample hardly comes twice
+        return draw.randint(samples, size=count)
+    return np.concatenate([draw.permutation(samples) for _ in range(-(-count // samples))])[:count]
 
 
 def advise(
@@ -63,7 +69,8 @@ def advise(
     if report.lower_bound <= ENOUGH:
         return None
     tried = _alternatives(costs, ranks, batch_size, lengths, options)
-    better = sorted((value, text) for value, text in tried if value < predicted.after - 0.005)
+    now = min(report.after, predicted.after)
+    better = sorted((value, text) for value, text in tried if value < now - 0.005)
     return (
         f"No assignment of these steps gets below {report.lower_bound:.3f} ({idle(report.lower_bound):.0%} idle): "
         f"{_reason(report)}. {_sentence([f'{value:.3f} {text}' for value, text in better])}"
@@ -98,9 +105,11 @@ def _alternatives(
             f"with histories truncated at the {PERCENTILE}th percentile{at}",
         ),
         (imbalance(costs, ranks, 2 * batch_size), f"with batch_size={2 * batch_size}"),
-        (imbalance(costs, ranks, batch_size, steps=2 * WINDOW, window=WINDOW), f"with outlier_window={WINDOW}"),
-        (imbalance(costs, ranks, batch_size, mode="slack"), 'with mode="slack"'),
     ]
+    if options.get("window", 1) < WINDOW:
+        choices.append((imbalance(costs, ranks, batch_size, steps=2 * WINDOW, window=WINDOW), f"with outlier_window={WINDOW}"))
+    if options.get("mode", "fixed") not in ("slack", "free"):
+        choices.append((imbalance(costs, ranks, batch_size, mode="slack"), 'with mode="slack"'))
     if ranks > 2:
         choices.append((imbalance(costs, ranks // 2, batch_size), f"on {ranks // 2} ranks"))
     return choices

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 Plan = TypeVar("Plan")
 Key = tuple[int, int]
@@ -17,10 +17,10 @@ class Ahead(Generic[Plan]):
     Args:
         make: the plan of a step, a pure function of (epoch, step).
         steps: how many steps ahead.
-        keep: how many plans to keep, far more than any loader prefetches.
+        keep: how many plans to keep; those that are asked for later are made again.
     """
 
-    def __init__(self, make: Callable[[int, int], Plan], steps: int = 4, keep: int = 1000) -> None:
+    def __init__(self, make: Callable[[int, int], Plan], steps: int = 4, keep: int = 64) -> None:
         self._make, self._steps, self._keep = make, steps, keep
         self._plans: dict[Key, Future[Plan]] = {}
         self._thread: ThreadPoolExecutor | None = None
@@ -47,11 +47,17 @@ class Ahead(Generic[Plan]):
     @contextmanager
     def running(self) -> Iterator[None]:
         """Plan ahead within the block."""
-        with ThreadPoolExecutor(1, "freescale-plan") as self._thread:
+        with ThreadPoolExecutor(1, "freescale-plan") as mine:
+            self._thread = mine
             try:
                 yield
             finally:
-                self._thread = None
+                if self._thread is mine:  # else somebody iterates anew
+                    self._thread = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without plans and thread, which cannot be copied."""
+        return {**self.__dict__, "_plans": {}, "_thread": None}
 
     def _start(self, key: Key) -> Future[Plan]:
         if self._thread is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, get_args
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from lightning_freescale.balance.solver import Ints, Problem, whole
 
 Mode = Literal["fixed", "slack", "free", "zigzag"]
+_MOST_TOKENS = 2**53
 SPEED_STEPS = 1024
 """Speeds are rounded to this many steps of the fastest rank's."""
 
@@ -30,8 +32,8 @@ def check(cost: NDArray[np.float64], ranks: int, mode: str, count_slack: float) 
         raise ValueError(f"assign: {len(cost)} samples for {ranks} ranks; every rank needs at least one sample")
 
 
-def per_sample(name: str, values: ArrayLike, samples: int | None = None) -> NDArray[np.float64]:
-    """Shape ``[samples]``, finite, >= 0.
+def per_sample(of: str, name: str, values: ArrayLike, samples: int | None = None) -> NDArray[np.float64]:
+    """The argument ``name`` of ``of``: shape ``[samples]``, finite, >= 0, also in sum.
 
     Raises:
         ValueError: something else.
@@ -39,10 +41,12 @@ def per_sample(name: str, values: ArrayLike, samples: int | None = None) -> NDAr
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or samples not in (None, len(array)):
         wanted = "samples" if samples is None else samples
-        raise ValueError(f"assign({name}=...) has shape {array.shape}: pass one number per sample, shape [{wanted}]")
+        raise ValueError(f"{of}({name}=...) has shape {array.shape}: pass one number per sample, shape [{wanted}]")
     bad = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
     if bad.size:
-        raise ValueError(f"assign({name}=...): {array[bad[0]]} of sample {bad[0]} is not a finite number >= 0")
+        raise ValueError(f"{of}({name}=...): {array[bad[0]]} of sample {bad[0]} is not a finite number >= 0")
+    if array.max(initial=0.0) > np.finfo(np.float64).max / max(1, len(array)):
+        raise ValueError(f"{of}({name}=...): numbers up to {array.max():g} overflow when they are summed. Use a larger unit")
     return array
 
 
@@ -106,6 +110,10 @@ def problem_of(
         size = np.ones_like(size)
     least, most, spare = _counts(int(size.sum()), ranks, mode, count_slack, int(size.max()))
     limited = tokens is not None and max_tokens is not None
+    if max_tokens is not None and not (np.isfinite(max_tokens) and max_tokens > 0):
+        raise ValueError(f"assign(max_tokens_per_rank={max_tokens!r}): pass a finite number > 0, or None for no limit")
+    if tokens is not None and max_tokens is not None and tokens.sum() > _MOST_TOKENS:
+        raise ValueError(f"assign(tokens=...): {tokens.sum():g} tokens in all are more than can be counted exactly")
     return Problem(
         cost=whole(np.bincount(unit_of_sample, cost).astype(np.float64), slow),
         size=size,
@@ -123,5 +131,12 @@ def _counts(samples: int, ranks: int, mode: str, count_slack: float, largest: in
     share, rest = divmod(samples, ranks)
     if mode in ("fixed", "zigzag"):
         return share, share + bool(rest), rest or ranks
-    even = share + bool(rest)
-    return 1, samples if mode == "free" else max(even, largest, int(samples / ranks * (1 + count_slack))), None
+    if mode == "free":
+        return 1, samples, None
+    most = max(share + bool(rest), int(samples / ranks * (1 + count_slack)))
+    if largest > most:
+        raise ValueError(
+            f"assign(mode='slack', count_slack={count_slack}, keep_together=...): a group of {largest} samples, but a rank may "
+            f"hold {most}. Use count_slack={math.ceil(100 * (largest * ranks / samples - 1)) / 100} or more, or mode='free'"
+        )
+    return 1, most, None

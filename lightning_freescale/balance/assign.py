@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lightning_freescale.balance.arguments import Mode, check, per_sample, problem_of, slowness, units
-from lightning_freescale.balance.solver import Ints, Problem, first_plan, lower_bound, refine, zigzag
+from lightning_freescale.balance.solver import Ints, Problem, first_plan, lower_bound, refine, whole, zigzag
 
 CLOSE_ENOUGH = 1.001
 """Refinement stops within this factor of the lower bound."""
@@ -73,19 +74,17 @@ def assign(
     Raises:
         ValueError: an argument does not fit, or no assignment within the limits was found; names it and the fix.
     """
-    cost = per_sample("costs", costs)
-    check(cost, ranks, mode, count_slack)
-    token = None if tokens is None else per_sample("tokens", tokens, len(cost))
-    unit_of_sample = units(keep_together, len(cost))
-    problem = problem_of(cost, unit_of_sample, token, max_tokens_per_rank, slowness(rank_speeds, ranks), mode, count_slack)
+    problem, cost, token, unit_of_sample = _prepare(
+        costs, ranks, mode, count_slack, max_tokens_per_rank, tokens, keep_together, rank_speeds
+    )
     rank_of_unit = zigzag(problem) if mode == "zigzag" else _search(problem)
     rank_of_sample, slowest = rank_of_unit[unit_of_sample], float(problem.times(rank_of_unit).max())
     return Assignment(
         rank_of_sample,
         slowest / problem.spread if cost.any() else 1.0,
-        lower_bound(problem) / problem.spread if cost.any() else 1.0,
+        _bound(problem, cost),
         None if token is None else imbalance(token, rank_of_sample, ranks),
-        bool(cost.max() * ranks > cost.sum()),
+        _dominated(cost, ranks),
     )
 
 
@@ -103,19 +102,60 @@ def imbalance(
     cost: NDArray[np.float64], rank_of_sample: NDArray[np.int64], ranks: int, rank_speeds: ArrayLike | None = None
 ) -> float:
     """Max over ranks of cost / mean over ranks, see :class:`Assignment`; 1.0 when all costs are zero."""
-    speeds = np.ones(ranks) if rank_speeds is None else np.asarray(rank_speeds, dtype=np.float64)
-    loads = np.bincount(rank_of_sample, weights=cost, minlength=ranks)
-    return float((loads / speeds).max() * speeds.sum() / loads.sum()) if loads.any() else 1.0
+    slow = slowness(rank_speeds, ranks)
+    return imbalance_of(np.bincount(rank_of_sample, weights=cost, minlength=ranks), slow)
+
+
+def imbalance_of(loads: NDArray[Any], slow: Ints | None = None) -> float:
+    """The same of summed costs, shape ``[ranks]``; ``slow`` is each rank's time per cost."""
+    pace = np.ones(len(loads)) if slow is None else slow
+    return float((loads * pace).max() * (1.0 / pace).sum() / loads.sum()) if loads.any() else 1.0
+
+
+def bound_of(costs: ArrayLike, ranks: int, **options: Any) -> tuple[float, bool]:
+    """``lower_bound`` and ``dominated`` as :func:`assign` would give them, without looking for a plan."""
+    problem, cost, _, _ = _prepare(costs, ranks, **options)
+    return _bound(problem, cost), _dominated(cost, ranks)
+
+
+def _prepare(
+    costs: ArrayLike,
+    ranks: int,
+    mode: Mode = "fixed",
+    count_slack: float = 0.25,
+    max_tokens_per_rank: float | None = None,
+    tokens: ArrayLike | None = None,
+    keep_together: ArrayLike | None = None,
+    rank_speeds: ArrayLike | None = None,
+) -> tuple[Problem, NDArray[np.float64], NDArray[np.float64] | None, Ints]:
+    """The problem in whole numbers, costs, tokens, and the unit of every sample."""
+    cost = per_sample("assign", "costs", costs)
+    check(cost, ranks, mode, count_slack)
+    token = None if tokens is None else per_sample("assign", "tokens", tokens, len(cost))
+    unit_of_sample = units(keep_together, len(cost))
+    slow = slowness(rank_speeds, ranks)
+    return problem_of(cost, unit_of_sample, token, max_tokens_per_rank, slow, mode, count_slack), cost, token, unit_of_sample
+
+
+def _bound(problem: Problem, cost: NDArray[np.float64]) -> float:
+    return lower_bound(problem) / problem.spread if cost.any() else 1.0
+
+
+def _dominated(cost: NDArray[np.float64], ranks: int) -> bool:
+    return bool(cost.max() * ranks > cost.sum())
 
 
 def _search(problem: Problem) -> Ints:
-    found = first_plan(problem)
-    if found is None:
+    dealt = zigzag(problem)
+    found = [plan for plan in (first_plan(problem), dealt) if plan is not None and problem.allows(plan)]
+    if not found and problem.tokens is not None:  # balancing the tokens is the best that can be done for their limit
+        tokens = whole(problem.tokens.astype(np.float64), np.ones_like(problem.slowness))
+        plan = _search(replace(problem, cost=tokens, tokens=None, slowness=np.ones_like(problem.slowness)))
+        found = [plan] if problem.allows(plan) else []
+    if not found:
         raise ValueError(
             f"assign: no place was found for every sample or group on {problem.ranks} ranks with at most {problem.most} "
             f"samples and max_tokens_per_rank={problem.token_limit} each. Allow more of what is scarce, or use more ranks"
         )
-    if problem.plain:  # else the deal may break a limit
-        dealt = zigzag(problem)
-        found = min(found, dealt, key=lambda plan: problem.times(plan).max())
-    return refine(problem, found, CLOSE_ENOUGH * lower_bound(problem))
+    best = min(found, key=lambda plan: problem.times(plan).max())
+    return refine(problem, best, CLOSE_ENOUGH * lower_bound(problem))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -57,27 +57,20 @@ class Calibration:
 
 
 def imbalance_seen(
-    batches: Sequence[NDArray[np.int64]],
-    plan_costs: Floats,
-    true_costs: Floats,
-    base: float,
-    ranks: int,
-    options: dict[str, Any],
+    batches: Iterable[tuple[Floats, Floats]], base: float, ranks: int, options: dict[str, Any] | None = None
 ) -> float:
-    """Imbalance by ``true_costs`` of plans made with ``plan_costs``, over ``batches`` of samples.
+    """Imbalance by true costs of plans made with others, over the samples of several steps.
 
     Args:
-        batches: samples of each step, int arrays.
-        plan_costs: what the assignment goes by, per sample of the data set.
-        true_costs: what it is judged by, in seconds.
+        batches: for every step what the assignment goes by, and what it is judged by in seconds, each of shape ``[samples]``.
         base: seconds that every rank's step takes besides.
         ranks: how many ranks share a step.
         options: of :func:`assign`.
     """
     longest = total = 0.0
-    for samples in batches:
-        plan = assign(plan_costs[samples], ranks, **options).rank_of_sample
-        times = np.bincount(plan, true_costs[samples], ranks) + base
+    for planned, true in batches:
+        plan = assign(planned, ranks, **(options or {})).rank_of_sample
+        times = np.bincount(plan, true, ranks) + base
         longest, total = longest + times.max(), total + times.mean()
     return float(longest / total) if total else 1.0
 

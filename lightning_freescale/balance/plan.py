@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_freescale.balance.assign import Assignment, assign, deal, imbalance
+from lightning_freescale.balance.assign import Assignment, assign, bound_of, deal, imbalance
 from lightning_freescale.balance.report import StepBalance
 
 
@@ -33,7 +33,7 @@ class StepPlan:
 
     @cached_property
     def best(self) -> Assignment:
-        """The balanced assignment, in use or not."""
+        """The balanced assignment."""
         return assign(self.costs, self.ranks, **self.options)
 
     @cached_property
@@ -51,11 +51,14 @@ class StepPlan:
         """What the assignment is worth."""
         speeds, tokens = self.options.get("rank_speeds"), self.options.get("tokens")
         dealt = deal(len(self.samples), self.ranks)
+        bound = (
+            (self.best.lower_bound, self.best.dominated) if self.balanced else bound_of(self.costs, self.ranks, **self.options)
+        )
         return StepBalance(
             before=imbalance(self.costs, dealt, self.ranks, speeds),
             after=imbalance(self.costs, self.rank_of_sample, self.ranks, speeds),
-            lower_bound=self.best.lower_bound,
-            dominated=self.best.dominated,
+            lower_bound=bound[0],
+            dominated=bound[1],
             tokens_imbalance=None if tokens is None else imbalance(tokens, self.rank_of_sample, self.ranks),
             cost=float(self.costs.sum()),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -54,19 +55,10 @@ class BalanceReport:
     @classmethod
     def of_steps(cls, steps: Iterable[StepBalance]) -> BalanceReport:
         """Sum up; of no step at all it is perfect balance."""
-        rows = list(steps)
-        weight = np.array([row.cost for row in rows])
-        if not weight.any():
-            weight = np.ones(len(rows))
-
-        def mean(name: str) -> float:
-            values = np.array([getattr(row, name) for row in rows], dtype=np.float64)
-            return float(np.average(values, weights=weight)) if rows else 1.0
-
-        after, bound = mean("after"), mean("lower_bound")
-        dominated = float(np.mean([row.dominated for row in rows])) if rows else 0.0
-        tokens = mean("tokens_imbalance") if rows and rows[0].tokens_imbalance is not None else None
-        return cls(len(rows), mean("before"), after, bound, after / bound - 1, dominated, tokens)
+        sums = BalanceSums()
+        for step in steps:
+            sums.add(step)
+        return sums.report()
 
     def scalars(self, over: str) -> dict[str, float]:
         """The figures by the names under which they are logged: ``freescale/balance_{over}/...``."""
@@ -80,6 +72,34 @@ class BalanceReport:
             f"imbalance over {self.steps} steps: {self.before:.3f} as drawn ({idle(self.before):.1%} idle), {self.after:.3f} "
             f"balanced ({idle(self.after):.1%} idle), lower bound {self.lower_bound:.3f} (gap {self.gap:.2%}), "
             f"{self.dominated:.0%} of the steps dominated by one sample{tokens}"
+        )
+
+
+class BalanceSums:
+    """Sums up steps one by one."""
+
+    def __init__(self) -> None:
+        self.steps, self._dominated, self._weight = 0, 0, 0.0
+        self._sums = np.zeros((2, 4))  # weighted by cost, and each step alike in case none costs anything
+
+    def add(self, step: StepBalance) -> None:
+        """One more."""
+        tokens = math.nan if step.tokens_imbalance is None else step.tokens_imbalance
+        row = np.array([step.before, step.after, step.lower_bound, tokens])
+        self._sums += row * [[step.cost], [1.0]]
+        self._weight += step.cost
+        self._dominated += step.dominated
+        self.steps += 1
+
+    def report(self) -> BalanceReport:
+        """Of the steps so far."""
+        if not self.steps:
+            return BalanceReport(0, 1.0, 1.0, 1.0, 0.0, 0.0, None)
+        means = self._sums[0] / self._weight if self._weight else self._sums[1] / self.steps
+        before, after, bound, tokens = means.tolist()
+        gap = max(0.0, after / bound - 1)  # rounding alone may take it below
+        return BalanceReport(
+            self.steps, before, after, bound, gap, self._dominated / self.steps, None if math.isnan(tokens) else tokens
         )
 
 

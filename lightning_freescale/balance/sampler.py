@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_freescale.balance.ahead import Ahead
+from lightning_freescale.balance.arguments import per_sample, units
 from lightning_freescale.balance.outliers import pool_outliers
 from lightning_freescale.balance.plan import StepPlan
 from lightning_freescale.balance.report import BalanceReport, StepBalance
@@ -68,18 +69,19 @@ class BalancedSampler(DistributedSampler[list[int]]):
         if outlier_window < 1:
             raise ValueError(f"BalancedSampler(outlier_window={outlier_window!r}): pass a number of steps, 1 for no exchange")
         self.costs = _rounded(costs)
-        self.weights = np.ones(len(self.costs)) if weights is None else np.asarray(weights, dtype=np.float64)
+        samples = len(self.costs)
+        self.weights = np.ones(samples) if weights is None else per_sample("BalancedSampler", "weights", weights, samples)
         self.batch_size, self.num_replicas, self.rank = batch_size, num_replicas, rank
         self.seed, self.shuffle, self.balance_steps, self.drop_last = seed, shuffle, balance, drop_last
         self.summed, self.outlier_window, self.epoch = summed, outlier_window, 0
         self.options = options
-        self._per_sample = {
-            name: np.asarray(values)
-            for name, values in (("tokens", tokens), ("keep_together", keep_together))
-            if values is not None
-        }
+        self._per_sample: dict[str, NDArray[Any]] = {}
+        if tokens is not None:
+            self._per_sample["tokens"] = per_sample("BalancedSampler", "tokens", tokens, samples)
+        if keep_together is not None:
+            self._per_sample["keep_together"] = units(keep_together, samples)
         self._steps = StepEdges(len(self.costs), batch_size, num_replicas, drop_last)
-        self._later: dict[int, tuple[NDArray[np.float64], dict[str, Any]]] = {}
+        self._later: dict[int, tuple[Callable[[], ArrayLike] | None, dict[str, Any]]] = {}
         self._drawn: tuple[int, NDArray[np.int64]] | None = None
         self._plans = Ahead(self._plan)
         self.step_plan(0, 0)  # what does not fit is refused now, not in the first step
@@ -90,7 +92,10 @@ class BalancedSampler(DistributedSampler[list[int]]):
         """Called by Lightning at the start of every epoch."""
         self.epoch = epoch
         for start in sorted(e for e in self._later if e <= epoch):
-            self.costs, self.options = self._later.pop(start)
+            costs, options = self._later.pop(start)
+            if costs is not None:
+                self.costs = _rounded(costs())
+            self.options = {**self.options, **options}
             self._drawn = None
             self._plans.forget()
 
@@ -112,6 +117,11 @@ class BalancedSampler(DistributedSampler[list[int]]):
     def __len__(self) -> int:
         """Steps of the epoch, those before a :meth:`resume` included."""
         return len(self._steps.of(self.epoch)) - 1
+
+    @property
+    def first_step(self) -> int:
+        """The step that the current epoch starts with: 0 unless it was resumed."""
+        return self._steps.first(self.epoch)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -152,9 +162,7 @@ class BalancedSampler(DistributedSampler[list[int]]):
         """Factor for this rank's loss that makes the average over ranks the mean (or sum) over the step's global batch."""
         if self.summed:
             return float(self.num_replicas)
-        parts = [self.weights[part].sum() for part in self.plan(self.epoch, step)]
-        total = sum(parts)
-        return float(parts[self.rank] * self.num_replicas / total) if total else 1.0
+        return share_of_loss([float(self.weights[part].sum()) for part in self.plan(self.epoch, step)], self.rank)
 
     def balance(self, step: int) -> StepBalance:
         """What the assignment of a step of the current epoch is worth."""
@@ -166,10 +174,16 @@ class BalancedSampler(DistributedSampler[list[int]]):
         steps = range(self._steps.first(epoch), len(self._steps.of(epoch)) - 1)
         return BalanceReport.of_steps(self.step_plan(epoch, step).balance for step in steps)
 
-    def replan(self, epoch: int, costs: ArrayLike | None = None, **options: Any) -> None:
-        """From ``epoch`` on use other costs or options of :func:`assign`; call it with the same arguments on every rank."""
-        before = self._later.get(epoch, (self.costs, self.options))
-        self._later[epoch] = (before[0] if costs is None else _rounded(costs), {**before[1], **options})
+    def replan(self, epoch: int, costs: Callable[[], ArrayLike] | None = None, **options: Any) -> None:
+        """From ``epoch`` on use other costs or options of :func:`assign`; call it with the same arguments on every rank.
+
+        Args:
+            epoch: a later epoch than the current one.
+            costs: gives the costs, shape ``[samples]``; called when the epoch starts.
+            **options: those that change.
+        """
+        before = self._later.get(epoch, (None, {}))
+        self._later[epoch] = (before[0] if costs is None else costs, {**before[1], **options})
 
     def digest(self) -> str:
         """Hash of what the current epoch's plan follows from and of its first step: equal on all ranks unless plans differ."""
@@ -186,7 +200,7 @@ class BalancedSampler(DistributedSampler[list[int]]):
         samples = self.global_batch(epoch, step)
         options = {**self.options, **{name: values[samples] for name, values in self._per_sample.items()}}
         plan = StepPlan(samples, self.costs[samples], self.num_replicas, self.balance_steps, options)
-        plan.parts, plan.balance  # noqa: B018 (computed here, in the thread)
+        plan.parts  # noqa: B018 (computed here, in the thread)
         return plan
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
@@ -205,7 +219,13 @@ class BalancedSampler(DistributedSampler[list[int]]):
         return pool_outliers(order, self._steps.whole, self.costs, self.num_replicas, self.outlier_window)
 
 
+def share_of_loss(weights: Sequence[float], rank: int) -> float:
+    """``local_weight * world_size / global_weight``; 1 if nothing weighs anything."""
+    total = sum(weights)
+    return float(weights[rank] * len(weights) / total) if total else 1.0
+
+
 def _rounded(costs: ArrayLike) -> NDArray[np.float64]:
     """To 24 bits, so that the last digits of a user's function on another kind of processor make no other plan."""
-    mantissa, exponent = np.frexp(np.asarray(costs, dtype=np.float64))
+    mantissa, exponent = np.frexp(per_sample("BalancedSampler", "costs", costs))
     return np.ldexp(np.rint(np.ldexp(mantissa, 24)), exponent - 24)

@@ -76,15 +76,12 @@ def stream_weight(loss_reduction: str, lengths: Any, targets: Any) -> Callable[[
     return cast("Callable[[Any], float]", weight)
 
 
-def refuse_for_streams(**arguments: Any) -> None:
-    """Arguments that need all samples to be known.
+def refuse_unused(what: str, **arguments: tuple[Any, Any]) -> None:
+    """Arguments that have no meaning for ``what``: value and default of each by its name.
 
     Raises:
-        ValueError: one is given.
+        ValueError: one is not its default.
     """
-    for name, value in arguments.items():
-        if value is not None and value is not False:
-            raise ValueError(
-                f"FreeScaleDataModule({name}=...) is for map-style data sets, not for an IterableDataset, whose samples are "
-                "not known before they arrive: leave it out"
-            )
+    for name, (value, default) in arguments.items():
+        if value is not default and (isinstance(value, (list, np.ndarray)) or value != default):
+            raise ValueError(f"FreeScaleDataModule({name}=...) has no meaning for {what}: leave it out")

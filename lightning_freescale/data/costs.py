@@ -48,13 +48,16 @@ class SampleCosts:
         else:
             self.costs = self.by(cost or CostModel())
 
-    def by(self, cost: Callable[..., Any]) -> NDArray[np.float64]:
-        """Costs by another function of the lengths and, if they were given, the unique ids."""
-        assert self.lengths is not None
-        given = (self.lengths,) if self.unique_ids is None else (self.lengths, self.unique_ids)
-        return numbers("cost(lengths)", cost(*given), len(self.lengths))
+    def by(self, cost: Callable[..., Any], samples: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
+        """Costs by another function of the lengths and, if they were given, the unique ids; of some samples or of all."""
+        given = self._given(samples)
+        return numbers("cost(lengths)", cost(*given), len(given[0]))
 
-    def features(self) -> NDArray[np.float64]:
+    def features(self, samples: NDArray[np.int64]) -> NDArray[np.float64]:
         """See :func:`sample_features`, shape ``[samples, 4]``."""
+        return sample_features(*self._given(samples))
+
+    def _given(self, samples: NDArray[np.int64] | None) -> list[NDArray[np.float64]]:
         assert self.lengths is not None
-        return sample_features(self.lengths, self.unique_ids)
+        given = [self.lengths] if self.unique_ids is None else [self.lengths, self.unique_ids]
+        return given if samples is None else [values[samples] for values in given]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -68,17 +69,17 @@ class PlannedData:
     def loader(self, rank: int, world_size: int, epoch: int) -> PlannedLoader:
         """The loader of a rank, from where a checkpoint left it on."""
         sampler = self._sampler = self.sampler(rank, world_size)
-        for start, (model, options) in self.refits.items():
-            sampler.replan(start, self.sample_costs.by(model), **options)
+        for start, (model, options) in sorted(self.refits.items()):
+            sampler.replan(start, partial(self.sample_costs.by, model), **options)
         sampler.resume(*self._resume)
-        sampler.set_epoch(epoch)
+        sampler.set_epoch(max(epoch, self._resume[0]))  # the loader may be asked for before the Trainer knows its epoch
         return PlannedLoader.of(self.dataset, sampler, **self._loader_options)
 
     def replan(self, epoch: int, model: CostModel, **options: Any) -> None:
         """From ``epoch`` on plan by another cost model; call it with the same arguments on every rank."""
         self.refits[epoch] = (model, options)
         if self._sampler is not None:
-            self._sampler.replan(epoch, self.sample_costs.by(model), **options)
+            self._sampler.replan(epoch, partial(self.sample_costs.by, model), **options)
 
     @property
     def epoch_is_cut_anew(self) -> bool:
@@ -94,8 +95,17 @@ class PlannedData:
         """Go on after the samples that the checkpoint's run has consumed.
 
         Raises:
-            ValueError: inside an epoch, this run's order is another.
+            ValueError: inside an epoch, this run's order is another; or the checkpoint is of another kind of data.
         """
+        if "samples" not in state:
+            raise ValueError(
+                "the checkpoint was made with an IterableDataset, this run has a map-style data set: its place in the one "
+                "means nothing in the other. Load the weights alone, or use the same kind of data set"
+            )
+        if state["refits"] and self.sample_costs.lengths is None:
+            raise ValueError(
+                "the checkpoint's costs were fitted to lengths: pass lengths= to FreeScaleDataModule to go on with it"
+            )
         then = Progress.resumed(state, self._progress(0, 0, world_size))
         self.seed, self._resume = then.seed, (then.epoch, then.batches, then.consumed)
         same_ranks = then.ranks == world_size  # else the speeds are those of others

@@ -67,7 +67,8 @@ class StreamedData:
 
     def state_dict(self, epoch: int, batches: int, world_size: int) -> dict[str, Any]:
         """After ``batches`` steps of ``epoch``: all ranks' states, on every rank. Collective."""
-        assert self._loader is not None
+        if self._loader is None:  # nothing of the epoch was read
+            return {"streams": [{"epoch": epoch, "batches": 0, "stream": None}] * world_size}
         self._loader.set_epoch(epoch)
         mine = self._loader.state_after(batches)
         states: list[Any] = [mine] * world_size
@@ -79,8 +80,13 @@ class StreamedData:
         """Go on after the samples that the checkpoint's run has consumed.
 
         Raises:
-            ValueError: it had another number of streams, inside an epoch.
+            ValueError: it had another number of streams, inside an epoch, or is of another kind of data.
         """
+        if "streams" not in state:
+            raise ValueError(
+                "the checkpoint was made with a map-style data set, this run has an IterableDataset: its place in the one "
+                "means nothing in the other. Load the weights alone, or use the same kind of data set"
+            )
         streams = state["streams"]
         inside = any(stream["batches"] for stream in streams)
         if inside and len(streams) != world_size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 
 import numpy as np
@@ -44,6 +45,23 @@ def test_iteration_leaves_no_thread_and_plans_each_step_once() -> None:
     batches.close()
     assert threading.active_count() == before
     assert whole == [sampler.plan(0, step)[0].tolist() for step in range(len(sampler))]
+
+
+def test_can_be_copied() -> None:
+    sampler = BalancedSampler(COSTS, 4, num_replicas=2, rank=0)
+    assert list(pickle.loads(pickle.dumps(sampler))) == list(sampler)
+
+
+def test_a_second_iterator_plans_ahead_too() -> None:
+    sampler = BalancedSampler(COSTS, 4, num_replicas=2, rank=0)
+    first = iter(sampler)
+    next(first)
+    second = iter(sampler)
+    next(second)
+    first.close()
+    assert sampler._plans._thread is not None
+    second.close()
+    assert sampler._plans._thread is None
 
 
 def test_an_error_in_the_thread_reaches_the_loop() -> None:

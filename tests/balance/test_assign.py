@@ -107,6 +107,37 @@ def test_groups_stay_together(batch: tuple[np.ndarray, int], data: st.DataObject
     assert len(set(result.rank_of_sample)) == ranks
 
 
+def test_a_group_larger_than_the_slack_is_refused() -> None:
+    cost, group = np.ones(8), [0, 0, 0, 0, 0, 1, 2, 3]
+    with pytest.raises(ValueError, match=r"a group of 5 samples, but a rank may hold 2\. Use count_slack=1\.5 or more"):
+        assign(cost, 4, mode="slack", keep_together=group)
+    held = np.bincount(assign(cost, 4, mode="slack", count_slack=1.5, keep_together=group).rank_of_sample)
+    assert sorted(held) == [1, 1, 1, 5]
+
+
+@given(st.integers(0, 10_000), st.sampled_from(["fixed", "slack"]))
+@settings(max_examples=150, deadline=None)
+def test_a_limit_that_balanced_tokens_keep_is_met(seed: int, mode: str) -> None:
+    tokens = np.random.RandomState(seed).lognormal(3, 1, 24).round()
+    limit = np.bincount(assign(tokens, 4, mode=mode).rank_of_sample, tokens).max()
+    plan = assign(tokens**2, 4, mode=mode, tokens=tokens, max_tokens_per_rank=limit)
+    assert np.bincount(plan.rank_of_sample, tokens).max() <= limit
+
+
+@pytest.mark.parametrize("speeds", [None, [0.001, *[1.0] * 15]])
+def test_many_samples_and_ranks_overflow_nothing(speeds: list[float] | None) -> None:
+    cost = np.random.RandomState(0).pareto(0.6, 20_000)
+    result = assign(cost, 16, mode="free", rank_speeds=speeds)
+    times = np.bincount(result.rank_of_sample, cost, 16) / (1.0 if speeds is None else np.array(speeds))
+    assert result.imbalance == pytest.approx(times.max() * (16 if speeds is None else sum(speeds)) / cost.sum(), rel=1e-3)
+
+
+def test_a_rank_that_takes_nearly_all_samples() -> None:
+    """Refinement's table would be as wide as that rank for all of them."""
+    cost = np.array([1e6] * 63 + [1e-3] * 5000)
+    assert assign(cost, 64, mode="free").imbalance == pytest.approx(64 / 63, rel=1e-3)
+
+
 def test_equal_groups_at_equal_counts() -> None:
     cost = np.arange(24.0)
     result = assign(cost, 3, keep_together=np.arange(24) // 2)
@@ -214,6 +245,9 @@ def test_any_unit(scale: float) -> None:
         ({"tokens": [1.0]}, r"tokens=...\) has shape \(1,\)"),
         ({"max_tokens_per_rank": 3}, "max_tokens_per_rank=3\\) needs tokens"),
         ({"tokens": [4.0] * 4, "max_tokens_per_rank": 3}, "no place was found"),
+        ({"tokens": [4.0] * 4, "max_tokens_per_rank": float("inf")}, "max_tokens_per_rank=inf"),
+        ({"tokens": [1e19] * 4, "max_tokens_per_rank": 9.0}, "more than can be counted"),
+        ({"costs": [1.7e308] * 4}, "overflow"),
         ({"keep_together": [0]}, "keep_together=...\\) has shape"),
         ({"keep_together": [0, 0, 0, 0]}, "1 groups for 2 ranks"),
         ({"keep_together": [0, 0, 0, 1]}, "groups of 1 to 3 samples"),

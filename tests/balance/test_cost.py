@@ -86,7 +86,7 @@ def test_fifty_steps_from_a_wrong_model_balance_as_the_true_one(ranks: int) -> N
     draw = np.random.RandomState(9)
     batches = [draw.choice(len(LENGTHS), 32 * ranks, replace=False) for _ in range(20)]
     seen = [
-        imbalance_seen(batches, model(LENGTHS, UNIQUE), true(LENGTHS), 0.0, ranks, {})
+        imbalance_seen([(model(LENGTHS[batch], UNIQUE[batch]), true(LENGTHS[batch])) for batch in batches], 0.0, ranks)
         for model in (wrong, calibration.fit.model, true)
     ]
     assert seen[1] <= 1.01 * seen[2]

@@ -131,14 +131,39 @@ def test_resume_with_fewer_samples_left_than_ranks() -> None:
 
 def test_replan_from_the_next_epoch_on() -> None:
     sampler, flat = _ranks(3)[0], np.ones(103)
-    sampler.replan(1, flat)
+    sampler.replan(1, lambda: flat)
     sampler.replan(1, mode="slack")
+    sampler.replan(2, count_slack=0.5)
     assert sampler.report(0) == _ranks(3)[0].report(0)
     sampler.set_epoch(1)
     expected = _ranks(3, flat, mode="slack")[0]
     for step in range(len(sampler)):
         for mine, theirs in zip(sampler.plan(1, step), expected.plan(1, step)):
             np.testing.assert_array_equal(mine, theirs)
+    sampler.set_epoch(2)
+    assert (sampler.costs == 1).all() and sampler.options == {"mode": "slack", "count_slack": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"costs": [float("nan")] * 103}, r"BalancedSampler\(costs=...\): nan of sample 0"),
+        ({"weights": [1.0]}, r"weights=...\) has shape"),
+        ({"tokens": [1.0] * 104}, r"tokens=...\) has shape \(104,\)"),
+        ({"keep_together": [1] * 104}, r"keep_together=...\) has shape \(104,\)"),
+    ],
+)
+def test_bad_input(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BalancedSampler(**{"costs": COSTS, "batch_size": 4, "num_replicas": 2, "rank": 0, **options})
+
+
+def test_as_drawn_asks_nothing_of_the_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    balanced = _ranks(3)[0].report()
+    monkeypatch.setattr("lightning_freescale.balance.plan.assign", None)
+    drawn = _ranks(3, balance=False)[0]
+    assert len(list(drawn)) == len(drawn)
+    assert drawn.report().lower_bound == balanced.lower_bound
 
 
 def test_digest_tells_plans_apart() -> None:

@@ -83,7 +83,7 @@ def forecast(
         lower_bound=ours.lower_bound,
         dominated=ours.dominated,
         planning_ms=_planning_ms(costs, ranks, batch_size, seed, options),
-        advice=advise(costs, ranks, batch_size, ours, lengths, **options),
+        advice=advise(costs, ranks, batch_size, ours, lengths, window=window, seed=seed, **options),
     )
 
 

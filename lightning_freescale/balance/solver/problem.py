@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -45,7 +46,7 @@ class Problem:
     @cached_property
     def spread(self) -> float:
         """Time of every rank if the work could be spread perfectly."""
-        return float(self.cost.sum() / (1.0 / self.slowness).sum())
+        return float(self.cost.sum() / math.fsum(1.0 / self.slowness))  # exactly rounded, whatever the processor
 
     @cached_property
     def plain(self) -> bool:
@@ -57,6 +58,13 @@ class Problem:
         """Dearest first, ties by index."""
         return np.argsort(-self.cost, kind="stable")
 
+    def allows(self, rank_of_unit: Ints) -> bool:
+        """Whether a plan is within the limits on samples and tokens."""
+        held = np.bincount(rank_of_unit, self.size, self.ranks)
+        within = held.min() >= self.least and held.max() <= self.most
+        fits = self.tokens is None or np.bincount(rank_of_unit, self.tokens, self.ranks).max() <= self.token_limit
+        return bool(within and fits)
+
     def times(self, rank_of_unit: Ints) -> Ints:
         """Summed cost times slowness of every rank, shape ``[ranks]``."""
         # float64 sums of whole numbers below 2**53 are exact
@@ -65,7 +73,8 @@ class Problem:
 
 def whole(cost: NDArray[np.float64], slowness: Ints) -> Ints:
     """``cost`` scaled by a power of two and rounded so that every sum and key of the search fits 62 bits, plus 1."""
-    largest = float(cost.max()) * len(cost)
     bits = min(52, 61 - len(slowness).bit_length() - int(slowness.max()).bit_length())
-    exponent = bits - int(np.frexp(largest)[1]) if largest else 0
-    return np.rint(np.ldexp(cost, exponent)).astype(np.int64) + 1
+    top, fine = int(np.frexp(cost.max())[1]), 61 - len(cost).bit_length()
+    # the sum's size, from whole numbers: a sum of floats would depend on their order
+    size = int(np.rint(np.ldexp(cost, fine - top)).astype(np.int64).sum()).bit_length() + top - fine
+    return np.rint(np.ldexp(cost, bits - size)).astype(np.int64) + 1

@@ -10,6 +10,7 @@ from lightning_freescale.balance.solver.pairs import best_exchange, best_exchang
 from lightning_freescale.balance.solver.problem import Ints, Problem
 
 ROUNDS, PATIENCE = 200, 16
+_SPARSE = 16
 CANDIDATES = 64
 """Units of a rank that are tried, evenly spread from dearest to cheapest; ranks with more are balanced by their number."""
 
@@ -20,7 +21,8 @@ def refine(problem: Problem, rank_of_unit: Ints, target: float) -> Ints:
     Stops when no rank is above ``target``, after ``PATIENCE`` rounds that could not help the slowest rank, or after
     ``ROUNDS``: never by a clock, so all ranks stop at the same plan. No exchange makes the slower of its two ranks slower.
     """
-    if problem.ranks == 1:
+    slots = problem.ranks * int(np.bincount(rank_of_unit).max())
+    if problem.ranks == 1 or slots > _SPARSE * len(rank_of_unit):  # so uneven only if giants leave all the rest to a few
         return rank_of_unit
     board = _Board(problem, rank_of_unit)
     failed = 0

@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset, default_collate
 from lightning_freescale.balance.assign import Assignment, assign
 from lightning_freescale.balance.pool import LocalPool
 from lightning_freescale.balance.report import StepBalance
+from lightning_freescale.balance.sampler import share_of_loss
 from lightning_freescale.data.streaming.exchanged import ExchangedSteps, width
 from lightning_freescale.data.streaming.pooled import WIDTH, PooledSteps
 from lightning_freescale.data.streaming.producer import Producer
@@ -129,8 +130,7 @@ class StreamLoader:
         weights = self._step(step).weights
         if self._summed:
             return float(self.num_replicas)
-        total = weights.sum()
-        return float(weights[self.rank] * self.num_replicas / total) if total else 1.0
+        return share_of_loss(weights.tolist(), self.rank)
 
     def balance(self, step: int) -> StepBalance:
         """What balancing a step is worth."""

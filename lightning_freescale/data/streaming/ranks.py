@@ -14,6 +14,7 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from lightning_freescale.balance.assign import imbalance_of
 from lightning_freescale.balance.report import StepBalance
 from lightning_freescale.comm.exchange import exchange_bytes
 
@@ -56,17 +57,13 @@ class StreamStep:
     def balance(self) -> StepBalance:
         """What the step's assignment is worth."""
         return StepBalance(
-            before=_imbalance(self.drawn),
-            after=_imbalance(self.costs),
+            before=imbalance_of(self.drawn),
+            after=imbalance_of(self.costs),
             lower_bound=self.lower_bound,
             dominated=self.dominated,
             tokens_imbalance=None,
             cost=float(self.costs.sum()),
         )
-
-
-def _imbalance(costs: NDArray[np.float64]) -> float:
-    return float(costs.max() / costs.mean()) if costs.any() else 1.0
 
 
 class Ranks:
