@@ -20,6 +20,7 @@ from lightning_freescale.balance import BalancedSampler, CostModel
 from lightning_freescale.balance.calibration import imbalance_seen
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.recommender import Recommender, Samples, collate, trainer
+from tests.test_resume import StopAt
 
 
 class Kept(Logger):
@@ -164,18 +165,6 @@ def test_a_wrong_cost_model_is_replaced_from_the_next_epoch_on(profile: bool) ->
     assert seen["freescale/imbalance_plan_in_use"] > 1.05 * seen["freescale/imbalance_fitted_plan"]
     assert list(first["refits"]) == [1, 2]
     assert not first["timeline"]
-
-
-class StopAt(L.Callback):
-    """Saves after some steps and stops."""
-
-    def __init__(self, step: int, path: str) -> None:
-        self.step, self.path = step, path
-
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-            trainer.should_stop = True
 
 
 def _interrupted(path: str, stop_at: int | None, batch_size: int) -> tuple[list[int], np.ndarray]:
