@@ -17,6 +17,7 @@ from lightning_freescale.data.costs import SampleCosts
 from lightning_freescale.data.loader import PlannedLoader
 from lightning_freescale.data.planned import PlannedData
 from lightning_freescale.data.streamed import StreamedData
+from lightning_freescale.refusals import refuse_trainer
 from lightning_freescale.data.streaming import StreamLoader
 
 
@@ -254,7 +255,8 @@ class FreeScaleDataModule(LightningDataModule):
 
     def train_dataloader(self) -> PlannedLoader | StreamLoader:
         """The balanced loader of this rank."""
-        self._check_trainer()
+        if self.trainer is not None:
+            refuse_trainer(self.trainer, self.calibrate, self.loss_reduction, self.mode)
         epoch = 0 if self.trainer is None else self.trainer.current_epoch
         if isinstance(self.train, StreamedData):
             timeout = None if self.trainer is None else getattr(self.trainer.strategy, "_timeout", None)
@@ -309,28 +311,6 @@ class FreeScaleDataModule(LightningDataModule):
 
     def _world(self) -> tuple[int, int]:
         return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
-
-    def _check_trainer(self) -> None:
-        overfit = getattr(self.trainer, "overfit_batches", 0)
-        if overfit:
-            raise ValueError(
-                f"Trainer(overfit_batches={overfit}) replaces the sampler and with it the plan of the "
-                "steps. Use limit_train_batches= with FreeScaleDataModule(shuffle=False)."
-            )
-        if self.trainer is None or getattr(self.trainer.strategy, "weighs_loss", False):
-            return
-        if self.calibrate:
-            raise ValueError(
-                "FreeScaleDataModule(calibrate=True) needs Trainer(strategy='freescale'), which measures the times"
-            )
-        if self._world()[1] == 1 or self.loss_reduction == "unweighted":
-            return
-        if self.loss_reduction != "sample_mean" or self.mode in ("slack", "free"):
-            raise ValueError(
-                f"FreeScaleDataModule(loss_reduction={self.loss_reduction!r}, mode={self.mode!r}) needs "
-                "Trainer(strategy='freescale') to weigh each rank's loss; this strategy averages the ranks' losses as they "
-                "are. Use loss_reduction='unweighted' if that is what you want"
-            )
 
     def _stage_loader(self, stage: str) -> PlannedLoader | list[Any]:
         dataset = self.stages[stage]
