@@ -17,8 +17,8 @@ from lightning_freescale.data.costs import SampleCosts
 from lightning_freescale.data.loader import PlannedLoader
 from lightning_freescale.data.planned import PlannedData
 from lightning_freescale.data.streamed import StreamedData
-from lightning_freescale.refusals import refuse_trainer
 from lightning_freescale.data.streaming import StreamLoader
+from lightning_freescale.refusals import refuse_trainer
 
 
 class FreeScaleDataModule(LightningDataModule):

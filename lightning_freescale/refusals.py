@@ -75,9 +75,9 @@ def refuse_trainer(trainer: Trainer, calibrate: bool, loss_reduction: str, mode:
     weighed = loss_reduction in ("target_mean", "sum") or (loss_reduction == "sample_mean" and mode in ("slack", "free"))
     if trainer.world_size > 1 and weighed:
         raise ValueError(
-            f"FreeScaleDataModule(loss_reduction={loss_reduction!r}, mode={mode!r}) needs Trainer(strategy='freescale') to weigh "
-            "each rank's loss; this strategy averages the ranks' losses as they are. Use loss_reduction='unweighted' if that is "
-            "what you want"
+            f"FreeScaleDataModule(loss_reduction={loss_reduction!r}, mode={mode!r}) needs Trainer(strategy='freescale') to "
+            "weigh each rank's loss; this strategy averages the ranks' losses as they are. Use loss_reduction='unweighted' if "
+            "that is what you want"
         )
 
 
