@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_freescale._lightning import LightningDataModule, TrainerFn, rank_zero_info, reload_train_loader
 from lightning_freescale.balance import BalancedSampler
+from lightning_freescale.balance.calibration import EXPLORED
 from lightning_freescale.data.arguments import LossReduction, loss_weights, numbers, refuse_unused, size_of, stream_weight
 from lightning_freescale.data.costs import SampleCosts
 from lightning_freescale.data.loader import PlannedLoader
@@ -34,7 +35,7 @@ class FreeScaleDataModule(LightningDataModule):
         unique_ids: number of unique ids in every training sample, shape ``[samples]``, if they cost time.
         calibrate: fit a :class:`~lightning_freescale.balance.CostModel` to the compute times that the strategy measures, and
             plan by it from the next epoch on if that lowers the imbalance by more than 5 %. The plan, not the gradient, then
-            depends on the clock.
+            depends on the clock. Every fifth of the first 50 steps is dealt as drawn, to tell the coefficients apart.
         slow_ranks: what to do, while calibrating, about ranks that are slow for reasons the costs do not explain:
             ``"report"`` them, or ``"rebalance"``: give them less work from the next epoch on.
         collate_fn: turns the list of samples of a step into a batch; torch's default if not given.
@@ -186,6 +187,7 @@ class FreeScaleDataModule(LightningDataModule):
                 "tokens": numbers("tokens", tokens, size) if tokens is not None else lengths,
                 "keep_together": keep_together,
                 "max_tokens_per_rank": max_tokens_per_rank,
+                "explore": EXPLORED if calibrate else 0,
             },
             loader_options=self._loader_options,
         )

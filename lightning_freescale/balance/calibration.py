@@ -16,6 +16,8 @@ from lightning_freescale.balance.fit import CostFit
 Floats = NDArray[np.float64]
 DISAGREEMENT = 0.05
 """A new plan is worth it if it lowers the imbalance, as the fit sees it, by more than this share."""
+EXPLORED = 50
+"""Steps among which some are dealt as drawn, see :class:`BalancedSampler`."""
 SLOW = 1.1
 """A rank is slow if it takes this many times what its samples explain."""
 

@@ -12,6 +12,8 @@ from lightning_freescale.balance.cost import CostModel
 
 Floats = NDArray[np.float64]
 _ROUNDS, _REWEIGHTINGS, _HUBER = 5, 10, 1.345
+_ALIKE = 0.05
+"""Ranks are taken to be equally fast unless they differ by this share."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,9 @@ def fit_cost(sums: Floats, seconds: Floats, ranks: ArrayLike | None = None) -> C
         )
     slowness = np.ones(int(rank.max()) + 1)
     for _ in range(_ROUNDS):
-        base, coefficients = _robust(sums, seconds / slowness[rank])
+        # what differs by less is noise, and would come back as noise in the coefficients
+        apart = np.where(np.abs(slowness - 1) < _ALIKE, 1.0, slowness)
+        base, coefficients = _robust(sums, seconds / apart[rank])
         ratio = seconds / np.maximum(base + sums @ coefficients, 1e-12)
         medians = np.array([np.median(ratio[rank == r]) if (rank == r).any() else 1.0 for r in range(len(slowness))])
         slowness = medians / np.quantile(medians, 0.5, method="lower")

@@ -17,6 +17,8 @@ from lightning_freescale.balance.plan import StepPlan
 from lightning_freescale.balance.report import BalanceReport, StepBalance
 from lightning_freescale.balance.steps import StepEdges
 
+_EXPLORING = 5
+
 
 class BalancedSampler(DistributedSampler[list[int]]):
     """Yields the index list of each step for one rank.
@@ -41,6 +43,8 @@ class BalancedSampler(DistributedSampler[list[int]]):
             see :func:`pool_outliers`. Not gradient-identical: it changes which samples share a step. 1 for no exchange.
         tokens: tokens per sample, shape ``[samples]``, for ``max_tokens_per_rank`` and the report.
         keep_together: group of each sample, shape ``[samples]``; samples of a group that share a step go to one rank.
+        explore: deal every fifth of the first so many steps of the first epoch as drawn. Balanced steps hardly differ in what
+            a cost model is fitted to; a few that do tell its coefficients apart.
         **options: ``mode``, ``count_slack``, ``max_tokens_per_rank`` and ``rank_speeds`` of :func:`assign`.
 
     Raises:
@@ -63,6 +67,7 @@ class BalancedSampler(DistributedSampler[list[int]]):
         outlier_window: int = 1,
         tokens: ArrayLike | None = None,
         keep_together: ArrayLike | None = None,
+        explore: int = 0,
         **options: Any,
     ) -> None:
         # DistributedSampler's own constructor insists on a data set; being one is what makes Lightning leave us alone.
@@ -73,7 +78,7 @@ class BalancedSampler(DistributedSampler[list[int]]):
         self.weights = np.ones(samples) if weights is None else per_sample("BalancedSampler", "weights", weights, samples)
         self.batch_size, self.num_replicas, self.rank = batch_size, num_replicas, rank
         self.seed, self.shuffle, self.balance_steps, self.drop_last = seed, shuffle, balance, drop_last
-        self.summed, self.outlier_window, self.epoch = summed, outlier_window, 0
+        self.summed, self.outlier_window, self.explore, self.epoch = summed, outlier_window, explore, 0
         self.options = options
         self._per_sample: dict[str, NDArray[Any]] = {}
         if tokens is not None:
@@ -190,7 +195,9 @@ class BalancedSampler(DistributedSampler[list[int]]):
         first = self._steps.first(self.epoch)
         plan = self.step_plan(self.epoch, min(first, len(self) - 1))
         state = hashlib.sha256(
-            repr((len(self), self.num_replicas, self.balance_steps, self.summed, sorted(self.options.items()))).encode()
+            repr(
+                (len(self), self.num_replicas, self.balance_steps, self.summed, self.explore, sorted(self.options.items()))
+            ).encode()
         )
         for array in (self.costs, self.weights, self._order(self.epoch), plan.rank_of_sample, *self._per_sample.values()):
             state.update(np.ascontiguousarray(array).tobytes())
@@ -199,7 +206,8 @@ class BalancedSampler(DistributedSampler[list[int]]):
     def _plan(self, epoch: int, step: int) -> StepPlan:
         samples = self.global_batch(epoch, step)
         options = {**self.options, **{name: values[samples] for name, values in self._per_sample.items()}}
-        plan = StepPlan(samples, self.costs[samples], self.num_replicas, self.balance_steps, options)
+        explores = epoch == 0 and step < self.explore and step % _EXPLORING == 0
+        plan = StepPlan(samples, self.costs[samples], self.num_replicas, self.balance_steps and not explores, options)
         plan.parts  # noqa: B018 (computed here, in the thread)
         return plan
 

@@ -166,12 +166,28 @@ def test_as_drawn_asks_nothing_of_the_solver(monkeypatch: pytest.MonkeyPatch) ->
     assert drawn.report().lower_bound == balanced.lower_bound
 
 
+def test_exploring_steps_are_dealt_as_drawn_in_the_first_epoch_only() -> None:
+    explores, balanced, drawn = _ranks(2, explore=8)[0], _ranks(2)[0], _ranks(2, balance=False)[0]
+    for epoch in (0, 1):
+        for step in range(len(explores)):
+            expected = drawn if epoch == 0 and step in (0, 5) else balanced
+            for mine, theirs in zip(explores.plan(epoch, step), expected.plan(epoch, step)):
+                np.testing.assert_array_equal(mine, theirs)
+
+
 def test_digest_tells_plans_apart() -> None:
     same = _ranks(3)[1].digest()
     assert _ranks(3)[0].digest() == same
     nearly = COSTS.copy()
     nearly[50] *= 1.001
-    others = [_ranks(3, nearly)[0], _ranks(3, seed=1)[0], _ranks(3, mode="slack")[0], _ranks(3, weights=COSTS)[0], _ranks(2)[0]]
+    others = [
+        _ranks(3, nearly)[0],
+        _ranks(3, seed=1)[0],
+        _ranks(3, mode="slack")[0],
+        _ranks(3, explore=5)[0],
+        _ranks(3, weights=COSTS)[0],
+        _ranks(2)[0],
+    ]
     later = _ranks(3)[0]
     later.set_epoch(1)
     assert same not in {sampler.digest() for sampler in [*others, later]}
