@@ -9,7 +9,7 @@ from lightning_freescale.balance.solver.compiled import compiled, worth_compilin
 from lightning_freescale.balance.solver.pairs import best_exchange, best_exchange_loop
 from lightning_freescale.balance.solver.problem import Ints, Problem
 
-ROUNDS, PATIENCE = 200, 16
+ROUNDS, PATIENCE = 200, 8
 _SPARSE = 16
 CANDIDATES = 64
 """Units of a rank that are tried, evenly spread from dearest to cheapest; ranks with more are balanced by their number."""
@@ -30,7 +30,8 @@ def refine(problem: Problem, rank_of_unit: Ints, target: float) -> Ints:
         slow = int(np.count_nonzero(board.time > target))
         if not slow or failed == PATIENCE:
             break
-        failed = 0 if board.exchange(*_pairs(np.argsort(-board.time, kind="stable"), slow, failed)) else failed + 1
+        tried = 1 if failed else slow  # while the slowest finds no partner, the others' gains are none
+        failed = 0 if board.exchange(*_pairs(np.argsort(-board.time, kind="stable"), tried, failed)) else failed + 1
     return board.rank_of_unit()
 
 
