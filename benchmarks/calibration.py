@@ -18,6 +18,7 @@ from lightning_freescale.balance import CostModel, assign
 from lightning_freescale.balance.assign import deal
 from lightning_freescale.balance.calibration import Calibration, imbalance_seen
 from lightning_freescale.balance.cost import sample_features
+from lightning_freescale.balance.sampler import is_explored
 
 BATCH, JUDGED = 32, 20
 WRONG = CostModel(linear=1.0, quadratic=0.0)
@@ -56,7 +57,7 @@ def _run(lengths: np.ndarray, ranks: int, model: CostModel, options: argparse.Na
     base = true.mean() * BATCH / 10
     for step in range(steps):
         samples = draw.choice(len(lengths), ranks * BATCH)
-        rank = assign(WRONG(lengths[samples]), ranks).rank_of_sample if step % 5 else deal(len(samples), ranks)
+        rank = assign(WRONG(lengths[samples]), ranks).rank_of_sample if not is_explored(step) else deal(len(samples), ranks)
         for column in range(4):
             sums[step, :, column] = np.bincount(rank, features[samples, column], ranks)
         times = base + np.bincount(rank, true[samples], ranks)

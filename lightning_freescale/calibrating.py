@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from lightning_freescale._lightning import Trainer, rank_zero_info, rank_zero_warn
-from lightning_freescale.balance.calibration import DISAGREEMENT, Calibration, imbalance_seen, slow_ranks
+from lightning_freescale.balance.calibration import DISAGREEMENT, Calibration, imbalance_seen, slow_ranks, speeds_of
 from lightning_freescale.balance.fit import CostFit
 from lightning_freescale.data.costs import SampleCosts
 from lightning_freescale.profiling.attribution import attribute, resolve
@@ -97,8 +98,8 @@ class Calibrator:
         verdict: list[Any] = [self._judged(everyone, sampler) if self.trainer.is_global_zero else None]
         if self._group is not None:
             dist.broadcast_object_list(verdict, src=0, group=self._group)
-        if isinstance(verdict[0], Exception):
-            raise verdict[0]
+        if isinstance(verdict[0], str):
+            raise RuntimeError(f"calibration failed on rank 0: {verdict[0]}")
         if verdict[0] is not None:
             self._follow(verdict[0], sampler)
 
@@ -111,12 +112,12 @@ class Calibrator:
         # the rank's own arrivals: whatever it waited for, it did not compute
         return attribute(step, [arrive for _, arrive, *_ in step.collectives]).compute
 
-    def _judged(self, everyone: list[Any], sampler: Any) -> Verdict | Exception | None:
-        """An exception is a verdict, too: the other ranks wait for one."""
+    def _judged(self, everyone: list[Any], sampler: Any) -> Verdict | str | None:
+        """A failure is a verdict, too: the other ranks wait for one."""
         try:
             return self._judge(everyone, sampler)
-        except Exception as error:
-            return error
+        except Exception:
+            return traceback.format_exc()
 
     def _judge(self, everyone: list[Any], sampler: Any) -> Verdict | None:
         """On rank 0."""
@@ -124,29 +125,33 @@ class Calibrator:
         fit = self._calibration.add(sums, seconds)
         if fit is None:
             return None
-        ranks, first = sampler.num_replicas, sampler.first_step
-        batches = [sampler.global_batch(sampler.epoch, step) for step in range(first, len(sampler))[:JUDGED]]
+        batches = [sampler.global_batch(sampler.epoch, step) for step in range(sampler.first_step, len(sampler))[:JUDGED]]
         fitted = [self._costs.by(fit.model, batch) for batch in batches]
-        options = {name: value for name, value in sampler.options.items() if name in ("mode", "count_slack")}
-        now = imbalance_seen(zip((sampler.costs[batch] for batch in batches), fitted), fit.base, ranks, options)
-        then = imbalance_seen(zip(fitted, fitted), fit.base, ranks, options)
-        slow = self._data.slow_ranks == "rebalance" and bool(slow_ranks(fit))
-        replan = self._replanned or now > then * (1 + DISAGREEMENT) or slow
-        return Verdict(fit, now, then, replan, self._calibration.frozen)
+        used = [sampler.costs[batch] for batch in batches]
+        options = {name: value for name, value in sampler.options.items() if name in ("mode", "count_slack", "rank_speeds")}
+
+        def imbalance(costs: list[NDArray[np.float64]], **changed: Any) -> float:
+            return imbalance_seen(zip(costs, fitted), fit.base, sampler.num_replicas, {**options, **changed}, fit.slowness)
+
+        now, then = imbalance(used), imbalance(fitted, **self._speeds(fit))
+        return Verdict(fit, now, then, self._replanned or now > then * (1 + DISAGREEMENT), self._calibration.frozen)
+
+    def _speeds(self, fit: CostFit) -> dict[str, Any]:
+        """The option of the assignment that gives slow ranks less work, if that was asked for."""
+        return {"rank_speeds": speeds_of(fit)} if self._data.slow_ranks == "rebalance" else {}
 
     def _follow(self, verdict: Verdict, sampler: Any) -> None:
         """On every rank alike."""
         fit = verdict.fit
         if verdict.replan:
             self._replanned = True
-            speeds = [max(0.01, round(float(1 / s), 2)) for s in fit.slowness] if self._data.slow_ranks == "rebalance" else None
-            self._data.train.replan(sampler.epoch + 1, fit.model, **({} if speeds is None else {"rank_speeds": speeds}))
+            self._data.train.replan(sampler.epoch + 1, fit.model, **self._speeds(fit))
         if self.trainer.is_global_zero:
-            self._tell(verdict, sampler.epoch)
+            self._tell(verdict, sampler)
         if verdict.frozen:
             self.close()
 
-    def _tell(self, verdict: Verdict, epoch: int) -> None:
+    def _tell(self, verdict: Verdict, sampler: Any) -> None:
         fit = verdict.fit
         scalars = {"cost_residual": fit.residual, "imbalance_plan_in_use": verdict.now, "imbalance_fitted_plan": verdict.then}
         for logger in self.trainer.loggers:
@@ -156,10 +161,10 @@ class Calibrator:
                 f"strategy 'freescale': {fit.model} + {fit.base:.2g} s per step explains {fit.observations} times with "
                 f"a median error of {fit.residual:.1%}; by it the plan in use has imbalance {verdict.now:.3f}, one made with "
                 f"it {verdict.then:.3f}"
-                + (f": used from epoch {epoch + 1} on" if verdict.replan else "")
+                + (f": used from epoch {sampler.epoch + 1} on" if verdict.replan else "")
                 + ("; the fit is final" if verdict.frozen else "")
             )
-        for rank, times in slow_ranks(fit).items():
+        for rank, times in slow_ranks(fit, sampler.options.get("rank_speeds")).items():
             if rank not in self._slow:
                 self._slow.add(rank)
                 rank_zero_warn(

@@ -12,9 +12,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_freescale._lightning import LightningDataModule, TrainerFn, rank_zero_info, reload_train_loader
 from lightning_freescale.balance import BalancedSampler
-from lightning_freescale.balance.calibration import EXPLORED
-from lightning_freescale.data.arguments import LossReduction, loss_weights, numbers, refuse_unused, size_of, stream_weight
-from lightning_freescale.data.costs import SampleCosts
+from lightning_freescale.data.arguments import LOADING, LossReduction, size_of
 from lightning_freescale.data.loader import PlannedLoader
 from lightning_freescale.data.planned import PlannedData
 from lightning_freescale.data.streamed import StreamedData
@@ -100,6 +98,7 @@ class FreeScaleDataModule(LightningDataModule):
         pin_memory: bool = False,
         persistent_workers: bool = False,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
         if batch_size < 1:
             raise ValueError(f"FreeScaleDataModule(batch_size={batch_size!r}): pass the samples per rank, at least 1")
@@ -117,80 +116,9 @@ class FreeScaleDataModule(LightningDataModule):
         self.stages = {"validate": validate, "test": test, "predict": predict}
         self.feature_rows: dict[str, int] = {}
         self.histories: Any = None
-        self._loader_options: dict[str, Any] = {
-            "collate_fn": collate_fn,
-            "num_workers": num_workers,
-            "pin_memory": pin_memory,
-            "persistent_workers": persistent_workers,
-        }
+        self._loader_options = {name: given[name] for name in LOADING}
         self._reload_every: int | None = None
-        assign_options = {"mode": mode, "count_slack": count_slack, "rank_speeds": rank_speeds}
-        shared = {"summed": loss_reduction == "sum", "drop_last": drop_last}
-        self.train: PlannedData | StreamedData
-        if isinstance(dataset, IterableDataset):
-            refuse_unused(
-                "an IterableDataset, whose samples are not known before they arrive",
-                calibrate=(calibrate, False),
-                unique_ids=(unique_ids, None),
-                max_tokens_per_rank=(max_tokens_per_rank, None),
-                tokens=(tokens, None),
-                keep_together=(keep_together, None),
-                outlier_window=(outlier_window, 1),
-                shuffle=(shuffle, True),
-                seed=(seed, 0),
-                pin_memory=(pin_memory, False),
-                persistent_workers=(persistent_workers, False),
-            )
-            if exchange == "none":
-                refuse_unused(
-                    "exchange='none', where every rank keeps equal counts",
-                    mode=(mode, "fixed"),
-                    count_slack=(count_slack, 0.25),
-                    rank_speeds=(rank_speeds, None),
-                )
-            self.train = StreamedData(
-                dataset,
-                cast(Any, lengths),
-                cast(Any, cost),
-                assign_options=assign_options,
-                loader_options={
-                    **shared,
-                    "batch_size": batch_size,
-                    "weight": stream_weight(loss_reduction, lengths, targets),
-                    "exchange": exchange if balance else "none",
-                    "pool_batches": pool_batches if balance else 1,
-                    "max_age": max_age,
-                    "collate_fn": collate_fn,
-                    "num_workers": num_workers,
-                },
-            )
-            return
-        refuse_unused(
-            "a map-style data set, whose steps are planned without a pool",
-            exchange=(exchange, "samples"),
-            pool_batches=(pool_batches, 8),
-            max_age=(max_age, 32),
-        )
-        size = size_of(dataset)
-        self.train = PlannedData(
-            dataset,
-            SampleCosts(dataset, lengths, unique_ids, cost, size),
-            batch_size,
-            seed=seed,
-            shuffle=shuffle,
-            outlier_window=outlier_window,
-            plan_options={
-                **shared,
-                **assign_options,
-                "balance": balance,
-                "weights": loss_weights(loss_reduction, lengths, targets, size),
-                "tokens": numbers("tokens", tokens, size) if tokens is not None else lengths,
-                "keep_together": keep_together,
-                "max_tokens_per_rank": max_tokens_per_rank,
-                "explore": EXPLORED if calibrate else 0,
-            },
-            loader_options=self._loader_options,
-        )
+        self.train = StreamedData.of(dataset, given) if isinstance(dataset, IterableDataset) else PlannedData.of(dataset, given)
 
     @classmethod
     def from_interactions(
@@ -248,6 +176,7 @@ class FreeScaleDataModule(LightningDataModule):
         """Forget the previous fit's progress; a checkpoint brings its own afterwards."""
         if stage == "fit":
             self.train.forget()
+            self._reload_every = None  # of a Trainer whose fit failed
 
     def teardown(self, stage: str) -> None:
         """Leave nothing behind: no process group, no setting of the Trainer."""

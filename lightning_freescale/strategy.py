@@ -36,7 +36,7 @@ from lightning_freescale.refusals import (
     refuse_second_backward,
     refuse_unsupported,
 )
-from lightning_freescale.watch import PlanWatch
+from lightning_freescale.watch import PlanWatch, calibrated_data
 
 if TYPE_CHECKING:
     from lightning_freescale.embeddings.shards import ShardedTables
@@ -101,7 +101,7 @@ class FreeScaleStrategy(ObservedDDPStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
-        if fitting and getattr(getattr(trainer, "datamodule", None), "calibrate", False):
+        if fitting and calibrated_data(trainer) is not None:
             self.timeline.enable(self.root_device)
         assert module is not None
         assert self.accelerator is not None

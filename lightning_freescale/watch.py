@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 
@@ -13,6 +13,8 @@ from lightning_freescale.balance.advice import ENOUGH
 from lightning_freescale.balance.report import BalanceSums
 from lightning_freescale.calibrating import Calibrator
 from lightning_freescale.data import StreamLoader
+from lightning_freescale.data.planned import PlannedData
+from lightning_freescale.datamodule import FreeScaleDataModule
 from lightning_freescale.profiling.timeline import Timeline
 
 
@@ -35,9 +37,8 @@ class PlanWatch:
         # its own gloo group: what is exchanged here must not queue behind training's collectives
         several = trainer.world_size > 1 and dist.is_initialized()
         self._group = dist.new_group(backend="gloo", timeout=timeout) if several else None
-        data = getattr(trainer, "datamodule", None)
-        calibrates = getattr(data, "calibrate", False)
-        self._calibrator = Calibrator(trainer, data, timeline, self._group) if calibrates else None
+        data = calibrated_data(trainer)
+        self._calibrator = Calibrator(trainer, data, timeline, self._group) if data is not None else None
 
     def begin_step(self, step: int) -> float:
         """Before ``training_step``; the factor for this rank's loss."""
@@ -106,12 +107,13 @@ class PlanWatch:
                 rank_zero_info(advice)
 
     def _advice(self, report: BalanceReport) -> str | None:
-        sampler, data = self._sampler, cast(Any, getattr(self.trainer, "datamodule", None))
+        sampler, data = self._sampler, getattr(self.trainer, "datamodule", None)
         if isinstance(sampler, StreamLoader):
             return _advice_for_streams(sampler)
         if not getattr(sampler, "balance_steps", False):
             return None
-        lengths = data.train.sample_costs.lengths if hasattr(data, "train") else None
+        planned = data.train if isinstance(data, FreeScaleDataModule) else None
+        lengths = planned.sample_costs.lengths if isinstance(planned, PlannedData) else None
         options = {name: sampler.options[name] for name in ("mode", "count_slack") if name in sampler.options}
         return advise(
             sampler.costs, sampler.num_replicas, sampler.batch_size, report, lengths, window=sampler.outlier_window, **options
@@ -120,6 +122,12 @@ class PlanWatch:
     def _write(self, scalars: dict[str, float]) -> None:
         for logger in self.trainer.loggers:
             logger.log_metrics(scalars, step=self.trainer.global_step)
+
+
+def calibrated_data(trainer: Trainer) -> FreeScaleDataModule | None:
+    """The data module, if it is ours and its costs are to be fitted."""
+    data = getattr(trainer, "datamodule", None)
+    return data if isinstance(data, FreeScaleDataModule) and data.calibrate else None
 
 
 def _advice_for_streams(loader: StreamLoader) -> str | None:

@@ -73,6 +73,13 @@ def test_balance_is_logged_per_step_and_epoch() -> None:
 class OwnData(L.LightningDataModule):
     """A user's own data module around the sampler."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.train = Samples()
+
+    def calibrate(self) -> None:
+        """Something else altogether."""
+
     def train_dataloader(self) -> DataLoader:
         samples, rank = Bulk(40), self.trainer.global_rank
         sampler = BalancedSampler(samples.lengths, 2, num_replicas=self.trainer.world_size, rank=rank)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_freescale import FreeScaleDataModule
-from lightning_freescale.testing import run_distributed
+from lightning_freescale.testing import RankFailed, run_distributed
 from tests.recommender import OPTIMIZERS, Recommender, Samples, collate, trainer
 
 
@@ -115,6 +115,51 @@ def test_larger_steps_after_a_resume_without_tables(stop_at: int, tmp_path: Path
     for epoch in range(3):
         assert sorted(seen[80 * epoch : 80 * (epoch + 1)]) == list(range(80))
     assert len(seen) == 240 and second["reload"] == 0
+
+
+class Breaks(Plain):
+    """Fails in its second step."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        if len(self.seen) == 1:
+            raise KeyError("the needle")
+        return super().training_step(batch, batch_idx)
+
+
+def _resume_twice(path: str) -> tuple[list[int], list[int]]:
+    _fit_plain(path, 16, stop_at=2)
+    data = Samples(80)
+    loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, seed=5)
+    with pytest.raises(KeyError, match="the needle"):
+        trainer(devices=1, max_epochs=2).fit(Breaks("sgd"), loader, ckpt_path=path)
+    module = Plain("sgd")
+    trainer(devices=1, max_epochs=2).fit(module, loader, ckpt_path=path)
+    anew = Plain("sgd")
+    trainer(devices=1, max_epochs=1).fit(anew, loader)
+    flat = [[sample for step in net.seen for sample in step] for net in (module, anew)]
+    return flat[0], [flat[1] == loader.sampler(0, 1)._order(0).tolist(), loader.train.seed]
+
+
+def test_a_failed_fit_leaves_nothing_to_the_next(tmp_path: Path) -> None:
+    resumed, (own_order, seed) = run_distributed(_resume_twice, 1, str(tmp_path / "half.ckpt"))[0]
+    assert len(resumed) == 48 + 80
+    assert sorted(resumed[48:]) == list(range(80))
+    assert own_order and seed == 5, "a fit from the start has its own seed again"
+
+
+def _resume_pooled(path: str, cost: Any, stop_at: int | None = None) -> None:
+    data = Samples(80)
+    loader = FreeScaleDataModule(data, data.lengths, 4, cost=cost, collate_fn=collate, outlier_window=8)
+    fit = trainer(devices=1, max_epochs=1, callbacks=[StopAt(stop_at, path)] if stop_at else [])
+    fit.fit(Plain("sgd"), loader, ckpt_path=None if stop_at else path)
+
+
+def test_pooled_outliers_resume_with_the_same_costs_only(tmp_path: Path) -> None:
+    path = str(tmp_path / "half.ckpt")
+    run_distributed(_resume_pooled, 1, path, None, 5)
+    run_distributed(_resume_pooled, 1, path, None)
+    with pytest.raises(RankFailed, match=r"inside an epoch with costs=.*samples would be lost or repeated"):
+        run_distributed(_resume_pooled, 1, path, lambda lengths: lengths)
 
 
 def _fit_on(world: int, workers: int, path: str, batch_size: int = 4, stop_at: int | None = None) -> dict[str, Any]:

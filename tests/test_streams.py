@@ -44,7 +44,7 @@ def _length(sample: dict[str, Any]) -> int:
 
 
 def _data(exchange: str, **options: Any) -> FreeScaleDataModule:
-    options = {"pool_batches": 2, "max_age": 8, **options}
+    options = {**({"pool_batches": 2, "max_age": 8} if exchange == "none" else {}), **options}
     return FreeScaleDataModule(Stream(), _length, 4, collate_fn=collate, exchange=exchange, **options)
 
 
@@ -124,7 +124,7 @@ def _one_step(exchange: str, devices: int, batch_size: int, balance: bool = True
 def test_exchange_keeps_the_gradient() -> None:
     """Against one rank that computes the whole global batch alone, and against the ranks' batches as read."""
     exchanged = run_distributed(_one_step, 2, "samples", 2, 8)[0]
-    for other in (run_distributed(_one_step, 1, "samples", 1, 16)[0], run_distributed(_one_step, 2, "none", 2, 8, False)[0]):
+    for other in (run_distributed(_one_step, 1, "samples", 1, 16)[0], run_distributed(_one_step, 2, "samples", 2, 8, False)[0]):
         for name, weight in exchanged.items():
             torch.testing.assert_close(weight, other[name], rtol=1e-6, atol=1e-7)
 
@@ -141,7 +141,9 @@ def test_exchange_keeps_the_gradient() -> None:
         ({"seed": 1}, r"seed=\.\.\.\) has no meaning"),
         ({"exchange": "none", "mode": "slack"}, r"mode=\.\.\.\) has no meaning for exchange='none'"),
         ({"exchange": "all"}, r"exchange='all'"),
-        ({"max_age": 1}, r"max_age=1 cannot be kept with pool_batches=8"),
+        ({"exchange": "none", "max_age": 1}, r"max_age=1 cannot be kept with pool_batches=8"),
+        ({"pool_batches": 3}, r"pool_batches=\.\.\.\) has no meaning for streams without a pool"),
+        ({"balance": False, "mode": "slack"}, r"mode=\.\.\.\) has no meaning for balance=False"),
         ({"loss_reduction": "target_mean", "targets": [1.0]}, r"for a stream pass targets= or lengths=, a function"),
         ({"mode": "best", "exchange": "samples"}, r"mode='best'"),
     ],

@@ -30,9 +30,10 @@ class Ahead(Generic[Plan]):
         key = (epoch, step)
         if key not in self._plans:
             self._plans[key] = self._start(key)
+        plan = self._plans[key]
         while len(self._plans) > self._keep:
             self._plans.pop(next(iter(self._plans)))
-        return self._plans[key].result()
+        return plan.result()
 
     def prepare(self, epoch: int, step: int, end: int) -> None:
         """Start on the steps from ``step`` on, ``end`` at most."""

@@ -66,7 +66,7 @@ def assign(
             (arXiv 2604.24073), without any refinement, for comparison.
         count_slack: for ``"slack"``.
         max_tokens_per_rank: no rank gets more tokens than this (memory).
-        tokens: tokens of each sample, shape ``[samples]``.
+        tokens: tokens of each sample, shape ``[samples]``; rounded up to whole tokens, the limit down.
         keep_together: group of each sample, shape ``[samples]``; samples of a group go to one rank. ``"fixed"`` takes groups
             of equal size only.
         rank_speeds: relative speed of each rank, shape ``[ranks]``, > 0; all the same if not given.
@@ -77,7 +77,7 @@ def assign(
     problem, cost, token, unit_of_sample = _prepare(
         costs, ranks, mode, count_slack, max_tokens_per_rank, tokens, keep_together, rank_speeds
     )
-    rank_of_unit = zigzag(problem) if mode == "zigzag" else _search(problem)
+    rank_of_unit = _dealt(problem) if mode == "zigzag" else _search(problem)
     rank_of_sample, slowest = rank_of_unit[unit_of_sample], float(problem.times(rank_of_unit).max())
     return Assignment(
         rank_of_sample,
@@ -143,6 +143,16 @@ def _bound(problem: Problem, cost: NDArray[np.float64]) -> float:
 
 def _dominated(cost: NDArray[np.float64], ranks: int) -> bool:
     return bool(cost.max() * ranks > cost.sum())
+
+
+def _dealt(problem: Problem) -> Ints:
+    dealt = zigzag(problem)
+    if not problem.allows(dealt):
+        raise ValueError(
+            f"assign(mode='zigzag', max_tokens_per_rank={problem.token_limit}): the deal gives a rank more tokens, and is not "
+            "refined. Use another mode, or no limit"
+        )
+    return dealt
 
 
 def _search(problem: Problem) -> Ints:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,7 +59,11 @@ class Calibration:
 
 
 def imbalance_seen(
-    batches: Iterable[tuple[Floats, Floats]], base: float, ranks: int, options: dict[str, Any] | None = None
+    batches: Iterable[tuple[Floats, Floats]],
+    base: float,
+    ranks: int,
+    options: dict[str, Any] | None = None,
+    slowness: Floats | None = None,
 ) -> float:
     """Imbalance by true costs of plans made with others, over the samples of several steps.
 
@@ -68,15 +72,23 @@ def imbalance_seen(
         base: seconds that every rank's step takes besides.
         ranks: how many ranks share a step.
         options: of :func:`assign`.
+        slowness: time of each rank / time that its samples explain, shape ``[ranks]``; all 1 if not given.
     """
+    slow = np.ones(ranks) if slowness is None else slowness
     longest = total = 0.0
     for planned, true in batches:
         plan = assign(planned, ranks, **(options or {})).rank_of_sample
-        times = np.bincount(plan, true, ranks) + base
+        times = slow * (np.bincount(plan, true, ranks) + base)
         longest, total = longest + times.max(), total + times.mean()
     return float(longest / total) if total else 1.0
 
 
-def slow_ranks(fit: CostFit) -> dict[int, float]:
-    """Ranks that take longer than their samples explain, and how many times."""
-    return {int(rank): float(fit.slowness[rank]) for rank in np.flatnonzero(fit.slowness > SLOW)}
+def slow_ranks(fit: CostFit, known: Sequence[float] | None = None) -> dict[int, float]:
+    """Ranks that take longer than their samples, and the speeds that are ``known``, explain; and how many times."""
+    times = fit.slowness * (1.0 if known is None else np.asarray(known) / np.max(known))
+    return {int(rank): float(times[rank]) for rank in np.flatnonzero(times > SLOW)}
+
+
+def speeds_of(fit: CostFit) -> list[float]:
+    """``rank_speeds`` for :func:`assign`."""
+    return np.clip(1 / fit.slowness, 0.05, 20.0).round(2).tolist()

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_freescale.balance.assign import counts
+
 
 def pool_outliers(
     order: NDArray[np.int64], edges: Sequence[int], costs: NDArray[np.float64], ranks: int, window: int
@@ -39,8 +41,9 @@ def _arrange(cost: NDArray[np.float64], edges: NDArray[np.int64], ranks: int) ->
     fair = cost.sum() / (len(edges) - 1) / ranks
     outliers = np.flatnonzero(cost > fair)
     outliers = outliers[np.argsort(-cost[outliers], kind="stable")]
-    # one per rank and step, the dearest together; the others keep their order in the places that are left
-    taken = np.array([place for edge in edges[:-1] for place in range(edge, edge + ranks)], dtype=np.int64)[: len(outliers)]
+    # one per rank and step, the dearest together, where a deal of the order would begin a rank's run; the others keep theirs
+    sizes = (np.array(counts(int(after - edge), ranks)) for edge, after in zip(edges, edges[1:]))
+    taken = np.concatenate([edge + size.cumsum() - size for edge, size in zip(edges, sizes)])[: len(outliers)]
     result = np.empty(len(cost), dtype=np.int64)
     free = np.ones(len(cost), dtype=bool)
     result[taken], free[taken] = outliers[: len(taken)], False

@@ -17,8 +17,6 @@ from lightning_freescale.balance.plan import StepPlan
 from lightning_freescale.balance.report import BalanceReport, StepBalance
 from lightning_freescale.balance.steps import StepEdges
 
-_EXPLORING = 5
-
 
 class BalancedSampler(DistributedSampler[list[int]]):
     """Yields the index list of each step for one rank.
@@ -43,8 +41,8 @@ class BalancedSampler(DistributedSampler[list[int]]):
             see :func:`pool_outliers`. Not gradient-identical: it changes which samples share a step. 1 for no exchange.
         tokens: tokens per sample, shape ``[samples]``, for ``max_tokens_per_rank`` and the report.
         keep_together: group of each sample, shape ``[samples]``; samples of a group that share a step go to one rank.
-        explore: deal every fifth of the first so many steps of the first epoch as drawn. Balanced steps hardly differ in what
-            a cost model is fitted to; a few that do tell its coefficients apart.
+        explore: deal every fifth of the first so many steps of epoch 0 as drawn, unless a limit forbids it. Balanced steps
+            hardly differ in what a cost model is fitted to; a few that do tell its coefficients apart.
         **options: ``mode``, ``count_slack``, ``max_tokens_per_rank`` and ``rank_speeds`` of :func:`assign`.
 
     Raises:
@@ -73,12 +71,24 @@ class BalancedSampler(DistributedSampler[list[int]]):
         # DistributedSampler's own constructor insists on a data set; being one is what makes Lightning leave us alone.
         if outlier_window < 1:
             raise ValueError(f"BalancedSampler(outlier_window={outlier_window!r}): pass a number of steps, 1 for no exchange")
+        if batch_size < 1 or num_replicas < 1 or not 0 <= rank < num_replicas:
+            raise ValueError(
+                f"BalancedSampler(batch_size={batch_size!r}, num_replicas={num_replicas!r}, rank={rank!r}): pass at least one "
+                "sample and one rank, and a rank below num_replicas"
+            )
+        limited = keep_together is not None or options.get("max_tokens_per_rank") is not None
+        if limited and not balance:
+            raise ValueError(
+                "BalancedSampler(balance=False) deals the samples as drawn and keeps no limit: leave keep_together and "
+                "max_tokens_per_rank out"
+            )
         self.costs = _rounded(costs)
         samples = len(self.costs)
         self.weights = np.ones(samples) if weights is None else per_sample("BalancedSampler", "weights", weights, samples)
         self.batch_size, self.num_replicas, self.rank = batch_size, num_replicas, rank
         self.seed, self.shuffle, self.balance_steps, self.drop_last = seed, shuffle, balance, drop_last
-        self.summed, self.outlier_window, self.explore, self.epoch = summed, outlier_window, explore, 0
+        self.summed, self.outlier_window, self.epoch = summed, outlier_window, 0
+        self.explore = 0 if limited else explore  # a deal keeps no limits
         self.options = options
         self._per_sample: dict[str, NDArray[Any]] = {}
         if tokens is not None:
@@ -89,7 +99,7 @@ class BalancedSampler(DistributedSampler[list[int]]):
         self._later: dict[int, tuple[Callable[[], ArrayLike] | None, dict[str, Any]]] = {}
         self._drawn: tuple[int, NDArray[np.int64]] | None = None
         self._plans = Ahead(self._plan)
-        self.step_plan(0, 0)  # what does not fit is refused now, not in the first step
+        self.step_plan(0, 0).balance  # noqa: B018 (what does not fit is refused now, not in the first step)
 
     # -- iteration
 
@@ -206,7 +216,7 @@ class BalancedSampler(DistributedSampler[list[int]]):
     def _plan(self, epoch: int, step: int) -> StepPlan:
         samples = self.global_batch(epoch, step)
         options = {**self.options, **{name: values[samples] for name, values in self._per_sample.items()}}
-        explores = epoch == 0 and step < self.explore and step % _EXPLORING == 0
+        explores = epoch == 0 and step < self.explore and is_explored(step)
         plan = StepPlan(samples, self.costs[samples], self.num_replicas, self.balance_steps and not explores, options)
         plan.parts  # noqa: B018 (computed here, in the thread)
         return plan
@@ -225,6 +235,11 @@ class BalancedSampler(DistributedSampler[list[int]]):
         if self.outlier_window == 1:
             return order
         return pool_outliers(order, self._steps.whole, self.costs, self.num_replicas, self.outlier_window)
+
+
+def is_explored(step: int) -> bool:
+    """Every fifth step; not the first, by which the ranks compare their plans."""
+    return step % 5 == 4
 
 
 def share_of_loss(weights: Sequence[float], rank: int) -> float:

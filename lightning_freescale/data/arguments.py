@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+LOADING = ("collate_fn", "num_workers", "pin_memory", "persistent_workers")
+"""Arguments of the data module that go to torch's loader."""
 LossReduction = Literal["sample_mean", "target_mean", "sum", "unweighted"]
 
 
@@ -76,12 +78,14 @@ def stream_weight(loss_reduction: str, lengths: Any, targets: Any) -> Callable[[
     return cast("Callable[[Any], float]", weight)
 
 
-def refuse_unused(what: str, **arguments: tuple[Any, Any]) -> None:
-    """Arguments that have no meaning for ``what``: value and default of each by its name.
+def refuse_unused(what: str, given: Mapping[str, Any], **defaults: Any) -> None:
+    """Arguments that would have no effect with ``what``, by their names and defaults.
 
     Raises:
         ValueError: one is not its default.
     """
-    for name, (value, default) in arguments.items():
-        if value is not default and (isinstance(value, (list, np.ndarray)) or value != default):
+    for name, default in defaults.items():
+        value = given[name]
+        plain = value is None or isinstance(value, (bool, int, float, str))
+        if not plain or value != default:
             raise ValueError(f"FreeScaleDataModule({name}=...) has no meaning for {what}: leave it out")

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from torch.utils.data import Dataset
 
 from lightning_freescale.balance import BalancedSampler, CostModel
+from lightning_freescale.balance.calibration import EXPLORED
+from lightning_freescale.data.arguments import LOADING, loss_weights, numbers, refuse_unused, size_of
 from lightning_freescale.data.costs import SampleCosts
 from lightning_freescale.data.loader import PlannedLoader
 from lightning_freescale.data.progress import Progress
+
+_PLAN = ("balance", "drop_last", "keep_together", "max_tokens_per_rank", "mode", "count_slack", "rank_speeds")
+"""Arguments of the data module that go to the sampler as they are."""
 
 
 class PlannedData:
@@ -44,11 +51,42 @@ class PlannedData:
     ) -> None:
         self.dataset, self.sample_costs, self.batch_size, self.seed = dataset, sample_costs, batch_size, seed
         self.shuffle, self.outlier_window = shuffle, outlier_window
-        self._plan_options, self._loader_options = plan_options, loader_options
+        self._plan_options, self._loader_options, self._given_seed = plan_options, loader_options, seed
         self.forget()
+
+    @classmethod
+    def of(cls, dataset: Dataset[Any], given: Mapping[str, Any]) -> PlannedData:
+        """From the arguments of :class:`FreeScaleDataModule` by name.
+
+        Raises:
+            ValueError: one does not fit, or would have no effect.
+        """
+        what = "a map-style data set, whose steps are planned without a pool"
+        refuse_unused(what, given, exchange="samples", pool_batches=8, max_age=32)
+        if given["mode"] != "slack":
+            refuse_unused(f"mode={given['mode']!r}", given, count_slack=0.25)
+        if not given["calibrate"] and not callable(given["cost"]):
+            refuse_unused(
+                "costs that do not depend on it: pass a cost function of lengths and unique ids", given, unique_ids=None
+            )
+        if not given["balance"]:
+            refuse_unused("balance=False", given, mode="fixed", max_tokens_per_rank=None, keep_together=None, rank_speeds=None)
+        size, lengths, reduction = size_of(dataset), given["lengths"], given["loss_reduction"]
+        costs = SampleCosts(dataset, lengths, given["unique_ids"], given["cost"], size)
+        plan_options = {name: given[name] for name in _PLAN}
+        plan_options |= {
+            "summed": reduction == "sum",
+            "weights": loss_weights(reduction, lengths, given["targets"], size),
+            "tokens": lengths if given["tokens"] is None else numbers("tokens", given["tokens"], size),
+            "explore": EXPLORED if given["calibrate"] else 0,
+        }
+        rest = {name: given[name] for name in ("batch_size", "seed", "shuffle", "outlier_window")}
+        loader_options = {name: given[name] for name in LOADING}
+        return cls(dataset, costs, **rest, plan_options=plan_options, loader_options=loader_options)
 
     def forget(self) -> None:
         """A new fit starts at the beginning."""
+        self.seed = self._given_seed
         self._resume: tuple[int, int, int | None] = (0, 0, None)
         self.refits: dict[int, tuple[CostModel, dict[str, Any]]] = {}
         self._sampler: BalancedSampler | None = None
@@ -124,4 +162,6 @@ class PlannedData:
             outlier_window=self.outlier_window,
             batch_size=self.batch_size,
             ranks=world_size,
+            drop_last=int(self._plan_options.get("drop_last", False)),
+            costs=hashlib.sha256(self.sample_costs.costs.tobytes()).hexdigest(),
         )

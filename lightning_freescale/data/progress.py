@@ -11,7 +11,7 @@ class Progress:
     """After ``batches`` steps of ``epoch``, in which ``consumed`` samples of its order were used.
 
     The order of an epoch follows from ``seed``, ``samples`` and ``shuffle``, and with an ``outlier_window`` from how it is
-    cut into steps, too.
+    cut into steps and from the costs (``costs`` is a hash of them), too.
     """
 
     seed: int
@@ -23,8 +23,10 @@ class Progress:
     outlier_window: int
     batch_size: int
     ranks: int
+    drop_last: int
+    costs: str
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         """Plain numbers."""
         return asdict(self)
 
@@ -40,7 +42,7 @@ class Progress:
             return then
         names = ["samples", "shuffle", "outlier_window"]
         if now.outlier_window > 1:
-            names += ["batch_size", "ranks"]
+            names += ["batch_size", "ranks", "drop_last", "costs"]
         for name in names:
             if getattr(then, name) != getattr(now, name):
                 raise ValueError(

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch.utils.data import IterableDataset
 
-from lightning_freescale.balance import CostModel, assign
+from lightning_freescale.balance import Assignment, CostModel, assign
+from lightning_freescale.balance.assign import bound_of, deal, imbalance
+from lightning_freescale.data.arguments import refuse_unused, stream_weight
 from lightning_freescale.data.streaming import StreamLoader
+
+_POOL: dict[str, Any] = {"pool_batches": 8, "max_age": 32}
+_OTHERS: dict[str, Any] = {
+    "calibrate": False,
+    "unique_ids": None,
+    "max_tokens_per_rank": None,
+    "tokens": None,
+    "keep_together": None,
+    "outlier_window": 1,
+    "shuffle": True,
+    "seed": 0,
+    "pin_memory": False,
+    "persistent_workers": False,
+}
+"""Arguments of the data module that mean nothing for streams, with their defaults."""
 
 
 class StreamedData:
@@ -38,18 +57,39 @@ class StreamedData:
         loader_options: dict[str, Any],
     ) -> None:
         self.dataset = dataset
-        self._options = {
-            **loader_options,
-            "cost": _cost_of(length, cost),
-            "assign": partial(assign, **assign_options),
-        }
+        self._options = {"assign": partial(assign, **assign_options), **loader_options, "cost": _cost_of(length, cost)}
         self._group: dist.ProcessGroup | None = None
         self.forget()
         self.loader(0, 1)  # what does not fit is refused now
         assign([1.0], 1, **{**assign_options, "rank_speeds": None})
 
+    @classmethod
+    def of(cls, dataset: IterableDataset[Any], given: Mapping[str, Any]) -> StreamedData:
+        """From the arguments of :class:`FreeScaleDataModule` by name.
+
+        Raises:
+            ValueError: one does not fit, or would have no effect.
+        """
+        refuse_unused("an IterableDataset, whose samples are not known before they arrive", given, **_OTHERS)
+        exchange, balance = given["exchange"], given["balance"]
+        if exchange == "none" or not balance:
+            what = "exchange='none', where every rank keeps equal counts" if balance else "balance=False"
+            refuse_unused(what, given, mode="fixed", count_slack=0.25, rank_speeds=None)
+        if exchange == "samples" or not balance:
+            refuse_unused("streams without a pool (exchange='samples', or balance=False)", given, **_POOL)
+        elif given["mode"] != "slack":
+            refuse_unused(f"mode={given['mode']!r}", given, count_slack=0.25)
+        options = {name: given[name] for name in ("batch_size", "exchange", "drop_last", "collate_fn", "num_workers", *_POOL)}
+        options["weight"] = stream_weight(given["loss_reduction"], given["lengths"], given["targets"])
+        options["summed"] = given["loss_reduction"] == "sum"
+        if not balance:
+            options |= {"assign": _as_drawn, "pool_batches": 1}
+        assign_options = {name: given[name] for name in ("mode", "count_slack", "rank_speeds")}
+        return cls(dataset, given["lengths"], given["cost"], assign_options=assign_options, loader_options=options)
+
     def forget(self) -> None:
-        """A new fit starts at the beginning."""
+        """A new fit starts at the beginning, also after one that failed."""
+        self.close()
         self._state: dict[str, Any] | None = None
         self._loader: StreamLoader | None = None
 
@@ -101,6 +141,13 @@ class StreamedData:
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
+
+
+def _as_drawn(costs: NDArray[np.float64], ranks: int) -> Assignment:
+    """What the ranks read, in runs: they keep their own samples, and share what is left at the end."""
+    dealt = deal(len(costs), ranks)
+    bound, dominated = bound_of(costs, ranks)
+    return Assignment(dealt, imbalance(costs, dealt, ranks), bound, None, dominated)
 
 
 def _cost_of(length: Callable[[Any], float] | None, cost: Callable[[Any], Any] | None) -> Callable[[Any], float]:

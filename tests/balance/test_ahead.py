@@ -6,6 +6,7 @@ import pickle
 import threading
 
 import numpy as np
+import pytest
 
 from lightning_freescale.balance import BalancedSampler
 from lightning_freescale.balance.ahead import Ahead
@@ -45,6 +46,13 @@ def test_iteration_leaves_no_thread_and_plans_each_step_once() -> None:
     batches.close()
     assert threading.active_count() == before
     assert whole == [sampler.plan(0, step)[0].tolist() for step in range(len(sampler))]
+
+
+@pytest.mark.parametrize("steps", range(60, 67))
+def test_more_steps_than_plans_are_kept(steps: int) -> None:
+    sampler = BalancedSampler(np.ones(4 * steps), 2, num_replicas=2, rank=0)
+    sampler.report(1)
+    assert len(list(sampler)) == steps
 
 
 def test_can_be_copied() -> None:

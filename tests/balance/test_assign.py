@@ -241,6 +241,10 @@ def test_any_unit(scale: float) -> None:
         ({"costs": [float("nan")]}, "nan of sample 0"),
         ({"costs": [[1.0]]}, r"shape \(1, 1\)"),
         ({"mode": "best"}, "mode='best'"),
+        (
+            {"mode": "zigzag", "tokens": [5, 1, 1, 5], "max_tokens_per_rank": 6, "costs": [4, 3, 2, 1]},
+            "mode='zigzag'.*more tokens",
+        ),
         ({"count_slack": -1.0}, "count_slack=-1.0"),
         ({"tokens": [1.0]}, r"tokens=...\) has shape \(1,\)"),
         ({"max_tokens_per_rank": 3}, "max_tokens_per_rank=3\\) needs tokens"),

@@ -34,6 +34,12 @@ def test_giants_come_together() -> None:
     assert pooled.after < 0.6 * plain.after
 
 
+def test_pooled_samples_are_dealt_no_worse_than_drawn_ones() -> None:
+    """Giants that come together must not all fall to the rank whose run comes first."""
+    plain, pooled = (BalancedSampler(COSTS, 8, num_replicas=16, rank=0, outlier_window=w, balance=False) for w in (1, 8))
+    assert pooled.report().before < 1.05 * plain.report().before
+
+
 def test_sampler_keeps_the_epoch() -> None:
     plain, pooled = (BalancedSampler(COSTS, 8, num_replicas=16, rank=0, outlier_window=window) for window in (1, 8))
     batches = [[sampler.global_batch(1, step) for step in range(len(sampler))] for sampler in (plain, pooled)]
