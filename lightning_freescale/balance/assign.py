@@ -157,7 +157,7 @@ def _dealt(problem: Problem) -> Ints:
 
 def _search(problem: Problem) -> Ints:
     dealt = zigzag(problem)
-    found = [plan for plan in (first_plan(problem), dealt) if plan is not None and problem.allows(plan)]
+    found = [plan for plan in (first_plan(problem), dealt) if plan is not None and (problem.plain or problem.allows(plan))]
     if not found and problem.tokens is not None:  # balancing the tokens is the best that can be done for their limit
         tokens = whole(problem.tokens.astype(np.float64), np.ones_like(problem.slowness))
         plan = _search(replace(problem, cost=tokens, tokens=None, slowness=np.ones_like(problem.slowness)))
