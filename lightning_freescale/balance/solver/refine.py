@@ -22,9 +22,8 @@ def refine(problem: Problem, rank_of_unit: Ints, target: float) -> Ints:
     ``ROUNDS``: never by a clock, so all ranks stop at the same plan. No exchange makes the slower of its two ranks slower.
     """
     slots = problem.ranks * int(np.bincount(rank_of_unit).max())
-    if problem.times(rank_of_unit).max() <= target or slots > _SPARSE * len(
-        rank_of_unit
-    ):  # so uneven only if giants leave all the rest to a few
+    sparse = slots > _SPARSE * len(rank_of_unit)  # only if giants leave all the rest to a few ranks
+    if sparse or problem.times(rank_of_unit).max() <= target:
         return rank_of_unit
     board = _Board(problem, rank_of_unit)
     failed = 0
