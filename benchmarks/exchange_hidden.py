@@ -94,7 +94,7 @@ def _round(way: str, group: dist.ProcessGroup, options: Any) -> list[float]:
         dist.all_reduce(torch.zeros(1))
         marks.append(time.perf_counter())
     if way != "floor":
-        batches.close()  # type: ignore[union-attr]
+        batches.close()
     dist.barrier()
     return (1000 * np.diff(marks)[2:]).tolist()
 

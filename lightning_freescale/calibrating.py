@@ -94,7 +94,7 @@ class Calibrator:
         self._records = {index - WINDOW: record for index, record in self._records.items() if index >= WINDOW}
         if self._group is not None:
             mine, everyone = everyone[0], [None] * self._group.size()
-            dist.all_gather_object(everyone, mine, group=self._group)
+            dist.gather_object(mine, everyone if self.trainer.is_global_zero else None, dst=0, group=self._group)
         verdict: list[Any] = [self._judged(everyone, sampler) if self.trainer.is_global_zero else None]
         if self._group is not None:
             dist.broadcast_object_list(verdict, src=0, group=self._group)

@@ -1,4 +1,4 @@
-"""FreeScaleDataModule: balanced batches from any map-style data set."""
+"""FreeScaleDataModule: balanced batches from any map-style data set or stream."""
 
 from __future__ import annotations
 

@@ -238,6 +238,14 @@ def _fit_under_ddp(options: dict[str, Any]) -> None:
     trainer(strategy="ddp", devices=2, max_steps=1).fit(Recommender(), data)
 
 
+def test_unweighted_scales_no_loss() -> None:
+    for reduction, scaled in (("sample_mean", True), ("unweighted", False)):
+        data = FreeScaleDataModule(Samples(60), Samples(60).lengths, 4, mode="free", loss_reduction=reduction)
+        sampler = data.sampler(0, 3)
+        weights = {sampler.loss_weight(step) for step in range(len(sampler))}
+        assert (weights != {1.0}) == scaled
+
+
 def test_unweighted_goes_with_ddp() -> None:
     run_distributed(_fit_under_ddp, 2, {"mode": "slack", "loss_reduction": "unweighted"})
 

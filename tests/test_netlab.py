@@ -123,6 +123,6 @@ def test_says_why_it_cannot(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 def _until(condition: object) -> None:
     end = time.monotonic() + 30
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)

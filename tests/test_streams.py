@@ -142,6 +142,7 @@ def test_exchange_keeps_the_gradient() -> None:
         ({"exchange": "none", "mode": "slack"}, r"mode=\.\.\.\) has no meaning for exchange='none'"),
         ({"exchange": "all"}, r"exchange='all'"),
         ({"exchange": "none", "max_age": 1}, r"max_age=1 cannot be kept with pool_batches=8"),
+        ({"count_slack": 0.5}, r"count_slack=\.\.\.\) has no meaning for mode='fixed'"),
         ({"pool_batches": 3}, r"pool_batches=\.\.\.\) has no meaning for streams without a pool"),
         ({"balance": False, "mode": "slack"}, r"mode=\.\.\.\) has no meaning for balance=False"),
         ({"loss_reduction": "target_mean", "targets": [1.0]}, r"for a stream pass targets= or lengths=, a function"),

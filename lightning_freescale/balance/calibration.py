@@ -18,6 +18,7 @@ DISAGREEMENT = 0.05
 """A new plan is worth it if it lowers the imbalance, as the fit sees it, by more than this share."""
 EXPLORED = 50
 """Steps among which some are dealt as drawn, see :class:`BalancedSampler`."""
+_LEAST_STEPS = 45
 SLOW = 1.1
 """A rank is slow if it takes this many times what its samples explain."""
 
@@ -26,15 +27,15 @@ class Calibration:
     """Collects windows of steps, fits after each, and stops when the fit does.
 
     Args:
-        keep: how many steps the fit rests on at most, the last ones.
+        keep: how many measured times the fit rests on at most, the last ones; rank 0 fits while the others wait.
         patience: windows without a better residual until the fit is frozen.
         least_gain: share by which the residual must fall to count as better.
     """
 
-    def __init__(self, keep: int = 500, patience: int = 5, least_gain: float = 0.02) -> None:
-        self._sums: deque[Floats] = deque(maxlen=keep)
-        self._seconds: deque[Floats] = deque(maxlen=keep)
-        self._patience, self._least_gain, self._best, self._since = patience, least_gain, float("inf"), 0
+    def __init__(self, keep: int = 20_000, patience: int = 5, least_gain: float = 0.02) -> None:
+        self._sums: deque[Floats] = deque()
+        self._seconds: deque[Floats] = deque()
+        self._keep, self._patience, self._least_gain, self._best, self._since = keep, patience, least_gain, float("inf"), 0
         self.fit: CostFit | None = None
 
     @property
@@ -47,7 +48,11 @@ class Calibration:
         whole = (seconds > 0).all(axis=1)  # a step that a rank did not measure is of no use
         self._sums.extend(sums[whole])
         self._seconds.extend(seconds[whole])
-        steps, ranks = len(self._seconds), seconds.shape[1]
+        ranks = seconds.shape[1]
+        while len(self._seconds) > max(_LEAST_STEPS, self._keep // ranks):
+            self._sums.popleft()
+            self._seconds.popleft()
+        steps = len(self._seconds)
         if steps * ranks < 10:
             return None
         rank = np.tile(np.arange(ranks), steps)

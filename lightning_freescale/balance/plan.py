@@ -44,7 +44,8 @@ class StepPlan:
     @cached_property
     def parts(self) -> list[NDArray[np.int64]]:
         """Indices into the data set for every rank."""
-        return [self.samples[self.rank_of_sample == rank] for rank in range(self.ranks)]
+        ends = np.bincount(self.rank_of_sample, minlength=self.ranks).cumsum()
+        return np.split(self.samples[np.argsort(self.rank_of_sample, kind="stable")], ends[:-1])
 
     @cached_property
     def balance(self) -> StepBalance:

@@ -171,13 +171,15 @@ class BalancedSampler(DistributedSampler[list[int]]):
 
     def counts(self, step: int) -> list[int]:
         """Samples of every rank in a step of the current epoch."""
-        return [len(part) for part in self.plan(self.epoch, step)]
+        return np.bincount(self.step_plan(self.epoch, step).rank_of_sample, minlength=self.num_replicas).tolist()
 
     def loss_weight(self, step: int) -> float:
         """Factor for this rank's loss that makes the average over ranks the mean (or sum) over the step's global batch."""
         if self.summed:
             return float(self.num_replicas)
-        return share_of_loss([float(self.weights[part].sum()) for part in self.plan(self.epoch, step)], self.rank)
+        plan = self.step_plan(self.epoch, step)
+        weights = np.bincount(plan.rank_of_sample, self.weights[plan.samples], self.num_replicas)
+        return share_of_loss(weights.tolist(), self.rank)
 
     def balance(self, step: int) -> StepBalance:
         """What the assignment of a step of the current epoch is worth."""

@@ -44,7 +44,9 @@ def numbers(argument: str, values: Any, size: int) -> NDArray[np.float64]:
 
 
 def loss_weights(loss_reduction: str, lengths: Any, targets: Any, size: int) -> NDArray[np.float64] | None:
-    """Weight of every sample in the mean loss, shape ``[size]``; None if all weigh the same, or the strategy weighs nothing.
+    """Weight of every sample in the mean loss, shape ``[size]``; None if all weigh the same.
+
+    If nothing weighs anything, no loss is scaled: that is ``"unweighted"``.
 
     Raises:
         ValueError: there is no such ``loss_reduction``, or ``targets`` does not go with it.
@@ -54,7 +56,7 @@ def loss_weights(loss_reduction: str, lengths: Any, targets: Any, size: int) -> 
     if loss_reduction != "target_mean":
         if targets is not None:
             raise ValueError(f"targets= is for loss_reduction='target_mean', not {loss_reduction!r}: leave it out")
-        return None
+        return np.zeros(size) if loss_reduction == "unweighted" else None
     targets = lengths if targets is None else targets
     if targets is None:
         raise ValueError("loss_reduction='target_mean' needs targets=, the prediction targets of every sample, or lengths=")
@@ -69,6 +71,8 @@ def stream_weight(loss_reduction: str, lengths: Any, targets: Any) -> Callable[[
     """
     if loss_weights(loss_reduction, [0.0], None if targets is None else [0.0], 1) is None:
         return None
+    if loss_reduction == "unweighted":
+        return _nothing
     weight = lengths if targets is None else targets
     if not callable(weight):
         raise ValueError(
@@ -76,6 +80,10 @@ def stream_weight(loss_reduction: str, lengths: Any, targets: Any) -> Callable[[
             "sample to its number of prediction targets"
         )
     return cast("Callable[[Any], float]", weight)
+
+
+def _nothing(sample: Any) -> float:
+    return 0.0
 
 
 def refuse_unused(what: str, given: Mapping[str, Any], **defaults: Any) -> None:

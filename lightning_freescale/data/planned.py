@@ -163,5 +163,5 @@ class PlannedData:
             batch_size=self.batch_size,
             ranks=world_size,
             drop_last=int(self._plan_options.get("drop_last", False)),
-            costs=hashlib.sha256(self.sample_costs.costs.tobytes()).hexdigest(),
+            costs=hashlib.sha256(self.sample_costs.costs.tobytes()).hexdigest() if self.outlier_window > 1 else "",
         )

@@ -11,7 +11,7 @@ class Progress:
     """After ``batches`` steps of ``epoch``, in which ``consumed`` samples of its order were used.
 
     The order of an epoch follows from ``seed``, ``samples`` and ``shuffle``, and with an ``outlier_window`` from how it is
-    cut into steps and from the costs (``costs`` is a hash of them), too.
+    cut into steps and from the costs, too (``costs`` is a hash of them then).
     """
 
     seed: int

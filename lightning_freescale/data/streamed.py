@@ -60,7 +60,7 @@ class StreamedData:
         self._options = {"assign": partial(assign, **assign_options), **loader_options, "cost": _cost_of(length, cost)}
         self._group: dist.ProcessGroup | None = None
         self.forget()
-        self.loader(0, 1)  # what does not fit is refused now
+        StreamLoader(dataset, **self._options)  # what does not fit is refused now
         assign([1.0], 1, **{**assign_options, "rank_speeds": None})
 
     @classmethod
@@ -77,7 +77,7 @@ class StreamedData:
             refuse_unused(what, given, mode="fixed", count_slack=0.25, rank_speeds=None)
         if exchange == "samples" or not balance:
             refuse_unused("streams without a pool (exchange='samples', or balance=False)", given, **_POOL)
-        elif given["mode"] != "slack":
+        if given["mode"] != "slack":
             refuse_unused(f"mode={given['mode']!r}", given, count_slack=0.25)
         options = {name: given[name] for name in ("batch_size", "exchange", "drop_last", "collate_fn", "num_workers", *_POOL)}
         options["weight"] = stream_weight(given["loss_reduction"], given["lengths"], given["targets"])

@@ -38,7 +38,7 @@ def test_iteration_leaves_no_thread_and_plans_each_step_once() -> None:
     sampler = BalancedSampler(COSTS, 4, num_replicas=2, rank=0)
     before, plans = threading.active_count(), []
     make = sampler._plans._make
-    sampler._plans._make = lambda epoch, step: plans.append(step) or make(epoch, step)  # type: ignore[func-returns-value]
+    sampler._plans._make = lambda epoch, step: plans.append(step) or make(epoch, step)
     whole = list(sampler)
     assert sorted(plans) == list(range(1, len(sampler))), "step 0 was planned when the sampler was made"
     batches = iter(sampler)

@@ -121,6 +121,14 @@ def test_steps_that_a_rank_did_not_measure_are_left_out() -> None:
     assert Calibration().add(sums, np.zeros_like(seconds)) is None
 
 
+def test_the_fit_rests_on_the_last_times_only() -> None:
+    calibration, before = Calibration(keep=4 * 50), CostModel(linear=1e-4, quadratic=0)
+    calibration.add(*_run(200, 4, CostModel(), before))
+    fit = calibration.add(*_run(50, 4, CostModel(), TRUE))
+    assert fit is not None and fit.observations == 200
+    assert fit.model.quadratic == pytest.approx(TRUE.quadratic, rel=0.15)
+
+
 def test_bad_input() -> None:
     with pytest.raises(ValueError, match="at least five"):
         CostModel.fit(np.ones((4, 4)), np.ones(4))

@@ -228,6 +228,15 @@ def test_unequal_counts_weigh_the_loss(mode: str) -> None:
     assert unequal
 
 
+def test_parts_keep_the_drawn_order() -> None:
+    sampler = _ranks(3, mode="slack")[0]
+    for step in range(len(sampler)):
+        plan = sampler.step_plan(0, step)
+        for rank, part in enumerate(plan.parts):
+            np.testing.assert_array_equal(part, plan.samples[plan.rank_of_sample == rank])
+        assert sampler.counts(step) == [len(part) for part in plan.parts]
+
+
 def test_report_of_the_plan_in_use() -> None:
     tokens = np.arange(1.0, 104.0)
     drawn, balanced = (_ranks(3, balance=balance, tokens=tokens)[0].report() for balance in (False, True))

@@ -59,7 +59,7 @@ def test_works_ahead_but_not_further() -> None:
             threading.Event().wait(0.01)
         threading.Event().wait(0.02)
         assert len(read) == done
-    batches.close()  # type: ignore[attr-defined]
+    batches.close()
     assert stream_threads() == 1
 
 

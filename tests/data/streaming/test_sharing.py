@@ -92,7 +92,7 @@ def test_pool_tells_what_cannot_be_trained() -> None:
     def run() -> tuple[dict[str, Any], list[str]]:
         messages: list[str] = []
         handler = logging.Handler()
-        handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+        handler.emit = lambda record: messages.append(record.getMessage())
         logging.getLogger("lightning_freescale.data").addHandler(handler)
         return run_streams([8, 90], pool_batches=3), messages
 
