@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -27,6 +27,7 @@ from lightning_freescale._lightning import (
 )
 from lightning_freescale.checkpoint import random_state
 from lightning_freescale.comm.process_group import ObservedProcessGroup, observed_group
+from lightning_freescale.data.lookahead import LookaheadLoader
 from lightning_freescale.dense import materialize, sync_dense, wrap_dense
 from lightning_freescale.observed import ObservedDDPStrategy
 from lightning_freescale.refusals import (
@@ -41,6 +42,7 @@ from lightning_freescale.watch import PlanWatch, calibrated_data
 if TYPE_CHECKING:
     from lightning_freescale.embeddings.shards import ShardedTables
     from lightning_freescale.embeddings.training import TableGroups
+    from lightning_freescale.overlapping import Overlapping
 _EXTRA = "freescale"
 """Checkpoint key of what an ordinary checkpoint has no place for."""
 
@@ -54,6 +56,9 @@ class FreeScaleStrategy(ObservedDDPStrategy):
     Args:
         plan: TorchRec ``ShardingPlan`` for the collections, by their path in the module; planned if not given.
         planner: TorchRec planner to make the plan; by default TorchRec's own, held to row-wise sharding.
+        overlap: exchange the rows of EmbeddingCollections while the model computes. The numbers are the same without.
+        dedup: with ``overlap``, send each row once per rank and step. Without it the numbers are bitwise those of plain
+            TorchRec, with it they differ by the order of summation.
         sigterm_every_n_steps: how often the ranks tell each other of a SIGTERM. Lightning does it before every step.
         **ddp_options: as in :class:`lightning.pytorch.strategies.DDPStrategy`; those it does not know go to
             ``DistributedDataParallel`` for the dense part.
@@ -63,16 +68,26 @@ class FreeScaleStrategy(ObservedDDPStrategy):
     weighs_loss = True
     """Scales each rank's loss by the weights of the sampler, see :meth:`BalancedSampler.loss_weight`."""
 
-    def __init__(self, plan: Any = None, planner: Any = None, sigterm_every_n_steps: int = 50, **ddp_options: Any) -> None:
+    def __init__(
+        self,
+        plan: Any = None,
+        planner: Any = None,
+        overlap: bool = True,
+        dedup: bool = True,
+        sigterm_every_n_steps: int = 50,
+        **ddp_options: Any,
+    ) -> None:
         super().__init__(**ddp_options)
         if sigterm_every_n_steps < 1:
             raise ValueError(f"sigterm_every_n_steps={sigterm_every_n_steps!r}: pass a number of steps, at least 1")
         self.plan, self.planner, self.sigterm_every_n_steps = plan, planner, sigterm_every_n_steps
+        self.overlap, self.dedup = overlap, dedup
+        self.overlapping: Overlapping | None = None
         self.tables: ShardedTables | None = None
         self.groups: TableGroups | None = None
         self._watch: PlanWatch | None = None
         self._loss_weight = 1.0
-        self._update_due = False
+        self._update_due = self._stepping = self._accumulating = False
         self._extra: dict[str, Any] = {}
         self._random_states: list[dict[str, Any]] = []
 
@@ -122,13 +137,25 @@ class FreeScaleStrategy(ObservedDDPStrategy):
             self._layer_sync.apply(module)
         self.tables = self._shard(trainer, module, fitting)
         self._wrap(module.to(self.root_device), fitting)
+        if fitting and self.overlap:
+            self.overlapping = self._overlap(trainer)
+
+    def _overlap(self, trainer: Trainer) -> Overlapping:
+        from lightning_freescale.embeddings.overlap import OverlapEngine
+        from lightning_freescale.overlapping import Overlapping
+
+        assert self.tables is not None
+        return Overlapping(trainer, OverlapEngine(self.tables, self.dedup, self._timeout))
 
     def _check(self, trainer: Trainer, found: list[Any], fitting: bool) -> None:
         from lightning_freescale.embeddings.lookups import check_rows
+        from lightning_freescale.embeddings.managed_collision import refuse_training
 
         check_rows([collection for collection, _ in found], getattr(getattr(trainer, "datamodule", None), "feature_rows", {}))
         if fitting:
             refuse_unsupported(trainer)
+            for collection, held in found:
+                refuse_training(collection, held, self.root_device)
         refuse_options(self._start_method, self._model_averaging_period)
 
     def _shard(self, trainer: Trainer, module: nn.Module, fitting: bool) -> ShardedTables:
@@ -139,12 +166,12 @@ class FreeScaleStrategy(ObservedDDPStrategy):
         earlier = ShardedTables.found_in(module)
         if earlier is not None and not fitting and earlier.device == self.root_device:
             return earlier
-        sharding = TableSharding(module, self.root_device)
+        sharding = TableSharding(module, self.root_device, self.overlap)
         try:
             optimizers = sharding.given
             if fitting:
                 self.setup_optimizers(trainer)
-                self.groups = TableGroups(self.optimizers[0], module, sharding.parameters, optimizers, self.root_device)
+                self.groups = TableGroups(self.optimizers[0], module, sharding.parameters, optimizers, self.root_device, sharding.by_row)
                 optimizers = self.groups.optimizers
             return sharding.shard(
                 group=self._embedding_group(earlier),
@@ -170,8 +197,10 @@ class FreeScaleStrategy(ObservedDDPStrategy):
         return group
 
     def _wrap(self, module: nn.Module, fitting: bool) -> None:
+        from lightning_freescale.embeddings.id_maps import held_by_torchrec
+
         assert self.tables is not None
-        keys = [table.key for table in self.tables.tables]
+        keys = [*(table.key for table in self.tables.tables), *held_by_torchrec(self.tables)]
         self.model = wrap_dense(module, keys, self.determine_ddp_device_ids(), self._ddp_kwargs) if fitting else module
         if isinstance(self.model, DistributedDataParallel):
             self._register_ddp_hooks()
@@ -186,6 +215,9 @@ class FreeScaleStrategy(ObservedDDPStrategy):
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()
+        if self.overlapping is not None:
+            self.overlapping.engine.close()
+            self.overlapping = None
         if self.tables is None:
             super().teardown()
             return
@@ -206,7 +238,11 @@ class FreeScaleStrategy(ObservedDDPStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         refuse_sampler(getattr(dataloader, "sampler", None), self.world_size)
-        return super().process_dataloader(dataloader)
+        loader = super().process_dataloader(dataloader)
+        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        if trainer is None or not trainer.training or not self.overlap or self.tables is None:
+            return loader
+        return LookaheadLoader(loader, lambda: trainer.num_training_batches)
 
     @override
     def on_train_start(self) -> None:
@@ -221,6 +257,7 @@ class FreeScaleStrategy(ObservedDDPStrategy):
 
     @override
     def on_train_end(self) -> None:
+        self.drain()
         if self._watch is not None:
             self._watch.finish()
 
@@ -230,30 +267,78 @@ class FreeScaleStrategy(ObservedDDPStrategy):
         trainer = self.lightning_module.trainer
         if self.tables is not None:
             refuse_accumulation(trainer)
+        if self.overlapping is not None:
+            self.overlapping.begin_batch(batch)
         assert self._watch is not None
         self._loss_weight = self._watch.begin_step(batch_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        overlapping = self.overlapping
         if self.tables is not None and self.groups is not None:
-            self.tables.prepare_update(self.groups.learning_rate, self.groups.step)
-        return super().training_step(*args, **kwargs)
+            leave = overlapping.engine.overlapped() if overlapping is not None else ()
+            self.tables.prepare_update(self.groups.learning_rate, self.groups.step, leave)
+            if overlapping is not None:
+                overlapping.begin_step(self._stepping, self.groups.learning_rate, self.groups.step)
+        output = super().training_step(*args, **kwargs)
+        if overlapping is not None:
+            overlapping.after_forward(args)
+        return output
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        # Lightning enters it for batches that no optimizer step follows
+        self._accumulating = True
+        try:
+            with super().block_backward_sync():
+                yield
+        finally:
+            self._accumulating = False
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         if self.tables is not None:
             refuse_second_backward(self._update_due)
-            self._update_due = True
+            self._update_due = not self._accumulating
         loss = closure_loss if self._loss_weight == 1.0 else closure_loss * self._loss_weight
-        return super().backward(loss, optimizer, *args, **kwargs)
+        scaled = super().backward(loss, optimizer, *args, **kwargs)
+        self._end_backward()
+        return scaled
+
+    def _end_backward(self) -> None:
+        if self.overlapping is not None:
+            self.overlapping.engine.end_backward()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._stepping = True
+        try:
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            self._stepping = False
+        self._end_backward()  # again, for a training_step that returned None
         self._update_due = False
         if self.groups is not None:
             self.groups.step += 1
         return output
+
+    def drain(self) -> None:
+        """Wait until every update of the steps so far is in the tables: before reading them by hand."""
+        if self.overlapping is not None:
+            self.overlapping.engine.end_backward()
+            self.overlapping.engine.drain()
+
+    @contextmanager
+    def writing_tables(self) -> Generator[None, None, None]:
+        """Around writes to the tables by hand, on every rank: no update is under way, and rows fetched ahead are fetched anew."""
+        self.drain()
+        with self.overlapping.engine.writing() if self.overlapping is not None else nullcontext():
+            yield
+
+    @override
+    def on_validation_start(self) -> None:
+        self.drain()
 
     # -- checkpoints: one ordinary file, as if nothing were sharded
 
@@ -265,6 +350,7 @@ class FreeScaleStrategy(ObservedDDPStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The unsharded state dict on rank 0, one table gathered at a time; other ranks get the dense part. Collective."""
+        self.drain()
         state = super().lightning_module_state_dict()
         return state if self.tables is None else _unsharded().state_dict(self.tables, state)
 
@@ -273,11 +359,13 @@ class FreeScaleStrategy(ObservedDDPStrategy):
         if self.tables is None:
             super().load_model_state_dict(checkpoint, strict)
         else:
-            _unsharded().load_state_dict(self.lightning_module, self.tables, checkpoint["state_dict"], strict)
+            with self.writing_tables():
+                _unsharded().load_state_dict(self.lightning_module, self.tables, checkpoint["state_dict"], strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state dict that the user's optimizer would have unsharded; whole on rank 0. Collective."""
+        self.drain()
         state = super().optimizer_state(optimizer)
         if self.tables is None or self.groups is None:
             return state
@@ -297,7 +385,8 @@ class FreeScaleStrategy(ObservedDDPStrategy):
         self._random_states = extra.get("random_states", [])
         if self.tables is not None and self.groups is not None:
             full = checkpoint["optimizer_states"][0]
-            checkpoint = {"optimizer_states": [_unsharded().load_optimizer_state(self.tables, self.groups, full, extra)]}
+            with self.writing_tables():
+                checkpoint = {"optimizer_states": [_unsharded().load_optimizer_state(self.tables, self.groups, full, extra)]}
         super().load_optimizer_state_dict(checkpoint)
 
 

@@ -86,9 +86,9 @@ def _gather(tables: ShardedTables, mine: list[tuple[Shard, str, Tensor]]) -> Ite
                 if tables.group.rank() == 0:
                     whole = _room(table_of[key], piece) if whole is None else whole
                     place = _cut(whole, piece.rows, piece.columns)
-                    _receive(tables, owner, piece, place) if part is None else place.copy_(part.reshape(place.shape))
+                    receive_rows(tables, owner, place) if part is None else place.copy_(part.reshape(place.shape))
                 elif part is not None:
-                    _send(tables, part)
+                    send_rows(tables, part)
         if whole is not None:
             yield key, name, whole
 
@@ -102,15 +102,17 @@ def _cut(whole: Tensor, rows: slice, columns: slice) -> Tensor:
     return whole[rows] if whole.shape[1] == 1 else whole[rows, columns]
 
 
-def _send(tables: ShardedTables, part: Tensor) -> None:
+def send_rows(tables: ShardedTables, part: Tensor) -> None:
+    """Send a tensor to rank 0 in pieces."""
     for rows in part.contiguous().split(_ROWS_PER_MESSAGE):
         if rows.numel():
             dist.send(rows, 0, group=tables.group)
 
 
-def _receive(tables: ShardedTables, owner: int, piece: _Piece, place: Tensor) -> None:
+def receive_rows(tables: ShardedTables, owner: int, place: Tensor) -> None:
+    """Receive on rank 0 into ``place``, on the CPU, what rank ``owner`` sends with :func:`send_rows`."""
     for rows in place.split(_ROWS_PER_MESSAGE):
         if rows.numel():
-            buffer = torch.empty(rows.shape, dtype=piece.dtype, device=tables.device)
+            buffer = torch.empty(rows.shape, dtype=place.dtype, device=tables.device)
             dist.recv(buffer, owner, group=tables.group)
             rows.copy_(buffer)

@@ -11,7 +11,10 @@ from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
 from torchrec.distributed.types import ModuleSharder, ShardedModule
+
+from lightning_freescale.embeddings.managed_collision import blueprint, is_managed, refuse_unknown
 
 _META = torch.device("meta")
 
@@ -48,6 +51,7 @@ class Collection:
         tables: its tables.
         sharder: TorchRec's sharder for it.
         pooled: whether it is an EmbeddingBagCollection.
+        managed: whether TorchRec remaps its ids before it looks them up, so that any id has a row.
     """
 
     path: str
@@ -56,13 +60,17 @@ class Collection:
     tables: tuple[Table, ...]
     sharder: ModuleSharder[Any]
     pooled: bool
+    managed: bool = False
 
 
 def find_collections(root: nn.Module) -> list[tuple[Collection, nn.Module]]:
-    """Every EmbeddingCollection and EmbeddingBagCollection under ``root``, each with the module that stands there now.
+    """Every collection under ``root`` that can be sharded, each with the module that stands there now.
 
     That is the user's unsharded one, or the sharded one that an earlier call of the strategy left. Collections inside
-    other TorchRec modules belong to those and are not returned.
+    other TorchRec modules belong to those and are not returned, except that one with managed collisions is one collection.
+
+    Raises:
+        ValueError: a module is sharded already, or manages collisions and cannot be sharded.
     """
     found: list[tuple[Collection, nn.Module]] = []
     inside: str | None = None
@@ -72,6 +80,10 @@ def find_collections(root: nn.Module) -> list[tuple[Collection, nn.Module]]:
         inside = None
         if hasattr(module, "freescale"):
             found.append((module.freescale.collection, module))
+            inside = f"{path}." if path else ""
+        elif is_managed(module):
+            refuse_unknown(path, module)
+            found.append((_describe_managed(path, module, _other_paths(root, path, module)), module))
         elif type(module) in (EmbeddingCollection, EmbeddingBagCollection):
             found.append((_describe(path, module, _other_paths(root, path, module)), module))
         elif isinstance(module, ShardedModule):
@@ -101,7 +113,8 @@ def replace_everywhere(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 def weights(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The table name and weight of every table of an unsharded collection."""
-    bags = module.embeddings if isinstance(module, EmbeddingCollection) else module.embedding_bags
+    inner = module._embedding_module if is_managed(module) else module
+    bags = inner.embeddings if isinstance(inner, EmbeddingCollection) else inner.embedding_bags  # type: ignore[union-attr]
     for name, table in bags.items():  # type: ignore[operator, union-attr]
         yield name, table.weight
 
@@ -122,6 +135,20 @@ def _describe(path: str, module: nn.Module, aliases: tuple[str, ...]) -> Collect
     return _collection(path, aliases, EmbeddingBagCollection, configs, needed, prefix + holder, EmbeddingBagCollectionSharder())
 
 
+def _describe_managed(path: str, module: Any, aliases: tuple[str, ...]) -> Collection:
+    holder = f"{path}._embedding_module.embeddings" if path else "_embedding_module.embeddings"
+    tables = _tables(module._embedding_module.embedding_configs(), holder)
+    sharder: Any = ManagedCollisionEmbeddingCollectionSharder()
+    return Collection(path, aliases, blueprint(module), tables, sharder, pooled=False, managed=True)
+
+
+def _tables(configs: list[Any], holder: str) -> tuple[Table, ...]:
+    return tuple(
+        Table(c.name, f"{holder}.{c.name}.weight", c.num_embeddings, c.embedding_dim, tuple(c.feature_names), c.init_fn)
+        for c in configs
+    )
+
+
 def _collection(
     path: str,
     aliases: tuple[str, ...],
@@ -131,9 +158,5 @@ def _collection(
     holder: str,
     sharder: ModuleSharder[Any],
 ) -> Collection:
-    tables = tuple(
-        Table(c.name, f"{holder}.{c.name}.weight", c.num_embeddings, c.embedding_dim, tuple(c.feature_names), c.init_fn)
-        for c in configs
-    )
-    pooled = kind is EmbeddingBagCollection
+    pooled, tables = kind is EmbeddingBagCollection, _tables(configs, holder)
     return Collection(path, aliases, lambda: kind(tables=configs, device=_META, **options), tables, sharder, pooled)

@@ -22,7 +22,7 @@ def check_rows(collections: list[Collection], needed: dict[str, int]) -> None:
     Raises:
         ValueError: a table is too small; names feature, table and the size it needs.
     """
-    for collection in collections:
+    for collection in (c for c in collections if not c.managed):
         for table in collection.tables:
             for feature in table.features:
                 if needed.get(feature, 0) > table.rows:
@@ -32,13 +32,14 @@ def check_rows(collections: list[Collection], needed: dict[str, int]) -> None:
                     )
 
 
-def check_ids(collection: Collection, module: nn.Module) -> None:
+def check_ids(collection: Collection, module: Any) -> None:
     """Check the ids of every batch that ``module`` looks up. Row-wise sharding would map an id beyond the table to another row.
 
     On CPU the error names feature, id and table; on a GPU a device-side assertion fires, so that nobody waits for a check
     (not tested on GPU).
     """
-    module.register_forward_pre_hook(_Check(collection), with_kwargs=True)
+    module.freescale_ids = _Check(collection)
+    module.register_forward_pre_hook(module.freescale_ids, with_kwargs=True)
 
 
 class LookupCount:
@@ -73,9 +74,15 @@ class _Check:
         self.rows = {feature: table.rows for table in collection.tables for feature in table.features}
         self.tables = {feature: table.name for table in collection.tables for feature in table.features}
         self.limits: dict[tuple[str, ...], Tensor] = {}
+        self.on = True
+        """Whether to check every lookup."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        features = args[0] if args else kwargs.get("features")
+        if self.on:
+            self.check(args[0] if args else kwargs.get("features"))
+
+    def check(self, features: Any) -> None:
+        """Check one lookup."""
         if not isinstance(features, KeyedJaggedTensor):
             return
         if features.values().is_cuda:

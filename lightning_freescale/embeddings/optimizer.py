@@ -35,12 +35,14 @@ class TableOptimizer:
         arguments: its arguments, in FBGEMM's words.
         group: which of the user's parameter groups holds the table and sets its learning rate; None if none does.
         initial_state: value the accumulated squares start from.
+        by_row: whether the overlap engine updates the table, because FBGEMM cannot.
     """
 
     fused_class: type[Optimizer]
     arguments: dict[str, Any] = field(default_factory=dict)
     group: int | None = None
     initial_state: float = 0.0
+    by_row: bool = False
 
 
 FROZEN = TableOptimizer(torch.optim.SGD, {"lr": 0.0})
@@ -51,8 +53,10 @@ def has_row_wise_state(optimizer: TableOptimizer) -> bool:
     return "rowwise" in optimizer.fused_class.__name__.lower()
 
 
-def applied_in_backward(classes: list[Any], arguments: list[Any], table: str, device: torch.device) -> TableOptimizer:
-    """An optimizer that the user applied in backward.
+def applied_in_backward(
+    classes: list[Any], arguments: list[Any], table: str, device: torch.device, by_row: bool = False
+) -> TableOptimizer:
+    """An optimizer that the user applied in backward; ``by_row`` if the overlap engine may update the table.
 
     Raises:
         ValueError: there are several, or FBGEMM has none that does the same on ``device``.
@@ -64,6 +68,8 @@ def applied_in_backward(classes: list[Any], arguments: list[Any], table: str, de
         kind = optimizer_type_to_emb_opt_type(classes[0])
     except ValueError as error:
         raise ValueError(f"{names[0]}, applied in backward to table {table!r}, has no fused form in FBGEMM: {error}") from error
+    if device.type == "cpu" and by_row and classes[0] in _NOT_ON_CPU:
+        return TableOptimizer(classes[0], _in_fbgemms_words(dict(arguments[0])), by_row=True)
     if device.type == "cpu" and kind not in _ON_CPU:
         raise ValueError(
             f"{names[0]}, applied in backward to table {table!r}, is not there in FBGEMM on CPU: apply SGD, Adagrad or "
@@ -72,8 +78,10 @@ def applied_in_backward(classes: list[Any], arguments: list[Any], table: str, de
     return TableOptimizer(classes[0], dict(arguments[0]))
 
 
-def derive(optimizer: Optimizer, group: int, table: str, device: torch.device) -> TableOptimizer:
+def derive(optimizer: Optimizer, group: int, table: str, device: torch.device, by_row: bool = False) -> TableOptimizer:
     """The fused optimizer that does what ``optimizer`` does for the tables of its parameter group ``group``.
+
+    ``by_row`` if the overlap engine may update the table.
 
     Raises:
         ValueError: no fused optimizer does the same; the message names the table, the setting and the fix.
@@ -91,13 +99,15 @@ def derive(optimizer: Optimizer, group: int, table: str, device: torch.device) -
                 f"{kind.__name__}({name}={settings[name]!r}) holds the embedding table {table!r}, which is updated row by row "
                 f"during backward: put the table into a parameter group with {name}={demanded!r}"
             )
-    if device.type == "cpu" and kind in _NOT_ON_CPU:
+    here = device.type == "cpu" and kind in _NOT_ON_CPU
+    if here and not by_row:
         raise ValueError(
-            f"{kind.__name__} holds the embedding table {table!r}, but FBGEMM has no Adam on CPU. Put the table's parameters "
-            "into SGD, Adagrad or RowWiseAdagrad (torchrec.optim.RowWiseAdagrad), or train on a GPU"
+            f"{kind.__name__} holds the embedding table {table!r}, but FBGEMM has no Adam on CPU, and only tables of an "
+            "EmbeddingCollection under FreeScaleStrategy(overlap=True) do without. Put the table's parameters into SGD, Adagrad "
+            "or RowWiseAdagrad (torchrec.optim.RowWiseAdagrad), or train on a GPU"
         )
     initial = optimizer.defaults.get("initial_accumulator_value", 0.0)  # torch ignores a parameter group's own
-    return TableOptimizer(_FUSED.get(kind, kind), _arguments(kind, settings), group, initial)
+    return TableOptimizer(_FUSED.get(kind, kind), _arguments(kind, settings), group, initial, by_row=here)
 
 
 def _arguments(kind: type[Optimizer], settings: dict[str, Any]) -> dict[str, Any]:
@@ -108,3 +118,9 @@ def _arguments(kind: type[Optimizer], settings: dict[str, Any]) -> dict[str, Any
         arguments["beta1"], arguments["beta2"] = settings["betas"]
         arguments["weight_decay"] = settings["weight_decay"]
     return arguments
+
+
+def _in_fbgemms_words(arguments: dict[str, Any]) -> dict[str, Any]:
+    if "betas" in arguments:
+        arguments["beta1"], arguments["beta2"] = arguments.pop("betas")
+    return {"lr": 1e-3, **arguments}

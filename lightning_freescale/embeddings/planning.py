@@ -13,6 +13,9 @@ from torchrec.distributed.planner.types import KernelConfig, TopologyFactory, Tr
 from lightning_freescale.embeddings.collections import Collection, Table
 from lightning_freescale.embeddings.optimizer import TableOptimizer, has_row_wise_state
 
+OVERLAPPED_TYPES = ("row_wise", "table_wise")
+OVERLAPPED_KERNELS = ("fused", "fused_uvm")
+"""What the overlap engine can serve: whole rows, where they can be read."""
 _FUSED = ("fused", "fused_uvm", "fused_uvm_caching")
 
 
@@ -23,11 +26,14 @@ def row_wise_planner(
 
     EmbeddingBagCollections may be sharded table-wise as well: on CPU, TorchRec plans nothing else for them. Tables too small
     to give every rank a row are sharded table-wise.
+
+    Raises:
+        ValueError: a table with managed collisions, which TorchRec shards row-wise only, is too small for that.
     """
     constraints = {}
     for collection in collections:
         for table in collection.tables:
-            types = _types(table, collection.pooled, world_size)
+            types = _types(table, collection, world_size)
             constraints[table.name] = ParameterConstraints(sharding_types=types, compute_kernels=["fused"])
     topology = TopologyFactory.create_topology(
         TrainerConfig(world_size=world_size, local_world_size=local_world_size),
@@ -47,10 +53,26 @@ def check_plan(collection: Collection, plan: Mapping[str, Any], optimizers: Mapp
     """
     for table in collection.tables:
         kind, kernel = plan[table.name].sharding_type, plan[table.name].compute_kernel
+        if collection.managed and kind != "row_wise":
+            raise ValueError(
+                f"the sharding plan gives table {table.name!r} sharding_type={kind!r}, but TorchRec shards tables with managed "
+                "collisions row-wise only: use row_wise"
+            )
+        if collection.managed and kernel == "fused_uvm_caching":
+            raise ValueError(
+                f"the sharding plan gives table {table.name!r} compute_kernel={kernel!r}, whose cache would keep the rows of "
+                'evicted ids: use "fused" or "fused_uvm"'
+            )
         if kernel not in _FUSED or kind == "data_parallel":
             raise ValueError(
                 f"the sharding plan gives table {table.name!r} sharding_type={kind!r} and compute_kernel={kernel!r}: tables "
                 'are updated by fused kernels, use compute_kernel="fused" and a type other than data_parallel'
+            )
+        if optimizers[table.key].by_row and (kernel not in OVERLAPPED_KERNELS or kind not in OVERLAPPED_TYPES):
+            raise ValueError(
+                f"the sharding plan gives table {table.name!r} sharding_type={kind!r} and compute_kernel={kernel!r}, but its "
+                f"optimizer {optimizers[table.key].fused_class.__name__} on CPU needs row_wise or table_wise sharding and "
+                "compute_kernel=\"fused\""
             )
         if ("column" in kind or "grid" in kind) and has_row_wise_state(optimizers[table.key]):
             raise ValueError(
@@ -59,8 +81,13 @@ def check_plan(collection: Collection, plan: Mapping[str, Any], optimizers: Mapp
             )
 
 
-def _types(table: Table, pooled: bool, world_size: int) -> list[str]:
+def _types(table: Table, collection: Collection, world_size: int) -> list[str]:
     block = -(-table.rows // world_size)
     if (world_size - 1) * block >= table.rows:  # a rank would get no row, which FBGEMM's kernels do not take
+        if collection.managed:
+            raise ValueError(
+                f"table {table.name!r} of collection {collection.path!r} has managed collisions and num_embeddings="
+                f"{table.rows}, which leaves one of {world_size} ranks without rows: give it more"
+            )
         return ["table_wise"]
-    return ["row_wise", "table_wise"] if pooled else ["row_wise"]
+    return ["row_wise", "table_wise"] if collection.pooled else ["row_wise"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from lightning_freescale.embeddings.collections import Collection, find_collections, replace_everywhere, weights
+from lightning_freescale.embeddings.id_maps import fill_maps
 from lightning_freescale.embeddings.lookups import LookupCount, check_ids
+from lightning_freescale.embeddings.managed_collision import complete, frozen
 from lightning_freescale.embeddings.optimizer import FROZEN, TableOptimizer, applied_in_backward
 from lightning_freescale.embeddings.planning import check_plan, row_wise_planner
-from lightning_freescale.embeddings.shards import Placed, Shard, ShardedTables
+from lightning_freescale.embeddings.row_adam import new_state
+from lightning_freescale.embeddings.shards import Placed, Shard, ShardedTables, kernels
 
 
 class TableSharding:
@@ -27,21 +30,25 @@ class TableSharding:
     Args:
         root: the module, changed in place.
         device: where the shards will live.
+        overlap: whether the overlap engine will run, which updates some tables that FBGEMM cannot.
 
     Attributes:
         given: optimizers that the user has applied in backward, by table key.
+        by_row: keys of the tables that the overlap engine can update.
 
     Raises:
         ValueError: an optimizer that the user has applied in backward cannot update a sharded table on ``device``.
     """
 
-    def __init__(self, root: nn.Module, device: torch.device) -> None:
+    def __init__(self, root: nn.Module, device: torch.device, overlap: bool = False) -> None:
         self.root, self.device = root, device
         self._originals: list[tuple[Collection, Any]] = list(find_collections(root))
+        able = [collection for collection, _ in self._originals if overlap and not (collection.pooled or collection.managed)]
+        self.by_row = frozenset(table.key for collection in able for table in collection.tables)
         self._blueprints: dict[str, nn.Module] = {}
         self.given: dict[str, TableOptimizer] = {}
         for collection, module in self._originals:
-            self.given.update(_given(collection, module, device))
+            self.given.update(_given(collection, module, device, self.by_row))
             blueprint = self._blueprints[collection.path] = collection.blueprint()
             if not hasattr(module, "freescale"):
                 for (_, old), (_, new) in zip(weights(module), weights(blueprint)):
@@ -50,9 +57,14 @@ class TableSharding:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The meta-device weight of every table, under its key in the state dict of ``root``."""
+        """The meta-device weight of every table, under its key in the state dict of ``root``.
+
+        With them the parameters in which TorchRec keeps ids, which no optimizer updates.
+        """
         found = {}
         for collection, _ in self._originals:
+            if collection.managed:
+                found.update(frozen(collection.path, self._blueprints[collection.path]))
             by_name = dict(weights(self._blueprints[collection.path]))
             found.update({table.key: by_name[table.name] for table in collection.tables})
         return found
@@ -99,6 +111,7 @@ class TableSharding:
             modules = [(c, self._shard_one(c, plan, chosen, env, device)) for c in collections]
             tables = ShardedTables(modules, chosen)
             _fill(tables, {collection.path: _Source.of(collection, module) for collection, module in self._originals})
+            fill_maps(tables, {collection.path: module for collection, module in self._originals})
         for collection, module in modules:
             replace_everywhere(self.root, self._blueprints[collection.path], module)
         return tables
@@ -126,8 +139,12 @@ class TableSharding:
         check_plan(collection, tables, mine)
         _attach_optimizers(collection, blueprint, mine)
         module: Any = collection.sharder.shard(blueprint, tables, env, device)
+        _add_states(collection, module, mine)
         module.freescale = Placed(collection, tables, mine, {key: self.given[key] for key in mine if key in self.given})
-        check_ids(collection, module)
+        if collection.managed:
+            complete(module)
+        else:
+            check_ids(collection, module)
         module.freescale_lookups = LookupCount(collection, mine)
         module.register_forward_pre_hook(module.freescale_lookups)
         module.register_forward_hook(_wait)
@@ -136,16 +153,22 @@ class TableSharding:
 
 def _wait(module: nn.Module, args: Any, output: Any) -> Any:
     # TorchRec's lazy result is no dict, and a rank that never looks at it would leave the others waiting
+    if isinstance(output, tuple):
+        return tuple(part.wait() if hasattr(part, "wait") else part for part in output)
     return output.wait() if hasattr(output, "wait") else output
 
 
-def _given(collection: Collection, module: Any, device: torch.device) -> dict[str, TableOptimizer]:
+def _given(collection: Collection, module: Any, device: torch.device, by_row: Set[str]) -> dict[str, TableOptimizer]:
     if hasattr(module, "freescale"):
         return dict(module.freescale.given)
     by_name: dict[str, Any] = dict(weights(module))
     return {
         table.key: applied_in_backward(
-            by_name[table.name]._optimizer_classes, by_name[table.name]._optimizer_kwargs, table.key, device
+            by_name[table.name]._optimizer_classes,
+            by_name[table.name]._optimizer_kwargs,
+            table.key,
+            device,
+            table.key in by_row,
         )
         for table in collection.tables
         if hasattr(by_name[table.name], "_optimizer_classes")
@@ -158,8 +181,19 @@ def _attach_optimizers(collection: Collection, blueprint: nn.Module, chosen: Map
         weight, optimizer = by_name[table.name], chosen[table.key]
         # TorchRec reads these two attributes; _batch_key keeps the tables of different parameter groups in different
         # kernels, each of which has one learning rate
-        weight._optimizer_classes = [optimizer.fused_class]
-        weight._optimizer_kwargs = [{**optimizer.arguments, "_batch_key": str(optimizer.group)}]
+        weight._optimizer_classes = [torch.optim.SGD if optimizer.by_row else optimizer.fused_class]
+        arguments = {"lr": 0.0} if optimizer.by_row else optimizer.arguments
+        weight._optimizer_kwargs = [{**arguments, "_batch_key": f"{optimizer.group} {optimizer.by_row}"}]
+
+
+def _add_states(collection: Collection, module: Any, chosen: Mapping[str, TableOptimizer]) -> None:
+    """Optimizer state that FBGEMM does not hold."""
+    keys = {table.name: table.key for table in collection.tables}
+    for kernel in kernels(module):
+        names = [spec.name for spec in kernel._config.embedding_tables]
+        if chosen[keys[names[0]]].by_row:
+            weights_here = kernel.emb_module.split_embedding_weights()
+            kernel.freescale_states = {name: new_state(weight) for name, weight in zip(names, weights_here)}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,9 +81,9 @@ class ShardedTables:
         """Every shard that this rank owns."""
         for collection, module in self.modules:
             tables = {table.name: table for table in collection.tables}
-            for kernel in _kernels(module):
+            for kernel in kernels(module):
                 specs = kernel._config.embedding_tables
-                states = kernel.emb_module.get_optimizer_state() or [{}] * len(specs)
+                states = _states(kernel, [spec.name for spec in specs])
                 for spec, weight, state in zip(specs, kernel.emb_module.split_embedding_weights(), states):
                     place = zip(spec.local_metadata.shard_offsets, spec.local_metadata.shard_sizes)
                     rows, columns = (slice(start, start + size) for start, size in place)
@@ -109,15 +109,20 @@ class ShardedTables:
             by_key.update({t.key: state[t.key.removeprefix(f"{collection.path}.")] for t in collection.tables})
         return {name: by_key[key] for name, key in self.keys().items()}
 
-    def prepare_update(self, rate_of_group: Callable[[int], float], step: int) -> None:
+    def prepare_update(
+        self, rate_of_group: Callable[[int], float], step: int, leave: Container[str] = ()
+    ) -> None:
         """Before a forward in training: the learning rate of each table's parameter group, and the number of updates so far.
 
-        FBGEMM counts forwards, also those of validation; its bias corrections need the updates.
+        FBGEMM counts forwards, also those of validation; its bias corrections need the updates. The collections whose paths
+        are in ``leave`` are updated by somebody else.
         """
         for collection, module in self.modules:
             module.freescale_lookups.begin_step()
+            if collection.path in leave:
+                continue
             keys = {table.name: table.key for table in collection.tables}
-            for kernel in _kernels(module):
+            for kernel in kernels(module):
                 optimizer = self.optimizers[keys[kernel._config.embedding_tables[0].name]]
                 if optimizer.group is not None:
                     kernel.emb_module.set_learning_rate(rate_of_group(optimizer.group))
@@ -125,10 +130,17 @@ class ShardedTables:
 
     def update_counts(self) -> list[int]:
         """FBGEMM's count of updates, one per kernel."""
-        return [int(kernel.emb_module.iter) for _, module in self.modules for kernel in _kernels(module)]
+        return [int(kernel.emb_module.iter) for _, module in self.modules for kernel in kernels(module)]
 
 
-def _kernels(module: Any) -> Iterator[Any]:
+def _states(kernel: Any, tables: list[str]) -> list[dict[str, Tensor]]:
+    if hasattr(kernel, "freescale_states"):
+        return [kernel.freescale_states[table] for table in tables]
+    return kernel.emb_module.get_optimizer_state() or [{}] * len(tables)
+
+
+def kernels(module: Any) -> Iterator[Any]:
+    """The fused kernels of a sharded collection on this rank, each with some of its tables."""
     for lookup in module._lookups:
         for kernel in lookup.modules():
             if isinstance(kernel, FusedOptimizerModule):

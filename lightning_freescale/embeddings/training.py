@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ class TableGroups:
         tables: weight of every table by its key.
         given: optimizers that the user has applied in backward, by table key; they stay.
         device: where the tables will live.
+        by_row: keys of the tables that the overlap engine can update.
 
     Attributes:
         layout: parameter names of every group as the user gave them.
@@ -41,6 +42,7 @@ class TableGroups:
         tables: Mapping[str, nn.Parameter],
         given: Mapping[str, TableOptimizer],
         device: torch.device,
+        by_row: Set[str] = frozenset(),
     ) -> None:
         names = {parameter: name for name, parameter in root.named_parameters()}
         key_of = {weight: key for key, weight in tables.items()}
@@ -52,7 +54,7 @@ class TableGroups:
             for parameter in group["params"]:
                 key = key_of.get(parameter)
                 if key is not None and key not in given and parameter.requires_grad:
-                    self.optimizers[key] = derive(optimizer, index, key, device)
+                    self.optimizers[key] = derive(optimizer, index, key, device, key in by_row)
         for group in optimizer.param_groups:
             for parameter in [p for p in group["params"] if p in key_of]:
                 optimizer.state.pop(parameter, None)

@@ -71,6 +71,6 @@ def _whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _gather(value: Any) -> torch.Tensor:
-    whole = torch.empty(value.size()) if dist.get_rank() == 0 else None
-    value.gather(0, whole)
+    whole = torch.empty(value.size(), dtype=value.dtype) if dist.get_rank() == 0 else None
+    value.gather(0, whole, dtype=value.dtype)
     return whole if whole is not None else torch.empty(0)

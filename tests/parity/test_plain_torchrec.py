@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.testing import run_distributed
 from tests.parity import plain_torchrec
 from tests.recommender import OPTIMIZERS, Net, RankBatches, Recommender, fixed_loader, trainer
@@ -15,11 +16,11 @@ from tests.recommender import OPTIMIZERS, Net, RankBatches, Recommender, fixed_l
 STEPS = 20
 
 
-def _with_freescale(optimizer: str) -> dict[str, Any]:
+def _with_freescale(optimizer: str, **options: Any) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     torch.manual_seed(0)
     module = Recommender(optimizer)
-    fit = trainer(devices=int(os.environ["WORLD_SIZE"]))
+    fit = trainer(devices=int(os.environ["WORLD_SIZE"]), strategy=FreeScaleStrategy(**options))
     fit.fit(module, fixed_loader(rank, STEPS))
     state = fit._checkpoint_connector.dump_checkpoint(weights_only=False)
     return {"losses": module.losses, "weights": state["state_dict"], "optimizer": state["optimizer_states"][0]}
@@ -30,10 +31,11 @@ def _by_hand(optimizer: str) -> dict[str, Any]:
     return plain_torchrec.train(Net(), optimizer, RankBatches(int(os.environ["RANK"]), STEPS))
 
 
+@pytest.mark.parametrize("options", [{"dedup": False}, {"overlap": False}])
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_bitwise_equal(optimizer: str, ranks: int) -> None:
-    mine = run_distributed(_with_freescale, ranks, optimizer)
+def test_bitwise_equal(optimizer: str, ranks: int, options: dict[str, Any]) -> None:
+    mine = run_distributed(_with_freescale, ranks, optimizer, **options)
     plain = run_distributed(_by_hand, ranks, optimizer)
     for rank in range(ranks):
         assert mine[rank]["losses"] == plain[rank]["losses"]

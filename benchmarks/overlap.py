@@ -1,0 +1,165 @@
+"""How much of the embedding exchange the step still waits for: TorchRec's ways against the overlapped exchange.
+
+Run it on shaped links: ``python benchmarks/netlab.py --hosts 4 --rate 80mbit -- python benchmarks/overlap.py``. Every rank
+trains on ``--batch`` histories per step; a step's compute is a sleep, equally long on all ranks, so that beyond the floor there
+is nothing but embeddings. The variants take turns in the same processes, on the same batches:
+
+floor       no embedding exchange; the all-reduce of the dense part stays
+plain       TorchRec's row-wise sharded EmbeddingCollection
+pipeline    the same under TorchRec's TrainPipelineSparseDist, which exchanges the ids ahead
+dedup       plain, with every id of the rank's batch looked up once; they are found before the step starts
+ours        the overlapped exchange, with a lookahead of one batch
+plain-gloo  plain over gloo's own all-to-all; the others post their receives first, as the overlapped exchange does
+
+Exposed is a variant's median step less the floor's. Next to the measured reductions stand those that the bytes alone predict:
+the rows that two batches in a row need, by the rows that TorchRec sends.
+
+Regimes: ``production`` draws Zipf-distributed ids of 5 million rows, with the history lengths of ml-latest-small; ``hard``
+takes that data set's users, whose ids nearly all collide. Every table takes rows x dim x 4 bytes over all ranks, and there are
+three: one of plain, dedup and plain-gloo together, one of pipeline, one of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+sys.path.append(str(Path(__file__).parent))
+
+import harness
+import numpy as np
+import overlap_variants
+import overlap_workload
+import torch
+import torch.distributed as dist
+
+VARIANTS = ("floor", "plain", "pipeline", "dedup", "ours", "plain-gloo")
+SKIPPED = 3  # steps at the beginning of a round, while the pipelines fill; the last one, without a lookahead, is left out, too
+
+
+def main() -> None:
+    options = parse()
+    dist.init_process_group("gloo")
+    figures, failed = measure(options), [0]
+    if dist.get_rank() == 0:
+        try:
+            harness.finish(figures, options)
+        except SystemExit as stop:
+            print(stop.code if isinstance(stop.code, str) else "", end="\n" * isinstance(stop.code, str), file=sys.stderr)
+            failed = [1]
+    dist.broadcast_object_list(failed)  # every rank exits alike
+    dist.destroy_process_group()
+    sys.exit(failed[0])
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = harness.parser(__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--regime", choices=("production", "hard"), default="production")
+    add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    add("--compute-ms", type=float, default=240.0, help="sleep of a step (default: 240)")
+    add("--batch", type=int, help="histories per rank and step (default: 32, or 64 in the hard regime)")
+    add("--rows", type=int, default=5_000_000, help="of the table, in the production regime (default: 5 million)")
+    add("--dim", type=int, default=64, help="of an embedding (default: 64)")
+    add("--steps", type=int, default=16, help="of a round (default: 16)")
+    add("--rounds", type=int, default=3)
+    options = parser.parse_args(arguments)
+    if options.steps < SKIPPED + 3 or options.rounds < 1:
+        parser.error(f"--steps {options.steps} --rounds {options.rounds}: at least {SKIPPED + 3} and 1")
+    if "floor" not in options.variants:
+        options.variants = ["floor", *options.variants]
+    options.batch = options.batch or {"production": 32, "hard": 64}[options.regime]
+    return options
+
+
+def measure(options: Any) -> dict[str, float]:
+    """The figures, printed on rank 0. Collective."""
+    torch.set_num_threads(1)
+    rows, draw = options.rows, None
+    if options.regime == "hard":
+        rows, draw = overlap_workload.hard(options.batch)
+    draw = draw or overlap_workload.production(rows, options.batch)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    batches = overlap_workload.batches(draw, options.steps, rank)
+    figures = overlap_workload.collisions(draw, options.steps, world, rows) if rank == 0 else {}
+    del draw
+    variants = overlap_variants.build(options.variants, rows, options.dim, options.compute_ms / 1000)
+    times: dict[str, list[list[float]]] = {name: [] for name in variants}
+    for _ in range(options.rounds):
+        for name, variant in variants.items():
+            times[name].append(_round(variant, batches))
+    for name, variant in variants.items():
+        figures |= _figures(name.replace("-", "_"), times[name], variant, options)
+    figures |= _reductions(figures)
+    if rank == 0:
+        _show(figures, options)
+    for variant in variants.values():
+        variant.close()
+    return figures
+
+
+def _round(variant: Any, batches: Sequence[Any]) -> list[tuple[float, float]]:
+    """Milliseconds of wall time and of the process's CPU time of every step that counts."""
+    dist.barrier()
+    marks = [(time.perf_counter(), time.process_time()) for _ in variant.steps(batches)]
+    return (1000 * np.diff(marks, axis=0)[SKIPPED - 1 : -1]).tolist()
+
+
+def _figures(name: str, times: Any, variant: Any, options: Any) -> dict[str, float]:
+    """Medians and quartiles of steps, each the mean over the ranks, and bytes per rank and step."""
+    steps = options.steps * options.rounds
+    counted = {key: value / steps for key, value in sorted(variant.sent().items())}
+    mean = torch.tensor([*np.reshape(times, -1), *counted.values()], dtype=torch.float64)
+    dist.all_reduce(mean)
+    mean /= dist.get_world_size()
+    wall, cpu = mean[: len(mean) - len(counted)].reshape(-1, 2).numpy().T
+    low, middle, high = np.percentile(wall, [25, 50, 75])
+    figures = {f"{name}_ms": middle, f"{name}_low_ms": low, f"{name}_high_ms": high, f"{name}_cpu_ms": np.median(cpu)}
+    figures |= {f"{name}_{key}": value for key, value in zip(counted, mean[-len(counted) :].tolist())}
+    return {key: float(value) for key, value in figures.items()}
+
+
+def _reductions(figures: dict[str, float]) -> dict[str, float]:
+    exposed = {name: figures[f"{name}_ms"] - figures["floor_ms"] for name in _measured(figures) if name != "floor"}
+    found = {f"{name}_exposed_ms": value for name, value in exposed.items()}
+    for other in ("plain", "pipeline", "dedup"):
+        if "ours" in exposed and other in exposed:
+            found[f"reduction_vs_{other}"] = 1 - exposed["ours"] / exposed[other]
+            found[f"step_over_{other}"] = figures["ours_ms"] / figures[f"{other}_ms"]
+    return found
+
+
+def _measured(figures: dict[str, float]) -> list[str]:
+    return [name for name in (variant.replace("-", "_") for variant in VARIANTS) if f"{name}_ms" in figures]
+
+
+def _show(figures: dict[str, float], options: Any) -> None:
+    rate = os.environ.get("NETLAB_RATE", "unknown rate")
+    print(f"{options.regime}: {dist.get_world_size()} ranks, links of {rate}, compute {options.compute_ms:g} ms", end="; ")
+    print(f"{options.batch} histories per rank and step, embeddings of {options.dim} numbers")
+    print("{tokens_per_rank:.0f} ids per rank and step, {unique_per_rank:.0f} of them unique".format(**figures), end="; ")
+    print("{collision_rate:.1%} of the rows of a global batch are in the one before as well".format(**figures))
+    print(f"{'':<12}{'step ms':>9}{'half within':>17}{'exposed ms':>12}{'CPU ms':>9}{'MB sent':>9}")
+    for name in _measured(figures):
+        half = f"{figures[f'{name}_low_ms']:.1f} - {figures[f'{name}_high_ms']:.1f}"
+        exposed = figures.get(f"{name}_exposed_ms", 0.0)
+        print(f"{name:<12}{figures[f'{name}_ms']:9.1f}{half:>17}{exposed:12.1f}", end="")
+        print(f"{figures[f'{name}_cpu_ms']:9.1f}{figures[f'{name}_bytes'] / 1e6:9.2f}")
+    for other in ("plain", "pipeline", "dedup"):
+        predicted = f"predicted_reduction_vs_{other}"
+        told = f"predicted by bytes: {figures[predicted]:.1%} of the exposed time" if predicted in figures else ""
+        if f"reduction_vs_{other}" in figures:
+            told = f"{figures[f'reduction_vs_{other}']:.1%} less exposed, step x {figures[f'step_over_{other}']:.3f}; " + told
+        if told:
+            print(f"ours against {other}: {told}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""The ways to train a row-wise sharded table that the overlap benchmark compares."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from overlap_wire import Wire
+from overlap_workload import Batch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+CPU = torch.device("cpu")
+ADAGRAD = {"lr": 0.1, "eps": 1e-10}
+
+
+class _Compute(torch.autograd.Function):
+    """The device's work: a third of the seconds in forward, after the lookup, the rest before the lookup's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds / 3)
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds * 2 / 3)
+        return gradients[0], None
+
+
+@torch.fx.wrap
+def compute(rows: Tensor, inverse: Tensor | None, seconds: float) -> Tensor:
+    """Every item's row, after the device's work."""
+    return _Compute.apply(rows if inverse is None else rows.index_select(0, inverse), seconds)
+
+
+class Recommender(nn.Module):
+    """A table of item embeddings and a small dense part, which gives every row a gradient of its own."""
+
+    def __init__(self, rows: int, dim: int, seconds: float) -> None:
+        super().__init__()
+        config = EmbeddingConfig(num_embeddings=rows, embedding_dim=dim, name="item", feature_names=["item"])
+        self.items: nn.Module = EmbeddingCollection(tables=[config], device=torch.device("meta"))
+        self.dense = nn.Sequential(nn.Linear(dim, 32), nn.Tanh(), nn.Linear(32, 1))
+        self.seconds = seconds
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Loss, twice: TorchRec's pipeline wants a loss and a result."""
+        rows = compute(self.items(batch.features)["item"].values(), batch.inverse, self.seconds)
+        loss = self.dense(rows).square().mean()
+        return loss, loss
+
+
+class LocalRows(nn.Module):
+    """Stands in for the table where nothing is to be exchanged."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """As many rows as there are ids."""
+        rows = torch.zeros(len(features.values()), self.dim, requires_grad=True)
+        return {"item": JaggedTensor(rows, lengths=features.lengths())}
+
+
+class Plain:
+    """A loop over a model that does its exchanges itself."""
+
+    def __init__(self, model: nn.Module, wire: Wire, deduplicate: bool = False) -> None:
+        self.model, self.wire, self.deduplicate = model, wire, deduplicate
+        dense = [parameter for name, parameter in model.named_parameters() if ".dense." in f".{name}"]
+        self.optimizer = torch.optim.SGD(dense, lr=0.1)
+
+    def steps(self, batches: Sequence[Batch]) -> Iterator[None]:
+        """One step per batch."""
+        ready = [batch.deduplicated() if self.deduplicate else batch for batch in batches]
+        with self.wire.patched():
+            for batch in ready:
+                self.optimizer.zero_grad()
+                self.model(batch)[0].backward()
+                self.optimizer.step()
+                yield
+
+    def sent(self) -> dict[str, float]:
+        """Bytes sent to other ranks since the start."""
+        return {"bytes": self.wire.sent}
+
+    def close(self) -> None:
+        """Nothing is left open."""
+
+
+class Pipelined(Plain):
+    """TorchRec's pipeline, which exchanges the ids of the batch after while this one trains."""
+
+    def __init__(self, model: nn.Module, wire: Wire) -> None:
+        super().__init__(model, wire)
+        self.pipeline = TrainPipelineSparseDist(model, self.optimizer, CPU)
+
+    def steps(self, batches: Sequence[Batch]) -> Iterator[None]:
+        """One step per batch."""
+        source = iter(batches)
+        with self.wire.patched():
+            for _ in batches:
+                self.pipeline.progress(source)
+                yield
+
+
+class Ours:
+    """The engine: only the rows that the batch before updates, too, are waited for."""
+
+    def __init__(self, model: Recommender) -> None:
+        from lightning_freescale.embeddings.optimizer import TableOptimizer
+        from lightning_freescale.embeddings.overlap import OverlapEngine
+        from lightning_freescale.embeddings.sharding import TableSharding
+
+        sharding, world = TableSharding(model, CPU), dist.get_world_size()
+        names = list(sharding.parameters)
+        optimizers = {name: TableOptimizer(RowWiseAdagrad, dict(ADAGRAD)) for name in names}
+        tables = sharding.shard(group=dist.new_group(), local_world_size=world, optimizers=optimizers)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+        self.model = DistributedDataParallel(model)
+        self.optimizer = torch.optim.SGD(model.dense.parameters(), lr=0.1)
+        self.engine = OverlapEngine(tables, dedup=True, timeout=timedelta(seconds=120))
+
+    def steps(self, batches: Sequence[Batch]) -> Iterator[None]:
+        """One step per batch; at the end nothing is under way."""
+        for batch, upcoming in zip(batches, [*batches[1:], None]):
+            self.engine.begin_step(upcoming=None if upcoming is None else {"items": upcoming.features})
+            self.optimizer.zero_grad()
+            self.model(batch)[0].backward()
+            self.engine.end_backward()
+            self.optimizer.step()
+            yield
+        self.engine.drain()
+
+    def sent(self) -> dict[str, float]:
+        """What the engine counts, and with it the bytes sent to other ranks since the start."""
+        counted = self.engine.statistics()
+        return {**counted, "bytes": sum(counted[name] for name in ("ids_bytes", "contended_bytes", "settled_bytes"))}
+
+    def close(self) -> None:
+        """End the engine."""
+        self.engine.close()
+
+
+def build(names: Sequence[str], rows: int, dim: int, seconds: float) -> dict[str, Any]:
+    """The variants called ``names``; those that look up the way TorchRec does share a table. Collective."""
+    made: dict[str, Any] = {}
+    shared: nn.Module | None = None
+    for name in names:
+        torch.manual_seed(0)
+        model = Recommender(rows, dim, seconds)
+        if name == "floor":
+            model.items = LocalRows(dim)
+            made[name] = Plain(DistributedDataParallel(model), Wire())
+        elif name == "ours":
+            made[name] = Ours(model)
+        elif name == "pipeline":
+            made[name] = Pipelined(_with_torchrec(model), Wire())
+        else:
+            shared = shared or _with_torchrec(model)
+            made[name] = Plain(shared, Wire(stock=name == "plain-gloo"), deduplicate=name == "dedup")
+    return made
+
+
+def _with_torchrec(model: Recommender) -> nn.Module:
+    apply_optimizer_in_backward(RowWiseAdagrad, model.items.parameters(), dict(ADAGRAD))
+    sharder, world, group = EmbeddingCollectionSharder(), dist.get_world_size(), dist.new_group()
+    how = {"item": row_wise(compute_kernel="fused")}
+    plan = construct_module_sharding_plan(
+        model.items, how, sharder=sharder, local_size=world, world_size=world, device_type="cpu"
+    )
+    return DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(group),
+        device=CPU,
+        plan=ShardingPlan({"items": plan}),
+        sharders=[sharder],
+        data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=False),
+    )

@@ -1,0 +1,142 @@
+"""What the ranks tell each other before ids travel: who asks for how many rows, who has no next batch, who has an error."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec import KeyedJaggedTensor
+
+from lightning_freescale.comm.tensors import exchange_tensors
+from lightning_freescale.embeddings.overlap.layout import Layout
+from lightning_freescale.embeddings.overlap.request import Request
+
+
+class State(IntEnum):
+    """What a rank has to say."""
+
+    UNKNOWN = 0  # the ids of the next batch cannot be known ahead
+    ENDED = 1  # there is no next batch
+    ASKS = 2  # here are ids
+    SAME = 3  # the ids are those announced
+    FAILED = 4  # the ids are wrong, the error follows
+
+
+_HEAD = 2
+
+
+@dataclass(frozen=True)
+class Asking:
+    """What this rank says."""
+
+    state: State
+    request: Request
+    features: tuple[str, ...] = ()
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What all ranks have said.
+
+    Attributes:
+        anew: for every rank whether ids come from it.
+        counts: rows that each rank wants from this one, by slot; shape ``[ranks, slots]``.
+        ended: ranks that have no next batch.
+    """
+
+    anew: list[bool]
+    counts: Tensor
+    ended: list[int]
+
+    @property
+    def somebody_asks(self) -> bool:
+        """Whether any ids travel."""
+        return any(self.anew)
+
+
+class Agreement:
+    """One small message from every rank to every rank.
+
+    Args:
+        path: of the collection, for errors.
+        group: process group of this collection alone.
+        layout: of its tables.
+        dedup: as in :meth:`Request.of`.
+    """
+
+    def __init__(self, path: str, group: dist.ProcessGroup, layout: Layout, dedup: bool) -> None:
+        self.path, self.group, self.layout, self.dedup = path, group, layout, dedup
+        self._nothing = Request.none(layout, dedup)
+        self._features: tuple[str, ...] | None = None
+
+    def ask(
+        self, features: KeyedJaggedTensor | None, *, ended: bool = False, same: bool = False, nothing: bool = False
+    ) -> Asking:
+        """What this rank will say; an error in the ids becomes part of it, so that all ranks raise it."""
+        if features is None or same:
+            state = State.SAME if same else State.ENDED if ended else State.ASKS if nothing else State.UNKNOWN
+            return Asking(state, self._nothing)
+        keys = tuple(features.keys())
+        try:
+            self._check_order(keys)
+            return Asking(State.ASKS, Request.of(features, self.layout, self.dedup), keys)
+        except ValueError as error:
+            return Asking(State.FAILED, self._nothing, keys, error)
+
+    def reach(self, asking: Asking) -> Answer:
+        """Tell all ranks and hear them. Collective.
+
+        Raises:
+            ValueError: on every rank, if the ids of any rank are wrong or the ranks disagree on the features.
+        """
+        heads = self._exchange(asking)
+        states, digests = heads[:, 0].tolist(), heads[:, 1].tolist()
+        if State.FAILED in states:
+            self._raise_errors(asking)
+        anew = [state == State.ASKS for state in states]
+        if len({digest for digest in digests if digest}) > 1:
+            self._raise_disagreement(asking)
+        ended = [rank for rank, state in enumerate(states) if state == State.ENDED]
+        return Answer(anew, heads[:, _HEAD:], ended)
+
+    def _exchange(self, asking: Asking) -> Tensor:
+        counts = asking.request.counts
+        digest = zlib.crc32("\0".join(asking.features).encode()) + 1 if asking.features else 0
+        told = torch.empty(len(counts), _HEAD + counts.shape[1], dtype=torch.int64)
+        told[:, 0], told[:, 1], told[:, _HEAD:] = int(asking.state), digest, counts
+        told = told.to(self.layout.first.device)
+        heard = torch.empty_like(told)
+        exchange_tensors(list(told), list(heard), self.group)
+        return heard.cpu()
+
+    def _check_order(self, keys: tuple[str, ...]) -> None:
+        self._features = self._features or keys
+        if keys != self._features:
+            raise ValueError(
+                f"the KeyedJaggedTensor has features {list(keys)}, in earlier batches it had {list(self._features)}: keep them "
+                "and their order"
+            )
+
+    def _raise_errors(self, asking: Asking) -> None:
+        texts = self._gather(str(asking.error) if asking.error else None)
+        found = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
+        raise ValueError(f"embedding collection {self.path!r}, {'; '.join(found)}") from asking.error
+
+    def _raise_disagreement(self, asking: Asking) -> None:
+        given = self._gather(asking.features)
+        told = "; ".join(f"rank {rank} has {list(features)}" for rank, features in enumerate(given) if features)
+        raise ValueError(
+            f"embedding collection {self.path!r}: the ranks look up different features, {told}: pass the same on every rank, "
+            "in the same order"
+        )
+
+    def _gather(self, mine: Any) -> list[Any]:
+        everyone: list[Any] = [None] * self.group.size()
+        dist.all_gather_object(everyone, mine, group=self.group)
+        return everyone

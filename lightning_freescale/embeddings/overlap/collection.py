@@ -1,0 +1,224 @@
+"""A sharded collection whose exchange runs behind the model's compute: what the training thread does."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec import JaggedTensor, KeyedJaggedTensor
+
+from lightning_freescale.embeddings.collections import Collection
+from lightning_freescale.embeddings.lookahead import Captured
+from lightning_freescale.embeddings.overlap.flight import Flight
+from lightning_freescale.embeddings.overlap.lane import Lane
+from lightning_freescale.embeddings.overlap.layout import Layout
+from lightning_freescale.embeddings.overlap.local_rows import LocalRows
+from lightning_freescale.embeddings.overlap.protocol import Protocol
+from lightning_freescale.embeddings.overlap.request import as_output
+from lightning_freescale.embeddings.overlap.statistics import Statistics
+
+
+class OverlappedCollection:
+    """Stands in for the forward of TorchRec's module while it trains; everything else of the module stays.
+
+    Args:
+        collection: what is sharded.
+        module: TorchRec's sharded module.
+        layout: where its rows live.
+        local: this rank's rows.
+        group: process group of this collection alone.
+        dedup: ask for each row once per rank and batch.
+
+    Attributes:
+        statistics: totals since it was made.
+        plain: whether it has fallen back to plain TorchRec.
+        asked: called with the ids that the model asks for, and whether they were announced; None if none were.
+    """
+
+    def __init__(
+        self, collection: Collection, module: Any, layout: Layout, local: LocalRows, group: dist.ProcessGroup, dedup: bool
+    ) -> None:
+        self.path, self.module, self.layout, self.statistics = collection.path, module, layout, Statistics()
+        self._lane = Lane(collection.path, layout.first.device)
+        self._protocol = Protocol(collection.path, layout, local, group, dedup, self.statistics)
+        self._group, self._local, self._written = group, local, local.written()
+        self._anchor = torch.empty(0, device=layout.first.device, requires_grad=True)
+        self._late: Tensor | None = None
+        self._upcoming: tuple[KeyedJaggedTensor | None, bool] | None = None
+        self.asked: Callable[[KeyedJaggedTensor, bool | None], None] | None = None
+        self._need_ids = bool(getattr(module, "_need_indices", False))
+        self._now, self._next = Flight(), Flight()
+        self._in_step = self._announced = self.plain = False
+        self._plain_forward = module.forward
+        module.forward = self.forward
+        self._reading = module.register_state_dict_pre_hook(lambda *_: self.drain())
+        module.freescale_ids.on = False  # wrong ids are an error on every rank, which the ranks tell each other
+
+    # -- a step
+
+    def begin_step(self, updates: bool, rates: Sequence[float | None], step: int) -> None:
+        """Before the forward of a batch: whether an optimizer step follows it, with which rates, and how many went before."""
+        self.finish_step()
+        if self.plain:
+            return
+        self._refuse_writes()
+        self._now, self._next = self._next, Flight()
+        self._now.updates, self._now.rates, self._now.step = updates, list(rates), step
+        self._in_step, self._announced, self._upcoming = True, False, None
+        self.statistics.count("steps")
+
+    def announce(self, upcoming: KeyedJaggedTensor | None, ended: bool = False) -> None:
+        """The ids of the batch after the current one, once per step; None if there is none (``ended``) or nobody knows."""
+        if not self._in_step or self._announced or self._upcoming is not None:
+            return
+        self._upcoming = (upcoming, ended)
+        if self._now.looked_up:
+            self._send_announcement()
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """The rows of a batch, as the unsharded collection would return them."""
+        if not self._in_step or not torch.is_grad_enabled():
+            return self._plain_lookup(features)
+        if self._now.looked_up:
+            self._give_up()
+            return self._plain_lookup(features)
+        flight, same = self._now, self._is_announced(features)
+        verified = self._verify(features, same)
+        if self._upcoming is not None:
+            self._send_announcement()
+        self._wait(flight.ready if same else verified)
+        self._refuse_uneven(flight)
+        assert flight.rows is not None and flight.request is not None
+        rows, flight.rows = flight.rows.index_select(0, flight.request.place), None
+        return as_output(features, _Inject.apply(rows, self._anchor, self, flight), self.layout, self._need_ids)
+
+    def finish_step(self) -> None:
+        """After backward: hand over what backward has not, so that no rank waits for this one."""
+        if not self._in_step:
+            return
+        if not self._now.looked_up:
+            self._verify(None, same=False)
+        if not self._now.sent:
+            self._send_gradient(self._now, self._late)
+        self._in_step, self._late = False, None
+        if self.plain:
+            self._lane.drain()
+
+    # -- between steps
+
+    def drain(self) -> None:
+        """Wait until every update of the finished steps is in the tables. No rank need call it for another."""
+        self._lane.drain()
+
+    def forget(self) -> None:
+        """The tables have been written: rows that were fetched ahead are void. To be called on every rank, after a drain."""
+        self._next, self._written = Flight(), self._local.written()
+
+    def close(self) -> None:
+        """Give TorchRec's forward back; without waiting for ranks that may be gone."""
+        del self.module.forward
+        self._reading.remove()
+        self.module.freescale_ids.on = True
+        if self._lane.close():
+            dist.destroy_process_group(self._group)
+
+    # -- parts of a step
+
+    def _is_announced(self, features: KeyedJaggedTensor) -> bool:
+        captured = self._now.captured
+        same = captured is not None and captured.matches(features)
+        self.statistics.count("announced" if same else "unknown" if captured is None else "misses")
+        if self.asked is not None:
+            self.asked(features, None if captured is None else same)
+        return same
+
+    def _verify(self, features: KeyedJaggedTensor | None, same: bool) -> Future[Any]:
+        self._now.looked_up = True
+        return self._lane.submit(self._protocol.verify, self._now, features, same)
+
+    def _send_announcement(self) -> None:
+        upcoming, ended = self._upcoming or (None, False)
+        self._announced, self._upcoming = True, None
+        self._next.captured = None if upcoming is None else Captured(upcoming)
+        self._lane.submit(self._protocol.announce, self._next, upcoming, ended)
+        self._lane.submit(self._protocol.prefetch, self._next, self._now)
+
+    def _send_gradient(self, flight: Flight, gradient: Tensor | None) -> None:
+        if not self._announced:
+            self._send_announcement()
+        flight.sent = True
+        self._next.ready = self._lane.submit(self._protocol.contended, flight, self._next, gradient)
+        self._lane.submit(self._protocol.settled, flight)
+
+    def _take_gradient(self, flight: Flight, gradient: Tensor) -> None:
+        if flight.sent or self._late is not None:
+            raise ValueError(
+                f"embedding collection {self.path!r}: a second backward through the rows of one lookup. Call backward once per "
+                "batch, on the sum of the losses"
+            )
+        if self.plain:
+            self._late = gradient
+        else:
+            self._send_gradient(flight, gradient)
+
+    def _wait(self, ready: Future[Any] | None) -> None:
+        assert ready is not None
+        with self.statistics.exposed():
+            self._lane.wait(ready)
+
+    # -- leaving the path
+
+    def _plain_lookup(self, features: KeyedJaggedTensor) -> Any:
+        self._lane.drain()
+        self.module.freescale_ids.check(features)
+        return self._plain_forward(features)
+
+    def _give_up(self) -> None:
+        """A second lookup in a step is a second update in plain TorchRec: from here on, this collection is plain."""
+        if not self._local.known_to_torchrec:
+            raise ValueError(
+                f"embedding collection {self.path!r} is looked up twice in a step, and its optimizer on CPU updates a table "
+                "once per step: look all features up in one call, or use SGD, Adagrad or RowWiseAdagrad for it"
+            )
+        if not self._announced:
+            self._send_announcement()
+        self._lane.drain()
+        warnings.warn(
+            f"embedding collection {self.path!r} is looked up several times in one step: its exchange is not overlapped from "
+            "here on. Look all features up in one call",
+            stacklevel=2,
+        )
+        self.plain, self._now.after, self._next = True, None, Flight()
+
+    def _refuse_writes(self) -> None:
+        if self._local.written() != self._written:
+            raise RuntimeError(
+                f"the tables of embedding collection {self.path!r} were written while updates were still under way or rows "
+                "fetched ahead: write them inside `with trainer.strategy.writing_tables():`, on every rank"
+            )
+
+    def _refuse_uneven(self, flight: Flight) -> None:
+        if flight.ended and flight.announced:
+            raise RuntimeError(
+                f"ranks {flight.ended} have no batch after step {flight.step}, others have: give every rank the same number "
+                "of batches"
+            )
+
+
+class _Inject(torch.autograd.Function):
+    """Puts rows into the graph; in backward it takes their gradient out."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, anchor: Tensor, owner: OverlappedCollection, flight: Flight) -> Tensor:
+        ctx.owner, ctx.flight = owner, flight
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:  # type: ignore[override]
+        ctx.owner._take_gradient(ctx.flight, gradient.contiguous())
+        return None, None, None, None

@@ -1,0 +1,138 @@
+"""The exchange of all collections of a module, step by step; for any training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torchrec import KeyedJaggedTensor
+
+from lightning_freescale.embeddings.collections import Collection
+from lightning_freescale.embeddings.overlap.collection import OverlappedCollection
+from lightning_freescale.embeddings.overlap.kernels import local_rows
+from lightning_freescale.embeddings.overlap.layout import Layout
+from lightning_freescale.embeddings.overlap.statistics import COUNTS
+from lightning_freescale.embeddings.shards import ShardedTables
+
+
+class OverlapEngine:
+    """Fetches the rows of the next batch while this one computes, with the numbers of plain TorchRec.
+
+    Creating it is collective. One step is::
+
+        engine.begin_step({"path.of.collection": ids_of_the_next_batch})
+        loss = model(batch)
+        loss.backward()
+        engine.end_backward()
+
+    Args:
+        tables: sharded tables; their EmbeddingCollections are taken over until :meth:`close`.
+        dedup: send every row once per rank and batch, and its gradients summed up. Without it the numbers are bitwise those of
+            plain TorchRec, with it they differ by the order of summation.
+        timeout: of every exchange.
+
+    Attributes:
+        collections: those that are overlapped, by path.
+        plain: why each of the others is left to plain TorchRec, by path.
+    """
+
+    def __init__(self, tables: ShardedTables, dedup: bool = True, timeout: timedelta | None = None) -> None:
+        self._tables, self._steps = tables, 0
+        self.collections: dict[str, OverlappedCollection] = {}
+        self.plain: dict[str, str] = {}
+        self._groups: dict[str, list[int | None]] = {}
+        for collection, module in tables.modules:
+            layout = self._layout(collection, module)
+            if layout is None:
+                continue
+            local = local_rows(layout, collection, module, tables)
+            group = dist.new_group(timeout=timeout)
+            self.collections[collection.path] = OverlappedCollection(collection, module, layout, local, group, dedup)
+            self._groups[collection.path] = [kernel.group for kernel in local.kernels]
+
+    def _layout(self, collection: Collection, module: Any) -> Layout | None:
+        if collection.pooled:
+            self.plain[collection.path] = "it is an EmbeddingBagCollection, whose pooled rows would have to travel twice"
+            return None
+        if collection.managed:
+            self.plain[collection.path] = "its ids are remapped by the model, so that rows cannot be told before"
+            return None
+        try:
+            return Layout.of(collection, module.freescale.plan, self._tables.group.size(), self._tables.device)
+        except ValueError as error:
+            self.plain[collection.path] = str(error)
+            return None
+
+    def begin_step(
+        self,
+        upcoming: Mapping[str, KeyedJaggedTensor] | None = None,
+        *,
+        updates: bool = True,
+        rate_of_group: Callable[[int], float] | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Before the forward of a batch.
+
+        Args:
+            upcoming: ids of the next batch by collection; None if there is no next batch. Collections that are left out may
+                be told by :meth:`announce` before backward.
+            updates: whether an optimizer step follows this batch; else its gradients are added to those of the next.
+            rate_of_group: learning rate of each parameter group; without it tables keep the rates they were sharded with.
+            step: optimizer steps done so far; counted here if not given.
+        """
+        step = self._steps if step is None else step
+        self._steps = step + updates
+        for path, collection in self.collections.items():
+            groups = self._groups[path]
+            rates = [None if group is None or rate_of_group is None else rate_of_group(group) for group in groups]
+            collection.begin_step(updates, rates, step)
+        if upcoming is None:
+            for collection in self.collections.values():
+                collection.announce(None, ended=True)
+        else:
+            self.announce(upcoming)
+
+    def announce(self, upcoming: Mapping[str, KeyedJaggedTensor]) -> None:
+        """Ids of the next batch by collection, where :meth:`begin_step` was not told."""
+        for path, features in upcoming.items():
+            if path in self.collections:
+                self.collections[path].announce(features)
+
+    def end_backward(self) -> None:
+        """After backward: what it has not handed over goes now."""
+        for collection in self.collections.values():
+            collection.finish_step()
+
+    def drain(self) -> None:
+        """Wait until every update of the steps that :meth:`end_backward` has ended is in the tables."""
+        for collection in self.collections.values():
+            collection.drain()
+
+    def overlapped(self) -> frozenset[str]:
+        """Paths of the collections that are not left to plain TorchRec, nor have fallen back to it."""
+        return frozenset(path for path, collection in self.collections.items() if not collection.plain)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around writes to the tables by anybody else: updates under way come first, rows fetched ahead are thrown away.
+
+        To be entered on every rank.
+        """
+        self.drain()
+        yield
+        for collection in self.collections.values():
+            collection.forget()
+
+    def close(self) -> None:
+        """Give the collections back to TorchRec. Drain first; what is under way is lost."""
+        for collection in self.collections.values():
+            collection.close()
+        self.collections = {}
+
+    def statistics(self) -> dict[str, float]:
+        """Totals on this rank since the start, over all collections; see :data:`COUNTS`."""
+        totals = [collection.statistics.totals() for collection in self.collections.values()]
+        return {name: sum(total[name] for total in totals) for name in COUNTS}

@@ -1,0 +1,89 @@
+"""One batch on its way through the exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_freescale.embeddings.lookahead import Captured
+from lightning_freescale.embeddings.overlap.request import Request
+from lightning_freescale.embeddings.overlap.served import Served
+
+
+@dataclass(frozen=True)
+class Contended:
+    """Which rows two batches share: as the requester sees its rows and as the owner sees what it serves, both bool."""
+
+    mine: Tensor
+    served: Tensor
+
+
+@dataclass
+class Flight:
+    """What is known of a batch; the lane fills it in.
+
+    Attributes:
+        rates: learning rate per kernel for its update.
+        step: updates done before its own.
+        updates: whether an optimizer step follows it; else its gradients are kept for the next one.
+        announced: whether any rank has announced ids for it.
+        ended: ranks that have said that they have no such batch.
+        captured: the ids announced for it, before the model asks for them.
+        request: the rows this rank needs.
+        served: the rows this rank gives.
+        rows: values of ``request.rows``, shape ``[rows, dim]``.
+        ready: done when ``rows`` are complete.
+        before: the rows it shares with what is updated before it (their values come late).
+        after: the rows it shares with the batch after it (their gradients go first).
+        gradient: of ``rows``, once backward has been there.
+        looked_up: whether the model has asked for it.
+        sent: whether its gradients have been handed over.
+    """
+
+    rates: Sequence[float | None] = ()
+    step: int = 0
+    updates: bool = True
+    announced: bool = False
+    ended: list[int] = field(default_factory=list)
+    captured: Captured | None = None
+    request: Request | None = None
+    served: Served | None = None
+    rows: Tensor | None = None
+    ready: Future[Any] | None = None
+    before: Contended | None = None
+    after: Contended | None = None
+    gradient: Tensor | None = None
+    looked_up: bool = False
+    sent: bool = False
+
+
+@dataclass
+class Window:
+    """Gradients that owners hold until the next optimizer step: rows, values, each in the order of summation."""
+
+    rows: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+
+    def add(self, rows: Tensor, gradients: Tensor) -> None:
+        """Keep some more, one entry per row."""
+        if not len(rows):
+            return
+        merged, place = torch.unique(torch.cat([*self.rows, rows]), return_inverse=True)
+        sums = gradients.new_zeros(len(merged), gradients.shape[1])
+        sums.index_add_(0, place, torch.cat([*self.gradients, gradients]))
+        self.rows, self.gradients = [merged], [sums]
+
+    def take(self, chosen: Tensor | None = None) -> tuple[list[Tensor], list[Tensor]]:
+        """Remove and return what is kept, or the ``chosen`` of it (bool)."""
+        if not self.rows or chosen is None:
+            taken = self.rows, self.gradients
+            self.rows, self.gradients = [], []
+            return taken
+        rows, gradients = self.rows[0], self.gradients[0]
+        self.rows, self.gradients = [rows[~chosen]], [gradients[~chosen]]
+        return [rows[chosen]], [gradients[chosen]]

@@ -1,0 +1,202 @@
+"""The exchanges of a collection: what the lane does with every batch, in the same order on every rank.
+
+For batch t, while batch t-1 computes: ``announce`` sends its ids to the owners, ``prefetch`` sorts its rows into those that
+batch t-1 still updates (contended) and all others (settled), and fetches the settled ones. ``contended`` sends the gradients
+of batch t-1 for the contended rows; their owners apply them and send the new values without being asked again. ``settled``
+sends the gradients that nobody waits for. ``verify`` stands between: a rank whose model asks for other ids than were
+announced says so, and all ranks serve it anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed.comm_ops import get_gradient_division
+
+from lightning_freescale.comm.tensors import exchange_tensors
+from lightning_freescale.embeddings.overlap.agreement import Agreement
+from lightning_freescale.embeddings.overlap.flight import Contended, Flight, Window
+from lightning_freescale.embeddings.overlap.layout import Layout
+from lightning_freescale.embeddings.overlap.local_rows import LocalRows
+from lightning_freescale.embeddings.overlap.request import Request
+from lightning_freescale.embeddings.overlap.served import Served, Touched, split_sizes
+from lightning_freescale.embeddings.overlap.statistics import Statistics
+
+
+class Protocol:
+    """Runs on the lane's thread only.
+
+    Args:
+        path: of the collection, for errors.
+        layout: of its tables.
+        local: this rank's rows.
+        group: process group of this collection alone.
+        dedup: ask for each row once per rank and batch.
+        statistics: what to count in.
+    """
+
+    def __init__(
+        self, path: str, layout: Layout, local: LocalRows, group: dist.ProcessGroup, dedup: bool, statistics: Statistics
+    ) -> None:
+        self.layout, self.local, self.group, self.dedup, self.statistics = layout, local, group, dedup, statistics
+        self._agreement = Agreement(path, group, layout, dedup)
+        self._touched = Touched(local.count, layout.first.device)
+        self._window = Window()
+        small = int(torch.diff(layout.starts).max()) < torch.iinfo(torch.int32).max
+        self._id_type = torch.int32 if small else torch.int64
+
+    # -- ids
+
+    def announce(self, flight: Flight, features: KeyedJaggedTensor | None, ended: bool) -> None:
+        """Send the ids of the batch after the current one; None if they are not known, or if there is none (``ended``)."""
+        asking = self._agreement.ask(features, ended=ended)
+        answer = self._agreement.reach(asking)
+        flight.announced, flight.ended = answer.somebody_asks, answer.ended
+        if flight.announced:
+            flight.request = asking.request
+            flight.served = Served.of(self._exchange_ids(asking.request, answer.counts), answer.counts)
+            flight.rows = self._room(asking.request)
+
+    def verify(self, flight: Flight, features: KeyedJaggedTensor | None, same: bool) -> None:
+        """The model has asked: for the announced ids (``same``), for others, or not at all (None)."""
+        asking = self._agreement.ask(features, same=same, nothing=features is None and not same)
+        answer = self._agreement.reach(asking)
+        if not answer.somebody_asks:
+            return
+        if not same:
+            flight.request, flight.rows = asking.request, self._room(asking.request)
+        parts = self._exchange_ids(asking.request, answer.counts)
+        new = Served.of(parts, answer.counts)
+        self._serve(asking.request, new, flight.rows if not same else None)
+        flight.served = self._merged(flight.served, new, answer.anew)
+
+    def _merged(self, old: Served | None, new: Served, anew: Sequence[bool]) -> Served:
+        """Of every rank what it asked for last."""
+        if old is None:
+            return new
+        pairs = zip(old.parts(), new.parts(), anew)
+        counts = torch.where(torch.tensor(anew)[:, None], new.counts, old.counts)
+        return Served.of([b if again else a for a, b, again in pairs], counts)
+
+    def _serve(self, request: Request, served: Served, into: Tensor | None) -> None:
+        rows = self._exchange_rows(self.local.read(served.rows), served.sizes, request.sizes, "contended")
+        if into is not None:
+            into.copy_(rows)
+
+    # -- rows
+
+    def prefetch(self, flight: Flight, now: Flight) -> None:
+        """Sort the rows of the announced batch against those that are updated before it, and fetch the settled ones."""
+        if not flight.announced:
+            return
+        assert flight.request is not None and flight.served is not None and flight.rows is not None
+        if now.updates:
+            flight.before, now.after = self._contention(flight, now)
+        else:
+            flight.before = Contended(self._none(flight.request.rows), self._none(flight.served.rows))
+        mine, served = ~flight.before.mine, ~flight.before.served
+        flight.rows[mine] = self._fetch(flight, mine, served, "settled")
+
+    def _contention(self, flight: Flight, now: Flight) -> tuple[Contended, Contended]:
+        assert flight.request is not None and flight.served is not None and now.request is not None and now.served is not None
+        before = self._touched.among(flight.served.rows, [now.served.rows, *self._window.rows])
+        after = self._touched.among(now.served.rows, [flight.served.rows])
+        self.statistics.collisions(flight.served.rows, before)
+        outgoing = [
+            torch.cat(pair).to(torch.uint8) for pair in zip(before.split(flight.served.sizes), after.split(now.served.sizes))
+        ]
+        ahead, here = flight.request.sizes, now.request.sizes
+        incoming = [outgoing[0].new_empty(sum(pair)) for pair in zip(ahead, here)]
+        self._exchange(outgoing, incoming, "ids")
+        told = [part.bool().split([a, b]) for part, a, b in zip(incoming, ahead, here)]
+        first, second = (torch.cat(list(parts)) for parts in zip(*told))
+        return Contended(first, before), Contended(second, after)
+
+    def _fetch(self, flight: Flight, mine: Tensor, served: Tensor, lane: str) -> Tensor:
+        """The chosen rows of a batch, from all owners."""
+        assert flight.request is not None and flight.served is not None
+        values = self.local.read(flight.served.rows[served])
+        gives, gets = split_sizes(served, flight.served.sizes), split_sizes(mine, flight.request.sizes)
+        return self._exchange_rows(values, gives, gets, lane)
+
+    # -- gradients
+
+    def contended(self, now: Flight, following: Flight, gradient: Tensor | None) -> None:
+        """Sum up the gradient (shape ``[ids, dim]``; None is zero), send what the next batch waits for, and fetch that."""
+        now.gradient = self._per_row(now, gradient)
+        if now.after is None or following.before is None:
+            return
+        assert now.request is not None and now.served is not None
+        assert following.served is not None and following.rows is not None
+        rows, gradients = self._gather(now, now.after.mine, now.after.served, "contended")
+        kept = self._touched.among(self._window.rows[0], [following.served.rows]) if self._window.rows else None
+        self._update(now, rows, gradients, kept)
+        following.rows[following.before.mine] = self._fetch(
+            following, following.before.mine, following.before.served, "contended"
+        )
+
+    def settled(self, now: Flight) -> None:
+        """Send the gradients that nobody waits for, and apply them if an optimizer step follows."""
+        assert now.request is not None and now.served is not None
+        mine = self._none(now.request.rows) if now.after is None else now.after.mine
+        served = self._none(now.served.rows) if now.after is None else now.after.served
+        rows, gradients = self._gather(now, ~mine, ~served, "settled")
+        if now.updates:
+            self._update(now, rows, gradients, None)
+        else:
+            self._window.add(rows, gradients)
+        now.gradient = now.served = now.request = now.rows = None
+
+    def _per_row(self, now: Flight, gradient: Tensor | None) -> Tensor:
+        assert now.request is not None
+        rows = torch.zeros(len(now.request.rows), self.local.dim, device=now.request.rows.device)
+        if gradient is None:
+            return rows
+        self.statistics.count("tokens", len(now.request.place))
+        self.statistics.count("rows", len(rows))
+        if not self.dedup:
+            rows[now.request.place] = gradient
+            return rows
+        return rows.index_add_(0, now.request.place, gradient)
+
+    def _gather(self, now: Flight, mine: Tensor, served: Tensor, lane: str) -> tuple[Tensor, Tensor]:
+        """The chosen rows that this rank owns, and their gradients, in the order of summation."""
+        assert now.request is not None and now.served is not None and now.gradient is not None
+        gives, gets = split_sizes(mine, now.request.sizes), split_sizes(served, now.served.sizes)
+        gradients = self._exchange_rows(now.gradient[mine], gives, gets, lane)
+        if get_gradient_division():
+            gradients /= self.group.size()
+        order = now.served.by_slot(served)
+        return now.served.rows[served][order], gradients[order]
+
+    def _update(self, now: Flight, rows: Tensor, gradients: Tensor, kept: Tensor | None) -> None:
+        held = self._window.take(kept)
+        self.local.update(torch.cat([*held[0], rows]), torch.cat([*held[1], gradients]), now.rates, now.step)
+
+    # -- transport
+
+    def _exchange_ids(self, request: Request, counts: Tensor) -> list[Tensor]:
+        outgoing = list(request.rows.to(self._id_type).split(request.sizes))
+        incoming = [outgoing[0].new_empty(size) for size in counts.sum(dim=1).tolist()]
+        self._exchange(outgoing, incoming, "ids")
+        return incoming
+
+    def _exchange_rows(self, values: Tensor, gives: list[int], gets: list[int], lane: str) -> Tensor:
+        received = values.new_empty(sum(gets), self.local.dim)
+        self._exchange(values.contiguous().split(gives), received.split(gets), lane)
+        return received
+
+    def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], lane: str) -> None:
+        with self.statistics.transfer():
+            self.statistics.count(f"{lane}_bytes", exchange_tensors(outgoing, incoming, self.group))
+
+    def _room(self, request: Request) -> Tensor:
+        return torch.empty(len(request.rows), self.local.dim, device=request.rows.device)
+
+    @staticmethod
+    def _none(rows: Tensor) -> Tensor:
+        return torch.zeros(len(rows), dtype=torch.bool, device=rows.device)

@@ -1,0 +1,75 @@
+"""Drives the overlap engine from the strategy's hooks: what comes next, and when the tables must be up to date."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torchrec import KeyedJaggedTensor
+
+from lightning_freescale._lightning import Trainer, rank_zero_info, rank_zero_warn
+from lightning_freescale.data.lookahead import ENDED, UNKNOWN, LookaheadLoader
+from lightning_freescale.embeddings.lookahead import Probe
+from lightning_freescale.embeddings.overlap import OverlapEngine
+
+
+class Overlapping:
+    """One fit.
+
+    Args:
+        trainer: the Trainer.
+        engine: the engine of its module.
+    """
+
+    def __init__(self, trainer: Trainer, engine: OverlapEngine) -> None:
+        self.trainer, self.engine = trainer, engine
+        self._batch: Any = None
+        self._upcoming: Any = UNKNOWN
+        self._probes = {path: Probe(path) for path in engine.collections}
+        self._warned = False
+        for path, collection in engine.collections.items():
+            collection.asked = partial(self._asked, path)
+        for path, reason in engine.plain.items():
+            rank_zero_info(f"strategy 'freescale': the exchange of {path!r} is not overlapped with compute: {reason}")
+
+    def begin_batch(self, batch: Any) -> None:
+        """Training on ``batch`` begins."""
+        self._batch = batch
+        loader = self.trainer.train_dataloader
+        if isinstance(loader, LookaheadLoader):
+            loader.begin(batch)
+            self._upcoming = loader.upcoming
+        elif not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"the training batches come from a {type(loader).__name__} of loaders, whose next batch is not known: the "
+                "embedding exchange is not overlapped with compute. Use one DataLoader"
+            )
+
+    def begin_step(self, updates: bool, rate_of_group: Callable[[int], float], step: int) -> None:
+        """Before the forward of that batch."""
+        self.engine.begin_step(self._known(), updates=updates, rate_of_group=rate_of_group, step=step)
+
+    def after_forward(self, args: tuple[Any, ...]) -> None:
+        """Before its backward: where ids do not stand in the batch, a trial run of ``training_step`` tells them."""
+        wanted = [path for path, probe in self._probes.items() if probe.mode == "ghost"]
+        if wanted and self._upcoming not in (ENDED, UNKNOWN):
+            self.engine.announce(self._ghost(wanted, args))
+
+    def _known(self) -> dict[str, KeyedJaggedTensor] | None:
+        if self._upcoming is ENDED:
+            return None
+        if self._upcoming is UNKNOWN:
+            return {}
+        found = {path: probe.ids_of(self._upcoming) for path, probe in self._probes.items()}
+        device = self.trainer.strategy.root_device
+        return {path: ids.to(device, non_blocking=True) for path, ids in found.items() if ids is not None}
+
+    def _asked(self, path: str, features: KeyedJaggedTensor, same: bool | None) -> None:
+        """The model has asked for ids that were announced rightly or wrongly, or not at all (None)."""
+        probe = self._probes[path]
+        if same is not None:
+            probe.report(same)
+        elif not probe.known:
+            probe.learn(self._batch, features)

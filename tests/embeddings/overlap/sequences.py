@@ -1,0 +1,182 @@
+"""A sequence model with attention, its data, and two loops that train it: plain TorchRec, and the overlap engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from lightning_freescale.embeddings.optimizer import TableOptimizer
+from lightning_freescale.embeddings.overlap import OverlapEngine
+from lightning_freescale.embeddings.sharding import TableSharding
+from lightning_freescale.embeddings.shards import ShardedTables
+
+ITEMS, CATEGORIES, TAGS, DIM, LONGEST = 601, 41, 3, 8, 12
+ADAGRAD = {"lr": 0.1, "eps": 1e-10}
+OPTIMIZERS = {
+    "sgd": TableOptimizer(torch.optim.SGD, {"lr": 0.5}),
+    "adagrad": TableOptimizer(torch.optim.Adagrad, ADAGRAD),
+    "rowwise_adagrad": TableOptimizer(RowWiseAdagrad, ADAGRAD),
+}
+PATHS = ("items", "tags")
+Batch = dict[str, Any]
+
+
+class Sequences(nn.Module):
+    """Two collections; in the first a table that two features share, and one of its own; in the second one tiny table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        self.items = EmbeddingCollection(
+            tables=[
+                EmbeddingConfig(name="item", num_embeddings=ITEMS, embedding_dim=DIM, feature_names=["history", "candidate"]),
+                EmbeddingConfig(name="category", num_embeddings=CATEGORIES, embedding_dim=DIM, feature_names=["category"]),
+            ]
+        )
+        self.tags = EmbeddingCollection(
+            tables=[EmbeddingConfig(name="tag", num_embeddings=TAGS, embedding_dim=DIM, feature_names=["tag"])]
+        )
+        self.query, self.out = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        for parameter in self.parameters():
+            parameter.data.copy_(torch.randn(parameter.shape, generator=draw) * 0.3)
+
+    def forward(self, batch: Batch) -> Tensor:
+        found = self.items(batch["ids"])
+        tags = self.tags(batch["tags"])["tag"].to_padded_dense(LONGEST)
+        history = found["history"].to_padded_dense(LONGEST) + found["category"].to_padded_dense(LONGEST) + tags
+        hidden = torch.tanh(self.query(history))
+        attention = torch.softmax(hidden @ hidden.transpose(1, 2) / DIM**0.5, dim=-1)
+        user = self.out((attention @ hidden).mean(dim=1))
+        scores = (found["candidate"].to_padded_dense(2) @ user[:, :, None]).squeeze(2)
+        return nn.functional.binary_cross_entropy_with_logits(scores, batch["labels"])
+
+
+def batches(rank: int, steps: int, samples: int = 6) -> list[Batch]:
+    """Zipf ids; now and then a rank has no samples' ids at all, or a feature has none."""
+    weights, result = 1 / torch.arange(1, ITEMS + 1) ** 1.1, []
+    shuffled = torch.randperm(ITEMS, generator=torch.Generator().manual_seed(9))
+    for step in range(steps):
+        draw = torch.Generator().manual_seed(1000 * step + rank)
+        lengths = torch.randint(0, LONGEST + 1, (samples,), generator=draw)
+        if (step + rank) % 7 == 0:
+            lengths[:] = 0
+        total = int(lengths.sum())
+        pairs = torch.full((samples,), 0 if step % 5 == 4 else 2)
+        items = shuffled[torch.multinomial(weights, total + int(pairs.sum()) + 1, replacement=True, generator=draw)[:-1]]
+        categories = torch.randint(0, CATEGORIES, (total,), generator=draw)
+        ids = KeyedJaggedTensor(
+            keys=["history", "candidate", "category"],
+            values=torch.cat([items, categories]),
+            lengths=torch.cat([lengths, pairs, lengths]),
+        )
+        tags = KeyedJaggedTensor(keys=["tag"], values=torch.randint(0, TAGS, (total,), generator=draw), lengths=lengths)
+        labels = torch.randint(0, 2, (samples, 2), generator=draw).float()
+        result.append({"ids": ids, "tags": tags, "labels": labels})
+    return result
+
+
+@dataclass
+class Run:
+    """What a loop leaves behind."""
+
+    losses: list[float] = field(default_factory=list)
+    tables: dict[str, Tensor] = field(default_factory=dict)
+    dense: dict[str, Tensor] = field(default_factory=dict)
+    statistics: dict[str, float] = field(default_factory=dict)
+
+
+@contextmanager
+def sharded(optimizer: TableOptimizer, plan: Any = None) -> Iterator[tuple[nn.Module, nn.Module, ShardedTables, Any]]:
+    """The model sharded, the same wrapped by DDP, its tables, and Adam for the rest."""
+    model = Sequences()
+    sharding = TableSharding(model, torch.device("cpu"))
+    tables = sharding.shard(
+        group=dist.new_group(),
+        local_world_size=dist.get_world_size(),
+        plan=plan,
+        optimizers=dict.fromkeys(sharding.parameters, optimizer),
+    )
+    keys = [table.key for table in tables.tables]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, keys)
+    dense = [parameter for name, parameter in model.named_parameters() if name not in keys]
+    yield model, DistributedDataParallel(model), tables, torch.optim.Adam(dense, lr=1e-2)
+
+
+def result_of(model: nn.Module, tables: ShardedTables, losses: list[float]) -> Run:
+    """Losses, and this rank's tables with their states."""
+    run = Run(losses)
+    for shard in tables.shards():
+        run.tables[shard.table.name] = shard.weight.clone()
+        run.tables |= {f"{shard.table.name}.{name}": value.clone() for name, value in shard.state.items()}
+    run.dense = {name: p.detach().clone() for name, p in model.named_parameters() if "weight" in name and p.dim() == 2}
+    run.dense = {name: p for name, p in run.dense.items() if name.startswith(("query", "out"))}
+    return run
+
+
+def train_plain(optimizer: TableOptimizer, data: list[Batch], rate: Callable[[int], float] | None = None) -> Run:
+    """Plain TorchRec and DDP."""
+    with sharded(optimizer) as (model, ddp, tables, dense):
+        losses = []
+        for step, batch in enumerate(data):
+            tables.prepare_update(lambda _: 0.0, step)
+            if rate is not None:
+                for _, module in tables.modules:
+                    set_rate(module, rate(step))
+            dense.zero_grad()
+            loss = ddp(batch)
+            loss.backward()
+            dense.step()
+            losses.append(loss.item())
+        return result_of(model, tables, losses)
+
+
+def set_rate(module: Any, rate: float) -> None:
+    """Of all kernels of a sharded collection."""
+    for lookup in module._lookups:
+        for kernel in lookup._emb_modules:
+            kernel.emb_module.set_learning_rate(rate)
+
+
+def train_overlapped(
+    optimizer: TableOptimizer,
+    data: list[Batch],
+    dedup: bool,
+    announce: Callable[[int, Batch | None], Any] | None = None,
+    between: Callable[[int, OverlapEngine, nn.Module], None] | None = None,
+    rate: Callable[[int], float] | None = None,
+) -> Run:
+    """The engine; ``announce`` says what of the next batch it is told, ``between`` is called after every step."""
+    with sharded(optimizer) as (model, ddp, tables, dense):
+        engine = OverlapEngine(tables, dedup=dedup)
+        losses = []
+        for step, batch in enumerate(data):
+            following = data[step + 1] if step + 1 < len(data) else None
+            told = None if following is None else {"items": following["ids"], "tags": following["tags"]}
+            if rate is not None:
+                schedule = rate(step)
+                engine.begin_step(told if announce is None else announce(step, following), rate_of_group=lambda _: schedule)
+            else:
+                engine.begin_step(told if announce is None else announce(step, following))
+            dense.zero_grad()
+            loss = ddp(batch)
+            loss.backward()
+            engine.end_backward()
+            dense.step()
+            losses.append(loss.item())
+            if between is not None:
+                between(step, engine, model)
+        engine.drain()
+        statistics = engine.statistics()
+        engine.close()
+        run = result_of(model, tables, losses)
+        run.statistics = statistics
+        return run

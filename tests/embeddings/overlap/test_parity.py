@@ -1,0 +1,39 @@
+"""The overlap engine against plain TorchRec: the same numbers after every step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_freescale.testing import run_distributed
+from tests.embeddings.overlap.sequences import OPTIMIZERS, Run, batches, train_overlapped, train_plain
+
+STEPS = 50
+
+
+def _both(optimizer: str) -> dict[str, Run]:
+    data = batches(dist.get_rank(), STEPS)
+    how = OPTIMIZERS[optimizer]
+    return {
+        "plain": train_plain(how, data),
+        "exact": train_overlapped(how, data, dedup=False),
+        "dedup": train_overlapped(how, data, dedup=True),
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_same_as_plain_torchrec(optimizer: str, ranks: int) -> None:
+    for runs in run_distributed(_both, ranks, optimizer):
+        plain, exact, dedup = runs["plain"], runs["exact"], runs["dedup"]
+        assert len(set(plain.losses)) > STEPS / 2, "the loss must move, or equality means nothing"
+        assert exact.losses == plain.losses
+        assert dedup.losses == pytest.approx(plain.losses, rel=1e-6)
+        for name, value in {**plain.tables, **plain.dense}.items():
+            assert torch.equal({**exact.tables, **exact.dense}[name], value), name
+            torch.testing.assert_close({**dedup.tables, **dedup.dense}[name], value, rtol=1e-5, atol=1e-6)
+        for run in (exact, dedup):
+            assert run.statistics["announced"] == 2 * (STEPS - 1)
+            assert run.statistics["unknown"] == 2
+            assert run.statistics["misses"] == 0
