@@ -22,6 +22,10 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from lightning_freescale.embeddings.optimizer import TableOptimizer
+from lightning_freescale.embeddings.overlap import OverlapEngine
+from lightning_freescale.embeddings.sharding import TableSharding
+
 CPU = torch.device("cpu")
 ADAGRAD = {"lr": 0.1, "eps": 1e-10}
 
@@ -83,7 +87,7 @@ class Plain:
     def __init__(self, model: nn.Module, wire: Wire, deduplicate: bool = False) -> None:
         self.model, self.wire, self.deduplicate = model, wire, deduplicate
         dense = [parameter for name, parameter in model.named_parameters() if ".dense." in f".{name}"]
-        self.optimizer = torch.optim.SGD(dense, lr=0.1)
+        self.optimizer = torch.optim.SGD(dense, lr=1e-3)
 
     def steps(self, batches: Sequence[Batch]) -> Iterator[None]:
         """One step per batch."""
@@ -123,17 +127,13 @@ class Ours:
     """The engine: only the rows that the batch before updates, too, are waited for."""
 
     def __init__(self, model: Recommender) -> None:
-        from lightning_freescale.embeddings.optimizer import TableOptimizer
-        from lightning_freescale.embeddings.overlap import OverlapEngine
-        from lightning_freescale.embeddings.sharding import TableSharding
-
         sharding, world = TableSharding(model, CPU), dist.get_world_size()
         names = list(sharding.parameters)
         optimizers = {name: TableOptimizer(RowWiseAdagrad, dict(ADAGRAD)) for name in names}
         tables = sharding.shard(group=dist.new_group(), local_world_size=world, optimizers=optimizers)
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
         self.model = DistributedDataParallel(model)
-        self.optimizer = torch.optim.SGD(model.dense.parameters(), lr=0.1)
+        self.optimizer = torch.optim.SGD(model.dense.parameters(), lr=1e-3)
         self.engine = OverlapEngine(tables, dedup=True, timeout=timedelta(seconds=120))
 
     def steps(self, batches: Sequence[Batch]) -> Iterator[None]:

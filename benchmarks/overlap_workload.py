@@ -81,22 +81,30 @@ def collisions(draw: Draw, steps: int, world: int, rows: int) -> dict[str, float
     """Exact shares of contended rows: those which the global batch before or after needs as well, of all but the ends."""
     ids = [[draw(step, rank)[0] for rank in range(world)] for step in range(steps)]
     everyones = [np.unique(np.concatenate(parts)) for parts in ids]
-    collided = union = tokens = unique = contended = 0
-    for step in range(1, steps - 1):
-        before, now, after = everyones[step - 1 : step + 2]
-        collided, union = collided + np.isin(now, before).sum(), union + len(now)
-        for rank, own in enumerate(ids[step]):
-            sent = own[own // -(-rows // world) != rank]  # TorchRec cuts the table into one block of rows per rank
-            once = np.unique(sent)
-            tokens, unique = tokens + 2 * len(sent), unique + 2 * len(once)
-            contended += np.isin(once, before).sum() + np.isin(once, after).sum()  # fetched, and sent back as gradients
-    return {
-        "collision_rate": float(collided / union),
-        "tokens_per_rank": float(np.mean([len(own) for parts in ids for own in parts])),
-        "unique_per_rank": float(np.mean([len(np.unique(own)) for parts in ids for own in parts])),
-        "predicted_reduction_vs_plain": float(1 - contended / tokens),
-        "predicted_reduction_vs_dedup": float(1 - contended / unique),
+    size = -(-rows // world)  # TorchRec cuts the table into one block of rows per rank
+    collided, sent = np.zeros(2), {"plain": np.zeros(2), "dedup": np.zeros(2), "contended": np.zeros(2)}
+    for before, now, after, parts in zip(everyones, everyones[1:], everyones[2:], ids[1:]):
+        collided += np.isin(now, before).sum(), len(now)
+        once = [np.unique(own) for own in parts]
+        sent["plain"] += 2 * _transferred(parts, size)  # there are the rows, and back their gradients
+        sent["dedup"] += 2 * _transferred(once, size)
+        sent["contended"] += sum(_transferred([own[np.isin(own, other)] for own in once], size) for other in (before, after))
+    figures = {
+        "collision_rate": collided[0] / collided[1],
+        "tokens_per_rank": np.mean([len(own) for parts in ids for own in parts]),
+        "unique_per_rank": np.mean([len(np.unique(own)) for parts in ids for own in parts]),
     }
+    for other in ("plain", "dedup"):
+        predicted = 1 - sent["contended"] / sent[other]
+        figures |= {f"predicted_reduction_vs_{other}": predicted[0], f"predicted_busiest_vs_{other}": predicted[1]}
+    return {name: float(value) for name, value in figures.items()}
+
+
+def _transferred(ids: list[Ids], size: int) -> NDArray[np.float64]:
+    """Rows that ranks fetch from others: of all together, and over the busiest link, whose two directions are apart."""
+    owners = np.array([np.bincount(own // size, minlength=len(ids)) for own in ids])
+    np.fill_diagonal(owners, 0)
+    return np.array([owners.sum(), max(owners.sum(axis=0).max(), owners.sum(axis=1).max())], dtype=float)
 
 
 def _features(ids: Tensor, lengths: Tensor) -> KeyedJaggedTensor:

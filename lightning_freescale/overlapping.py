@@ -6,12 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torchrec import KeyedJaggedTensor
 
 from lightning_freescale._lightning import Trainer, rank_zero_info, rank_zero_warn
 from lightning_freescale.data.lookahead import ENDED, UNKNOWN, LookaheadLoader
 from lightning_freescale.embeddings.lookahead import Probe
 from lightning_freescale.embeddings.overlap import OverlapEngine
+from lightning_freescale.ghost import Ghost, Lookup, ghost_features
 
 
 class Overlapping:
@@ -27,6 +29,7 @@ class Overlapping:
         self._batch: Any = None
         self._upcoming: Any = UNKNOWN
         self._probes = {path: Probe(path) for path in engine.collections}
+        self._lookups = {collection.path: Lookup.of(collection, held) for collection, held in engine.tables.modules}
         self._warned = False
         for path, collection in engine.collections.items():
             collection.asked = partial(self._asked, path)
@@ -54,8 +57,22 @@ class Overlapping:
     def after_forward(self, args: tuple[Any, ...]) -> None:
         """Before its backward: where ids do not stand in the batch, a trial run of ``training_step`` tells them."""
         wanted = [path for path, probe in self._probes.items() if probe.mode == "ghost"]
-        if wanted and self._upcoming not in (ENDED, UNKNOWN):
-            self.engine.announce(self._ghost(wanted, args))
+        if not wanted or self._upcoming is ENDED or self._upcoming is UNKNOWN:
+            return
+        ghost = self._ghost(wanted, args)
+        self.engine.announce({path: ids for path, ids in ghost.features.items() if path in wanted})
+        for path in wanted:
+            if path not in ghost.features:
+                self._probes[path].give_up(f"a trial run of training_step: {ghost.error or 'it does not look them up'}")
+
+    def _ghost(self, wanted: list[str], args: tuple[Any, ...]) -> Ghost:
+        trainer, module = self.trainer, self.trainer.lightning_module
+        device = trainer.strategy.root_device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            batch = trainer.strategy.batch_to_device(module.on_before_batch_transfer(self._upcoming, 0), device)
+        later = (value + 1 if isinstance(value, int) else value for value in args[1:])  # batch_idx, if it takes one
+        with trainer.precision_plugin.train_step_context():
+            return ghost_features(module, self._lookups, (batch, *later), device, wanted)
 
     def _known(self) -> dict[str, KeyedJaggedTensor] | None:
         if self._upcoming is ENDED:

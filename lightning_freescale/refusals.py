@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lightning_freescale._lightning import (
@@ -29,15 +30,12 @@ def refuse_unsupported(trainer: Trainer) -> None:
             f"automatic_optimization=False: {_BECAUSE} and cannot tell when a manual step is due. Use automatic optimization, "
             "or strategy='ddp'"
         )
-    refuse_accumulation(trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, AVERAGING):
             raise ValueError(
                 f"{type(callback).__name__} copies the unsharded module, but the embedding tables are sharded. Remove it, or "
                 "use strategy='ddp'"
             )
-    if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-        raise ValueError(f"GradientAccumulationScheduler: {_BECAUSE}, so gradients cannot be accumulated. Remove the callback")
     _refuse_clipping(trainer, module)
     _refuse_precision(trainer)
 
@@ -100,13 +98,20 @@ def refuse_second_backward(update_due: bool) -> None:
         )
 
 
-def refuse_accumulation(trainer: Trainer) -> None:
-    """Also during training, where a callback may change it."""
-    if trainer.accumulate_grad_batches != 1:
-        raise ValueError(
-            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): {_BECAUSE}, so gradients cannot be "
-            "accumulated. Use accumulate_grad_batches=1 and a larger batch_size"
-        )
+def refuse_accumulation(trainer: Trainer, plain: Sequence[str]) -> None:
+    """Accumulated gradients, where TorchRec updates the collections ``plain`` during backward.
+
+    Also during training, where a callback may change it.
+    """
+    schedules = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
+    if not plain or (trainer.accumulate_grad_batches == 1 and not schedules):
+        return
+    asked = type(schedules[0]).__name__ if schedules else f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})"
+    raise ValueError(
+        f"{asked}: collections {list(plain)} are updated during backward, so their gradients cannot be accumulated; only those "
+        "can whose exchange is overlapped (FreeScaleStrategy(overlap=True), EmbeddingCollections sharded by rows or tables). "
+        "Use accumulate_grad_batches=1 and a larger batch_size"
+    )
 
 
 def _refuse_clipping(trainer: Trainer, module: LightningModule) -> None:

@@ -149,13 +149,14 @@ class FreeScaleStrategy(ObservedDDPStrategy):
 
     def _check(self, trainer: Trainer, found: list[Any], fitting: bool) -> None:
         from lightning_freescale.embeddings.lookups import check_rows
-        from lightning_freescale.embeddings.managed_collision import refuse_training
+        from lightning_freescale.embeddings.managed_collision import refuse_device
 
         check_rows([collection for collection, _ in found], getattr(getattr(trainer, "datamodule", None), "feature_rows", {}))
+        for collection, held in found:
+            refuse_device(collection, held, self.root_device, fitting)
         if fitting:
             refuse_unsupported(trainer)
-            for collection, held in found:
-                refuse_training(collection, held, self.root_device)
+            refuse_accumulation(trainer, [c.path for c, _ in found if not self.overlap or c.pooled or c.managed])
         refuse_options(self._start_method, self._model_averaging_period)
 
     def _shard(self, trainer: Trainer, module: nn.Module, fitting: bool) -> ShardedTables:
@@ -266,11 +267,17 @@ class FreeScaleStrategy(ObservedDDPStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         if self.tables is not None:
-            refuse_accumulation(trainer)
+            refuse_accumulation(trainer, self._updated_in_backward())
         if self.overlapping is not None:
             self.overlapping.begin_batch(batch)
         assert self._watch is not None
         self._loss_weight = self._watch.begin_step(batch_idx)
+
+    def _updated_in_backward(self) -> list[str]:
+        """Collections that are left to TorchRec."""
+        assert self.tables is not None
+        overlapped = self.overlapping.engine.overlapped() if self.overlapping is not None else frozenset()
+        return [collection.path for collection, _ in self.tables.modules if collection.path not in overlapped]
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

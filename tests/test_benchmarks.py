@@ -15,8 +15,12 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import balance
 import harness
+import overlap
+import overlap_workload
 import peers
 from contest import Contest
+
+from lightning_freescale.testing import run_distributed
 
 
 def test_figures_are_written_and_required(tmp_path: Path) -> None:
@@ -132,3 +136,38 @@ def test_contest_weighs_batches_by_cost() -> None:
     assert figures["fixed"] == pytest.approx(sum(best) / halves.mean(axis=1).sum())
     assert figures["dominated"] == 0.5 and figures["fixed_gap"] >= 1
     assert played.worst["fixed"][0].gap >= played.worst["free"][0].gap >= 0
+
+
+def _overlap_benchmark() -> int:
+    with pytest.raises(SystemExit) as stopped:
+        overlap.main()
+    return stopped.value.code
+
+
+def test_overlap_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = tmp_path / "figures.json"
+    size = ["--rows", "5000", "--batch", "4", "--dim", "8", "--steps", "6", "--rounds", "1", "--compute-ms", "3"]
+    monkeypatch.setattr(sys, "argv", ["overlap.py", *size, "--json", str(written), "--require", "floor_ms<=0"])
+    assert run_distributed(_overlap_benchmark, 2, init=False) == [1, 1]  # every rank exits alike
+    figures = json.loads(written.read_text())["figures"]
+    assert figures["plain_bytes"] == figures["pipeline_bytes"] == figures["plain_gloo_bytes"] > figures["dedup_bytes"]
+    assert figures["ours_bytes"] == pytest.approx(figures["dedup_bytes"], rel=0.2)
+    assert 0 < figures["collision_rate"] < 1 and figures["ours_misses"] == 0
+    assert {"reduction_vs_plain", "reduction_vs_dedup", "step_over_dedup"} <= figures.keys()
+
+
+def test_collisions_by_hand() -> None:
+    """Two ranks with rows 0 1 and 2 3. Of what they fetch in the step between, row 2 alone is needed in another, the last."""
+    steps = [([0], [3]), ([0, 2, 2], [1, 1, 3]), ([2], [2])]
+    figures = overlap_workload.collisions(lambda step, rank: (np.array(steps[step][rank]), np.ones(1, int)), 3, 2, 4)
+    assert figures["collision_rate"] == 2 / 4
+    assert figures["tokens_per_rank"] == 10 / 6 and figures["unique_per_rank"] == 8 / 6
+    assert figures["predicted_reduction_vs_plain"] == 1 - 1 / 8 and figures["predicted_reduction_vs_dedup"] == 1 - 1 / 4
+    assert figures["predicted_busiest_vs_plain"] == 1 - 1 / 4 and figures["predicted_busiest_vs_dedup"] == 1 - 1 / 2
+
+
+def test_hard_batches_are_the_latest_items_of_users() -> None:
+    rows, draw = overlap_workload.hard(5)
+    ids, lengths = draw(3, 1)
+    assert len(lengths) == 5 and len(ids) == lengths.sum() and lengths.max() <= 200 and ids.max() < rows
+    assert all(np.array_equal(*pair) for pair in zip(draw(3, 1), (ids, lengths)))

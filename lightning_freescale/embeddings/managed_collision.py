@@ -58,13 +58,14 @@ def refuse_unknown(path: str, module: Any) -> None:
             seen[feature] = config.name
 
 
-def refuse_training(collection: Any, module: Any, device: torch.device) -> None:
-    """Raise ValueError if a collection has a map that cannot be trained on ``device``; names table and fix."""
-    for name, manager in managers(module).items() if collection.managed else ():
-        if device.type == "cpu" and isinstance(manager, HashZchManagedCollisionModule):
+def refuse_device(collection: Any, module: Any, device: torch.device, training: bool) -> None:
+    """Raise ValueError if a collection has a map that does not work on ``device``; names table and fix."""
+    for name, manager in managers(module).items() if collection.managed and device.type == "cpu" else ():
+        evicts = getattr(manager, "_eviction_policy_name", None) is not None
+        if isinstance(manager, HashZchManagedCollisionModule) and (training or evicts):
             raise ValueError(
-                f"table {name!r} of collection {collection.path!r} uses HashZchManagedCollisionModule, but FBGEMM's zero_collision_hash "
-                "only reads on CPU: train on a GPU, or use MCHManagedCollisionModule"
+                f"table {name!r} of collection {collection.path!r} uses HashZchManagedCollisionModule, but FBGEMM's "
+                "zero_collision_hash neither adds nor evicts ids on CPU: use a GPU, or MCHManagedCollisionModule"
             )
 
 

@@ -108,6 +108,22 @@ def test_resume_on_fewer_ranks_finds_the_ids(before: int, after: int, tmp_path: 
     ids, rows = (f"net.{MANAGED}.item.{name}" for name in ("_mch_sorted_raw_ids", "_mch_remapped_ids_mapping"))
     had, has = ({int(i): int(r) for i, r in zip(w[0]["weights"][ids], w[0]["weights"][rows])} for w in (whole, resumed))
     assert {i: r for i, r in has.items() if i < IDS} == {i: r for i, r in had.items() if i < IDS}
+    segments = resumed[0]["weights"][f"net.{MANAGED}.item._output_segments_tensor"]
+    assert segments[segments >= 0].tolist() == [ROWS["item"] // after * rank for rank in range(after + 1)]
+
+
+def _validate(path: str) -> dict[str, Any]:
+    fit, module = trainer(devices=2), ManagedRecommender()
+    fit.validate(module, ManagedBatches(int(os.environ["RANK"]), 1), ckpt_path=path, verbose=False)
+    return fit._checkpoint_connector.dump_checkpoint(weights_only=True)
+
+
+def test_checkpoint_of_an_unsharded_module_without_ids(tmp_path: Path) -> None:
+    path, module = str(tmp_path / "new.ckpt"), ManagedRecommender()
+    torch.save({**run_distributed(_validate, 2, None)[0], "state_dict": module.state_dict()}, path)
+    state = run_distributed(_validate, 2, path)[0]["state_dict"]
+    for name, value in module.state_dict().items():
+        assert "segments" in name or torch.equal(state[name], value), name
 
 
 def test_resume_on_more_ranks_is_refused(tmp_path: Path) -> None:

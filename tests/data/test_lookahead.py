@@ -146,7 +146,8 @@ def test_the_state_is_that_without_looking_ahead(begins: bool, observed: bool) -
     expected, batches = iter(plain), iter(loader)
     for _ in range(3):
         assert loader.state_dict() == plain.state_dict()
-        assert next(expected) == (batch := next(batches))
+        batch = next(batches)
+        assert batch == next(expected)
         if begins:
             loader.begin(batch)
         assert loader.state_dict() == plain.state_dict()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.testing import run_distributed
 from tests.managed import IDS, MANAGED, ROWS, ManagedBatches, ManagedNet, ManagedRecommender
 from tests.parity import plain_managed
@@ -26,7 +27,7 @@ class Seeded(ManagedRecommender):
 def _with_freescale(optimizer: str) -> dict[str, Any]:
     torch.manual_seed(0)
     module = Seeded(optimizer)
-    fit = trainer(devices=int(os.environ["WORLD_SIZE"]))
+    fit = trainer(strategy=FreeScaleStrategy(dedup=False), devices=int(os.environ["WORLD_SIZE"]))
     fit.fit(module, ManagedBatches(int(os.environ["RANK"]), STEPS))
     saved = fit._checkpoint_connector.dump_checkpoint(weights_only=False)
     return {

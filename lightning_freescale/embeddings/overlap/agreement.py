@@ -48,11 +48,13 @@ class Answer:
         anew: for every rank whether ids come from it.
         counts: rows that each rank wants from this one, by slot; shape ``[ranks, slots]``.
         ended: ranks that have no next batch.
+        sound: whether ids come from every rank, and no two disagree on the features.
     """
 
     anew: list[bool]
     counts: Tensor
     ended: list[int]
+    sound: bool
 
     @property
     def somebody_asks(self) -> bool:
@@ -78,7 +80,7 @@ class Agreement:
     def ask(
         self, features: KeyedJaggedTensor | None, *, ended: bool = False, same: bool = False, nothing: bool = False
     ) -> Asking:
-        """What this rank will say; an error in the ids becomes part of it, so that all ranks raise it."""
+        """What this rank will say; an error in the ids becomes part of it."""
         if features is None or same:
             state = State.SAME if same else State.ENDED if ended else State.ASKS if nothing else State.UNKNOWN
             return Asking(state, self._nothing)
@@ -89,21 +91,24 @@ class Agreement:
         except ValueError as error:
             return Asking(State.FAILED, self._nothing, keys, error)
 
-    def reach(self, asking: Asking) -> Answer:
+    def reach(self, asking: Asking, ahead: bool = False) -> Answer:
         """Tell all ranks and hear them. Collective.
+
+        Wrong ids that are only announced (``ahead``) count as unknown: the model may never ask for them.
 
         Raises:
             ValueError: on every rank, if the ids of any rank are wrong or the ranks disagree on the features.
         """
         heads = self._exchange(asking)
         states, digests = heads[:, 0].tolist(), heads[:, 1].tolist()
-        if State.FAILED in states:
+        agreed = len({digest for digest in digests if digest}) <= 1
+        if State.FAILED in states and not ahead:
             self._raise_errors(asking)
-        anew = [state == State.ASKS for state in states]
-        if len({digest for digest in digests if digest}) > 1:
+        if not agreed and not ahead:
             self._raise_disagreement(asking)
+        anew = [state == State.ASKS for state in states]
         ended = [rank for rank, state in enumerate(states) if state == State.ENDED]
-        return Answer(anew, heads[:, _HEAD:], ended)
+        return Answer(anew, heads[:, _HEAD:], ended, agreed and all(anew))
 
     def _exchange(self, asking: Asking) -> Tensor:
         counts = asking.request.counts

@@ -91,8 +91,11 @@ class OverlappedCollection:
         verified = self._verify(features, same)
         if self._upcoming is not None:
             self._send_announcement()
-        self._wait(flight.ready if same else verified)
-        self._refuse_uneven(flight)
+        if flight.ready is not None:
+            self._wait(flight.ready)
+            self._refuse_uneven(flight)
+        if not same or not flight.sound:  # where ids came from every rank, none has to wait for their confirmation
+            self._wait(verified)
         assert flight.rows is not None and flight.request is not None
         rows, flight.rows = flight.rows.index_select(0, flight.request.place), None
         return as_output(features, _Inject.apply(rows, self._anchor, self, flight), self.layout, self._need_ids)
@@ -166,8 +169,7 @@ class OverlappedCollection:
         else:
             self._send_gradient(flight, gradient)
 
-    def _wait(self, ready: Future[Any] | None) -> None:
-        assert ready is not None
+    def _wait(self, ready: Future[Any]) -> None:
         with self.statistics.exposed():
             self._lane.wait(ready)
 

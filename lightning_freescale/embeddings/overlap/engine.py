@@ -35,12 +35,13 @@ class OverlapEngine:
         timeout: of every exchange.
 
     Attributes:
+        tables: the sharded tables.
         collections: those that are overlapped, by path.
         plain: why each of the others is left to plain TorchRec, by path.
     """
 
     def __init__(self, tables: ShardedTables, dedup: bool = True, timeout: timedelta | None = None) -> None:
-        self._tables, self._steps = tables, 0
+        self.tables, self._steps = tables, 0
         self.collections: dict[str, OverlappedCollection] = {}
         self.plain: dict[str, str] = {}
         self._groups: dict[str, list[int | None]] = {}
@@ -61,7 +62,7 @@ class OverlapEngine:
             self.plain[collection.path] = "its ids are remapped by the model, so that rows cannot be told before"
             return None
         try:
-            return Layout.of(collection, module.freescale.plan, self._tables.group.size(), self._tables.device)
+            return Layout.of(collection, module.freescale.plan, self.tables.group.size(), self.tables.device)
         except ValueError as error:
             self.plain[collection.path] = str(error)
             return None

@@ -32,6 +32,8 @@ class Flight:
         step: updates done before its own.
         updates: whether an optimizer step follows it; else its gradients are kept for the next one.
         announced: whether any rank has announced ids for it.
+        known: whether this rank has.
+        sound: whether all have, without error or disagreement.
         ended: ranks that have said that they have no such batch.
         captured: the ids announced for it, before the model asks for them.
         request: the rows this rank needs.
@@ -49,6 +51,8 @@ class Flight:
     step: int = 0
     updates: bool = True
     announced: bool = False
+    known: bool = False
+    sound: bool = False
     ended: list[int] = field(default_factory=list)
     captured: Captured | None = None
     request: Request | None = None

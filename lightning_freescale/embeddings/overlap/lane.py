@@ -21,13 +21,14 @@ class Lane:
     A daemon thread, because a job that waits for a rank that is gone must not keep this process from ending.
 
     Args:
-        name: for the thread.
+        name: of the collection, for errors.
         device: on CUDA the jobs run on a stream of their own (not tested on GPU).
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
+        self._name = name
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
         self._last: Future[Any] | None = None
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = threading.Thread(target=self._work, name=f"freescale-{name}", daemon=True)
@@ -81,6 +82,13 @@ class Lane:
             return
         try:
             future.set_result(job(*args))
+        except ValueError as error:
+            self._fail(future, error)
         except BaseException as error:  # also what would end a thread: somebody waits for this future
-            self._error = error
-            future.set_exception(error)
+            named = RuntimeError(f"embedding exchange of collection {self._name!r}: {error}")
+            named.__cause__ = error
+            self._fail(future, named)
+
+    def _fail(self, future: Future[Any], error: Exception) -> None:
+        self._error = error
+        future.set_exception(error)

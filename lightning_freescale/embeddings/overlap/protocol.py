@@ -18,7 +18,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec.distributed.comm_ops import get_gradient_division
 
 from lightning_freescale.comm.tensors import exchange_tensors
-from lightning_freescale.embeddings.overlap.agreement import Agreement
+from lightning_freescale.embeddings.overlap.agreement import Agreement, State
 from lightning_freescale.embeddings.overlap.flight import Contended, Flight, Window
 from lightning_freescale.embeddings.overlap.layout import Layout
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
@@ -54,8 +54,9 @@ class Protocol:
     def announce(self, flight: Flight, features: KeyedJaggedTensor | None, ended: bool) -> None:
         """Send the ids of the batch after the current one; None if they are not known, or if there is none (``ended``)."""
         asking = self._agreement.ask(features, ended=ended)
-        answer = self._agreement.reach(asking)
-        flight.announced, flight.ended = answer.somebody_asks, answer.ended
+        answer = self._agreement.reach(asking, ahead=True)
+        flight.announced, flight.sound, flight.ended = answer.somebody_asks, answer.sound, answer.ended
+        flight.known = asking.state == State.ASKS
         if flight.announced:
             flight.request = asking.request
             flight.served = Served.of(self._exchange_ids(asking.request, answer.counts), answer.counts)
@@ -63,7 +64,8 @@ class Protocol:
 
     def verify(self, flight: Flight, features: KeyedJaggedTensor | None, same: bool) -> None:
         """The model has asked: for the announced ids (``same``), for others, or not at all (None)."""
-        asking = self._agreement.ask(features, same=same, nothing=features is None and not same)
+        same = same and flight.known
+        asking = self._agreement.ask(features, same=same, nothing=features is None)
         answer = self._agreement.reach(asking)
         if not answer.somebody_asks:
             return

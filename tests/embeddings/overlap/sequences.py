@@ -22,12 +22,16 @@ from lightning_freescale.embeddings.shards import ShardedTables
 ITEMS, CATEGORIES, TAGS, DIM, LONGEST = 601, 41, 3, 8, 12
 ADAGRAD = {"lr": 0.1, "eps": 1e-10}
 OPTIMIZERS = {
-    "sgd": TableOptimizer(torch.optim.SGD, {"lr": 0.5}),
-    "adagrad": TableOptimizer(torch.optim.Adagrad, ADAGRAD),
-    "rowwise_adagrad": TableOptimizer(RowWiseAdagrad, ADAGRAD),
+    "sgd": TableOptimizer(torch.optim.SGD, {"lr": 0.5}, group=0),
+    "adagrad": TableOptimizer(torch.optim.Adagrad, ADAGRAD, group=0),
+    "rowwise_adagrad": TableOptimizer(RowWiseAdagrad, ADAGRAD, group=0),
 }
 PATHS = ("items", "tags")
 Batch = dict[str, Any]
+Rate = Callable[[int], float]
+Announced = dict[str, KeyedJaggedTensor]
+Announce = Callable[[int, Batch | None], tuple[Announced | None, Announced]]
+Between = Callable[[int, ShardedTables, OverlapEngine | None], None]
 
 
 class Sequences(nn.Module):
@@ -122,61 +126,63 @@ def result_of(model: nn.Module, tables: ShardedTables, losses: list[float]) -> R
     return run
 
 
-def train_plain(optimizer: TableOptimizer, data: list[Batch], rate: Callable[[int], float] | None = None) -> Run:
+def train_plain(
+    optimizer: TableOptimizer, data: list[Batch], rate: Rate | None = None, plan: Any = None, between: Between | None = None
+) -> Run:
     """Plain TorchRec and DDP."""
-    with sharded(optimizer) as (model, ddp, tables, dense):
+    with sharded(optimizer, plan) as (model, ddp, tables, dense):
         losses = []
         for step, batch in enumerate(data):
-            tables.prepare_update(lambda _: 0.0, step)
-            if rate is not None:
-                for _, module in tables.modules:
-                    set_rate(module, rate(step))
+            tables.prepare_update(rate_at(rate, optimizer, step), step)
             dense.zero_grad()
             loss = ddp(batch)
             loss.backward()
             dense.step()
             losses.append(loss.item())
+            if between is not None:
+                between(step, tables, None)
         return result_of(model, tables, losses)
-
-
-def set_rate(module: Any, rate: float) -> None:
-    """Of all kernels of a sharded collection."""
-    for lookup in module._lookups:
-        for kernel in lookup._emb_modules:
-            kernel.emb_module.set_learning_rate(rate)
 
 
 def train_overlapped(
     optimizer: TableOptimizer,
     data: list[Batch],
-    dedup: bool,
-    announce: Callable[[int, Batch | None], Any] | None = None,
-    between: Callable[[int, OverlapEngine, nn.Module], None] | None = None,
-    rate: Callable[[int], float] | None = None,
+    dedup: bool = False,
+    announce: Announce | None = None,
+    rate: Rate | None = None,
+    plan: Any = None,
+    between: Between | None = None,
 ) -> Run:
-    """The engine; ``announce`` says what of the next batch it is told, ``between`` is called after every step."""
-    with sharded(optimizer) as (model, ddp, tables, dense):
+    """The engine; ``announce`` says what it is told of the next batch, before and after the forward."""
+    with sharded(optimizer, plan) as (model, ddp, tables, dense):
         engine = OverlapEngine(tables, dedup=dedup)
         losses = []
         for step, batch in enumerate(data):
             following = data[step + 1] if step + 1 < len(data) else None
-            told = None if following is None else {"items": following["ids"], "tags": following["tags"]}
-            if rate is not None:
-                schedule = rate(step)
-                engine.begin_step(told if announce is None else announce(step, following), rate_of_group=lambda _: schedule)
-            else:
-                engine.begin_step(told if announce is None else announce(step, following))
+            early, late = announce(step, following) if announce is not None else (known(following), {})
+            engine.begin_step(early, rate_of_group=rate_at(rate, optimizer, step))
             dense.zero_grad()
             loss = ddp(batch)
+            engine.announce(late)
             loss.backward()
             engine.end_backward()
             dense.step()
             losses.append(loss.item())
             if between is not None:
-                between(step, engine, model)
+                between(step, tables, engine)
         engine.drain()
         statistics = engine.statistics()
         engine.close()
         run = result_of(model, tables, losses)
         run.statistics = statistics
         return run
+
+
+def known(following: Batch | None) -> Announced | None:
+    """All ids of a batch; None at the end."""
+    return None if following is None else {"items": following["ids"], "tags": following["tags"]}
+
+
+def rate_at(rate: Rate | None, optimizer: TableOptimizer, step: int) -> Callable[[int], float]:
+    """The learning rate of every group in a step."""
+    return lambda _: optimizer.arguments["lr"] if rate is None else rate(step)

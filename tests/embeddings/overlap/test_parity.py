@@ -32,7 +32,9 @@ def test_same_as_plain_torchrec(optimizer: str, ranks: int) -> None:
         assert dedup.losses == pytest.approx(plain.losses, rel=1e-6)
         for name, value in {**plain.tables, **plain.dense}.items():
             assert torch.equal({**exact.tables, **exact.dense}[name], value), name
-            torch.testing.assert_close({**dedup.tables, **dedup.dense}[name], value, rtol=1e-5, atol=1e-6)
+            # of the whole, not of every number: Adagrad makes a full step of a first gradient that cancels out to rounding
+            other = {**dedup.tables, **dedup.dense}[name]
+            assert (other - value).norm() <= 1e-6 * value.norm() + 1e-9, name
         for run in (exact, dedup):
             assert run.statistics["announced"] == 2 * (STEPS - 1)
             assert run.statistics["unknown"] == 2

@@ -1,0 +1,180 @@
+"""Wrong input and ranks that go away: an error on every rank, that says what and where, and no hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec import KeyedJaggedTensor
+
+from lightning_freescale.testing import RankFailed, run_distributed
+from tests.embeddings.overlap.sequences import OPTIMIZERS, Batch, batches, known, train_overlapped
+
+SGD = OPTIMIZERS["sgd"]
+Change = Callable[[Batch], None]
+
+
+def _caught(change: Change, rank: int) -> str:
+    """What this rank raises if ``rank`` changes its fourth batch."""
+    data = batches(dist.get_rank(), 8)
+    if dist.get_rank() == rank:
+        change(data[3])
+    try:
+        train_overlapped(SGD, data)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "nothing"
+
+
+def _with(batch: Batch, **changed: Any) -> None:
+    old = batch["ids"]
+    parts = {"keys": old.keys(), "values": old.values().clone(), "lengths": old.lengths()} | changed
+    batch["ids"] = KeyedJaggedTensor(**parts)
+
+
+def _outside(batch: Batch) -> None:
+    _with(batch)
+    batch["ids"].values()[-1] = 41
+
+
+def _negative(batch: Batch) -> None:
+    _with(batch)
+    batch["ids"].values()[0] = -7
+
+
+def _reordered(batch: Batch) -> None:
+    _with(batch, keys=["candidate", "history", "category"])
+
+
+def _missing(batch: Batch) -> None:
+    _with(batch, keys=["history", "candidate", "brand"])
+
+
+def _weighted(batch: Batch) -> None:
+    _with(batch, weights=torch.ones(len(batch["ids"].values())))
+
+
+def _floating(batch: Batch) -> None:
+    _with(batch, values=batch["ids"].values().float())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_outside, "rank 1: feature 'category' holds id 41, but table 'category' has num_embeddings=41, ids 0 to 40"),
+        (_negative, "rank 1: feature 'history' holds id -7, but table 'item' has num_embeddings=601, ids 0 to 600"),
+        (_reordered, "rank 1: the KeyedJaggedTensor has features ['candidate', 'history', 'category'], in earlier batches"),
+        (_missing, "rank 1: the KeyedJaggedTensor has features ['history', 'candidate', 'brand']"),
+        (_weighted, "rank 1: the KeyedJaggedTensor with features ['history', 'candidate', 'category'] is weighted, but tables"),
+        (_floating, "rank 1: feature 'history' of table 'item' has ids of torch.float32: pass integers"),
+    ],
+)
+def test_every_rank_raises(change: Change, message: str) -> None:
+    for told in run_distributed(_caught, 3, change, 1):
+        assert message in told
+
+
+def _disagreeing() -> str:
+    data = batches(dist.get_rank(), 4)
+    if dist.get_rank() == 2:
+        for batch in data:
+            _with(batch, keys=["candidate", "history", "category"])
+    try:
+        train_overlapped(SGD, data)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_ranks_that_disagree_on_the_features() -> None:
+    for told in run_distributed(_disagreeing, 3):
+        assert "rank 0 has ['history', 'candidate', 'category']" in told
+        assert "rank 2 has ['candidate', 'history', 'category']" in told
+
+
+def _announced_only() -> float:
+    """Wrong ids that the model never asks for."""
+    data = batches(dist.get_rank(), 5)
+
+    def announce(step: int, following: Batch | None) -> Any:
+        told = known(following)
+        if told is not None and step == 2:
+            wrong = dict(following or {})
+            _outside(wrong)
+            told["items"] = wrong["ids"]
+        return told, {}
+
+    return train_overlapped(SGD, data, announce=announce).statistics["misses"]
+
+
+def test_wrong_ids_that_are_only_announced_are_no_error() -> None:
+    assert run_distributed(_announced_only, 2) == [1.0, 1.0]
+
+
+def _uneven() -> str:
+    data = batches(dist.get_rank(), 6 - dist.get_rank())
+    try:
+        train_overlapped(SGD, data)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_rank_with_fewer_batches() -> None:
+    told = run_distributed(_uneven, 2)
+    assert "ranks [1] have no batch after step 5, others have: give every rank the same number of batches" in told[0]
+
+
+def _killed(how: int) -> str:
+    data, began = batches(dist.get_rank(), 60), time.monotonic()
+
+    def between(step: int, *_: Any) -> None:
+        if step == 3 and dist.get_rank() == 1:
+            os.kill(os.getpid(), how)
+        time.sleep(0.01)
+
+    try:
+        train_overlapped(SGD, data, between=between)
+    except RuntimeError as error:
+        assert time.monotonic() - began < 20
+        raise RuntimeError(f"told of it: {error}") from error
+    return "nothing"
+
+
+def test_a_rank_that_is_killed_ends_the_others() -> None:
+    with pytest.raises(RankFailed, match=r"rank 0: (.|\n)*told of it") as failed:
+        run_distributed(_killed, 2, signal.SIGKILL)
+    assert "died with exit code -9" in str(failed.value)
+
+
+def _late() -> str:
+    from datetime import timedelta
+
+    from lightning_freescale.embeddings.overlap import OverlapEngine
+    from tests.embeddings.overlap.sequences import sharded
+
+    data = batches(dist.get_rank(), 2)
+    with sharded(SGD) as (model, _, tables, _):
+        engine = OverlapEngine(tables, timeout=timedelta(seconds=2))
+        if dist.get_rank() == 1:
+            time.sleep(6)
+            return "late"
+        engine.begin_step(known(data[1]))
+        try:
+            model(data[0])
+        except RuntimeError as error:
+            engine.close()
+            return str(error)
+    return "nothing"
+
+
+def test_a_rank_that_never_comes() -> None:
+    told = run_distributed(_late, 2)
+    assert "embedding exchange of collection 'items'" in told[0]
+    assert "timed out" in told[0].lower() or "timeout" in told[0].lower()

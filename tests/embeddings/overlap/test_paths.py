@@ -1,0 +1,185 @@
+"""Every way off the beaten path, and back: the numbers stay those of plain TorchRec."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec import KeyedJaggedTensor
+
+from lightning_freescale.embeddings.overlap import OverlapEngine
+from lightning_freescale.embeddings.shards import ShardedTables
+from lightning_freescale.testing import run_distributed
+from tests.embeddings.overlap.sequences import (
+    OPTIMIZERS,
+    Announced,
+    Batch,
+    Run,
+    batches,
+    known,
+    train_overlapped,
+    train_plain,
+)
+
+STEPS = 24
+HOW = OPTIMIZERS["rowwise_adagrad"]
+
+
+def same(a: Run, b: Run) -> None:
+    """Bitwise."""
+    assert a.losses == b.losses
+    for name, value in {**a.tables, **a.dense}.items():
+        assert torch.equal({**b.tables, **b.dense}[name], value), name
+
+
+def _others(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """As many ids, but other ones."""
+    return KeyedJaggedTensor(features.keys(), (features.values() + 1) % 3, lengths=features.lengths())
+
+
+def _ways(step: int, following: Batch | None) -> tuple[Announced | None, Announced]:
+    """By turns and by rank: early, late, wrong, empty, half, nothing."""
+    told = known(following)
+    if told is None:
+        return None, {}
+    items, tags = {"items": told["items"]}, {"tags": told["tags"]}
+    wrong = {"items": _others(told["items"])}
+    ways: list[tuple[Announced | None, Announced]] = [(told, {}), ({}, told), (wrong, tags), ({}, {}), (items, tags), (tags, wrong)]
+    return ways[(step * (1 + dist.get_rank())) % len(ways)]
+
+
+def _mixed() -> dict[str, Run]:
+    data = batches(dist.get_rank(), STEPS)
+    return {"plain": train_plain(HOW, data), "mixed": train_overlapped(HOW, data, announce=_ways)}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ids_that_are_late_wrong_or_unknown(ranks: int) -> None:
+    results = run_distributed(_mixed, ranks)
+    for runs in results:
+        same(runs["plain"], runs["mixed"])
+    for name in ("misses", "unknown", "announced"):
+        assert sum(runs["mixed"].statistics[name] for runs in results) > 4 * ranks, name
+
+
+def _schedule(step: int) -> float:
+    return 0.3 / (1 + step)
+
+
+def _scheduled() -> dict[str, Run]:
+    data = batches(dist.get_rank(), STEPS)
+    return {
+        "plain": train_plain(HOW, data, rate=_schedule),
+        "scheduled": train_overlapped(HOW, data, rate=_schedule),
+        "constant": train_overlapped(HOW, data),
+    }
+
+
+def test_learning_rates_are_those_of_their_own_step() -> None:
+    for runs in run_distributed(_scheduled, 2):
+        same(runs["plain"], runs["scheduled"])
+        assert runs["constant"].losses != runs["plain"].losses
+
+
+def _read() -> list[Any]:
+    data, seen = batches(dist.get_rank(), 9), []
+
+    def between(step: int, tables: ShardedTables, engine: OverlapEngine | None) -> None:
+        if step % 3 == 2:
+            if engine is not None and step % 2:
+                engine.drain()  # else reading the state dict does it
+            state = [module.state_dict() for _, module in tables.modules]
+            seen.append([value.local_tensor().clone() for part in state for value in part.values()])
+
+    train_plain(HOW, data, between=between)
+    train_overlapped(HOW, data, between=between)
+    return seen
+
+
+def test_tables_are_up_to_date_when_read() -> None:
+    for seen in run_distributed(_read, 2):
+        plain, mine = seen[:3], seen[3:]
+        for expected, found in zip(plain, mine):
+            assert all(torch.equal(a, b) for a, b in zip(expected, found))
+
+
+def _write(inside: bool) -> dict[str, Run]:
+    data = batches(dist.get_rank(), 8)
+
+    def halve(tables: ShardedTables) -> None:
+        for shard in tables.shards():
+            shard.weight.mul_(0.5)
+
+    def between(step: int, tables: ShardedTables, engine: OverlapEngine | None) -> None:
+        if step == 4 and engine is not None and inside:
+            with engine.writing():
+                halve(tables)
+        elif step == 4:
+            halve(tables)
+
+    return {"plain": train_plain(HOW, data, between=between), "mine": train_overlapped(HOW, data, between=between)}
+
+
+def test_writing_the_tables() -> None:
+    for runs in run_distributed(_write, 2, True):
+        same(runs["plain"], runs["mine"])
+
+
+def test_writing_the_tables_without_saying_so() -> None:
+    with pytest.raises(RuntimeError, match=r"tables of embedding collection 'items' were written.*writing_tables\(\)"):
+        run_distributed(_write, 2, False)
+
+
+def _looked_up_again(engine: bool) -> tuple[Run, list[str]]:
+    """Every fourth step the candidates are looked up once more, with gradients; every third without."""
+    from tests.embeddings.overlap import sequences
+
+    data, once = batches(dist.get_rank(), 12), sequences.Sequences.forward
+
+    def forward(self: Any, batch: Batch) -> torch.Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        extra = torch.zeros(())
+        if self.calls % 3 == 0:
+            with torch.no_grad():
+                extra = extra + self.items(batch["ids"])["history"].values().sum()
+        loss = once(self, batch) + 0.01 * extra
+        return loss + 0.01 * self.items(batch["ids"])["history"].values().sum() if self.calls == 8 else loss
+
+    sequences.Sequences.forward = forward
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = train_overlapped(HOW, data) if engine else train_plain(HOW, data)
+    return run, [str(warning.message) for warning in caught]
+
+
+def test_several_lookups_in_a_step() -> None:
+    plain, mine = run_distributed(_looked_up_again, 2, False), run_distributed(_looked_up_again, 2, True)
+    for (expected, _), (found, told) in zip(plain, mine):
+        same(expected, found)
+        assert sum("'items' is looked up several times in one step: its exchange is not overlapped" in text for text in told) == 1
+
+
+def _not_looked_up(engine: bool) -> Run:
+    """The second collection is used in every other step only."""
+    from tests.embeddings.overlap import sequences
+
+    data, always = batches(dist.get_rank(), 12), sequences.Sequences.forward
+
+    def forward(self: Any, batch: Batch) -> torch.Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls % 2:
+            return always(self, batch)
+        found = self.items(batch["ids"])
+        pooled = found["history"].to_padded_dense(12).mean(dim=1)
+        return (self.out(pooled) + self.query(pooled)).square().mean() + found["candidate"].values().square().sum()
+
+    sequences.Sequences.forward = forward
+    return train_overlapped(OPTIMIZERS["adagrad"], data) if engine else train_plain(OPTIMIZERS["adagrad"], data)
+
+
+def test_a_collection_that_is_not_always_looked_up() -> None:
+    for plain, mine in zip(run_distributed(_not_looked_up, 2, False), run_distributed(_not_looked_up, 2, True)):
+        same(plain, mine)
