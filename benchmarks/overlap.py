@@ -54,7 +54,8 @@ def main() -> None:
         try:
             harness.finish(figures, options)
         except SystemExit as stop:
-            print(stop.code if isinstance(stop.code, str) else "", end="\n" * isinstance(stop.code, str), file=sys.stderr)
+            if isinstance(stop.code, str):
+                print(stop.code, file=sys.stderr)
             failed = [1]
     dist.broadcast_object_list(failed)  # every rank exits alike
     dist.destroy_process_group()
@@ -85,10 +86,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def measure(options: Any) -> dict[str, float]:
     """The figures, printed on rank 0. Collective."""
     torch.set_num_threads(1)
-    rows, draw = options.rows, None
     if options.regime == "hard":
         rows, draw = overlap_workload.hard(options.batch)
-    draw = draw or overlap_workload.production(rows, options.batch)
+    else:
+        rows, draw = options.rows, overlap_workload.production(options.rows, options.batch)
     rank, world = dist.get_rank(), dist.get_world_size()
     batches = overlap_workload.batches(draw, options.steps, rank)
     figures = overlap_workload.collisions(draw, options.steps, world, rows) if rank == 0 else {}

@@ -12,8 +12,9 @@ from torchrec import KeyedJaggedTensor
 from lightning_freescale._lightning import Trainer, rank_zero_info, rank_zero_warn
 from lightning_freescale.data.lookahead import ENDED, UNKNOWN, LookaheadLoader
 from lightning_freescale.embeddings.lookahead import Probe
-from lightning_freescale.embeddings.overlap import OverlapEngine
+from lightning_freescale.embeddings.overlap import OverlapEngine, OverlapReport
 from lightning_freescale.ghost import Ghost, Lookup, ghost_features
+from lightning_freescale.profiling.timeline import Timeline
 
 
 class Overlapping:
@@ -22,17 +23,19 @@ class Overlapping:
     Args:
         trainer: the Trainer.
         engine: the engine of its module.
+        timeline: where waits for rows are recorded.
     """
 
-    def __init__(self, trainer: Trainer, engine: OverlapEngine) -> None:
+    def __init__(self, trainer: Trainer, engine: OverlapEngine, timeline: Timeline) -> None:
         self.trainer, self.engine = trainer, engine
         self._batch: Any = None
         self._upcoming: Any = UNKNOWN
         self._probes = {path: Probe(path) for path in engine.collections}
         self._lookups = {collection.path: Lookup.of(collection, held) for collection, held in engine.tables.modules}
         self._warned = False
+        self._logged: dict[str, float] | None = None
         for path, collection in engine.collections.items():
-            collection.asked = partial(self._asked, path)
+            collection.asked, collection.observer = partial(self._asked, path), timeline
         for path, reason in engine.plain.items():
             rank_zero_info(f"strategy 'freescale': the exchange of {path!r} is not overlapped with compute: {reason}")
 
@@ -49,6 +52,22 @@ class Overlapping:
                 f"the training batches come from a {type(loader).__name__} of loaders, whose next batch is not known: the "
                 "embedding exchange is not overlapped with compute. Use one DataLoader"
             )
+
+    def end_step(self) -> None:
+        """After the optimizer step: log what was moved and waited for since the last time, of rank 0."""
+        trainer: Any = self.trainer
+        every = trainer.log_every_n_steps
+        if not every or trainer.global_step % every or not trainer.is_global_zero:
+            return
+        totals = self.engine.statistics()
+        window, self._logged = OverlapReport.of(totals, self._logged), totals
+        scalars = window.scalars() if window is not None else {}
+        for logger in trainer.loggers if scalars else []:
+            logger.log_metrics(scalars, step=trainer.global_step)
+
+    def report(self) -> OverlapReport | None:
+        """Means over all ranks and steps so far. Collective; drain first."""
+        return OverlapReport.of(self.engine.mean_statistics()) if self.engine.collections else None
 
     def begin_step(self, updates: bool, rate_of_group: Callable[[int], float], step: int) -> None:
         """Before the forward of that batch."""

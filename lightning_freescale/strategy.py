@@ -40,6 +40,7 @@ from lightning_freescale.refusals import (
 from lightning_freescale.watch import PlanWatch, calibrated_data
 
 if TYPE_CHECKING:
+    from lightning_freescale.embeddings.overlap import OverlapReport
     from lightning_freescale.embeddings.shards import ShardedTables
     from lightning_freescale.embeddings.training import TableGroups
     from lightning_freescale.overlapping import Overlapping
@@ -83,6 +84,7 @@ class FreeScaleStrategy(ObservedDDPStrategy):
         self.plan, self.planner, self.sigterm_every_n_steps = plan, planner, sigterm_every_n_steps
         self.overlap, self.dedup = overlap, dedup
         self.overlapping: Overlapping | None = None
+        self.overlap_report: OverlapReport | None = None
         self.tables: ShardedTables | None = None
         self.groups: TableGroups | None = None
         self._watch: PlanWatch | None = None
@@ -145,7 +147,7 @@ class FreeScaleStrategy(ObservedDDPStrategy):
         from lightning_freescale.overlapping import Overlapping
 
         assert self.tables is not None
-        return Overlapping(trainer, OverlapEngine(self.tables, self.dedup, self._timeout))
+        return Overlapping(trainer, OverlapEngine(self.tables, self.dedup, self._timeout), self.timeline)
 
     def _check(self, trainer: Trainer, found: list[Any], fitting: bool) -> None:
         from lightning_freescale.embeddings.lookups import check_rows
@@ -172,7 +174,9 @@ class FreeScaleStrategy(ObservedDDPStrategy):
             optimizers = sharding.given
             if fitting:
                 self.setup_optimizers(trainer)
-                self.groups = TableGroups(self.optimizers[0], module, sharding.parameters, optimizers, self.root_device, sharding.by_row)
+                self.groups = TableGroups(
+                    self.optimizers[0], module, sharding.parameters, optimizers, self.root_device, sharding.by_row
+                )
                 optimizers = self.groups.optimizers
             return sharding.shard(
                 group=self._embedding_group(earlier),
@@ -258,7 +262,7 @@ class FreeScaleStrategy(ObservedDDPStrategy):
 
     @override
     def on_train_end(self) -> None:
-        self.drain()
+        self.finish_overlap()
         if self._watch is not None:
             self._watch.finish()
 
@@ -328,7 +332,16 @@ class FreeScaleStrategy(ObservedDDPStrategy):
         self._update_due = False
         if self.groups is not None:
             self.groups.step += 1
+        if self.overlapping is not None:
+            self.overlapping.end_step()
         return output
+
+    def finish_overlap(self) -> OverlapReport | None:
+        """At the end of training: bring the tables up to date, and say what the overlap was worth. Collective."""
+        if self.overlapping is not None:
+            self.drain()
+            self.overlap_report = self.overlapping.report()
+        return self.overlap_report
 
     def drain(self) -> None:
         """Wait until every update of the steps so far is in the tables: before reading them by hand."""
@@ -338,7 +351,7 @@ class FreeScaleStrategy(ObservedDDPStrategy):
 
     @contextmanager
     def writing_tables(self) -> Generator[None, None, None]:
-        """Around writes to the tables by hand, on every rank: no update is under way, and rows fetched ahead are fetched anew."""
+        """Around writes to the tables by hand, on every rank: updates under way come first, rows fetched ahead are void."""
         self.drain()
         with self.overlapping.engine.writing() if self.overlapping is not None else nullcontext():
             yield

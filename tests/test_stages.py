@@ -244,7 +244,7 @@ class Counting(Recommender):
 
 def _update_counts() -> list[int]:
     module = Counting()
-    trainer(devices=2, max_epochs=2).fit(module, _data(32))
+    trainer(devices=2, max_epochs=2, strategy=FreeScaleStrategy(overlap=False)).fit(module, _data(32))
     return module.counts
 
 

@@ -40,6 +40,7 @@ class BubbleProfiler(Callback):
     Attributes:
         report: the :class:`~lightning_freescale.profiling.BubbleReport` so far, the same on every rank; None before the
             first exchange.
+        overlap: the :class:`~lightning_freescale.embeddings.overlap.OverlapReport` of the fit, None if nothing was overlapped.
         trace: path of the written trace, or None.
     """
 
@@ -64,6 +65,7 @@ class BubbleProfiler(Callback):
         self.trace_steps, self.trace_path, self.verbose = trace_steps, trace_path, verbose
         self.report: BubbleReport | None = None
         self.trace: Path | None = None
+        self.overlap: Any = None
         self._pause = ExitStack()
         self._reset()
 
@@ -134,6 +136,8 @@ class BubbleProfiler(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._records:
             self._exchange(trainer, self._records)
+        finish = getattr(trainer.strategy, "finish_overlap", None)
+        self.overlap = finish() if finish is not None else None
         steps = gather_steps(list(self._recent), self._group) if self.trace_steps else []
         self._stop()
         path = self._path(trainer)  # on every rank: Lightning agrees on its folder by a broadcast
@@ -146,6 +150,8 @@ class BubbleProfiler(Callback):
             self.trace = write_trace(path, steps)
         if self.verbose:
             print(self.report)
+            if self.overlap is not None:
+                print(self.overlap)
             if self.trace is not None:
                 print(f"trace of the last {len(steps)} steps: {self.trace} (open it at https://ui.perfetto.dev)")
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_freescale.checkpoint.tables import receive_rows, send_rows
-from lightning_freescale.embeddings.id_maps import IdMap, get_pending, id_maps, set_pending
+from lightning_freescale.embeddings.id_maps import IdMap, id_maps
+from lightning_freescale.embeddings.pending_ids import get_pending, set_pending
 from lightning_freescale.embeddings.shards import ShardedTables
 
 

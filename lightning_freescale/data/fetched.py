@@ -79,10 +79,10 @@ class Line:
     @property
     def upcoming(self) -> Any:
         """The first batch that training has not begun on, or ENDED, or UNKNOWN."""
-        first = None if self.lost else next((f for f in self.waiting if f.batch is not None or f.error is not None), None)
-        if first is None:
-            return ENDED if self.ended and not self.lost else UNKNOWN
-        return UNKNOWN if first.batch is None else first.batch
+        if self.lost:
+            return UNKNOWN
+        otherwise = ENDED if self.ended else UNKNOWN
+        return next((fetched.batch for fetched in self.waiting if fetched.batch is not None), otherwise)
 
     @property
     def resume_at(self) -> Fetched | None:

@@ -102,9 +102,9 @@ def derive(optimizer: Optimizer, group: int, table: str, device: torch.device, b
     here = device.type == "cpu" and kind in _NOT_ON_CPU
     if here and not by_row:
         raise ValueError(
-            f"{kind.__name__} holds the embedding table {table!r}, but FBGEMM has no Adam on CPU, and only tables of an "
-            "EmbeddingCollection under FreeScaleStrategy(overlap=True) do without. Put the table's parameters into SGD, Adagrad "
-            "or RowWiseAdagrad (torchrec.optim.RowWiseAdagrad), or train on a GPU"
+            f"{kind.__name__} holds the embedding table {table!r}, but FBGEMM has no Adam on CPU, and only an "
+            "EmbeddingCollection under FreeScaleStrategy(overlap=True) does without. Put the table's parameters into SGD, "
+            "Adagrad or RowWiseAdagrad (torchrec.optim.RowWiseAdagrad), or train on a GPU"
         )
     initial = optimizer.defaults.get("initial_accumulator_value", 0.0)  # torch ignores a parameter group's own
     return TableOptimizer(_FUSED.get(kind, kind), _arguments(kind, settings), group, initial, by_row=here)

@@ -72,7 +72,7 @@ def check_plan(collection: Collection, plan: Mapping[str, Any], optimizers: Mapp
             raise ValueError(
                 f"the sharding plan gives table {table.name!r} sharding_type={kind!r} and compute_kernel={kernel!r}, but its "
                 f"optimizer {optimizers[table.key].fused_class.__name__} on CPU needs row_wise or table_wise sharding and "
-                "compute_kernel=\"fused\""
+                'compute_kernel="fused"'
             )
         if ("column" in kind or "grid" in kind) and has_row_wise_state(optimizers[table.key]):
             raise ValueError(

@@ -109,9 +109,7 @@ class ShardedTables:
             by_key.update({t.key: state[t.key.removeprefix(f"{collection.path}.")] for t in collection.tables})
         return {name: by_key[key] for name, key in self.keys().items()}
 
-    def prepare_update(
-        self, rate_of_group: Callable[[int], float], step: int, leave: Container[str] = ()
-    ) -> None:
+    def prepare_update(self, rate_of_group: Callable[[int], float], step: int, leave: Container[str] = ()) -> None:
         """Before a forward in training: the learning rate of each table's parameter group, and the number of updates so far.
 
         FBGEMM counts forwards, also those of validation; its bias corrections need the updates. The collections whose paths

@@ -158,6 +158,19 @@ class Timeline:
         finally:
             collective.end = self.clock.stamp()
 
+    def stamp(self) -> Any:
+        """Now; None if nobody wants the records."""
+        return None if self.clock is None else self.clock.stamp()
+
+    @contextmanager
+    def awaited(self, name: str, arrived: Any) -> Iterator[None]:
+        """The wait for a collective in whose background part this rank arrived earlier, at a stamp (None: now)."""
+        collective = self.arrive(name)
+        if collective is not None and arrived is not None:
+            collective.arrive = arrived
+        with self.waiting(collective):
+            yield
+
     @contextmanager
     def collective(self, name: str) -> Iterator[None]:
         """A collective that blocks right away."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_freescale.testing import RankFailed, run_distributed
-from tests.managed import IDS, MANAGED, ROWS, ManagedRecommender, ManagedBatches, TwoRates
+from tests.managed import IDS, MANAGED, ROWS, ManagedBatches, ManagedRecommender, TwoRates
 from tests.recommender import trainer
 
 STEPS = 12

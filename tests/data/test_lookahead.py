@@ -113,6 +113,24 @@ def test_nothing_is_fetched_beyond_the_limit() -> None:
     assert loader.upcoming is ENDED and inner.counts["next"] == 3
 
 
+def test_a_limit_that_grows() -> None:
+    limits = iter([1, 9, 9])
+    loader = LookaheadLoader(Counting(4, bad={2: None}), limit=lambda: next(limits))
+    batches = iter(loader)
+    loader.begin(next(batches))
+    assert loader.upcoming is ENDED
+    loader.begin(next(batches))
+    assert loader.upcoming is UNKNOWN, "the next one is None, and what follows it was not fetched"
+
+
+def test_one_begin_too_many_loses_no_batch() -> None:
+    loader = LookaheadLoader([0, 1, 2])
+    batches = iter(loader)
+    loader.begin(next(batches))
+    loader.begin(0)
+    assert loader.upcoming == 1 and list(batches) == [1, 2]
+
+
 def test_an_error_comes_with_its_own_batch() -> None:
     inner = Counting(4, bad={2: ValueError("broken batch")})
     loader = LookaheadLoader(inner)
@@ -165,6 +183,16 @@ def test_a_batch_that_waits_to_be_trained_on_is_loaded_again() -> None:
     loader.load_state_dict(state)
     assert loader.upcoming is UNKNOWN and loader.state_dict() == state
     assert list(loader) == [1, 2, 3, 4, 5]
+
+
+def test_the_state_does_not_stand_still_if_nobody_begins_any_more() -> None:
+    plain, loader = Resumable(20), LookaheadLoader(Resumable(20))
+    expected, batches = iter(plain), iter(loader)
+    loader.begin(next(batches))
+    next(expected)
+    for _ in range(9):
+        assert next(batches) == next(expected)
+    assert loader.state_dict() == plain.state_dict() and loader.upcoming is UNKNOWN
 
 
 def test_an_abandoned_iteration_says_nothing_about_the_new_one() -> None:

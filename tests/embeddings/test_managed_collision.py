@@ -219,7 +219,7 @@ def test_hashed_maps_are_cut_and_gathered(tmp_path: Path) -> None:
     path = str(tmp_path / "hashed.ckpt")
     torch.save(two[0]["state"], path)
     four = run_distributed(_hashed_states, 4, path)
-    assert sum((rank["local"] for rank in four), []) == whole
+    assert [i for rank in four for i in rank["local"]] == whole
     assert four[0]["losses"] == pytest.approx(two[0]["losses"])
 
 
@@ -257,3 +257,21 @@ def test_data_may_have_more_ids_than_rows() -> None:
     check_rows(collections, {"history": 10**6})
     with pytest.raises(ValueError, match="'cat'"):
         check_rows(collections, {"category": 10**6})
+
+
+class Kinds(ManagedRecommender):
+    """Keeps the types of what its collection returns."""
+
+    def on_train_start(self) -> None:
+        self.kinds: list[tuple[str, ...]] = []
+        self.net.items.register_forward_hook(lambda _, args, found: self.kinds.append(tuple(type(f).__name__ for f in found)))
+
+
+def _kinds() -> list[tuple[str, ...]]:
+    module = Kinds()
+    trainer(devices=2).fit(module, ManagedBatches(int(os.environ["RANK"]), 2))
+    return module.kinds
+
+
+def test_returns_what_the_unsharded_collection_returns() -> None:
+    assert run_distributed(_kinds, 2)[0] == [("dict", "KeyedJaggedTensor")] * 2

@@ -1,5 +1,6 @@
 """Fetch the rows of the next batch while this one computes, exactly."""
 
 from lightning_freescale.embeddings.overlap.engine import OverlapEngine
+from lightning_freescale.embeddings.overlap.report import OverlapReport
 
-__all__ = ["OverlapEngine"]
+__all__ = ["OverlapEngine", "OverlapReport"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,13 +15,23 @@ from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from lightning_freescale.embeddings.collections import Collection
 from lightning_freescale.embeddings.lookahead import Captured
+from lightning_freescale.embeddings.overlap.exchanges import Exchanges
 from lightning_freescale.embeddings.overlap.flight import Flight
 from lightning_freescale.embeddings.overlap.lane import Lane
 from lightning_freescale.embeddings.overlap.layout import Layout
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
-from lightning_freescale.embeddings.overlap.protocol import Protocol
 from lightning_freescale.embeddings.overlap.request import as_output
 from lightning_freescale.embeddings.overlap.statistics import Statistics
+
+
+class Observer(Protocol):
+    """What it needs of a timeline."""
+
+    def stamp(self) -> Any:
+        """Now."""
+
+    def awaited(self, name: str, arrived: Any) -> AbstractContextManager[None]:
+        """Around a wait for rows, of this rank which had done its part at ``arrived``."""
 
 
 class OverlappedCollection:
@@ -31,12 +42,14 @@ class OverlappedCollection:
         module: TorchRec's sharded module.
         layout: where its rows live.
         local: this rank's rows.
-        group: process group of this collection alone.
+        group: for this collection alone.
         dedup: ask for each row once per rank and batch.
 
     Attributes:
+        group: process group of this collection alone.
         statistics: totals since it was made.
         plain: whether it has fallen back to plain TorchRec.
+        observer: told when training waits for rows.
         asked: called with the ids that the model asks for, and whether they were announced; None if none were.
     """
 
@@ -45,14 +58,17 @@ class OverlappedCollection:
     ) -> None:
         self.path, self.module, self.layout, self.statistics = collection.path, module, layout, Statistics()
         self._lane = Lane(collection.path, layout.first.device)
-        self._protocol = Protocol(collection.path, layout, local, group, dedup, self.statistics)
-        self._group, self._local, self._written = group, local, local.written()
+        self._exchanges = Exchanges(collection.path, layout, local, group, dedup, self.statistics)
+        self.group, self._local = group, local
         self._anchor = torch.empty(0, device=layout.first.device, requires_grad=True)
         self._late: Tensor | None = None
         self._upcoming: tuple[KeyedJaggedTensor | None, bool] | None = None
+        self.observer: Observer | None = None
+        self._arrived: Any = None
+        self._written: list[int] | None = None
         self.asked: Callable[[KeyedJaggedTensor, bool | None], None] | None = None
         self._need_ids = bool(getattr(module, "_need_indices", False))
-        self._now, self._next = Flight(), Flight()
+        self._now, self._next = self._exchanges.flight(), self._exchanges.flight()
         self._in_step = self._announced = self.plain = False
         self._plain_forward = module.forward
         module.forward = self.forward
@@ -64,10 +80,11 @@ class OverlappedCollection:
     def begin_step(self, updates: bool, rates: Sequence[float | None], step: int) -> None:
         """Before the forward of a batch: whether an optimizer step follows it, with which rates, and how many went before."""
         self.finish_step()
+        self.module.freescale_lookups.begin_step()
         if self.plain:
             return
         self._refuse_writes()
-        self._now, self._next = self._next, Flight()
+        self._now, self._next = self._next, self._exchanges.flight()
         self._now.updates, self._now.rates, self._now.step = updates, list(rates), step
         self._in_step, self._announced, self._upcoming = True, False, None
         self.statistics.count("steps")
@@ -91,13 +108,14 @@ class OverlappedCollection:
         verified = self._verify(features, same)
         if self._upcoming is not None:
             self._send_announcement()
-        if flight.ready is not None:
-            self._wait(flight.ready)
-            self._refuse_uneven(flight)
-        if not same or not flight.sound:  # where ids came from every rank, none has to wait for their confirmation
-            self._wait(verified)
-        assert flight.rows is not None and flight.request is not None
-        rows, flight.rows = flight.rows.index_select(0, flight.request.place), None
+        with self.statistics.exposed(), self._observed():
+            if flight.ready is not None:
+                self._lane.wait(flight.ready)
+                self._refuse_uneven(flight)
+            if not same or not flight.sound:  # where ids came from every rank, none has to wait for their confirmation
+                self._lane.wait(verified)
+        self._lane.hand_over(flight.rows, flight.request.place)
+        rows = flight.rows.index_select(0, flight.request.place)
         return as_output(features, _Inject.apply(rows, self._anchor, self, flight), self.layout, self._need_ids)
 
     def finish_step(self) -> None:
@@ -120,7 +138,7 @@ class OverlappedCollection:
 
     def forget(self) -> None:
         """The tables have been written: rows that were fetched ahead are void. To be called on every rank, after a drain."""
-        self._next, self._written = Flight(), self._local.written()
+        self._next, self._written = self._exchanges.flight(), None
 
     def close(self) -> None:
         """Give TorchRec's forward back; without waiting for ranks that may be gone."""
@@ -128,7 +146,7 @@ class OverlappedCollection:
         self._reading.remove()
         self.module.freescale_ids.on = True
         if self._lane.close():
-            dist.destroy_process_group(self._group)
+            dist.destroy_process_group(self.group)
 
     # -- parts of a step
 
@@ -142,21 +160,22 @@ class OverlappedCollection:
 
     def _verify(self, features: KeyedJaggedTensor | None, same: bool) -> Future[Any]:
         self._now.looked_up = True
-        return self._lane.submit(self._protocol.verify, self._now, features, same)
+        return self._lane.submit(self._exchanges.verify, self._now, features, same)
 
     def _send_announcement(self) -> None:
         upcoming, ended = self._upcoming or (None, False)
         self._announced, self._upcoming = True, None
         self._next.captured = None if upcoming is None else Captured(upcoming)
-        self._lane.submit(self._protocol.announce, self._next, upcoming, ended)
-        self._lane.submit(self._protocol.prefetch, self._next, self._now)
+        self._lane.submit(self._exchanges.announce, self._next, upcoming, ended)
+        self._lane.submit(self._exchanges.prefetch, self._next, self._now)
 
     def _send_gradient(self, flight: Flight, gradient: Tensor | None) -> None:
         if not self._announced:
             self._send_announcement()
         flight.sent = True
-        self._next.ready = self._lane.submit(self._protocol.contended, flight, self._next, gradient)
-        self._lane.submit(self._protocol.settled, flight)
+        self._arrived = None if self.observer is None else self.observer.stamp()
+        self._next.ready = self._lane.submit(self._exchanges.contended, flight, self._next, gradient)
+        self._lane.submit(self._exchanges.settled, flight)
 
     def _take_gradient(self, flight: Flight, gradient: Tensor) -> None:
         if flight.sent or self._late is not None:
@@ -169,9 +188,9 @@ class OverlappedCollection:
         else:
             self._send_gradient(flight, gradient)
 
-    def _wait(self, ready: Future[Any]) -> None:
-        with self.statistics.exposed():
-            self._lane.wait(ready)
+    def _observed(self) -> AbstractContextManager[None]:
+        arrived, self._arrived = self._arrived, None
+        return nullcontext() if self.observer is None else self.observer.awaited("embedding rows", arrived)
 
     # -- leaving the path
 
@@ -195,14 +214,17 @@ class OverlappedCollection:
             "here on. Look all features up in one call",
             stacklevel=2,
         )
-        self.plain, self._now.after, self._next = True, None, Flight()
+        self.plain, self._now.after, self._next = True, None, self._exchanges.flight()
 
     def _refuse_writes(self) -> None:
-        if self._local.written() != self._written:
+        written = self._local.written()
+        if self._written is not None and written != self._written:
             raise RuntimeError(
                 f"the tables of embedding collection {self.path!r} were written while updates were still under way or rows "
-                "fetched ahead: write them inside `with trainer.strategy.writing_tables():`, on every rank"
+                "fetched ahead: write them inside `with trainer.strategy.writing_tables():`, or `with engine.writing():` in a "
+                "loop of your own, on every rank"
             )
+        self._written = written
 
     def _refuse_uneven(self, flight: Flight) -> None:
         if flight.ended and flight.announced:
@@ -221,6 +243,6 @@ class _Inject(torch.autograd.Function):
         return rows
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
         ctx.owner._take_gradient(ctx.flight, gradient.contiguous())
         return None, None, None, None

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torchrec import KeyedJaggedTensor
 
@@ -132,6 +133,16 @@ class OverlapEngine:
         for collection in self.collections.values():
             collection.close()
         self.collections = {}
+
+    def mean_statistics(self) -> dict[str, float]:
+        """The same, as the mean over all ranks. Collective; drain first."""
+        mine = self.statistics()
+        if not self.collections:
+            return mine
+        group = next(iter(self.collections.values())).group
+        mean = torch.tensor(list(mine.values()), device=self.tables.device)
+        dist.all_reduce(mean, group=group)
+        return dict(zip(mine, (mean / group.size()).tolist()))
 
     def statistics(self) -> dict[str, float]:
         """Totals on this rank since the start, over all collections; see :data:`COUNTS`."""

@@ -28,6 +28,9 @@ class Flight:
     """What is known of a batch; the lane fills it in.
 
     Attributes:
+        request: the rows this rank needs.
+        served: the rows this rank gives.
+        rows: values of ``request.rows``, shape ``[rows, dim]``.
         rates: learning rate per kernel for its update.
         step: updates done before its own.
         updates: whether an optimizer step follows it; else its gradients are kept for the next one.
@@ -36,9 +39,6 @@ class Flight:
         sound: whether all have, without error or disagreement.
         ended: ranks that have said that they have no such batch.
         captured: the ids announced for it, before the model asks for them.
-        request: the rows this rank needs.
-        served: the rows this rank gives.
-        rows: values of ``request.rows``, shape ``[rows, dim]``.
         ready: done when ``rows`` are complete.
         before: the rows it shares with what is updated before it (their values come late).
         after: the rows it shares with the batch after it (their gradients go first).
@@ -47,6 +47,9 @@ class Flight:
         sent: whether its gradients have been handed over.
     """
 
+    request: Request
+    served: Served
+    rows: Tensor
     rates: Sequence[float | None] = ()
     step: int = 0
     updates: bool = True
@@ -55,9 +58,6 @@ class Flight:
     sound: bool = False
     ended: list[int] = field(default_factory=list)
     captured: Captured | None = None
-    request: Request | None = None
-    served: Served | None = None
-    rows: Tensor | None = None
     ready: Future[Any] | None = None
     before: Contended | None = None
     after: Contended | None = None

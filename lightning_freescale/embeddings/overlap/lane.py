@@ -10,6 +10,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
+from torch import Tensor
 
 Job = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
@@ -38,6 +39,9 @@ class Lane:
         """Queue a job; work that the current CUDA stream has been given so far comes before it."""
         future: Future[Any] = Future()
         if self.stream is not None:
+            for argument in args:
+                if isinstance(argument, Tensor):
+                    argument.record_stream(self.stream)
             args = (torch.cuda.current_stream(self.stream.device).record_event(), job, *args)
             job = self._on_stream
         self._jobs.put((future, job, args))
@@ -53,6 +57,12 @@ class Lane:
         done = future.result()
         if self.stream is not None:
             torch.cuda.current_stream(self.stream.device).wait_event(done)
+
+    def hand_over(self, *tensors: Tensor) -> None:
+        """What a job made is used on the current stream from now on."""
+        if self.stream is not None:
+            for tensor in tensors:
+                tensor.record_stream(torch.cuda.current_stream(self.stream.device))
 
     def drain(self) -> None:
         """Wait until nothing is left to do; raises as :meth:`wait`."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_freescale.embeddings.collections import Collection, Table
 from lightning_freescale.embeddings.planning import OVERLAPPED_KERNELS, OVERLAPPED_TYPES
 
+
 @dataclass(frozen=True)
 class Layout:
     """The rows of all tables of a collection, numbered through on each owner: table after table.

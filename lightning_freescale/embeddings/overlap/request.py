@@ -31,7 +31,7 @@ class Request:
     @property
     def sizes(self) -> list[int]:
         """Rows per owner."""
-        return self.counts.sum(dim=1).tolist()  # type: ignore[no-any-return]
+        return self.counts.sum(dim=1).tolist()
 
     @classmethod
     def of(cls, features: KeyedJaggedTensor, layout: Layout, dedup: bool) -> Request:
@@ -109,8 +109,8 @@ def _check(feature: str, table: str, rows: int, ids: Tensor) -> None:
         return
     outside = ids[(ids < 0) | (ids >= rows)]
     raise ValueError(
-        f"feature {feature!r} holds id {outside[0].item()}, but table {table!r} has num_embeddings={rows}, ids 0 to {rows - 1}: "
-        "remap the ids or enlarge the table"
+        f"feature {feature!r} holds id {outside[0].item()}, but table {table!r} has num_embeddings={rows}, ids 0 to "
+        f"{rows - 1}: remap the ids or enlarge the table"
     )
 
 

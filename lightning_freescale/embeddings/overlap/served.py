@@ -29,7 +29,7 @@ class Served:
     @property
     def sizes(self) -> list[int]:
         """Rows per asking rank."""
-        return self.counts.sum(dim=1).tolist()  # type: ignore[no-any-return]
+        return self.counts.sum(dim=1).tolist()
 
     def parts(self) -> list[Tensor]:
         """The rows of each asking rank."""
@@ -71,4 +71,4 @@ def split_sizes(mask: Tensor, sizes: Sequence[int]) -> list[int]:
         return [0] * len(sizes)
     ends = torch.cumsum(torch.tensor(sizes), 0)
     totals = torch.cat([torch.zeros(1, dtype=torch.int64), mask.cumsum(0).cpu()])[ends]
-    return torch.diff(totals, prepend=totals.new_zeros(1)).tolist()  # type: ignore[no-any-return]
+    return torch.diff(totals, prepend=totals.new_zeros(1)).tolist()

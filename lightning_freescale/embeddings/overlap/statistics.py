@@ -19,6 +19,8 @@ COUNTS = (
     "rows",
     "served_rows",
     "contended_served_rows",
+    "plain_bytes",
+    "dedup_bytes",
     "ids_bytes",
     "contended_bytes",
     "settled_bytes",

@@ -47,7 +47,14 @@ def _ways(step: int, following: Batch | None) -> tuple[Announced | None, Announc
         return None, {}
     items, tags = {"items": told["items"]}, {"tags": told["tags"]}
     wrong = {"items": _others(told["items"])}
-    ways: list[tuple[Announced | None, Announced]] = [(told, {}), ({}, told), (wrong, tags), ({}, {}), (items, tags), (tags, wrong)]
+    ways: list[tuple[Announced | None, Announced]] = [
+        (told, {}),
+        ({}, told),
+        (wrong, tags),
+        ({}, {}),
+        (items, tags),
+        (tags, wrong),
+    ]
     return ways[(step * (1 + dist.get_rank())) % len(ways)]
 
 
@@ -159,7 +166,9 @@ def test_several_lookups_in_a_step() -> None:
     plain, mine = run_distributed(_looked_up_again, 2, False), run_distributed(_looked_up_again, 2, True)
     for (expected, _), (found, told) in zip(plain, mine):
         same(expected, found)
-        assert sum("'items' is looked up several times in one step: its exchange is not overlapped" in text for text in told) == 1
+        assert (
+            sum("'items' is looked up several times in one step: its exchange is not overlapped" in text for text in told) == 1
+        )
 
 
 def _not_looked_up(engine: bool) -> Run:

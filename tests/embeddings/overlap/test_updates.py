@@ -80,7 +80,9 @@ _TORCH: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def test_accumulated_gradients_are_applied_once(optimizer: str, every: int) -> None:
     expected = _unsharded(2, every, _TORCH[optimizer])
     for dedup in (True, False):
-        assert run_distributed(_overlapped, 2, OPTIMIZERS[optimizer], every, dedup)[0].losses == pytest.approx(expected, rel=1e-5)
+        assert run_distributed(_overlapped, 2, OPTIMIZERS[optimizer], every, dedup)[0].losses == pytest.approx(
+            expected, rel=1e-5
+        )
 
 
 @pytest.mark.parametrize("every", [1, 2])

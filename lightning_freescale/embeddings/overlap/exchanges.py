@@ -27,7 +27,7 @@ from lightning_freescale.embeddings.overlap.served import Served, Touched, split
 from lightning_freescale.embeddings.overlap.statistics import Statistics
 
 
-class Protocol:
+class Exchanges:
     """Runs on the lane's thread only.
 
     Args:
@@ -48,6 +48,11 @@ class Protocol:
         self._window = Window()
         small = int(torch.diff(layout.starts).max()) < torch.iinfo(torch.int32).max
         self._id_type = torch.int32 if small else torch.int64
+
+    def flight(self) -> Flight:
+        """Of a batch that nothing is known of."""
+        nothing = Request.none(self.layout, self.dedup)
+        return Flight(nothing, Served(nothing.rows, nothing.counts), self._room(nothing))
 
     # -- ids
 
@@ -76,10 +81,8 @@ class Protocol:
         self._serve(asking.request, new, flight.rows if not same else None)
         flight.served = self._merged(flight.served, new, answer.anew)
 
-    def _merged(self, old: Served | None, new: Served, anew: Sequence[bool]) -> Served:
+    def _merged(self, old: Served, new: Served, anew: Sequence[bool]) -> Served:
         """Of every rank what it asked for last."""
-        if old is None:
-            return new
         pairs = zip(old.parts(), new.parts(), anew)
         counts = torch.where(torch.tensor(anew)[:, None], new.counts, old.counts)
         return Served.of([b if again else a for a, b, again in pairs], counts)
@@ -95,7 +98,6 @@ class Protocol:
         """Sort the rows of the announced batch against those that are updated before it, and fetch the settled ones."""
         if not flight.announced:
             return
-        assert flight.request is not None and flight.served is not None and flight.rows is not None
         if now.updates:
             flight.before, now.after = self._contention(flight, now)
         else:
@@ -104,7 +106,6 @@ class Protocol:
         flight.rows[mine] = self._fetch(flight, mine, served, "settled")
 
     def _contention(self, flight: Flight, now: Flight) -> tuple[Contended, Contended]:
-        assert flight.request is not None and flight.served is not None and now.request is not None and now.served is not None
         before = self._touched.among(flight.served.rows, [now.served.rows, *self._window.rows])
         after = self._touched.among(now.served.rows, [flight.served.rows])
         self.statistics.collisions(flight.served.rows, before)
@@ -120,7 +121,6 @@ class Protocol:
 
     def _fetch(self, flight: Flight, mine: Tensor, served: Tensor, lane: str) -> Tensor:
         """The chosen rows of a batch, from all owners."""
-        assert flight.request is not None and flight.served is not None
         values = self.local.read(flight.served.rows[served])
         gives, gets = split_sizes(served, flight.served.sizes), split_sizes(mine, flight.request.sizes)
         return self._exchange_rows(values, gives, gets, lane)
@@ -132,8 +132,6 @@ class Protocol:
         now.gradient = self._per_row(now, gradient)
         if now.after is None or following.before is None:
             return
-        assert now.request is not None and now.served is not None
-        assert following.served is not None and following.rows is not None
         rows, gradients = self._gather(now, now.after.mine, now.after.served, "contended")
         kept = self._touched.among(self._window.rows[0], [following.served.rows]) if self._window.rows else None
         self._update(now, rows, gradients, kept)
@@ -143,32 +141,40 @@ class Protocol:
 
     def settled(self, now: Flight) -> None:
         """Send the gradients that nobody waits for, and apply them if an optimizer step follows."""
-        assert now.request is not None and now.served is not None
         mine = self._none(now.request.rows) if now.after is None else now.after.mine
         served = self._none(now.served.rows) if now.after is None else now.after.served
         rows, gradients = self._gather(now, ~mine, ~served, "settled")
+        now.gradient = None
         if now.updates:
             self._update(now, rows, gradients, None)
         else:
             self._window.add(rows, gradients)
-        now.gradient = now.served = now.request = now.rows = None
 
     def _per_row(self, now: Flight, gradient: Tensor | None) -> Tensor:
-        assert now.request is not None
         rows = torch.zeros(len(now.request.rows), self.local.dim, device=now.request.rows.device)
         if gradient is None:
             return rows
-        self.statistics.count("tokens", len(now.request.place))
-        self.statistics.count("rows", len(rows))
+        self._count(now.request)
         if not self.dedup:
             rows[now.request.place] = gradient
             return rows
         return rows.index_add_(0, now.request.place, gradient)
 
+    def _count(self, request: Request) -> None:
+        """What the batch needs, and what plain TorchRec would move for it."""
+        start = sum(request.sizes[: self.group.rank()])
+        end = start + request.sizes[self.group.rank()]
+        mine = int(((request.place >= start) & (request.place < end)).sum())
+        per_row = 8 + 2 * 4 * self.local.dim  # an id of 64 bits, there the row and back its gradient
+        self.statistics.count("tokens", len(request.place))
+        self.statistics.count("rows", len(request.rows))
+        self.statistics.count("plain_bytes", (len(request.place) - mine) * per_row)
+        self.statistics.count("dedup_bytes", (len(request.rows) - (end - start)) * per_row)
+
     def _gather(self, now: Flight, mine: Tensor, served: Tensor, lane: str) -> tuple[Tensor, Tensor]:
         """The chosen rows that this rank owns, and their gradients, in the order of summation."""
-        assert now.request is not None and now.served is not None and now.gradient is not None
         gives, gets = split_sizes(mine, now.request.sizes), split_sizes(served, now.served.sizes)
+        assert now.gradient is not None
         gradients = self._exchange_rows(now.gradient[mine], gives, gets, lane)
         if get_gradient_division():
             gradients /= self.group.size()
