@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 # Moving optimizer states is part of every strategy's set-up, but has no public name.
@@ -31,13 +32,41 @@ __all__ = [
     "StrategyRegistry",
     "Trainer",
     "TrainerFn",
+    "counting_ahead",
     "is_overridden",
     "optimizers_to_device",
+    "prepared_batch",
     "rank_zero_info",
     "rank_zero_warn",
     "reload_train_loader",
     "throttle_sigterm_broadcast",
 ]
+
+
+@contextmanager
+def counting_ahead(trainer: Trainer, updates: bool) -> Generator[None, None, None]:
+    """Meanwhile the Trainer counts steps and batches as it will in the next batch; ``updates`` if a step comes before it.
+
+    A trial run of that batch's ``training_step`` may ask for ``global_step``, to draw random numbers by it; the counters
+    behind it have no public setter.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    steps, batches = loop.automatic_optimization.optim_progress.optimizer.step.total, loop.batch_progress
+    before = steps.completed, batches.current.ready, batches.total.ready
+    try:
+        steps.completed += updates
+        batches.current.ready += 1
+        batches.total.ready += 1
+        yield
+    finally:
+        steps.completed, batches.current.ready, batches.total.ready = before
+
+
+def prepared_batch(trainer: Trainer, batch: Any) -> Any:
+    """What the loop makes of a batch before ``training_step``; it has no method for that, the dispatch of hooks is private."""
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch)  # the data module's hook, if it has one
+    return trainer.strategy.batch_to_device(batch, trainer.strategy.root_device)
 
 
 def reload_train_loader(trainer: Trainer) -> None:

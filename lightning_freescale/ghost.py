@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 from collections.abc import Collection as Group
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,6 +66,7 @@ def ghost_features(
     args: tuple[Any, ...],
     device: torch.device,
     wanted: Group[str] | None = None,
+    prepare: Callable[[Any], Any] | None = None,
 ) -> Ghost:
     """The ids that ``module.training_step(*args)`` would look up, without gradients, exchange or a trace of it.
 
@@ -77,9 +78,10 @@ def ghost_features(
     Args:
         module: the user's; DDP has no part in this. Autocast is the caller's.
         collections: all of its collections by name.
-        args: as for ``training_step``, on the device.
+        args: as for ``training_step``, on the device unless ``prepare`` brings the batch there.
         device: where it runs.
         wanted: names of the collections to wait for; all if not given.
+        prepare: makes the batch that the step gets of the first of ``args``, with no more of a trace than the step.
 
     Returns:
         The first lookup of each collection that was called, or the error of the step.
@@ -93,8 +95,9 @@ def ghost_features(
         given = copy.deepcopy(args)  # a step may pop from its batch, or change it in place
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), unchanged(module, device, skip=inside):
             _haunt(module, collections, seen, needed)
+            batch = given[0] if prepare is None else prepare(given[0])
             with suppress(_AllSeen):
-                module.training_step(*given)
+                module.training_step(batch, *given[1:])
     except Exception as error:
         return Ghost(error=error)
     return Ghost(seen)

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale._lightning import Trainer, rank_zero_info, rank_zero_warn
+from lightning_freescale._lightning import Trainer, counting_ahead, prepared_batch, rank_zero_info, rank_zero_warn
 from lightning_freescale.data.lookahead import ENDED, UNKNOWN, LookaheadLoader
 from lightning_freescale.embeddings.lookahead import Probe
 from lightning_freescale.embeddings.overlap import OverlapEngine, OverlapReport
@@ -32,7 +31,7 @@ class Overlapping:
         self._upcoming: Any = UNKNOWN
         self._probes = {path: Probe(path) for path in engine.collections}
         self._lookups = {collection.path: Lookup.of(collection, held) for collection, held in engine.tables.modules}
-        self._warned = False
+        self._warned = self._updates = False
         self._logged: dict[str, float] | None = None
         for path, collection in engine.collections.items():
             collection.asked, collection.observer = partial(self._asked, path), timeline
@@ -71,6 +70,7 @@ class Overlapping:
 
     def begin_step(self, updates: bool, rate_of_group: Callable[[int], float], step: int) -> None:
         """Before the forward of that batch."""
+        self._updates = updates
         self.engine.begin_step(self._known(), updates=updates, rate_of_group=rate_of_group, step=step)
 
     def after_forward(self, args: tuple[Any, ...]) -> None:
@@ -87,11 +87,11 @@ class Overlapping:
     def _ghost(self, wanted: list[str], args: tuple[Any, ...]) -> Ghost:
         trainer, module = self.trainer, self.trainer.lightning_module
         device = trainer.strategy.root_device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            batch = trainer.strategy.batch_to_device(module.on_before_batch_transfer(self._upcoming, 0), device)
         later = (value + 1 if isinstance(value, int) else value for value in args[1:])  # batch_idx, if it takes one
-        with trainer.precision_plugin.train_step_context():
-            return ghost_features(module, self._lookups, (batch, *later), device, wanted)
+        with counting_ahead(trainer, self._updates), trainer.precision_plugin.train_step_context():
+            return ghost_features(
+                module, self._lookups, (self._upcoming, *later), device, wanted, partial(prepared_batch, trainer)
+            )
 
     def _known(self) -> dict[str, KeyedJaggedTensor] | None:
         if self._upcoming is ENDED:

@@ -89,7 +89,7 @@ class FreeScaleStrategy(ObservedDDPStrategy):
         self.groups: TableGroups | None = None
         self._watch: PlanWatch | None = None
         self._loss_weight = 1.0
-        self._update_due = self._stepping = self._accumulating = False
+        self._update_due = self._accumulating = False
         self._extra: dict[str, Any] = {}
         self._random_states: list[dict[str, Any]] = []
 
@@ -290,7 +290,7 @@ class FreeScaleStrategy(ObservedDDPStrategy):
             leave = overlapping.engine.overlapped() if overlapping is not None else ()
             self.tables.prepare_update(self.groups.learning_rate, self.groups.step, leave)
             if overlapping is not None:
-                overlapping.begin_step(self._stepping, self.groups.learning_rate, self.groups.step)
+                overlapping.begin_step(not self._accumulating, self.groups.learning_rate, self.groups.step)
         output = super().training_step(*args, **kwargs)
         if overlapping is not None:
             overlapping.after_forward(args)
@@ -323,11 +323,7 @@ class FreeScaleStrategy(ObservedDDPStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        self._stepping = True
-        try:
-            output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        finally:
-            self._stepping = False
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._end_backward()  # again, for a training_step that returned None
         self._update_due = False
         if self.groups is not None:

@@ -115,6 +115,20 @@ def test_stops_at_the_last_one_wanted() -> None:
     assert set(ghost.features) == {"items"} and not ran
 
 
+def test_the_first_of_two_lookups_counts() -> None:
+    model, batch = Model(lambda model, batch: model.items(batch["more"])), _batch()
+    batch["more"] = KeyedJaggedTensor(["clicked", "shown"], torch.arange(2), lengths=torch.ones(2, dtype=torch.int64))
+    assert torch.equal(_ghost(model, batch).features["items"].values(), batch["ids"])
+
+
+def test_without_gradients_and_without_copies_of_the_tables() -> None:
+    found: list[Any] = []
+    model = Model(lambda model, batch: found.extend([torch.is_grad_enabled(), model.items.state, model.queue]))
+    model.items.register_buffer("state", torch.zeros(3))
+    assert _ghost(model).error is None
+    assert found[0] is False and found[1] is model.items.state and found[2] is not model.queue
+
+
 def test_a_collection_that_the_step_does_not_call() -> None:
     model = Model()
     model.idle = _items()
@@ -287,17 +301,28 @@ def test_no_hook_of_a_collection_fires_and_a_forward_of_its_own_stays() -> None:
 
 @pytest.mark.parametrize("caught", [Exception, BaseException])
 def test_a_step_that_catches_everything(caught: type[BaseException]) -> None:
+    noticed: list[BaseException] = []
+
     class Careful(Model):
         def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor | None:
             try:
                 return super().training_step(batch, batch_idx)
-            except caught:
-                self.losses.append(1.0)
+            except caught as error:
+                noticed.append(error)
                 return None
 
-    model = Careful()
-    ghost = _ghost(model)
-    assert set(ghost.features) == {"items", "bags"} and model.losses == [0.5]
+    ghost = _ghost(Careful())
+    assert ghost.error is None and set(ghost.features) == {"items", "bags"}
+    assert bool(noticed) == (caught is BaseException)
+
+
+def test_what_is_shared_stays_shared() -> None:
+    found: list[bool] = []
+    model = Model(lambda model, batch: found.extend([model.alias is model.losses, model.norm.shared is model.queue]))
+    model.alias = model.losses
+    model.norm.register_buffer("shared", model.queue)
+    assert _ghost(model).error is None
+    assert found == [True, True]
 
 
 def test_a_table_held_twice() -> None:
@@ -344,10 +369,10 @@ def test_a_compiled_model_is_neither_compiled_again_nor_run() -> None:
 
 
 class Ahead(L.Callback):
-    """Runs every batch's ghost before its step."""
+    """Runs another batch's ghost before every step."""
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        ghost = _ghost(module, batch)
+        ghost = _ghost(module, {**_batch(100 + batch_idx), "ahead": True})
         assert ghost.error is None and set(ghost.features) == {"items", "bags"}
 
 
@@ -355,6 +380,9 @@ def _fit(path: Any, callbacks: list[L.Callback]) -> tuple[dict[str, Tensor], str
     def between(model: Model, batch: dict[str, Any]) -> None:
         model.log("early", model.metric(nn.functional.dropout(model.norm(batch["dense"]))), on_epoch=True)
         model.log_dict({"random": random.random(), "numpy": np.random.rand()})
+        if "ahead" in batch:
+            model.log("ghostly", 1.0)
+            model.log_dict({"ghostlier": 1.0})
 
     L.seed_everything(1, verbose=False)
     logger = CSVLogger(path)

@@ -116,6 +116,7 @@ class OverlappedCollection:
                 self._lane.wait(verified)
         self._lane.hand_over(flight.rows, flight.request.place)
         rows = flight.rows.index_select(0, flight.request.place)
+        flight.rows = flight.rows.new_empty(0)  # memory: the next batch's rows come while this one computes
         return as_output(features, _Inject.apply(rows, self._anchor, self, flight), self.layout, self._need_ids)
 
     def finish_step(self) -> None:

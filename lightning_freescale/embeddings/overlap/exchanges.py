@@ -19,11 +19,11 @@ from torchrec.distributed.comm_ops import get_gradient_division
 
 from lightning_freescale.comm.tensors import exchange_tensors
 from lightning_freescale.embeddings.overlap.agreement import Agreement, State
-from lightning_freescale.embeddings.overlap.flight import Contended, Flight, Window
+from lightning_freescale.embeddings.overlap.flight import Flight, Shared, Window
 from lightning_freescale.embeddings.overlap.layout import Layout
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.request import Request
-from lightning_freescale.embeddings.overlap.served import Served, Touched, split_sizes
+from lightning_freescale.embeddings.overlap.served import Chosen, Served, Touched
 from lightning_freescale.embeddings.overlap.statistics import Statistics
 
 
@@ -101,11 +101,10 @@ class Exchanges:
         if now.updates:
             flight.before, now.after = self._contention(flight, now)
         else:
-            flight.before = Contended(self._none(flight.request.rows), self._none(flight.served.rows))
-        mine, served = ~flight.before.mine, ~flight.before.served
-        flight.rows[mine] = self._fetch(flight, mine, served, "settled")
+            flight.before = self._nothing(flight)
+        self._fetch(flight, flight.before.others(flight.request, flight.served), "settled")
 
-    def _contention(self, flight: Flight, now: Flight) -> tuple[Contended, Contended]:
+    def _contention(self, flight: Flight, now: Flight) -> tuple[Shared, Shared]:
         before = self._touched.among(flight.served.rows, [now.served.rows, *self._window.rows])
         after = self._touched.among(now.served.rows, [flight.served.rows])
         self.statistics.collisions(flight.served.rows, before)
@@ -117,13 +116,19 @@ class Exchanges:
         self._exchange(outgoing, incoming, "ids")
         told = [part.bool().split([a, b]) for part, a, b in zip(incoming, ahead, here)]
         first, second = (torch.cat(list(parts)) for parts in zip(*told))
-        return Contended(first, before), Contended(second, after)
+        return (
+            Shared(Chosen.of(first, ahead), Chosen.of(before, flight.served.sizes)),
+            Shared(Chosen.of(second, here), Chosen.of(after, now.served.sizes)),
+        )
 
-    def _fetch(self, flight: Flight, mine: Tensor, served: Tensor, lane: str) -> Tensor:
-        """The chosen rows of a batch, from all owners."""
-        values = self.local.read(flight.served.rows[served])
-        gives, gets = split_sizes(served, flight.served.sizes), split_sizes(mine, flight.request.sizes)
-        return self._exchange_rows(values, gives, gets, lane)
+    def _fetch(self, flight: Flight, rows: Shared, lane: str) -> None:
+        """Some rows of a batch, from all owners."""
+        values = self.local.read(flight.served.rows[rows.served.mask])
+        flight.rows[rows.mine.mask] = self._exchange_rows(values, rows.served.sizes, rows.mine.sizes, lane)
+
+    def _nothing(self, flight: Flight) -> Shared:
+        device = flight.rows.device
+        return Shared(Chosen.none(flight.request.sizes, device), Chosen.none(flight.served.sizes, device))
 
     # -- gradients
 
@@ -132,18 +137,15 @@ class Exchanges:
         now.gradient = self._per_row(now, gradient)
         if now.after is None or following.before is None:
             return
-        rows, gradients = self._gather(now, now.after.mine, now.after.served, "contended")
+        rows, gradients = self._gather(now, now.after, "contended")
         kept = self._touched.among(self._window.rows[0], [following.served.rows]) if self._window.rows else None
         self._update(now, rows, gradients, kept)
-        following.rows[following.before.mine] = self._fetch(
-            following, following.before.mine, following.before.served, "contended"
-        )
+        self._fetch(following, following.before, "contended")
 
     def settled(self, now: Flight) -> None:
         """Send the gradients that nobody waits for, and apply them if an optimizer step follows."""
-        mine = self._none(now.request.rows) if now.after is None else now.after.mine
-        served = self._none(now.served.rows) if now.after is None else now.after.served
-        rows, gradients = self._gather(now, ~mine, ~served, "settled")
+        shared = now.after or self._nothing(now)
+        rows, gradients = self._gather(now, shared.others(now.request, now.served), "settled")
         now.gradient = None
         if now.updates:
             self._update(now, rows, gradients, None)
@@ -171,15 +173,14 @@ class Exchanges:
         self.statistics.count("plain_bytes", (len(request.place) - mine) * per_row)
         self.statistics.count("dedup_bytes", (len(request.rows) - (end - start)) * per_row)
 
-    def _gather(self, now: Flight, mine: Tensor, served: Tensor, lane: str) -> tuple[Tensor, Tensor]:
-        """The chosen rows that this rank owns, and their gradients, in the order of summation."""
-        gives, gets = split_sizes(mine, now.request.sizes), split_sizes(served, now.served.sizes)
+    def _gather(self, now: Flight, rows: Shared, lane: str) -> tuple[Tensor, Tensor]:
+        """Some rows that this rank owns, and their gradients, in the order of summation."""
         assert now.gradient is not None
-        gradients = self._exchange_rows(now.gradient[mine], gives, gets, lane)
+        gradients = self._exchange_rows(now.gradient[rows.mine.mask], rows.mine.sizes, rows.served.sizes, lane)
         if get_gradient_division():
             gradients /= self.group.size()
-        order = now.served.by_slot(served)
-        return now.served.rows[served][order], gradients[order]
+        order = now.served.by_slot(rows.served.mask)
+        return now.served.rows[rows.served.mask][order], gradients[order]
 
     def _update(self, now: Flight, rows: Tensor, gradients: Tensor, kept: Tensor | None) -> None:
         held = self._window.take(kept)
@@ -204,7 +205,3 @@ class Exchanges:
 
     def _room(self, request: Request) -> Tensor:
         return torch.empty(len(request.rows), self.local.dim, device=request.rows.device)
-
-    @staticmethod
-    def _none(rows: Tensor) -> Tensor:
-        return torch.zeros(len(rows), dtype=torch.bool, device=rows.device)

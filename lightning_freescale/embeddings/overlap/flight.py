@@ -12,15 +12,19 @@ from torch import Tensor
 
 from lightning_freescale.embeddings.lookahead import Captured
 from lightning_freescale.embeddings.overlap.request import Request
-from lightning_freescale.embeddings.overlap.served import Served
+from lightning_freescale.embeddings.overlap.served import Chosen, Served
 
 
 @dataclass(frozen=True)
-class Contended:
-    """Which rows two batches share: as the requester sees its rows and as the owner sees what it serves, both bool."""
+class Shared:
+    """Which rows of a batch another one shares: of those that this rank needs, and of those that it gives as an owner."""
 
-    mine: Tensor
-    served: Tensor
+    mine: Chosen
+    served: Chosen
+
+    def others(self, request: Request, served: Served) -> Shared:
+        """The settled rows of the same batch."""
+        return Shared(self.mine.others(request.sizes), self.served.others(served.sizes))
 
 
 @dataclass
@@ -59,8 +63,8 @@ class Flight:
     ended: list[int] = field(default_factory=list)
     captured: Captured | None = None
     ready: Future[Any] | None = None
-    before: Contended | None = None
-    after: Contended | None = None
+    before: Shared | None = None
+    after: Shared | None = None
     gradient: Tensor | None = None
     looked_up: bool = False
     sent: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,10 +66,29 @@ class Touched:
         return found
 
 
-def split_sizes(mask: Tensor, sizes: Sequence[int]) -> list[int]:
-    """How many are chosen in each of the consecutive parts of ``mask``."""
-    if not len(mask):
-        return [0] * len(sizes)
-    ends = torch.cumsum(torch.tensor(sizes), 0)
-    totals = torch.cat([torch.zeros(1, dtype=torch.int64), mask.cumsum(0).cpu()])[ends]
-    return torch.diff(totals, prepend=totals.new_zeros(1)).tolist()
+@dataclass(frozen=True)
+class Chosen:
+    """Some of the rows that travel between this rank and each of the others.
+
+    Attributes:
+        mask: which, bool of shape ``[rows]``.
+        sizes: how many per rank.
+    """
+
+    mask: Tensor
+    sizes: list[int]
+
+    @classmethod
+    def of(cls, mask: Tensor, sizes: Sequence[int]) -> Chosen:
+        """Count them; there are ``sizes`` rows per rank in all."""
+        totals = np.concatenate([[0], np.cumsum(mask.cpu().numpy())])
+        return cls(mask, np.diff(totals[np.cumsum([0, *sizes])]).tolist())
+
+    @classmethod
+    def none(cls, sizes: Sequence[int], device: torch.device) -> Chosen:
+        """None of them."""
+        return cls(torch.zeros(sum(sizes), dtype=torch.bool, device=device), [0] * len(sizes))
+
+    def others(self, sizes: Sequence[int]) -> Chosen:
+        """All that are not chosen."""
+        return Chosen(~self.mask, [size - chosen for size, chosen in zip(sizes, self.sizes)])
