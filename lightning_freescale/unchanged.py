@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+_ATOMS: tuple[type, ...] = (bool, int, float, str, type(None))
 _LISTS: tuple[type, ...] = (list, set, deque)
 _DICTS: tuple[type, ...] = (dict, OrderedDict, defaultdict)
 _COPIED = (np.ndarray, np.random.Generator, np.random.RandomState, random.Random)
@@ -75,22 +76,23 @@ def _random_states(device: torch.device) -> Generator[None, None, None]:
 
 def _copy(value: Any, copies: dict[int, Any]) -> Any:
     """A copy that can be changed in value's place; what is shared stays shared."""
+    if type(value) in _ATOMS:
+        return value
     if id(value) not in copies:
         copies[id(value)] = _fresh(value, copies)
     return copies[id(value)]
 
 
 def _fresh(value: Any, copies: dict[int, Any]) -> Any:
+    if type(value) in _LISTS:
+        return value.copy()
+    if type(value) in _DICTS:
+        shadow = copies[id(value)] = value.copy()  # before its values: it may hold itself
+        for key, inner in value.items():
+            shadow[key] = _copy(inner, copies)
+        return shadow
     if isinstance(value, Tensor):
         return value if isinstance(value, nn.Parameter) else value.detach().clone()
     if isinstance(value, torch.Generator):
         return value.clone_state()
-    if isinstance(value, _COPIED):
-        return copy.deepcopy(value)
-    if type(value) in _LISTS:
-        return copy.copy(value)
-    if type(value) in _DICTS:
-        shadow = copies[id(value)] = copy.copy(value)  # before its values: it may hold itself
-        shadow.update({key: _copy(inner, copies) for key, inner in value.items()})
-        return shadow
-    return value
+    return copy.deepcopy(value) if isinstance(value, _COPIED) else value

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, Stochasti
 from torch.utils.data import Dataset
 from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, data_parallel, row_wise
 from torchrec.distributed.types import ShardingPlan
+from torchrec.optim import LAMB
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
@@ -95,9 +96,7 @@ def test_drop_last_leaves_nothing() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"accumulate_grad_batches": 2}, r"accumulate_grad_batches=2.*larger batch_size"),
         ({"gradient_clip_val": 1.0}, r"gradient_clip_val=1.0.*Remove it"),
-        ({"callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})]}, "GradientAccumulationScheduler"),
         ({"precision": "64-true"}, r"precision='64-true'"),
         ({"overfit_batches": 1}, r"overfit_batches=1.*limit_train_batches"),
     ],
@@ -134,10 +133,6 @@ class With(Recommender):
     [
         (Manual, "automatic_optimization=False"),
         (Clips, r"Clips\.configure_gradient_clipping"),
-        (
-            lambda: With(torch.optim.Adam),
-            r"Adam holds .*'net.embeddings.embeddings.item.weight'.* no Adam on CPU.*RowWiseAdagrad",
-        ),
         (lambda: With(torch.optim.RMSprop), r"RMSprop holds .*apply_optimizer_in_backward"),
         (lambda: With(lambda p: torch.optim.SGD(p, momentum=0.9)), r"momentum=0.9.*momentum=0"),
         (lambda: With(lambda p: torch.optim.Adagrad(p, weight_decay=0.1)), r"weight_decay=0.1.*weight_decay=0"),
@@ -149,11 +144,31 @@ def test_module(module: Any, message: str) -> None:
         run_distributed(lambda: _fit(module()), 2)
 
 
+def _fit_plain(**options: Any) -> None:
+    _fit(strategy=FreeScaleStrategy(overlap=False), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"module": With(torch.optim.Adam)},
+            r"Adam holds .*'net.embeddings.embeddings.item.weight'.* no Adam on CPU.*overlap=True.*RowWiseAdagrad",
+        ),
+        ({"accumulate_grad_batches": 2}, r"accumulate_grad_batches=2.*overlap=True.*larger batch_size"),
+        ({"callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})]}, "GradientAccumulationScheduler"),
+    ],
+)
+def test_what_plain_torchrec_cannot_do(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RankFailed, match=message):
+        run_distributed(_fit_plain, 2, **options)
+
+
 def _refit_after_error() -> bool:
     torch.manual_seed(0)
-    module = With(torch.optim.Adam)
+    module = With(torch.optim.RMSprop)
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    with pytest.raises(ValueError, match="no Adam on CPU"):
+    with pytest.raises(ValueError, match="RMSprop holds"):
         _fit(module)
     kept = all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     module.make = torch.optim.SGD
@@ -280,7 +295,7 @@ def _fit_with(plan: Any, in_backward: Any = None) -> None:
             RowWiseAdagrad,
             r"splits the columns of table 'item'.*RowWiseAdagrad",
         ),
-        (None, torch.optim.Adam, r"Adam, applied in backward to table 'net.embeddings.embeddings.item.weight', .* on CPU"),
+        (None, LAMB, r"LAMB, applied in backward to table 'net.embeddings.embeddings.item.weight', .* on CPU"),
         (None, torch.optim.NAdam, r"NAdam, applied in backward to table .* has no fused form"),
     ],
 )

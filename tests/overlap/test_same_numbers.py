@@ -31,6 +31,7 @@ from tests.overlap.training import (
 )
 
 STEPS, EPOCHS = 6, 2
+# announced, not announced, announced wrongly
 KNOWN = (STEPS * EPOCHS - EPOCHS - 1, EPOCHS + 1, 0)
 """All but the first step of an epoch, and the second one of all: then it has just been learned where the ids stand."""
 TRIED = (STEPS * EPOCHS - EPOCHS, EPOCHS, 0)
@@ -71,7 +72,7 @@ class Case:
     """One way to train.
 
     Attributes:
-        ahead: lookups that were announced rightly, not at all, and wrongly; None if somebody else tests that.
+        ahead: lookups that were announced rightly, not at all, and wrongly.
         said: part of a warning that comes once, from whichever rank.
     """
 
@@ -96,7 +97,7 @@ CASES = {
     "ids that are drawn": Case(training.Draws, _tensors, TRIED),
     "draws that nobody foresees": Case(training.DrawsUnforeseen, _tensors, (0, 9, 3), said="cannot be known ahead"),
     "hooks that change the batch in place": Case(training.ChangesInPlace, _tensors, (5, 3, 4)),
-    "hooks of the data module": Case(training.OfTensors, DataWithHooks, (6, 6, 0)),
+    "hooks of the data module": Case(training.OfTensors, DataWithHooks, (5, 3, 4)),
     "a limit of batches": Case(options={"limit_train_batches": STEPS - 2}, ahead=(KNOWN[0] - 4, KNOWN[1], 0)),
     "a loader for every epoch": Case(options={"reload_dataloaders_every_n_epochs": 1}),
     "a stream": Case(loader=lambda: DataLoader(Stream(), batch_size=None)),
