@@ -69,6 +69,9 @@ def applied_in_backward(
     except ValueError as error:
         raise ValueError(f"{names[0]}, applied in backward to table {table!r}, has no fused form in FBGEMM: {error}") from error
     if device.type == "cpu" and by_row and classes[0] in _NOT_ON_CPU:
+        for name in ("amsgrad", "maximize"):
+            if arguments[0].get(name):
+                raise ValueError(f"{names[0]}({name}=True), applied in backward to table {table!r}: leave it out on CPU")
         return TableOptimizer(classes[0], _in_fbgemms_words(dict(arguments[0])), by_row=True)
     if device.type == "cpu" and kind not in _ON_CPU:
         raise ValueError(

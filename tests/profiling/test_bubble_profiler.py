@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule
 from lightning_freescale.profiling.attribution import PART_NAMES
+from lightning_freescale.profiling.loader import ObservedLoader
+from lightning_freescale.profiling.timeline import Timeline
 from lightning_freescale.testing import run_distributed
 from tests.recommender import Recommender, Samples, collate, trainer
 
@@ -177,3 +181,30 @@ class _Save(L.Callback):
 
 def test_profiles_a_run_that_resumed_inside_an_epoch(tmp_path: Path) -> None:
     assert run_distributed(_resumed_report, 2, str(tmp_path / "x.ckpt"))[0] >= STEPS - 3 - 2
+
+
+class Stateful:
+    """A loader with a state of its own."""
+
+    worker_init_fn: Any = None
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": 2}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded = state
+
+
+def test_the_observed_loader_looks_like_the_loader() -> None:
+    loader = Stateful()
+    observed = ObservedLoader(loader, Timeline())
+    observed.worker_init_fn = print
+    assert loader.worker_init_fn is print
+    assert isinstance(observed, _Stateful)
+    observed.load_state_dict(observed.state_dict())
+    assert loader.loaded == {"at": 2}
+    assert list(observed) == [0, 1, 2]
+    assert not hasattr(ObservedLoader([1], Timeline()), "state_dict")

@@ -20,6 +20,7 @@ class Layout:
     Attributes:
         tables: the tables.
         features: ``(feature, index of its table)``, in the order of the collection.
+        outputs: what TorchRec calls the result of each of ``features``.
         first: first owner of each table, shape ``[tables]``.
         block: rows of a table per owner, shape ``[tables]``.
         base: number of each table's first row on each owner, shape ``[ranks, tables]``.
@@ -28,6 +29,7 @@ class Layout:
 
     tables: tuple[Table, ...]
     features: tuple[tuple[str, int], ...]
+    outputs: tuple[str, ...]
     first: Tensor
     block: Tensor
     base: Tensor
@@ -46,10 +48,12 @@ class Layout:
             for part in range(-(-table.rows // block[index])):
                 held[first[index] + part, index] = min(block[index], table.rows - part * block[index])
         features = tuple((feature, i) for i, table in enumerate(collection.tables) for feature in table.features)
+        names = [feature for feature, _ in features]
+        outputs = tuple(f if names.count(f) == 1 else f"{f}@{collection.tables[i].name}" for f, i in features)
         base = torch.cumsum(held, dim=1) - held
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(held.sum(dim=1), dim=0)])
         numbers = (torch.tensor(first), torch.tensor(block), base, starts)
-        return cls(collection.tables, features, *(number.to(device) for number in numbers))
+        return cls(collection.tables, features, outputs, *(number.to(device) for number in numbers))
 
     def rows_of(self, rank: int) -> int:
         """How many rows a rank owns."""

@@ -73,8 +73,8 @@ def slot_tables(layout: Layout, dedup: bool) -> list[int]:
 def as_output(features: KeyedJaggedTensor, rows: Tensor, layout: Layout, with_ids: bool) -> dict[str, JaggedTensor]:
     """What the collection returns: the rows of every id, shape ``[ids, dim]`` in the layout's order, by feature."""
     parts, start = {}, 0
-    for name, _ in layout.features:
-        jagged = features[name]
+    for (feature, _), name in zip(layout.features, layout.outputs):
+        jagged = features[feature]
         end = start + len(jagged.values())
         parts[name] = JaggedTensor(
             values=rows[start:end], lengths=jagged.lengths(), weights=jagged.values() if with_ids else None
