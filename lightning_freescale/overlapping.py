@@ -10,7 +10,7 @@ from torchrec import KeyedJaggedTensor
 
 from lightning_freescale._lightning import Trainer, counting_ahead, prepared_batch, rank_zero_info, rank_zero_warn
 from lightning_freescale.data.lookahead import ENDED, UNKNOWN, LookaheadLoader
-from lightning_freescale.embeddings.lookahead import Probe
+from lightning_freescale.embeddings.lookahead import MODES, Probe
 from lightning_freescale.embeddings.overlap import OverlapEngine, OverlapReport
 from lightning_freescale.ghost import Ghost, Lookup, ghost_features
 from lightning_freescale.profiling.timeline import Timeline
@@ -28,6 +28,7 @@ class Overlapping:
     def __init__(self, trainer: Trainer, engine: OverlapEngine, timeline: Timeline) -> None:
         self.trainer, self.engine = trainer, engine
         self._batch: Any = None
+        self._index = 0
         self._upcoming: Any = UNKNOWN
         self._probes = {path: Probe(path) for path in engine.collections}
         self._lookups = {collection.path: Lookup.of(collection, held) for collection, held in engine.tables.modules}
@@ -35,12 +36,13 @@ class Overlapping:
         self._logged: dict[str, float] | None = None
         for path, collection in engine.collections.items():
             collection.asked, collection.observer = partial(self._asked, path), timeline
+            collection.mode = partial(self._mode, path)
         for path, reason in engine.plain.items():
             rank_zero_info(f"strategy 'freescale': the exchange of {path!r} is not overlapped with compute: {reason}")
 
-    def begin_batch(self, batch: Any) -> None:
-        """Training on ``batch`` begins."""
-        self._batch = batch
+    def begin_batch(self, batch: Any, index: int) -> None:
+        """Training on ``batch``, the ``index``-th of its epoch, begins."""
+        self._batch, self._index = batch, index
         loader = self.trainer.train_dataloader
         if isinstance(loader, LookaheadLoader):
             loader.begin(batch)
@@ -71,11 +73,15 @@ class Overlapping:
     def begin_step(self, updates: bool, rate_of_group: Callable[[int], float], step: int) -> None:
         """Before the forward of that batch."""
         self._updates = updates
-        self.engine.begin_step(self._known(), updates=updates, rate_of_group=rate_of_group, step=step)
+        restart = self._index % self.trainer.accumulate_grad_batches == 0  # where Lightning zeroes the dense gradients
+        self.engine.begin_step(self._known(), updates=updates, rate_of_group=rate_of_group, step=step, restart=restart)
 
     def after_forward(self, args: tuple[Any, ...]) -> None:
         """Before its backward: where ids do not stand in the batch, a trial run of ``training_step`` tells them."""
-        wanted = [path for path, probe in self._probes.items() if probe.mode == "ghost"]
+        agreed = {path: collection.agreed_mode for path, collection in self.engine.collections.items()}
+        for path, mode in agreed.items():
+            self._probes[path].join(mode)
+        wanted = [path for path, mode in agreed.items() if MODES[mode] == "ghost"]
         if not wanted or self._upcoming is ENDED or self._upcoming is UNKNOWN:
             return
         ghost = self._ghost(wanted, args)
@@ -101,6 +107,9 @@ class Overlapping:
         found = {path: probe.ids_of(self._upcoming) for path, probe in self._probes.items()}
         device = self.trainer.strategy.root_device
         return {path: ids.to(device, non_blocking=True) for path, ids in found.items() if ids is not None}
+
+    def _mode(self, path: str) -> int:
+        return MODES.index(self._probes[path].mode)
 
     def _asked(self, path: str, features: KeyedJaggedTensor, same: bool | None) -> None:
         """The model has asked for ids that were announced rightly or wrongly, or not at all (None)."""

@@ -273,7 +273,7 @@ class FreeScaleStrategy(ObservedDDPStrategy):
         if self.tables is not None:
             refuse_accumulation(trainer, self._updated_in_backward())
         if self.overlapping is not None:
-            self.overlapping.begin_batch(batch)
+            self.overlapping.begin_batch(batch, batch_idx)
         assert self._watch is not None
         self._loss_weight = self._watch.begin_step(batch_idx)
 
@@ -313,9 +313,20 @@ class FreeScaleStrategy(ObservedDDPStrategy):
             refuse_second_backward(self._update_due)
             self._update_due = not self._accumulating
         loss = closure_loss if self._loss_weight == 1.0 else closure_loss * self._loss_weight
-        scaled = super().backward(loss, optimizer, *args, **kwargs)
-        self._end_backward()
+        with self._explained():
+            scaled = super().backward(loss, optimizer, *args, **kwargs)
+            self._end_backward()
         return scaled
+
+    @contextmanager
+    def _explained(self) -> Generator[None, None, None]:
+        """If DDP fails because a rank has gone, say why it has."""
+        try:
+            yield
+        except RuntimeError:
+            if self.overlapping is not None:
+                self.overlapping.engine.raise_errors()
+            raise
 
     def _end_backward(self) -> None:
         if self.overlapping is not None:
@@ -335,6 +346,7 @@ class FreeScaleStrategy(ObservedDDPStrategy):
     def finish_overlap(self) -> OverlapReport | None:
         """At the end of training: bring the tables up to date, and say what the overlap was worth. Collective."""
         if self.overlapping is not None:
+            self._end_backward()
             self.drain()
             self.overlap_report = self.overlapping.report()
         return self.overlap_report
@@ -342,7 +354,6 @@ class FreeScaleStrategy(ObservedDDPStrategy):
     def drain(self) -> None:
         """Wait until every update of the steps so far is in the tables: before reading them by hand."""
         if self.overlapping is not None:
-            self.overlapping.engine.end_backward()
             self.overlapping.engine.drain()
 
     @contextmanager
@@ -354,6 +365,7 @@ class FreeScaleStrategy(ObservedDDPStrategy):
 
     @override
     def on_validation_start(self) -> None:
+        self._end_backward()
         self.drain()
 
     # -- checkpoints: one ordinary file, as if nothing were sharded

@@ -8,15 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_freescale.comm.tensors import exchange_tensors
+
 
 def exchange_bytes(outgoing: Sequence[bytes | bytearray | memoryview | Tensor], group: dist.ProcessGroup) -> list[Tensor]:
     """Send ``outgoing[r]`` to rank ``r`` of ``group``. Collective; for groups that move CPU tensors.
 
-    All receives are posted before the first send: gloo's own all-to-all sends to a peer before it posts the receive, so that
-    with a rank that comes late the two directions of a link follow each other instead of running at the same time.
-
     Args:
-        outgoing: one part per rank: bytes, or CPU tensors of uint8; a part may be empty. The own one is not sent.
+        outgoing: one part per rank: bytes, or CPU tensors of uint8; a part may be empty.
         group: the ranks; nothing else may use it at the same time.
 
     Returns:
@@ -27,18 +26,13 @@ def exchange_bytes(outgoing: Sequence[bytes | bytearray | memoryview | Tensor], 
         ValueError: there is not one part per rank, or a part is no uint8 tensor.
         RuntimeError: a rank died, or did not come within the group's timeout.
     """
-    rank, size = group.rank(), group.size()
+    size = group.size()
     if len(outgoing) != size:
         raise ValueError(f"exchange_bytes(outgoing=...) has {len(outgoing)} parts for {size} ranks: pass one per rank")
     parts = [_as_tensor(part) for part in outgoing]
     incoming = [torch.empty(length, dtype=torch.uint8) for length in _lengths(parts, group)]
-    incoming[rank] = parts[rank]
-    peers = [peer for peer in range(size) if peer != rank]
-    works = [dist.irecv(incoming[peer], group=group, group_src=peer) for peer in peers if len(incoming[peer])]
-    works += [dist.isend(parts[peer], group=group, group_dst=peer) for peer in peers if len(parts[peer])]
-    for work in works:  # the list keeps the sends alive: a Work that is dropped cancels its transfer
-        assert work is not None
-        work.wait()
+    incoming[group.rank()] = parts[group.rank()]
+    exchange_tensors(parts, incoming, group)
     return incoming
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 def exchange_tensors(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: dist.ProcessGroup) -> int:
     """Send ``outgoing[r]`` to rank ``r`` of ``group`` and receive what it sent into ``incoming[r]``. Collective.
 
-    On CPU all receives are posted before the first send, see :func:`exchange_bytes`; on CUDA it is NCCL's all-to-all on the
-    current stream (not tested on GPU).
+    On CPU all receives are posted before the first send: gloo's own all-to-all sends to a peer before it posts the receive, so
+    that with a rank that comes late the two directions of a link follow each other instead of running at the same time. On
+    CUDA it is NCCL's all-to-all on the current stream (not tested on GPU).
 
     Args:
         outgoing: one contiguous tensor per rank; a part may be empty. The own one is copied.
@@ -32,7 +33,8 @@ def exchange_tensors(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], gro
         peers = [peer for peer in range(group.size()) if peer != rank]
         works = [dist.irecv(incoming[peer], group=group, group_src=peer) for peer in peers if incoming[peer].numel()]
         works += [dist.isend(outgoing[peer], group=group, group_dst=peer) for peer in peers if outgoing[peer].numel()]
-        incoming[rank].copy_(outgoing[rank])
+        if incoming[rank] is not outgoing[rank]:
+            incoming[rank].copy_(outgoing[rank])
         for work in works:  # the list keeps the sends alive: a Work that is dropped cancels its transfer
             assert work is not None
             work.wait()

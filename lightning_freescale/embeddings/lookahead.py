@@ -10,8 +10,10 @@ from torchrec import KeyedJaggedTensor
 from lightning_freescale.embeddings.captured import Captured, same_features
 from lightning_freescale.embeddings.places import Path, find_path, follow
 
-__all__ = ["Captured", "Path", "Probe", "find_path", "follow", "same_features"]
+__all__ = ["MODES", "Captured", "Path", "Probe", "find_path", "follow", "same_features"]
 
+Mode = Literal["probe", "ghost", "none"]
+MODES: tuple[Mode, ...] = ("probe", "ghost", "none")
 _PATIENCE = 3
 """Failures in a row after which a way to know the ids is given up."""
 
@@ -29,7 +31,7 @@ class Probe:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.mode: Literal["probe", "ghost", "none"] = "probe"
+        self.mode: Mode = "probe"
         self._path: Path | None = None
         self._failures, self._reasons = 0, ["they do not stand in the batch"]
 
@@ -74,6 +76,11 @@ class Probe:
             "its exchange is not overlapped. Pass the KeyedJaggedTensor as it stands in the batch",
             stacklevel=2,
         )
+
+    def join(self, mode: int) -> None:
+        """Some rank is at this place in :data:`MODES`: a trial run may contain collectives, so all ranks do it or none."""
+        if mode > MODES.index(self.mode):
+            self.mode, self._path, self._failures = MODES[mode], None, 0
 
     def _failed(self, reason: str) -> None:
         self._failures += 1

@@ -44,6 +44,11 @@ class TableOptimizer:
     initial_state: float = 0.0
     by_row: bool = False
 
+    @property
+    def moves_without_gradient(self) -> bool:
+        """Whether an update by a gradient of zero changes a row or its state."""
+        return self.fused_class not in (torch.optim.SGD, torch.optim.Adagrad, RowWiseAdagrad)
+
 
 FROZEN = TableOptimizer(torch.optim.SGD, {"lr": 0.0})
 

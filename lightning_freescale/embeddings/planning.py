@@ -51,6 +51,7 @@ def check_plan(collection: Collection, plan: Mapping[str, Any], optimizers: Mapp
     Raises:
         ValueError: names the table, what the plan says of it, and the fix.
     """
+    by_row = [table.key for table in collection.tables if optimizers[table.key].by_row]
     for table in collection.tables:
         kind, kernel = plan[table.name].sharding_type, plan[table.name].compute_kernel
         if collection.managed and kind != "row_wise":
@@ -68,11 +69,11 @@ def check_plan(collection: Collection, plan: Mapping[str, Any], optimizers: Mapp
                 f"the sharding plan gives table {table.name!r} sharding_type={kind!r} and compute_kernel={kernel!r}: tables "
                 'are updated by fused kernels, use compute_kernel="fused" and a type other than data_parallel'
             )
-        if optimizers[table.key].by_row and (kernel not in OVERLAPPED_KERNELS or kind not in OVERLAPPED_TYPES):
+        if by_row and (kernel not in OVERLAPPED_KERNELS or kind not in OVERLAPPED_TYPES):
             raise ValueError(
-                f"the sharding plan gives table {table.name!r} sharding_type={kind!r} and compute_kernel={kernel!r}, but its "
-                f"optimizer {optimizers[table.key].fused_class.__name__} on CPU needs row_wise or table_wise sharding and "
-                'compute_kernel="fused"'
+                f"the sharding plan gives table {table.name!r} sharding_type={kind!r} and compute_kernel={kernel!r}, but the "
+                f"optimizer {optimizers[by_row[0]].fused_class.__name__} of {by_row[0]!r} on CPU needs row_wise or table_wise "
+                'sharding and compute_kernel="fused" for all tables of the collection'
             )
         if ("column" in kind or "grid" in kind) and has_row_wise_state(optimizers[table.key]):
             raise ValueError(

@@ -183,7 +183,8 @@ def _attach_optimizers(collection: Collection, blueprint: nn.Module, chosen: Map
         # kernels, each of which has one learning rate
         weight._optimizer_classes = [torch.optim.SGD if optimizer.by_row else optimizer.fused_class]
         arguments = {"lr": 0.0} if optimizer.by_row else optimizer.arguments
-        weight._optimizer_kwargs = [{**arguments, "_batch_key": f"{optimizer.group} {optimizer.by_row}"}]
+        own = sorted(optimizer.arguments.items()) if optimizer.by_row else ""
+        weight._optimizer_kwargs = [{**arguments, "_batch_key": f"{optimizer.group} {own}"}]
 
 
 def _add_states(collection: Collection, module: Any, chosen: Mapping[str, TableOptimizer]) -> None:

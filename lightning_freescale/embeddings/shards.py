@@ -116,9 +116,9 @@ class ShardedTables:
         are in ``leave`` are updated by somebody else.
         """
         for collection, module in self.modules:
-            module.freescale_lookups.begin_step()
             if collection.path in leave:
                 continue
+            module.freescale_lookups.begin_step()
             keys = {table.name: table.key for table in collection.tables}
             for kernel in kernels(module):
                 optimizer = self.optimizers[keys[kernel._config.embedding_tables[0].name]]

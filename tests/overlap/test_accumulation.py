@@ -80,7 +80,7 @@ def _with_much_in_between() -> list[Run]:
 def test_with_schedule_and_trial_runs() -> None:
     ranks = run_distributed(_with_much_in_between, 2)
     _assert_as_ddp(ranks)
-    assert all(run.looked_ahead() == (2 * STEPS - 2, 2, 0) for _, *mine in ranks for run in mine)
+    assert all(run.looked_ahead() == (2 * STEPS - 3, 3, 0) for _, *mine in ranks for run in mine)
 
 
 def _validating() -> list[Run]:
@@ -130,12 +130,12 @@ def _refused(make: Any, **options: Any) -> str:
             },
             "GradientAccumulationScheduler: collections ['net.embeddings']",
         ),
-        (LooksUpTwice, {}, "collections ['net.embeddings'] are updated during backward"),
+        (LooksUpTwice, {}, "'net.embeddings' is looked up twice in a step while gradients are accumulated"),
     ],
 )
 def test_refused_where_tables_are_updated_in_backward(make: Any, options: dict[str, Any], message: str) -> None:
     for told in run_distributed(_refused, 2, make, **{"accumulate_grad_batches": 2, **options}):
-        assert message in told and "Use accumulate_grad_batches=1" in told
+        assert message in told
 
 
 class SkipsSteps(Watched):

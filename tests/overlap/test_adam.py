@@ -257,23 +257,43 @@ def test_from_freescale_to_ddp_and_back(tmp_path: Path) -> None:
 
 
 class SkipsSteps(WithAdam):
-    """Some steps have no loss, and no update."""
+    """Some steps have no loss."""
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         return None if batch_idx in (2, 3) else loss
 
 
-def _without_a_loss() -> list[Run]:
-    runs = []
-    for strategy in ("ddp", "freescale"):
-        torch.manual_seed(0)
-        runs.append(fit(SkipsSteps("adam"), _loader(6, True), max_epochs=2, strategy=strategy))
-    return runs
+def _without_a_loss() -> str:
+    with pytest.raises(ValueError, match="was looked up, but no gradient came back") as error:
+        fit(SkipsSteps("adam"), _loader(6, True))
+    return str(error.value)
 
 
-@pytest.mark.xfail(strict=True, reason="rows that were looked up get an update with a zero gradient, which moves Adam's moments")
-def test_steps_without_a_loss() -> None:
-    """On one rank; on several, Lightning refuses them."""
-    ddp, mine = run_distributed(_without_a_loss, 1)[0]
-    _assert_close(mine, ddp)
+def test_a_step_without_a_loss_is_refused() -> None:
+    """Torch's Adam would leave its moments alone then."""
+    assert "'net.embeddings'" in run_distributed(_without_a_loss, 1)[0]
+
+
+class OnlyTables(InBackward):
+    """An optimizer without state for the rest."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(_rest(self), lr=0.1)
+
+
+def _goes_on() -> tuple[list[float], list[float]]:
+    """In one fit, and in two."""
+    torch.manual_seed(0)
+    whole = fit(OnlyTables("adam"), _loader(6, True), max_epochs=2)
+    torch.manual_seed(0)
+    module = OnlyTables("adam")
+    for _ in range(2):
+        fit(module, _loader(6, True))
+    return whole.losses, module.losses
+
+
+@pytest.mark.xfail(strict=True, reason="the moments stay, but the count of updates, and with it their bias, starts anew")
+def test_an_optimizer_in_backward_goes_on_in_the_next_fit() -> None:
+    whole, parts = run_distributed(_goes_on, 2)[0]
+    assert parts == whole

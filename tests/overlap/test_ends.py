@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
 
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.overlap.training import Run, TwoCollections, Watched, changed_loader, exchange_threads, fit, my_loader, with_tags
@@ -34,6 +33,27 @@ def test_loaders_of_unequal_length(extra: int, epochs: int, validates: bool) -> 
     shorter = 0 if extra > 0 else 1
     assert f"ranks [{shorter}] have no batch after step" in str(failure.value)
     assert "give every rank the same number of batches" in str(failure.value)
+
+
+class Normalizes(Watched):
+    """DDP copies its buffers to all ranks before every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(1)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        return super().training_step({**batch, "label": self.norm(batch["label"][:, None])[:, 0]}, batch_idx)
+
+
+def _uneven_with_buffers() -> None:
+    fit(Normalizes(), my_loader(4 + int(os.environ["RANK"])))
+
+
+@pytest.mark.xfail(strict=True, reason="DDP's exchange of buffers waits before the lookup could find out")
+def test_loaders_of_unequal_length_and_buffers() -> None:
+    with pytest.raises(RankFailed, match=r"ranks \[0\] have no batch after step"):
+        run_distributed(_uneven_with_buffers, 2, timeout=8.0)
 
 
 class Fails(Watched):
@@ -90,45 +110,26 @@ def test_nothing_is_left_of_a_fit() -> None:
         assert len({groups for _, groups in left}) == 1
 
 
-def _raises_then_trains() -> tuple[str, list[str], int, list[float], list[float]]:
-    module, before = Fails("raises", True), _groups()
-    module.how = "raises"
-    message = ""
-    try:
-        fit(_OnOneRank(), my_loader(8))
-    except KeyError as error:
-        message = str(error)
-    threads, groups = exchange_threads(), _groups() - before
-    losses = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        losses.append(fit(Watched(), my_loader(4)).losses)
-    return message, threads, groups, *losses
-
-
-class _OnOneRank(Watched):
+class RaisesAlone(Watched):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         if batch_idx == 3:
             raise KeyError("the needle")
         return super().training_step(batch, batch_idx)
 
 
+def _raises_then_trains() -> tuple[list[str], int, list[float], list[float]]:
+    before, losses = _groups(), []
+    with pytest.raises(KeyError, match="the needle"):
+        fit(RaisesAlone(), my_loader(8))
+    threads, groups = exchange_threads(), _groups() - before
+    for _ in range(2):
+        torch.manual_seed(0)
+        losses.append(fit(Watched(), my_loader(4)).losses)
+    return threads, groups, *losses
+
+
 def test_nothing_is_left_of_a_fit_that_raised() -> None:
-    message, threads, groups, first, second = run_distributed(_raises_then_trains, 1)[0]
-    assert "the needle" in message and threads == []
+    threads, groups, first, second = run_distributed(_raises_then_trains, 1)[0]
+    assert threads == []
     assert groups <= 1, "the group of the embedding exchange stays with the module"
     assert first == second and len(first) == 4
-
-
-class LongBatches(Watched):
-    """Raises while the loader's workers are there."""
-
-
-def _interrupted() -> list[str]:
-    loader = DataLoader(my_loader(8).dataset, batch_size=None, num_workers=1)
-    module = _OnOneRank()
-    try:
-        fit(module, loader)
-    except KeyError:
-        return exchange_threads()
-    return ["no error"]

@@ -33,9 +33,7 @@ from tests.overlap.training import (
 STEPS, EPOCHS = 6, 2
 # announced, not announced, announced wrongly
 KNOWN = (STEPS * EPOCHS - EPOCHS - 1, EPOCHS + 1, 0)
-"""All but the first step of an epoch, and the second one of all: then it has just been learned where the ids stand."""
-TRIED = (STEPS * EPOCHS - EPOCHS, EPOCHS, 0)
-"""By a trial run, which comes late enough for the second step."""
+"""All but the first step of an epoch, and the second one of all: then it has just been learned how they are known."""
 NEVER = (0, STEPS * EPOCHS, 0)
 
 
@@ -92,9 +90,9 @@ CASES = {
     "batches are data classes": Case(training.OfRecords, lambda: changed_loader(STEPS, as_record)),
     "batches are tuples": Case(training.OfTuples, lambda: changed_loader(STEPS, as_tuple)),
     "ids of tensors in the batch": Case(training.OfTensors, _tensors),
-    "ids that are computed": Case(training.Computes, _tensors, TRIED),
-    "ids that are computed, bf16-mixed": Case(training.Computes, _tensors, TRIED, {"precision": "bf16-mixed"}),
-    "ids that are drawn": Case(training.Draws, _tensors, TRIED),
+    "ids that are computed": Case(training.Computes, _tensors),
+    "ids that are computed, bf16-mixed": Case(training.Computes, _tensors, {"precision": "bf16-mixed"}),
+    "ids that are drawn": Case(training.Draws, _tensors),
     "draws that nobody foresees": Case(training.DrawsUnforeseen, _tensors, (0, 9, 3), said="cannot be known ahead"),
     "hooks that change the batch in place": Case(training.ChangesInPlace, _tensors, (5, 3, 4)),
     "hooks of the data module": Case(training.OfTensors, DataWithHooks, (5, 3, 4)),
@@ -107,6 +105,13 @@ CASES = {
     ),
     "a step that takes the iterator": Case(training.Iterates, ahead=NEVER, said="cannot be known ahead"),
     "a closure called before the step": Case(training.StepsAfterClosure),
+    "epochs that are cut short": Case(training.CutsShort, ahead=(5, 2, 1)),
+    "further lookups without gradients": Case(
+        training.LooksUpMore, lambda: changed_loader(STEPS, with_tags), (9 + 6, 3 + 2, 0)
+    ),
+    "evaluation between steps": Case(training.Evaluates),
+    "lookups with gradients between steps": Case(training.TrainsBetween, ahead=NEVER),
+    "a table that nobody trains": Case(training.Freezes),
     "fast_dev_run": Case(options={"fast_dev_run": 3}, ahead=(1, 2, 0), validates=True),
 }
 
@@ -132,6 +137,12 @@ def test_bitwise(name: str) -> None:
         assert len(told) <= 1 and not overlapped.threads
     told = [text for _, overlapped in runs for text in overlapped.warnings if "overlapped" in text]
     assert bool(told) == bool(case.said) and all(case.said in text for text in told)
+
+
+def test_ranks_that_know_their_ids_in_different_ways() -> None:
+    runs = run_distributed(_both, 3, Case(training.DiffersByRank, _tensors))
+    assert_bitwise(runs)
+    assert [overlapped.looked_ahead() for _, overlapped in runs] == [KNOWN, TRIED, (0, 9, 3)]
 
 
 def _alone() -> tuple[Run, Run]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.testing import run_distributed
 from tests.overlap.training import Run, Watched, assert_bitwise, assert_same, fit, my_loader, strategies
 
@@ -82,6 +84,27 @@ def test_what_a_callback_writes(step: int) -> None:
     for (_, (_, expected)), (overlapped, (_, read)) in ranks:
         assert_same(read, expected)
         assert overlapped.looked_ahead() == ((6, 4, 0) if step == 2 else (7, 3, 0)), "rows fetched ahead are thrown away"
+
+
+def _slowed(seconds: float, at_the_end: float) -> list[tuple[Run, list[Any]]]:
+    """Every update takes its time, the last one more than the end of a fit would wait for."""
+    plain = LocalRows.update
+
+    def slow(self: LocalRows, rows: Tensor, gradients: Tensor, rates: Any, step: int) -> None:
+        time.sleep(at_the_end if step == 2 * STEPS - 1 else seconds)
+        plain(self, rows, gradients, rates, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalRows, "update", slow)
+        return _fits(Reads)
+
+
+def test_updates_that_are_late() -> None:
+    ranks = run_distributed(_slowed, 2, 0.05, 2.5)
+    for (_, (expected,)), (overlapped, (read,)) in ranks:
+        assert_same(read, expected)
+        assert not overlapped.threads
+    assert_bitwise([(plain, overlapped) for (plain, _), (overlapped, _) in ranks])
 
 
 def _writes_unannounced(writes: Callable[[Any], None]) -> str:

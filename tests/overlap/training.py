@@ -169,9 +169,9 @@ class OfTensors(Watched):
 class Computes(OfTensors):
     """Its ids stand nowhere in the batch."""
 
-    def ids(self, batch: Batch) -> Tensor:
-        history = batch["lengths"].view(3, -1).sum(dim=1)[:2].sum()
-        return torch.cat([(batch["ids"][:history] * 7) % ITEMS, batch["ids"][history:]])
+    def ids(self: OfTensors, batch: Batch) -> Tensor:
+        items = int(batch["lengths"].view(3, -1)[:2].sum())
+        return torch.cat([(batch["ids"][:items] * 7) % ITEMS, batch["ids"][items:]])
 
 
 class Draws(OfTensors):
@@ -273,3 +273,54 @@ class StepsAfterClosure(Watched):
         closure()
         optimizer.step()
 
+
+class CutsShort(Watched):
+    """Its epochs end before the loader does."""
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 4 else None
+
+
+class LooksUpMore(TwoCollections):
+    """Looks up without gradients before and after, and one collection in some steps only."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            before = self.net(batch["features"])
+        loss = super().training_step(batch, batch_idx) if batch_idx % 3 else Watched.training_step(self, batch, batch_idx)
+        with torch.no_grad():
+            after = self.net(batch["features"])
+        self.losses += [float(before.sum()), float(after.sum())]
+        return loss
+
+
+class DiffersByRank(DrawsUnforeseen):
+    """The first rank's ids stand in the batch, the second one computes them, the third one draws them unforeseen."""
+
+    def ids(self, batch: Batch) -> Tensor:
+        if self.global_rank == 0:
+            return batch["ids"]
+        return Computes.ids(self, batch) if self.global_rank == 1 else super().ids(batch)
+
+
+class Evaluates(Watched):
+    """Looks up between steps."""
+
+    gradients = False
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        with torch.set_grad_enabled(self.gradients):
+            self.losses.append(float(self.net(batch["features"]).sum()))
+
+
+class TrainsBetween(Evaluates):
+    """TorchRec would update the tables if somebody called backward."""
+
+    gradients = True
+
+
+class Freezes(Watched):
+    """One table stays as it is."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adagrad([p for name, p in self.named_parameters() if "item" not in name], lr=0.1)

@@ -27,7 +27,7 @@ class State(IntEnum):
     FAILED = 4  # the ids are wrong, the error follows
 
 
-_HEAD = 2
+_HEAD = 4
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Asking:
 
     state: State
     request: Request
+    updates: int
+    mode: int
     features: tuple[str, ...] = ()
     error: Exception | None = None
 
@@ -48,6 +50,7 @@ class Answer:
         anew: for every rank whether ids come from it.
         counts: rows that each rank wants from this one, by slot; shape ``[ranks, slots]``.
         ended: ranks that have no next batch.
+        mode: the highest of any rank.
         sound: whether ids come from every rank, and no two disagree on the features.
     """
 
@@ -55,6 +58,7 @@ class Answer:
     counts: Tensor
     ended: list[int]
     sound: bool
+    mode: int
 
     @property
     def somebody_asks(self) -> bool:
@@ -78,18 +82,18 @@ class Agreement:
         self._features: tuple[str, ...] | None = None
 
     def ask(
-        self, features: KeyedJaggedTensor | None, *, ended: bool = False, same: bool = False, nothing: bool = False
+        self, state: State, features: KeyedJaggedTensor | None = None, *, updates: bool | None = None, mode: int = 0
     ) -> Asking:
-        """What this rank will say; an error in the ids becomes part of it."""
-        if features is None or same:
-            state = State.SAME if same else State.ENDED if ended else State.ASKS if nothing else State.UNKNOWN
-            return Asking(state, self._nothing)
+        """What this rank will say; an error in the ids becomes part of it. Without ``features`` it asks for nothing."""
+        told = (int(updates) if updates is not None else 0, mode)
+        if features is None or state != State.ASKS:
+            return Asking(state, self._nothing, *told)
         keys = tuple(features.keys())
         try:
             self._check_order(keys)
-            return Asking(State.ASKS, Request.of(features, self.layout, self.dedup), keys)
+            return Asking(state, Request.of(features, self.layout, self.dedup), *told, keys)
         except ValueError as error:
-            return Asking(State.FAILED, self._nothing, keys, error)
+            return Asking(State.FAILED, self._nothing, *told, keys, error)
 
     def reach(self, asking: Asking, ahead: bool = False) -> Answer:
         """Tell all ranks and hear them. Collective.
@@ -101,6 +105,7 @@ class Agreement:
         """
         heads = self._exchange(asking)
         states, digests = heads[:, 0].tolist(), heads[:, 1].tolist()
+        self._refuse_other_windows(heads[:, 2].tolist())
         agreed = len({digest for digest in digests if digest}) <= 1
         if State.FAILED in states and not ahead:
             self._raise_errors(asking)
@@ -108,13 +113,14 @@ class Agreement:
             self._raise_disagreement(asking)
         anew = [state == State.ASKS for state in states]
         ended = [rank for rank, state in enumerate(states) if state == State.ENDED]
-        return Answer(anew, heads[:, _HEAD:], ended, agreed and all(anew))
+        return Answer(anew, heads[:, _HEAD:], ended, agreed and all(anew), int(heads[:, 3].max()))
 
     def _exchange(self, asking: Asking) -> Tensor:
         counts = asking.request.counts
         digest = zlib.crc32("\0".join(asking.features).encode()) + 1 if asking.features else 0
         told = torch.empty(len(counts), _HEAD + counts.shape[1], dtype=torch.int64)
-        told[:, 0], told[:, 1], told[:, _HEAD:] = int(asking.state), digest, counts
+        told[:, :_HEAD] = torch.tensor([int(asking.state), digest, asking.updates, asking.mode])
+        told[:, _HEAD:] = counts
         told = told.to(self.layout.first.device)
         heard = torch.empty_like(told)
         exchange_tensors(list(told), list(heard), self.group)
@@ -126,6 +132,15 @@ class Agreement:
             raise ValueError(
                 f"the KeyedJaggedTensor has features {list(keys)}, in earlier batches it had {list(self._features)}: keep them "
                 "and their order"
+            )
+
+    @staticmethod
+    def _refuse_other_windows(updates: list[int]) -> None:
+        if len(set(updates)) > 1:
+            steps = [rank for rank, update in enumerate(updates) if update]
+            raise ValueError(
+                f"after this batch ranks {steps} take an optimizer step, the others go on accumulating gradients: give every "
+                "rank the same number of batches and the same accumulate_grad_batches"
             )
 
     def _raise_errors(self, asking: Asking) -> None:

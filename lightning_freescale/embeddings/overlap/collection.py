@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -15,8 +16,10 @@ from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from lightning_freescale.embeddings.collections import Collection
 from lightning_freescale.embeddings.lookahead import Captured
+from lightning_freescale.embeddings.optimizer import TableOptimizer
 from lightning_freescale.embeddings.overlap.exchanges import Exchanges
 from lightning_freescale.embeddings.overlap.flight import Flight
+from lightning_freescale.embeddings.overlap.inject import inject
 from lightning_freescale.embeddings.overlap.lane import Lane
 from lightning_freescale.embeddings.overlap.layout import Layout
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
@@ -43,24 +46,34 @@ class OverlappedCollection:
         layout: where its rows live.
         local: this rank's rows.
         group: for this collection alone.
+        optimizers: of its tables.
         dedup: ask for each row once per rank and batch.
 
     Attributes:
         group: process group of this collection alone.
         statistics: totals since it was made.
         plain: whether it has fallen back to plain TorchRec.
+        mode: how this rank comes to know the next ids, as a number; the highest of all ranks is ``agreed_mode``.
         observer: told when training waits for rows.
         asked: called with the ids that the model asks for, and whether they were announced; None if none were.
     """
 
     def __init__(
-        self, collection: Collection, module: Any, layout: Layout, local: LocalRows, group: dist.ProcessGroup, dedup: bool
+        self,
+        collection: Collection,
+        module: Any,
+        layout: Layout,
+        local: LocalRows,
+        group: dist.ProcessGroup,
+        optimizers: Sequence[TableOptimizer],
+        dedup: bool,
     ) -> None:
         self.path, self.module, self.layout, self.statistics = collection.path, module, layout, Statistics()
         self._lane = Lane(collection.path, layout.first.device)
         self._exchanges = Exchanges(collection.path, layout, local, group, dedup, self.statistics)
+        self._by_row = any(optimizer.by_row for optimizer in optimizers)
+        self._moves_anyway = any(optimizer.moves_without_gradient for optimizer in optimizers)
         self.group, self._local = group, local
-        self._anchor = torch.empty(0, device=layout.first.device, requires_grad=True)
         self._late: Tensor | None = None
         self._upcoming: tuple[KeyedJaggedTensor | None, bool] | None = None
         self.observer: Observer | None = None
@@ -69,7 +82,11 @@ class OverlappedCollection:
         self.asked: Callable[[KeyedJaggedTensor, bool | None], None] | None = None
         self._need_ids = bool(getattr(module, "_need_indices", False))
         self._now, self._next = self._exchanges.flight(), self._exchanges.flight()
-        self._in_step = self._announced = self.plain = False
+        self._rates: list[float | None] = []
+        self._step = 0
+        self._updated: Future[Any] | None = None
+        self.mode: Callable[[], int] = lambda: 0
+        self._in_step = self._announced = self._window = self.plain = False
         self._plain_forward = module.forward
         module.forward = self.forward
         self._reading = module.register_state_dict_pre_hook(lambda *_: self.drain())
@@ -77,15 +94,20 @@ class OverlappedCollection:
 
     # -- a step
 
-    def begin_step(self, updates: bool, rates: Sequence[float | None], step: int) -> None:
-        """Before the forward of a batch: whether an optimizer step follows it, with which rates, and how many went before."""
+    def begin_step(self, updates: bool, rates: Sequence[float | None], step: int, restart: bool = False) -> None:
+        """Before the forward of a batch; see :meth:`OverlapEngine.begin_step`."""
         self.finish_step()
         self.module.freescale_lookups.begin_step()
+        self._rates, self._step = list(rates), step
         if self.plain:
             return
         self._refuse_writes()
+        kept = not self._now.updates
+        if kept and restart:
+            self._lane.submit(self._exchanges.discard)
+        self._window = kept and not restart
         self._now, self._next = self._next, self._exchanges.flight()
-        self._now.updates, self._now.rates, self._now.step = updates, list(rates), step
+        self._now.updates, self._now.rates, self._now.step = updates, self._rates, step
         self._in_step, self._announced, self._upcoming = True, False, None
         self.statistics.count("steps")
 
@@ -117,7 +139,8 @@ class OverlappedCollection:
         self._lane.hand_over(flight.rows, flight.request.place)
         rows = flight.rows.index_select(0, flight.request.place)
         flight.rows = flight.rows.new_empty(0)  # memory: the next batch's rows come while this one computes
-        return as_output(features, _Inject.apply(rows, self._anchor, self, flight), self.layout, self._need_ids)
+        rows = inject(rows, partial(self._take_gradient, flight))
+        return as_output(features, rows, self.layout, self._need_ids)
 
     def finish_step(self) -> None:
         """After backward: hand over what backward has not, so that no rank waits for this one."""
@@ -125,17 +148,30 @@ class OverlappedCollection:
             return
         if not self._now.looked_up:
             self._verify(None, same=False)
-        if not self._now.sent:
-            self._send_gradient(self._now, self._late)
-        self._in_step, self._late = False, None
+        elif not self._now.sent and self._late is None:
+            self._refuse_no_gradient()
         if self.plain:
-            self._lane.drain()
+            self._finish_last_step()
+        elif not self._now.sent:
+            self._send_gradient(self._now, None, self._next)
+        self._in_step, self._late = False, None
+
+    @property
+    def agreed_mode(self) -> int:
+        """The highest ``mode`` of any rank, as of the last step."""
+        return self._now.mode
 
     # -- between steps
 
     def drain(self) -> None:
-        """Wait until every update of the finished steps is in the tables. No rank need call it for another."""
-        self._lane.drain()
+        """Wait until every update of the steps before is in the tables. No rank need call it for another."""
+        if self._updated is not None:
+            self._lane.wait(self._updated)
+
+    @property
+    def error(self) -> Exception | None:
+        """What has gone wrong in the background, on this rank or another."""
+        return self._lane.error
 
     def forget(self) -> None:
         """The tables have been written: rows that were fetched ahead are void. To be called on every rank, after a drain."""
@@ -167,27 +203,27 @@ class OverlappedCollection:
         upcoming, ended = self._upcoming or (None, False)
         self._announced, self._upcoming = True, None
         self._next.captured = None if upcoming is None else Captured(upcoming)
-        self._lane.submit(self._exchanges.announce, self._next, upcoming, ended)
+        self._lane.submit(self._exchanges.announce, self._next, self._now, upcoming, ended, self.mode())
         self._lane.submit(self._exchanges.prefetch, self._next, self._now)
 
-    def _send_gradient(self, flight: Flight, gradient: Tensor | None) -> None:
+    def _send_gradient(self, flight: Flight, gradient: Tensor | None, following: Flight) -> None:
         if not self._announced:
             self._send_announcement()
         flight.sent = True
         self._arrived = None if self.observer is None else self.observer.stamp()
-        self._next.ready = self._lane.submit(self._exchanges.contended, flight, self._next, gradient)
-        self._lane.submit(self._exchanges.settled, flight)
+        following.ready = self._lane.submit(self._exchanges.contended, flight, following, gradient)
+        self._updated = self._lane.submit(self._exchanges.settled, flight)
 
     def _take_gradient(self, flight: Flight, gradient: Tensor) -> None:
         if flight.sent or self._late is not None:
             raise ValueError(
-                f"embedding collection {self.path!r}: a second backward through the rows of one lookup. Call backward once per "
-                "batch, on the sum of the losses"
+                f"embedding collection {self.path!r}: a second backward through the rows of one lookup, or one after its step "
+                "has ended. Call backward once per batch, on the sum of the losses"
             )
         if self.plain:
             self._late = gradient
         else:
-            self._send_gradient(flight, gradient)
+            self._send_gradient(flight, gradient, self._next)
 
     def _observed(self) -> AbstractContextManager[None]:
         arrived, self._arrived = self._arrived, None
@@ -196,26 +232,52 @@ class OverlappedCollection:
     # -- leaving the path
 
     def _plain_lookup(self, features: KeyedJaggedTensor) -> Any:
-        self._lane.drain()
+        self.drain()
         self.module.freescale_ids.check(features)
+        if torch.is_grad_enabled():
+            self._prepare_plain_update()
         return self._plain_forward(features)
+
+    def _prepare_plain_update(self) -> None:
+        """TorchRec will update the tables in this lookup's backward."""
+        if self._by_row:
+            raise ValueError(
+                f"embedding collection {self.path!r} is looked up outside of a step, or twice in one, and its optimizer on CPU "
+                "updates a table once per step: look all features up in one call, or use SGD, Adagrad or RowWiseAdagrad for it"
+            )
+        self._local.prepare(self._rates, self._step)
+        if not self._in_step:  # what was fetched ahead was so before that update
+            self._next = self._exchanges.flight()
 
     def _give_up(self) -> None:
         """A second lookup in a step is a second update in plain TorchRec: from here on, this collection is plain."""
-        if not self._local.known_to_torchrec:
+        if self._window or not self._now.updates:
             raise ValueError(
-                f"embedding collection {self.path!r} is looked up twice in a step, and its optimizer on CPU updates a table "
-                "once per step: look all features up in one call, or use SGD, Adagrad or RowWiseAdagrad for it"
+                f"embedding collection {self.path!r} is looked up twice in a step while gradients are accumulated, which plain "
+                "TorchRec cannot: look all features up in one call"
             )
-        if not self._announced:
-            self._send_announcement()
-        self._lane.drain()
         warnings.warn(
             f"embedding collection {self.path!r} is looked up several times in one step: its exchange is not overlapped from "
             "here on. Look all features up in one call",
             stacklevel=2,
         )
-        self.plain, self._now.after, self._next = True, None, self._exchanges.flight()
+        self.plain = True
+
+    def _finish_last_step(self) -> None:
+        """The second lookup's backward has updated the tables: what was sorted and fetched ahead is void."""
+        if not self._announced:
+            self._send_announcement()
+        self._lane.drain()
+        self._now.after = None
+        self._send_gradient(self._now, self._late, self._exchanges.flight())
+        self._lane.drain()
+
+    def _refuse_no_gradient(self) -> None:
+        if self._moves_anyway and len(self._now.request.rows):
+            raise ValueError(
+                f"embedding collection {self.path!r} was looked up, but no gradient came back: its optimizer would move the "
+                "rows all the same. Look it up under torch.no_grad() where the loss does not need it"
+            )
 
     def _refuse_writes(self) -> None:
         written = self._local.written()
@@ -233,17 +295,3 @@ class OverlappedCollection:
                 f"ranks {flight.ended} have no batch after step {flight.step}, others have: give every rank the same number "
                 "of batches"
             )
-
-
-class _Inject(torch.autograd.Function):
-    """Puts rows into the graph; in backward it takes their gradient out."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, anchor: Tensor, owner: OverlappedCollection, flight: Flight) -> Tensor:
-        ctx.owner, ctx.flight = owner, flight
-        return rows
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
-        ctx.owner._take_gradient(ctx.flight, gradient.contiguous())
-        return None, None, None, None

@@ -46,14 +46,18 @@ class OverlapEngine:
         self.collections: dict[str, OverlappedCollection] = {}
         self.plain: dict[str, str] = {}
         self._groups: dict[str, list[int | None]] = {}
-        for collection, module in tables.modules:
-            layout = self._layout(collection, module)
-            if layout is None:
-                continue
-            local = local_rows(layout, collection, module, tables)
-            group = dist.new_group(timeout=timeout)
-            self.collections[collection.path] = OverlappedCollection(collection, module, layout, local, group, dedup)
-            self._groups[collection.path] = [kernel.group for kernel in local.kernels]
+        layouts = [(collection, module, self._layout(collection, module)) for collection, module in tables.modules]
+        for collection, module, layout in layouts:
+            if layout is not None:
+                self._take_over(collection, module, layout, dedup, timeout)
+
+    def _take_over(self, collection: Collection, module: Any, layout: Layout, dedup: bool, timeout: timedelta | None) -> None:
+        local = local_rows(layout, collection, module, self.tables)
+        group = dist.new_group(timeout=timeout)
+        dist.all_reduce(layout.starts.new_zeros(1), group=group)  # NCCL connects at the first collective: now, not in a step
+        optimizers = [self.tables.optimizers[table.key] for table in collection.tables]
+        self.collections[collection.path] = OverlappedCollection(collection, module, layout, local, group, optimizers, dedup)
+        self._groups[collection.path] = [kernel.group for kernel in local.kernels]
 
     def _layout(self, collection: Collection, module: Any) -> Layout | None:
         if collection.pooled:
@@ -65,6 +69,12 @@ class OverlapEngine:
         try:
             return Layout.of(collection, module.freescale.plan, self.tables.group.size(), self.tables.device)
         except ValueError as error:
+            own = [table.name for table in collection.tables if self.tables.optimizers[table.key].by_row]
+            if own:
+                raise ValueError(
+                    f"only the overlap engine can run the optimizer of tables {own} on CPU, but in collection "
+                    f'{collection.path!r} {error}: shard all its tables row_wise or table_wise with compute_kernel="fused"'
+                ) from error
             self.plain[collection.path] = str(error)
             return None
 
@@ -75,6 +85,7 @@ class OverlapEngine:
         updates: bool = True,
         rate_of_group: Callable[[int], float] | None = None,
         step: int | None = None,
+        restart: bool = False,
     ) -> None:
         """Before the forward of a batch.
 
@@ -83,6 +94,7 @@ class OverlapEngine:
                 be told by :meth:`announce` before backward.
             updates: whether an optimizer step follows this batch; else its gradients are added to those of the next.
             rate_of_group: learning rate of each parameter group; without it tables keep the rates they were sharded with.
+            restart: forget gradients that were kept for an optimizer step which did not come.
             step: optimizer steps done so far; counted here if not given.
         """
         step = self._steps if step is None else step
@@ -90,7 +102,7 @@ class OverlapEngine:
         for path, collection in self.collections.items():
             groups = self._groups[path]
             rates = [None if group is None or rate_of_group is None else rate_of_group(group) for group in groups]
-            collection.begin_step(updates, rates, step)
+            collection.begin_step(updates, rates, step, restart)
         if upcoming is None:
             for collection in self.collections.values():
                 collection.announce(None, ended=True)
@@ -107,6 +119,12 @@ class OverlapEngine:
         """After backward: what it has not handed over goes now."""
         for collection in self.collections.values():
             collection.finish_step()
+
+    def raise_errors(self) -> None:
+        """After anything has failed: raise what has gone wrong in an exchange, which may be its cause on another rank."""
+        for collection in self.collections.values():
+            if collection.error is not None:
+                raise collection.error
 
     def drain(self) -> None:
         """Wait until every update of the steps that :meth:`end_backward` has ended is in the tables."""
@@ -135,12 +153,12 @@ class OverlapEngine:
         self.collections = {}
 
     def mean_statistics(self) -> dict[str, float]:
-        """The same, as the mean over all ranks. Collective; drain first."""
+        """What :meth:`statistics` returns, as the mean over all ranks. Collective; drain first."""
         mine = self.statistics()
         if not self.collections:
             return mine
         group = next(iter(self.collections.values())).group
-        mean = torch.tensor(list(mine.values()), device=self.tables.device)
+        mean = torch.tensor(list(mine.values()), dtype=torch.float64, device=self.tables.device)
         dist.all_reduce(mean, group=group)
         return dict(zip(mine, (mean / group.size()).tolist()))
 

@@ -56,10 +56,12 @@ class Exchanges:
 
     # -- ids
 
-    def announce(self, flight: Flight, features: KeyedJaggedTensor | None, ended: bool) -> None:
+    def announce(self, flight: Flight, now: Flight, features: KeyedJaggedTensor | None, ended: bool, mode: int) -> None:
         """Send the ids of the batch after the current one; None if they are not known, or if there is none (``ended``)."""
-        asking = self._agreement.ask(features, ended=ended)
+        state = State.ENDED if ended else State.UNKNOWN if features is None else State.ASKS
+        asking = self._agreement.ask(state, features, updates=now.updates, mode=mode)
         answer = self._agreement.reach(asking, ahead=True)
+        flight.mode = answer.mode
         flight.announced, flight.sound, flight.ended = answer.somebody_asks, answer.sound, answer.ended
         flight.known = asking.state == State.ASKS
         if flight.announced:
@@ -70,7 +72,7 @@ class Exchanges:
     def verify(self, flight: Flight, features: KeyedJaggedTensor | None, same: bool) -> None:
         """The model has asked: for the announced ids (``same``), for others, or not at all (None)."""
         same = same and flight.known
-        asking = self._agreement.ask(features, same=same, nothing=features is None)
+        asking = self._agreement.ask(State.SAME if same else State.ASKS, features)
         answer = self._agreement.reach(asking)
         if not answer.somebody_asks:
             return
@@ -121,10 +123,10 @@ class Exchanges:
             Shared(Chosen.of(second, here), Chosen.of(after, now.served.sizes)),
         )
 
-    def _fetch(self, flight: Flight, rows: Shared, lane: str) -> None:
+    def _fetch(self, flight: Flight, rows: Shared, kind: str) -> None:
         """Some rows of a batch, from all owners."""
         values = self.local.read(flight.served.rows[rows.served.mask])
-        flight.rows[rows.mine.mask] = self._exchange_rows(values, rows.served.sizes, rows.mine.sizes, lane)
+        flight.rows[rows.mine.mask] = self._exchange_rows(values, rows.served.sizes, rows.mine.sizes, kind)
 
     def _nothing(self, flight: Flight) -> Shared:
         device = flight.rows.device
@@ -142,6 +144,10 @@ class Exchanges:
         self._update(now, rows, gradients, kept)
         self._fetch(following, following.before, "contended")
 
+    def discard(self) -> None:
+        """Forget the gradients kept for an optimizer step that does not come."""
+        self._window.take()
+
     def settled(self, now: Flight) -> None:
         """Send the gradients that nobody waits for, and apply them if an optimizer step follows."""
         shared = now.after or self._nothing(now)
@@ -156,13 +162,13 @@ class Exchanges:
         rows = torch.zeros(len(now.request.rows), self.local.dim, device=now.request.rows.device)
         if gradient is None:
             return rows
-        self._count(now.request)
+        self._count_needs(now.request)
         if not self.dedup:
             rows[now.request.place] = gradient
             return rows
         return rows.index_add_(0, now.request.place, gradient)
 
-    def _count(self, request: Request) -> None:
+    def _count_needs(self, request: Request) -> None:
         """What the batch needs, and what plain TorchRec would move for it."""
         start = sum(request.sizes[: self.group.rank()])
         end = start + request.sizes[self.group.rank()]
@@ -173,18 +179,20 @@ class Exchanges:
         self.statistics.count("plain_bytes", (len(request.place) - mine) * per_row)
         self.statistics.count("dedup_bytes", (len(request.rows) - (end - start)) * per_row)
 
-    def _gather(self, now: Flight, rows: Shared, lane: str) -> tuple[Tensor, Tensor]:
+    def _gather(self, now: Flight, rows: Shared, kind: str) -> tuple[Tensor, Tensor]:
         """Some rows that this rank owns, and their gradients, in the order of summation."""
         assert now.gradient is not None
-        gradients = self._exchange_rows(now.gradient[rows.mine.mask], rows.mine.sizes, rows.served.sizes, lane)
+        gradients = self._exchange_rows(now.gradient[rows.mine.mask], rows.mine.sizes, rows.served.sizes, kind)
         if get_gradient_division():
             gradients /= self.group.size()
         order = now.served.by_slot(rows.served.mask)
         return now.served.rows[rows.served.mask][order], gradients[order]
 
     def _update(self, now: Flight, rows: Tensor, gradients: Tensor, kept: Tensor | None) -> None:
-        held = self._window.take(kept)
-        self.local.update(torch.cat([*held[0], rows]), torch.cat([*held[1], gradients]), now.rates, now.step)
+        if self._window.rows:
+            held = self._window.take(kept)
+            rows, gradients = torch.cat([*held[0], rows]), torch.cat([*held[1], gradients])
+        self.local.update(rows, gradients, now.rates, now.step)
 
     # -- transport
 
@@ -194,14 +202,14 @@ class Exchanges:
         self._exchange(outgoing, incoming, "ids")
         return incoming
 
-    def _exchange_rows(self, values: Tensor, gives: list[int], gets: list[int], lane: str) -> Tensor:
+    def _exchange_rows(self, values: Tensor, gives: list[int], gets: list[int], kind: str) -> Tensor:
         received = values.new_empty(sum(gets), self.local.dim)
-        self._exchange(values.contiguous().split(gives), received.split(gets), lane)
+        self._exchange(values.contiguous().split(gives), received.split(gets), kind)
         return received
 
-    def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], lane: str) -> None:
+    def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], kind: str) -> None:
         with self.statistics.transfer():
-            self.statistics.count(f"{lane}_bytes", exchange_tensors(outgoing, incoming, self.group))
+            self.statistics.count(f"{kind}_bytes", exchange_tensors(outgoing, incoming, self.group))
 
     def _room(self, request: Request) -> Tensor:
         return torch.empty(len(request.rows), self.local.dim, device=request.rows.device)

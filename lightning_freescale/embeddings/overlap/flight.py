@@ -42,6 +42,7 @@ class Flight:
         known: whether this rank has.
         sound: whether all have, without error or disagreement.
         ended: ranks that have said that they have no such batch.
+        mode: the highest mode of any rank, see :class:`OverlappedCollection`.
         captured: the ids announced for it, before the model asks for them.
         ready: done when ``rows`` are complete.
         before: the rows it shares with what is updated before it (their values come late).
@@ -61,6 +62,7 @@ class Flight:
     known: bool = False
     sound: bool = False
     ended: list[int] = field(default_factory=list)
+    mode: int = 0
     captured: Captured | None = None
     ready: Future[Any] | None = None
     before: Shared | None = None

@@ -24,12 +24,15 @@ class Lane:
     Args:
         name: of the collection, for errors.
         device: on CUDA the jobs run on a stream of their own (not tested on GPU).
+
+    Attributes:
+        error: what a job has raised.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._name = name
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self._error: Exception | None = None
+        self.error: Exception | None = None
         self._last: Future[Any] | None = None
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = threading.Thread(target=self._work, name=f"freescale-{name}", daemon=True)
@@ -85,10 +88,11 @@ class Lane:
         with torch.cuda.stream(self.stream) if self.stream is not None else nullcontext():
             while (queued := self._jobs.get()) is not None:
                 self._run(*queued)
+                del queued  # memory: its batch is done
 
     def _run(self, future: Future[Any], job: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        if self._error is not None:
-            future.set_exception(self._error)
+        if self.error is not None:
+            future.set_exception(self.error)
             return
         try:
             future.set_result(job(*args))
@@ -100,5 +104,5 @@ class Lane:
             self._fail(future, named)
 
     def _fail(self, future: Future[Any], error: Exception) -> None:
-        self._error = error
+        self.error = error
         future.set_exception(error)

@@ -79,8 +79,13 @@ def _blocks(table: Table, sharding: Any) -> tuple[int, int]:
     shards = sharding.sharding_spec.shards
     block, first = int(shards[0].shard_sizes[0]), int(shards[0].placement.rank())
     for index, shard in enumerate(shards):
-        whole = shard.shard_sizes[1] == table.dim and shard.shard_offsets[1] == 0
+        whole = shard.shard_sizes[1] == table.dim
         start = min(index * block, table.rows)
-        if not whole or shard.shard_offsets[0] != start or shard.placement.rank() != first + index:
+        size = min(block, table.rows - start)
+        if (
+            not whole
+            or (*shard.shard_offsets, shard.shard_sizes[0]) != (start, 0, size)
+            or shard.placement.rank() != first + index
+        ):
             raise ValueError(f"the rows of table {table.name!r} are not in equal blocks on consecutive ranks")
     return first, block

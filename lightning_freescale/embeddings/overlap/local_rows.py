@@ -38,9 +38,6 @@ class Kernel:
         group: the parameter group that sets its learning rate, if one does.
     """
 
-    known_to_torchrec = True
-    """Whether TorchRec's own backward would do the same update."""
-
     def __init__(self, module: Any, tables: Sequence[int], held: dict[int, Held], group: int | None) -> None:
         self.module, self.held, self.group = module, held, group
         self._places = {index: tables.index(index) for index in tables}
@@ -54,11 +51,15 @@ class Kernel:
             counts[place + 1] = len(rows[index][0])
         ids = torch.cat([rows[index][0] - self.held[index].base for _, index in given])
         gradients = torch.cat([rows[index][1] for _, index in given])
+        self.prepare(rate, step)
+        with torch.enable_grad():
+            self.module(indices=ids, offsets=counts.cumsum(0).to(ids.device)).backward(gradients)
+
+    def prepare(self, rate: float | None, step: int) -> None:
+        """Set learning rate and number of updates done."""
         if rate is not None:
             self.module.set_learning_rate(rate)
         self.module.iter.fill_(step)
-        with torch.enable_grad():
-            self.module(indices=ids, offsets=counts.cumsum(0).to(ids.device)).backward(gradients)
 
 
 class AdamKernel(Kernel):
@@ -69,8 +70,6 @@ class AdamKernel(Kernel):
         arguments: of the optimizer, in FBGEMM's words.
         others: as for :class:`Kernel`.
     """
-
-    known_to_torchrec = False
 
     def __init__(self, states: dict[int, dict[str, Tensor]], arguments: Mapping[str, Any], *others: Any) -> None:
         super().__init__(*others)
@@ -107,10 +106,10 @@ class LocalRows:
         """Rows owned."""
         return self._rows
 
-    @property
-    def known_to_torchrec(self) -> bool:
-        """Whether TorchRec's own backward would do the same updates."""
-        return all(kernel.known_to_torchrec for kernel in self.kernels)
+    def prepare(self, rates: Sequence[float | None], step: int) -> None:
+        """Before TorchRec's own backward updates rows: what :meth:`update` would be given."""
+        for kernel, rate in zip(self.kernels, rates):
+            kernel.prepare(rate, step)
 
     @torch.no_grad()
     def read(self, rows: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ class Served:
         ranks, slots = self.counts.shape
         if slots == 1:
             return slice(None)
-        slot = torch.arange(slots, dtype=torch.uint8).repeat(ranks).repeat_interleave(self.counts.flatten())
+        slot = torch.arange(slots, dtype=torch.int16).repeat(ranks).repeat_interleave(self.counts.flatten())
         return torch.argsort(slot.to(chosen.device)[chosen], stable=True)
 
 

@@ -12,9 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torchrec import KeyedJaggedTensor
+from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise
+from torchrec.distributed.types import ShardingPlan
 
+from lightning_freescale.embeddings.optimizer import TableOptimizer
+from lightning_freescale.embeddings.overlap import OverlapEngine
+from lightning_freescale.embeddings.sharding import TableSharding
 from lightning_freescale.testing import RankFailed, run_distributed
-from tests.embeddings.overlap.sequences import OPTIMIZERS, Batch, batches, known, train_overlapped
+from tests.embeddings.overlap.sequences import OPTIMIZERS, Batch, Sequences, batches, known, sharded, train_overlapped
 
 SGD = OPTIMIZERS["sgd"]
 Change = Callable[[Batch], None]
@@ -156,9 +161,6 @@ def test_a_rank_that_is_killed_ends_the_others() -> None:
 def _late() -> str:
     from datetime import timedelta
 
-    from lightning_freescale.embeddings.overlap import OverlapEngine
-    from tests.embeddings.overlap.sequences import sharded
-
     data = batches(dist.get_rank(), 2)
     with sharded(SGD) as (model, _, tables, _):
         engine = OverlapEngine(tables, timeout=timedelta(seconds=2))
@@ -178,3 +180,91 @@ def test_a_rank_that_never_comes() -> None:
     told = run_distributed(_late, 2)
     assert "embedding exchange of collection 'items'" in told[0]
     assert "timed out" in told[0].lower() or "timeout" in told[0].lower()
+
+
+ADAM = TableOptimizer(torch.optim.Adam, {"lr": 0.05}, by_row=True)
+
+
+def _steps(optimizer: TableOptimizer, act: Callable[[Any, Any, Batch, OverlapEngine], None], **options: Any) -> str:
+    """What ``act`` raises in the second of two steps."""
+    data = batches(dist.get_rank(), 3)
+    with sharded(optimizer) as (model, _, tables, _):
+        engine = OverlapEngine(tables, **options)
+        try:
+            for batch, following in zip(data, data[1:]):
+                engine.begin_step(known(following))
+                act(model, tables, batch, engine)
+                engine.end_backward()
+            engine.drain()
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+    return "nothing"
+
+
+def _no_backward(model: Any, tables: Any, batch: Batch, engine: OverlapEngine) -> None:
+    model(batch)
+
+
+def _twice(model: Any, tables: Any, batch: Batch, engine: OverlapEngine) -> None:
+    (model(batch) + model(batch)).backward()
+
+
+def _backward_twice(model: Any, tables: Any, batch: Batch, engine: OverlapEngine) -> None:
+    loss = model(batch)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "act", "message"),
+    [
+        (SGD, _no_backward, "nothing"),
+        (ADAM, _no_backward, "'items' was looked up, but no gradient came back"),
+        (ADAM, _twice, "'items' is looked up outside of a step, or twice in one, and its optimizer on CPU"),
+        (SGD, _backward_twice, "a second backward through the rows of one lookup"),
+    ],
+)
+def test_what_a_step_may_not_do(optimizer: TableOptimizer, act: Any, message: str) -> None:
+    for told in run_distributed(_steps, 2, optimizer, act):
+        assert message in told
+
+
+def _other_windows() -> str:
+    data = batches(dist.get_rank(), 3)
+    with sharded(SGD) as (model, _, tables, _):
+        engine = OverlapEngine(tables)
+        try:
+            for batch, following in zip(data, data[1:]):
+                engine.begin_step(known(following), updates=dist.get_rank() == 0)
+                model(batch).backward()
+                engine.end_backward()
+            engine.drain()
+        except ValueError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_ranks_that_accumulate_differently() -> None:
+    for told in run_distributed(_other_windows, 2):
+        assert "after this batch ranks [0] take an optimizer step, the others go on accumulating gradients" in told
+
+
+def _adam_beside_columns() -> None:
+    model, world = Sequences(), dist.get_world_size()
+    plan = {"item": row_wise(compute_kernel="fused"), "category": column_wise(ranks=[0, 1], compute_kernel="fused")}
+    entries = {
+        "items": construct_module_sharding_plan(model.items, plan, local_size=world, world_size=world, device_type="cpu"),
+        "tags": construct_module_sharding_plan(
+            model.tags, {"tag": row_wise(compute_kernel="fused")}, local_size=world, world_size=world, device_type="cpu"
+        ),
+    }
+    sharding = TableSharding(model, torch.device("cpu"), overlap=True)
+    optimizers = {key: ADAM for key in sharding.parameters if "item.weight" in key}
+    sharding.shard(group=dist.new_group(), local_world_size=world, plan=ShardingPlan(entries), optimizers=optimizers)
+
+
+def test_adam_on_cpu_needs_the_whole_collection() -> None:
+    with pytest.raises(
+        RankFailed, match=r"table 'category' sharding_type='column_wise'.*Adam of 'items.embeddings.item.weight'"
+    ):
+        run_distributed(_adam_beside_columns, 2)

@@ -22,7 +22,7 @@ def _most() -> tuple[int, int]:
     """The most that is held before backward, when the next batch is complete, and the largest batch of ids and rows."""
     data, most = batches(dist.get_rank(), 12, samples=200), 0
     sizes = [(batch["ids"].values().numel() + batch["tags"].values().numel()) * (8 + 4 * DIM) for batch in data]
-    with sharded(OPTIMIZERS["sgd"]) as (model, ddp, tables, _):
+    with sharded(OPTIMIZERS["sgd"]) as (_, ddp, tables, _):
         engine = OverlapEngine(tables)
         for batch, following in zip(data, [*data[1:], None]):
             engine.begin_step(known(following))

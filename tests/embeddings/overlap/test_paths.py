@@ -158,8 +158,17 @@ def _looked_up_again(engine: bool) -> tuple[Run, list[str]]:
     sequences.Sequences.forward = forward
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run = train_overlapped(HOW, data) if engine else train_plain(HOW, data)
+        if engine:
+            run = train_overlapped(HOW, data, announce=_early_or_late, rate=_schedule)
+        else:
+            run = train_plain(HOW, data, rate=_schedule)
     return run, [str(warning.message) for warning in caught]
+
+
+def _early_or_late(step: int, following: Batch | None) -> tuple[Announced | None, Announced]:
+    """One rank knows the ids before the forward, the other after it."""
+    told = known(following)
+    return (told, {}) if dist.get_rank() == 0 or told is None else ({}, told)
 
 
 def test_several_lookups_in_a_step() -> None:
@@ -191,4 +200,22 @@ def _not_looked_up(engine: bool) -> Run:
 
 def test_a_collection_that_is_not_always_looked_up() -> None:
     for plain, mine in zip(run_distributed(_not_looked_up, 2, False), run_distributed(_not_looked_up, 2, True)):
+        same(plain, mine)
+
+
+def _outside(engine: bool) -> Run:
+    """After the fourth step the candidates are trained on once more, outside of a step."""
+    data, models = batches(dist.get_rank(), 9), []
+
+    def between(step: int, tables: ShardedTables, _: OverlapEngine | None) -> None:
+        if step == 4:
+            module = next(module for collection, module in tables.modules if collection.path == "items")
+            models.append(module(data[5]["ids"])["candidate"].values().square().sum())
+            models[0].backward()
+
+    return train_overlapped(HOW, data, between=between) if engine else train_plain(HOW, data, between=between)
+
+
+def test_a_lookup_outside_of_a_step() -> None:
+    for plain, mine in zip(run_distributed(_outside, 2, False), run_distributed(_outside, 2, True)):
         same(plain, mine)

@@ -13,6 +13,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from lightning_freescale.embeddings.optimizer import TableOptimizer
 from lightning_freescale.embeddings.overlap import OverlapEngine
 from lightning_freescale.embeddings.row_adam import new_state, update_rows
+from lightning_freescale.embeddings.sharding import TableSharding
 from lightning_freescale.testing import run_distributed
 from tests.embeddings.overlap.sequences import OPTIMIZERS, Batch, Run, Sequences, batches, known, result_of, sharded
 
@@ -132,3 +133,46 @@ def test_dedup_is_bitwise_where_sums_are_exact() -> None:
         for name, weight in without.items():
             assert torch.equal(dedup[name], weight), name
             assert name != "item" or weight.frac().abs().max() > 0, "must have moved"
+
+
+def _restarted(restart: bool) -> dict[str, torch.Tensor]:
+    """A batch that no step follows, and then a window of its own."""
+    data = batches(dist.get_rank(), 3)
+    with sharded(OPTIMIZERS["adagrad"]) as (model, _, tables, _):
+        engine = OverlapEngine(tables)
+        for step, batch in enumerate(data if restart else data[1:], start=0 if restart else 1):
+            engine.begin_step({}, updates=step == 2, restart=step == 1)
+            model(batch).backward()
+            engine.end_backward()
+        engine.drain()
+        return {shard.table.name: shard.weight.clone() for shard in tables.shards()}
+
+
+def test_a_window_that_was_left_open_is_forgotten() -> None:
+    for with_it, without in zip(run_distributed(_restarted, 2, True), run_distributed(_restarted, 2, False)):
+        for name, weight in without.items():
+            assert torch.equal(with_it[name], weight), name
+
+
+def _two_rates() -> dict[str, float]:
+    """How far the rows of each table move: one has a learning rate of zero."""
+    rates = {"item": 0.05, "category": 0.0, "tag": 0.05}
+    model = Sequences()
+    sharding = TableSharding(model, torch.device("cpu"), overlap=True)
+    optimizers = {
+        key: TableOptimizer(torch.optim.Adam, {"lr": rates[key.split(".")[-2]]}, by_row=True) for key in sharding.parameters
+    }
+    tables = sharding.shard(group=dist.new_group(), local_world_size=2, optimizers=optimizers)
+    before = {shard.table.name: shard.weight.clone() for shard in tables.shards()}
+    engine = OverlapEngine(tables)
+    engine.begin_step()
+    model(batches(dist.get_rank(), 2)[1]).backward()
+    engine.end_backward()
+    engine.drain()
+    return {shard.table.name: float((shard.weight - before[shard.table.name]).abs().max()) for shard in tables.shards()}
+
+
+def test_tables_keep_their_own_adam() -> None:
+    moved = run_distributed(_two_rates, 2)[0]
+    assert moved["item"] == pytest.approx(0.05, rel=1e-3)
+    assert moved["category"] == 0.0
