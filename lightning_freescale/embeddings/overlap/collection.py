@@ -17,6 +17,7 @@ from torchrec import JaggedTensor, KeyedJaggedTensor
 from lightning_freescale.embeddings.collections import Collection
 from lightning_freescale.embeddings.lookahead import Captured
 from lightning_freescale.embeddings.optimizer import TableOptimizer
+from lightning_freescale.embeddings.overlap import refusals
 from lightning_freescale.embeddings.overlap.exchanges import Exchanges
 from lightning_freescale.embeddings.overlap.flight import Flight
 from lightning_freescale.embeddings.overlap.inject import inject
@@ -133,7 +134,8 @@ class OverlappedCollection:
         with self.statistics.exposed(), self._observed():
             if flight.ready is not None:
                 self._lane.wait(flight.ready)
-                self._refuse_uneven(flight)
+                if flight.ended and flight.announced:
+                    refusals.uneven_ends(flight.ended, flight.step)
             if not same or not flight.sound:  # where ids came from every rank, none has to wait for their confirmation
                 self._lane.wait(verified)
         self._lane.hand_over(flight.rows, flight.request.place)
@@ -148,8 +150,8 @@ class OverlappedCollection:
             return
         if not self._now.looked_up:
             self._verify(None, same=False)
-        elif not self._now.sent and self._late is None:
-            self._refuse_no_gradient()
+        elif self._moves_anyway and not self._now.sent and self._late is None and len(self._now.request.rows):
+            refusals.no_gradient(self.path)
         if self.plain:
             self._finish_last_step()
         elif not self._now.sent:
@@ -216,10 +218,7 @@ class OverlappedCollection:
 
     def _take_gradient(self, flight: Flight, gradient: Tensor) -> None:
         if flight.sent or self._late is not None:
-            raise ValueError(
-                f"embedding collection {self.path!r}: a second backward through the rows of one lookup, or one after its step "
-                "has ended. Call backward once per batch, on the sum of the losses"
-            )
+            refusals.second_backward(self.path)
         if self.plain:
             self._late = gradient
         else:
@@ -241,10 +240,7 @@ class OverlappedCollection:
     def _prepare_plain_update(self) -> None:
         """TorchRec will update the tables in this lookup's backward."""
         if self._by_row:
-            raise ValueError(
-                f"embedding collection {self.path!r} is looked up outside of a step, or twice in one, and its optimizer on CPU "
-                "updates a table once per step: look all features up in one call, or use SGD, Adagrad or RowWiseAdagrad for it"
-            )
+            refusals.second_update(self.path)
         self._local.prepare(self._rates, self._step)
         if not self._in_step:  # what was fetched ahead was so before that update
             self._next = self._exchanges.flight()
@@ -252,10 +248,7 @@ class OverlappedCollection:
     def _give_up(self) -> None:
         """A second lookup in a step is a second update in plain TorchRec: from here on, this collection is plain."""
         if self._window or not self._now.updates:
-            raise ValueError(
-                f"embedding collection {self.path!r} is looked up twice in a step while gradients are accumulated, which plain "
-                "TorchRec cannot: look all features up in one call"
-            )
+            refusals.second_lookup_in_window(self.path)
         warnings.warn(
             f"embedding collection {self.path!r} is looked up several times in one step: its exchange is not overlapped from "
             "here on. Look all features up in one call",
@@ -272,26 +265,8 @@ class OverlappedCollection:
         self._send_gradient(self._now, self._late, self._exchanges.flight())
         self._lane.drain()
 
-    def _refuse_no_gradient(self) -> None:
-        if self._moves_anyway and len(self._now.request.rows):
-            raise ValueError(
-                f"embedding collection {self.path!r} was looked up, but no gradient came back: its optimizer would move the "
-                "rows all the same. Look it up under torch.no_grad() where the loss does not need it"
-            )
-
     def _refuse_writes(self) -> None:
         written = self._local.written()
         if self._written is not None and written != self._written:
-            raise RuntimeError(
-                f"the tables of embedding collection {self.path!r} were written while updates were still under way or rows "
-                "fetched ahead: write them inside `with trainer.strategy.writing_tables():`, or `with engine.writing():` in a "
-                "loop of your own, on every rank"
-            )
+            refusals.unannounced_write(self.path)
         self._written = written
-
-    def _refuse_uneven(self, flight: Flight) -> None:
-        if flight.ended and flight.announced:
-            raise RuntimeError(
-                f"ranks {flight.ended} have no batch after step {flight.step}, others have: give every rank the same number "
-                "of batches"
-            )
