@@ -96,6 +96,15 @@ def test_validation_inside_a_window() -> None:
     _assert_as_ddp(run_distributed(_validating, 2))
 
 
+def _cut_short() -> list[Run]:
+    return _three(lambda: training.CutsShort("adagrad"), lambda: my_loader(STEPS), accumulate_grad_batches=3)
+
+
+def test_a_window_that_its_epoch_cuts_short() -> None:
+    """Lightning forgets the gradients that wait for a step then."""
+    _assert_as_ddp(run_distributed(_cut_short, 2))
+
+
 class Pooled(Watched):
     def __init__(self) -> None:
         super().__init__("sgd")

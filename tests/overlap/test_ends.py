@@ -50,7 +50,6 @@ def _uneven_with_buffers() -> None:
     fit(Normalizes(), my_loader(4 + int(os.environ["RANK"])))
 
 
-@pytest.mark.xfail(strict=True, reason="DDP's exchange of buffers waits before the lookup could find out")
 def test_loaders_of_unequal_length_and_buffers() -> None:
     with pytest.raises(RankFailed, match=r"ranks \[0\] have no batch after step"):
         run_distributed(_uneven_with_buffers, 2, timeout=8.0)

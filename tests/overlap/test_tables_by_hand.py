@@ -86,8 +86,8 @@ def test_what_a_callback_writes(step: int) -> None:
         assert overlapped.looked_ahead() == ((6, 4, 0) if step == 2 else (7, 3, 0)), "rows fetched ahead are thrown away"
 
 
-def _slowed(seconds: float, at_the_end: float) -> list[tuple[Run, list[Any]]]:
-    """Every update takes its time, the last one more than the end of a fit would wait for."""
+def _slowed(seconds: float, at_the_end: float, *callbacks: Callable[[], L.Callback]) -> list[tuple[Run, list[Any]]]:
+    """Every update takes its time."""
     plain = LocalRows.update
 
     def slow(self: LocalRows, rows: Tensor, gradients: Tensor, rates: Any, step: int) -> None:
@@ -96,15 +96,18 @@ def _slowed(seconds: float, at_the_end: float) -> list[tuple[Run, list[Any]]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalRows, "update", slow)
-        return _fits(Reads)
+        return _fits(*callbacks)
 
 
-def test_updates_that_are_late() -> None:
-    ranks = run_distributed(_slowed, 2, 0.05, 2.5)
-    for (_, (expected,)), (overlapped, (read,)) in ranks:
+def test_updates_that_are_late_for_a_reader() -> None:
+    for (_, (expected,)), (_, (read,)) in run_distributed(_slowed, 2, 0.05, 0.05, Reads):
         assert_same(read, expected)
-        assert not overlapped.threads
+
+
+def test_a_last_update_that_is_late_for_the_end_of_the_fit() -> None:
+    ranks = run_distributed(_slowed, 2, 0.0, 2.0)
     assert_bitwise([(plain, overlapped) for (plain, _), (overlapped, _) in ranks])
+    assert not any(overlapped.threads for _, (overlapped, _) in ranks)
 
 
 def _writes_unannounced(writes: Callable[[Any], None]) -> str:

@@ -86,6 +86,7 @@ class OverlappedCollection:
         self._rates: list[float | None] = []
         self._step = 0
         self._updated: Future[Any] | None = None
+        self._announcement: Future[Any] | None = None
         self.mode: Callable[[], int] = lambda: 0
         self._in_step = self._announced = self._window = self.plain = False
         self._plain_forward = module.forward
@@ -103,6 +104,7 @@ class OverlappedCollection:
         if self.plain:
             return
         self._refuse_writes()
+        self._refuse_uneven_end(step)
         kept = not self._now.updates
         if kept and restart:
             self._lane.submit(self._exchanges.discard)
@@ -134,8 +136,6 @@ class OverlappedCollection:
         with self.statistics.exposed(), self._observed():
             if flight.ready is not None:
                 self._lane.wait(flight.ready)
-                if flight.ended and flight.announced:
-                    refusals.uneven_ends(flight.ended, flight.step)
             if not same or not flight.sound:  # where ids came from every rank, none has to wait for their confirmation
                 self._lane.wait(verified)
         self._lane.hand_over(flight.rows, flight.request.place)
@@ -205,7 +205,7 @@ class OverlappedCollection:
         upcoming, ended = self._upcoming or (None, False)
         self._announced, self._upcoming = True, None
         self._next.captured = None if upcoming is None else Captured(upcoming)
-        self._lane.submit(self._exchanges.announce, self._next, self._now, upcoming, ended, self.mode())
+        self._announcement = self._lane.submit(self._exchanges.announce, self._next, self._now, upcoming, ended, self.mode())
         self._lane.submit(self._exchanges.prefetch, self._next, self._now)
 
     def _send_gradient(self, flight: Flight, gradient: Tensor | None, following: Flight) -> None:
@@ -264,6 +264,12 @@ class OverlappedCollection:
         self._now.after = None
         self._send_gradient(self._now, self._late, self._exchanges.flight())
         self._lane.drain()
+
+    def _refuse_uneven_end(self, step: int) -> None:
+        if self._announcement is not None:  # long done: the backward that the ranks ended together came after it
+            self._lane.wait(self._announcement)
+        if self._next.ended and self._next.announced:
+            refusals.uneven_ends(self._next.ended, step)
 
     def _refuse_writes(self) -> None:
         written = self._local.written()
