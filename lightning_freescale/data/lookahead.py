@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning_freescale.data.fetched import ENDED, UNKNOWN, Fetched, Line
+from lightning_freescale.loader_wrapper import LoaderWrapper
 
 __all__ = ["ENDED", "UNKNOWN", "LookaheadLoader"]
 
 
-class LookaheadLoader:
-    """Any iterable of batches, each fetched before the one in front of it is handed out. Looks like the loader it wraps.
+class LookaheadLoader(LoaderWrapper):
+    """Any iterable of batches, each fetched before the one in front of it is handed out.
 
     Batches and their order are those of the loader. Two things come earlier than without: the time that a fetch takes, and
     random numbers that a data set draws from the global state in the main process (``num_workers=0``).
@@ -26,28 +27,13 @@ class LookaheadLoader:
     """
 
     def __init__(self, loader: Any, limit: Callable[[], float] | None = None) -> None:
-        resumes = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         current = _Current(loader)
-        self.__dict__.update(_loader=loader, _limit=limit, _resumes=resumes, _current=current)
-        if resumes:
-            # in the instance: a runtime-checkable protocol does not look at __getattr__
-            self.__dict__.update(state_dict=current.state_dict, load_state_dict=current.load_state_dict)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name.endswith("__"):
-            raise AttributeError(name)  # copy and pickle ask before there is a loader
-        return getattr(self.__dict__["_loader"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.__dict__["_loader"], name, value)  # Lightning sets worker_init_fn and resets _iterator
-
-    def __len__(self) -> int:
-        return len(self._loader)
+        super().__init__(loader, current, _limit=limit, _current=current)
 
     def __iter__(self) -> Iterator[Any]:
         # not a generator: the loader draws its workers' seed from the global state now, as it would without this one
         self._current.line = line = Line()
-        return _Batches(iter(self._loader), line, self._limit, self._loader if self._resumes else None)
+        return _Batches(iter(self._loader), line, self._limit, self._loader if "state_dict" in vars(self) else None)
 
     def begin(self, batch: Any) -> None:
         """Training on ``batch``, handed out earlier, begins. Call it for every batch but None, in order."""

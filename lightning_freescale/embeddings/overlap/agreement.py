@@ -32,7 +32,16 @@ _HEAD = 4
 
 @dataclass(frozen=True)
 class Asking:
-    """What this rank says."""
+    """What this rank says.
+
+    Attributes:
+        state: what it knows of the ids.
+        request: the rows it needs, if it asks.
+        updates: whether an optimizer step follows its current batch.
+        mode: how it comes to know ids ahead, see :class:`OverlappedCollection`.
+        features: the keys of its ids.
+        error: what is wrong with them.
+    """
 
     state: State
     request: Request
@@ -81,11 +90,9 @@ class Agreement:
         self._nothing = Request.none(layout, dedup)
         self._features: tuple[str, ...] | None = None
 
-    def ask(
-        self, state: State, features: KeyedJaggedTensor | None = None, *, updates: bool | None = None, mode: int = 0
-    ) -> Asking:
+    def ask(self, state: State, features: KeyedJaggedTensor | None = None, *, updates: bool = False, mode: int = 0) -> Asking:
         """What this rank will say; an error in the ids becomes part of it. Without ``features`` it asks for nothing."""
-        told = (int(updates) if updates is not None else 0, mode)
+        told = (int(updates), mode)
         if features is None or state != State.ASKS:
             return Asking(state, self._nothing, *told)
         keys = tuple(features.keys())

@@ -267,7 +267,8 @@ class OverlappedCollection:
 
     def _refuse_uneven_end(self, step: int) -> None:
         if self._announcement is not None:  # long done: the backward that the ranks ended together came after it
-            self._lane.wait(self._announcement)
+            with self.statistics.exposed():
+                self._lane.wait(self._announcement)
         if self._next.ended and self._next.announced:
             refusals.uneven_ends(self._next.ended, step)
 
