@@ -122,7 +122,7 @@ class FreeScaleStrategy(ObservedDDPStrategy):
             self.timeline.enable(self.root_device)
         assert module is not None
         assert self.accelerator is not None
-        self.tables = None
+        self.tables = self.overlap_report = None
         if fitting or self.groups is None or self.groups.root is not module:
             self.groups = None  # else a checkpoint after validate or test still is one of the fit before
         found, unsupported = _collections(module)
@@ -359,7 +359,6 @@ class FreeScaleStrategy(ObservedDDPStrategy):
     @contextmanager
     def writing_tables(self) -> Generator[None, None, None]:
         """Around writes to the tables by hand, on every rank: updates under way come first, rows fetched ahead are void."""
-        self.drain()
         with self.overlapping.engine.writing() if self.overlapping is not None else nullcontext():
             yield
 
