@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
-from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,10 +24,10 @@ from lightning_freescale._lightning import (
     throttle_sigterm_broadcast,
 )
 from lightning_freescale.checkpoint import random_state
+from lightning_freescale.checkpointed import CheckpointedStrategy
 from lightning_freescale.comm.process_group import ObservedProcessGroup, observed_group
 from lightning_freescale.data.lookahead import LookaheadLoader
 from lightning_freescale.dense import materialize, sync_dense, wrap_dense
-from lightning_freescale.observed import ObservedDDPStrategy
 from lightning_freescale.refusals import (
     refuse_accumulation,
     refuse_options,
@@ -42,13 +40,10 @@ from lightning_freescale.watch import PlanWatch, calibrated_data
 if TYPE_CHECKING:
     from lightning_freescale.embeddings.overlap import OverlapReport
     from lightning_freescale.embeddings.shards import ShardedTables
-    from lightning_freescale.embeddings.training import TableGroups
     from lightning_freescale.overlapping import Overlapping
-_EXTRA = "freescale"
-"""Checkpoint key of what an ordinary checkpoint has no place for."""
 
 
-class FreeScaleStrategy(ObservedDDPStrategy):
+class FreeScaleStrategy(CheckpointedStrategy):
     """Shards TorchRec embedding collections over all ranks and trains the rest with DDP.
 
     The LightningModule stays as it is: its ``configure_optimizers`` drives the dense parameters and the tables, checkpoints
@@ -85,13 +80,9 @@ class FreeScaleStrategy(ObservedDDPStrategy):
         self.overlap, self.dedup = overlap, dedup
         self.overlapping: Overlapping | None = None
         self.overlap_report: OverlapReport | None = None
-        self.tables: ShardedTables | None = None
-        self.groups: TableGroups | None = None
         self._watch: PlanWatch | None = None
         self._loss_weight = 1.0
         self._update_due = self._accumulating = False
-        self._extra: dict[str, Any] = {}
-        self._random_states: list[dict[str, Any]] = []
 
     @classmethod
     @override
@@ -373,53 +364,6 @@ class FreeScaleStrategy(ObservedDDPStrategy):
     @override
     def restore_checkpoint_after_setup(self) -> bool:
         return bool(_collections(self.lightning_module)[0])
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The unsharded state dict on rank 0, one table gathered at a time; other ranks get the dense part. Collective."""
-        self.drain()
-        state = super().lightning_module_state_dict()
-        return state if self.tables is None else _unsharded().state_dict(self.tables, state)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self.tables is None:
-            super().load_model_state_dict(checkpoint, strict)
-        else:
-            with self.writing_tables():
-                _unsharded().load_state_dict(self.lightning_module, self.tables, checkpoint["state_dict"], strict)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state dict that the user's optimizer would have unsharded; whole on rank 0. Collective."""
-        self.drain()
-        state = super().optimizer_state(optimizer)
-        if self.tables is None or self.groups is None:
-            return state
-        state, self._extra = _unsharded().optimizer_state(self.tables, self.groups, state)
-        return state
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if "optimizer_states" in checkpoint:
-            checkpoint[_EXTRA] = {**self._extra, "random_states": random_state.gather_random_states(self.root_device)}
-        self._extra = {}
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        extra = checkpoint.get(_EXTRA, {})
-        self._random_states = extra.get("random_states", [])
-        if self.tables is not None and self.groups is not None:
-            full = checkpoint["optimizer_states"][0]
-            with self.writing_tables():
-                checkpoint = {"optimizer_states": [_unsharded().load_optimizer_state(self.tables, self.groups, full, extra)]}
-        super().load_optimizer_state_dict(checkpoint)
-
-
-def _unsharded() -> ModuleType:
-    """The checkpoint format; imported where it is needed because it imports TorchRec."""
-    return import_module("lightning_freescale.checkpoint.unsharded")
 
 
 def _collections(module: nn.Module | None) -> tuple[list[Any], list[str]]:

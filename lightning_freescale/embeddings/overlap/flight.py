@@ -74,7 +74,7 @@ class Flight:
 
 @dataclass
 class Window:
-    """Gradients that owners hold until the next optimizer step: rows, values, each in the order of summation."""
+    """Gradients that an owner holds until the next optimizer step: nothing, or one tensor of rows and one of their sums."""
 
     rows: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)

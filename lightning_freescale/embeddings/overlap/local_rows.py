@@ -92,19 +92,16 @@ class LocalRows:
         rank: this rank.
         kernels: what updates them.
         dim: width of a row.
+
+    Attributes:
+        count: rows owned.
     """
 
     def __init__(self, layout: Layout, rank: int, kernels: Sequence[Any], dim: int) -> None:
         self.kernels, self.dim = list(kernels), dim
         self._held = [held for kernel in self.kernels for held in kernel.held.values()]
         self._edges = layout.base[rank].contiguous()
-        self._rows = layout.rows_of(rank)
-        self._by_place = {held.index: held for held in self._held}
-
-    @property
-    def count(self) -> int:
-        """Rows owned."""
-        return self._rows
+        self.count = layout.rows_of(rank)
 
     def prepare(self, rates: Sequence[float | None], step: int) -> None:
         """Before TorchRec's own backward updates rows: what :meth:`update` would be given."""
@@ -135,9 +132,9 @@ class LocalRows:
         """
         if not len(rows):
             return
+        found = self._by_table(rows, gradients)
         for kernel, rate in zip(self.kernels, rates):
-            parts = {index: self._part(rows, gradients, index) for index in kernel.held}
-            parts = {index: part for index, part in parts.items() if len(part[0])}
+            parts = {index: found[index] for index in kernel.held if index in found}
             if parts:
                 kernel.update(parts, rate, step)
 
@@ -145,11 +142,13 @@ class LocalRows:
         """Where somebody has written the tables: torch's counts of writes, which the kernels' own updates do not raise."""
         return [held.weight._version for held in self._held]
 
-    def _part(self, rows: Tensor, gradients: Tensor, index: int) -> tuple[Tensor, Tensor]:
+    def _by_table(self, rows: Tensor, gradients: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+        """The tables that have any of ``rows``, each with its part."""
         if len(self._held) == 1:
-            return rows, gradients
-        here = self._table_of(rows) == index
-        return rows[here], gradients[here]
+            return {self._held[0].index: (rows, gradients)}
+        table = self._table_of(rows)
+        masks = {held.index: table == held.index for held in self._held}
+        return {index: (rows[here], gradients[here]) for index, here in masks.items() if here.any()}
 
     def _table_of(self, rows: Tensor) -> Tensor:
         # tables without rows here share their first number with the next one: the last of them holds the row

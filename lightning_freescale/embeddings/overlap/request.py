@@ -65,11 +65,6 @@ class Request:
         return cls(empty, torch.zeros(len(layout.starts) - 1, slots, dtype=torch.int64), empty)
 
 
-def slot_tables(layout: Layout, dedup: bool) -> list[int]:
-    """Which table each slot belongs to."""
-    return list(range(len(layout.tables))) if dedup else [table for _, table in layout.features]
-
-
 def as_output(features: KeyedJaggedTensor, rows: Tensor, layout: Layout, with_ids: bool) -> dict[str, JaggedTensor]:
     """What the collection returns: the rows of every id, shape ``[ids, dim]`` in the layout's order, by feature."""
     parts, start = {}, 0
