@@ -7,9 +7,11 @@ import json
 import operator
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +40,23 @@ def finish(figures: dict[str, float], options: argparse.Namespace) -> None:
 
 
 def where() -> dict[str, Any]:
-    """Machine, versions and commit."""
+    """Machine, GPU if any, versions of what is installed, and commit."""
+    packages = {name: version(name) for name in ("torch", "torchrec", "lightning", "numpy") if find_spec(name) is not None}
+    machine = {"machine": platform.machine(), "cores": _cores()} | _gpu()
+    return machine | {"python": platform.python_version()} | packages | {"commit": _commit()}
+
+
+def _gpu() -> dict[str, str]:
+    import torch
+
+    return {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+
+
+def _commit() -> str:
+    if shutil.which("git") is None:
+        return "unknown"
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    packages = {name: version(name) for name in ("torch", "torchrec", "lightning", "numpy")}
-    return {"machine": platform.machine(), "cores": _cores(), "python": platform.python_version(), **packages} | {
-        "commit": commit.stdout.strip() or "unknown"
-    }
+    return commit.stdout.strip() or "unknown"
 
 
 def _cores() -> int:

@@ -35,3 +35,6 @@ if find_spec("lightning") is not None:  # balance, comm and profiling serve plai
     from lightning_freescale.strategy import FreeScaleStrategy as _Strategy
 
     _Strategy.register_strategies(StrategyRegistry)
+
+if find_spec("torch") is not None:
+    import lightning_freescale.comm  # noqa: F401 (registers the backend "freescale")

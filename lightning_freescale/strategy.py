@@ -25,7 +25,7 @@ from lightning_freescale._lightning import (
 )
 from lightning_freescale.checkpoint import random_state
 from lightning_freescale.checkpointed import CheckpointedStrategy
-from lightning_freescale.comm.process_group import ObservedProcessGroup, observed_group
+from lightning_freescale.comm import BACKEND, FreeScaleGroup, LaneOptions
 from lightning_freescale.data.lookahead import LookaheadLoader
 from lightning_freescale.dense import materialize, sync_dense, wrap_dense
 from lightning_freescale.refusals import (
@@ -52,6 +52,7 @@ class FreeScaleStrategy(CheckpointedStrategy):
     Args:
         plan: TorchRec ``ShardingPlan`` for the collections, by their path in the module; planned if not given.
         planner: TorchRec planner to make the plan; by default TorchRec's own, held to row-wise sharding.
+        transport: what moves rows and ids between GPUs, see :class:`lightning_freescale.comm.LaneOptions`.
         overlap: exchange the rows of EmbeddingCollections while the model computes. The numbers are the same without.
         dedup: with ``overlap``, send each row once per rank and step. Without it the numbers are bitwise those of plain
             TorchRec, with it they differ by the order of summation.
@@ -68,6 +69,7 @@ class FreeScaleStrategy(CheckpointedStrategy):
         self,
         plan: Any = None,
         planner: Any = None,
+        transport: str = "auto",
         overlap: bool = True,
         dedup: bool = True,
         sigterm_every_n_steps: int = 50,
@@ -77,7 +79,7 @@ class FreeScaleStrategy(CheckpointedStrategy):
         if sigterm_every_n_steps < 1:
             raise ValueError(f"sigterm_every_n_steps={sigterm_every_n_steps!r}: pass a number of steps, at least 1")
         self.plan, self.planner, self.sigterm_every_n_steps = plan, planner, sigterm_every_n_steps
-        self.overlap, self.dedup = overlap, dedup
+        self.transport, self.overlap, self.dedup = LaneOptions(transport).transport, overlap, dedup
         self.overlapping: Overlapping | None = None
         self.overlap_report: OverlapReport | None = None
         self._watch: PlanWatch | None = None
@@ -138,7 +140,7 @@ class FreeScaleStrategy(CheckpointedStrategy):
         from lightning_freescale.overlapping import Overlapping
 
         assert self.tables is not None
-        return Overlapping(trainer, OverlapEngine(self.tables, self.dedup, self._timeout), self.timeline)
+        return Overlapping(trainer, OverlapEngine(self.tables, self.dedup, self._timeout, self.transport), self.timeline)
 
     def _check(self, trainer: Trainer, found: list[Any], fitting: bool) -> None:
         from lightning_freescale.embeddings.lookups import check_rows
@@ -183,13 +185,11 @@ class FreeScaleStrategy(CheckpointedStrategy):
     def _embedding_group(self, earlier: ShardedTables | None) -> dist.ProcessGroup:
         """The embedding exchange has a group of its own; the default one stays as Lightning made it."""
         group = earlier.group if earlier is not None else None
-        observed = isinstance(group, ObservedProcessGroup)
-        if group is None or observed != self.timeline.enabled:
-            return (
-                observed_group(self.timeline, self._timeout) if self.timeline.enabled else dist.new_group(timeout=self._timeout)
-            )
-        if isinstance(group, ObservedProcessGroup):
-            group.observer = self.timeline
+        if not isinstance(group, FreeScaleGroup):
+            lane = LaneOptions(self.transport, name="embedding", priority=1)
+            group = dist.new_group(backend=BACKEND, timeout=self._timeout, pg_options=lane)
+        if isinstance(group, FreeScaleGroup):
+            group.observer = self.timeline if self.timeline.enabled else None
         return group
 
     def _wrap(self, module: nn.Module, fitting: bool) -> None:

@@ -1,142 +1,251 @@
-"""A process group that tells a timeline when this rank arrives at a collective and when it waits for one."""
+"""The process group ``"freescale"``: all-to-all and all-gather by its transport, everything else by torch's own backends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import atexit
+import weakref
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-BACKEND = "freescale_observed"
+from lightning_freescale.comm.agreement import Refused, agree
+from lightning_freescale.comm.lane import Lane
+from lightning_freescale.comm.native import NOT_OBSERVED, OBSERVED, delegate, native_backends, register
+from lightning_freescale.comm.options import LaneOptions
+from lightning_freescale.comm.topology import choose
+from lightning_freescale.comm.traffic import TRAFFIC
+from lightning_freescale.comm.transfer import Transfer, split
+from lightning_freescale.comm.transports.base import Transport
+from lightning_freescale.comm.transports.host import HostTransport
+from lightning_freescale.comm.wire import Wire
+from lightning_freescale.comm.work import Observed, Observer, TransferWork
 
-_OBSERVED = (
-    *("broadcast", "reduce", "gather", "scatter", "allreduce", "allreduce_coalesced"),
-    *("allgather", "allgather_coalesced", "all_gather_single", "_allgather_base", "all_gather_single_coalesced"),
-    *("reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base", "reduce_scatter_single_coalesced"),
-    *("alltoall", "all_to_all_single", "alltoall_base"),
-)
-_NOT_OBSERVED = ("send", "recv", "recv_anysource", "barrier", "monitored_barrier")
-
-
-class Observer(Protocol):
-    """What the group needs of a timeline."""
-
-    def arrive(self, name: str) -> Any:
-        """This rank has issued its part of a collective."""
-
-    def waiting(self, collective: Any) -> AbstractContextManager[None]:
-        """Around this rank's wait for its result."""
+BACKEND = "freescale"
+_LIVE: weakref.WeakSet[FreeScaleGroup] = weakref.WeakSet()
 
 
-class ObservedWork(dist.Work):
-    """A Work whose wait is observed."""
+class FreeScaleGroup(dist.ProcessGroup):
+    """Moves all-to-all and all-gather without the compute units; ``dist.new_group(backend="freescale")`` makes one.
 
-    def __init__(self, work: dist.Work, observer: Observer, collective: Any) -> None:
-        super().__init__()
-        self._work, self._observer, self._collective = work, observer, collective
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for the collective."""
-        with self._observer.waiting(self._collective):
-            return self._work.wait(timeout)
-
-    def is_completed(self) -> bool:
-        """Whether it is done."""
-        return self._work.is_completed()
-
-    def is_success(self) -> bool:
-        """Whether it is done without error."""
-        return self._work.is_success()
-
-    def exception(self) -> Any:
-        """Its error, if any."""
-        return self._work.exception()
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """Its future."""
-        return self._work.get_future()
-
-    def result(self) -> Any:
-        """Its tensors."""
-        return self._work.result()
-
-    def synchronize(self) -> None:
-        """Make the current stream wait for it."""
-        self._work.synchronize()
-
-
-class ObservedProcessGroup(dist.ProcessGroup):
-    """Delegates every collective to a native group of gloo (CPU) and NCCL (CUDA; not tested on GPU).
-
-    Every method is delegated explicitly: one that falls through to the C++ base class would run while holding the GIL, which
-    deadlocks with gloo's own thread.
+    Attributes:
+        options: of its lane.
+        observer: told of every collective but point-to-point messages and barriers; None for nobody.
+        transport: what moves CUDA tensors, None for torch's own backend. CPU tensors go through the host.
+        inner: a group of torch's own backends, for all other collectives.
     """
 
-    def __init__(self, options: Any, rank: int, size: int) -> None:
+    def __init__(self, made: Any, options: LaneOptions) -> None:
+        rank, size = made.group_rank, made.group_size
         super().__init__(rank, size)  # type: ignore[call-arg]  # the two-argument constructor is the one that Python may subclass
         self.observer: Observer | None = None
-        self._inner = dist.ProcessGroup(options.store, rank, size)
-        kinds = dist.ProcessGroup.BackendType
-        natives = [(torch.device("cpu"), kinds.GLOO, _gloo(options, rank, size))]
-        if torch.cuda.is_available():
-            natives.append((torch.device("cuda"), kinds.NCCL, _nccl(options, rank, size)))
-        for group in (self._inner, self):  # also on the outer one: names and lookups of backends go there
-            group._set_default_backend(natives[-1][1])
-            for device, kind, native in natives:
-                group._register_backend(device, kind, native)
+        self.options = options
+        self._lane_name = options.name or str(made.group_id)
+        self._timeout: timedelta = made.timeout
+        self._count = 0
+        self._failure: str | None = None
+        natives = native_backends(made, rank, size)
+        self.inner = dist.ProcessGroup(made.store, rank, size)
+        for group in (self.inner, self):
+            register(group, natives)
+        self._wire = Wire(dist.PrefixStore("freescale", made.store), rank, size, made.timeout, list(made.global_ranks_in_group))
+        self._lane = Lane(self._lane_name)
+        self._host = HostTransport(self._wire, options)
+        self.transport: Transport | None = choose(options, self._wire, self._host, dist.PrefixStore("topology", made.store))
+        _LIVE.add(self)
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         """The registered name."""
         return BACKEND
 
+    # -- the collectives that a transport moves, under torch's old and new names
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] = (),
+        input_split_sizes: Sequence[int] = (),
+        opts: Any = None,
+    ) -> dist.Work:
+        """As ``dist.all_to_all_single``."""
+        if self._is_native(input):
+            return self._native("alltoall_base", output, input, list(output_split_sizes), list(input_split_sizes), opts)
+
+        def parts() -> tuple[list[Tensor], list[Tensor]]:
+            size = self.size()
+            return split("input", input, input_split_sizes, size), split("output", output, output_split_sizes, size)
+
+        return self._collective("all_to_all_single", parts, [output], opts)
+
+    def alltoall(self, output: list[Tensor], input: list[Tensor], opts: Any = None) -> dist.Work:
+        """As ``dist.all_to_all``."""
+        if self._is_native(input[0]):
+            return self._native("alltoall", output, input, opts)
+        return self._collective("all_to_all", lambda: (input, output), output, opts)
+
+    def allgather(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
+        """As ``dist.all_gather``."""
+        outputs, tensor = (output[0], input[0]) if isinstance(input, list) else (output, input)
+        if self._is_native(tensor):
+            return self._native("allgather", [outputs], [tensor], opts)
+        return self._collective("all_gather", lambda: ([tensor] * self.size(), outputs), outputs, opts)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        """As ``dist.all_gather_into_tensor``."""
+        if self._is_native(input):
+            return self._native("_allgather_base", output, input, opts)
+
+        def parts() -> tuple[list[Tensor], list[Tensor]]:
+            return [input] * self.size(), split("output", output.reshape(-1), (), self.size())
+
+        return self._collective("all_gather_single", parts, [output], opts)
+
+    def all_gather_single_coalesced(self, output: list[Tensor], input: list[Tensor], opts: Any = None) -> dist.Work:
+        """As several :meth:`all_gather_single`."""
+        return _Together([self.all_gather_single(*pair, opts) for pair in zip(output, input)], output)
+
+    def allgather_coalesced(self, output: list[list[Tensor]], input: list[Tensor], opts: Any = None) -> dist.Work:
+        """As several :meth:`allgather`; ``output`` is by rank."""
+        columns = [list(column) for column in zip(*output)]
+        return _Together([self.allgather([column], [tensor], opts) for column, tensor in zip(columns, input)], input)
+
+    # -- the end
+
     def shutdown(self) -> None:
-        """Close the native groups."""
-        self._inner.shutdown()
+        """Finish what the lane has been given, and close all connections."""
+        self._lane.close(self._timeout.total_seconds())
+        self.abort()
+        self.inner.shutdown()
+
+    def abort(self) -> None:
+        """Close the lane's connections; what is under way fails."""
+        _LIVE.discard(self)
+        self._failure = self._failure or "it has been shut down"
+        self._wire.close()
+        self._lane.close(1.0)
+        for transport in (self._host, self.transport):
+            if transport is not None:
+                transport.close()
+
+    # -- how a collective runs
+
+    def _is_native(self, tensor: Tensor) -> bool:
+        return self.options.transport == "native" or (tensor.is_cuda and self.transport is None)
+
+    def _native(self, name: str, *args: Any) -> dist.Work:
+        seen = Observed(self.observer, name)
+        return seen.work(getattr(self.inner, name)(*(argument for argument in args if argument is not None)))
+
+    def _collective(
+        self, name: str, parts: Callable[[], tuple[Sequence[Tensor], Sequence[Tensor]]], results: list[Tensor], opts: Any
+    ) -> dist.Work:
+        if self._failure is not None:
+            raise dist.DistBackendError(self._told(name, self._failure))
+        timeout = getattr(opts, "timeout", self._timeout)
+        timeout = timeout if timeout > timedelta(0) else self._timeout
+        refusal: ValueError | None = None
+        try:
+            transfer = Transfer.of(name, *parts(), self.size(), timeout)
+        except ValueError as error:  # the others hear of it, then it is raised
+            refusal, transfer = error, Transfer.none(name, self.size(), timeout)
+        transfer.number, self._count = self._count, self._count + 1
+        if transfer.device.type == "cuda":
+            transfer.issued = torch.cuda.current_stream(transfer.device).record_event()
+        job = partial(self._move, transfer, str(refusal or ""))
+        seen = Observed(self.observer, name)
+        if refusal is not None:
+            self._lane.run(job)
+            raise ValueError(self._told(name, str(refusal))) from refusal
+        if getattr(opts, "asyncOp", True):
+            return seen.work(TransferWork(self._lane.submit(job), results))
+        with seen.waiting():
+            work = TransferWork(self._lane.run(job), results)
+            work.wait()
+        return work
+
+    def _move(self, transfer: Transfer, refusal: str) -> None:
+        """On the lane."""
+        try:
+            if self._failure is not None:
+                raise dist.DistBackendError(self._failure)
+            with TRAFFIC.under_way(self.options, transfer.total) as slot:
+                agree(transfer, self._wire, refusal)
+                transport = self.transport if transfer.device.type == "cuda" else self._host
+                assert transport is not None
+                transport.move(transfer, partial(TRAFFIC.give_way, slot, self.options.patience))
+        except Refused as error:
+            raise dist.DistBackendError(self._told(transfer.name, str(error))) from None
+        except Exception as error:
+            raise self._give_up(transfer.name, error) from None
+
+    def _give_up(self, name: str, error: Exception) -> dist.DistBackendError:
+        told = str(error) if self._failure else self._told(name, str(error))
+        self._failure = self._failure or told
+        # Frames and Works of the failed transfer would keep the connections open, and the other ranks waiting.
+        error.with_traceback(None)
+        self._wire.fail(told)
+        self._host.close()
+        return dist.DistBackendError(told)
+
+    def _told(self, name: str, text: str) -> str:
+        return text if text.startswith("freescale") else f"freescale {name}, lane {self._lane_name!r}: {text}"
 
 
-def observed_group(observer: Observer, timeout: timedelta | None) -> dist.ProcessGroup:
-    """A group of all ranks whose collectives ``observer`` sees. Collective."""
+for _old, _new in (
+    ("alltoall_base", "all_to_all_single"),
+    ("_allgather_base", "all_gather_single"),
+    ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
+):
+    setattr(FreeScaleGroup, _old, getattr(FreeScaleGroup, _new))
+for _name in (*OBSERVED, *NOT_OBSERVED):
+    setattr(FreeScaleGroup, _name, delegate(_name, _name in OBSERVED))
+
+
+class _Together(dist.Work):
+    """Several Works as one."""
+
+    def __init__(self, works: list[dist.Work], results: list[Tensor]) -> None:
+        super().__init__()
+        self._works, self._results = works, results
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return all(work.wait(timeout) for work in self._works)  # each raises or is true
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        return self._results
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return torch.futures.collect_all([work.get_future() for work in self._works])
+
+
+def register_backend() -> None:
+    """Make ``"freescale"`` known to ``torch.distributed``."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
-    group = dist.new_group(backend=BACKEND, timeout=timeout)
-    group.observer = observer
-    return group
 
 
-def _create(options: Any, backend_options: Any = None) -> ObservedProcessGroup:
-    return ObservedProcessGroup(options, options.group_rank, options.group_size)
+def _create(made: Any, options: Any = None) -> FreeScaleGroup:
+    if options is not None and not isinstance(options, LaneOptions):
+        raise TypeError(f"pg_options={options!r}: backend 'freescale' takes lightning_freescale.comm.LaneOptions")
+    return FreeScaleGroup(made, options or LaneOptions())
 
 
-def _named(native: Any, options: Any) -> Any:
-    native.options.global_ranks_in_group = options.global_ranks_in_group
-    native.options.group_name = options.group_id
-    native._set_sequence_number_for_group()
-    return native
-
-
-def _gloo(options: Any, rank: int, size: int) -> Any:
-    store = dist.PrefixStore("gloo", options.store)
-    return _named(dist.ProcessGroupGloo(store, rank, size, timeout=options.timeout), options)
-
-
-def _nccl(options: Any, rank: int, size: int) -> Any:
-    native = dist.ProcessGroupNCCL.Options()
-    native._timeout = options.timeout
-    return _named(dist.ProcessGroupNCCL(dist.PrefixStore("nccl", options.store), rank, size, native), options)
-
-
-def _delegate(name: str, observed: bool) -> Callable[..., Any]:
-    def method(self: ObservedProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        collective = self.observer.arrive(name) if observed and self.observer is not None else None
-        work = getattr(self._inner, name)(*args, **kwargs)
-        return work if collective is None else ObservedWork(work, self.observer, collective)  # type: ignore[arg-type]
-
-    method.__name__ = name
-    return method
-
-
-for _name in (*_OBSERVED, *_NOT_OBSERVED):
-    setattr(ObservedProcessGroup, _name, _delegate(_name, _name in _OBSERVED))
+@atexit.register
+def _close_all() -> None:
+    """A thread that waits for a peer while the interpreter ends would crash it."""
+    for group in list(_LIVE):
+        group.abort()

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale.comm.tensors import exchange_tensors
 from lightning_freescale.embeddings.overlap.layout import Layout
 from lightning_freescale.embeddings.overlap.request import Request
 
@@ -130,7 +129,7 @@ class Agreement:
         told[:, _HEAD:] = counts
         told = told.to(self.layout.first.device)
         heard = torch.empty_like(told)
-        exchange_tensors(list(told), list(heard), self.group)
+        dist.all_to_all(list(heard), list(told), group=self.group)
         return heard.cpu()
 
     def _check_order(self, keys: tuple[str, ...]) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torchrec import KeyedJaggedTensor
 
+from lightning_freescale.comm import BACKEND, LaneOptions
 from lightning_freescale.embeddings.collections import Collection
 from lightning_freescale.embeddings.overlap.collection import OverlappedCollection
 from lightning_freescale.embeddings.overlap.kernels import local_rows
@@ -34,6 +35,7 @@ class OverlapEngine:
         dedup: send every row once per rank and batch, and its gradients summed up. Without it the numbers are bitwise those of
             plain TorchRec, with it they differ by the order of summation.
         timeout: of every exchange.
+        transport: what moves rows and ids, see :class:`lightning_freescale.comm.LaneOptions`.
 
     Attributes:
         tables: the sharded tables.
@@ -41,20 +43,22 @@ class OverlapEngine:
         plain: why each of the others is left to plain TorchRec, by path.
     """
 
-    def __init__(self, tables: ShardedTables, dedup: bool = True, timeout: timedelta | None = None) -> None:
-        self.tables, self._steps = tables, 0
+    def __init__(
+        self, tables: ShardedTables, dedup: bool = True, timeout: timedelta | None = None, transport: str = "auto"
+    ) -> None:
+        self.tables, self._steps, self._timeout, self._transport = tables, 0, timeout, transport
         self.collections: dict[str, OverlappedCollection] = {}
         self.plain: dict[str, str] = {}
         self._groups: dict[str, list[int | None]] = {}
         layouts = [(collection, module, self._layout(collection, module)) for collection, module in tables.modules]
         for collection, module, layout in layouts:
             if layout is not None:
-                self._take_over(collection, module, layout, dedup, timeout)
+                self._take_over(collection, module, layout, dedup)
 
-    def _take_over(self, collection: Collection, module: Any, layout: Layout, dedup: bool, timeout: timedelta | None) -> None:
+    def _take_over(self, collection: Collection, module: Any, layout: Layout, dedup: bool) -> None:
         local = local_rows(layout, collection, module, self.tables)
-        group = dist.new_group(timeout=timeout)
-        dist.all_reduce(layout.starts.new_zeros(1), group=group)  # NCCL connects at the first collective: now, not in a step
+        lane = LaneOptions(self._transport, name=collection.path)
+        group = dist.new_group(backend=BACKEND, timeout=self._timeout, pg_options=lane)
         optimizers = [self.tables.optimizers[table.key] for table in collection.tables]
         self.collections[collection.path] = OverlappedCollection(collection, module, layout, local, group, optimizers, dedup)
         self._groups[collection.path] = [kernel.group for kernel in local.kernels]

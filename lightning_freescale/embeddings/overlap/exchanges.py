@@ -17,7 +17,6 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.comm_ops import get_gradient_division
 
-from lightning_freescale.comm.tensors import exchange_tensors
 from lightning_freescale.embeddings.overlap.agreement import Agreement, State
 from lightning_freescale.embeddings.overlap.flight import Flight, Shared, Window
 from lightning_freescale.embeddings.overlap.layout import Layout
@@ -209,7 +208,9 @@ class Exchanges:
 
     def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], kind: str) -> None:
         with self.statistics.transfer():
-            self.statistics.count(f"{kind}_bytes", exchange_tensors(outgoing, incoming, self.group))
+            dist.all_to_all(list(incoming), list(outgoing), group=self.group)
+        rank = self.group.rank()
+        self.statistics.count(f"{kind}_bytes", sum(part.nbytes for peer, part in enumerate(outgoing) if peer != rank))
 
     def _room(self, request: Request) -> Tensor:
         return torch.empty(len(request.rows), self.local.dim, device=request.rows.device)

@@ -1,0 +1,54 @@
+"""What the benchmark measures, and what it must leave out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 2**20
+
+
+class Skipped(Exception):  # noqa: N818 (says what happened)
+    """This machine cannot do it; the message says why."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of the compute, of the transfers and of the measurement.
+
+    Attributes:
+        device: ``"cuda"`` or ``"cpu"``.
+        gemm: rows and columns of the matrices.
+        histories: sequences of the attention, a multiple of eight.
+        longest: items of the longest.
+        heads: of the attention.
+        dim: numbers per head.
+        nbytes: of a transfer, whole MiB.
+        ctas: thread blocks of the copy by streaming multiprocessors.
+        window: seconds for which the compute runs in a turn.
+        rounds: turns of every variant that count.
+    """
+
+    device: str
+    gemm: int
+    histories: int
+    longest: int
+    heads: int
+    dim: int
+    nbytes: int
+    ctas: int
+    window: float
+    rounds: int
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether there is a GPU to measure on."""
+        return self.device == "cuda"
+
+
+def of_size(on_gpu: bool, quick: bool, mib: int | None, ctas: int, rounds: int | None) -> Plan:
+    """Sizes that keep a GPU busy, or small ones; ``None`` leaves the choice to it."""
+    if not on_gpu:
+        return Plan("cpu", 192, 16, 128, 2, 32, (mib or 1) * MIB, ctas, 0.02, rounds or (3 if quick else 9))
+    if quick:
+        return Plan("cuda", 4096, 16, 2048, 4, 128, (mib or 16) * MIB, ctas, 0.1, rounds or 3)
+    return Plan("cuda", 8192, 64, 4096, 4, 128, (mib or 64) * MIB, ctas, 0.3, rounds or 9)

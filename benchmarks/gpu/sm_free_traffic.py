@@ -1,0 +1,162 @@
+"""Transfers that run beside the compute. A step starts one, waits until an earlier one is done, and returns its bytes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from sm_free_kernels import sm_copy
+from sm_free_plan import Plan, Skipped
+from torch import Tensor
+
+Step = Callable[[], int]
+REPEATS = 16  # copies in one launch of the kernel, which so keeps its multiprocessors for milliseconds
+AHEAD = 2  # copies that are queued before the host waits for one
+
+
+class Host:
+    """All-to-alls between the two processes; before each, rank 0 tells whether there is another."""
+
+    def __init__(self, plan: Plan, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._outgoing = torch.zeros(plan.nbytes, dtype=torch.uint8, device=plan.device)
+        self._incoming = torch.empty_like(self._outgoing)
+        self._stream = torch.cuda.Stream() if plan.on_gpu else None
+
+    def step(self) -> int:
+        """One exchange; the bytes that go to the peer."""
+        self._another(True)
+        self._exchange()
+        return self._outgoing.nbytes // 2
+
+    def stop(self) -> None:
+        """Let the peer go."""
+        self._another(False)
+
+    def serve(self) -> None:
+        """The peer's part."""
+        while self._another():
+            self._exchange()
+
+    def _another(self, say: bool = False) -> bool:
+        said = torch.tensor([say])
+        dist.broadcast(said, src=0)
+        return bool(said)
+
+    def _exchange(self) -> None:
+        if self._stream is None:
+            dist.all_to_all_single(self._incoming, self._outgoing, group=self._group, async_op=True).wait()
+            return
+        with torch.cuda.stream(self._stream):
+            dist.all_to_all_single(self._incoming, self._outgoing, group=self._group, async_op=True).wait()
+        self._stream.synchronize()
+
+
+class Running:
+    """Repeats a step in a thread of its own while the block runs."""
+
+    def __init__(self, step: Step) -> None:
+        self._step, self._error = step, None
+        self._marks = [(time.perf_counter(), 0)]
+        self._first, self._stop = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._repeat, daemon=True)
+
+    def __enter__(self) -> Running:
+        self._thread.start()
+        self._first.wait()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stop.set()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def gbps(self, begin: float, end: float) -> float:
+        """Bytes per nanosecond between two moments."""
+        times, sent = np.transpose(self._marks)
+        return float(np.diff(np.interp([begin, end], times, sent))[0] / (end - begin) / 1e9)
+
+    def _repeat(self) -> None:
+        try:
+            while not self._stop.is_set():
+                sent = self._step()
+                self._marks.append((time.perf_counter(), self._marks[-1][1] + sent))
+                self._first.set()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._first.set()
+
+
+def transfers(plan: Plan, host: Host) -> tuple[dict[str, Step], list[str]]:
+    """Those which this machine can do, and about each of the others why it cannot."""
+    steps, notes = {"host": host.step}, []
+    for name, build in {"sm_copy": _sm_copy, "copy_engine": _copy_engine, "peer_copy": _peer_copy}.items():
+        try:
+            steps[name], note = build(plan)
+            notes.append(f"{name}: {note}")
+        except Skipped as reason:
+            notes.append(f"skipped: {name}: {reason}")
+    return steps, notes
+
+
+def queued(copies: list[tuple[torch.cuda.Stream, Callable[[], Any]]], nbytes: int) -> Step:
+    """A step of copies on streams."""
+    pending: deque[list[torch.cuda.Event]] = deque()
+
+    def step() -> int:
+        events = []
+        for stream, copy in copies:
+            with torch.cuda.stream(stream):
+                copy()
+                events.append(stream.record_event(torch.cuda.Event(blocking=True)))
+        pending.append(events)
+        for event in pending.popleft() if len(pending) > AHEAD else ():
+            event.synchronize()
+        return nbytes
+
+    return step
+
+
+def _sm_copy(plan: Plan) -> tuple[Step, str]:
+    if not plan.on_gpu:
+        raise Skipped("no CUDA device, so no streaming multiprocessors that a copy could take")
+    compiler, launch = sm_copy(plan.ctas)
+    source = torch.zeros(plan.nbytes // 4, dtype=torch.int32, device="cuda")
+    target = torch.empty_like(source)
+    # at normal priority its blocks would wait for all those of a matrix product
+    stream = torch.cuda.Stream(priority=-1)
+    step = queued([(stream, lambda: launch(source, target, REPEATS))], REPEATS * plan.nbytes)
+    return step, f"{plan.ctas} thread blocks, compiled by {compiler}"
+
+
+def _copy_engine(plan: Plan) -> tuple[Step, str]:
+    if not plan.on_gpu:
+        raise Skipped("no CUDA device, so no copy engines")
+    pinned = [torch.zeros(plan.nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    device = [torch.zeros(plan.nbytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    down, up = torch.cuda.Stream(), torch.cuda.Stream()  # the two directions have an engine each
+    step = queued([(down, _copy(device[0], pinned[0])), (up, _copy(pinned[1], device[1]))], plan.nbytes)
+    return step, "pinned memory, both directions at once"
+
+
+def _peer_copy(plan: Plan) -> tuple[Step, str]:
+    devices = torch.cuda.device_count() if plan.on_gpu else 0
+    if devices < 2:
+        raise Skipped(f"{devices} CUDA devices, and a copy between devices needs two")
+    source = torch.zeros(plan.nbytes, dtype=torch.uint8, device="cuda:0")
+    step = queued([(torch.cuda.Stream(), _copy(source, torch.zeros_like(source, device="cuda:1")))], plan.nbytes)
+    return step, f"peer access {'is on' if torch.cuda.can_device_access_peer(0, 1) else 'is off: through host memory'}"
+
+
+def _copy(source: Tensor, target: Tensor) -> Callable[[], Any]:
+    return lambda: target.copy_(source, non_blocking=True)

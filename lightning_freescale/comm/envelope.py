@@ -1,0 +1,65 @@
+"""The message of fixed size that every rank sends to every other before anything else of a collective moves.
+
+Gloo ends the process when a message is larger than the receive posted for it, and says nothing when it is smaller. So the
+ranks first tell each other what they will send, and compare it with what they expect; what is small travels in the envelope.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BYTES = 1024
+_HEAD = struct.Struct("<IIqqqqI32s")
+ROOM = BYTES - _HEAD.size
+"""Bytes that fit into an envelope."""
+_MAGIC = 0x46534331
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What a rank says about its part of a collective.
+
+    Attributes:
+        name: of the collective.
+        number: its place in the lane's order.
+        sends: bytes that the addressee gets.
+        expects: bytes that the addressee should send.
+        largest: the most that any rank gets from the sender.
+        dtype: number of the elements' type.
+        refusal: why the sender cannot take part; empty if it can.
+        payload: the bytes themselves, if they fit.
+    """
+
+    name: str
+    number: int
+    sends: int
+    expects: int
+    largest: int
+    dtype: int
+    refusal: str = ""
+    payload: Tensor | None = None
+
+    def pack(self) -> Tensor:
+        """As uint8 of shape ``[BYTES]``."""
+        raw, text = bytearray(BYTES), self.refusal.encode()[:ROOM]
+        head = (_MAGIC, self.dtype, self.number, self.sends, self.expects, self.largest, len(text), self.name.encode())
+        _HEAD.pack_into(raw, 0, *head)
+        raw[_HEAD.size : _HEAD.size + len(text)] = text
+        packed = torch.frombuffer(raw, dtype=torch.uint8)
+        if self.payload is not None and not text and 0 < self.sends <= ROOM:
+            packed[_HEAD.size : _HEAD.size + self.sends] = self.payload
+        return packed
+
+    @staticmethod
+    def unpack(packed: Tensor) -> Envelope:
+        """What a peer has packed."""
+        magic, dtype, number, sends, expects, largest, length, name = _HEAD.unpack(bytes(packed[: _HEAD.size].numpy()))
+        assert magic == _MAGIC
+        room = packed[_HEAD.size :]
+        text = bytes(room[:length].numpy()).decode(errors="replace")
+        payload = room[:sends] if 0 < sends <= ROOM and not text else None
+        return Envelope(name.rstrip(b"\0").decode(), number, sends, expects, largest, dtype, text, payload)

@@ -1,0 +1,54 @@
+"""What a user may choose about a lane."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TRANSPORTS = ("auto", "host", "peer", "nccl-zero-cta", "two-level", "native")
+
+
+@dataclass(frozen=True)
+class LaneOptions:
+    """A lane is a process group with its own order and a priority: ``dist.new_group(backend="freescale", pg_options=...)``.
+
+    Give every rank of a group the same options; the ranks compare them when the group is made.
+
+    Attributes:
+        transport: what moves CUDA tensors: ``"host"``, ``"peer"``, ``"nccl-zero-cta"``, ``"two-level"``, ``"native"``, or
+            ``"auto"``, which chooses by topology. CPU tensors take the host's path, or gloo's own with ``"native"``.
+        name: of the lane, for errors and threads; that of the process group if empty.
+        priority: lanes of lower priority in the same process pause while this one has work.
+        chunk_bytes: what travels in one piece, and where a lane may pause. Two pieces per peer are under way, so a higher lane
+            waits for about ``2 * chunk_bytes / bytes per second of the link``.
+        pause_below: lower lanes pause for collectives of this lane that move fewer bytes; larger ones share the link with
+            them. None: they always pause.
+        patience: seconds that this lane pauses at most between two chunks, so that it never starves; also how long a higher
+            lane without progress, whose peers have not come yet, holds it up.
+        pinned_bytes: bound of the host memory pinned for CUDA tensors.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    transport: str = "auto"
+    name: str = ""
+    priority: int = 0
+    chunk_bytes: int = 512 * 1024
+    pause_below: int | None = None
+    patience: float = 0.05
+    pinned_bytes: int = 256 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        if self.transport not in TRANSPORTS:
+            raise ValueError(f"transport={self.transport!r}: pass one of {', '.join(map(repr, TRANSPORTS))}")
+        if self.chunk_bytes < 1:
+            raise ValueError(f"chunk_bytes={self.chunk_bytes}: pass at least 1 byte")
+        if self.pause_below is not None and self.pause_below < 0:
+            raise ValueError(f"pause_below={self.pause_below}: pass bytes, at least 0, or None")
+        if self.patience < 0:
+            raise ValueError(f"patience={self.patience}: pass seconds, at least 0")
+        if self.pinned_bytes < 4 * self.chunk_bytes:
+            raise ValueError(
+                f"pinned_bytes={self.pinned_bytes}: pass at least four chunks, {4 * self.chunk_bytes} bytes, or a smaller "
+                f"chunk_bytes than {self.chunk_bytes}"
+            )
