@@ -50,7 +50,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    group = dist.new_group(backend="gloo")
+    group = dist.new_group(backend="freescale")
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(options.rounds):
         for way in WAYS:

@@ -23,7 +23,7 @@ import sm_free_compute
 import sm_free_measure
 import sm_free_pair
 import sm_free_plan
-from sm_free_traffic import Running
+from sm_free_running import Running
 
 SCRIPT = Path(sm_free_plan.__file__).with_name("sm_free.py")
 SMALL = sm_free_plan.of_size(on_gpu=False, quick=True, mib=None, ctas=24, rounds=None)
@@ -100,10 +100,11 @@ def test_slowdown_is_against_the_same_round() -> None:
 
 
 COPIES = {"Memcpy DtoH (Device -> Pinned)": 2, "Memcpy HtoD (Pinned -> Device)": 1}
+WITHIN = {"Memset (Device)": 1, "Memcpy DtoD (Device -> Device)": 1}
 
 
 @pytest.mark.parametrize(
-    ("events", "kernels"), [(COPIES, 0), (COPIES | {"Memset (Device)": 1}, 0), (COPIES | {"void elementwise": 2, "gemm": 1}, 3)]
+    ("events", "kernels"), [(COPIES, 0), (COPIES | WITHIN, 2), (COPIES | {"elementwise": 2, "gemm": 1}, 3)]
 )
 def test_counts_kernels(monkeypatch: pytest.MonkeyPatch, events: dict[str, int], kernels: int) -> None:
     monkeypatch.setattr(sm_free_checks, "_device_events", lambda step: Counter(step()))

@@ -1,7 +1,7 @@
 """What transfers cost the compute beside them on one GPU: by streaming multiprocessors, through the host, by copy engines.
 
-Run it on a machine with a CUDA GPU: ``python benchmarks/gpu/sm_free.py``; it needs torch and this repository, and takes less
-than five minutes. Without a GPU it runs in small sizes on the CPU and says what it leaves out.
+Run it on a machine with a CUDA GPU: ``python benchmarks/gpu/sm_free.py``; it needs torch, numpy and this repository, and takes
+less than five minutes. Without a GPU it runs in small sizes on the CPU and says what it leaves out.
 
 A matrix product and the jagged attention of HSTU (forward and backward) run alone and beside, in turns:
 

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from sm_free_pair import make_group
 from sm_free_plan import Plan, Skipped
-from sm_free_traffic import Host, Running, Step, queued, transfers
+from sm_free_running import Running, Step
+from sm_free_traffic import Host, queued, transfers
 
 Figures = dict[str, float]
 Taken = dict[tuple[str, str], list[float]]

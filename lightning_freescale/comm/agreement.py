@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_freescale.comm.envelope import BYTES, ROOM, Envelope
-from lightning_freescale.comm.transfer import Transfer, dtype_name
+from lightning_freescale.comm.parts import DTYPES
+from lightning_freescale.comm.transfer import Transfer
 from lightning_freescale.comm.wire import Wire
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
@@ -17,57 +18,78 @@ class Refused(dist.DistBackendError):
     """A rank cannot take part, and all ranks know: the next collective may be sound."""
 
 
-def agree(transfer: Transfer, wire: Wire, refusal: str = "") -> None:
-    """Exchange envelopes with all peers; on the host, what is small arrives with them. Collective.
+class Agreement:
+    """Exchanges envelopes with all peers; on the host, what is small arrives with them.
 
-    Args:
-        transfer: what this rank sends and expects; its ``largest`` is set, and parts that have come with the envelopes are
-            taken out of it.
-        wire: to the peers.
-        refusal: why this rank cannot take part.
-
-    Raises:
-        Refused: on every rank, if a rank refuses.
-        DistBackendError: a peer is gone, did not come, or takes part in another way.
+    The receives of the next collective are posted while this one runs, so that envelopes need not wait for them.
     """
-    outgoing = [_EMPTY] * wire.size if refusal else transfer.outgoing
-    transfer.largest = max(map(len, outgoing))
-    heard = _exchange([_envelope(transfer, part, peer, refusal) for peer, part in enumerate(outgoing)], transfer, wire)
-    refusals = {wire.rank: refusal, **{peer: envelope.refusal for peer, envelope in heard.items()}}
-    told = [f"rank {wire.ranks[peer]} cannot take part: {text}" for peer, text in sorted(refusals.items()) if text]
-    if told:
-        raise Refused("; ".join(told))
-    for peer, envelope in heard.items():
-        _check(transfer, envelope, peer, wire)
-    transfer.largest = max(transfer.largest, *(envelope.largest for envelope in heard.values())) if heard else transfer.largest
-    if transfer.device.type == "cpu":
-        _take_small(transfer, heard)
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._posted: dict[int, list[tuple[dist.Work, Tensor]]] = {}
+
+    def reach(self, transfer: Transfer, refusal: str = "") -> None:
+        """Tell all ranks and hear them. Collective.
+
+        Args:
+            transfer: what this rank sends and expects; its ``largest`` is set, and parts that have come with the envelopes
+                are taken out of it.
+            refusal: why this rank cannot take part.
+
+        Raises:
+            Refused: on every rank, if a rank refuses.
+            DistBackendError: a peer is gone, did not come, or takes part in another way.
+        """
+        transfer.largest = max(part.shape[0] for part in transfer.outgoing)
+        heard = self._exchange(transfer, refusal)
+        told = [(self._wire.rank, refusal), *((peer, envelope.refusal) for peer, envelope in heard.items())]
+        refusals = [f"rank {self._wire.ranks[peer]} cannot take part: {text}" for peer, text in sorted(told) if text]
+        if refusals:
+            raise Refused("; ".join(refusals))
+        for peer, envelope in heard.items():
+            _check(transfer, envelope, peer, self._wire.ranks[peer])
+            transfer.largest = max(transfer.largest, envelope.largest)
+        if transfer.device.type == "cpu":
+            _take_small(transfer, heard)
+
+    def close(self) -> None:
+        """Let go of the receives, which would keep the connections open."""
+        self._posted.clear()
+
+    def _exchange(self, transfer: Transfer, refusal: str) -> dict[int, Envelope]:
+        wire, number = self._wire, transfer.number
+        self._post(number)
+        packed = [_envelope(transfer, peer, refusal).pack() for peer in wire.peers]
+        sends = [wire.send(each, peer, 2 * number) for each, peer in zip(packed, wire.peers)]
+        self._post(number + 1)
+        heard = {}
+        for (work, memory), peer in zip(self._posted.pop(number), wire.sources):
+            wire.wait(work, peer, transfer.timeout)
+            heard[peer] = Envelope.unpack(memory)
+        for work, peer in zip(sends, wire.peers):
+            wire.wait(work, peer, transfer.timeout)
+        return heard
+
+    def _post(self, number: int) -> None:
+        if number not in self._posted:
+            memory = [torch.empty(BYTES, dtype=torch.uint8) for _ in self._wire.sources]
+            works = [self._wire.receive(each, peer, 2 * number) for each, peer in zip(memory, self._wire.sources)]
+            self._posted[number] = list(zip(works, memory))
 
 
-def _envelope(transfer: Transfer, part: Tensor, peer: int, refusal: str) -> Envelope:
-    payload = part if part.device.type == "cpu" else None
-    expects = len(transfer.incoming[peer]) if not refusal else 0
-    return Envelope(transfer.name, transfer.number, len(part), expects, transfer.largest, transfer.dtype, refusal, payload)
+def _envelope(transfer: Transfer, peer: int, refusal: str) -> Envelope:
+    part, expects = transfer.outgoing[peer], transfer.incoming[peer].shape[0]
+    payload = part if transfer.device.type == "cpu" else None
+    return Envelope(transfer.name, transfer.number, part.shape[0], expects, transfer.largest, transfer.dtype, refusal, payload)
 
 
-def _exchange(envelopes: list[Envelope], transfer: Transfer, wire: Wire) -> dict[int, Envelope]:
-    tag, memory = 2 * transfer.number, {peer: _EMPTY.new_empty(BYTES) for peer in wire.sources}
-    works = [(wire.receive(each, peer, tag), peer) for peer, each in memory.items()]
-    packed = [(envelopes[peer].pack(), peer) for peer in wire.peers]
-    works += [(wire.send(each, peer, tag), peer) for each, peer in packed]
-    for work, peer in works:
-        wire.wait(work, peer, transfer.timeout)
-    return {peer: Envelope.unpack(each) for peer, each in memory.items()}
-
-
-def _check(transfer: Transfer, envelope: Envelope, peer: int, wire: Wire) -> None:
-    rank = wire.ranks[peer]
+def _check(transfer: Transfer, envelope: Envelope, peer: int, rank: int) -> None:
     if (envelope.name, envelope.dtype) != (transfer.name, transfer.dtype):
         raise dist.DistBackendError(
-            f"rank {rank} takes part in {envelope.name} with {dtype_name(envelope.dtype)}, this one with "
-            f"{dtype_name(transfer.dtype)}: issue the same collectives in the same order on every rank"
+            f"rank {rank} takes part in {envelope.name} with {DTYPES[envelope.dtype]}, this one with "
+            f"{DTYPES[transfer.dtype]}: issue the same collectives in the same order on every rank"
         )
-    gets, gives = len(transfer.incoming[peer]), len(transfer.outgoing[peer])
+    gets, gives = transfer.incoming[peer].shape[0], transfer.outgoing[peer].shape[0]
     if (envelope.sends, envelope.expects) != (gets, gives):
         raise dist.DistBackendError(
             f"rank {rank} sends {envelope.sends} bytes and expects {envelope.expects}, this one expects {gets} from it and "
@@ -80,5 +102,5 @@ def _take_small(transfer: Transfer, heard: dict[int, Envelope]) -> None:
         if envelope.payload is not None:
             transfer.incoming[peer].copy_(envelope.payload)
             transfer.incoming[peer] = _EMPTY
-        if len(transfer.outgoing[peer]) <= ROOM:
+        if transfer.outgoing[peer].shape[0] <= ROOM:
             transfer.outgoing[peer] = _EMPTY

@@ -8,19 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_freescale.comm.tensors import exchange_tensors
-
 
 def exchange_bytes(outgoing: Sequence[bytes | bytearray | memoryview | Tensor], group: dist.ProcessGroup) -> list[Tensor]:
     """Send ``outgoing[r]`` to rank ``r`` of ``group``. Collective; for groups that move CPU tensors.
 
     Args:
         outgoing: one part per rank: bytes, or CPU tensors of uint8; a part may be empty.
-        group: the ranks; nothing else may use it at the same time.
+        group: the ranks; nothing else may use it at the same time. One of backend ``"freescale"`` moves both directions of
+            a link at the same time, also when a rank is late; gloo's own all-to-all does not.
 
     Returns:
-        What each rank sent here, uint8 of shape ``[bytes]``. The own part shares memory with what was given, if that is a
-        tensor.
+        What each rank sent here, uint8 of shape ``[bytes]``. The own part is what was given.
 
     Raises:
         ValueError: there is not one part per rank, or a part is no uint8 tensor.
@@ -30,9 +28,13 @@ def exchange_bytes(outgoing: Sequence[bytes | bytearray | memoryview | Tensor], 
     if len(outgoing) != size:
         raise ValueError(f"exchange_bytes(outgoing=...) has {len(outgoing)} parts for {size} ranks: pass one per rank")
     parts = [_as_tensor(part) for part in outgoing]
-    incoming = [torch.empty(length, dtype=torch.uint8) for length in _lengths(parts, group)]
-    incoming[group.rank()] = parts[group.rank()]
-    exchange_tensors(parts, incoming, group)
+    rank, own = group.rank(), parts[group.rank()]
+    parts[rank] = own[:0]
+    lengths = _lengths(parts, group)
+    received = torch.empty(sum(lengths), dtype=torch.uint8)
+    dist.all_to_all_single(received, torch.cat(parts), lengths, [len(part) for part in parts], group=group)
+    incoming = list(received.split(lengths))
+    incoming[rank] = own
     return incoming
 
 

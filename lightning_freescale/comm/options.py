@@ -18,8 +18,8 @@ class LaneOptions:
             ``"auto"``, which chooses by topology. CPU tensors take the host's path, or gloo's own with ``"native"``.
         name: of the lane, for errors and threads; that of the process group if empty.
         priority: lanes of lower priority in the same process pause while this one has work.
-        chunk_bytes: what travels in one piece, and where a lane may pause. Two pieces per peer are under way, so a higher lane
-            waits for about ``2 * chunk_bytes / bytes per second of the link``.
+        chunk_bytes: what travels in one piece, and where a lane may pause. Two pieces per peer are under way, or what takes
+            two milliseconds, so that is how long a higher lane's messages may have to wait.
         pause_below: lower lanes pause for collectives of this lane that move fewer bytes; larger ones share the link with
             them. None: they always pause.
         patience: seconds that this lane pauses at most between two chunks, so that it never starves; also how long a higher
@@ -33,7 +33,7 @@ class LaneOptions:
     transport: str = "auto"
     name: str = ""
     priority: int = 0
-    chunk_bytes: int = 512 * 1024
+    chunk_bytes: int = 1024 * 1024
     pause_below: int | None = None
     patience: float = 0.05
     pinned_bytes: int = 256 * 1024 * 1024

@@ -13,19 +13,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_freescale.comm.agreement import Refused, agree
+from lightning_freescale.comm.agreement import Agreement, Refused
 from lightning_freescale.comm.lane import Lane
 from lightning_freescale.comm.native import NOT_OBSERVED, OBSERVED, delegate, native_backends, register
 from lightning_freescale.comm.options import LaneOptions
+from lightning_freescale.comm.parts import Parts
 from lightning_freescale.comm.topology import choose
 from lightning_freescale.comm.traffic import TRAFFIC
-from lightning_freescale.comm.transfer import Transfer, split
+from lightning_freescale.comm.transfer import Transfer
 from lightning_freescale.comm.transports.base import Transport
 from lightning_freescale.comm.transports.host import HostTransport
 from lightning_freescale.comm.wire import Wire
 from lightning_freescale.comm.work import Observed, Observer, TransferWork
 
 BACKEND = "freescale"
+_NO_TIME = timedelta(0)
+_Cut = Callable[[int], Parts]
 _LIVE: weakref.WeakSet[FreeScaleGroup] = weakref.WeakSet()
 
 
@@ -53,6 +56,7 @@ class FreeScaleGroup(dist.ProcessGroup):
         for group in (self.inner, self):
             register(group, natives)
         self._wire = Wire(dist.PrefixStore("freescale", made.store), rank, size, made.timeout, list(made.global_ranks_in_group))
+        self._agreement = Agreement(self._wire)
         self._lane = Lane(self._lane_name)
         self._host = HostTransport(self._wire, options)
         self.transport: Transport | None = choose(options, self._wire, self._host, dist.PrefixStore("topology", made.store))
@@ -75,35 +79,31 @@ class FreeScaleGroup(dist.ProcessGroup):
         """As ``dist.all_to_all_single``."""
         if self._is_native(input):
             return self._native("alltoall_base", output, input, list(output_split_sizes), list(input_split_sizes), opts)
-
-        def parts() -> tuple[list[Tensor], list[Tensor]]:
-            size = self.size()
-            return split("input", input, input_split_sizes, size), split("output", output, output_split_sizes, size)
-
-        return self._collective("all_to_all_single", parts, [output], opts)
+        outgoing = partial(Parts.cut, "input", input, input_split_sizes)
+        incoming = partial(Parts.cut, "output", output, output_split_sizes)
+        return self._collective("all_to_all_single", outgoing, incoming, [output], opts)
 
     def alltoall(self, output: list[Tensor], input: list[Tensor], opts: Any = None) -> dist.Work:
         """As ``dist.all_to_all``."""
         if self._is_native(input[0]):
             return self._native("alltoall", output, input, opts)
-        return self._collective("all_to_all", lambda: (input, output), output, opts)
+        outgoing, incoming = partial(Parts.listed, "input", input), partial(Parts.listed, "output", output)
+        return self._collective("all_to_all", outgoing, incoming, output, opts)
 
     def allgather(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         """As ``dist.all_gather``."""
         outputs, tensor = (output[0], input[0]) if isinstance(input, list) else (output, input)
         if self._is_native(tensor):
             return self._native("allgather", [outputs], [tensor], opts)
-        return self._collective("all_gather", lambda: ([tensor] * self.size(), outputs), outputs, opts)
+        outgoing, incoming = partial(Parts.repeated, tensor), partial(Parts.listed, "output", outputs)
+        return self._collective("all_gather", outgoing, incoming, outputs, opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         """As ``dist.all_gather_into_tensor``."""
         if self._is_native(input):
             return self._native("_allgather_base", output, input, opts)
-
-        def parts() -> tuple[list[Tensor], list[Tensor]]:
-            return [input] * self.size(), split("output", output.reshape(-1), (), self.size())
-
-        return self._collective("all_gather_single", parts, [output], opts)
+        outgoing, incoming = partial(Parts.repeated, input), partial(Parts.cut, "output", output.view(-1), ())
+        return self._collective("all_gather_single", outgoing, incoming, [output], opts)
 
     def all_gather_single_coalesced(self, output: list[Tensor], input: list[Tensor], opts: Any = None) -> dist.Work:
         """As several :meth:`all_gather_single`."""
@@ -126,6 +126,7 @@ class FreeScaleGroup(dist.ProcessGroup):
         """Close the lane's connections; what is under way fails."""
         _LIVE.discard(self)
         self._failure = self._failure or "it has been shut down"
+        self._agreement.close()
         self._wire.close()
         self._lane.close(1.0)
         for transport in (self._host, self.transport):
@@ -141,40 +142,37 @@ class FreeScaleGroup(dist.ProcessGroup):
         seen = Observed(self.observer, name)
         return seen.work(getattr(self.inner, name)(*(argument for argument in args if argument is not None)))
 
-    def _collective(
-        self, name: str, parts: Callable[[], tuple[Sequence[Tensor], Sequence[Tensor]]], results: list[Tensor], opts: Any
-    ) -> dist.Work:
+    def _collective(self, name: str, outgoing: _Cut, incoming: _Cut, results: list[Tensor], opts: Any) -> dist.Work:
         if self._failure is not None:
             raise dist.DistBackendError(self._told(name, self._failure))
-        timeout = getattr(opts, "timeout", self._timeout)
-        timeout = timeout if timeout > timedelta(0) else self._timeout
-        refusal: ValueError | None = None
+        number, self._count = self._count, self._count + 1
+        timeout = getattr(opts, "timeout", _NO_TIME)
+        timeout = timeout if timeout > _NO_TIME else self._timeout
         try:
-            transfer = Transfer.of(name, *parts(), self.size(), timeout)
-        except ValueError as error:  # the others hear of it, then it is raised
-            refusal, transfer = error, Transfer.none(name, self.size(), timeout)
-        transfer.number, self._count = self._count, self._count + 1
+            transfer = Transfer.of(name, outgoing(self.size()), incoming(self.size()), timeout, number)
+        except Exception as error:  # the others hear of it before it is raised
+            self._refuse(Transfer.of(name, Parts.none(self.size()), Parts.none(self.size()), timeout, number), error)
+            raise ValueError(self._told(name, str(error))) from error
         if transfer.device.type == "cuda":
             transfer.issued = torch.cuda.current_stream(transfer.device).record_event()
-        job = partial(self._move, transfer, str(refusal or ""))
         seen = Observed(self.observer, name)
-        if refusal is not None:
-            self._lane.run(job)
-            raise ValueError(self._told(name, str(refusal))) from refusal
         if getattr(opts, "asyncOp", True):
-            return seen.work(TransferWork(self._lane.submit(job), results))
+            return seen.work(TransferWork(self._lane.submit(partial(self._move, transfer)), results))
         with seen.waiting():
-            work = TransferWork(self._lane.run(job), results)
+            work = TransferWork(self._lane.run(partial(self._move, transfer)), results)
             work.wait()
         return work
 
-    def _move(self, transfer: Transfer, refusal: str) -> None:
+    def _refuse(self, transfer: Transfer, error: Exception) -> None:
+        self._lane.run(partial(self._move, transfer, str(error) or type(error).__name__))
+
+    def _move(self, transfer: Transfer, refusal: str = "") -> None:
         """On the lane."""
         try:
             if self._failure is not None:
                 raise dist.DistBackendError(self._failure)
             with TRAFFIC.under_way(self.options, transfer.total) as slot:
-                agree(transfer, self._wire, refusal)
+                self._agreement.reach(transfer, refusal)
                 transport = self.transport if transfer.device.type == "cuda" else self._host
                 assert transport is not None
                 transport.move(transfer, partial(TRAFFIC.give_way, slot, self.options.patience))
@@ -188,6 +186,7 @@ class FreeScaleGroup(dist.ProcessGroup):
         self._failure = self._failure or told
         # Frames and Works of the failed transfer would keep the connections open, and the other ranks waiting.
         error.with_traceback(None)
+        self._agreement.close()
         self._wire.fail(told)
         self._host.close()
         return dist.DistBackendError(told)

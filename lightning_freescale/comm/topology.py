@@ -2,21 +2,215 @@
 
 from __future__ import annotations
 
-import torch
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from itertools import combinations
+from typing import Any
+
 import torch.distributed as dist
 
 from lightning_freescale.comm.options import LaneOptions
 from lightning_freescale.comm.transports.base import Transport, TransportRefused
+from lightning_freescale.comm.transports.build import build
 from lightning_freescale.comm.transports.host import HostTransport
+from lightning_freescale.comm.transports.station import Station
 from lightning_freescale.comm.wire import Wire
 
+_EQUAL = ("transport", "chunk_bytes", "pinned_bytes", "priority")
+"""Options that every rank of a group must give alike."""
+_log = logging.getLogger(__name__)
 
-def choose(options: LaneOptions, wire: Wire, host: HostTransport, store: dist.Store) -> Transport | None:
-    """The transport for CUDA tensors; None for torch's own backend."""
-    if options.transport in ("auto", "host"):
-        return host
-    if options.transport == "native":
+
+@dataclass(frozen=True)
+class Topology:
+    """Where the ranks of a group are.
+
+    Attributes:
+        stations: of every rank of the group.
+        ranks: their global ranks, for errors.
+    """
+
+    stations: tuple[Station, ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.stations)
+
+    @property
+    def hosts(self) -> dict[tuple[str, str], list[int]]:
+        """By name and boot of every host its ranks in the group."""
+        found: dict[tuple[str, str], list[int]] = {}
+        for rank, station in enumerate(self.stations):
+            found.setdefault((station.host, station.boot), []).append(rank)
+        return found
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks are on one host."""
+        return len(self.hosts) == 1
+
+    @property
+    def one_nvlink_domain(self) -> bool:
+        """Whether every GPU reaches every other over NVLink. NVLink between hosts is not looked for."""
+        return not self.unlinked(range(self.size))
+
+    def unlinked(self, ranks: Sequence[int]) -> str:
+        """Of these ranks the first two that are not in one NVLink domain, and why; empty if all are."""
+        return next((gap for pair in combinations(ranks, 2) if (gap := self._gap(*pair))), "")
+
+    def sharing(self) -> str:
+        """The first two ranks that use the same GPU; empty if none do."""
+        pairs = combinations(range(self.size), 2)
+        return next((self._two(*pair) + " share a GPU" for pair in pairs if self._same_gpu(*pair)), "")
+
+    def lacking(self, attribute: str) -> str:
+        """Ranks on which an attribute of the station is empty; empty if there are none."""
+        found = [rank for rank, station in zip(self.ranks, self.stations) if not getattr(station, attribute)]
+        return f"{'rank' if len(found) == 1 else 'ranks'} {', '.join(map(str, found))}" if found else ""
+
+    def _gap(self, a: int, b: int) -> str:
+        one, other = self.stations[a], self.stations[b]
+        if (one.host, one.boot) != (other.host, other.boot):
+            return f"{self._two(a, b)} are on hosts {one.host} and {other.host}"
+        if self._same_gpu(a, b):
+            return "" if one.shares and other.shares else f"{self._two(a, b)} both use {one.place} of {one.host}"
+        if one.gpu in other.links and other.gpu in one.links:
+            return ""
+        return f"no NVLink is seen between {self._two(a, b)} ({one.place} and {other.place} of {one.host})"
+
+    def _same_gpu(self, a: int, b: int) -> bool:
+        return self.stations[a].gpu == self.stations[b].gpu
+
+    def _two(self, a: int, b: int) -> str:
+        return f"ranks {self.ranks[a]} and {self.ranks[b]}"
+
+
+def choose(options: LaneOptions, wire: Wire, host: HostTransport, store: dist.Store, timeout: timedelta) -> Transport | None:
+    """The transport for CUDA tensors; None for torch's own backend. Collective.
+
+    Args:
+        options: of this rank.
+        wire: of the group.
+        host: the transport that can always be had.
+        store: that only this call uses, on every rank.
+        timeout: how long to wait for the other ranks.
+
+    Raises:
+        ValueError: the ranks do not give the same options; on every rank.
+        TransportRefused: the transport that ``options`` name cannot be had; on every rank.
+        DistBackendError: a rank does not come.
+    """
+    mine = {"options": {name: getattr(options, name) for name in _EQUAL}, "station": asdict(Station.here())}
+    said = _tell("station", mine, wire, store, timeout)
+    _compare([each["options"] for each in said], wire.ranks)
+    topology = Topology(tuple(_station(each["station"]) for each in said), tuple(wire.ranks))
+    kind = decide(options.transport, topology)
+    if kind == "native":
         return None
-    if not torch.cuda.is_available():
-        raise TransportRefused(f"transport={options.transport!r} moves CUDA tensors, and torch sees no CUDA device")
-    raise TransportRefused("not yet")
+    if kind == "host":
+        return host
+    near = next(ranks for ranks in topology.hosts.values() if wire.rank in ranks)
+    transport, reason = build(kind, options, wire, host, near, dist.PrefixStore("build", store), timeout)
+    failed = [f"rank {rank}: {text}" for rank, text in zip(wire.ranks, _tell("built", reason, wire, store, timeout)) if text]
+    if not failed:
+        return transport
+    if transport is not None:
+        transport.close()
+    if options.transport != "auto":
+        raise TransportRefused(f"transport={kind!r} could not be set up: {'; '.join(failed)}: pass 'host' or 'auto'")
+    _log.warning("transport='auto' takes 'host', because %r could not be set up: %s", kind, "; ".join(failed))
+    return host
+
+
+def decide(transport: str, topology: Topology) -> str:
+    """Which transport ``LaneOptions(transport=...)`` means here: ``"host"``, ``"native"``, or a name of :func:`refusal`.
+
+    Raises:
+        TransportRefused: the one that is named cannot be had.
+    """
+    if transport in ("host", "native"):
+        return transport
+    if transport != "auto":
+        if reason := refusal(transport, topology):
+            raise TransportRefused(f"transport={transport!r} {reason}")
+        return transport
+    refusals = {kind: refusal(kind, topology) for kind in ("peer", "two-level")}
+    chosen = next((kind for kind, reason in refusals.items() if not reason), "host")
+    if chosen == "host" and not topology.lacking("gpu"):
+        _log.info("transport='auto' takes 'host': %s", "; ".join(f"{kind!r} {reason}" for kind, reason in refusals.items()))
+    return chosen
+
+
+def refusal(transport: str, topology: Topology) -> str:
+    """Why ``"peer"``, ``"two-level"`` or ``"nccl-zero-cta"`` cannot be had, and what to do; empty if it can."""
+    if ranks := topology.lacking("gpu"):
+        return f"moves CUDA tensors, and torch sees no CUDA device on {ranks}: pass 'auto' or 'host'"
+    if ranks := topology.lacking("bindings"):
+        return f"needs the package cuda-bindings, which {ranks} cannot import: install it, or pass 'auto' or 'host'"
+    return {"peer": _no_peer, "two-level": _no_two_level, "nccl-zero-cta": _no_zero_cta}[transport](topology)
+
+
+def _no_peer(topology: Topology) -> str:
+    gap = topology.unlinked(range(topology.size))
+    return gap and f"needs all ranks in one NVLink domain; {gap}: {_instead(topology)}"
+
+
+def _no_two_level(topology: Topology) -> str:
+    if topology.one_host:
+        return f"needs ranks on several hosts; all are on {topology.stations[0].host}: pass 'peer' or 'auto'"
+    if all(len(ranks) == 1 for ranks in topology.hosts.values()):
+        return "needs several ranks on a host; every rank has its own: pass 'host' or 'auto'"
+    gap = next((gap for ranks in topology.hosts.values() if (gap := topology.unlinked(ranks))), "")
+    return gap and f"needs each host's ranks in one NVLink domain; {gap}: {_instead(topology)}"
+
+
+def _no_zero_cta(topology: Topology) -> str:
+    """Where NCCL would silently launch kernels instead."""
+    versions = {station.nccl for station in topology.stations}
+    if topology.size == 1:
+        return "needs at least 2 ranks: pass 'auto'"
+    if len(versions) > 1 or min(versions) < (2, 28):
+        told = ", ".join(".".join(map(str, version)) or "none" for version in sorted(versions))
+        return f"needs the same NCCL of at least 2.28 on every rank; found {told}: pass 'auto'"
+    if (driver := min(station.driver for station in topology.stations)) < 12050:
+        return f"needs a CUDA driver of at least 12.5 on every rank; found {driver // 1000}.{driver % 1000 // 10}: pass 'auto'"
+    if ranks := topology.lacking("zero_cta"):
+        return f"needs a torch that has ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO, which {ranks} lacks: pass 'auto'"
+    gap = topology.unlinked(range(topology.size)) or topology.sharing()
+    return gap and f"needs all ranks in one NVLink domain, each with its own GPU; {gap}: {_instead(topology)}"
+
+
+def _instead(topology: Topology) -> str:
+    if topology.sharing():
+        return "call torch.cuda.set_device before the group is made, or pass 'host'"
+    return "pass 'auto' or 'host'" if topology.one_host else "pass 'two-level' or 'auto'"
+
+
+def _tell(what: str, mine: Any, wire: Wire, store: dist.Store, timeout: timedelta) -> list[Any]:
+    """What every rank says."""
+    keys = [f"{what}/{rank}" for rank in range(wire.size)]
+    store.set(keys[wire.rank], json.dumps(mine))
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError as error:
+        missing = [str(rank) for rank, key in zip(wire.ranks, keys) if not store.check([key])]
+        raise dist.DistBackendError(
+            f"while a freescale group was made, rank {', '.join(missing)} did not come within {timeout.total_seconds():g} s"
+        ) from error
+    return [json.loads(said) for said in store.multi_get(keys)]
+
+
+def _compare(given: list[dict[str, Any]], ranks: Sequence[int]) -> None:
+    for name in _EQUAL:
+        if any(options[name] != given[0][name] for options in given):
+            told = ", ".join(f"{options[name]!r} on rank {rank}" for rank, options in zip(ranks, given))
+            raise ValueError(f"LaneOptions differ between ranks, {name}= is {told}: pass the same options on every rank")
+
+
+def _station(said: dict[str, Any]) -> Station:
+    return Station(**{**said, "links": tuple(said["links"]), "nccl": tuple(said["nccl"])})

@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_freescale.balance import Assignment, CostModel, assign
 from lightning_freescale.balance.assign import bound_of, deal, imbalance
+from lightning_freescale.comm import BACKEND, LaneOptions
 from lightning_freescale.data.arguments import refuse_unused, stream_weight
 from lightning_freescale.data.streaming import StreamLoader
 
@@ -96,8 +97,8 @@ class StreamedData:
     def loader(self, rank: int, world_size: int, epoch: int = 0, timeout: timedelta | None = None) -> StreamLoader:
         """The loader of a rank, from where a checkpoint left it on. Collective."""
         if world_size > 1 and self._group is None:
-            # its own gloo group: its thread must not queue behind training's collectives
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
+            # its own lane: its thread must not queue behind training's collectives, which come first
+            self._group = dist.new_group(backend=BACKEND, timeout=timeout, pg_options=LaneOptions(name="samples", priority=-1))
         loader = StreamLoader(self.dataset, rank=rank, world_size=world_size, group=self._group, **self._options)
         if self._state is not None:
             loader.load_state_dict(self._state)

@@ -7,6 +7,8 @@ Chunks go directly to their rank, not around a ring: the bytes that leave each r
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
@@ -19,10 +21,11 @@ from lightning_freescale.comm.transfer import Transfer
 from lightning_freescale.comm.transports.staging import DeviceStaging, HostStaging, Lifted, Staging
 from lightning_freescale.comm.wire import Wire
 
-_SENT_AHEAD, _RECEIVED_AHEAD = 2, 4
-"""Rounds: chunks per peer that are under way, and that may arrive."""
+_FEWEST, _MOST, _SECONDS = 2, 16, 0.002
+"""Rounds under way: as many as take two milliseconds, so that a higher lane need not wait for more, within these."""
 _COPIES = 16
-"""Of a chunk per peer that fit into the bound of pinned memory: rounds under way, twice as size classes are powers of two."""
+"""Of a chunk per peer that the bound of pinned memory must hold, for the fewest rounds under way: as many again may arrive,
+size classes are powers of two, and there are two directions."""
 
 
 class HostTransport:
@@ -36,7 +39,8 @@ class HostTransport:
 
     def move(self, transfer: Transfer, pause: Callable[[], None], ranks: Collection[int] | None = None) -> None:
         """Fill ``transfer.incoming``, that of ``ranks`` only, if given. ``pause`` is called between chunks."""
-        Flow(self._wire, self._staging(transfer.device), transfer, self._chunk(transfer.device), ranks).run(pause)
+        chunk, most = self._sizes(transfer.device)
+        Flow(self._wire, self._staging(transfer.device), transfer, chunk, most, ranks).run(pause)
 
     def close(self) -> None:
         """Let go of pinned memory and streams."""
@@ -47,10 +51,14 @@ class HostTransport:
         """Bytes of pinned memory that a chunk is in."""
         return sum(staging.pinned_in_use for staging in self._stagings.values())
 
-    def _chunk(self, device: torch.device) -> int:
-        """The same on all ranks."""
+    def _sizes(self, device: torch.device) -> tuple[int, int]:
+        """Bytes of a chunk, the same on all ranks, and the most rounds under way."""
         chunk = self._options.chunk_bytes
-        return chunk if device.type == "cpu" else max(1, min(chunk, self._options.pinned_bytes // (_COPIES * self._wire.size)))
+        if device.type == "cpu":
+            return chunk, _MOST
+        fits = self._options.pinned_bytes // (_COPIES * self._wire.size)
+        chunk = max(1, min(chunk, fits))
+        return chunk, max(_FEWEST, min(_MOST, _FEWEST * fits // chunk))
 
     def _staging(self, device: torch.device) -> Staging:
         if device.type == "cpu":
@@ -78,12 +86,15 @@ class Flow:
     will without waiting for a later one; so uneven parts cannot make ranks wait for each other in a circle.
     """
 
-    def __init__(self, wire: Wire, staging: Staging, transfer: Transfer, chunk: int, ranks: Collection[int] | None) -> None:
+    def __init__(
+        self, wire: Wire, staging: Staging, transfer: Transfer, chunk: int, most: int, ranks: Collection[int] | None
+    ) -> None:
         self._wire, self._staging, self._transfer = wire, staging, transfer
         self._tag = 2 * transfer.number + 1
         served = range(wire.size) if ranks is None else ranks
         self._own = transfer.incoming[wire.rank] if wire.rank in served else None
-        self._chunk = chunk
+        self._chunk, self._most = chunk, most
+        self._begun: Counter[str] = Counter()
         outgoing = {peer: transfer.outgoing[peer] for peer in wire.peers if peer in served}
         incoming = {peer: transfer.incoming[peer] for peer in wire.sources if peer in served}
         longest = max(map(len, [*outgoing.values(), *incoming.values()]), default=0)
@@ -98,21 +109,22 @@ class Flow:
     def run(self, pause: Callable[[], None]) -> None:
         """Move everything."""
         self._staging.begin(self._transfer.issued)
+        start, window = time.monotonic(), _FEWEST
         for number, current in enumerate(self._rounds):
             pause()
-            for ahead in self._ahead(number, _RECEIVED_AHEAD):
-                self._receive(ahead)
-            for ahead in self._ahead(number, _SENT_AHEAD + 1):
-                self._lift(ahead)
-            for ahead in self._ahead(number, _SENT_AHEAD):
-                self._send(ahead)
+            self._look_ahead(number, window)
             self._complete(current)
+            pace = (time.monotonic() - start) / (number + 1)
+            window = min(max(_FEWEST, int(_SECONDS / pace)), self._most)
         self._copy_own()
         self._staging.finish()
 
-    def _ahead(self, number: int, count: int) -> list[_Round]:
-        """What comes into view with round ``number``, if ``count`` rounds are in view."""
-        return self._rounds[0 if number == 0 else number + count - 1 : number + count]
+    def _look_ahead(self, number: int, window: int) -> None:
+        """Post what belongs to the rounds from ``number`` on: twice as many receives as sends, and one more copy."""
+        for begin, last in ((self._receive, 2 * window), (self._lift, window + 1), (self._send, window)):
+            for index in range(self._begun[begin.__name__], min(number + last, len(self._rounds))):
+                begin(self._rounds[index])
+                self._begun[begin.__name__] = index + 1
 
     def _receive(self, ahead: _Round) -> None:
         for peer, chunk in ahead.incoming:

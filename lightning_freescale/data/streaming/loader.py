@@ -46,7 +46,8 @@ class StreamLoader:
             ranks read side by side are assigned as one global batch and sent to the rank that computes them.
         rank: the own rank.
         world_size: number of ranks.
-        group: gloo group of all ranks that nobody else uses; needed for more than one rank. The loader does not close it.
+        group: of all ranks, of backend freescale or gloo, used by nobody else; needed for more than one rank. The loader does
+            not close it.
         collate_fn: turns the list of samples of a step into a batch; torch's default if not given.
         num_workers: as in ``torch.utils.data.DataLoader``.
         pool_batches: for ``"none"``: batches that the pool holds.

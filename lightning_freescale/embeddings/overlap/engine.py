@@ -59,6 +59,7 @@ class OverlapEngine:
         local = local_rows(layout, collection, module, self.tables)
         lane = LaneOptions(self._transport, name=collection.path)
         group = dist.new_group(backend=BACKEND, timeout=self._timeout, pg_options=lane)
+        dist.all_reduce(layout.starts.new_zeros(1), group=group)  # NCCL connects at the first collective: now, not in a step
         optimizers = [self.tables.optimizers[table.key] for table in collection.tables]
         self.collections[collection.path] = OverlappedCollection(collection, module, layout, local, group, optimizers, dedup)
         self._groups[collection.path] = [kernel.group for kernel in local.kernels]
@@ -151,9 +152,11 @@ class OverlapEngine:
             collection.forget()
 
     def close(self) -> None:
-        """Give the collections back to TorchRec. Drain first; what is under way is lost."""
+        """Give the collections back to TorchRec and close their groups. Drain first; what is under way is lost."""
         for collection in self.collections.values():
             collection.close()
+            if dist.is_initialized():
+                dist.destroy_process_group(collection.group)
         self.collections = {}
 
     def mean_statistics(self) -> dict[str, float]:

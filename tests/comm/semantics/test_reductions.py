@@ -53,8 +53,7 @@ def all_reduce_coalesced(side: Side) -> Any:
         with warnings.catch_warnings(action="ignore"):
             work = dist.all_reduce_coalesced(tensors, group=side.group, async_op=async_op)
         if async_op:
-            work.get_future().wait()
-            work.wait()
+            work.wait()  # a future
         results += tensors
     return results
 

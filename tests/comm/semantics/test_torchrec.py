@@ -1,0 +1,71 @@
+"""TorchRec over a freescale group has the losses, tables and optimizer states that it has over gloo."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_freescale.comm.process_group import FreeScaleGroup
+from lightning_freescale.testing import run_distributed
+from tests.comm.semantics.sides import SMALL, TIMEOUT, differs, make_group
+from tests.comm.semantics.sparse_training import KEYS, build, train
+
+
+class Counted:
+    """Told of every collective, as a profiler is."""
+
+    def __init__(self) -> None:
+        self.names: Counter[str] = Counter()
+
+    def arrive(self, name: str) -> None:
+        self.names[name] += 1
+
+
+def _trained(pipelined: bool) -> str:
+    group = make_group(**SMALL)
+    assert isinstance(group, FreeScaleGroup)
+    group.observer = counted = Counted()
+    mine, gloo = train(group, pipelined), train(dist.new_group(backend="gloo", timeout=TIMEOUT), pipelined)
+    assert len(set(gloo["losses"])) == 5, "the loss must move, or equality means nothing"
+    torch.manual_seed(7)
+    initial = {name: value for name, value in build(dist.group.WORLD).state_dict().items() if "rows" in name}
+    for name, value in initial.items():
+        assert not torch.equal(value.local_shards()[0].tensor, mine["weights"][name][0])
+    assert sum(f"bag_{key}" in name for key in KEYS for name in mine["weights"]) == len(KEYS)
+    assert any(part.abs().max() > 0 for parts in mine["states"].values() for part in parts if part.numel())
+    assert counted.names["all_to_all_single"] >= 5 * 4, counted.names
+    return differs(mine, gloo)
+
+
+@pytest.mark.parametrize("pipelined", [False, True], ids=["by_hand", "TrainPipelineSparseDist"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_training_is_that_of_gloo(size: int, pipelined: bool) -> None:
+    assert run_distributed(_trained, size, pipelined, timeout=100) == [""] * size
+
+
+def _both_at_once() -> Any:
+    """Sparse traffic on a lane, the dense part on the default group, as a user divides them."""
+    told = []
+    for backend in ("freescale", "gloo"):
+        dense, group = dist.new_group(backend="gloo"), make_group() if backend == "freescale" else dist.new_group(backend="gloo")
+        draw = torch.Generator().manual_seed(dist.get_rank())
+        summed, moved = [], []
+        for _ in range(20):
+            gradient, rows = torch.randn(3000, generator=draw), torch.randn(2000, generator=draw)
+            reducing = dist.all_reduce(gradient, group=dense, async_op=True)
+            out = torch.zeros(2000)
+            moving = dist.all_to_all_single(out, rows, group=group, async_op=True)
+            reducing.wait()
+            moving.wait()
+            summed.append(gradient)
+            moved.append(out)
+        told.append([summed, moved])
+    return differs(*told)
+
+
+def test_a_lane_beside_the_dense_group() -> None:
+    assert run_distributed(_both_at_once, 2) == ["", ""]

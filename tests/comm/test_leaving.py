@@ -1,0 +1,192 @@
+"""A rank may leave a group, or the process end, whatever is still under way: no hang, no crash, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_freescale.comm.process_group import FreeScaleGroup
+from lightning_freescale.testing import _environment, _free_port, run_distributed
+from tests.comm.conftest import SOON, Outcome, everyone_sends, lane_threads, make_group, nothing_left, outcome
+
+ROWS = 300_000
+
+
+def _normal(async_op: bool) -> bool:
+    with nothing_left():
+        groups = [make_group(chunk_bytes=4096), make_group(transport="native"), make_group(chunk_bytes=4096, name="others")]
+        sound = all(everyone_sends(group, rows=10_000, async_op=async_op) for group in groups for _ in range(2))
+        threads = lane_threads()
+        for group in groups:
+            dist.destroy_process_group(group)
+        del groups, group
+    return sound and bool(threads) is async_op
+
+
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_destroyed_group_leaves_no_thread_and_no_socket(size: int, async_op: bool) -> None:
+    assert run_distributed(_normal, size, async_op) == [True] * size
+
+
+def _in_flight() -> tuple[bool, bool]:
+    with nothing_left():
+        group, n = make_group(chunk_bytes=4096), dist.get_world_size()
+        given = torch.full((ROWS * n,), dist.get_rank(), dtype=torch.uint8)
+        outs = [torch.full_like(given, 99) for _ in range(3)]
+        works = [dist.all_to_all_single(out, given, group=group, async_op=True) for out in outs]
+        dist.destroy_process_group(group)
+        arrived = all(torch.equal(out, torch.arange(n, dtype=torch.uint8).repeat_interleave(ROWS)) for out in outs)
+        done = all(work.is_success() for work in works)
+        del group
+    return arrived, done
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_destroying_a_group_finishes_what_is_in_flight(size: int) -> None:
+    assert run_distributed(_in_flight, size) == [(True, True)] * size
+
+
+def _in_vain(timeout: float) -> tuple[Outcome, Outcome, Outcome] | None:
+    """Rank 0 destroys the group while it waits for rank 1, which does not come."""
+    with nothing_left():
+        group = make_group(timeout=timeout)
+        if dist.get_rank() == 1:
+            dist.barrier()
+            seen = None
+        else:
+            work = dist.all_to_all_single(torch.empty(4), torch.ones(4), group=group, async_op=True)
+            destroyed = outcome(lambda: dist.destroy_process_group(group))
+            seen = destroyed, outcome(work.wait), outcome(lambda: group.all_to_all_single(torch.empty(4), torch.ones(4)))
+            dist.barrier()
+            del work
+        if seen is None:
+            dist.destroy_process_group(group)
+        del group
+    return seen
+
+
+def test_destroying_a_group_whose_peer_does_not_come_ends_with_the_timeout() -> None:
+    seen, _ = run_distributed(_in_vain, 2, 1.0, timeout=60)
+    destroyed, waited, after = seen
+    assert not destroyed.kind
+    assert destroyed.seconds < SOON
+    assert waited.kind == after.kind == "DistBackendError"
+    assert waited.seconds < SOON
+    assert "rank 1 did not come" in waited.text
+
+
+def _aborted() -> tuple[Outcome, Outcome]:
+    """Rank 0 aborts while it waits for rank 1."""
+    with nothing_left():
+        group = make_group()
+        assert everyone_sends(group)
+        work: Any = None
+        if dist.get_rank() == 0:
+            work = dist.all_to_all_single(torch.empty(6), torch.ones(6), group=group, async_op=True)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            group.abort()
+        dist.barrier()
+        seen = outcome(work.wait if work is not None else lambda: everyone_sends(group)), outcome(lambda: everyone_sends(group))
+        dist.destroy_process_group(group)
+        del group, work
+    return seen
+
+
+def test_aborting_a_group_ends_what_is_under_way_on_all_ranks_and_for_good() -> None:
+    for under_way, after in run_distributed(_aborted, 2, timeout=60):
+        assert under_way.kind == after.kind == "DistBackendError"
+        assert under_way.text.startswith("freescale all_to_all_single, lane 'rows': ")
+        assert under_way.seconds < SOON
+        assert after.seconds < 1
+
+
+def _dropped() -> bool:
+    """Nobody waits for the Work, nor keeps it."""
+    group, n = make_group(chunk_bytes=4096), dist.get_world_size()
+    given, out = torch.ones(ROWS * n, dtype=torch.uint8), torch.zeros(ROWS * n, dtype=torch.uint8)
+    dist.all_to_all_single(out, given, group=group, async_op=True)
+    sound = everyone_sends(group)
+    return sound and bool(out.all())
+
+
+def test_a_collective_whose_work_is_dropped_still_happens() -> None:
+    assert run_distributed(_dropped, 2) == [True, True]
+
+
+def test_the_classes_own_groups_are_ours() -> None:
+    def kind() -> bool:
+        return type(make_group()) is FreeScaleGroup
+
+    assert run_distributed(kind, 1) == [True]
+
+
+_PROGRAM = """
+    import os, sys, time
+    import torch
+    import torch.distributed as dist
+    from datetime import timedelta
+    from lightning_freescale.comm import LaneOptions
+    case, rank = sys.argv[1], int(os.environ["RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    options = LaneOptions(name="rows", chunk_bytes=4096)
+    group = dist.new_group(backend="freescale", timeout=timedelta(seconds=120), pg_options=options)
+    given = torch.ones(2 * 8_000_000, dtype=torch.uint8)
+    issue = lambda: dist.all_to_all_single(torch.empty_like(given), given, group=group, async_op=True)
+    dist.all_to_all_single(torch.empty(2), torch.ones(2), group=group, async_op=True).wait()
+    if case == "alone":
+        if rank == 1:
+            work = issue()
+            time.sleep(0.3)
+            print("leaves", flush=True)
+        else:
+            time.sleep(1.0)
+            try:
+                issue().wait()
+            except dist.DistBackendError as error:
+                print(error, flush=True)
+            os._exit(0)
+    else:
+        work = issue()
+        if rank == 1:
+            time.sleep(0.05)
+            print("leaves", "finished" if work.is_completed() else "unfinished", flush=True)
+        else:
+            try:
+                work.wait()
+            except dist.DistBackendError as error:
+                print(error, flush=True)
+            os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("case", ["alone", "within"])
+def test_the_interpreter_may_exit_with_an_unfinished_collective(case: str) -> None:
+    port = _free_port()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(_PROGRAM), case],
+            env={**os.environ, **_environment(rank, 2, port)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        (stays, stays_err), (leaves, leaves_err) = (rank.communicate(timeout=90) for rank in ranks)
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], leaves_err + stays_err
+    assert leaves.startswith("leaves") and "unfinished" in leaves + "unfinished" * (case == "alone")
+    assert not any(word in leaves_err for word in ("Fatal", "terminate", "Traceback")), leaves_err
+    assert "freescale all_to_all_single, lane 'rows': rank 1 " in stays

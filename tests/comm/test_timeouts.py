@@ -1,0 +1,122 @@
+"""A rank that does not come, or stops on the way, is an error for the others once the timeout is over, and then for itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_freescale.comm.traffic import TRAFFIC
+from lightning_freescale.testing import run_distributed
+from tests.comm.conftest import SOON, Outcome, everyone_sends, make_group, nothing_left, outcome
+
+TIMEOUT = 1.5
+
+
+def _late() -> list[list[Outcome]]:
+    """Rank 1 comes once all others have given up; of two groups, one for each kind of call."""
+    with nothing_left():
+        groups = [make_group(timeout=TIMEOUT), make_group(timeout=TIMEOUT)]
+        assert all(everyone_sends(group) for group in groups)
+        if dist.get_rank() == 1:
+            dist.barrier()
+        works: list[Any] = []
+        given, out = torch.ones(6), torch.empty(6)
+        issued = outcome(lambda: works.append(dist.all_to_all_single(out, given, group=groups[1], async_op=True)))
+        seen = [[outcome(lambda: everyone_sends(groups[0])) for _ in range(2)]]
+        seen += [[outcome(works[0].wait if works else lambda: None), outcome(lambda: everyone_sends(groups[1], async_op=True))]]
+        assert not issued.kind
+        if dist.get_rank() != 1:
+            dist.barrier()
+        for group in groups:
+            dist.destroy_process_group(group)
+        del groups, group, works
+    return seen
+
+
+def _assert_gave_up(seen: list[Outcome], waited: bool) -> None:
+    first, second = seen
+    assert first.kind == second.kind == "DistBackendError"
+    assert first.text == second.text
+    assert first.text.startswith("freescale all_to_all_single, lane 'rows': ")
+    assert f"did not come within the timeout of {TIMEOUT:g} s" in first.text
+    assert second.seconds < 1
+    assert first.seconds < SOON
+    assert first.seconds > TIMEOUT / 2 or not waited
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_that_never_comes_is_named_after_the_timeout_and_hears_of_it_when_it_does_come(size: int) -> None:
+    for rank, (sync, later) in enumerate(run_distributed(_late, size, timeout=60)):
+        _assert_gave_up(sync, waited=rank != 1)
+        _assert_gave_up(later, waited=False)
+        assert "rank 1 did not come" in sync[0].text and "rank 1 did not come" in later[0].text
+        if rank == 1:
+            assert "has given up" in sync[0].text and "has given up" in later[0].text
+
+
+def _stops() -> list[Outcome]:
+    """Rank 1 stops in the middle of a transfer until all others have given up."""
+    with nothing_left():
+        group, n = make_group(timeout=TIMEOUT, chunk_bytes=4096), dist.get_world_size()
+        assert everyone_sends(group)
+        chunks, give_way = iter(range(5)), TRAFFIC.give_way
+
+        def stop(*args: Any) -> None:
+            if next(chunks, None) is None:
+                TRAFFIC.give_way = give_way
+                dist.barrier()
+            give_way(*args)
+
+        if dist.get_rank() == 1:
+            TRAFFIC.give_way = stop
+        given = torch.ones(400_000 * n, dtype=torch.uint8)
+        seen = [outcome(lambda: dist.all_to_all_single(torch.empty_like(given), given, group=group))]
+        seen += [outcome(lambda: everyone_sends(group))]
+        if dist.get_rank() != 1:
+            dist.barrier()
+        dist.destroy_process_group(group)
+        del group
+    return seen
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_that_stops_within_a_transfer_is_named_after_the_timeout(size: int) -> None:
+    for rank, seen in enumerate(run_distributed(_stops, size, timeout=60)):
+        _assert_gave_up(seen, waited=rank != 1)
+        assert "rank 1 did not come" in seen[0].text
+
+
+def _only_late() -> bool:
+    group = make_group(timeout=TIMEOUT)
+    if dist.get_rank() == 0:
+        given, out = torch.arange(4.0), torch.empty(4)
+        work = dist.all_to_all_single(out, given, group=group, async_op=True)
+        early = work.is_completed()
+        dist.barrier()  # rank 1 is here, and has not issued its part
+        time.sleep(TIMEOUT / 5)
+        return not early and not work.is_completed() and bool(dist.barrier() is None and work.wait())
+    dist.barrier()
+    dist.barrier()
+    return outcome(lambda: dist.all_to_all_single(torch.empty(4), torch.ones(4), group=group)).kind == ""
+
+
+def test_a_rank_that_is_late_within_the_timeout_is_waited_for() -> None:
+    assert run_distributed(_only_late, 2, timeout=60) == [True, True]
+
+
+def _delegated_on_one() -> Outcome:
+    group = make_group(timeout=TIMEOUT)
+    tensor = torch.ones(6)
+    call: Callable[[], Any] = lambda: dist.all_to_all_single(torch.empty(6), tensor, group=group)  # noqa: E731
+    return outcome(call if dist.get_rank() else lambda: dist.all_reduce(tensor, group=group))
+
+
+def test_a_collective_of_torchs_own_on_one_rank_ends_in_the_timeout() -> None:
+    seen = run_distributed(_delegated_on_one, 2, timeout=60)
+    assert all(each.kind and each.seconds < SOON for each in seen)
+    assert "rank 0 did not come within the timeout" in seen[1].text
