@@ -173,7 +173,7 @@ def build(names: Sequence[str], rows: int, dim: int, seconds: float) -> dict[str
             made[name] = Pipelined(_with_torchrec(model), Wire())
         else:
             shared = shared or _with_torchrec(model)
-            made[name] = Plain(shared, Wire(stock=name == "plain-gloo"), deduplicate=name == "dedup")
+            made[name] = Plain(shared, Wire("gloo" if name == "plain-gloo" else "freescale"), deduplicate=name == "dedup")
     return made
 
 

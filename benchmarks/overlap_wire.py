@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
@@ -12,14 +11,14 @@ from torch import Tensor
 
 
 class Wire:
-    """Stands in for ``dist.all_to_all_single``: counts the bytes sent to others, and posts its receives first.
+    """Stands in for ``dist.all_to_all_single``: counts the bytes sent to others, and sends them over a backend of choice.
 
     Gloo's own sends to a peer before it posts the receive; with a rank that comes late the two directions of a link then
-    follow each other. ``stock`` leaves the transfers to it.
+    follow each other. So the comparison gives TorchRec the backend ``"freescale"``, too. Creating it is collective.
     """
 
-    def __init__(self, stock: bool = False) -> None:
-        self.stock, self.sent, self._calls = dist.all_to_all_single if stock else None, 0, 0
+    def __init__(self, backend: str = "freescale") -> None:
+        self.sent, self._group, self._exchange = 0, dist.new_group(backend=backend), dist.all_to_all_single
 
     def patched(self) -> AbstractContextManager[Any]:
         """While entered, all that calls ``dist.all_to_all_single``, TorchRec too, comes here."""
@@ -34,34 +33,7 @@ class Wire:
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Take the arguments of ``dist.all_to_all_single``, and return what it does."""
-        group = group or dist.group.WORLD
-        assert group is not None
-        rank, size = group.rank(), group.size()
-        incoming = output.split(output_split_sizes or len(output) // size)
-        outgoing = input.split(input_split_sizes or len(input) // size)
-        peers = [peer for peer in range(size) if peer != rank]
-        self.sent += sum(outgoing[peer].nbytes for peer in peers)
-        if self.stock:
-            return self.stock(output, input, output_split_sizes, input_split_sizes, group=group, async_op=async_op)
-        self._calls += 1
-        works = [dist.irecv(incoming[p], group=group, group_src=p, tag=self._calls) for p in peers if len(incoming[p])]
-        works += [dist.isend(outgoing[p], group=group, group_dst=p, tag=self._calls) for p in peers if len(outgoing[p])]
-        incoming[rank].copy_(outgoing[rank])
-        pending = _Pending(works, outgoing)
-        return pending if async_op else pending.wait()
-
-
-class _Pending(dist.Work):
-    """Transfers under way; it keeps the sends and their memory alive, without which they would be cancelled."""
-
-    def __init__(self, works: list[Any], outgoing: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.works, self.outgoing = works, outgoing
-
-    def wait(self, timeout: object = None) -> bool:
-        """Block until all has come and gone."""
-        for work in self.works:
-            work.wait()
-        self.works = []
-        return True
+        """Take the arguments of ``dist.all_to_all_single``, and return what it does; ``group`` has the same ranks."""
+        parts = input.split(input_split_sizes or len(input) // dist.get_world_size())
+        self.sent += sum(part.nbytes for peer, part in enumerate(parts) if peer != dist.get_rank())
+        return self._exchange(output, input, output_split_sizes, input_split_sizes, group=self._group, async_op=async_op)

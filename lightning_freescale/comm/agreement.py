@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from lightning_freescale.comm.envelope import BYTES, ROOM, Envelope
+from lightning_freescale.comm.envelope import BYTES, Envelope
 from lightning_freescale.comm.parts import DTYPES
 from lightning_freescale.comm.transfer import Transfer
 from lightning_freescale.comm.wire import Wire
-
-_EMPTY = torch.empty(0, dtype=torch.uint8)
-
-
-class Refused(dist.DistBackendError):
-    """A rank cannot take part, and all ranks know: the next collective may be sound."""
 
 
 class Agreement:
@@ -26,31 +19,29 @@ class Agreement:
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
-        self._posted: dict[int, list[tuple[dist.Work, Tensor]]] = {}
+        self._posted: dict[int, list[tuple[dist.Work, bytearray]]] = {}
 
     def reach(self, transfer: Transfer, refusal: str = "") -> None:
         """Tell all ranks and hear them. Collective.
 
         Args:
-            transfer: what this rank sends and expects; its ``largest`` is set, and parts that have come with the envelopes
-                are taken out of it.
+            transfer: what this rank sends and expects; its ``largest`` is set.
             refusal: why this rank cannot take part.
 
         Raises:
-            Refused: on every rank, if a rank refuses.
-            DistBackendError: a peer is gone, did not come, or takes part in another way.
+            DistBackendError: a rank refuses, is gone, did not come, or takes part in another way.
         """
         transfer.largest = max(part.shape[0] for part in transfer.outgoing)
         heard = self._exchange(transfer, refusal)
         told = [(self._wire.rank, refusal), *((peer, envelope.refusal) for peer, envelope in heard.items())]
         refusals = [f"rank {self._wire.ranks[peer]} cannot take part: {text}" for peer, text in sorted(told) if text]
         if refusals:
-            raise Refused("; ".join(refusals))
+            raise dist.DistBackendError("; ".join(refusals))
         for peer, envelope in heard.items():
             _check(transfer, envelope, peer, self._wire.ranks[peer])
             transfer.largest = max(transfer.largest, envelope.largest)
-        if transfer.device.type == "cpu":
-            _take_small(transfer, heard)
+            if envelope.payload is not None and transfer.fits(envelope.payload):
+                transfer.incoming[peer].copy_(envelope.payload)
 
     def close(self) -> None:
         """Let go of the receives, which would keep the connections open."""
@@ -60,7 +51,7 @@ class Agreement:
         wire, number = self._wire, transfer.number
         self._post(number)
         packed = [_envelope(transfer, peer, refusal).pack() for peer in wire.peers]
-        sends = [wire.send(each, peer, 2 * number) for each, peer in zip(packed, wire.peers)]
+        sends = [wire.send(each, peer, _tag(number)) for each, peer in zip(packed, wire.peers)]
         self._post(number + 1)
         heard = {}
         for (work, memory), peer in zip(self._posted.pop(number), wire.sources):
@@ -72,14 +63,20 @@ class Agreement:
 
     def _post(self, number: int) -> None:
         if number not in self._posted:
-            memory = [torch.empty(BYTES, dtype=torch.uint8) for _ in self._wire.sources]
-            works = [self._wire.receive(each, peer, 2 * number) for each, peer in zip(memory, self._wire.sources)]
+            memory = [bytearray(BYTES) for _ in self._wire.sources]
+            tensors = [torch.frombuffer(each, dtype=torch.uint8) for each in memory]
+            works = [self._wire.receive(each, peer, _tag(number)) for each, peer in zip(tensors, self._wire.sources)]
             self._posted[number] = list(zip(works, memory))
+
+
+def _tag(number: int) -> int:
+    """Even; odd ones are those of payloads."""
+    return 2 * (number & 0x3FFFFFFF)
 
 
 def _envelope(transfer: Transfer, peer: int, refusal: str) -> Envelope:
     part, expects = transfer.outgoing[peer], transfer.incoming[peer].shape[0]
-    payload = part if transfer.device.type == "cpu" else None
+    payload = part if transfer.fits(part) else None
     return Envelope(transfer.name, transfer.number, part.shape[0], expects, transfer.largest, transfer.dtype, refusal, payload)
 
 
@@ -95,12 +92,3 @@ def _check(transfer: Transfer, envelope: Envelope, peer: int, rank: int) -> None
             f"rank {rank} sends {envelope.sends} bytes and expects {envelope.expects}, this one expects {gets} from it and "
             f"sends it {gives}: give split sizes that fit each other on every rank"
         )
-
-
-def _take_small(transfer: Transfer, heard: dict[int, Envelope]) -> None:
-    for peer, envelope in heard.items():
-        if envelope.payload is not None:
-            transfer.incoming[peer].copy_(envelope.payload)
-            transfer.incoming[peer] = _EMPTY
-        if transfer.outgoing[peer].shape[0] <= ROOM:
-            transfer.outgoing[peer] = _EMPTY

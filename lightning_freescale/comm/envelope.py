@@ -55,11 +55,11 @@ class Envelope:
         return packed
 
     @staticmethod
-    def unpack(packed: Tensor) -> Envelope:
-        """What a peer has packed."""
-        magic, dtype, number, sends, expects, largest, length, name = _HEAD.unpack(bytes(packed[: _HEAD.size].numpy()))
+    def unpack(raw: bytearray) -> Envelope:
+        """What a peer has packed, ``BYTES`` long."""
+        magic, dtype, number, sends, expects, largest, length, name = _HEAD.unpack_from(raw)
         assert magic == _MAGIC
-        room = packed[_HEAD.size :]
-        text = bytes(room[:length].numpy()).decode(errors="replace")
-        payload = room[:sends] if 0 < sends <= ROOM and not text else None
+        text = raw[_HEAD.size : _HEAD.size + length].decode(errors="replace")
+        fits = 0 < sends <= ROOM and not text
+        payload = torch.frombuffer(raw, dtype=torch.uint8, count=sends, offset=_HEAD.size) if fits else None
         return Envelope(name.rstrip(b"\0").decode(), number, sends, expects, largest, dtype, text, payload)

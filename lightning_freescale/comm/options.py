@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 TRANSPORTS = ("auto", "host", "peer", "nccl-zero-cta", "two-level", "native")
 
+COPIES = 16
+"""Of a chunk that the bound of pinned memory must hold: two under way and two more to arrive, in size classes that are powers
+of two, in each of two directions."""
+
 
 @dataclass(frozen=True)
 class LaneOptions:
@@ -18,8 +22,8 @@ class LaneOptions:
             ``"auto"``, which chooses by topology. CPU tensors take the host's path, or gloo's own with ``"native"``.
         name: of the lane, for errors and threads; that of the process group if empty.
         priority: lanes of lower priority in the same process pause while this one has work.
-        chunk_bytes: what travels in one piece, and where a lane may pause. Two pieces per peer are under way, or what takes
-            two milliseconds, so that is how long a higher lane's messages may have to wait.
+        chunk_bytes: what travels in one piece, and where a lane may pause. Where a higher lane exists, a lane has two chunks
+            under way, or what takes two milliseconds; that is how long a message of the higher one may have to wait.
         pause_below: lower lanes pause for collectives of this lane that move fewer bytes; larger ones share the link with
             them. None: they always pause.
         patience: seconds that this lane pauses at most between two chunks, so that it never starves; also how long a higher
@@ -47,8 +51,8 @@ class LaneOptions:
             raise ValueError(f"pause_below={self.pause_below}: pass bytes, at least 0, or None")
         if self.patience < 0:
             raise ValueError(f"patience={self.patience}: pass seconds, at least 0")
-        if self.pinned_bytes < 4 * self.chunk_bytes:
+        if self.pinned_bytes < COPIES * self.chunk_bytes:
             raise ValueError(
-                f"pinned_bytes={self.pinned_bytes}: pass at least four chunks, {4 * self.chunk_bytes} bytes, or a smaller "
-                f"chunk_bytes than {self.chunk_bytes}"
+                f"pinned_bytes={self.pinned_bytes}: pass at least {COPIES} chunks, {COPIES * self.chunk_bytes} bytes, or a "
+                f"smaller chunk_bytes than {self.chunk_bytes}"
             )

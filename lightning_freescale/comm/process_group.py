@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_freescale.comm.agreement import Agreement, Refused
+from lightning_freescale.comm.agreement import Agreement
 from lightning_freescale.comm.lane import Lane
 from lightning_freescale.comm.native import NOT_OBSERVED, OBSERVED, delegate, native_backends, register
 from lightning_freescale.comm.options import LaneOptions
@@ -59,7 +59,9 @@ class FreeScaleGroup(dist.ProcessGroup):
         self._agreement = Agreement(self._wire)
         self._lane = Lane(self._lane_name)
         self._host = HostTransport(self._wire, options)
-        self.transport: Transport | None = choose(options, self._wire, self._host, dist.PrefixStore("topology", made.store))
+        store = dist.PrefixStore("topology", made.store)
+        self.transport: Transport | None = choose(options, self._wire, self._host, store, made.timeout)
+        TRAFFIC.open(options.priority)
         _LIVE.add(self)
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
@@ -124,7 +126,9 @@ class FreeScaleGroup(dist.ProcessGroup):
 
     def abort(self) -> None:
         """Close the lane's connections; what is under way fails."""
-        _LIVE.discard(self)
+        if self in _LIVE:
+            _LIVE.discard(self)
+            TRAFFIC.close(self.options.priority)
         self._failure = self._failure or "it has been shut down"
         self._agreement.close()
         self._wire.close()
@@ -172,14 +176,20 @@ class FreeScaleGroup(dist.ProcessGroup):
             if self._failure is not None:
                 raise dist.DistBackendError(self._failure)
             with TRAFFIC.under_way(self.options, transfer.total) as slot:
-                self._agreement.reach(transfer, refusal)
-                transport = self.transport if transfer.device.type == "cuda" else self._host
-                assert transport is not None
-                transport.move(transfer, partial(TRAFFIC.give_way, slot, self.options.patience))
-        except Refused as error:
-            raise dist.DistBackendError(self._told(transfer.name, str(error))) from None
+                self._run(transfer, refusal, partial(TRAFFIC.give_way, slot, self.options.patience))
         except Exception as error:
             raise self._give_up(transfer.name, error) from None
+
+    def _run(self, transfer: Transfer, refusal: str, pause: Callable[[], None]) -> None:
+        transport = self.transport if transfer.device.type == "cuda" else self._host
+        assert transport is not None
+        if transport is self._host and not refusal:
+            finish = self._host.begin(transfer)
+            self._agreement.reach(transfer)
+            finish(pause)
+        else:
+            self._agreement.reach(transfer, refusal)
+            transport.move(transfer, pause)
 
     def _give_up(self, name: str, error: Exception) -> dist.DistBackendError:
         told = str(error) if self._failure else self._told(name, str(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,6 +33,19 @@ class Traffic:
     def __init__(self) -> None:
         self._slots: list[Slot] = []
         self._changed = threading.Condition()
+        self._lanes: Counter[int] = Counter()
+
+    def open(self, priority: int) -> None:
+        """A lane exists from now on."""
+        self._lanes[priority] += 1
+
+    def close(self, priority: int) -> None:
+        """It does no more."""
+        self._lanes[priority] -= 1
+
+    def has_above(self, priority: int) -> bool:
+        """Whether there is a lane of higher priority."""
+        return any(other > priority and count > 0 for other, count in list(self._lanes.items()))
 
     @contextmanager
     def under_way(self, options: LaneOptions, total: int) -> Iterator[Slot]:

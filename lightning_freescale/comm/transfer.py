@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_freescale.comm.envelope import ROOM
 from lightning_freescale.comm.parts import Parts
 
 
@@ -51,3 +52,7 @@ class Transfer:
             raise ValueError(f"the input is {outgoing.kind}, the output {incoming.kind}: pass one dtype and one device")
         total = max(outgoing.total(), incoming.total())
         return Transfer(name, outgoing.pieces, list(incoming.pieces), outgoing.dtype, outgoing.device, total, timeout, number)
+
+    def fits(self, part: Tensor) -> bool:
+        """Whether a part travels in the envelope."""
+        return self.device.type == "cpu" and part.shape[0] <= ROOM

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import textwrap
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_freescale.comm.process_group import FreeScaleGroup
-from lightning_freescale.testing import _environment, _free_port, run_distributed
+from lightning_freescale.testing import _free_port, run_distributed
 from tests.comm.conftest import SOON, Outcome, everyone_sends, lane_threads, make_group, nothing_left, outcome
 
 ROWS = 300_000
@@ -130,63 +129,62 @@ def test_the_classes_own_groups_are_ours() -> None:
 
 
 _PROGRAM = """
-    import os, sys, time
-    import torch
-    import torch.distributed as dist
-    from datetime import timedelta
-    from lightning_freescale.comm import LaneOptions
-    case, rank = sys.argv[1], int(os.environ["RANK"])
+import os, sys, time
+from datetime import timedelta
+sys.modules["lightning"] = None  # torch alone, which is imported sooner
+import torch
+import torch.distributed as dist
+from lightning_freescale.comm import LaneOptions
+
+BYTES = 2 * 8_000_000
+
+def issue(group):
+    return dist.all_to_all_single(torch.empty(BYTES, dtype=torch.uint8), torch.ones(BYTES, dtype=torch.uint8), group=group,
+                                  async_op=True)
+
+def run(case, rank):
     dist.init_process_group("gloo", rank=rank, world_size=2)
     options = LaneOptions(name="rows", chunk_bytes=4096)
     group = dist.new_group(backend="freescale", timeout=timedelta(seconds=120), pg_options=options)
-    given = torch.ones(2 * 8_000_000, dtype=torch.uint8)
-    issue = lambda: dist.all_to_all_single(torch.empty_like(given), given, group=group, async_op=True)
     dist.all_to_all_single(torch.empty(2), torch.ones(2), group=group, async_op=True).wait()
+    if rank == 0:
+        if case == "alone":
+            dist.barrier()
+            time.sleep(1.2)  # and so comes while rank 1 is about to end
+        try:
+            issue(group).wait()
+        except dist.DistBackendError as error:
+            print(case, "0", error, flush=True)
+        os._exit(0)
+    work = issue(group)
     if case == "alone":
-        if rank == 1:
-            work = issue()
-            time.sleep(0.3)
-            print("leaves", flush=True)
-        else:
-            time.sleep(1.0)
-            try:
-                issue().wait()
-            except dist.DistBackendError as error:
-                print(error, flush=True)
-            os._exit(0)
+        time.sleep(0.2)
+        dist.barrier()
     else:
-        work = issue()
-        if rank == 1:
-            time.sleep(0.05)
-            print("leaves", "finished" if work.is_completed() else "unfinished", flush=True)
-        else:
-            try:
-                work.wait()
-            except dist.DistBackendError as error:
-                print(error, flush=True)
-            os._exit(0)
+        time.sleep(0.02)
+    print(case, "1", "finished" if work.is_completed() else "unfinished", flush=True)
+
+for case in ("alone", "within"):
+    os.environ["MASTER_PORT"] = sys.argv[1 if case == "alone" else 2]
+    children = []
+    for rank in range(2):
+        child = os.fork()
+        if child == 0:
+            run(case, rank)
+            sys.exit(0)  # and so through the end of the interpreter
+        children.append(child)
+    print(case, "exit", *(os.waitpid(child, 0)[1] for child in children), flush=True)
 """
 
 
-@pytest.mark.parametrize("case", ["alone", "within"])
-def test_the_interpreter_may_exit_with_an_unfinished_collective(case: str) -> None:
-    port = _free_port()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(_PROGRAM), case],
-            env={**os.environ, **_environment(rank, 2, port)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        (stays, stays_err), (leaves, leaves_err) = (rank.communicate(timeout=90) for rank in ranks)
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], leaves_err + stays_err
-    assert leaves.startswith("leaves") and "unfinished" in leaves + "unfinished" * (case == "alone")
-    assert not any(word in leaves_err for word in ("Fatal", "terminate", "Traceback")), leaves_err
-    assert "freescale all_to_all_single, lane 'rows': rank 1 " in stays
+def test_the_interpreter_may_exit_with_an_unfinished_collective() -> None:
+    """Of which the peer has not yet issued its part, and which is half way."""
+    ports = [str(_free_port()), str(_free_port())]
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    program = [sys.executable, "-c", _PROGRAM, *ports]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=100)
+    for case in ("alone", "within"):
+        assert f"{case} exit 0 0\n" in done.stdout, done
+        assert f"{case} 1 unfinished\n" in done.stdout, done
+        assert f"{case} 0 freescale all_to_all_single, lane 'rows': rank 1 " in done.stdout, done
+    assert not any(word in done.stderr for word in ("Fatal", "terminate", "Traceback")), done

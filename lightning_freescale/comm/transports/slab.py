@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,19 +19,21 @@ _names = count()
 class Slab:
     """One buffer of uint8 per rank, all alike, and all mapped here.
 
-    A buffer begins with words of 32 bits, ``2 * ranks + 1``: for every rank the number of chunks that have arrived from it, then
-    for every rank the number of chunks sent to it that it has taken, then whether a peer has given up. Behind them are two slots
-    of a chunk for every rank that sends here. Counts go on from transfer to transfer.
+    A buffer begins with ``2 * ranks + 1`` words of 32 bits: for every rank the number of chunks that have arrived from it, then
+    for every rank the number of chunks sent to it that it has taken, then whether a peer has given up. Behind them are two
+    slots of a chunk for every rank that sends here. Counts go on from transfer to transfer.
 
     Attributes:
         place: of this rank among the buffers.
         buffers: of every rank, uint8 of shape ``[Slab.bytes(...)]``.
         chunk: bytes of a slot.
+        mapping: what keeps the peers' buffers mapped.
     """
 
     place: int
     buffers: list[Tensor]
     chunk: int
+    mapping: Any = None
 
     @staticmethod
     def bytes(ranks: int, chunk: int) -> int:
@@ -76,12 +79,18 @@ def symmetric_slab(place: int, ranks: int, chunk: int, device: torch.device, sto
         chunk: bytes of a slot.
         device: of this rank.
         store: that only these ranks use.
+
+    Raises:
+        RuntimeError: the memory cannot be shared.
     """
     from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory, _unregister_process_group
 
     bytes_ = Slab.bytes(ranks, chunk)
     if ranks == 1:
         return Slab(0, [torch.zeros(bytes_, dtype=torch.uint8, device=device)], chunk)
+    backend = _SymmetricMemory.get_backend(device)
+    if backend != "CUDA":
+        raise RuntimeError(f"symmetric memory has backend {backend!r}: call torch's symm_mem.set_backend('CUDA'), or none")
     name, group = f"freescale-{next(_names)}", dist.ProcessGroup(store, place, ranks)
     _register_process_group(name, group)  # type: ignore[arg-type]
     try:
@@ -91,7 +100,7 @@ def symmetric_slab(place: int, ranks: int, chunk: int, device: torch.device, sto
         torch.cuda.synchronize(device)  # nobody writes before the rendezvous, which comes after this on every rank
         handle = _SymmetricMemory.rendezvous(mine, name)
         buffers = [mine if at == place else handle.get_buffer(at, (bytes_,), torch.uint8) for at in range(ranks)]
-        return Slab(place, buffers, chunk)
+        return Slab(place, buffers, chunk, handle)
     finally:
         _unregister_process_group(name)  # type: ignore[arg-type]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_log = logging.getLogger(__name__)
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -48,12 +50,12 @@ class Station:
     zero_cta: bool = False
 
     @staticmethod
-    def here() -> Station:
-        """Of this process. Not tested on GPU."""
+    def here(cuda: bool = True) -> Station:
+        """Of this process; without its GPU, unless ``cuda``. Not tested on GPU."""
         host, boot = socket.gethostname(), _BOOT.read_text().strip() if _BOOT.exists() else ""
-        if not torch.cuda.is_available():
+        if not cuda or not torch.cuda.is_available():
             return Station(host, boot)
-        device, cuda = torch.cuda.current_device(), cuda_bindings()
+        device, bindings = torch.cuda.current_device(), cuda_bindings()
         properties = torch.cuda.get_device_properties(device)
         return Station(
             host,
@@ -63,8 +65,8 @@ class Station:
             capability=f"{properties.major}.{properties.minor}",
             links=tuple(_uuid(other) for other in _linked(device)),
             shares=os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1",
-            bindings=cuda is not None,
-            driver=int(cuda.cuDriverGetVersion()[1]) if cuda is not None else 0,
+            bindings=bindings is not None,
+            driver=int(bindings.cuDriverGetVersion()[1]) if bindings is not None else 0,
             nccl=tuple(torch.cuda.nccl.version()[:3]) if dist.is_nccl_available() else (),
             zero_cta=hasattr(getattr(dist, "ProcessGroupNCCL", None), "NCCL_CTA_POLICY_ZERO"),
         )
@@ -87,6 +89,10 @@ def _linked(device: int) -> list[int]:
     from torch._C._autograd import DeviceType
     from torch._C._distributed_c10d import _detect_dma_connectivity  # type: ignore[attr-defined]
 
-    lanes = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix[device]
+    try:
+        lanes = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix[device]
+    except RuntimeError as error:
+        _log.warning("NVLink could not be looked for: %s", error)
+        return []
     others = [other for other in range(torch.cuda.device_count()) if other != device]
     return [other for other in others if lanes[other] > 0 and torch.cuda.can_device_access_peer(device, other)]

@@ -152,11 +152,9 @@ class OverlapEngine:
             collection.forget()
 
     def close(self) -> None:
-        """Give the collections back to TorchRec and close their groups. Drain first; what is under way is lost."""
+        """Give the collections back to TorchRec. Drain first; what is under way is lost."""
         for collection in self.collections.values():
             collection.close()
-            if dist.is_initialized():
-                dist.destroy_process_group(collection.group)
         self.collections = {}
 
     def mean_statistics(self) -> dict[str, float]:

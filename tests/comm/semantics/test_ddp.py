@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -67,7 +68,7 @@ def _train(group: Any, name: str) -> tuple[list[float], list[torch.Tensor]]:
             optimizer.step()
             optimizer.zero_grad()
 
-    with Join([model] if name == "join" else [], enable=name == "join"):
+    with Join([model]) if name == "join" else nullcontext():
         for index in range(6 + (rank if name == "join" else 0)):  # uneven where they may be
             if name == "no_sync" and index % 2 == 0:
                 with model.no_sync():
@@ -81,7 +82,7 @@ def _differences(name: str) -> list[str]:
     mine, gloo = _train(make_group(), name), _train(dist.new_group(backend="gloo", timeout=TIMEOUT), name)
     assert len(set(gloo[0])) >= 6, "the loss must move, or equality means nothing"
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, [weights for weights in gloo[1] if weights.is_floating_point()][0])
+    dist.all_gather_object(everyone, next(weights for weights in gloo[1] if weights.is_floating_point()))
     assert all(torch.equal(everyone[0], other) for other in everyone), "the ranks must agree"
     return [differs(mine, gloo)]
 

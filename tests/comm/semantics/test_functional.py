@@ -102,14 +102,13 @@ def _gradients(side: Side, rows: int, apply: Any) -> list[Tensor]:
 
 @named(BACKWARD)
 def gradients_of_functional(side: Side) -> Any:
-    results = []
+    results, scatter = [], functional.reduce_scatter_tensor_autograd
     for rows in (1, 200):
         received, sent = _splits(side, rows)
         results += _gradients(
             side, sum(sent), lambda x, r=received, s=sent: functional.all_to_all_single_autograd(x, r, s, side.group)
         )
         results += _gradients(side, rows, lambda x: functional.all_gather_tensor_autograd(x, 0, side.group))
-        scatter = functional.reduce_scatter_tensor_autograd
         results += _gradients(side, rows * side.size, lambda x: scatter(x, "sum", 0, side.group))
     return results
 

@@ -150,6 +150,8 @@ NO_COLLECTIVES = {
 def test_every_collective_of_torch_is_overridden() -> None:
     """One that is not runs in C++ while it holds the interpreter's lock, which deadlocks with gloo's own thread."""
     offered = {name for name in vars(dist.ProcessGroup) if not name.startswith("__")}
-    overridden = {name for kind in FreeScaleGroup.__mro__[: FreeScaleGroup.__mro__.index(dist.ProcessGroup)] for name in vars(kind)}
+    overridden = {
+        name for kind in FreeScaleGroup.__mro__[: FreeScaleGroup.__mro__.index(dist.ProcessGroup)] for name in vars(kind)
+    }
     assert {"broadcast", "all_to_all_single", "barrier"} <= offered - NO_COLLECTIVES  # the names are those of torch
     assert offered - NO_COLLECTIVES - overridden == set()

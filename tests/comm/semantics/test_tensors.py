@@ -1,4 +1,4 @@
-"""Tensors of every kind that gloo takes: views, transposed ones, parameters, inference tensors."""
+"""Tensors of every kind: parts of buffers, parameters, inference tensors."""
 
 from __future__ import annotations
 
@@ -108,26 +108,12 @@ def without_grad_mode(side: Side) -> Any:
 
 
 @named(CASES)
-def transposed_all_gather(side: Side) -> Any:
+def transposed(side: Side) -> Any:
     """Gloo takes tensors whose elements do not lie next to each other."""
-    given, out = side.numbers(300, 4).t(), [side.blank(300, 4).t() for _ in range(side.size)]
-    dist.all_gather(out, given, group=side.group)
-    return [*out, given]
-
-
-@named(CASES)
-def transposed_broadcast_and_all_reduce(side: Side) -> Any:
     told, summed = side.numbers(3, 4).t(), side.numbers(3, 4).t()
     dist.broadcast(told, group_src=side.size - 1, group=side.group)
     dist.all_reduce(summed, group=side.group)
     return told, summed
-
-
-@named(CASES)
-def expanded_input(side: Side) -> Any:
-    given, out = side.numbers(1, 4).expand(300, 4), [side.blank(300, 4) for _ in range(side.size)]
-    dist.all_gather(out, given, group=side.group)
-    return [*out, given]
 
 
 @pytest.mark.parametrize("options", [{}, SMALL], ids=["whole", "chunks"])

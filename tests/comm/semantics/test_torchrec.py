@@ -47,11 +47,43 @@ def test_training_is_that_of_gloo(size: int, pipelined: bool) -> None:
     assert run_distributed(_trained, size, pipelined, timeout=100) == [""] * size
 
 
+def _gathered() -> str:
+    """As checkpoints gather tables on one rank."""
+    told = []
+    for group in (make_group(**SMALL), dist.new_group(backend="gloo", timeout=TIMEOUT)):
+        state = build(group).state_dict()
+        whole = {}
+        for name in (name for name in state if "rows" in name or "table" in name or "columns" in name):
+            out = torch.full(state[name].size(), 77.0) if dist.get_rank() == 0 else None
+            state[name].gather(0, out, dtype=torch.float32)
+            whole[name] = out
+        told.append(whole)
+    assert len(told[1]) == 5 and (dist.get_rank() > 0 or not any((table == 77).any() for table in told[1].values()))
+    return differs(*told)
+
+
+def test_tables_are_gathered_as_by_gloo() -> None:
+    assert run_distributed(_gathered, 2) == ["", ""]
+
+
+def _moved() -> list[str]:
+    """A rank without a shard of a table has no tensor to ask for its device."""
+    state = build(make_group()).state_dict()
+    return sorted({str(value.to(torch.float64).dtype) for name, value in state.items() if "bag_table" in name})
+
+
+def test_tables_of_other_ranks_can_be_converted() -> None:
+    assert run_distributed(_moved, 2) == [["torch.float64"]] * 2
+
+
 def _both_at_once() -> Any:
     """Sparse traffic on a lane, the dense part on the default group, as a user divides them."""
     told = []
     for backend in ("freescale", "gloo"):
-        dense, group = dist.new_group(backend="gloo"), make_group() if backend == "freescale" else dist.new_group(backend="gloo")
+        dense, group = (
+            dist.new_group(backend="gloo"),
+            make_group() if backend == "freescale" else dist.new_group(backend="gloo"),
+        )
         draw = torch.Generator().manual_seed(dist.get_rank())
         summed, moved = [], []
         for _ in range(20):

@@ -1,0 +1,45 @@
+"""Sets the transports up that write into the memory of other GPUs."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lightning_freescale.comm.options import LaneOptions
+from lightning_freescale.comm.transports.base import Transport
+from lightning_freescale.comm.transports.cuda_driver import CudaDriver
+from lightning_freescale.comm.transports.host import HostTransport
+from lightning_freescale.comm.transports.nccl_window import zero_cta
+from lightning_freescale.comm.transports.peer import PeerTransport
+from lightning_freescale.comm.transports.slab import symmetric_slab
+from lightning_freescale.comm.transports.two_level import TwoLevelTransport
+from lightning_freescale.comm.wire import Wire
+
+
+def build(
+    kind: str, options: LaneOptions, wire: Wire, host: HostTransport, near: list[int], store: dist.Store, timeout: timedelta
+) -> tuple[Transport | None, str]:
+    """The transport ``kind``, or why it could not be set up. Collective. Not tested on GPU.
+
+    Args:
+        kind: ``"peer"``, ``"two-level"`` or ``"nccl-zero-cta"``.
+        options: of the lane.
+        wire: of the group.
+        host: for the ranks on other hosts.
+        near: ranks of the group on this host, this one included.
+        store: that only this call uses, on every rank.
+        timeout: of NCCL's collectives.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        if kind == "nccl-zero-cta":
+            return zero_cta(options, wire, store, timeout, device), ""
+        place, driver = near.index(wire.rank), CudaDriver(device)
+        own = dist.PrefixStore(f"from {near[0]}", store)
+        slab = symmetric_slab(place, len(near), options.chunk_bytes, device, own)
+        peer = PeerTransport(driver, slab, near, wire.ranks)
+        return (peer if kind == "peer" else TwoLevelTransport(peer, host, wire.size)), ""
+    except Exception as error:  # all ranks hear of it
+        return None, f"{type(error).__name__}: {error}"

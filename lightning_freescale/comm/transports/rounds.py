@@ -1,0 +1,142 @@
+"""The chunks of one transfer over the network, and how many of them are under way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_freescale.comm.options import COPIES, LaneOptions
+from lightning_freescale.comm.traffic import TRAFFIC
+from lightning_freescale.comm.transfer import Transfer
+from lightning_freescale.comm.transports.staging import Lifted, Staging
+from lightning_freescale.comm.wire import Wire
+
+
+@dataclass
+class Pace:
+    """How many rounds are under way: what takes ``seconds``, within bounds.
+
+    The more, the less a rank that the system keeps from running holds up the others; the fewer, the sooner a higher lane has
+    the link.
+    """
+
+    seconds: float
+    most: int
+    fewest: int = 2
+
+    @staticmethod
+    def of(options: LaneOptions) -> Pace:
+        """Of a lane."""
+        seconds = 0.002 if TRAFFIC.has_above(options.priority) else 0.02
+        return Pace(seconds, most=min(64, options.pinned_bytes // (COPIES // 2 * options.chunk_bytes)))
+
+    def rounds(self, seconds_per_round: float) -> int:
+        """So many."""
+        return min(max(self.fewest, int(self.seconds / seconds_per_round)), self.most)
+
+
+@dataclass
+class _Round:
+    """At most one chunk to a rank, and one from a rank."""
+
+    target: int
+    source: int
+    outgoing: Tensor | None
+    incoming: Tensor | None
+    lifted: Lifted | None = None
+    send: dist.Work | None = None
+    memory: Tensor | None = None
+    receive: dist.Work | None = None
+
+
+class Rounds:
+    """One transfer in rounds: in each, every rank sends a chunk to one rank and receives one from another.
+
+    So a link carries one chunk each way at a time, and no rank is sent to by many at once. All ranks go through the rounds in
+    the same order, and wait only for a chunk of whose round all ranks have posted their part, or will without waiting for a
+    later one: uneven parts cannot make them wait for each other in a circle. Receives are posted ahead of sends.
+    """
+
+    def __init__(self, wire: Wire, staging: Staging, transfer: Transfer, chunk: int, served: Collection[int]) -> None:
+        self._wire, self._staging, self._transfer, self._chunk = wire, staging, transfer, chunk
+        self._bounces = wire.rank in served
+        ways = (transfer.outgoing, transfer.incoming)
+        outgoing, incoming = ([() if transfer.fits(part) else part.split(chunk) for part in parts] for parts in ways)
+        pairs = list(zip(wire.peers, wire.sources))
+        longest = max((len(pieces) for way in (outgoing, incoming) for pieces in way), default=0)
+        every = [
+            _Round(
+                target,
+                source,
+                outgoing[target][number] if target in served and number < len(outgoing[target]) else None,
+                incoming[source][number] if source in served and number < len(incoming[source]) else None,
+            )
+            for number in range(longest)
+            for target, source in pairs
+        ]
+        self._rounds = [each for each in every if each.outgoing is not None or each.incoming is not None]
+        self._begun = dict.fromkeys((self._receive, self._lift, self._send), 0)
+
+    def begin(self, pace: Pace) -> None:
+        """Post what comes first; the ranks need not have agreed yet, as a message of another size has another tag."""
+        self._staging.begin(self._transfer.issued)
+        self._look_ahead(0, pace.fewest)
+
+    def finish(self, pause: Callable[[], None], pace: Pace) -> None:
+        """Move everything."""
+        start, window = time.monotonic(), pace.fewest
+        for number, current in enumerate(self._rounds):
+            pause()
+            self._look_ahead(number, window)
+            self._complete(current)
+            window = pace.rounds((time.monotonic() - start) / (number + 1))
+        if self._bounces:
+            self._bounce()
+        self._staging.finish()
+
+    def _look_ahead(self, number: int, window: int) -> None:
+        """Begin what belongs to the rounds from ``number`` on: twice as many receives as sends, and one more copy."""
+        for begin, last in ((self._receive, 2 * window), (self._lift, window + 1), (self._send, window)):
+            end = min(number + last, len(self._rounds))
+            for index in range(self._begun[begin], end):
+                begin(self._rounds[index])
+            self._begun[begin] = max(self._begun[begin], end)
+
+    def _receive(self, ahead: _Round) -> None:
+        if ahead.incoming is not None:
+            ahead.memory = self._staging.room(ahead.incoming)
+            memory, tag = ahead.memory[: len(ahead.incoming)], self._tag(self._transfer.incoming[ahead.source])
+            ahead.receive = self._wire.receive(memory, ahead.source, tag)
+
+    def _lift(self, ahead: _Round) -> None:
+        if ahead.outgoing is not None:
+            ahead.lifted = self._staging.lift(ahead.outgoing)
+
+    def _send(self, ahead: _Round) -> None:
+        if ahead.lifted is not None:
+            tag = self._tag(self._transfer.outgoing[ahead.target])
+            ahead.send = self._wire.send(ahead.lifted.ready(), ahead.target, tag)
+
+    def _complete(self, current: _Round) -> None:
+        if current.receive is not None and current.memory is not None and current.incoming is not None:
+            self._wire.wait(current.receive, current.source, self._transfer.timeout)
+            self._staging.lower(current.memory, current.incoming)
+        if current.send is not None and current.lifted is not None:
+            self._wire.wait(current.send, current.target, self._transfer.timeout)
+            self._staging.drop(current.lifted)
+        current.receive = current.send = current.memory = current.lifted = None
+
+    def _bounce(self) -> None:
+        """This rank's own part."""
+        own = (self._transfer.outgoing[self._wire.rank], self._transfer.incoming[self._wire.rank])
+        if len(own[0]):
+            for source, target in zip(*(part.split(self._chunk) for part in own)):
+                self._staging.bounce(self._staging.lift(source), target)
+
+    def _tag(self, part: Tensor) -> int:
+        """Odd, and another for another size: gloo ends the process if a message is larger than the receive it meets."""
+        return 2 * ((self._transfer.number & 0x3FF) << 20 | (len(part) * 0x9E3779B1 >> 12) & 0xFFFFF) + 1

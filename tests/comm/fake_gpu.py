@@ -1,0 +1,150 @@
+"""A device made of threads: every stream executes its operations in order, late, and at its own pace."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_streams: list[FakeStream] = []
+
+
+def end_streams() -> None:
+    """Let the threads of all streams end."""
+    while _streams:
+        stream = _streams.pop()
+        stream.hold.clear()
+        stream.put(None)
+
+
+class FakeEvent:
+    def __init__(self) -> None:
+        self._done = threading.Event()
+
+    def set(self) -> None:
+        self._done.set()
+
+    def query(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        self._done.wait()
+
+
+class FakeStream:
+    """``hold`` set, it stops before the next operation."""
+
+    def __init__(self) -> None:
+        self.hold = threading.Event()
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        _streams.append(self)
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def put(self, operation: Callable[[], None] | None) -> None:
+        self._queue.put(operation)
+
+    def idle(self) -> bool:
+        done = FakeEvent()
+        self.put(done.set)
+        return done._done.wait(5)
+
+    def _run(self) -> None:
+        while (operation := self._queue.get()) is not None:
+            while self.hold.is_set():
+                time.sleep(1e-4)
+            operation()
+
+
+class FakeDriver:
+    """Of the protocol ``Driver``; tensors of the CPU are its memory, and that of its peers.
+
+    ``serial``: all streams but urgent ones are one, as if they shared a queue of the hardware.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, seed: int = 0, slow: float = 2e-4, serial: bool = False) -> None:
+        self._random, self._slow, self._serial = random.Random(seed), slow, serial
+        self.streams: list[FakeStream] = []
+        self.closed = False
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        yield
+
+    def stream(self, urgent: bool = False) -> FakeStream:
+        if self._serial and self.streams and not urgent:
+            return self.streams[0]
+        self.streams.append(FakeStream())
+        return self.streams[-1]
+
+    def after(self, stream: FakeStream, issued: Any) -> None:
+        if issued is not None:
+            stream.put(issued.wait)
+
+    def copy(self, stream: FakeStream, target: Tensor, source: Tensor) -> None:
+        assert len(target) == len(source) > 0
+        delays, half = [self._random.uniform(0, self._slow) for _ in range(2)], len(source) // 2
+
+        def copy() -> None:
+            time.sleep(delays[0])
+            target[:half].copy_(source[:half])
+            time.sleep(delays[1])
+            target[half:].copy_(source[half:])
+
+        stream.put(copy)
+
+    def write(self, stream: FakeStream, word: Tensor, value: int) -> None:
+        assert word.shape == (1,)
+        stream.put(lambda: word.fill_(signed(value)) and None)
+
+    def wait(self, stream: FakeStream, word: Tensor, value: int) -> None:
+        assert word.shape == (1,)
+
+        def wait() -> None:
+            while signed(int(word) - value) < 0:
+                time.sleep(2e-5)
+
+        stream.put(wait)
+
+    def event(self, stream: FakeStream) -> FakeEvent:
+        event = FakeEvent()
+        stream.put(event.set)
+        return event
+
+    def pinned(self, length: int) -> Tensor:
+        return torch.zeros(length, dtype=torch.int32)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def signed(value: int) -> int:
+    """As a word of 32 bits holds it."""
+    return (value + 2**31) % 2**32 - 2**31
+
+
+def on_ranks(size: int, run: Callable[[int], Any], timeout: float = 60.0) -> list[Any]:
+    """Call ``run(rank)`` on a thread per rank; what each returned or raised."""
+    results: list[Any] = [TimeoutError("still running")] * size
+
+    def call(rank: int) -> None:
+        try:
+            results[rank] = run(rank)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=call, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + timeout
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return results

@@ -1,0 +1,190 @@
+"""Lanes of one process: a higher one goes first, a lower one still moves, none waits for another in a circle."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_freescale.testing import run_distributed
+from tests.comm.conftest import everyone_sends, lane_threads, make_group
+
+CHUNK = 1024
+LOW_ROUNDS, HIGH_ROUNDS = 4000, 60
+
+
+class Counted:
+    """A group whose chunks are counted as they are posted, and a message of so many rounds over it."""
+
+    def __init__(self, **options: Any) -> None:
+        self.group = make_group(chunk_bytes=CHUNK, **options)
+        self.posted = 0
+        self.before: Callable[[], None] = lambda: None
+        self._send, self.group._wire.send = self.group._wire.send, self._counted
+
+    def _counted(self, message: torch.Tensor, peer: int, tag: int) -> Any:
+        if tag % 2:  # a chunk, not an envelope
+            self.before()
+            self.posted += 1
+        return self._send(message, peer, tag)
+
+    def issue(self, rounds: int) -> tuple[Any, Callable[[], bool]]:
+        """The Work, and whether the right bytes have come."""
+        n, rank = self.group.size(), self.group.rank()
+        given = torch.full((rounds * CHUNK * n,), rank + 1, dtype=torch.uint8)
+        out = torch.zeros_like(given)
+        work = dist.all_to_all_single(out, given, group=self.group, async_op=True)
+        return work, lambda: torch.equal(out, torch.arange(1, n + 1, dtype=torch.uint8).repeat_interleave(rounds * CHUNK))
+
+
+def _until(true: Callable[[], bool], seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while not true() and time.monotonic() < end:
+        time.sleep(0.0005)
+    return true()
+
+
+def _both(low_options: dict[str, Any], high_options: dict[str, Any], before: Callable[[Counted], None]) -> tuple[int, bool, bool]:
+    """Chunks that a low lane posts while a high one is at work, whether the low one was still at work after it, and the bytes."""
+    low, high = Counted(name="low", **low_options), Counted(name="high", **high_options)
+    low_work, low_right = low.issue(LOW_ROUNDS)
+    assert _until(lambda: low.posted > 20)
+    at: list[int] = []
+
+    def look() -> None:
+        before(low)
+        at.append(low.posted)
+
+    high.before = look
+    high_work, high_right = high.issue(HIGH_ROUNDS)
+    high_work.wait()
+    unfinished = not low_work.is_completed()
+    low_work.wait()
+    return at[-1] - at[0], unfinished, high_right() and low_right()
+
+
+def _some_time(low: Counted) -> None:
+    time.sleep(0.002)
+
+
+def _a_chunk(low: Counted) -> None:
+    """Lets the low lane go on, for as long as it needs to if it does not pause."""
+    posted = low.posted
+    _until(lambda: low.posted > posted, 1.0)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_low_lane_pauses_while_a_high_one_is_at_work(size: int) -> None:
+    options = {"priority": 0, "patience": 30.0}, {"priority": 5}
+    for posted, unfinished, right in run_distributed(_both, size, *options, _some_time, timeout=60):
+        assert posted <= 2 * (size - 1)  # a round that was already on its way
+        assert unfinished
+        assert right
+
+
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [
+        ({"priority": 1}, {"priority": 1}),
+        ({"priority": 2}, {"priority": 1}),
+        ({"priority": 0}, {"priority": 1, "pause_below": 2 * CHUNK * HIGH_ROUNDS}),
+        ({"priority": 0, "patience": 0.0}, {"priority": 1}),
+    ],
+    ids=["same priority", "lower priority", "large collective", "no patience"],
+)
+def test_a_lane_goes_on_where_it_need_not_pause(low: dict[str, Any], high: dict[str, Any]) -> None:
+    low = {"patience": 30.0, **low}
+    for posted, _, right in run_distributed(_both, 2, low, high, _a_chunk, timeout=60):
+        assert posted >= HIGH_ROUNDS - 1
+        assert right
+
+
+def test_a_lane_pauses_for_a_collective_just_small_enough() -> None:
+    options = {"patience": 30.0}, {"priority": 1, "pause_below": 2 * CHUNK * HIGH_ROUNDS + 1}
+    for posted, unfinished, right in run_distributed(_both, 2, *options, _some_time, timeout=60):
+        assert posted <= 2 and unfinished and right
+
+
+def _busy() -> tuple[int, bool]:
+    """The high lane has chunks, and posts them without a break, until the low one has got so many through."""
+    low, high = Counted(name="low", patience=0.03), Counted(name="high", priority=1)
+    enough = 12
+
+    def busy() -> None:
+        if low.posted < enough:
+            time.sleep(0.001)
+
+    high.before = busy
+    high_work, high_right = high.issue(20_000)
+    assert _until(lambda: high.posted > 5)
+    low_work, low_right = low.issue(2 * enough)
+    assert _until(lambda: low.posted >= enough, 30)
+    at_work = not high_work.is_completed()
+    high_work.wait()
+    low_work.wait()
+    return at_work, low_right() and high_right()
+
+
+def test_a_high_lane_that_is_always_busy_does_not_starve_a_low_one() -> None:
+    assert run_distributed(_busy, 2, timeout=100) == [(True, True)] * 2
+
+
+def _crossed(rounds: int) -> tuple[bool, bool]:
+    """Rank 0 waits in the high lane for rank 1, which waits in the low one for rank 0."""
+    low, high = Counted(name="low", patience=0.1), Counted(name="high", priority=1)
+    if dist.get_rank() == 0:
+        high_work, high_right = high.issue(rounds)
+        assert _until(lambda: len(lane_threads()) == 1)
+        low_work, low_right = low.issue(rounds)
+        high_work.wait()
+        low_work.wait()
+    else:
+        for lane in (low, high):
+            work, right = lane.issue(rounds)
+            work.wait()
+            low_right, high_right = (right, lambda: True) if lane is low else (low_right, right)
+    return low_right(), high_right()
+
+
+def test_lanes_that_wait_for_each_other_crosswise_come_to_an_end() -> None:
+    """And soon: 2000 chunks with a pause each would take 200 seconds."""
+    assert run_distributed(_crossed, 2, 2000, timeout=60) == [(True, True)] * 2
+
+
+def _order() -> tuple[list[int], list[str], bool]:
+    group = make_group()
+    moved: list[tuple[int, str]] = []
+    move = group._host.move
+
+    def noted(transfer: Any, *rest: Any) -> None:
+        moved.append((transfer.number, threading.current_thread().name))
+        move(transfer, *rest)
+
+    group._host.move = noted
+    sound = [everyone_sends(group, rows=1000)]
+    threads = lane_threads()
+    issued = []
+    for rows in (50_000, 1, 3000):
+        given = torch.arange(2.0).repeat_interleave(rows) + 10 * dist.get_rank()
+        out = torch.empty_like(given)
+        issued.append((dist.all_to_all_single(out, given, group=group, async_op=True), out, rows))
+    sound += [everyone_sends(group, rows=7), everyone_sends(group, rows=500)]
+    for work, out, rows in reversed(issued):
+        assert work.is_completed()  # they came before the others
+        sound.append(torch.equal(out, torch.tensor([0.0, 10.0]).repeat_interleave(rows) + dist.get_rank()))
+    assert not threads
+    numbers, names = zip(*moved)
+    return list(numbers), list(names), all(sound)
+
+
+def test_a_lane_keeps_the_order_of_sync_and_async_calls_and_who_waits_does_the_work() -> None:
+    for numbers, names, sound in run_distributed(_order, 2):
+        assert numbers == [0, 1, 2, 3, 4, 5]
+        assert names[0] == "MainThread"
+        assert names[1:4] == ["freescale lane rows"] * 3
+        assert sound

@@ -1,0 +1,64 @@
+"""What cannot work is refused at once, with what to pass instead."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_freescale.comm import LaneOptions
+from lightning_freescale.testing import run_distributed
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"transport": "pigeon"}, "transport='pigeon': pass one of 'auto', 'host'"),
+    ({"chunk_bytes": 0}, "chunk_bytes=0: pass at least 1 byte"),
+    ({"chunk_bytes": -5}, "chunk_bytes=-5: pass at least 1 byte"),
+    ({"pause_below": -1}, "pause_below=-1: pass bytes, at least 0, or None"),
+    ({"patience": -0.1}, "patience=-0.1: pass seconds, at least 0"),
+    ({"chunk_bytes": 100, "pinned_bytes": 399}, "pinned_bytes=399: pass at least four chunks, 400 bytes, or a smaller chunk_bytes"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSED)
+def test_out_of_range(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError) as error:
+        LaneOptions(**options)
+    assert str(error.value).startswith(words)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"chunk_bytes": 1, "pinned_bytes": 4},
+        {"pause_below": 0, "patience": 0},
+        {"priority": -7},
+        *({"transport": name} for name in ("auto", "host", "peer", "nccl-zero-cta", "two-level", "native")),
+    ],
+)
+def test_the_ends_of_the_ranges_are_allowed(options: dict[str, Any]) -> None:
+    made = LaneOptions(**options)
+    assert all(getattr(made, name) == value for name, value in options.items())
+
+
+def test_they_do_not_change() -> None:
+    with pytest.raises(FrozenInstanceError):
+        LaneOptions().priority = 1
+
+
+def test_a_group_takes_no_other_options() -> None:
+    def attempt() -> None:
+        with pytest.raises(TypeError, match=r"pg_options=.*takes lightning_freescale.comm.LaneOptions"):
+            dist.new_group(backend="freescale", pg_options={"priority": 3})
+
+    run_distributed(attempt, 1)
+
+
+def test_a_group_has_the_options_it_was_given() -> None:
+    def options() -> tuple[Any, Any]:
+        chosen = LaneOptions(priority=3, name="mine")
+        return dist.new_group(backend="freescale", pg_options=chosen).options, dist.new_group(backend="freescale").options
+
+    assert run_distributed(options, 1) == [(LaneOptions(priority=3, name="mine"), LaneOptions())]
