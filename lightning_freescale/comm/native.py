@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.comm.work import Observed
+from lightning_freescale.comm.observed import Observed
 
 OBSERVED = (
     *("broadcast", "reduce", "gather", "scatter", "allreduce", "allreduce_coalesced"),

@@ -53,11 +53,11 @@ class Outcome:
     seconds: float
 
 
-def outcome(call: Callable[[], Any]) -> Outcome:
+def outcome(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
     """Call, and wait for the Work that is returned, if it is one."""
     start = time.monotonic()
     try:
-        returned = call()
+        returned = call(*args, **kwargs)
         if isinstance(returned, dist.Work):
             returned.wait()
     except Exception as error:

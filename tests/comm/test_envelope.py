@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from lightning_freescale.comm.envelope import BYTES, ROOM, Envelope
 
@@ -15,11 +16,15 @@ NUMBERS = st.integers(0, 2**62)
 NAMES = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=32)
 
 
+def _unpack(packed: Tensor) -> Envelope:
+    return Envelope.unpack(bytearray(packed.numpy().tobytes()))
+
+
 def _round_trip(envelope: Envelope) -> Envelope:
     packed = envelope.pack()
     assert packed.shape == (BYTES,)
     assert packed.dtype == torch.uint8
-    return Envelope.unpack(packed.clone())
+    return _unpack(packed)
 
 
 @given(NAMES, NUMBERS, NUMBERS.map(lambda k: k + ROOM + 1), NUMBERS, NUMBERS, st.integers(0, 2**32 - 1))
@@ -69,11 +74,11 @@ def test_what_is_no_envelope_is_not_taken_for_one() -> None:
     packed = Envelope("all_gather", 1, 0, 0, 0, 2).pack()
     packed[0] += 1
     with pytest.raises((AssertionError, RuntimeError, ValueError)):
-        Envelope.unpack(packed)
+        _unpack(packed)
 
 
 def test_envelopes_share_no_memory() -> None:
     first = Envelope("all_gather", 1, 3, 3, 3, 2, payload=torch.tensor([1, 2, 3], dtype=torch.uint8))
     packed, other = first.pack(), replace(first, number=2).pack()
     other.zero_()
-    assert Envelope.unpack(packed).number == 1
+    assert _unpack(packed).number == 1

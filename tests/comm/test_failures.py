@@ -35,7 +35,8 @@ def _misfit(group: Any, async_op: bool, rows: int) -> Any:
 def _gather_on_one(group: Any, async_op: bool) -> Any:
     if group.rank() != 1:
         return dist.all_to_all_single(torch.empty(6), torch.ones(6), group=group, async_op=async_op)
-    return dist.all_gather([torch.empty(6 // group.size()) for _ in range(group.size())], torch.ones(6 // group.size()), group, async_op)
+    parts = [torch.empty(6 // group.size()) for _ in range(group.size())]
+    return dist.all_gather(parts, torch.ones_like(parts[0]), group, async_op)
 
 
 def _other_dtype_on_one(group: Any, async_op: bool) -> Any:
@@ -56,8 +57,8 @@ def _end_of_lane(case: str, async_op: bool) -> list[Outcome]:
     with nothing_left():
         group = make_group(chunk_bytes=CHUNK)
         assert everyone_sends(group)
-        seen = [outcome(lambda: AGREED[case][0](group, async_op))]
-        seen += [outcome(lambda: everyone_sends(group, async_op=again)) for again in (False, True, False)]
+        seen = [outcome(AGREED[case][0], group, async_op)]
+        seen += [outcome(everyone_sends, group, async_op=again) for again in (False, True, False)]
         dist.destroy_process_group(group)
         del group
     return seen
@@ -90,7 +91,7 @@ def _dies_before(victim: int) -> list[list[Outcome]]:
         if dist.get_rank() == victim:
             os.kill(os.getpid(), signal.SIGKILL)
         seen = [
-            [outcome(lambda: everyone_sends(group, async_op=async_op)) for _ in range(3)]
+            [outcome(everyone_sends, group, async_op=async_op) for _ in range(3)]
             for group, async_op in zip(groups, (False, True))
         ]
         for group in groups:
@@ -127,8 +128,8 @@ def _dies_within(victim: int, async_op: bool, die: Callable[[], Any]) -> list[Ou
         assert everyone_sends(group)
         if rank == victim:
             _after_chunks(die)
-        seen = [outcome(lambda: _all_to_all(group, async_op, [LARGE] * n, [LARGE] * n))]
-        seen += [outcome(lambda: everyone_sends(group))]
+        seen = [outcome(_all_to_all, group, async_op, [LARGE] * n, [LARGE] * n)]
+        seen += [outcome(everyone_sends, group)]
         dist.destroy_process_group(group)
         del group
     return seen
@@ -150,7 +151,7 @@ def _raises(async_op: bool) -> list[Outcome]:
     assert everyone_sends(group)
     if dist.get_rank() == 1:
         raise KeyError("on purpose")
-    return [outcome(lambda: everyone_sends(group, async_op=async_op)) for _ in range(2)]
+    return [outcome(everyone_sends, group, async_op=async_op) for _ in range(2)]
 
 
 @pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])

@@ -62,8 +62,8 @@ def _in_vain(timeout: float) -> tuple[Outcome, Outcome, Outcome] | None:
             seen = None
         else:
             work = dist.all_to_all_single(torch.empty(4), torch.ones(4), group=group, async_op=True)
-            destroyed = outcome(lambda: dist.destroy_process_group(group))
-            seen = destroyed, outcome(work.wait), outcome(lambda: group.all_to_all_single(torch.empty(4), torch.ones(4)))
+            destroyed = outcome(dist.destroy_process_group, group)
+            seen = destroyed, outcome(work.wait), outcome(group.all_to_all_single, torch.empty(4), torch.ones(4))
             dist.barrier()
             del work
         if seen is None:
@@ -94,7 +94,8 @@ def _aborted() -> tuple[Outcome, Outcome]:
         if dist.get_rank() == 0:
             group.abort()
         dist.barrier()
-        seen = outcome(work.wait if work is not None else lambda: everyone_sends(group)), outcome(lambda: everyone_sends(group))
+        under_way = outcome(everyone_sends, group) if work is None else outcome(work.wait)
+        seen = under_way, outcome(everyone_sends, group)
         dist.destroy_process_group(group)
         del group, work
     return seen

@@ -5,18 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_freescale.comm.transports import peer
-from lightning_freescale.comm.transports.cuda_driver import CudaDriver
 from lightning_freescale.comm.transports.peer import PeerTransport
-from lightning_freescale.comm.transports.slab import Slab
+from lightning_freescale.comm.transports.slab import Slab, symmetric_slab
 from tests.comm.fake_gpu import FakeDriver, end_streams, on_ranks
-from tests.comm.peers import UNTOUCHED, lengths, part, transfer, transports, wrong
+from tests.comm.peers import UNTOUCHED, lengths, transfer, transports, wrong
 
 
 @pytest.fixture(autouse=True)
@@ -213,33 +211,12 @@ def test_the_parts_of_a_slab_do_not_overlap(ranks: int, chunk: int) -> None:
     assert all(len(view) == chunk for view in views[2 * ranks + 1 :])
 
 
-def test_parts_are_as_the_test_means_them() -> None:
-    assert not torch.equal(part(0, 1, 40, 1), part(1, 0, 40, 1))
-    assert FakeDriver().device == torch.device("cpu")
-    assert timedelta(seconds=30) == transfer(0, [[1]], 1).timeout
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it can be had")
+def test_symmetric_memory_that_cannot_be_had_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"symmetric memory has backend None: call torch's symm_mem.set_backend"):
+        symmetric_slab(0, 2, 16, torch.device("cuda", 0), dist.HashStore())
 
 
-def test_cuda_bindings_take_these_arguments() -> None:
-    """As far as it can be seen without the driver's library: what is called exists, and refuses no argument."""
-    cuda = pytest.importorskip("cuda.bindings.driver")
-    driver = object.__new__(CudaDriver)
-    driver.device, driver._cuda, driver._handles, driver._batch = torch.device("cuda", 0), cuda, [], None
-    word, stream = torch.zeros(1, dtype=torch.int32), type("Stream", (), {"cuda_stream": 0})()
-    driver._call = lambda name, *args: 12080 if name == "cuDriverGetVersion" else _through(cuda, name, *args)
-    driver._batch = driver._batch_attributes()
-    assert driver._batch is not None
-    driver.wait(stream, word, -1)
-    driver.write(stream, word, 2**32 + 1)
-    driver.copy(stream, word, word)
-    driver._call("cuStreamCreateWithPriority", cuda.CUstream_flags.CU_STREAM_NON_BLOCKING, 0)
-    driver._call("cuStreamDestroy", cuda.CUstream(0))
-    driver._call("cuCtxSetCurrent", cuda.CUcontext(0))
-    driver._call("cuDevicePrimaryCtxRetain", cuda.CUdevice(0))
-    driver._call("cuCtxGetStreamPriorityRange")
-
-
-def _through(cuda: object, name: str, *args: object) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("would be executed")
-    with pytest.raises(RuntimeError, match="dlopen"):
-        getattr(cuda, name)(*args)
+def test_a_rank_alone_needs_no_symmetric_memory() -> None:
+    slab = symmetric_slab(0, 1, 16, torch.device("cpu"), dist.HashStore())
+    assert len(slab.buffers) == 1 and int(slab.words(0).abs().sum()) == 0

@@ -123,9 +123,7 @@ def test_clear_keeps_only_what_is_in_use() -> None:
 
 
 @given(st.integers(1, 5000), st.lists(st.tuples(st.booleans(), st.integers(1, 3000)), max_size=60))
-def test_whatever_is_taken_and_given_the_bound_holds_and_the_count_is_right(
-    bound: int, steps: list[tuple[bool, int]]
-) -> None:
+def test_whatever_is_taken_and_given_the_bound_holds_and_the_count_is_right(bound: int, steps: list[tuple[bool, int]]) -> None:
     pool, _ = _pool(bound)
     taken: list[Tensor] = []
     for takes, number in steps:

@@ -137,7 +137,7 @@ def _unseen() -> tuple[int, list[int]]:
     timeline.open_step()
     other = make_group()
     _all_to_all(other, False)
-    failed = outcome(lambda: dist.all_to_all_single(torch.empty(3), torch.ones(3), group=group))
+    failed = outcome(dist.all_to_all_single, torch.empty(3), torch.ones(3), group=group)
     assert failed.kind == "ValueError"
     return messages, [len(_seen(timeline))]
 
@@ -149,7 +149,7 @@ def test_messages_barriers_and_what_never_became_a_collective_are_not_seen() -> 
 def _failing() -> tuple[str, bool]:
     group, timeline = _observed()
     rows = 2 if dist.get_rank() else 4
-    failed = outcome(lambda: dist.all_to_all_single(torch.empty(rows), torch.ones(rows), group=group))
+    failed = outcome(dist.all_to_all_single, torch.empty(rows), torch.ones(rows), group=group)
     (collective,) = _seen(timeline)
     return failed.kind, collective.end is not None
 

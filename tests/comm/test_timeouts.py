@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,17 +23,14 @@ def _late() -> list[list[Outcome]]:
         assert all(everyone_sends(group) for group in groups)
         if dist.get_rank() == 1:
             dist.barrier()
-        works: list[Any] = []
-        given, out = torch.ones(6), torch.empty(6)
-        issued = outcome(lambda: works.append(dist.all_to_all_single(out, given, group=groups[1], async_op=True)))
-        seen = [[outcome(lambda: everyone_sends(groups[0])) for _ in range(2)]]
-        seen += [[outcome(works[0].wait if works else lambda: None), outcome(lambda: everyone_sends(groups[1], async_op=True))]]
-        assert not issued.kind
+        work = dist.all_to_all_single(torch.empty(6), torch.ones(6), group=groups[1], async_op=True)
+        seen = [[outcome(everyone_sends, groups[0]) for _ in range(2)]]
+        seen += [[outcome(work.wait), outcome(everyone_sends, groups[1], async_op=True)]]
         if dist.get_rank() != 1:
             dist.barrier()
         for group in groups:
             dist.destroy_process_group(group)
-        del groups, group, works
+        del groups, group, work
     return seen
 
 
@@ -67,16 +63,15 @@ def _stops() -> list[Outcome]:
         chunks, give_way = iter(range(5)), TRAFFIC.give_way
 
         def stop(*args: Any) -> None:
-            if next(chunks, None) is None:
-                TRAFFIC.give_way = give_way
+            if next(chunks, None) == 4:
                 dist.barrier()
             give_way(*args)
 
         if dist.get_rank() == 1:
             TRAFFIC.give_way = stop
-        given = torch.ones(400_000 * n, dtype=torch.uint8)
-        seen = [outcome(lambda: dist.all_to_all_single(torch.empty_like(given), given, group=group))]
-        seen += [outcome(lambda: everyone_sends(group))]
+        given = torch.ones(4_000_000 * n, dtype=torch.uint8)
+        seen = [outcome(dist.all_to_all_single, torch.empty_like(given), given, group=group)]
+        seen += [outcome(everyone_sends, group)]
         if dist.get_rank() != 1:
             dist.barrier()
         dist.destroy_process_group(group)
@@ -102,7 +97,7 @@ def _only_late() -> bool:
         return not early and not work.is_completed() and bool(dist.barrier() is None and work.wait())
     dist.barrier()
     dist.barrier()
-    return outcome(lambda: dist.all_to_all_single(torch.empty(4), torch.ones(4), group=group)).kind == ""
+    return outcome(dist.all_to_all_single, torch.empty(4), torch.ones(4), group=group).kind == ""
 
 
 def test_a_rank_that_is_late_within_the_timeout_is_waited_for() -> None:
@@ -112,8 +107,9 @@ def test_a_rank_that_is_late_within_the_timeout_is_waited_for() -> None:
 def _delegated_on_one() -> Outcome:
     group = make_group(timeout=TIMEOUT)
     tensor = torch.ones(6)
-    call: Callable[[], Any] = lambda: dist.all_to_all_single(torch.empty(6), tensor, group=group)  # noqa: E731
-    return outcome(call if dist.get_rank() else lambda: dist.all_reduce(tensor, group=group))
+    if dist.get_rank() == 0:
+        return outcome(dist.all_reduce, tensor, group=group)
+    return outcome(dist.all_to_all_single, torch.empty(6), tensor, group=group)
 
 
 def test_a_collective_of_torchs_own_on_one_rank_ends_in_the_timeout() -> None:

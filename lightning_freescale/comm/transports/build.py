@@ -32,8 +32,8 @@ def build(
         store: that only this call uses, on every rank.
         timeout: of NCCL's collectives.
     """
-    device = torch.device("cuda", torch.cuda.current_device())
     try:
+        device = torch.device("cuda", torch.cuda.current_device())
         if kind == "nccl-zero-cta":
             return zero_cta(options, wire, store, timeout, device), ""
         place, driver = near.index(wire.rank), CudaDriver(device)

@@ -1,0 +1,133 @@
+"""How a collective runs: checked, agreed upon, moved, and what becomes of the lane if that fails."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_freescale.comm.agreement import Agreement
+from lightning_freescale.comm.lane import Lane
+from lightning_freescale.comm.options import LaneOptions
+from lightning_freescale.comm.parts import Parts
+from lightning_freescale.comm.topology import choose
+from lightning_freescale.comm.traffic import TRAFFIC
+from lightning_freescale.comm.transfer import Transfer
+from lightning_freescale.comm.transports.host import HostTransport
+from lightning_freescale.comm.wire import Wire
+
+Cut = Callable[[int], Parts]
+"""Makes the parts for so many ranks."""
+_NO_TIME = timedelta(0)
+_LIVE: weakref.WeakSet[Mover] = weakref.WeakSet()
+
+
+class Mover:
+    """Runs the all-to-alls and all-gathers of one group, in order. Creating it is collective.
+
+    Args:
+        made: what ``torch.distributed`` gives a backend: store, rank, size, timeout.
+        options: of the lane.
+
+    Attributes:
+        transport: what moves CUDA tensors, None for torch's own backend. CPU tensors go through the host.
+        failure: why the lane has ended, if it has.
+    """
+
+    def __init__(self, made: Any, options: LaneOptions) -> None:
+        self.options, self.failure = options, ""
+        self._name, self._timeout, self._count = options.name or str(made.group_id), made.timeout, 0
+        store, ranks = dist.PrefixStore("freescale", made.store), list(made.global_ranks_in_group)
+        self._wire = Wire(store, made.group_rank, made.group_size, made.timeout, ranks)
+        self._agreement, self._lane = Agreement(self._wire), Lane(self._name)
+        self._host = HostTransport(self._wire, options)
+        self.transport = choose(options, self._wire, self._host, dist.PrefixStore("topology", store), made.timeout)
+        TRAFFIC.open(options.priority)
+        _LIVE.add(self)
+
+    def start(self, name: str, outgoing: Cut, incoming: Cut, timeout: timedelta, wait: bool) -> Future[None]:
+        """Begin a collective, or run it at once if the caller would ``wait`` anyway.
+
+        Raises:
+            ValueError: the tensors do not fit or cannot be sent; the other ranks have been told.
+            DistBackendError: the lane has ended.
+        """
+        if self.failure:
+            raise dist.DistBackendError(self._told(name, self.failure))
+        number, self._count = self._count, self._count + 1
+        size, timeout = self._wire.size, timeout if timeout > _NO_TIME else self._timeout
+        try:
+            transfer = Transfer.of(name, outgoing(size), incoming(size), timeout, number)
+        except Exception as error:
+            nothing = Transfer.of(name, Parts.none(size), Parts.none(size), timeout, number)
+            self._lane.run(partial(self._move, nothing, str(error) or type(error).__name__))
+            raise ValueError(self._told(name, str(error))) from error
+        if transfer.device.type == "cuda":
+            transfer.issued = torch.cuda.current_stream(transfer.device).record_event()
+        return (self._lane.run if wait else self._lane.submit)(partial(self._move, transfer))
+
+    def finish(self) -> None:
+        """Do what the lane has been given, then close."""
+        self._lane.close(self._timeout.total_seconds())
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections; what is under way fails."""
+        if self in _LIVE:
+            _LIVE.discard(self)
+            TRAFFIC.close(self.options.priority)
+        self.failure = self.failure or "it has been shut down"
+        self._agreement.close()
+        self._wire.close()
+        self._lane.close(1.0)
+        self._host.close()
+        if self.transport is not None:
+            self.transport.close()
+
+    def _move(self, transfer: Transfer, refusal: str = "") -> None:
+        """On the lane."""
+        try:
+            if self.failure:
+                raise dist.DistBackendError(self.failure)
+            with TRAFFIC.under_way(self.options, transfer.total) as slot:
+                self._run(transfer, refusal, partial(TRAFFIC.give_way, slot, self.options.patience))
+        except Exception as error:
+            raise self._give_up(transfer.name, error) from None
+
+    def _run(self, transfer: Transfer, refusal: str, pause: Callable[[], None]) -> None:
+        transport = self.transport if transfer.device.type == "cuda" else self._host
+        assert transport is not None
+        if transport is self._host and not refusal:
+            finish = self._host.begin(transfer)
+            self._agreement.reach(transfer)
+            finish(pause)
+        else:
+            self._agreement.reach(transfer, refusal)
+            transport.move(transfer, pause)
+
+    def _give_up(self, name: str, error: Exception) -> dist.DistBackendError:
+        told = str(error) if self.failure else self._told(name, str(error))
+        self.failure = self.failure or told
+        # Frames and Works of the failed transfer would keep the connections open, and the other ranks waiting.
+        error.with_traceback(None)
+        self._agreement.close()
+        self._wire.fail(told)
+        self._host.close()
+        return dist.DistBackendError(told)
+
+    def _told(self, name: str, text: str) -> str:
+        return text if text.startswith("freescale") else f"freescale {name}, lane {self._name!r}: {text}"
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that waits for a peer while the interpreter ends would crash it."""
+    for mover in list(_LIVE):
+        mover.close()
