@@ -50,9 +50,9 @@ class Agreement:
     def _exchange(self, transfer: Transfer, refusal: str) -> dict[int, Envelope]:
         wire, number = self._wire, transfer.number
         self._post(number)
+        self._post(number + 1)  # before sending: what a rank has sent when it leaves, its peers have read
         packed = [_envelope(transfer, peer, refusal).pack() for peer in wire.peers]
         sends = [wire.send(each, peer, _tag(number)) for each, peer in zip(packed, wire.peers)]
-        self._post(number + 1)
         heard = {}
         for (work, memory), peer in zip(self._posted.pop(number), wire.sources):
             wire.wait(work, peer, transfer.timeout)
@@ -71,7 +71,7 @@ class Agreement:
 
 def _tag(number: int) -> int:
     """Even; odd ones are those of payloads."""
-    return 2 * (number & 0x3FFFFFFF)
+    return 2 * (number & 0x1FFFFFFF)
 
 
 def _envelope(transfer: Transfer, peer: int, refusal: str) -> Envelope:

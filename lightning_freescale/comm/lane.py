@@ -75,3 +75,5 @@ def _do(future: Future[None], job: Job) -> None:
         future.set_exception(error)
     else:
         future.set_result(None)
+    finally:
+        del future, job  # the error knows this frame, which must not know the future that holds it

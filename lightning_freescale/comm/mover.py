@@ -45,6 +45,7 @@ class Mover:
         self.options, self.failure = options, ""
         self._name, self._timeout, self._count = options.name or str(made.group_id), made.timeout, 0
         store, ranks = dist.PrefixStore("freescale", made.store), list(made.global_ranks_in_group)
+        ranks = ranks or list(range(made.group_size))  # torch tells none for the default group
         self._wire = Wire(store, made.group_rank, made.group_size, made.timeout, ranks)
         self._agreement, self._lane = Agreement(self._wire), Lane(self._name)
         self._host = HostTransport(self._wire, options)
@@ -52,8 +53,8 @@ class Mover:
         TRAFFIC.open(options.priority)
         _LIVE.add(self)
 
-    def start(self, name: str, outgoing: Cut, incoming: Cut, timeout: timedelta, wait: bool) -> Future[None]:
-        """Begin a collective, or run it at once if the caller would ``wait`` anyway.
+    def prepare(self, name: str, outgoing: Cut, incoming: Cut, timeout: timedelta) -> Transfer:
+        """The next collective.
 
         Raises:
             ValueError: the tensors do not fit or cannot be sent; the other ranks have been told.
@@ -62,20 +63,28 @@ class Mover:
         if self.failure:
             raise dist.DistBackendError(self._told(name, self.failure))
         number, self._count = self._count, self._count + 1
-        size, timeout = self._wire.size, timeout if timeout > _NO_TIME else self._timeout
+        rank, size, timeout = self._wire.rank, self._wire.size, timeout if timeout > _NO_TIME else self._timeout
         try:
-            transfer = Transfer.of(name, outgoing(size), incoming(size), timeout, number)
+            transfer = Transfer.of(name, outgoing(size), incoming(size), rank, timeout, number)
         except Exception as error:
-            nothing = Transfer.of(name, Parts.none(size), Parts.none(size), timeout, number)
+            nothing = Transfer.of(name, Parts.none(size), Parts.none(size), rank, timeout, number)
             self._lane.run(partial(self._move, nothing, str(error) or type(error).__name__))
             raise ValueError(self._told(name, str(error))) from error
         if transfer.device.type == "cuda":
             transfer.issued = torch.cuda.current_stream(transfer.device).record_event()
-        return (self._lane.run if wait else self._lane.submit)(partial(self._move, transfer))
+        return transfer
+
+    def submit(self, transfer: Transfer) -> Future[None]:
+        """Do it in the background."""
+        return self._lane.submit(partial(self._move, transfer))
+
+    def run(self, transfer: Transfer) -> Future[None]:
+        """Do it now, if nothing is before it; the future is done."""
+        return self._lane.run(partial(self._move, transfer))
 
     def finish(self) -> None:
         """Do what the lane has been given, then close."""
-        self._lane.close(self._timeout.total_seconds())
+        self._lane.close(self._timeout.total_seconds() + 1.0)  # a job that waits in vain ends by itself
         self.close()
 
     def close(self) -> None:
@@ -96,7 +105,8 @@ class Mover:
         try:
             if self.failure:
                 raise dist.DistBackendError(self.failure)
-            with TRAFFIC.under_way(self.options, transfer.total) as slot:
+            # its tensors may be inference tensors, which the mode of this thread must allow for
+            with torch.inference_mode(), TRAFFIC.under_way(self.options, transfer.total) as slot:
                 self._run(transfer, refusal, partial(TRAFFIC.give_way, slot, self.options.patience))
         except Exception as error:
             raise self._give_up(transfer.name, error) from None
@@ -113,10 +123,8 @@ class Mover:
             transport.move(transfer, pause)
 
     def _give_up(self, name: str, error: Exception) -> dist.DistBackendError:
-        told = str(error) if self.failure else self._told(name, str(error))
+        told = self._told(name, self.failure or str(error))
         self.failure = self.failure or told
-        # Frames and Works of the failed transfer would keep the connections open, and the other ranks waiting.
-        error.with_traceback(None)
         self._agreement.close()
         self._wire.fail(told)
         self._host.close()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning_freescale.comm.observed import Observed
 
 OBSERVED = (
-    *("broadcast", "reduce", "gather", "scatter", "allreduce", "allreduce_coalesced"),
+    *("broadcast", "reduce", "gather", "scatter", "allreduce_coalesced"),
     *("reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base"),
     *("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
 )

@@ -32,14 +32,14 @@ class Parts:
     device: torch.device
 
     @staticmethod
-    def cut(what: str, tensor: Tensor, sizes: Sequence[int], ranks: int) -> Parts:
-        """One tensor, cut along its first dimension; into equal parts if ``sizes`` is empty.
+    def cut(what: str, tensor: Tensor, sizes: Sequence[int] | None, ranks: int) -> Parts:
+        """One tensor, cut along its first dimension; into equal parts if ``sizes`` is empty, of all its elements if None.
 
         Raises:
             ValueError: the sizes do not fit, or the tensor cannot be sent; ``what`` names it.
         """
         flat = _bytes(what, tensor)
-        length = tensor.shape[0] if tensor.ndim else 1
+        length = tensor.numel() if sizes is None or not tensor.ndim else tensor.shape[0]
         if not sizes:
             if length % ranks:
                 raise ValueError(f"the {what} has length {length}, which {ranks} ranks cannot share equally: pass split sizes")

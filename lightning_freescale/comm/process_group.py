@@ -7,6 +7,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -15,7 +16,8 @@ from lightning_freescale.comm.native import NOT_OBSERVED, OBSERVED, delegate, na
 from lightning_freescale.comm.observed import Observed, Observer
 from lightning_freescale.comm.options import LaneOptions
 from lightning_freescale.comm.parts import Parts
-from lightning_freescale.comm.work import Together, TransferWork
+from lightning_freescale.comm.spelling import spelled
+from lightning_freescale.comm.work import Averaged, Together, TransferWork
 
 BACKEND = "freescale"
 
@@ -44,8 +46,13 @@ class FreeScaleGroup(dist.ProcessGroup):
         """The registered name."""
         return BACKEND
 
+    def _get_backend_name(self) -> str:
+        # torch asks whether it is "gloo" to learn that tensors are on the host
+        return BACKEND if torch.cuda.is_available() else "gloo"
+
     # -- the collectives that a transport moves, under torch's old and new names
 
+    @spelled
     def all_to_all_single(
         self,
         output: Tensor,
@@ -61,13 +68,15 @@ class FreeScaleGroup(dist.ProcessGroup):
         incoming = partial(Parts.cut, "output", output, output_split_sizes)
         return self._collective("all_to_all_single", outgoing, incoming, [output], opts)
 
+    @spelled
     def alltoall(self, output: list[Tensor], input: list[Tensor], opts: Any = None) -> dist.Work:
         """As ``dist.all_to_all``."""
-        if self._is_native(input[0]):
+        if self._is_native(*input[:1]):
             return self._native("alltoall", output, input, opts)
         outgoing, incoming = partial(Parts.listed, "input", input), partial(Parts.listed, "output", output)
         return self._collective("all_to_all", outgoing, incoming, output, opts)
 
+    @spelled
     def allgather(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         """As ``dist.all_gather``."""
         outputs, tensor = (output[0], input[0]) if isinstance(input, list) else (output, input)
@@ -76,21 +85,38 @@ class FreeScaleGroup(dist.ProcessGroup):
         outgoing, incoming = partial(Parts.repeated, tensor), partial(Parts.listed, "output", outputs)
         return self._collective("all_gather", outgoing, incoming, outputs, opts)
 
+    @spelled
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         """As ``dist.all_gather_into_tensor``."""
         if self._is_native(input):
             return self._native("_allgather_base", output, input, opts)
-        outgoing, incoming = partial(Parts.repeated, input), partial(Parts.cut, "output", output.view(-1), ())
+        outgoing, incoming = partial(Parts.repeated, input), partial(Parts.cut, "output", output, None)
         return self._collective("all_gather_single", outgoing, incoming, [output], opts)
 
+    @spelled
     def all_gather_single_coalesced(self, output: list[Tensor], input: list[Tensor], opts: Any = None) -> dist.Work:
         """As several :meth:`all_gather_single`."""
         return Together([self.all_gather_single(*pair, opts) for pair in zip(output, input)], output)
 
+    @spelled
     def allgather_coalesced(self, output: list[list[Tensor]], input: list[Tensor], opts: Any = None) -> dist.Work:
         """As several :meth:`allgather`; ``output`` is by rank."""
         columns = [list(column) for column in zip(*output)]
         return Together([self.allgather([column], [tensor], opts) for column, tensor in zip(columns, input)], input)
+
+    # -- what gloo would refuse
+
+    def _all_reduce(self, tensors: Any, opts: Any = None, *args: Any, **kwargs: Any) -> dist.Work:
+        """As ``dist.all_reduce``; the mean of whole numbers, too, which Lightning logs where the backend is not called gloo."""
+        given = [argument for argument in (opts, *args) if argument is not None]
+        first = tensors[0] if isinstance(tensors, list) else tensors
+        if getattr(opts, "reduceOp", None) != dist.ReduceOp.AVG or first.is_cuda or first.is_floating_point():
+            return self._native("allreduce", tensors, *given, **kwargs)
+        opts.reduceOp = dist.ReduceOp.SUM
+        work = Averaged(self._native("allreduce", tensors, *given, **kwargs), first, self.size())
+        if not opts.asyncOp:
+            work.wait()
+        return work
 
     # -- the end
 
@@ -105,25 +131,28 @@ class FreeScaleGroup(dist.ProcessGroup):
 
     # -- how a collective runs
 
-    def _is_native(self, tensor: Tensor) -> bool:
-        return self.options.transport == "native" or (tensor.is_cuda and self._mover.transport is None)
+    def _is_native(self, *tensors: Tensor) -> bool:
+        on_gpu = any(tensor.is_cuda for tensor in tensors)
+        return self.options.transport == "native" or (on_gpu and self._mover.transport is None)
 
-    def _native(self, name: str, *args: Any) -> dist.Work:
+    def _native(self, name: str, *args: Any, **kwargs: Any) -> dist.Work:
         seen = Observed(self.observer, name)
-        return seen.work(getattr(self.inner, name)(*(argument for argument in args if argument is not None)))
+        return seen.work(getattr(self.inner, name)(*(argument for argument in args if argument is not None), **kwargs))
 
     def _collective(self, name: str, outgoing: Cut, incoming: Cut, results: list[Tensor], opts: Any) -> dist.Work:
-        timeout = getattr(opts, "timeout", timedelta(0))
+        timeout = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", timedelta(0))
+        transfer = self._mover.prepare(name, outgoing, incoming, timeout)
         seen = Observed(self.observer, name)
         if getattr(opts, "asyncOp", True):
-            return seen.work(TransferWork(self._mover.start(name, outgoing, incoming, timeout, wait=False), results))
+            return seen.work(TransferWork(self._mover.submit(transfer), results))
         with seen.waiting():
-            work = TransferWork(self._mover.start(name, outgoing, incoming, timeout, wait=True), results)
+            work = TransferWork(self._mover.run(transfer), results)
             work.wait()
         return work
 
 
 for _old, _new in (
+    ("allreduce", "_all_reduce"),
     ("alltoall_base", "all_to_all_single"),
     ("_allgather_base", "all_gather_single"),
     ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
@@ -136,7 +165,8 @@ for _name in (*OBSERVED, *NOT_OBSERVED):
 def register_backend() -> None:
     """Make ``"freescale"`` known to ``torch.distributed``."""
     if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+        devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=devices)
 
 
 def _create(made: Any, options: Any = None) -> FreeScaleGroup:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import combinations
@@ -140,7 +141,17 @@ def _tell(what: str, mine: Any, wire: Wire, store: dist.Store, timeout: timedelt
         raise dist.DistBackendError(
             f"while a freescale group was made, rank {', '.join(missing)} did not come within {timeout.total_seconds():g} s"
         ) from error
-    return [json.loads(said) for said in store.multi_get(keys)]
+    said = [json.loads(each) for each in store.multi_get(keys)]
+    _part(f"{what}/read", wire.size, store, timeout)
+    return said
+
+
+def _part(key: str, size: int, store: dist.Store, timeout: timedelta) -> None:
+    """Return once all ranks have read, as a rank that leaves on an error may take the store with it."""
+    with suppress(RuntimeError):  # it is gone, and so all have read
+        if store.add(key, 1) == size:
+            store.set(f"{key} by all", "")
+        store.wait([f"{key} by all"], timeout)
 
 
 def _compare(given: list[dict[str, Any]], ranks: Sequence[int]) -> None:

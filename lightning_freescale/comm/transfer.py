@@ -42,14 +42,17 @@ class Transfer:
     issued: Any = None
 
     @staticmethod
-    def of(name: str, outgoing: Parts, incoming: Parts, timeout: timedelta, number: int) -> Transfer:
-        """Of what goes and what comes.
+    def of(name: str, outgoing: Parts, incoming: Parts, rank: int, timeout: timedelta, number: int) -> Transfer:
+        """Of what goes from ``rank`` and what comes to it.
 
         Raises:
-            ValueError: they differ in dtype or device.
+            ValueError: they differ in dtype, device, or the size of the own part.
         """
         if (outgoing.dtype, outgoing.device) != (incoming.dtype, incoming.device):
             raise ValueError(f"the input is {outgoing.kind}, the output {incoming.kind}: pass one dtype and one device")
+        gives, gets = outgoing.pieces[rank].shape[0], incoming.pieces[rank].shape[0]
+        if gives != gets:
+            raise ValueError(f"it gives itself {gives} bytes and expects {gets}: pass sizes that fit each other")
         total = max(outgoing.total(), incoming.total())
         return Transfer(name, outgoing.pieces, list(incoming.pieces), outgoing.dtype, outgoing.device, total, timeout, number)
 

@@ -7,10 +7,13 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 _FAILURE = "failure"
+_UNUSED = 2**31 - 2
+"""A tag."""
 
 
 class Wire:
@@ -67,8 +70,12 @@ class Wire:
         self.close()
 
     def close(self) -> None:
-        """Close the connections."""
-        self._gloo = None
+        """Close the connections; whoever waits here or at a peer has an error."""
+        gloo, self._gloo = self._gloo, None
+        if gloo is not None and self.peers:
+            # gloo's own abort does nothing; a receive that times out closes all connections of its context
+            with suppress(RuntimeError):
+                gloo.recv([torch.empty(1)], self.peers[0], _UNUSED).wait(timedelta(milliseconds=1))
 
     def _open(self) -> Any:
         if self._gloo is None:

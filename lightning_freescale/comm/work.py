@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future, TimeoutError
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ class TransferWork(dist.Work):
     def __init__(self, done: Future[None], results: list[Tensor]) -> None:
         super().__init__()
         self._done, self._results = done, results
-        self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until the tensors are there, on CUDA as well.
@@ -58,19 +58,17 @@ class TransferWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of its tensors."""
-        if self._future is None:
-            device = self._results[0].device if self._results else torch.device("cpu")
-            self._future = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
-            self._done.add_done_callback(self._fulfil)
-        return self._future
+        device = self._results[0].device if self._results else torch.device("cpu")
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
+        self._done.add_done_callback(partial(self._fulfil, future))
+        return future
 
-    def _fulfil(self, done: Future[None]) -> None:
-        assert self._future is not None
+    def _fulfil(self, future: torch.futures.Future[Any], done: Future[None]) -> None:
         error = done.exception()
-        if isinstance(error, Exception):
-            self._future.set_exception(error)
-            return
-        self._future.set_result(self._results)
+        if error is None:
+            future.set_result(self._results)
+        else:
+            future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
 
 class Together(dist.Work):
@@ -101,5 +99,42 @@ class Together(dist.Work):
         return self._results
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of their futures."""
-        return torch.futures.collect_all([work.get_future() for work in self._works])
+        """A future of the tensors they fill."""
+        together = torch.futures.collect_all([work.get_future() for work in self._works])
+        return together.then(lambda done: [each.value() for each in done.value()] and self._results)
+
+
+class Averaged(dist.Work):
+    """A sum that becomes a mean once somebody waits for it."""
+
+    def __init__(self, work: dist.Work, tensor: Tensor, count: int) -> None:
+        super().__init__()
+        self._work, self._tensor, self._count, self._divided = work, tensor, count, False
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the sum, and divide it once."""
+        self._work.wait(timeout)
+        if not self._divided:
+            self._tensor.copy_(self._tensor / self._count)
+            self._divided = True
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the sum is there."""
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        """Whether it is there without error."""
+        return self._work.is_success()
+
+    def synchronize(self) -> None:
+        """As :meth:`wait`."""
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        """The mean; wait first."""
+        return [self._tensor]
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the mean."""
+        return self._work.get_future().then(lambda _: self.wait() and [self._tensor])

@@ -42,12 +42,13 @@ class FakeStream:
     """``hold`` set, it stops before the next operation."""
 
     def __init__(self) -> None:
-        self.hold = threading.Event()
+        self.hold, self.pending = threading.Event(), 0
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         _streams.append(self)
         threading.Thread(target=self._run, daemon=True).start()
 
     def put(self, operation: Callable[[], None] | None) -> None:
+        self.pending += 1
         self._queue.put(operation)
 
     def idle(self) -> bool:
@@ -60,6 +61,7 @@ class FakeStream:
             while self.hold.is_set():
                 time.sleep(1e-4)
             operation()
+            self.pending -= 1
 
 
 class FakeDriver:

@@ -17,6 +17,13 @@ from tests.comm.fake_gpu import FakeDriver, FakeEvent, signed
 UNTOUCHED = 255
 
 
+class _OnDevice(Transfer):
+    """On the CPU, but treated as on a device."""
+
+    def fits(self, part: torch.Tensor) -> bool:
+        return False
+
+
 def transports(ranks: list[int], chunk: int, start: int = 0, seed: int = 0, **driver: Any) -> list[PeerTransport]:
     """One per rank, whose memory is mapped on all."""
     length = Slab.bytes(len(ranks), chunk)
@@ -60,7 +67,7 @@ def transfer(rank: int, table: list[list[int]], seed: int, timeout: float = 30.0
     if late:
         threading.Thread(target=issue, daemon=True).start()
     limit, largest, total = timedelta(seconds=timeout), max(map(max, table)), sum(table[rank])
-    return Transfer("all_to_all", outgoing, incoming, 0, FakeDriver.device, total, limit, seed, largest, issued)
+    return _OnDevice("all_to_all", outgoing, incoming, 0, FakeDriver.device, total, limit, seed, largest, issued)
 
 
 def wrong(rank: int, done: Transfer, table: list[list[int]], seed: int) -> list[int]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -53,7 +53,10 @@ def test_a_payload_travels_with_the_envelope_only_if_it_fits(length: int) -> Non
         assert torch.equal(arrived.payload, payload)
 
 
-@given(st.text(max_size=3000).filter(bool))
+@given(st.text(max_size=300).filter(bool))
+@example("x" * ROOM)
+@example("x" * (ROOM + 1))
+@example("\u00e9" * ROOM)
 def test_a_refusal_arrives_as_far_as_there_is_room(text: str) -> None:
     try:
         raw = text.encode()

@@ -28,7 +28,7 @@ class Counted:
         self.group = make_group(chunk_bytes=CHUNK, **options)
         self.posted = 0
         self.before: Callable[[], None] = lambda: None
-        self._send, self.group._wire.send = self.group._wire.send, self._counted
+        self._send, self.group._mover._wire.send = self.group._mover._wire.send, self._counted
 
     def _counted(self, message: torch.Tensor, peer: int, tag: int) -> Any:
         if tag % 2:  # a chunk, not an envelope
@@ -165,13 +165,13 @@ def test_lanes_that_wait_for_each_other_crosswise_come_to_an_end() -> None:
 def _order() -> tuple[list[int], list[str], bool]:
     group = make_group()
     moved: list[tuple[int, str]] = []
-    reach = group._agreement.reach
+    reach = group._mover._agreement.reach
 
     def noted(transfer: Any, *rest: Any) -> None:
         moved.append((transfer.number, threading.current_thread().name))
         reach(transfer, *rest)
 
-    group._agreement.reach = noted
+    group._mover._agreement.reach = noted
     sound = [everyone_sends(group, rows=1000)]
     threads = lane_threads()
     issued = []

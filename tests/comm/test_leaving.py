@@ -89,12 +89,12 @@ def _aborted() -> tuple[Outcome, Outcome]:
         assert everyone_sends(group)
         work: Any = None
         if dist.get_rank() == 0:
-            work = dist.all_to_all_single(torch.empty(6), torch.ones(6), group=group, async_op=True)
+            work = dist.all_to_all_single(torch.empty(6000), torch.ones(6000), group=group, async_op=True)
         dist.barrier()
         if dist.get_rank() == 0:
             group.abort()
         dist.barrier()
-        under_way = outcome(everyone_sends, group) if work is None else outcome(work.wait)
+        under_way = outcome(everyone_sends, group, 3000) if work is None else outcome(work.wait)
         seen = under_way, outcome(everyone_sends, group)
         dist.destroy_process_group(group)
         del group, work

@@ -144,17 +144,38 @@ def test_what_a_rank_copies_after_it_gave_up_is_not_taken_for_good(
     assert all(stream.idle() for rank in pair for stream in rank._driver.streams)
 
 
-def test_a_peer_that_comes_late_cannot_stop_the_streams_from_draining() -> None:
-    """It counts on from where it is, below what has been written for it."""
-    pair, table = transports([0, 1], 1), [[0, 0], [50, 0]]
-    results = on_ranks(2, lambda rank: _at(pair[rank], rank, table, delay=0.3 * rank, timeout=0.28))
-    assert all(isinstance(result, dist.DistBackendError | type(None)) for result in results)
-    assert all(stream.idle() for rank in pair for stream in rank._driver.streams)
+def test_the_last_count_of_a_peer_that_dies_cannot_stop_the_streams_from_draining() -> None:
+    """It is below what has been written for it."""
+    pair, table = transports([0, 1], 1), [[0, 0], [4, 0]]
+    slab = pair[0]._link.slab
+    pair[0]._driver._slow = 0.05
+
+    def die() -> None:
+        while not int(slab.failed(1)):
+            time.sleep(1e-3)
+        time.sleep(0.01)
+        slab.arrived(0, 1).fill_(1)
+
+    threading.Thread(target=die, daemon=True).start()
+    with pytest.raises(dist.DistBackendError, match="rank 101 did not come"):
+        pair[0].move(transfer(0, table, 1, timeout=0.1, late=False), _nothing)
+    assert not pair[0]._stuck
 
 
-def _at(transport: PeerTransport, rank: int, table: list[list[int]], delay: float, timeout: float) -> None:
-    time.sleep(delay)
-    transport.move(transfer(rank, table, 1, timeout=timeout, late=False), _nothing)
+def test_peers_are_told_before_their_slots_are_overwritten() -> None:
+    """Rank 1 begins to read when the last chunk, which overwrote another, has arrived."""
+    pair, table = transports([0, 1], 4), [[0, 16], [0, 0]]
+    link = pair[1]._link
+    link.receiving.hold.set()
+
+    def read() -> None:
+        while int(link.slab.arrived(1, 0)) < 4:
+            time.sleep(1e-4)
+        link.receiving.hold.clear()
+
+    threading.Thread(target=read, daemon=True).start()
+    _, late = on_ranks(2, lambda rank: pair[rank].move(transfer(rank, table, 1, (0.1, 3.0)[rank], late=False), _nothing))
+    assert "a peer has given up" in str(late)
 
 
 def test_closing_ends_what_is_under_way() -> None:
@@ -170,24 +191,38 @@ def test_closing_ends_what_is_under_way() -> None:
         first.move(transfer(0, [[9, 9], [9, 9]], 1), _nothing)
 
 
-@pytest.mark.parametrize("last", [5, 6])
-def test_a_gpu_that_fails_in_the_middle_is_drained_and_the_peer_told(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a copy to the peer, and at one from it."""
-    pair, table = transports([0, 1], 4), [[0, 40], [40, 0]]
-    driver, copies = pair[0]._driver, []
+def _fails_at(transport: PeerTransport, last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = []
 
     def copy(*args: object) -> None:
         copies.append(args)
         if len(copies) == last:
             raise RuntimeError("cuMemcpyBatchAsync failed")
-        FakeDriver.copy(driver, *args)
+        FakeDriver.copy(transport._driver, *args)
 
-    monkeypatch.setattr(driver, "copy", copy)
+    monkeypatch.setattr(transport._driver, "copy", copy)
+
+
+@pytest.mark.parametrize("last", [5, 6])
+def test_a_gpu_that_fails_in_the_middle_is_drained_and_the_peer_told(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a copy to the peer, and at one from it."""
+    pair, table = transports([0, 1], 4), [[0, 40], [40, 0]]
+    _fails_at(pair[0], last, monkeypatch)
     first, second = on_ranks(2, lambda rank: pair[rank].move(transfer(rank, table, 1, timeout=5), _nothing))
     assert str(first) == "cuMemcpyBatchAsync failed"
     assert "a peer has given up" in str(second)
-    assert all(stream.idle() for rank in pair for stream in rank._driver.streams)
     assert not any(rank._stuck for rank in pair)
+
+
+@pytest.mark.parametrize("last", [5, 6])
+def test_nothing_is_touched_after_an_error(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a round that was enqueued only in part."""
+    first, _ = transports([0, 1], 4, slow=0.05)
+    _fails_at(first, last, monkeypatch)
+    with pytest.raises(RuntimeError, match="cuMemcpyBatchAsync failed"):
+        first.move(transfer(0, [[0, 40], [40, 0]], 1), _nothing)
+    assert not first._stuck
+    assert first._link.sending.pending == first._link.receiving.pending == 0
 
 
 def test_tensors_of_another_device_are_refused() -> None:

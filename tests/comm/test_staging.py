@@ -121,7 +121,10 @@ def _staging(api: Api, pinned_bytes: int, memory: Callable[[int], Tensor]) -> De
 def _random(chunk: int, pinned_bytes: int, cases: int) -> tuple[int, int, int]:
     """Wrong transfers; the most pinned bytes that were held; and those still in use."""
     wire, api, wrong, most = make_wire(), Api(), 0, 0
-    draw, caller = random.Random(chunk), Stream(delay=0.003)
+    draw, caller = (
+        random.Random(chunk),
+        Stream(delay=0.002 + 0.01 * (wire.rank == 1)),
+    )  # so that chunks come before rank 1 is ready
     staging = _staging(api, pinned_bytes, Memory())
     host = make_host(wire, chunk, staging, pinned_bytes=pinned_bytes)
     for number in range(cases):

@@ -18,7 +18,7 @@ from lightning_freescale.comm.transports.base import TransportRefused
 from lightning_freescale.comm.transports.decision import decide, refusal
 from lightning_freescale.comm.transports.station import Station
 from lightning_freescale.testing import run_distributed
-from tests.comm.conftest import make_group, outcome
+from tests.comm.conftest import everyone_sends, make_group, outcome
 from tests.comm.fake_gpu import on_ranks
 
 _NEEDS_GPU = ("peer", "nccl-zero-cta", "two-level")
@@ -66,10 +66,12 @@ def test_hosts_of_one_name_are_told_apart_by_their_boot() -> None:
         (_hosts(1, 2), "two-level"),
         (_hosts(1, 1), "host"),
         (_but(_hosts(4), 2, links=()), "host"),
+        (_but(_hosts(4), 0, links=()), "host"),
         (_but(_hosts(2, 2), 3, links=()), "host"),
         (_but(_hosts(4), 2, bindings=False), "host"),
         (_but(_hosts(2), 1, gpu="a0"), "host"),
         (_but(_hosts(2, shares=True), 1, gpu="a0"), "peer"),
+        (_but(_but(_hosts(2, shares=True), 1, gpu="a0"), 0, shares=False), "host"),
         (_but(_hosts(2), 1, gpu=""), "host"),
         (Topology((Station("a"), Station("a")), (0, 1)), "host"),
     ],
@@ -223,8 +225,27 @@ def test_options_that_differ_are_refused_on_every_rank(name: str, values: list[A
 
 
 def test_other_options_may_differ() -> None:
-    def made() -> Any:
+    def made() -> bool:
         rank = dist.get_rank()
-        return make_group(patience=0.1 * rank, pause_below=rank, name=f"lane {rank}").transport.name
+        return everyone_sends(make_group(patience=0.1 * rank, pause_below=rank, name=f"lane {rank}"))
 
-    assert run_distributed(made, 2) == ["host", "host"]
+    assert all(run_distributed(made, 2))
+
+
+def test_no_rank_takes_the_store_with_it_before_all_have_read() -> None:
+    store: Any = dist.HashStore()
+
+    class Slow:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            time.sleep(0.3)
+            return store.multi_get(keys)
+
+    def seconds(rank: int) -> float:
+        begun = time.monotonic()
+        choose(LaneOptions(), _wire(rank, 2), "host", Slow() if rank else store, timedelta(seconds=5))
+        return time.monotonic() - begun
+
+    assert min(on_ranks(2, seconds)) >= 0.3
