@@ -31,9 +31,13 @@ class TransferWork(dist.Work):
             DistBackendError: a peer is gone or did not come in time, or the ranks do not agree on the collective.
         """
         try:
-            self._done.result(timeout.total_seconds() if timeout > timedelta(0) else None)
-        except TimeoutError as error:
-            raise dist.DistBackendError(f"not done within {timeout.total_seconds():g} s") from error
+            error = self._done.exception(timeout.total_seconds() if timeout > timedelta(0) else None)
+        except TimeoutError as late:
+            raise dist.DistBackendError(f"not done within {timeout.total_seconds():g} s") from late
+        if isinstance(error, Exception):
+            raise dist.DistBackendError(str(error)) from error  # a new one, which the future it came from does not know
+        if error is not None:
+            raise error
         return True
 
     def is_completed(self) -> bool:
