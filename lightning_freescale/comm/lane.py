@@ -72,8 +72,8 @@ def _do(future: Future[None], job: Job) -> None:
     try:
         job()
     except BaseException as error:  # also what would end a thread: somebody waits for this future
-        future.set_exception(error)
+        # its frames, and those that called them, know this future: a circle that would keep the group alive
+        error.__context__ = None
+        future.set_exception(error.with_traceback(None))
     else:
         future.set_result(None)
-    finally:
-        del future, job  # the error knows this frame, which must not know the future that holds it

@@ -123,7 +123,8 @@ class Mover:
             transport.move(transfer, pause)
 
     def _give_up(self, name: str, error: Exception) -> dist.DistBackendError:
-        told = self._told(name, self.failure or str(error))
+        text = str(error) if isinstance(error, dist.DistBackendError) else f"{type(error).__name__}: {error}"
+        told = self._told(name, self.failure or text)
         self.failure = self.failure or told
         self._agreement.close()
         self._wire.fail(told)

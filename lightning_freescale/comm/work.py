@@ -35,7 +35,7 @@ class TransferWork(dist.Work):
         except TimeoutError as late:
             raise dist.DistBackendError(f"not done within {timeout.total_seconds():g} s") from late
         if isinstance(error, Exception):
-            raise dist.DistBackendError(str(error)) from error  # a new one, which the future it came from does not know
+            raise dist.DistBackendError(str(error)) from None  # a new one: its frames know the future that holds the other
         if error is not None:
             raise error
         return True
