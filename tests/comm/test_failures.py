@@ -59,6 +59,7 @@ def _end_of_lane(case: str, async_op: bool) -> list[Outcome]:
         assert everyone_sends(group)
         seen = [outcome(AGREED[case][0], group, async_op)]
         seen += [outcome(everyone_sends, group, async_op=again) for again in (False, True, False)]
+        dist.barrier()  # nobody has its error from a group that is destroyed
         dist.destroy_process_group(group)
         del group
     return seen
@@ -127,7 +128,7 @@ def _after_chunks(act: Callable[[], Any], chunks: int = 5) -> None:
     TRAFFIC.give_way = instead
 
 
-def _dies_within(victim: int, async_op: bool, die: Callable[[], Any]) -> list[Outcome]:
+def _dies_within(victim: int, async_op: bool, die: Callable[[], Any], last: Callable[[], Any] = bool) -> list[Outcome]:
     rank, n = dist.get_rank(), dist.get_world_size()
     with nothing_left():
         group = make_group(chunk_bytes=CHUNK)
@@ -136,6 +137,7 @@ def _dies_within(victim: int, async_op: bool, die: Callable[[], Any]) -> list[Ou
             _after_chunks(die)
         seen = [outcome(_all_to_all, group, async_op, [LARGE] * n, [LARGE] * n)]
         seen += [outcome(everyone_sends, group)]
+        last()
         dist.destroy_process_group(group)
         del group
     return seen
@@ -171,7 +173,7 @@ def _error_within(async_op: bool) -> list[Outcome]:
     def fail() -> None:
         raise MemoryError("no room for a chunk")
 
-    return _dies_within(1, async_op, fail)
+    return _dies_within(1, async_op, fail, last=dist.barrier)
 
 
 @pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])

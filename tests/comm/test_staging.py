@@ -35,6 +35,9 @@ class Event:
     def record(self) -> None:
         self._done.set()
 
+    def query(self) -> bool:
+        return self._done.is_set()
+
     def synchronize(self) -> None:
         assert self._done.wait(30)
 
@@ -154,6 +157,24 @@ def test_all_bytes_arrive_within_the_bound_and_all_memory_is_given_back(size: in
         assert wrong == 0
         assert 0 < most <= pinned_bytes // 2
         assert in_use == 0
+
+
+def test_neither_direction_begins_before_the_callers_stream_is_there() -> None:
+    staging, caller = _staging(Api(), 4000, Memory()), Stream(delay=0.1)
+    given, wanted, out = torch.zeros(50), torch.arange(50.0), torch.zeros(50)
+    source, target = (each.view(torch.uint8) for each in (given, out))
+    caller.copy(given, wanted)
+    caller.copy(out, torch.full_like(out, 77.0))
+    staging.begin(caller.record_event())
+    arrived = staging.room(target)
+    arrived[: len(target)] = wanted.view(torch.uint8)
+    staging.lower(arrived, target)
+    lifted = staging.lift(source)
+    assert torch.equal(lifted.ready().as_subclass(Tensor), wanted.view(torch.uint8))
+    staging.finish()
+    assert torch.equal(out, wanted)
+    staging.drop(lifted)
+    assert staging.pinned_in_use == 0
 
 
 def _overlap() -> tuple[int, bool]:

@@ -52,6 +52,11 @@ class _Round:
     memory: Tensor | None = None
     receive: dist.Work | None = None
 
+    @property
+    def is_lifted(self) -> bool:
+        """Whether sending would not have to wait."""
+        return self.lifted is None or self.lifted.is_ready
+
 
 class Rounds:
     """One transfer in rounds: in each, every rank sends a chunk to one rank and receives one from another.
@@ -65,7 +70,7 @@ class Rounds:
         self._wire, self._staging, self._transfer, self._chunk = wire, staging, transfer, chunk
         self._bounces = wire.rank in served
         ways = (transfer.outgoing, transfer.incoming)
-        outgoing, incoming = ([() if transfer.fits(part) else part.split(chunk) for part in parts] for parts in ways)
+        outgoing, incoming = ([self._cut(part) for part in parts] for parts in ways)
         pairs = list(zip(wire.peers, wire.sources))
         longest = max((len(pieces) for way in (outgoing, incoming) for pieces in way), default=0)
         every = [
@@ -101,10 +106,11 @@ class Rounds:
     def _look_ahead(self, number: int, window: int) -> None:
         """Begin what belongs to the rounds from ``number`` on: twice as many receives as sends, and one more copy."""
         for begin, last in ((self._receive, 2 * window), (self._lift, window + 1), (self._send, window)):
-            end = min(number + last, len(self._rounds))
-            for index in range(self._begun[begin], end):
+            while (index := self._begun[begin]) < min(number + last, len(self._rounds)):
+                if begin == self._send and index > number and not self._rounds[index].is_lifted:
+                    break  # rather receive meanwhile than wait for the copy
                 begin(self._rounds[index])
-            self._begun[begin] = max(self._begun[begin], end)
+                self._begun[begin] += 1
 
     def _receive(self, ahead: _Round) -> None:
         if ahead.incoming is not None:
@@ -129,6 +135,9 @@ class Rounds:
             self._wire.wait(current.send, current.target, self._transfer.timeout)
             self._staging.drop(current.lifted)
         current.receive = current.send = current.memory = current.lifted = None
+
+    def _cut(self, part: Tensor) -> tuple[Tensor, ...]:
+        return part.split(self._chunk) if len(part) and not self._transfer.fits(part) else ()
 
     def _bounce(self) -> None:
         """This rank's own part."""

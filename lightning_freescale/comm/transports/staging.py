@@ -42,6 +42,11 @@ class Lifted:
     def __init__(self, memory: Tensor, length: int, event: Any = None) -> None:
         self.memory, self._length, self._event = memory, length, event
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the chunk is there."""
+        return self._event is None or bool(self._event.query())
+
     def ready(self) -> Tensor:
         """The chunk on the host, once it is there."""
         if self._event is not None:
