@@ -41,7 +41,7 @@ def main() -> None:
     parts = {"exchange": _exchange, "overlap": _overlap, "lanes": _lanes, "latency": _latency}
     parser = harness.parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
-    parser.add_argument("--mbytes", type=float, help="per rank (default: what the link moves in 0.2 s)")
+    parser.add_argument("--mbytes", type=float, help="per rank (default: what the link moves in 0.5 s)")
     parser.add_argument("--late-ms", type=float, default=5.0)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--low-chunk", type=int, default=32 * 1024, help="chunk_bytes of the low lane (default: 32768)")
@@ -148,7 +148,7 @@ def _latency(options: Any) -> dict[str, float]:
 def _tensors(options: Any) -> tuple[Tensor, Tensor, float]:
     """What goes, where it comes to, and the ideal time in milliseconds."""
     size, rate = dist.get_world_size(), _rate()
-    length = int(options.mbytes * 2**20 if options.mbytes else 0.2 * rate) // size * size
+    length = int(options.mbytes * 2**20 if options.mbytes else 0.5 * rate) // size * size
     sent = torch.randint(0, 255, (length,), dtype=torch.uint8)
     return sent, torch.empty_like(sent), 1000 * length * (size - 1) / size / rate
 

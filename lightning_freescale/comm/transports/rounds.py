@@ -25,14 +25,15 @@ class Pace:
     """
 
     seconds: float
+    fewest: int
     most: int
-    fewest: int = 2
 
     @staticmethod
     def of(options: LaneOptions) -> Pace:
         """Of a lane."""
-        seconds = 0.002 if TRAFFIC.has_above(options.priority) else 0.02
-        return Pace(seconds, most=min(64, options.pinned_bytes // (COPIES // 2 * options.chunk_bytes)))
+        seconds, fewest = (0.002, 2) if TRAFFIC.has_above(options.priority) else (0.02, 6)
+        most = min(64, options.pinned_bytes // (COPIES // 2 * options.chunk_bytes))
+        return Pace(seconds, min(fewest, most), most)
 
     def rounds(self, seconds_per_round: float) -> int:
         """So many."""
