@@ -52,10 +52,7 @@ def main() -> None:
     figures: dict[str, float] = {}
     for part in options.parts:
         figures |= parts[part](options)
-    if dist.get_rank() == 0:
-        harness.finish(figures, options)
-    dist.barrier()
-    dist.destroy_process_group()
+    harness.finish_on_all_ranks(figures, options)
 
 
 def _exchange(options: Any) -> dict[str, float]:

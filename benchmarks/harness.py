@@ -13,7 +13,7 @@ import sys
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 _COMPARE = {"<=": operator.le, ">=": operator.ge}
 
@@ -37,6 +37,23 @@ def finish(figures: dict[str, float], options: argparse.Namespace) -> None:
         print(f"falls short: {demand}", file=sys.stderr)
     if missed:
         sys.exit(1)
+
+
+def finish_on_all_ranks(figures: dict[str, float], options: argparse.Namespace) -> NoReturn:
+    """Rank 0 does as :func:`finish`, every rank exits alike. Collective."""
+    import torch.distributed as dist
+
+    failed = [0]
+    if dist.get_rank() == 0:
+        try:
+            finish(figures, options)
+        except SystemExit as stop:
+            if isinstance(stop.code, str):
+                print(stop.code, file=sys.stderr)
+            failed = [1]
+    dist.broadcast_object_list(failed)
+    dist.destroy_process_group()
+    sys.exit(failed[0])
 
 
 def where() -> dict[str, Any]:

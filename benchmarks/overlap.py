@@ -49,17 +49,7 @@ SKIPPED = 3  # steps at the beginning of a round, while the pipelines fill; the 
 def main() -> None:
     options = parse()
     dist.init_process_group("gloo")
-    figures, failed = measure(options), [0]
-    if dist.get_rank() == 0:
-        try:
-            harness.finish(figures, options)
-        except SystemExit as stop:
-            if isinstance(stop.code, str):
-                print(stop.code, file=sys.stderr)
-            failed = [1]
-    dist.broadcast_object_list(failed)  # every rank exits alike
-    dist.destroy_process_group()
-    sys.exit(failed[0])
+    harness.finish_on_all_ranks(measure(options), options)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

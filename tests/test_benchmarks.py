@@ -14,6 +14,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import balance
+import exchange
 import harness
 import overlap
 import overlap_workload
@@ -171,3 +172,22 @@ def test_hard_batches_are_the_latest_items_of_users() -> None:
     ids, lengths = draw(3, 1)
     assert len(lengths) == 5 and len(ids) == lengths.sum() and lengths.max() <= 200 and ids.max() < rows
     assert all(np.array_equal(*pair) for pair in zip(draw(3, 1), (ids, lengths)))
+
+
+def _exchange_benchmark() -> int:
+    with pytest.raises(SystemExit) as stopped:
+        exchange.main()
+    return stopped.value.code
+
+
+def test_exchange_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = tmp_path / "figures.json"
+    monkeypatch.setattr(exchange, "LOW", 1024 * 1024)
+    monkeypatch.setenv("NETLAB_RATE", "10gbit")
+    size = ["--mbytes", "1", "--rounds", "2", "--json", str(written), "--require", "ours_over_ideal<=0"]
+    monkeypatch.setattr(sys, "argv", ["exchange.py", *size])
+    assert run_distributed(_exchange_benchmark, 2, init=False) == [1, 1]
+    figures = json.loads(written.read_text())["figures"]
+    ratios = {"ours_over_ideal", "gloo_over_ideal", "high_over_idle", "low_slowdown", "latency_over_gloo_sync"}
+    assert ratios <= figures.keys() and all(figures[name] > 0 for name in ratios)
+    assert {"hidden_sleep", "hidden_matmul"} <= figures.keys()
