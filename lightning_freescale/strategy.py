@@ -219,6 +219,8 @@ class FreeScaleStrategy(CheckpointedStrategy):
         if self.tables is None:
             super().teardown()
             return
+        if isinstance(self.tables.group, FreeScaleGroup):
+            self.tables.group.rest()
         # Not the base class's: it moves the whole module to the CPU, which shards in FBGEMM's kernels do not survive.
         assert self.accelerator is not None
         assert self.cluster_environment is not None

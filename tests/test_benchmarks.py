@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -139,9 +140,9 @@ def test_contest_weighs_batches_by_cost() -> None:
     assert played.worst["fixed"][0].gap >= played.worst["free"][0].gap >= 0
 
 
-def _overlap_benchmark() -> int:
+def _exit_code(main: Callable[[], Any]) -> int:
     with pytest.raises(SystemExit) as stopped:
-        overlap.main()
+        main()
     return stopped.value.code
 
 
@@ -149,7 +150,7 @@ def test_overlap_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     written = tmp_path / "figures.json"
     size = ["--rows", "5000", "--batch", "4", "--dim", "8", "--steps", "6", "--rounds", "1", "--compute-ms", "3"]
     monkeypatch.setattr(sys, "argv", ["overlap.py", *size, "--json", str(written), "--require", "floor_ms<=0"])
-    assert run_distributed(_overlap_benchmark, 2, init=False) == [1, 1]  # every rank exits alike
+    assert run_distributed(_exit_code, 2, overlap.main, init=False) == [1, 1]  # every rank exits alike
     figures = json.loads(written.read_text())["figures"]
     assert figures["plain_bytes"] == figures["pipeline_bytes"] == figures["plain_gloo_bytes"] > figures["dedup_bytes"]
     assert figures["ours_bytes"] == pytest.approx(figures["dedup_bytes"], rel=0.2)
@@ -174,19 +175,13 @@ def test_hard_batches_are_the_latest_items_of_users() -> None:
     assert all(np.array_equal(*pair) for pair in zip(draw(3, 1), (ids, lengths)))
 
 
-def _exchange_benchmark() -> int:
-    with pytest.raises(SystemExit) as stopped:
-        exchange.main()
-    return stopped.value.code
-
-
 def test_exchange_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = tmp_path / "figures.json"
     monkeypatch.setattr(exchange, "LOW", 1024 * 1024)
     monkeypatch.setenv("NETLAB_RATE", "10gbit")
     size = ["--mbytes", "1", "--rounds", "2", "--json", str(written), "--require", "ours_over_ideal<=0"]
     monkeypatch.setattr(sys, "argv", ["exchange.py", *size])
-    assert run_distributed(_exchange_benchmark, 2, init=False) == [1, 1]
+    assert run_distributed(_exit_code, 2, exchange.main, init=False) == [1, 1]
     figures = json.loads(written.read_text())["figures"]
     ratios = {"ours_over_ideal", "gloo_over_ideal", "high_over_idle", "low_slowdown", "latency_over_gloo_sync"}
     assert ratios <= figures.keys() and all(figures[name] > 0 for name in ratios)

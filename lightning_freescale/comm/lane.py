@@ -50,13 +50,15 @@ class Lane:
             self._jobs.put((future, job))
         return future
 
-    def close(self, timeout: float) -> bool:
-        """End the thread after the jobs it has; False if it is still at work after ``timeout`` seconds."""
+    def rest(self, timeout: float) -> bool:
+        """End the thread after the jobs it has; the next one starts another. False if it still works after ``timeout`` seconds."""
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return True
         self._jobs.put(None)
         thread.join(timeout)
+        if not thread.is_alive():
+            self._thread = None
         return not thread.is_alive()
 
     def _work(self) -> None:

@@ -82,9 +82,13 @@ class Mover:
         """Do it now, if nothing is before it; the future is done."""
         return self._lane.run(partial(self._move, transfer))
 
+    def rest(self) -> None:
+        """Do what the lane has been given, and end its thread until there is more."""
+        self._lane.rest(self._timeout.total_seconds() + 1.0)  # a job that waits in vain ends by itself
+
     def finish(self) -> None:
         """Do what the lane has been given, then close."""
-        self._lane.close(self._timeout.total_seconds() + 1.0)  # a job that waits in vain ends by itself
+        self.rest()
         self.close()
 
     def close(self) -> None:
@@ -95,7 +99,7 @@ class Mover:
         self.failure = self.failure or "it has been shut down"
         self._agreement.close()
         self._wire.close()
-        self._lane.close(1.0)
+        self._lane.rest(1.0)
         self._host.close()
         if self.transport is not None:
             self.transport.close()

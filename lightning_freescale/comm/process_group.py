@@ -120,6 +120,10 @@ class FreeScaleGroup(dist.ProcessGroup):
 
     # -- the end
 
+    def rest(self) -> None:
+        """Finish what the lane has been given, and end its thread; the next collective may start another."""
+        self._mover.rest()
+
     def shutdown(self) -> None:
         """Finish what the lane has been given, and close all connections."""
         self._mover.finish()
