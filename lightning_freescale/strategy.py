@@ -185,10 +185,10 @@ class FreeScaleStrategy(CheckpointedStrategy):
     def _embedding_group(self, earlier: ShardedTables | None) -> dist.ProcessGroup:
         """The embedding exchange has a group of its own; the default one stays as Lightning made it."""
         group = earlier.group if earlier is not None else None
-        if not isinstance(group, FreeScaleGroup):
-            # training waits for these exchanges: NCCL is faster where nothing computes beside it
-            native = self.transport == "auto" and self.root_device.type == "cuda"
-            lane = LaneOptions("native" if native else self.transport, name="embedding", priority=1)
+        # training waits for these exchanges: NCCL is faster where nothing computes beside it
+        native = self.transport == "auto" and self.root_device.type == "cuda"
+        lane = LaneOptions("native" if native else self.transport, name="embedding", priority=1)
+        if not isinstance(group, FreeScaleGroup) or group.options != lane:
             group = dist.new_group(backend=BACKEND, timeout=self._timeout, pg_options=lane)
         if isinstance(group, FreeScaleGroup):
             group.observer = self.timeline if self.timeline.enabled else None

@@ -75,16 +75,19 @@ def _tag(number: int) -> int:
 
 
 def _envelope(transfer: Transfer, peer: int, refusal: str) -> Envelope:
-    part, expects = transfer.outgoing[peer], transfer.incoming[peer].shape[0]
-    payload = part if transfer.fits(part) else None
-    return Envelope(transfer.name, transfer.number, part.shape[0], expects, transfer.largest, transfer.dtype, refusal, payload)
+    part, expects, on_gpu = transfer.outgoing[peer], transfer.incoming[peer].shape[0], transfer.device.type == "cuda"
+    payload, sizes = part if transfer.fits(part) else None, (part.shape[0], expects, transfer.largest)
+    return Envelope(transfer.name, transfer.number, *sizes, transfer.dtype, refusal, payload, on_gpu)
 
 
 def _check(transfer: Transfer, envelope: Envelope, peer: int, rank: int) -> None:
-    if (envelope.name, envelope.dtype) != (transfer.name, transfer.dtype):
+    theirs = (envelope.name, DTYPES[envelope.dtype], "CUDA" if envelope.on_gpu else "CPU")
+    ours = (transfer.name, DTYPES[transfer.dtype], "CUDA" if transfer.device.type == "cuda" else "CPU")
+    if theirs != ours:
+        told = [f"{name} with {dtype} on {device}" for name, dtype, device in (theirs, ours)]
         raise dist.DistBackendError(
-            f"rank {rank} takes part in {envelope.name} with {DTYPES[envelope.dtype]}, this one with "
-            f"{DTYPES[transfer.dtype]}: issue the same collectives in the same order on every rank"
+            f"rank {rank} takes part in {told[0]}, this one in {told[1]}: issue the same collectives "
+            "in the same order on every rank"
         )
     gets, gives = transfer.incoming[peer].shape[0], transfer.outgoing[peer].shape[0]
     if (envelope.sends, envelope.expects) != (gets, gives):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 BYTES = 1024
-_HEAD = struct.Struct("<IIqqqqI32s")
+_HEAD = struct.Struct("<IIIqqqqI32s")
 ROOM = BYTES - _HEAD.size
 """Bytes that fit into an envelope."""
 _MAGIC = 0x46534331
@@ -32,6 +32,7 @@ class Envelope:
         dtype: number of the elements' type.
         refusal: why the sender cannot take part; empty if it can.
         payload: the bytes themselves, if they fit.
+        on_gpu: whether the tensors are; then the envelope has no payload.
     """
 
     name: str
@@ -42,12 +43,13 @@ class Envelope:
     dtype: int
     refusal: str = ""
     payload: Tensor | None = None
+    on_gpu: bool = False
 
     def pack(self) -> Tensor:
         """As uint8 of shape ``[BYTES]``."""
         raw, text = bytearray(BYTES), self.refusal.encode()[:ROOM]
-        head = (_MAGIC, self.dtype, self.number, self.sends, self.expects, self.largest, len(text), self.name.encode())
-        _HEAD.pack_into(raw, 0, *head)
+        sizes = (self.number, self.sends, self.expects, self.largest, len(text))
+        _HEAD.pack_into(raw, 0, _MAGIC, self.dtype, self.on_gpu, *sizes, self.name.encode())
         raw[_HEAD.size : _HEAD.size + len(text)] = text
         packed = torch.frombuffer(raw, dtype=torch.uint8)
         if self.payload is not None and not text and 0 < self.sends <= ROOM:
@@ -57,9 +59,9 @@ class Envelope:
     @staticmethod
     def unpack(raw: bytearray) -> Envelope:
         """What a peer has packed, ``BYTES`` long."""
-        magic, dtype, number, sends, expects, largest, length, name = _HEAD.unpack_from(raw)
+        magic, dtype, on_gpu, number, sends, expects, largest, length, name = _HEAD.unpack_from(raw)
         assert magic == _MAGIC
         text = raw[_HEAD.size : _HEAD.size + length].decode(errors="replace")
-        fits = 0 < sends <= ROOM and not text
+        fits = 0 < sends <= ROOM and not text and not on_gpu
         payload = torch.frombuffer(raw, dtype=torch.uint8, count=sends, offset=_HEAD.size) if fits else None
-        return Envelope(name.rstrip(b"\0").decode(), number, sends, expects, largest, dtype, text, payload)
+        return Envelope(name.rstrip(b"\0").decode(), number, sends, expects, largest, dtype, text, payload, bool(on_gpu))

@@ -26,17 +26,19 @@ class Lane:
 
     def run(self, job: Job) -> Future[None]:
         """Do a job now, unless others are before it; the future is done."""
-        future: Future[None] = Future()
+        own = threading.current_thread() is self._thread  # called by what a future of this lane calls
         with self._state:
-            idle = self._waiting == 0 and self._turn.acquire(blocking=False)
+            idle = own or (self._waiting == 0 and self._turn.acquire(blocking=False))
+        future: Future[None] = Future() if idle else self.submit(job)
         if not idle:
-            future = self.submit(job)
             future.exception()
             return future
         try:
-            _do(future, job)
+            error = _attempt(job)
         finally:
-            self._turn.release()
+            if not own:
+                self._turn.release()
+        _settle(future, error)
         return future
 
     def submit(self, job: Job) -> Future[None]:
@@ -45,37 +47,52 @@ class Lane:
         with self._state:
             self._waiting += 1
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name=f"freescale lane {self.name}", daemon=True)
-                self._thread.start()
+                self._start()
             self._jobs.put((future, job))
         return future
 
     def rest(self, timeout: float) -> bool:
-        """End the thread after the jobs it has; the next one starts another. False if it still works after ``timeout`` seconds."""
+        """End the thread after the jobs it has; the next one starts another. False if it still works after ``timeout`` s."""
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return True
         self._jobs.put(None)
         thread.join(timeout)
-        if not thread.is_alive():
-            self._thread = None
+        with self._state:
+            if not thread.is_alive():
+                self._thread = None
+                if self._waiting:  # somebody came while it ended
+                    self._start()
         return not thread.is_alive()
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._work, name=f"freescale lane {self.name}", daemon=True)
+        self._thread.start()
 
     def _work(self) -> None:
         while (queued := self._jobs.get()) is not None:
+            future, job = queued
             with self._turn:
-                _do(*queued)
-            del queued  # its tensors
+                error = _attempt(job)
             with self._state:
                 self._waiting -= 1
+            _settle(future, error)  # only now: what waits for it may use the lane
+            del queued, future, job  # its tensors
 
 
-def _do(future: Future[None], job: Job) -> None:
+def _attempt(job: Job) -> BaseException | None:
+    """What it raises; also what would end a thread: somebody waits for the job."""
     try:
         job()
-    except BaseException as error:  # also what would end a thread: somebody waits for this future
-        # its frames, and those that called them, know this future: a circle that would keep the group alive
+    except BaseException as error:
+        # its frames, and those that called them, know the future it goes to: a circle that would keep the group alive
         error.__context__ = None
-        future.set_exception(error.with_traceback(None))
-    else:
+        return error.with_traceback(None)
+    return None
+
+
+def _settle(future: Future[None], error: BaseException | None) -> None:
+    if error is None:
         future.set_result(None)
+    else:
+        future.set_exception(error)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import os
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -20,6 +22,7 @@ from lightning_freescale.comm.parts import Parts
 from lightning_freescale.comm.topology import choose
 from lightning_freescale.comm.traffic import TRAFFIC
 from lightning_freescale.comm.transfer import Transfer
+from lightning_freescale.comm.transports.base import Transport
 from lightning_freescale.comm.transports.host import HostTransport
 from lightning_freescale.comm.wire import Wire
 
@@ -50,7 +53,9 @@ class Mover:
         self._agreement, self._lane = Agreement(self._wire), Lane(self._name)
         self._host = HostTransport(self._wire, options)
         self.transport = choose(options, self._wire, self._host, dist.PrefixStore("topology", store), made.timeout)
-        TRAFFIC.open(options.priority)
+        self._process = os.getpid()
+        if options.transport != "native":
+            TRAFFIC.open(options.priority)
         _LIVE.add(self)
 
     def prepare(self, name: str, outgoing: Cut, incoming: Cut, timeout: timedelta) -> Transfer:
@@ -68,7 +73,9 @@ class Mover:
             transfer = Transfer.of(name, outgoing(size), incoming(size), rank, timeout, number)
         except Exception as error:
             nothing = Transfer.of(name, Parts.none(size), Parts.none(size), rank, timeout, number)
-            self._lane.run(partial(self._move, nothing, str(error) or type(error).__name__))
+            told = self._lane.run(partial(self._move, nothing, str(error) or type(error).__name__)).exception()
+            if told is not None and not isinstance(told, Exception):
+                raise told from None
             raise ValueError(self._told(name, str(error))) from error
         if transfer.device.type == "cuda":
             transfer.issued = torch.cuda.current_stream(transfer.device).record_event()
@@ -95,7 +102,8 @@ class Mover:
         """Close all connections; what is under way fails."""
         if self in _LIVE:
             _LIVE.discard(self)
-            TRAFFIC.close(self.options.priority)
+            if self.options.transport != "native":
+                TRAFFIC.close(self.options.priority)
         self.failure = self.failure or "it has been shut down"
         self._agreement.close()
         self._wire.close()
@@ -112,12 +120,17 @@ class Mover:
             # its tensors may be inference tensors, which the mode of this thread must allow for
             with torch.inference_mode(), TRAFFIC.under_way(self.options, transfer.total) as slot:
                 self._run(transfer, refusal, partial(TRAFFIC.give_way, slot, self.options.patience))
-        except Exception as error:
-            raise self._give_up(transfer.name, error) from None
+        except BaseException as error:
+            failed = self._give_up(transfer.name, error)
+            raise (failed if isinstance(error, Exception) else error) from None
 
     def _run(self, transfer: Transfer, refusal: str, pause: Callable[[], None]) -> None:
         transport = self.transport if transfer.device.type == "cuda" else self._host
         assert transport is not None
+        with torch.cuda.device(transfer.device) if transfer.device.type == "cuda" else nullcontext():
+            self._agree_and_move(transport, transfer, refusal, pause)
+
+    def _agree_and_move(self, transport: Transport, transfer: Transfer, refusal: str, pause: Callable[[], None]) -> None:
         if transport is self._host and not refusal:
             finish = self._host.begin(transfer)
             self._agreement.reach(transfer)
@@ -126,7 +139,7 @@ class Mover:
             self._agreement.reach(transfer, refusal)
             transport.move(transfer, pause)
 
-    def _give_up(self, name: str, error: Exception) -> dist.DistBackendError:
+    def _give_up(self, name: str, error: BaseException) -> dist.DistBackendError:
         text = str(error) if isinstance(error, dist.DistBackendError) else f"{type(error).__name__}: {error}"
         told = self._told(name, self.failure or text)
         self.failure = self.failure or told
@@ -143,4 +156,5 @@ class Mover:
 def _close_all() -> None:
     """A thread that waits for a peer while the interpreter ends would crash it."""
     for mover in list(_LIVE):
-        mover.close()
+        if mover._process == os.getpid():  # else the connections are those of the process that this one was forked from
+            mover.close()

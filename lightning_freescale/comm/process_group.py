@@ -96,13 +96,14 @@ class FreeScaleGroup(dist.ProcessGroup):
     @spelled
     def all_gather_single_coalesced(self, output: list[Tensor], input: list[Tensor], opts: Any = None) -> dist.Work:
         """As several :meth:`all_gather_single`."""
-        return Together([self.all_gather_single(*pair, opts) for pair in zip(output, input)], output)
+        return Together([self.all_gather_single(*pair, opts) for pair in zip(output, input, strict=True)], output)
 
     @spelled
     def allgather_coalesced(self, output: list[list[Tensor]], input: list[Tensor], opts: Any = None) -> dist.Work:
         """As several :meth:`allgather`; ``output`` is by rank."""
-        columns = [list(column) for column in zip(*output)]
-        return Together([self.allgather([column], [tensor], opts) for column, tensor in zip(columns, input)], input)
+        columns = [list(column) for column in zip(*output, strict=True)]
+        works = [self.allgather([column], [tensor], opts) for column, tensor in zip(columns, input, strict=True)]
+        return Together(works, [tensor for each in output for tensor in each])
 
     # -- what gloo would refuse
 
@@ -114,6 +115,7 @@ class FreeScaleGroup(dist.ProcessGroup):
             return self._native("allreduce", tensors, *given, **kwargs)
         opts.reduceOp = dist.ReduceOp.SUM
         work = Averaged(self._native("allreduce", tensors, *given, **kwargs), first, self.size())
+        opts.reduceOp = dist.ReduceOp.AVG
         if not opts.asyncOp:
             work.wait()
         return work

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future, TimeoutError
 from datetime import timedelta
 from functools import partial
@@ -114,12 +115,14 @@ class Averaged(dist.Work):
     def __init__(self, work: dist.Work, tensor: Tensor, count: int) -> None:
         super().__init__()
         self._work, self._tensor, self._count, self._divided = work, tensor, count, False
+        self._once = threading.Lock()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the sum, and divide it once."""
         self._work.wait(timeout)
-        if not self._divided:
-            self._tensor.copy_(self._tensor / self._count)
+        with self._once:
+            if not self._divided:
+                self._tensor.copy_(torch.div(self._tensor, self._count, rounding_mode="trunc"))
             self._divided = True
         return True
 

@@ -59,6 +59,11 @@ class Stream:
         self._given += 1
         self._jobs.put(lambda: self._copy(target, source))
 
+    def synchronize(self) -> None:
+        done = threading.Event()
+        self._jobs.put(done.set)
+        assert done.wait(30)
+
     def _copy(self, target: Tensor, source: Tensor) -> None:
         time.sleep(self._delay)
         target.copy_(source)

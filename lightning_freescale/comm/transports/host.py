@@ -14,7 +14,7 @@ import torch
 
 from lightning_freescale.comm.options import LaneOptions
 from lightning_freescale.comm.transfer import Transfer
-from lightning_freescale.comm.transports.rounds import Pace, Rounds
+from lightning_freescale.comm.transports.rounds import EXACT, Pace, Rounds
 from lightning_freescale.comm.transports.staging import DeviceStaging, HostStaging, Staging
 from lightning_freescale.comm.wire import Wire
 
@@ -36,7 +36,7 @@ class HostTransport:
         """
         served, pace = range(self._wire.size) if ranks is None else ranks, Pace.of(self._options)
         rounds = Rounds(self._wire, self._staging(transfer.device), transfer, self._options.chunk_bytes, served)
-        rounds.begin(pace)
+        rounds.begin(pace, early=self._options.chunk_bytes <= EXACT)
         return partial(rounds.finish, pace=pace)
 
     def move(self, transfer: Transfer, pause: Callable[[], None], ranks: Collection[int] | None = None) -> None:
@@ -44,7 +44,9 @@ class HostTransport:
         self.begin(transfer, ranks)(pause)
 
     def close(self) -> None:
-        """Let go of pinned memory and streams."""
+        """Let go of pinned memory and streams, once no copy is under way: its tensors may be freed."""
+        for staging in self._stagings.values():
+            staging.close()
         self._stagings.clear()
 
     @property

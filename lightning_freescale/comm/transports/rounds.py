@@ -15,6 +15,9 @@ from lightning_freescale.comm.transfer import Transfer
 from lightning_freescale.comm.transports.staging import Lifted, Staging
 from lightning_freescale.comm.wire import Wire
 
+EXACT = 2**20
+"""Bytes of a chunk up to which every size has its own tag."""
+
 
 @dataclass
 class Pace:
@@ -37,7 +40,7 @@ class Pace:
 
     def rounds(self, seconds_per_round: float) -> int:
         """So many."""
-        return min(max(self.fewest, int(self.seconds / seconds_per_round)), self.most)
+        return min(max(self.fewest, int(self.seconds / max(seconds_per_round, 1e-9))), self.most)
 
 
 @dataclass
@@ -87,10 +90,11 @@ class Rounds:
         self._rounds = [each for each in every if each.outgoing is not None or each.incoming is not None]
         self._begun = dict.fromkeys((self._receive, self._lift, self._send), 0)
 
-    def begin(self, pace: Pace) -> None:
-        """Post what comes first; the ranks need not have agreed yet, as a message of another size has another tag."""
+    def begin(self, pace: Pace, early: bool) -> None:
+        """Before the ranks have agreed: post what comes first, if ``early``, as a message of another size has another tag."""
         self._staging.begin(self._transfer.issued)
-        self._look_ahead(0, pace.fewest)
+        if early:
+            self._look_ahead(0, pace.fewest)
 
     def finish(self, pause: Callable[[], None], pace: Pace) -> None:
         """Move everything."""
@@ -116,7 +120,7 @@ class Rounds:
     def _receive(self, ahead: _Round) -> None:
         if ahead.incoming is not None:
             ahead.memory = self._staging.room(ahead.incoming)
-            memory, tag = ahead.memory[: len(ahead.incoming)], self._tag(self._transfer.incoming[ahead.source])
+            memory, tag = ahead.memory[: len(ahead.incoming)], self._tag(ahead.incoming)
             ahead.receive = self._wire.receive(memory, ahead.source, tag)
 
     def _lift(self, ahead: _Round) -> None:
@@ -124,8 +128,8 @@ class Rounds:
             ahead.lifted = self._staging.lift(ahead.outgoing)
 
     def _send(self, ahead: _Round) -> None:
-        if ahead.lifted is not None:
-            tag = self._tag(self._transfer.outgoing[ahead.target])
+        if ahead.lifted is not None and ahead.outgoing is not None:
+            tag = self._tag(ahead.outgoing)
             ahead.send = self._wire.send(ahead.lifted.ready(), ahead.target, tag)
 
     def _complete(self, current: _Round) -> None:
@@ -143,10 +147,10 @@ class Rounds:
     def _bounce(self) -> None:
         """This rank's own part."""
         own = (self._transfer.outgoing[self._wire.rank], self._transfer.incoming[self._wire.rank])
-        if len(own[0]):
+        if len(own[0]) and own[0].data_ptr() != own[1].data_ptr():
             for source, target in zip(*(part.split(self._chunk) for part in own)):
                 self._staging.bounce(self._staging.lift(source), target)
 
-    def _tag(self, part: Tensor) -> int:
+    def _tag(self, chunk: Tensor) -> int:
         """Odd, and another for another size: gloo ends the process if a message is larger than the receive it meets."""
-        return 2 * ((self._transfer.number & 0x3FF) << 20 | (len(part) * 0x9E3779B1 >> 12) & 0xFFFFF) + 1
+        return 2 * ((self._transfer.number & 0x3FF) << 20 | (len(chunk) - 1) % EXACT) + 1

@@ -35,6 +35,9 @@ class Staging(Protocol):
     def finish(self) -> None:
         """Wait until all is in its place."""
 
+    def close(self) -> None:
+        """Wait for all copies, also those of a transfer that has failed."""
+
 
 class Lifted:
     """A chunk on its way to the host."""
@@ -80,6 +83,9 @@ class HostStaging:
             chunk.copy_(lifted.memory)
 
     def finish(self) -> None:
+        """Nothing to wait for."""
+
+    def close(self) -> None:
         """Nothing to wait for."""
 
 
@@ -142,6 +148,11 @@ class DeviceStaging:
         """Wait until all that was lowered is on the device."""
         while self._lowering:
             self._reclaim()
+
+    def close(self) -> None:
+        """Wait for all copies, also those of a transfer that has failed."""
+        self._down.synchronize()
+        self._up.synchronize()
 
     def _copy_up(self, memory: Tensor, chunk: Tensor, pool: PinnedPool) -> None:
         with self._api.stream(self._up):

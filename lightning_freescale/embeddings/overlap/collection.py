@@ -186,6 +186,8 @@ class OverlappedCollection:
         self.module.freescale_ids.on = True
         if self._lane.close():
             dist.destroy_process_group(self.group)
+        else:  # its exchange waits for a rank that may be gone
+            self.group.abort()
 
     # -- parts of a step
 
