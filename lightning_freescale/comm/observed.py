@@ -66,8 +66,9 @@ class Observed:
 
     def waiting(self) -> AbstractContextManager[Any]:
         """Around a wait in the call itself."""
-        observed = self._observer is not None and self._collective is not None
-        return self._observer.waiting(self._collective) if observed else nullcontext()  # type: ignore[union-attr]
+        if self._observer is None or self._collective is None:
+            return nullcontext()
+        return self._observer.waiting(self._collective)
 
     def work(self, work: dist.Work) -> dist.Work:
         """Around a later wait."""
