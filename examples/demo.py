@@ -18,6 +18,7 @@ from hstu import HSTURecommender
 
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule
 from lightning_freescale.balance import CostModel
+from lightning_freescale.profiling.reporting.page import write_page
 
 RATINGS = Path(__file__).parent / "data" / "ml-latest-small" / "ratings.csv.gz"
 COLUMNS: dict[str, Any] = {"user": "userId", "item": "movieId", "time": "timestamp", "order": "sort", "ties": "keep"}
@@ -40,7 +41,11 @@ def main() -> None:
     for name, balance in (("off", False), ("on", True)):
         runs[name] = _run(options, name, balance)
     if runs["on"]["rank"] == 0:
-        print(_table(runs, options.devices, time.perf_counter() - started))
+        print(_table(runs, options.devices))
+        page = write_page(options.out / "report.html", [run["report"].document() for run in runs.values()])
+        print(f"{time.perf_counter() - started:.0f} s. Both runs as a page, open it in a browser: {page}")
+        print("Their traces, open them at https://ui.perfetto.dev:")
+        print(*(f"  {run['files']['trace']}" for run in runs.values()), sep="\n")
 
 
 def _run(options: argparse.Namespace, name: str, balance: bool) -> dict[str, Any]:
@@ -54,7 +59,8 @@ def _run(options: argparse.Namespace, name: str, balance: bool) -> dict[str, Any
         seed=options.seed,
     )
     model = HSTURecommender(num_items=data.histories.num_items)
-    profiler = BubbleProfiler(verbose=False, trace_path=options.out / f"trace_{name}.json")
+    label = "balanced" if balance else "as drawn"
+    profiler = BubbleProfiler(options.out / name, label=label, verbose=False)
     trainer = L.Trainer(
         strategy="freescale",
         accelerator="cpu",
@@ -68,19 +74,19 @@ def _run(options: argparse.Namespace, name: str, balance: bool) -> dict[str, Any
         enable_model_summary=False,
     )
     if trainer.is_global_zero:
-        print(f"\n{'Balanced' if balance else 'As drawn'}: {options.epochs} epochs on {options.devices} ranks", flush=True)
+        print(f"\n{label.capitalize()}: {options.epochs} epochs on {options.devices} ranks", flush=True)
     trainer.fit(model, data)
     scores = trainer.test(model, data, verbose=False)[0]
     return {
         "rank": trainer.global_rank,
         "report": profiler.report,
-        "trace": profiler.trace,
+        "files": profiler.files,
         "balance": data.sampler(0, options.devices).report(),
         "scores": scores,
     }
 
 
-def _table(runs: dict[str, dict[str, Any]], ranks: int, seconds: float) -> str:
+def _table(runs: dict[str, dict[str, Any]], ranks: int) -> str:
     off, on = runs["off"]["report"], runs["on"]["report"]
     steps = off.parts.shape[0]
     lines = [
@@ -107,8 +113,6 @@ def _table(runs: dict[str, dict[str, Any]], ranks: int, seconds: float) -> str:
     lines += [
         f"{removed:.0%} of a bubble of {off.bubble:.1%} removed: {alone:.2f}x the samples/s at equal compute,",
         f"{measured:.2f}x measured (the runs follow each other, so the machine's other load shows)",
-        f"{seconds:.0f} s. Traces, open them at https://ui.perfetto.dev:",
-        *(f"  {run['trace']}" for run in runs.values()),
     ]
     return "\n".join(lines)
 
@@ -123,7 +127,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=15, help="epochs of each run (default: 15)")
     parser.add_argument("--batch-size", type=int, default=16, help="histories per rank and step (default: 16)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("demo_output"), help="folder for the traces (default: demo_output)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo_output"), help="folder for reports, page and traces (default: demo_output)"
+    )
     return parser.parse_args()
 
 

@@ -11,7 +11,8 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimi
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -29,6 +30,8 @@ __all__ = [
     "LightningDataModule",
     "LightningModule",
     "MixedPrecision",
+    "PyTorchProfiler",
+    "Strategy",
     "StrategyRegistry",
     "Trainer",
     "TrainerFn",

@@ -14,8 +14,10 @@ from lightning_freescale._lightning import Trainer, rank_zero_info, rank_zero_wa
 from lightning_freescale.balance.calibration import DISAGREEMENT, Calibration, imbalance_seen, slow_ranks, speeds_of
 from lightning_freescale.balance.fit import CostFit
 from lightning_freescale.data.costs import SampleCosts
-from lightning_freescale.profiling.attribution import attribute, resolve
-from lightning_freescale.profiling.timeline import StepRecord, Timeline
+from lightning_freescale.profiling.explaining.parts import attribute
+from lightning_freescale.profiling.recording.records import StepRecord
+from lightning_freescale.profiling.recording.resolve import resolve
+from lightning_freescale.profiling.recording.timeline import Timeline
 
 WINDOW = 15
 """Steps between two exchanges of measured times."""
@@ -110,7 +112,7 @@ class Calibrator:
             return 0.0
         step = resolve(record, clock)
         # the rank's own arrivals: whatever it waited for, it did not compute
-        return attribute(step, [arrive for _, arrive, *_ in step.collectives]).compute
+        return attribute(step, [collective.arrive for collective in step.collectives]).compute
 
     def _judged(self, everyone: list[Any], sampler: Any) -> Verdict | str | None:
         """A failure is a verdict, too: the other ranks wait for one."""

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_freescale._lightning import DDPStrategy
 from lightning_freescale.checkpoint import random_state
-from lightning_freescale.observed import ObservedDDPStrategy
 
 if TYPE_CHECKING:
     from lightning_freescale.embeddings.shards import ShardedTables
@@ -23,7 +23,7 @@ _EXTRA = "freescale"
 """Checkpoint key of what an ordinary checkpoint has no place for."""
 
 
-class CheckpointedStrategy(ObservedDDPStrategy):
+class CheckpointedStrategy(DDPStrategy):
     """Saves and loads the sharded tables, their optimizer states and the ranks' random states.
 
     Attributes:

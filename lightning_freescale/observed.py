@@ -1,90 +1,106 @@
-"""Lightning's DDP strategy with a timeline: what the bubble profiler sees of a step."""
+"""The stages of a strategy's steps, on a timeline: what the bubble profiler sees of any strategy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
-from typing_extensions import override
 
-from lightning_freescale._lightning import DDPStrategy
-from lightning_freescale.profiling.loader import ObservedLoader
-from lightning_freescale.profiling.timeline import Timeline
+from lightning_freescale._lightning import Strategy
+from lightning_freescale.profiling.recording.loader import ObservedLoader
+from lightning_freescale.profiling.recording.timeline import Timeline
 
 
-class ObservedDDPStrategy(DDPStrategy):
-    """Stamps stages and collectives on ``timeline``, once somebody has enabled it; the numbers are those of DDPStrategy."""
+@contextmanager
+def stages_on(timeline: Timeline, strategy: Strategy) -> Iterator[None]:
+    """Meanwhile a strategy stamps ``timeline``; what it computes stays the same.
 
-    def __init__(self, **ddp_options: Any) -> None:
-        super().__init__(**ddp_options)
-        self.timeline = Timeline()
+    Seen are the training loader (if it is set up meanwhile), the batch's way to the device, forward, backward, DDP's wait for
+    its gradients, and the optimizer.
+    """
+    stamped = {
+        "process_dataloader": _loader(timeline, strategy),
+        "batch_to_device": _stage(strategy.batch_to_device, lambda: timeline.span("data", "batch to device")),
+        "training_step": _stage(strategy.training_step, lambda: timeline.span("forward", "forward")),
+        "backward": _backward(timeline, strategy),
+        "optimizer_step": _optimizer_step(timeline, strategy),
+    }
+    vars(strategy).update(stamped)  # of the instance: the methods of its class stay
+    try:
+        yield
+    finally:
+        for name in stamped:
+            vars(strategy).pop(name, None)
 
-    # -- stages
 
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        training = self.lightning_module is not None and self.lightning_module.trainer.training
-        return ObservedLoader(dataloader, self.timeline) if training and self.timeline.enabled else dataloader
+def _stage(method: Callable[..., Any], span: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
+    def stamped(*args: Any, **kwargs: Any) -> Any:
+        with span():
+            return method(*args, **kwargs)
 
-    @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        with self.timeline.span("data", "batch to device"):
-            return super().batch_to_device(batch, device, dataloader_idx)
+    return stamped
 
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.timeline.span("compute", "forward"):
-            return super().training_step(*args, **kwargs)
 
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        with self.timeline.span("compute", "backward"), ExitStack() as waiting:
-            if self.timeline.enabled and isinstance(self.model, DistributedDataParallel):
-                # runs when the gradients are there, just before DDP waits for its buckets
-                def wait_begins() -> None:
-                    waiting.enter_context(self.timeline.collective("dense gradients"))
+def _loader(timeline: Timeline, strategy: Strategy) -> Callable[[object], object]:
+    process = strategy.process_dataloader
 
-                closure_loss.register_hook(lambda _: _after_backward(wait_begins))
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+    def stamped(dataloader: object) -> object:
+        module = strategy.lightning_module
+        training = module is not None and module.trainer.training
+        return process(ObservedLoader(dataloader, timeline) if training else dataloader)
 
-    @override
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+    return stamped
+
+
+def _backward(timeline: Timeline, strategy: Strategy) -> Callable[..., Tensor]:
+    backward = strategy.backward
+
+    def stamped(closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        with timeline.span("backward", "backward"), ExitStack() as waiting:
+            model = strategy.model
+            if timeline.recording and isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync:
+                closure_loss.register_hook(lambda _: _observe_wait(timeline, model, waiting))
+            return backward(closure_loss, *args, **kwargs)
+
+    return stamped
+
+
+def _observe_wait(timeline: Timeline, model: DistributedDataParallel, waiting: ExitStack) -> None:
+    """What a backward queues runs in order when all gradients are there: ours, DDP's wait for its buckets, what ours queues."""
+    engine = torch.autograd.Variable._execution_engine
+
+    def wait_begins() -> None:
+        waiting.enter_context(timeline.collective("dense gradients", moved=_last_bucket(model)))
+        engine.queue_callback(waiting.close)
+
+    engine.queue_callback(wait_begins)
+
+
+def _last_bucket(model: DistributedDataParallel) -> int:
+    """Bytes that travel when nothing is left to compute: the others do so behind backward."""
+    ignored = getattr(model, "parameters_to_ignore", ())
+    trained = (p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored)
+    whole = sum(parameter.numel() * parameter.element_size() for parameter in trained)
+    ranks = model.process_group.size()
+    return 2 * min(whole, int(model.bucket_bytes_cap)) * (ranks - 1) // ranks
+
+
+def _optimizer_step(timeline: Timeline, strategy: Strategy) -> Callable[..., Any]:
+    step = strategy.optimizer_step
+
+    def stamped(optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as after_closure:
 
             def timed() -> Any:
                 result = closure()
-                after_closure.enter_context(self.timeline.span("compute", "optimizer"))
+                after_closure.close()  # closures may run several times
+                after_closure.enter_context(timeline.span("optimizer", "optimizer"))
                 return result
 
-            return super().optimizer_step(optimizer, timed, model, **kwargs)
+            return step(optimizer, timed, *args, **kwargs)
 
-    # -- collectives that block
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        with self.timeline.collective("reduce"):
-            return super().reduce(tensor, group, reduce_op)
-
-    @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        with self.timeline.collective("barrier"):
-            super().barrier(*args, **kwargs)
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        with self.timeline.collective("broadcast"):
-            return super().broadcast(obj, src)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        with self.timeline.collective("all-gather"):
-            return super().all_gather(tensor, group, sync_grads)
-
-
-def _after_backward(callback: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    return stamped

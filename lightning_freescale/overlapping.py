@@ -13,7 +13,7 @@ from lightning_freescale.data.lookahead import ENDED, UNKNOWN, LookaheadLoader
 from lightning_freescale.embeddings.lookahead import MODES, Probe
 from lightning_freescale.embeddings.overlap import OverlapEngine, OverlapReport
 from lightning_freescale.ghost import Ghost, Lookup, ghost_features
-from lightning_freescale.profiling.timeline import Timeline
+from lightning_freescale.profiling.recording.timeline import Timeline
 
 
 class Overlapping:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,8 @@ from lightning_freescale.checkpointed import CheckpointedStrategy
 from lightning_freescale.comm import BACKEND, FreeScaleGroup, LaneOptions
 from lightning_freescale.data.lookahead import LookaheadLoader
 from lightning_freescale.dense import materialize, sync_dense, wrap_dense
+from lightning_freescale.observed import stages_on
+from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.refusals import (
     refuse_accumulation,
     refuse_options,
@@ -80,6 +82,7 @@ class FreeScaleStrategy(CheckpointedStrategy):
             raise ValueError(f"sigterm_every_n_steps={sigterm_every_n_steps!r}: pass a number of steps, at least 1")
         self.plan, self.planner, self.sigterm_every_n_steps = plan, planner, sigterm_every_n_steps
         self.transport, self.overlap, self.dedup = LaneOptions(transport).transport, overlap, dedup
+        self.timeline, self._observing = Timeline(), ExitStack()
         self.overlapping: Overlapping | None = None
         self.overlap_report: OverlapReport | None = None
         self._watch: PlanWatch | None = None
@@ -112,7 +115,7 @@ class FreeScaleStrategy(CheckpointedStrategy):
     def setup(self, trainer: Trainer) -> None:
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         if fitting and calibrated_data(trainer) is not None:
-            self.timeline.enable(self.root_device)
+            self._observe()
         assert module is not None
         assert self.accelerator is not None
         self.tables = self.overlap_report = None
@@ -134,6 +137,12 @@ class FreeScaleStrategy(CheckpointedStrategy):
         self._wrap(module.to(self.root_device), fitting)
         if fitting and self.overlap:
             self.overlapping = self._overlap(trainer)
+
+    def _observe(self) -> None:
+        """Have the times of the steps on the timeline, unless a profiler has seen to it."""
+        if not self.timeline.enabled:
+            self.timeline.enable(self.root_device)
+            self._observing.enter_context(stages_on(self.timeline, self))
 
     def _overlap(self, trainer: Trainer) -> Overlapping:
         from lightning_freescale.embeddings.overlap import OverlapEngine
@@ -190,8 +199,6 @@ class FreeScaleStrategy(CheckpointedStrategy):
         lane = LaneOptions("native" if native else self.transport, name="embedding", priority=1)
         if not isinstance(group, FreeScaleGroup) or group.options != lane:
             group = dist.new_group(backend=BACKEND, timeout=self._timeout, pg_options=lane)
-        if isinstance(group, FreeScaleGroup):
-            group.observer = self.timeline if self.timeline.enabled else None
         return group
 
     def _wrap(self, module: nn.Module, fitting: bool) -> None:
@@ -213,6 +220,7 @@ class FreeScaleStrategy(CheckpointedStrategy):
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()
+        self._observing.close()
         if self.overlapping is not None:
             self.overlapping.engine.close()
             self.overlapping = None
@@ -282,13 +290,15 @@ class FreeScaleStrategy(CheckpointedStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         overlapping = self.overlapping
         if self.tables is not None and self.groups is not None:
-            leave = overlapping.engine.overlapped() if overlapping is not None else ()
-            self.tables.prepare_update(self.groups.learning_rate, self.groups.step, leave)
-            if overlapping is not None:
-                overlapping.begin_step(not self._accumulating, self.groups.learning_rate, self.groups.step)
+            with self.timeline.span("host", "embeddings: before the step"):
+                leave = overlapping.engine.overlapped() if overlapping is not None else ()
+                self.tables.prepare_update(self.groups.learning_rate, self.groups.step, leave)
+                if overlapping is not None:
+                    overlapping.begin_step(not self._accumulating, self.groups.learning_rate, self.groups.step)
         output = super().training_step(*args, **kwargs)
         if overlapping is not None:
-            overlapping.after_forward(args)
+            with self.timeline.span("host", "embeddings: ids of the next step"):
+                overlapping.after_forward(args)
         return output
 
     @contextmanager
@@ -325,7 +335,8 @@ class FreeScaleStrategy(CheckpointedStrategy):
 
     def _end_backward(self) -> None:
         if self.overlapping is not None:
-            self.overlapping.engine.end_backward()
+            with self.timeline.span("host", "embeddings: gradients handed over"):
+                self.overlapping.engine.end_backward()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -335,7 +346,8 @@ class FreeScaleStrategy(CheckpointedStrategy):
         if self.groups is not None:
             self.groups.step += 1
         if self.overlapping is not None:
-            self.overlapping.end_step()
+            with self.timeline.span("host", "embeddings: logging"):
+                self.overlapping.end_step()
         return output
 
     def finish_overlap(self) -> OverlapReport | None:

@@ -15,7 +15,7 @@ from lightning_freescale.calibrating import Calibrator
 from lightning_freescale.data import StreamLoader
 from lightning_freescale.data.planned import PlannedData
 from lightning_freescale.datamodule import FreeScaleDataModule
-from lightning_freescale.profiling.timeline import Timeline
+from lightning_freescale.profiling.recording.timeline import Timeline
 
 
 class PlanWatch:

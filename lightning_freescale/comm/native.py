@@ -12,14 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.comm.observed import Observed
-
-OBSERVED = (
+DELEGATED = (
     *("broadcast", "reduce", "gather", "scatter", "allreduce_coalesced"),
     *("reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base"),
     *("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
+    *("send", "recv", "recv_anysource", "barrier", "monitored_barrier"),
 )
-NOT_OBSERVED = ("send", "recv", "recv_anysource", "barrier", "monitored_barrier")
 
 
 def native_backends(options: Any, rank: int, size: int) -> list[tuple[torch.device, Any, Any]]:
@@ -38,14 +36,11 @@ def register(group: dist.ProcessGroup, natives: list[tuple[torch.device, Any, An
         group._register_backend(device, kind, native)
 
 
-def delegate(name: str, observed: bool) -> Callable[..., Any]:
+def delegate(name: str) -> Callable[..., Any]:
     """A method that calls the same of ``self.inner``."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not observed:
-            return getattr(self.inner, name)(*args, **kwargs)
-        seen = Observed(self.observer, name)
-        return seen.work(getattr(self.inner, name)(*args, **kwargs))
+        return getattr(self.inner, name)(*args, **kwargs)
 
     method.__name__ = name
     return method

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_freescale.comm.mover import Cut, Mover
-from lightning_freescale.comm.native import NOT_OBSERVED, OBSERVED, delegate, native_backends, register
-from lightning_freescale.comm.observed import Observed, Observer
+from lightning_freescale.comm.native import DELEGATED, delegate, native_backends, register
 from lightning_freescale.comm.options import LaneOptions
 from lightning_freescale.comm.parts import Parts
 from lightning_freescale.comm.spelling import spelled
@@ -27,7 +26,6 @@ class FreeScaleGroup(dist.ProcessGroup):
 
     Attributes:
         options: of its lane.
-        observer: told of every collective but point-to-point messages and barriers; None for nobody.
         inner: a group of torch's own backends, for all other collectives.
     """
 
@@ -35,7 +33,6 @@ class FreeScaleGroup(dist.ProcessGroup):
         rank, size = made.group_rank, made.group_size
         super().__init__(rank, size)  # type: ignore[call-arg]  # the two-argument constructor is the one that Python may subclass
         self.options = options
-        self.observer: Observer | None = None
         natives = native_backends(made, rank, size)
         self.inner = dist.ProcessGroup(made.store, rank, size)
         for group in (self.inner, self):
@@ -142,18 +139,15 @@ class FreeScaleGroup(dist.ProcessGroup):
         return self.options.transport == "native" or (on_gpu and self._mover.transport is None)
 
     def _native(self, name: str, *args: Any, **kwargs: Any) -> dist.Work:
-        seen = Observed(self.observer, name)
-        return seen.work(getattr(self.inner, name)(*(argument for argument in args if argument is not None), **kwargs))
+        return getattr(self.inner, name)(*(argument for argument in args if argument is not None), **kwargs)
 
     def _collective(self, name: str, outgoing: Cut, incoming: Cut, results: list[Tensor], opts: Any) -> dist.Work:
         timeout = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", timedelta(0))
         transfer = self._mover.prepare(name, outgoing, incoming, timeout)
-        seen = Observed(self.observer, name)
         if getattr(opts, "asyncOp", True):
-            return seen.work(TransferWork(self._mover.submit(transfer), results))
-        with seen.waiting():
-            work = TransferWork(self._mover.run(transfer), results)
-            work.wait()
+            return TransferWork(self._mover.submit(transfer), results)
+        work = TransferWork(self._mover.run(transfer), results)
+        work.wait()
         return work
 
 
@@ -164,8 +158,8 @@ for _old, _new in (
     ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
 ):
     setattr(FreeScaleGroup, _old, getattr(FreeScaleGroup, _new))
-for _name in (*OBSERVED, *NOT_OBSERVED):
-    setattr(FreeScaleGroup, _name, delegate(_name, _name in OBSERVED))
+for _name in DELEGATED:
+    setattr(FreeScaleGroup, _name, delegate(_name))
 
 
 def register_backend() -> None:

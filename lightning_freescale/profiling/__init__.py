@@ -1,7 +1,6 @@
 """Where the time of a training step goes. Needs neither Lightning nor TorchRec."""
 
-from lightning_freescale.profiling.attribution import Parts, attribute, bubble
-from lightning_freescale.profiling.report import BubbleReport
-from lightning_freescale.profiling.timeline import Timeline
+from lightning_freescale.profiling.explaining.parts import Parts, attribute, bubble
+from lightning_freescale.profiling.recording.timeline import Timeline
 
-__all__ = ["BubbleReport", "Parts", "Timeline", "attribute", "bubble"]
+__all__ = ["Parts", "Timeline", "attribute", "bubble"]

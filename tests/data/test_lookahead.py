@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_freescale.data.lookahead import ENDED, UNKNOWN, LookaheadLoader
-from lightning_freescale.profiling.loader import ObservedLoader
-from lightning_freescale.profiling.timeline import Timeline
+from lightning_freescale.profiling.recording.loader import ObservedLoader
+from lightning_freescale.profiling.recording.timeline import Timeline
 
 
 class Counting:

@@ -1,0 +1,193 @@
+"""Does the bubble profiler find what was put into a run? Sleeps as compute, a shaped network, known answers.
+
+``python benchmarks/netlab.py --hosts 4 --rate 200mbit -- python benchmarks/bubbles.py --data skewed --slow 1``
+
+A plain LightningModule under ``strategy="ddp"``: waits for its data, computes forward (a sleep as long as its samples' lengths
+say), exchanges equal parts with all ranks, and computes backward. What every part of every rank's step should be follows from
+the sleeps, the bytes and the rate of the cards. Printed is how far the report is from that, as a share of the wall time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+os.environ |= {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "netlab", "LOCAL_WORLD_SIZE": "1"}
+os.environ["GROUP_RANK"] = os.environ.get("RANK", "0")
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import lightning as L
+import numpy as np
+import torch
+import torch.distributed as dist
+from harness import finish_on_all_ranks, parser
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_freescale import BubbleProfiler
+from lightning_freescale.comm import BACKEND
+from lightning_freescale.profiling.explaining.parts import PART_NAMES
+
+BATCH = 4
+DATA, HOST, BACKWARD = 0.010, 0.005, 0.5
+"""Seconds of waiting for data and in a hook; compute of backward / compute of forward."""
+BASE, PER_TOKEN = 0.060, 0.00004
+"""Seconds of forward: per step, and per token."""
+
+
+def main() -> None:
+    """All ranks."""
+    options = _options()
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    lengths = _lengths(options.data, options.steps, world)
+    slow = [1.3 if each == options.slow else 1.0 for each in range(world)]
+    model = Sleeper(options.kib * 1024, slow[rank])
+    folder = Path(mkdtemp(prefix="bubbles"))
+    profiler = BubbleProfiler(folder, every_n_steps=10, warmup_steps=2, lengths_of=lambda batch: batch.tolist(), verbose=False)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = L.Trainer(
+        strategy="ddp", accelerator="cpu", devices=1, num_nodes=world, max_epochs=1, callbacks=[profiler],
+        use_distributed_sampler=False, **quiet,
+    )  # fmt: skip
+    trainer.fit(model, DataLoader(Slow(lengths[:, rank]), batch_size=None))
+    figures: dict[str, float] = {}
+    if rank == 0:
+        report = profiler.report
+        assert report is not None
+        rate = _bytes_per_second(os.environ["NETLAB_RATE"])
+        truth = np.stack([_truth(lengths[step], slow, options.kib * 1024, rate) for step in report.steps])
+        figures = _compare(report, truth, options)
+    finish_on_all_ranks(figures, options)
+
+
+class Sleeper(L.LightningModule):
+    """Computes by sleeping."""
+
+    def __init__(self, size: int, slowness: float) -> None:
+        super().__init__()
+        self.layer, self.slowness = nn.Linear(4, 1), slowness
+        self.sent = torch.zeros(size // 4)
+
+    def on_fit_start(self) -> None:
+        """Its own exchange."""
+        world = dist.get_world_size()
+        self.group = dist.new_group(backend=BACKEND)
+        self.sent = torch.zeros(len(self.sent) // world * world)
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        """A hook that takes a while."""
+        time.sleep(HOST)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Compute, exchange, and a loss whose backward computes."""
+        seconds = self.slowness * _forward(batch.numpy())
+        time.sleep(seconds)
+        dist.all_to_all_single(torch.empty_like(self.sent), self.sent, group=self.group)
+        return SleepBackward.apply(self.layer(torch.ones(4)).sum(), BACKWARD * seconds)
+
+    def configure_optimizers(self) -> Any:
+        """Any."""
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class SleepBackward(torch.autograd.Function):
+    """The identity, whose backward takes some time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        """Nothing to do."""
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Sleep."""
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+class Slow(Dataset):
+    """Batches of lengths that take a while to read."""
+
+    def __init__(self, lengths: np.ndarray) -> None:
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Tensor:
+        time.sleep(DATA)
+        return torch.tensor(self.lengths[index])
+
+
+def _forward(lengths: np.ndarray) -> float:
+    return BASE + PER_TOKEN * float(lengths.sum())
+
+
+def _lengths(kind: str, steps: int, world: int) -> np.ndarray:
+    """Shape ``[steps, ranks, BATCH]``."""
+    drawn = np.random.default_rng(0).lognormal(5.0, 1.0, (steps, world, BATCH))
+    return np.full_like(drawn, 250.0) if kind == "equal" else drawn.clip(8, 2048)
+
+
+def _truth(lengths: np.ndarray, slow: list[float], size: int, rate: float) -> np.ndarray:
+    """Parts of every rank's step, if all begin it at once; shape ``[ranks, parts]``."""
+    forward = np.array([s * _forward(mine) for s, mine in zip(slow, lengths)])
+    backward, ranks = BACKWARD * forward, len(slow)
+    first, second = forward.max() - forward, backward.max() - backward
+    transfer = size / ranks * (ranks - 1) / rate
+    parts = {"data_wait": DATA, "forward": forward, "backward": backward, "straggler_wait": first + second}
+    parts |= {"transfer": transfer, "host_overhead": HOST}
+    parts["wall"] = DATA + HOST + forward.max() + transfer + backward.max()
+    return np.stack([np.broadcast_to(parts.get(name, 0.0), (ranks,)) for name in PART_NAMES], axis=-1)
+
+
+def _compare(report: Any, truth: np.ndarray, options: Any) -> dict[str, float]:
+    found, wall = report.parts, float(report.parts[..., 0].mean())
+    # means over the run, as a report gives them; and what single steps are off by
+    off = np.abs((found - truth).mean(axis=0)) / wall
+    single = np.abs(found - truth)[..., 1:] / wall
+    worst = off[:, 1:].max(axis=0)
+    for name, share in zip(PART_NAMES[1:], worst):
+        both = " / ".join(f"{1e3 * each[..., PART_NAMES.index(name)].mean():.1f}" for each in (truth, found))
+        print(f"{name:>16}: injected / found {both} ms; the rank that is furthest off: {share:.2%} of the wall time")
+    print(f"{'wall':>16}: injected / found {1e3 * truth[..., 0].mean():.1f} / {1e3 * wall:.1f} ms")
+    imbalance = report.imbalance
+    print(f"single steps: 95 % within {np.quantile(single, 0.95):.2%}; {imbalance}")
+    print(report)
+    total = imbalance.data + imbalance.hardware + imbalance.jitter
+    named = imbalance.slow
+    return {
+        "worst_part": float(off[:, 1:].max()),
+        "not_summing": float(np.abs(found[..., 1:-1].sum(axis=-1) - found[..., 0]).max() / wall),
+        "unexplained": float(found[..., PART_NAMES.index("unexplained")].mean() / wall),
+        "data_share": imbalance.data / total,
+        "hardware_share": imbalance.hardware / total,
+        "named": float(list(named) == ([] if options.slow is None else [options.slow])),
+        "overhead": report.overhead.total / wall,
+    }
+
+
+def _bytes_per_second(rate: str) -> float:
+    match = re.fullmatch(r"([\d.]+)([mg])bit", rate)
+    if match is None:
+        sys.exit(f"NETLAB_RATE={rate!r}: run this under benchmarks/netlab.py with a rate in mbit or gbit")
+    return float(match[1]) * {"m": 1e6, "g": 1e9}[match[2]] / 8
+
+
+def _options() -> Any:
+    options = parser(__doc__)
+    options.add_argument("--data", choices=["equal", "skewed"], default="skewed", help="lengths of the samples")
+    options.add_argument("--slow", type=int, help="a rank that takes 1.3 times as long")
+    options.add_argument("--steps", type=int, default=42)
+    options.add_argument("--kib", type=int, default=1024, help="bytes that each rank exchanges")
+    return options.parse_args()
+
+
+if __name__ == "__main__":
+    main()

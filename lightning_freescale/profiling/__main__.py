@@ -1,0 +1,109 @@
+"""``python -m lightning_freescale.profiling``: show bubble reports, compare them, make a page of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from lightning_freescale.profiling.reporting.compare import DifferentWorkError, compare, differences, remarks, table
+from lightning_freescale.profiling.reporting.document import Document, read
+from lightning_freescale.profiling.reporting.text import summary
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; exits with 2 and says what is wrong if it cannot."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return
+    try:
+        options.run(options)
+    except DifferentWorkError as error:
+        _fail(options, f"{error}\n--force compares anyway")
+    except (OSError, ValueError) as error:
+        _fail(options, str(error))
+
+
+def _fail(options: argparse.Namespace, message: str) -> None:
+    print(f"{options.command}: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _show(options: argparse.Namespace) -> None:
+    print(summary(read(options.report)))
+
+
+def _compare(options: argparse.Namespace) -> None:
+    documents = _named(options.reports)
+    compared = compare(documents, options.force)
+    base, *others = documents
+    told = [line for other in others for line in (*differences(base, other), *remarks(base, other))]
+    for line in dict.fromkeys(told):
+        print(f"compare: note: {line}", file=sys.stderr)
+    print(table(base, compared))
+    if options.json is not None:
+        rows = {"base": base["run"]["label"], "runs": [asdict(one) for one in compared]}
+        options.json.write_text(json.dumps(rows, indent=2, allow_nan=False) + "\n")
+
+
+def _page(options: argparse.Namespace) -> None:
+    from lightning_freescale.profiling.reporting.page import write_page
+
+    documents = [read(path) for path in options.reports]
+    labels = options.label or [document["run"]["label"] for document in documents]
+    if len(labels) != len(documents):
+        raise ValueError(f"--label {' '.join(labels)}: {len(labels)} names for {len(documents)} reports, pass one for each")
+    for document, label in zip(documents, labels):
+        document["run"]["label"] = label
+    write_page(options.output, documents)
+    print(f"wrote {options.output}")
+
+
+def _named(paths: Sequence[Path]) -> list[Document]:
+    """The documents; those whose labels are not unique are named by their files."""
+    documents = [read(path) for path in paths]
+    labels = [document["run"]["label"] for document in documents]
+    for path, document, label in zip(paths, documents, labels):
+        document["run"]["label"] = label if labels.count(label) == 1 else str(path)
+    return documents
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m lightning_freescale.profiling", description=__doc__)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+
+    show = commands.add_parser("show", help="print the summary of a report")
+    show.add_argument("report", type=Path, metavar="REPORT.json", help="written by the profiler")
+    show.set_defaults(run=_show)
+
+    against = commands.add_parser(
+        "compare",
+        help="what runs gained over the first",
+        description="Each run against the first: the bubble b, the share r of it that was removed per sample, the speed-up end "
+        "to end, and what r and b alone would give. Runs of different work are refused with exit code 2.",
+        epilog="example: python -m lightning_freescale.profiling compare ddp.json freescale.json",
+    )
+    against.add_argument("reports", type=Path, nargs="+", metavar="REPORT.json", help="the base, then one or more runs")
+    against.add_argument("--force", action="store_true", help="compare runs of different work, too")
+    against.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    against.set_defaults(run=_compare)
+
+    page = commands.add_parser(
+        "page",
+        help="make an HTML page of reports",
+        epilog="example: python -m lightning_freescale.profiling page ddp.json freescale.json -o bubbles.html",
+    )
+    page.add_argument("reports", type=Path, nargs="+", metavar="REPORT.json", help="one, or several to compare")
+    page.add_argument("-o", "--output", type=Path, required=True, metavar="PAGE.html", help="where to write it")
+    page.add_argument("--label", nargs="+", metavar="NAME", help="names of the runs, one per report; default: the reports' own")
+    page.set_defaults(run=_page)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Clocks that take stamps now and turn them into seconds later."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+
+
+class Clock(Protocol):
+    """Takes stamps now and turns them into seconds later."""
+
+    def stamp(self) -> Any:
+        """A moment in the stream of work."""
+
+    def seconds(self, stamp: Any) -> float:
+        """Seconds of that moment on this host's monotonic clock."""
+
+    def release(self, stamps: Iterable[Any]) -> None:
+        """Stamps that nobody will ask about again."""
+
+    def tie(self) -> None:
+        """Compare the device's clock with the host's. To be called while nothing runs: it waits for the device."""
+
+
+class HostClock:
+    """For devices that the host waits for: a stamp is the time it is taken."""
+
+    def __init__(self) -> None:
+        self.stamp = time.perf_counter
+
+    def seconds(self, stamp: float) -> float:
+        """The stamp itself."""
+        return stamp
+
+    def release(self, stamps: Iterable[float]) -> None:
+        """Nothing to do."""
+
+    def tie(self) -> None:
+        """Nothing to do."""
+
+
+class CudaClock:
+    """For streams that run behind the host: a stamp is an event on the current stream, from a pool. Not tested on GPU.
+
+    Events measure milliseconds in single precision, so times are counted from an event that moves along with the run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: deque[Any] = deque()
+        self._base: Any = None
+        self.tie()
+
+    def stamp(self) -> Any:
+        """An event on the current stream."""
+        try:
+            event = self._free.pop()
+        except IndexError:
+            event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, stamp: Any) -> float:
+        """Waits for the event, so ask only for what is long past."""
+        stamp.synchronize()
+        return self._base_seconds + float(self._base.elapsed_time(stamp)) / 1000
+
+    def release(self, stamps: Iterable[Any]) -> None:
+        """Take the events back; the last of them becomes the one that times are counted from."""
+        events = list(stamps)
+        if not events:
+            return
+        seconds, base = self.seconds(events[-1]), events.pop()
+        self._free.append(self._base)
+        self._base, self._base_seconds = base, seconds
+        self._free.extend(events)
+
+    def tie(self) -> None:
+        """Waits for the device, then reads both clocks at once."""
+        torch.cuda.synchronize(self._device)
+        self._base = self.stamp()
+        self._base.synchronize()
+        self._base_seconds = time.perf_counter()
+
+
+def clock_for(device: torch.device) -> Clock:
+    """The clock that fits a device."""
+    return CudaClock(device) if device.type == "cuda" else HostClock()

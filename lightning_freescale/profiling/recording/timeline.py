@@ -1,0 +1,164 @@
+"""Where a rank's time goes: stamped intervals and collectives, and nothing that synchronizes."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from lightning_freescale.profiling.recording.clocks import Clock, HostClock, clock_for
+from lightning_freescale.profiling.recording.records import Collective, Kind, Span, StepRecord
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class Timeline:
+    """Records spans and collectives of the step in progress; does nothing until a step is opened.
+
+    Attributes:
+        clock: takes the stamps; None if nobody wants the records.
+        driven: whether a profiler opens and closes the steps.
+        on_step: called with every step that is closed.
+        background: exchanges that other threads have been seen in, the latest ones.
+        stamps: how many stamps were taken.
+    """
+
+    def __init__(self) -> None:
+        self.clock: Clock | None = None
+        self.driven = False
+        self.on_step: Callable[[StepRecord], None] | None = None
+        self.background: deque[Collective] = deque(maxlen=10_000)
+        self.stamps = 0
+        self._step: StepRecord | None = None
+        self._steps = 0
+        self._counts: Counter[str] = Counter()
+        self._inside = False
+        self._thread = 0
+
+    @property
+    def enabled(self) -> bool:
+        """Whether somebody wants the records."""
+        return self.clock is not None
+
+    @property
+    def recording(self) -> bool:
+        """Whether a step is open."""
+        return self._step is not None
+
+    @property
+    def on_host(self) -> bool:
+        """Whether a stamp is the time at which the host takes it."""
+        return isinstance(self.clock, HostClock)
+
+    def enable(self, device: torch.device) -> None:
+        """Start recording with the clock that fits ``device``; the calling thread is the one that trains."""
+        self._thread = threading.get_ident()
+        if self.clock is None:
+            self.clock = clock_for(device)
+
+    def disable(self) -> None:
+        """Stop recording and forget the step in progress."""
+        self.clock, self._step, self.driven, self._steps = None, None, False, 0
+        self.background.clear()
+
+    @property
+    def is_training_thread(self) -> bool:
+        """Whether the caller is the thread that trains, or autograd working for it."""
+        if threading.get_ident() == self._thread:
+            return True
+        # on CUDA autograd runs backward in threads that are not Python's
+        return isinstance(threading.current_thread(), threading._DummyThread)
+
+    # -- steps
+
+    def open_step(self, start: Any = None) -> None:
+        """Begin a step, now or at an earlier stamp."""
+        if self.clock is not None:
+            self._step = StepRecord(self.stamp() if start is None else start, index=self._steps)
+            self._steps += 1
+            self._counts.clear()
+
+    def close_step(self, samples: int = 0, features: Any = None) -> StepRecord | None:
+        """End the step in progress and hand it over; None if none was open."""
+        step, self._step = self._step, None
+        if step is not None and self.clock is not None:
+            step.end, step.samples, step.features = self.stamp(), samples, features
+            if self.on_step is not None:
+                self.on_step(step)
+        return step
+
+    def stamp(self) -> Any:
+        """Now; None if nobody wants the records."""
+        if self.clock is None:
+            return None
+        self.stamps += 1
+        return self.clock.stamp()
+
+    # -- spans
+
+    def span(self, kind: Kind, name: str) -> AbstractContextManager[None]:
+        """Record the block as ``kind``."""
+        return _NOTHING if self._step is None else self._recorded(self._step, kind, name)
+
+    @contextmanager
+    def _recorded(self, step: StepRecord, kind: Kind, name: str) -> Iterator[None]:
+        span = Span(kind, name, self.stamp())
+        step.spans.append(span)
+        try:
+            yield
+        finally:
+            span.end = self.stamp()
+
+    # -- collectives
+
+    def arrive(self, name: str, group: str = "", moved: int | None = None) -> Collective | None:
+        """This rank has done its part of a collective; None if nobody wants to know."""
+        step = self._step
+        if step is None or self._inside:
+            return None
+        place = group or name
+        key = f"{place}:{step.index}.{self._counts[place]}"
+        self._counts[place] += 1
+        return Collective(name, key, self.stamp(), moved=moved)
+
+    @contextmanager
+    def waiting(self, collective: Collective | None) -> Iterator[None]:
+        """This rank needs the result of a collective now; it belongs to the step in progress."""
+        step = self._step
+        if collective is None or step is None or collective.start is not None:
+            yield
+            return
+        collective.start, self._inside = self.stamp(), True
+        step.collectives.append(collective)
+        try:
+            yield
+        finally:
+            collective.end, self._inside = self.stamp(), False
+
+    def collective(self, name: str, group: str = "", moved: int | None = None) -> AbstractContextManager[None]:
+        """A collective that blocks right away; others in the block are parts of it."""
+        return self.waiting(self.arrive(name, group, moved))
+
+    def awaited(self, name: str, arrived: Any) -> AbstractContextManager[None]:
+        """The wait for a collective in whose background part this rank arrived earlier, at a stamp (None: now)."""
+        collective = self.arrive(name)
+        if collective is not None and arrived is not None:
+            collective.arrive = arrived
+        return self.waiting(collective)
+
+    @contextmanager
+    def elsewhere(self, name: str, moved: int | None = None) -> Iterator[None]:
+        """A collective that another thread runs."""
+        if self._step is None:
+            yield
+            return
+        collective = Collective(name, "", self.stamp(), moved=moved)
+        try:
+            yield
+        finally:
+            collective.done = self.stamp()
+            self.background.append(collective)

@@ -1,0 +1,164 @@
+"""torch.profiler over a few steps, for the trace of all ranks."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerAction, ProfilerActivity, profile
+
+from lightning_freescale.profiling.reporting.idle import GPU, Breakdown, temporal_breakdown
+
+SHORTEST = 20e-6
+"""Seconds; operators on the CPU that take less are left out."""
+LIMIT = 20_000
+"""Slices of one rank; if there are more, GPU work is kept before operators, and the longest of each."""
+_CPU = ("cpu_op", "user_annotation")
+
+
+class KinetoWindow:
+    """Kernels and operators of a few steps on one rank, seen by torch.profiler (Kineto).
+
+    torch has one profiler per process. A second one does not fail: it takes over the first one's session, and exporting what is
+    left of that ends the process. So a window does not begin beside another, and notices if it was taken over. It sees the
+    thread that starts it, and what autograd runs for it. The part on CUDA is not tested on GPU.
+
+    Args:
+        steps: how many steps the caller leaves between start and stop.
+        device: the rank's; kernels are recorded if it is a CUDA device.
+    """
+
+    def __init__(self, steps: int, device: torch.device) -> None:
+        if steps < 1:
+            raise ValueError(f"kineto_steps={steps}: a window of torch.profiler has at least one step; use None for no window")
+        self.steps = steps
+        self._activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+        self._profile: profile | None = None
+        self._ahead = 0
+        self._slices: list[dict[str, Any]] | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether it was started and not stopped."""
+        return self._profile is not None
+
+    def start(self) -> None:
+        """Begin between two steps, on the thread that trains. It costs most of a second, so do it in a pause.
+
+        Raises:
+            RuntimeError: torch's profiler is in use.
+        """
+        if self.running or _in_use():
+            raise RuntimeError(
+                "kineto_steps needs torch's profiler, but another one is active, and torch allows one per process: leave out "
+                "kineto_steps, or use a Trainer without profiler='pytorch' and no torch.profiler of your own meanwhile"
+            )
+        self._profile, self._slices = profile(activities=self._activities), None
+        self._profile.start()
+        self._ahead = _unix_ahead()
+
+    def stop(self) -> None:
+        """End between two steps, on the thread that started it. It takes about a second: Kineto writes a file.
+
+        Raises:
+            RuntimeError: it was not started, or another profiler ended it.
+        """
+        if self._profile is None:
+            raise RuntimeError("the window of kineto_steps is not running: call start() before stop()")
+        taken = not torch.autograd._profiler_enabled()
+        stopped, self._profile = self._profile, None
+        stopped.stop()
+        if taken:
+            raise RuntimeError(
+                "another torch profiler began inside the window of kineto_steps and ended it, nothing of it is left: leave out "
+                "kineto_steps, or use a Trainer without profiler='pytorch' and no torch.profiler of your own meanwhile"
+            )
+        self._slices = _exported(stopped, self._ahead)
+
+    def events(self, to_seconds: Callable[[float], float]) -> list[dict[str, Any]]:
+        """The window's slices for :func:`~lightning_freescale.profiling.reporting.trace.write_trace`.
+
+        They are Chrome events but for ``tid``, which is the thread's name, and ``ts`` and ``dur``, which are seconds. Operators
+        below :data:`SHORTEST` and slices beyond :data:`LIMIT` are left out, which one more event tells.
+
+        Args:
+            to_seconds: from this host's ``time.perf_counter`` to the clock of the trace.
+        """
+        found = self._stopped()
+        kept = [event for event in found if event["cat"] in GPU or event["dur"] >= SHORTEST]
+        short, beyond = len(found) - len(kept), max(0, len(kept) - LIMIT)
+        if beyond:
+            kept = sorted(kept, key=lambda event: (event["cat"] not in GPU, -event["dur"]))[:LIMIT]
+        if short or beyond:
+            text = f"{short} operators below {SHORTEST * 1e6:.0f} us and {beyond} slices beyond {LIMIT} are left out"
+            first = min(event["ts"] for event in found)
+            kept.append({"ph": "i", "s": "t", "cat": "note", "name": text, "tid": "kineto: left out", "ts": first})
+        return [_moved(event, to_seconds) for event in kept]
+
+    def breakdown(self) -> Breakdown | None:
+        """Where the GPU's time went in the window, of all of its kernels; None if none ran. Not tested on GPU."""
+        return temporal_breakdown(self._stopped())
+
+    def _stopped(self) -> list[dict[str, Any]]:
+        if self._slices is None:
+            raise RuntimeError("the window of kineto_steps holds nothing yet: call start() and stop() first")
+        return self._slices
+
+
+def _in_use() -> bool:
+    """Whether a profiler records in this process, or is warming up to."""
+    if torch.autograd.profiler._is_profiler_enabled:
+        return True
+    # while one warms up no flag is set; type(), because isinstance() would wake lazy modules
+    return any(_warms_up(o) for o in gc.get_objects() if issubclass(type(o), profile))
+
+
+def _warms_up(other: profile) -> bool:
+    began = other.profiler is not None and other.profiler.kineto_results is None
+    return began and other.current_action is ProfilerAction.WARMUP
+
+
+def _unix_ahead() -> int:
+    """Unix time minus ``perf_counter`` in nanoseconds, of the quickest of some readings of both."""
+    readings = []
+    for _ in range(10):
+        before, unix, after = time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()
+        readings.append((after - before, unix - (before + after) // 2))
+    return min(readings)[1]
+
+
+def _exported(stopped: profile, ahead: int) -> list[dict[str, Any]]:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "kineto.json"
+        stopped.export_chrome_trace(str(path))
+        document = json.loads(path.read_text())
+    return slices_of(document["traceEvents"], (document["baseTimeNanoseconds"] - ahead) * 1e-9)
+
+
+def slices_of(events: Iterable[dict[str, Any]], base: float) -> list[dict[str, Any]]:
+    """GPU work and operators among Kineto's events, in seconds; ``base`` is when its clock of microseconds was zero."""
+    return [
+        {
+            "ph": "X",
+            "cat": event["cat"],
+            "name": event["name"],
+            "tid": f"kineto: {'stream' if event['cat'] in GPU else 'thread'} {event['tid']}",
+            "ts": base + event["ts"] * 1e-6,
+            "dur": event["dur"] * 1e-6,
+        }
+        for event in events
+        if event.get("cat") in (*_CPU, *GPU)
+    ]
+
+
+def _moved(event: dict[str, Any], to_seconds: Callable[[float], float]) -> dict[str, Any]:
+    moved = {**event, "ts": to_seconds(event["ts"])}
+    if "dur" in event:
+        moved["dur"] = to_seconds(event["ts"] + event["dur"]) - moved["ts"]
+    return moved

@@ -1,0 +1,65 @@
+// The figures behind the pictures, as tables.
+
+function ranks(body, report) {
+  const slow = report.imbalance ? report.imbalance.slow_ranks : {};
+  const longest = report.ranks.reduce((most, { step_seconds }) => Math.max(most, step_seconds), 0) || 1;
+  const rows = report.ranks.map(({ rank, step_seconds, shares: parts, score, last }) => {
+    const isSlow = String(rank) in slow;
+    const seconds = Object.fromEntries(PARTS.map(({ name }) => [name, parts[name] * step_seconds]));
+    return row([String(rank), ...(isSlow ? [" ", el("mark", {}, "slow")] : [])], [
+      duration(step_seconds), stack(seconds, longest, `rank ${rank}`, duration), percent(1 - parts.compute),
+      ...["compute", ...LOST.map(({ name }) => name), "hidden"].map((name) => percent(parts[name])),
+      known(score) ? score.toFixed(2) : UNKNOWN, known(last) ? grouped(last) : UNKNOWN], { class: isSlow ? "slow" : null, "data-rank": rank });
+  });
+  const explained = LOST.map(({ label, text }) => [label, text]);
+  body.replaceChildren(table("Time of each rank, as shares of its wall time", [["rank"], ["step"], ["parts", null, "parts"], ["bubble"], ["compute", "Forward, backward and optimizer."],
+    ...explained, ["hidden", HIDDEN], ["score"], ["last"]], rows));
+}
+
+function exchanges(body, list) {
+  if (!list.length) return body.replaceChildren(el("p", { class: "empty" }, "No exchange was recorded."));
+  const latest = (last) => {
+    const total = last.reduce((a, b) => a + b, 0), most = last.reduce((a, b) => Math.max(a, b), 0);
+    return total ? `rank ${last.indexOf(most)}, ${percent(most / total)}` : UNKNOWN;
+  };
+  return body.replaceChildren(table("Exchanges between ranks, per step", [["exchange"], ["per step"], ["straggler wait"], ["transfer"], ["hidden"], ["bytes moved"], ["most often last"]],
+    list.map((one) => row(one.name, [Number.isInteger(one.per_step) ? String(one.per_step) : one.per_step.toFixed(2), duration(one.straggler_wait_seconds),
+      duration(one.transfer_seconds), duration(one.hidden_seconds), bytes(one.moved_bytes), latest(one.last)]))));
+}
+
+function host(body, sections, step) {
+  const found = Object.entries(sections).sort((a, b) => b[1] - a[1]);
+  if (!found.length) return body.replaceChildren(el("p", { class: "empty" }, "No host overhead was recorded."));
+  return body.replaceChildren(table("Host overhead by section, per step", [["section"], ["per step"], ["share of the step"]],
+    found.map(([name, seconds]) => row(name, [duration(seconds), step ? percent(seconds / step) : UNKNOWN]))));
+}
+
+function device(body, idle) {
+  document.getElementById("device").hidden = !idle;
+  if (!idle) return body.replaceChildren();
+  const intro = `What the device itself did during ${plural(idle.steps, "traced step")}: share of the time with a kernel that computes, with kernels that only move data, and with none.`;
+  return body.replaceChildren(el("p", { class: "lead" }, intro), table("Time of each device", [["rank"], ["compute"], ["moving data"], ["idle"]],
+    idle.idle.map((share, rank) => row(String(rank), [percent(idle.compute[rank]), percent(idle.other[rank]), percent(share)]))));
+}
+
+const METHODS = {
+  "arrival clocks": "Every rank’s arrival at an exchange, on one clock: until the last arrival it is straggler wait, after it transfer.",
+  bandwidth: "Without a clock that the ranks share: an exchange is taken to transfer as long as its bytes need at the measured bandwidth, and the rest is straggler wait.",
+  "one rank": "With one rank there is nobody to wait for.",
+};
+
+function waiting(body, found, overhead) {
+  const { clock } = found;
+  const facts = [
+    ["Waiting told from transferring by", `${found.method}. ${METHODS[found.method] ?? ""}`],
+    ["Why not by arrival clocks", found.reason],
+    ["Turn from wait to transfer off by", known(found.uncertainty_seconds) ? `± ${duration(found.uncertainty_seconds)}` : null],
+    ["Clocks", clock && `compared ${plural(clock.syncs, "time")}, best round trip ${duration(clock.round_trip_seconds)}, ${plural(clock.rejected, "measurement")} rejected, `
+      + `drift ${(clock.drift * 1e6).toFixed(2)} µs per second`],
+    ["Bandwidth", known(found.bandwidth_bytes_per_second) ? `${bytes(found.bandwidth_bytes_per_second)} per second` : null],
+    ["Not split", found.unsplit_seconds ? `${duration(found.unsplit_seconds)} per step of exchanges` : null],
+    ["The profiler’s own cost", `${percent(overhead.share)} of the step: ${duration(overhead.seconds_per_step)}, of which exchanging records ${duration(overhead.exchange_seconds_per_step)}, outside the wall time, `
+      + `and stamps ${duration(overhead.stamp_seconds_per_step)}, inside it`],
+  ].filter(([, value]) => known(value));
+  body.replaceChildren(el("dl", { class: "facts" }, ...facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])));
+}

@@ -1,0 +1,113 @@
+"""A run that ends before its time leaves a report of the steps it did."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_freescale.profiling.reporting.document import read
+from lightning_freescale.testing import run_distributed
+from tests.callbacks.plain import Plain, fit, profiler
+
+
+class Ends(L.Callback):
+    """Ends the run after some batches, on one rank or on all."""
+
+    def __init__(self, how: Any, after: int, ranks: tuple[int, ...] = (0, 1)) -> None:
+        self.how, self.after, self.ranks = how, after, ranks
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx + 1 == self.after and trainer.global_rank in self.ranks:
+            self.how()
+
+
+def _raise() -> None:
+    raise RuntimeError("the model broke")
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _run(folder: str, how: Any, after: int, ranks: tuple[int, ...] = (0, 1)) -> str:
+    strategy = DDPStrategy(timeout=timedelta(seconds=5))
+    began = time.monotonic()
+    try:
+        fit(Plain(), [profiler(folder), Ends(how, after, ranks)], strategy=strategy)
+    except BaseException as error:
+        ended = type(error).__name__
+    else:
+        ended = "finished"
+    assert time.monotonic() - began < 20
+    return ended
+
+
+@pytest.mark.parametrize("how", [_raise, _interrupt])
+def test_after_exchanges(how: Any, tmp_path: Path) -> None:
+    run_distributed(_run, 2, str(tmp_path), how, 12, init=False)
+    document = read(tmp_path / "report.json")
+    status = document["status"]
+    assert not status["complete"]
+    assert ("the model broke" if how is _raise else "KeyboardInterrupt") in status["reason"]
+    assert len(document["ranks"]) == 2
+    assert document["series"]["step"] == list(range(1, 9)), "two exchanges of four steps"
+    assert status["not_exchanged"] == 12 - 1 - 8
+    assert status["reason"] in (tmp_path / "report.html").read_text()
+
+
+def test_before_any_exchange_the_steps_are_rank_0s(tmp_path: Path) -> None:
+    run_distributed(_run, 2, str(tmp_path), _raise, 4, init=False)
+    document = read(tmp_path / "report.json")
+    assert [rank["rank"] for rank in document["ranks"]] == [0]
+    assert document["run"]["world_size"] == 2
+    assert document["series"]["step"] == [1, 2, 3]
+    assert document["waiting"]["method"] == "bandwidth"
+    assert "rank 0 alone" in document["waiting"]["reason"]
+
+
+def test_before_the_first_step_there_is_nothing(tmp_path: Path) -> None:
+    run_distributed(_run, 2, str(tmp_path), _raise, 1, init=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_rank_raises(tmp_path: Path) -> None:
+    """The others learn of it from the collective in which they wait; rank 0 writes what it knows."""
+    ended = run_distributed(_run, 2, str(tmp_path), _raise, 12, (1,), init=False)
+    assert "finished" not in ended
+    document = read(tmp_path / "report.json")
+    assert len(document["series"]["step"]) == 8
+    assert not document["status"]["complete"]
+
+
+def test_a_killed_run_leaves_the_report_so_far(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="died"):
+        run_distributed(_run, 2, str(tmp_path), _kill, 12, init=False)
+    document = read(tmp_path / "report.json")
+    assert document["status"]["reason"] == "still running"
+    assert len(document["series"]["step"]) >= 4
+
+
+def _twice(folder: str) -> list[int]:
+    callback, steps = profiler(folder), []
+    _run(folder, _raise, 12)
+    for _ in range(2):
+        fit(Plain(), [callback])
+        steps.append(0 if callback.report is None else len(callback.report.steps))
+    return steps
+
+
+def test_the_next_fit_is_not_bothered(tmp_path: Path) -> None:
+    assert run_distributed(_twice, 2, str(tmp_path), init=False)[0] == [13, 13]
+    assert read(tmp_path / "report.json")["status"]["complete"]

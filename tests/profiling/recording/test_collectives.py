@@ -1,0 +1,205 @@
+"""The timeline sees every collective that goes through torch.distributed: when this rank arrived, and when it waited."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_freescale.profiling.recording.collectives import NAMES, collectives_on
+from lightning_freescale.profiling.recording.records import Collective, StepRecord
+from lightning_freescale.profiling.recording.timeline import Timeline
+from lightning_freescale.testing import run_distributed
+from tests.comm.conftest import make_group, outcome
+
+GROUPS = {"freescale": {"transport": "auto"}, "native": {"transport": "native"}}
+
+
+def _watched(stack: ExitStack, leave: Any = ()) -> Timeline:
+    timeline = Timeline()
+    timeline.enable(torch.device("cpu"))
+    stack.enter_context(collectives_on(timeline, leave))
+    dist.barrier()
+    timeline.open_step()
+    return timeline
+
+
+def _seen(timeline: Timeline) -> list[Collective]:
+    step = timeline.close_step()
+    assert isinstance(step, StepRecord)
+    return step.collectives
+
+
+def _group(name: str | None) -> Any:
+    return None if name is None else make_group(**GROUPS[name])
+
+
+def _all_to_all(group: Any, async_op: bool) -> Any:
+    return dist.all_to_all_single(torch.empty(2), torch.ones(2), group=group, async_op=async_op)
+
+
+def _all_reduce(group: Any, async_op: bool) -> Any:
+    return dist.all_reduce(torch.ones(2), group=group, async_op=async_op)
+
+
+def _late(async_op: bool, name: str | None, call: Callable[..., Any]) -> dict[str, float]:
+    group = _group(name)
+    with ExitStack() as stack:
+        timeline = _watched(stack)
+        time.sleep(0.2 * dist.get_rank())
+        work = call(group, async_op)
+        if async_op:
+            time.sleep(0.05 + 0.3 * (1 - dist.get_rank()))
+            work.wait()
+            work.wait()  # a second wait is no second collective
+        (seen,) = _seen(timeline)
+    done = -1.0 if seen.done is None else seen.done - seen.arrive
+    return {"ahead": seen.start - seen.arrive, "waited": seen.end - seen.start, "done": done}
+
+
+@pytest.mark.parametrize("call", [_all_to_all, _all_reduce])
+@pytest.mark.parametrize("name", [None, *GROUPS])
+def test_an_async_collective_arrives_when_issued_waits_when_waited_for_and_is_done_between(name: str | None, call: Any) -> None:
+    early, late = run_distributed(_late, 2, True, name, call)
+    assert early["ahead"] >= 0.35 and late["ahead"] >= 0.05
+    assert early["waited"] < 0.1 and late["waited"] < 0.1
+    assert 0.15 < early["done"] < 0.3, "done when the late rank came, long before it was waited for"
+
+
+def test_a_sync_collective_waits_in_the_call() -> None:
+    early, late = run_distributed(_late, 2, False, "freescale", _all_to_all)
+    assert early["ahead"] < 0.1
+    assert early["waited"] > 0.1 > late["waited"] >= 0
+
+
+def _pair() -> list[torch.Tensor]:
+    return [torch.empty(2), torch.empty(2)]
+
+
+CALLS: dict[str, Callable[[Any, bool], Any]] = {
+    "all_to_all_single": _all_to_all,
+    "all_to_all": lambda group, a: dist.all_to_all(_pair(), _pair(), group, a),
+    "all_gather": lambda group, a: dist.all_gather(_pair(), torch.ones(2), group, a),
+    "all_gather_into_tensor": lambda group, a: dist.all_gather_into_tensor(torch.empty(4), torch.ones(2), group, a),
+    "all_reduce": _all_reduce,
+    "broadcast": lambda group, a: dist.broadcast(torch.ones(2), 0, group, a),
+    "reduce": lambda group, a: dist.reduce(torch.ones(2), 0, group=group, async_op=a),
+    "reduce_scatter_tensor": lambda group, a: dist.reduce_scatter_tensor(
+        torch.empty(2), torch.ones(4), group=group, async_op=a
+    ),
+    "barrier": lambda group, a: dist.barrier(group, a),
+}
+MOVED = {
+    "all_to_all_single": 4,  # two floats, one of them to the other rank
+    "all_to_all": 8,
+    "all_gather": 8,
+    "all_gather_into_tensor": 8,
+    "all_reduce": 8,
+    "broadcast": 8,
+    "reduce": 8,
+    "reduce_scatter_tensor": 8,
+    "barrier": 0,
+}
+
+
+def _names(async_op: bool, name: str | None) -> list[list[tuple[str, str, int | None]]]:
+    group, seen = _group(name), []
+    with ExitStack() as stack:
+        timeline = _watched(stack)
+        for call in CALLS.values():
+            work = call(group, async_op)
+            if async_op:
+                work.wait()
+            seen.append([(c.name, c.key, c.moved) for c in _seen(timeline)])
+            timeline.open_step()
+    return seen
+
+
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("group", [None, *GROUPS])
+def test_every_collective_is_seen_once_with_its_name_and_bytes(group: str | None, async_op: bool) -> None:
+    first, second = run_distributed(_names, 2, async_op, group)
+    assert first == second, "the ranks agree on names and keys"
+    for name, seen in zip(CALLS, first):
+        ((found, key, moved),) = seen
+        assert (found, moved) == (name, MOVED[name])
+        assert key.startswith("world:") == (group is None)
+    assert len({key for ((_, key, _),) in first}) == len(CALLS)
+
+
+def _unseen() -> dict[str, int]:
+    rank, mine, counts = dist.get_rank(), make_group(), {}
+    originals = {name: getattr(dist, name) for name in NAMES}
+    with ExitStack() as stack:
+        timeline = _watched(stack, leave=[mine])
+        for work in [dist.isend(torch.ones(1), group_dst=1 - rank), dist.irecv(torch.ones(1))]:
+            assert work is not None
+            work.wait()
+        _all_reduce(mine, False)
+        counts["messages and groups left out"] = len(_seen(timeline))
+        _all_reduce(None, False)  # no step is open
+        timeline.open_step()
+        counts["between steps"] = len(_seen(timeline))
+        timeline.open_step()
+        with timeline.collective("mine"):
+            _all_reduce(None, False)
+        counts["inside another"] = len(_seen(timeline)) - 1
+    timeline.open_step()
+    _all_reduce(None, False)
+    counts["afterwards"] = len(_seen(timeline))
+    assert originals == {name: getattr(dist, name) for name in NAMES}
+    return counts
+
+
+def test_what_is_nobodys_business_is_not_seen() -> None:
+    for counts in run_distributed(_unseen, 2):
+        assert len(counts) == 4
+        assert not any(counts.values()), counts
+
+
+def _in_a_thread() -> tuple[int, list[str], bool]:
+    with ExitStack() as stack:
+        timeline = _watched(stack)
+        thread = threading.Thread(target=_all_reduce, args=(None, False))
+        thread.start()
+        thread.join()
+        (seen,) = timeline.background
+        return len(_seen(timeline)), [seen.name], seen.arrive < seen.done
+
+
+def test_a_collective_of_another_thread_is_in_the_background() -> None:
+    assert run_distributed(_in_a_thread, 2) == [(0, ["all_reduce"], True)] * 2
+
+
+def _across_steps() -> list[int]:
+    with ExitStack() as stack:
+        timeline = _watched(stack)
+        work = _all_reduce(None, True)
+        first = _seen(timeline)
+        timeline.open_step()
+        work.wait()
+        return [len(first), len(_seen(timeline))]
+
+
+def test_a_collective_belongs_to_the_step_that_waits_for_it() -> None:
+    assert run_distributed(_across_steps, 2) == [[0, 1]] * 2
+
+
+def _failing() -> tuple[str, bool]:
+    group = make_group()
+    with ExitStack() as stack:
+        timeline = _watched(stack)
+        rows = 2 if dist.get_rank() else 4
+        failed = outcome(dist.all_to_all_single, torch.empty(rows), torch.ones(rows), group=group)
+        (collective,) = _seen(timeline)
+        return failed.kind, collective.end is not None
+
+
+def test_the_wait_for_a_collective_that_fails_has_an_end() -> None:
+    assert run_distributed(_failing, 2) == [("DistBackendError", True)] * 2

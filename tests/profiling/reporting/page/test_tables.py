@@ -1,0 +1,132 @@
+import pytest
+
+from tests.profiling.reporting.documents import document
+from tests.profiling.reporting.page.showing import every, plain, rows, words
+
+
+def test_ranks_stand_in_a_table_and_slow_ones_stand_out(show):
+    made = document(8, 30)
+    made["ranks"][3]["shares"].update(compute=0.8, straggler_wait=0.015)
+    made["ranks"][3].update(step_seconds=0.1034, score=1.3, last=1234)
+    made["ranks"][4]["score"] = None
+    page = show(made)
+    table = rows(page, "ranks")
+    assert [line[0] for line in table] == ["0", "1", "2", "3 slow", "4", "5", "6", "7"]
+    third = table[3]
+    assert third[1] == "103 ms" and third[3:6] == ["20.0 %", "80.0 %", "1.5 %"] and third[-2:] == ["1.30", "1,234"]
+    assert table[4][-2] == "-"
+    assert every(page, "tr.slow", "e.dataset.rank") == ["3"]
+
+
+def test_exchanges_and_host_overhead_stand_in_tables(show):
+    one = {
+        "name": "rows",
+        "per_step": 1.0,
+        "straggler_wait_seconds": 0.0123,
+        "transfer_seconds": 0.00456,
+        "hidden_seconds": 0.0,
+        "moved_bytes": 3_400_000,
+        "last": [1, 3],
+    }
+    other = {**one, "name": "gradients", "per_step": 0.5, "moved_bytes": None, "last": [0, 0]}
+    page = show({**document(exchanges=[one, other]), "host": {}})
+    assert rows(page, "exchanges") == [
+        ["rows", "1", "12.3 ms", "4.56 ms", "0 ms", "3.24 MiB", "rank 1, 75.0 %"],
+        ["gradients", "0.50", "12.3 ms", "4.56 ms", "0 ms", "-", "-"],
+    ]
+    assert words(page, "#host .body") == "No host overhead was recorded."
+
+
+def test_host_overhead_comes_largest_first(show):
+    made = document(summary={"step_seconds": 0.1})
+    made["host"] = {"small": 0.000004, "large": 0.002}
+    assert rows(show(made), "host") == [
+        ["large", "2.00 ms", "2.0 %"],
+        ["small", "4.00 µs", "0.00 %"],
+    ]
+
+
+def test_what_ifs_stand_beside_their_limits(show):
+    ideas = [
+        {"name": "perfect balance", "speed_up": 1.25, "limit": 1.5, "note": "a note"},
+        {"name": "no data wait", "speed_up": 1.0, "limit": 1.5, "note": None},
+        {"name": "no contention", "speed_up": 0.98, "limit": 1.5, "note": None},
+    ]
+    page = show(document(what_if=ideas))
+    table = rows(page, "what-if")
+    assert table[0] == ["perfect balance every rank computes the same in every step; a note", "", "1.25x", "1.50x"]
+    assert [line[2] for line in table] == ["1.25x", "1.00x", "0.98x"]
+    across = "/ e.getBoundingClientRect().width"
+    fills = every(page, ".gauge", f"e.querySelector('.fill').getBoundingClientRect().width {across}")
+    limits = every(
+        page, ".gauge", f"(e.querySelector('.limit').getBoundingClientRect().right - e.getBoundingClientRect().left) {across}"
+    )
+    assert (fills, limits) == (pytest.approx([0.5, 0, 0], abs=0.01), pytest.approx([1, 1, 1], abs=0.01))
+
+
+def test_the_causes_of_imbalance_are_told(show):
+    causes = {
+        "basis": "ranks",
+        "data_seconds": 0.006,
+        "hardware_seconds": 0.003,
+        "jitter_seconds": 0.001,
+        "slow_ranks": {"3": 1.3},
+        "residual": None,
+    }
+    page = show(document(imbalance=causes))
+    legend = every(page, "#imbalance .legend li", "e.innerText")
+    assert [" ".join(plain(line).split()) for line in legend] == [
+        "data 60.0 % 6.00 ms",
+        "hardware 30.0 % 3.00 ms",
+        "jitter 10.0 % 1.00 ms",
+    ]
+    text = words(page, "#imbalance .body")
+    assert "computes 10.0 ms longer than the mean rank" in text
+    assert "rank 3 takes 1.30 times as long as its samples explain" in text
+    assert "Told apart by ranks alone, without a cost model." in text
+    widths = every(page, "#imbalance .stack span", "e.getBoundingClientRect().width")
+    assert [w / sum(widths) for w in widths] == pytest.approx([0.6, 0.3, 0.1], abs=0.01)
+
+
+def test_slow_ranks_with_less_work_make_hardware_count_less_than_nothing(show):
+    causes = {"data_seconds": 0.012, "hardware_seconds": -0.002, "jitter_seconds": 0.0, "slow_ranks": {}, "residual": 0.031}
+    page = show(document(imbalance=causes))
+    legend = every(page, "#imbalance .legend li", "e.innerText")
+    assert [" ".join(plain(line).split()) for line in legend][:2] == ["data 120.0 % 12.0 ms", "hardware -20.0 % -2.00 ms"]
+    text = words(page, "#imbalance .body")
+    assert "less than nothing because slow ranks were given less work" in text
+    assert "Its median error is 3.1 %" in text and "No rank stands out" in text
+
+
+def test_what_was_not_told_apart_is_said(show):
+    page = show(document(imbalance=None, device_idle=None))
+    assert words(page, "#imbalance .body") == "The causes were not told apart in this run."
+    assert not page.run("document.getElementById('device').checkVisibility()")
+
+
+def test_device_idle_is_shown_per_rank(show):
+    page = show(document(2, 6, device_idle={"steps": 3, "idle": [0.3, None], "compute": [0.6, None], "other": [0.1, None]}))
+    assert rows(page, "device") == [
+        ["0", "60.0 %", "10.0 %", "30.0 %"],
+        ["1", "-", "-", "-"],
+    ]
+    assert "3 traced steps" in words(page, "#device .lead")
+
+
+def test_how_waiting_was_measured_is_told(show):
+    changes = {
+        "method": "bandwidth",
+        "uncertainty_seconds": 0.0011,
+        "reason": "clocks drifted",
+        "clock": None,
+        "unsplit_seconds": 0.002,
+    }
+    page = show(document(waiting=changes))
+    text = words(page, "#waiting .body")
+    assert "bandwidth. Without a clock that the ranks share" in text
+    assert "Why not by arrival clocksclocks drifted" in text
+    assert "± 1.10 ms" in text and "23.8 MiB per second" in text and "2.00 ms per step of exchanges" in text
+    assert "round trip" not in text
+    clocks = words(show(document()), "#waiting .body")
+    assert "compared 3 times, best round trip 0.14 ms, 12 measurements rejected, drift 0.10 µs per second" in clocks
+    assert "Why not" not in clocks and "Not split" not in clocks

@@ -1,0 +1,300 @@
+"""The document: to JSON and back, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jsonschema import Draft202012Validator
+
+from lightning_freescale.profiling.explaining.parts import PART_NAMES
+from lightning_freescale.profiling.reporting import layout
+from lightning_freescale.profiling.reporting.checking import FORMAT, check
+from lightning_freescale.profiling.reporting.document import read, write
+from lightning_freescale.profiling.reporting.report import Overhead, Waiting
+from tests.profiling.reporting.reports import full_report, report_of, run_of, step
+
+SCHEMA = json.loads(files("lightning_freescale.profiling.reporting").joinpath("schema.json").read_text())
+VALIDATOR = Draft202012Validator(SCHEMA)
+DOCS = Path(__file__).parents[3] / "docs" / "report.md"
+Keys = tuple[Any, ...]
+
+
+def _bare() -> dict[str, Any]:
+    """Null or empty wherever a report may be."""
+    return report_of(np.array([[step(2.0)]]), waiting=Waiting("one rank", 0.0), overhead=Overhead(0.0, 0.0)).document()
+
+
+def _nodes(value: Any, at: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    if at:
+        yield at, value
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in inner:
+        yield from _nodes(child, (*at, key))
+
+
+def _properties(rule: dict[str, Any], at: str = "", once: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every property of the schema by its path; ``once``: what is defined apart only where it comes first."""
+    if "$ref" in rule:
+        if once and at != "summary.shares":
+            return
+        rule = SCHEMA["$defs"][rule["$ref"].rpartition("/")[2]]
+    for name, inner in rule.get("properties", {}).items():
+        path = f"{at}.{name}" if at else name
+        yield path, inner
+        yield from _properties(inner, path, once)
+    if isinstance(rule.get("items"), dict):
+        yield from _properties(rule["items"], f"{at}[]", once)
+
+
+def _names(document: dict[str, Any]) -> set[str]:
+    """The paths of a document as the schema has them; maps with free keys count as one."""
+    free = ("run.versions", "imbalance.slow_ranks", "host")
+    paths = ("".join("[]" if isinstance(key, int) else f".{key}" for key in at)[1:] for at, _ in _nodes(document))
+    return {path for path in paths if not path.endswith("]") and not any(path.startswith(f"{name}.") for name in free)}
+
+
+def _at(document: Any, path: Keys) -> Any:
+    for key in path:
+        document = document[key]
+    return document
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return full_report().write(tmp_path / "runs" / "report.json")
+
+
+# -- the schema
+
+
+@pytest.mark.parametrize("document", [full_report().document(), _bare(), run_of().document()], ids=["full", "bare", "plain"])
+def test_documents_follow_the_schema(document: dict[str, Any]) -> None:
+    Draft202012Validator.check_schema(SCHEMA)
+    VALIDATOR.validate(json.loads(json.dumps(document, allow_nan=False)))
+    check(document)
+
+
+def test_document_and_schema_have_the_same_properties() -> None:
+    assert _names(full_report().document()) == {path for path, _ in _properties(SCHEMA)}
+
+
+def test_every_property_is_described() -> None:
+    for path, rule in _properties(SCHEMA):
+        assert rule.get("description", "").endswith("."), path
+
+
+def test_the_docs_have_every_property() -> None:
+    rows = [f"| `{path}` | {rule['description']} |" for path, rule in _properties(SCHEMA, once=True)]
+    text = DOCS.read_text()
+    missing = [row for row in rows if row not in text]
+    assert not missing, "\n".join(missing)
+
+
+@pytest.mark.parametrize("wrong", [{"x": 1}, [[["x"]]], "x", 1.5, True, None], ids=str)
+def test_readers_refuse_what_the_schema_refuses(wrong: Any) -> None:
+    """Wherever it stands."""
+    good = full_report().document()
+    for path, value in _nodes(good):
+        if path[0] == "series" and len(path) > 2:
+            continue  # by shape, below
+        document = copy.deepcopy(good)
+        _at(document, path[:-1])[path[-1]] = wrong
+        assert VALIDATOR.is_valid(document) == _accepts(document), f"{path}: {wrong!r} in place of {value!r:.60}"
+
+
+def test_readers_refuse_what_is_missing() -> None:
+    good = full_report().document()
+    for path, _ in _nodes(good):
+        if isinstance(path[-1], int):
+            continue
+        document = copy.deepcopy(good)
+        del _at(document, path[:-1])[path[-1]]
+        assert VALIDATOR.is_valid(document) == _accepts(document), path
+
+
+def _accepts(document: dict[str, Any]) -> bool:
+    try:
+        check(document)
+    except ValueError:
+        return False
+    return True
+
+
+# -- values
+
+
+def test_figures_of_the_document() -> None:
+    document = full_report().document()
+    assert document["summary"]["bubble"] == 0.3 and document["summary"]["limit"] == pytest.approx(1 / 0.7)
+    assert document["summary"]["samples"] == 96 and document["summary"]["samples_per_second"] == pytest.approx(320)
+    assert document["status"] == {
+        "complete": True,
+        "reason": None,
+        "steps": 3,
+        "first_step": 5,
+        "warmup": 0,
+        "not_exchanged": 0,
+    }
+    assert [rank["score"] for rank in document["ranks"]] == [1.0, 1.31] and [rank["last"] for rank in document["ranks"]] == [
+        0,
+        1,
+    ]
+    assert document["imbalance"]["slow_ranks"] == {"1": 1.31} and document["imbalance"]["hardware_seconds"] == 0.0006
+    assert document["overhead"] == {
+        "seconds_per_step": 0.00012,
+        "exchange_seconds_per_step": 8e-5,
+        "stamp_seconds_per_step": 4e-5,
+        "share": 0.0012,
+    }
+    assert document["waiting"]["bandwidth_bytes_per_second"] == 1e9 and document["waiting"]["unsplit_seconds"] == 3e-4
+    assert document["waiting"]["clock"]["syncs"] == 3 and document["what_if"][1]["note"].startswith("exchanges")
+
+
+def test_every_rank_has_its_own_figures() -> None:
+    rows = [step(2.0, forward=1.0), step(4.0, forward=1.0, transfer=3.0)]
+    zero, one = report_of(np.array([rows])).document()["ranks"]
+    assert (zero["rank"], zero["step_seconds"], zero["shares"]["forward"], zero["score"], zero["last"]) == (
+        0,
+        2.0,
+        0.5,
+        None,
+        0,
+    )
+    assert (one["rank"], one["step_seconds"], one["shares"]["transfer"]) == (1, 4.0, 0.75)
+
+
+def test_series_are_whole_microseconds() -> None:
+    rows = np.array([[step(2.0000006, forward=1.0), step(3.0)], [step(4.0), step(5.0)]])
+    series = report_of(rows, np.array([[1, 2], [3, 4]])).document()["series"]
+    assert series["step"] == [5, 6] and series["samples"] == [[1, 2], [3, 4]] and series["columns"] == list(PART_NAMES)
+    assert [[rank[0] for rank in ranks] for ranks in series["microseconds"]] == [[2_000_001, 3_000_000], [4_000_000, 5_000_000]]
+    assert series["microseconds"][0][0][2] == 1_000_000 and type(series["microseconds"][0][0][2]) is int
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_not_written(value: float, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    for report, at in (
+        (full_report(overhead=Overhead(value, 0.0)), "overhead.seconds_per_step"),
+        (full_report(host={"hooks": np.float64(value)}), "host.hooks"),
+        (full_report(parts=np.full((1, 2, len(PART_NAMES)), value)), "summary.bubble"),
+        (full_report(device_idle={"steps": 3, "idle": [value], "compute": [], "other": []}), r"device_idle.idle\[0\]"),
+    ):
+        with pytest.raises(ValueError, match=f"{at} is (nan|inf)"), np.errstate(invalid="ignore"):
+            report.write(path)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write({"bubble": value}, path)
+    assert not list(tmp_path.iterdir())
+
+
+# -- files
+
+
+def test_there_and_back(file: Path) -> None:
+    assert read(file) == full_report().document()
+    assert [path.name for path in file.parent.iterdir()] == ["report.json"]
+
+
+def test_a_write_that_fails_leaves_the_old_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = file.read_text()
+
+    def broken(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "replace", broken)
+    with pytest.raises(OSError, match="no space left"):
+        run_of().write(file)
+    assert file.read_text() == old and [path.name for path in file.parent.iterdir()] == ["report.json"]
+
+
+def test_the_summary_stands_at_the_top(file: Path) -> None:
+    lines = file.read_text().splitlines()
+    order = [line.split('"')[1] for line in lines if line.startswith(' "')]
+    assert order == list(SCHEMA["properties"])
+    assert next(k for k, line in enumerate(lines) if "summary" in line) < 20
+
+
+def test_rows_of_the_series_stand_in_a_line(tmp_path: Path) -> None:
+    rows = np.array([[step(1.0, forward=0.5)] * 8] * 300)
+    text = report_of(rows).write(tmp_path / "report.json").read_text()
+    assert "[1000000, 0, 500000, 0, 0, 0, 0, 0, 500000, 0]" in text
+    start = text.index('"series"')
+    assert text.count("\n", start) < 300 * 12, "a line per rank and step, and a few more"
+    assert len(text) - start < 300 * 8 * 60
+
+
+def test_layout_keeps_the_value() -> None:
+    for value in ({}, [], {"a": []}, {"a": [{"b": [1] * 90}, [[1] * 50] * 2], "c": {"d" * 90: "ü" * 90}}, [1, "x", None]):
+        assert json.loads(layout.readable(value)) == value
+    assert layout.readable({"für": 1}) == '{"für": 1}\n'
+
+
+def _without(document: dict[str, Any], *path: Any) -> None:
+    del _at(document, path[:-1])[path[-1]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda d: d.update(format="other"),
+            "no bubble report: its format is 'other', not 'lightning_freescale.bubble_report'",
+        ),
+        (
+            lambda d: d.update(version=2, series=None),
+            r"version 2 is newer than this package reads \(1\): update lightning-freescale",
+        ),
+        (lambda d: d.update(version=0), "version is 0, not 1"),
+        (lambda d: d.update(version="2"), "version is '2', not a whole number"),
+        (lambda d: _without(d, "summary"), "summary is missing"),
+        (lambda d: _without(d, "ranks", 1, "shares", "hidden"), r"ranks\[1\].shares.hidden is missing"),
+        (lambda d: d["summary"].update(bubble="x"), "summary.bubble is 'x', not a number"),
+        (lambda d: d["summary"].update(bubble=True), "summary.bubble is True, not a number"),
+        (lambda d: d["summary"].update(samples_per_second="x"), "samples_per_second is 'x', not a number or null"),
+        (lambda d: d["waiting"].update(method="guess"), "waiting.method is 'guess', not 'arrival clocks' or 'bandwidth' or"),
+        (lambda d: d["series"]["columns"].reverse(), "series.columns is"),
+        (lambda d: d["series"]["step"].pop(), r"series.step has the shape \(2,\), not \(3,\)"),
+        (lambda d: d["series"]["samples"].pop(), r"series.samples has the shape \(2, 2\), not \(3, 2\)"),
+        (lambda d: d["series"]["microseconds"][0][1].pop(), "series.microseconds has the shape of rows that differ in length"),
+        (lambda d: d["ranks"].pop(), r"series.microseconds has the shape \(3, 2, 10\), not \(3, 1, 10\)"),
+    ],
+)
+def test_wrong_documents_are_refused(change: Any, message: str, file: Path) -> None:
+    document = full_report().document()
+    change(document)
+    file.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=message) as error:
+        read(file)
+    assert str(error.value).startswith(str(file))
+
+
+def test_files_that_are_no_json_are_refused(file: Path) -> None:
+    whole = file.read_text()
+    for text in (whole[: len(whole) // 2], "", "page", whole.replace("0.3,", "NaN,", 1), whole.replace("0.3,", "Infinity,", 1)):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=r"report.json is not JSON, or was cut short: "):
+            read(file)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="cut short"):
+        read(file)
+    file.write_text("[1]")
+    with pytest.raises(ValueError, match="its format is None"):
+        read(file)
+    with pytest.raises(FileNotFoundError):
+        read(file.with_name("no_such_file.json"))
+
+
+def test_what_is_new_in_this_version_may_be_there(file: Path) -> None:
+    """Fields that only add to a document do not make it another version."""
+    document = full_report().document()
+    document["summary"]["more"] = {"x": 1}
+    file.write_text(json.dumps(document))
+    assert read(file)["summary"]["more"] == {"x": 1} and document["format"] == FORMAT
