@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 from dataclasses import astuple
-from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
@@ -35,8 +32,6 @@ def about(trainer: Trainer, module: LightningModule, label: str | None) -> About
         world_size=trainer.world_size,
         device=_device(trainer.strategy.root_device),
         accumulate_grad_batches=trainer.accumulate_grad_batches,
-        started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        versions={**_versions("lightning-freescale", "torch", "lightning"), "python": platform.python_version()},
     )
 
 
@@ -99,13 +94,3 @@ def _has_length(value: Any) -> bool:
 
 def _device(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _versions(*packages: str) -> dict[str, str]:
-    found = {}
-    for package in packages:
-        try:
-            found[package.replace("-", "_")] = version(package)
-        except PackageNotFoundError:  # run from a source tree
-            found[package.replace("-", "_")] = "unknown"
-    return found

@@ -97,8 +97,6 @@ def _answer_all(lines: list[_Line], clock: Callable[[], float], rounds: int) -> 
     for line in lines:
         with line.named():
             line.hear()
-    for line in lines:
-        with line.named():
             line.send().wait()
 
 

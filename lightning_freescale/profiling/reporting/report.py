@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +31,12 @@ class About:
     label: str
     model: str
     parameters: int
-    strategy: str
     world_size: int
-    device: str
-    accumulate_grad_batches: int
-    started: str
-    versions: Mapping[str, str]
+    strategy: str = "a plain loop"
+    device: str = "cpu"
+    accumulate_grad_batches: int = 1
+    started: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    versions: Mapping[str, str] = field(default_factory=lambda: _installed())
 
 
 @dataclass(frozen=True)
@@ -215,6 +219,12 @@ class BubbleReport:
 
     def __str__(self) -> str:
         return text.summary(document.head(self))
+
+
+def _installed() -> dict[str, str]:
+    names = ("lightning-freescale", "torch", "lightning")
+    found = {name.replace("-", "_"): version(name) for name in names if find_spec(name.replace("-", "_")) is not None}
+    return {**found, "python": platform.python_version()}
 
 
 def window_scalars(parts: NDArray[np.float64], samples: NDArray[np.int64]) -> dict[str, float]:

@@ -73,7 +73,9 @@ def test_steps_in_common_do_not_look_like_more_evidence() -> None:
 def test_reasons() -> None:
     compute, hidden, expected = _run(0.2)
     nothing = np.zeros_like(hidden)
-    assert contention(compute, nothing, expected) == Contention(0.0, math.inf, "no exchange was under way beside compute")
+    assert contention(compute, nothing, expected) == Contention(
+        0.0, math.inf, "hardly any exchange was under way beside compute"
+    )
     assert "cost model" in (contention(compute, hidden, None).reason or "")
     assert "alike" in (contention(compute, np.full_like(hidden, 0.1), expected).reason or "")
     assert "more than the exchanges" in (contention(expected + 3 * hidden, hidden, expected).reason or "")
