@@ -110,7 +110,7 @@ class Calibrator:
         record, clock = self._records.get(index), self._timeline.clock
         if record is None or clock is None:
             return 0.0
-        step = resolve(record, clock)
+        (step,) = resolve([record], clock)
         # the rank's own arrivals: whatever it waited for, it did not compute
         return attribute(step, [collective.arrive for collective in step.collectives]).compute
 

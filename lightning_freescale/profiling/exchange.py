@@ -36,13 +36,15 @@ class Exchange:
 
     Attributes:
         alignment: from this rank's clock to rank 0's.
-        spent: seconds that the rank which came last to every exchange spent in them: what they cost.
+        spent_here: processor seconds that exchanges have taken on this rank, for its caller to say.
+        spent: the most of any rank, as of the last exchange.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, clock: Clock, options: Options) -> None:
-        self.group, self.alignment, self.spent = group, Alignment(), 0.0
+        self.group, self.alignment = group, Alignment()
+        self.spent_here = self.spent = 0.0
         self._clock, self._options = clock, options
-        self._spent_here = self._uncertainty = self._unsplit = 0.0
+        self._uncertainty = self._unsplit = 0.0
         self._sync_after, self._sync_due = _FIRST_SYNC, False
         self._steps = 0
         self._clocks: Sequence[Mapping[str, float]] = ()
@@ -64,13 +66,13 @@ class Exchange:
 
     def together(self, steps: Sequence[ResolvedStep], features: Sequence[Any]) -> list[Window] | None:
         """The same steps of all ranks on rank 0; None on the others. Collective."""
-        began = time.perf_counter()
+        now = time.perf_counter()
         wall = (steps[-1].end - steps[0].start) / len(steps)
-        due = began - self._synced > self._sync_after
-        here, uncertainty = [arrivals_of(step) for step in steps], self.alignment.uncertainty_at(began)
-        mine = here, uncertainty, wall, due, self._spent_here, self.alignment.figures()
+        due = now - self._synced > self._sync_after
+        here, uncertainty = [arrivals_of(step) for step in steps], self.alignment.uncertainty_at(now)
+        mine = here, uncertainty, wall, due, self.spent_here, self.alignment.figures()
         arrivals, uncertain, walls, all_due, spent, clocks = zip(*to_all(mine, self.group))
-        self.spent, self._clocks = min(spent), clocks
+        self.spent, self._clocks = max(spent), clocks
         reason = self._why_not_by_clocks(max(uncertain), float(np.mean(walls)))
         if reason is None:
             last = [last_arrivals(step, same) for step, same in zip(steps, zip(*arrivals))]
@@ -82,7 +84,6 @@ class Exchange:
         self.sync_if_due(idle=False)  # since the exchange before: no epoch has ended meanwhile
         if all_due[0]:
             self._sync_due, self._sync_after = True, min(2 * self._sync_after, _SYNC_EVERY)
-        self._spent_here += time.perf_counter() - began
         return windows
 
     def alone(self, steps: Sequence[ResolvedStep], features: Sequence[Any], reason: str) -> Window:

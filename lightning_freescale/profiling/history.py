@@ -48,7 +48,7 @@ class History:
         self._laps: deque[list[RankLaps]] = deque(maxlen=min(keep_steps, _REPLAYED))
         self._exchanges: list[dict[str, ExchangeSums]] = []
         self._host: dict[str, float] = {}
-        self._added = 0
+        self.added = 0
         self._newest = 0
 
     def add(self, windows: Sequence[Window]) -> None:
@@ -67,7 +67,7 @@ class History:
             for section, seconds in window.host.items():
                 self._host[section] = self._host.get(section, 0.0) + seconds / len(windows)
         self._newest = len(parts)
-        self._added += len(parts)
+        self.added += len(parts)
 
     def newest_scalars(self) -> dict[str, float]:
         """Of the steps that were added last, for loggers."""
@@ -101,7 +101,7 @@ class History:
             imbalance=split_imbalance(compute, expected, slowness) if parts.shape[1] > 1 else None,
             what_if=self._replayed(compute, hidden, expected) if traced is not None else (),
             exchanges=self._exchange_figures(),
-            host={section: seconds / self._added for section, seconds in self._host.items()},
+            host={section: seconds / self.added for section, seconds in self._host.items()},
             device_idle=device_idle,
             median_step=_median_step(traced) if traced else None,
             last=tuple(sum(sums.last for sums in mine.values()) for mine in self._exchanges),
@@ -122,7 +122,7 @@ class History:
 
     def _figures(self, name: str) -> ExchangeFigures:
         mine = [sums.get(name, ExchangeSums()) for sums in self._exchanges]
-        each = self._added * len(mine)
+        each = self.added * len(mine)
 
         def mean(field: str) -> float:
             return sum(getattr(one, field) for one in mine) / each

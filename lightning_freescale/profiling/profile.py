@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lightning_freescale.profiling.aside import Aside
 from lightning_freescale.profiling.exchange import Exchange
 from lightning_freescale.profiling.history import Explain, History
 from lightning_freescale.profiling.options import Options
+from lightning_freescale.profiling.recorded import Recorded
 from lightning_freescale.profiling.recording.cost import seconds_per_stamp
-from lightning_freescale.profiling.recording.records import ResolvedStep, StepRecord
-from lightning_freescale.profiling.recording.resolve import resolve, stamps_of
+from lightning_freescale.profiling.recording.records import StepRecord
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.profiling.reporting.files import Files
 from lightning_freescale.profiling.reporting.kineto import KinetoWindow
@@ -24,6 +25,8 @@ from lightning_freescale.profiling.watched import Watched
 
 _LAG = 2
 """The newest steps wait for the next exchange: they may still be running on a device."""
+_PATIENCE = 2.0
+"""Seconds for an exchange that is under way when the run ends; longer only takes one that waits for a rank that is gone."""
 
 
 class Profile:
@@ -56,23 +59,26 @@ class Profile:
         self.timeline, self.options, self.files = timeline, options, Files(folder)
         self._leads = group is None or group.rank() == 0
         self._history = History(about, options.keep_steps, explain)
-        self._exchange, self._clock = Exchange(group, timeline.clock, options), timeline.clock
         self._watched = Watched(KinetoWindow(options.kineto_steps, device) if options.kineto_steps else None)
-        self._records: list[StepRecord] = []
-        self._recent: deque[ResolvedStep] = deque(maxlen=options.trace_steps)
+        self._recorded = Recorded(timeline, options.trace_steps)
+        self._exchange = Exchange(group, timeline.clock, options)
         self._seen, self._stamp_cost = 0, seconds_per_stamp(device)
+        self._aside, self._pending = Aside(), _nothing()
 
     # -- while training
 
     def end_step(self, samples: int = 0, features: Any = None) -> dict[str, float] | None:
-        """Close the step in progress and open the next; every now and then an exchange. Collective then.
+        """Close the step in progress and open the next. Every now and then the ranks exchange their records, on a thread aside.
 
         Args:
             samples: of this rank in the step; 0 if unknown.
             features: what it worked on, the same numbers on every rank, for ``explain``; None if unknown.
 
         Returns:
-            Scalars of the steps since the last exchange, on rank 0 after an exchange.
+            On rank 0, after an exchange, scalars of the steps that it was about.
+
+        Raises:
+            RuntimeError: an exchange has failed, because a rank is gone.
         """
         record = self.timeline.close_step(samples, features)
         self.timeline.open_step(record.end if record is not None else None)
@@ -82,26 +88,30 @@ class Profile:
         if self._watched.takes(record):
             self._pause(self._watched.end_step)
         elif self._seen > self.options.warmup_steps:
-            self._records.append(record)
-            if len(self._records) == self.options.every_n_steps + _LAG:
-                return self._pause(self._come_together)
-        return None
+            self._recorded.add(record)
+            if len(self._recorded.waiting) == self.options.every_n_steps + _LAG:
+                self._begin_exchange()
+        return self._news()
 
     def end_epoch(self) -> None:
         """A good moment to compare clocks, if it is time. Collective."""
+        self._pending.result()  # after the same exchanges all ranks agree on whether it is
         self._exchange.sync_if_due()
 
     # -- at the end
 
     def finish(self) -> BubbleReport | None:
         """The report, on rank 0, which writes its files; None if there is nothing to report. Collective."""
+        self._pending.result()
+        self._watched.give_up()
         self._exchange.sync()
-        if self._records:
-            self._add(self._records)
-        traced, kineto, idle = self._watched.gathered(
-            self._resolved, list(self._recent), self._exchange.alignment.to_rank_zero, self._exchange.group
-        )
-        if not self._leads or not self._history.steps:
+        if self._recorded.waiting:
+            self._come_together(self._recorded.take(0))
+        to_rank_zero = self._exchange.alignment.to_rank_zero
+        self._watched.settle(self._recorded, to_rank_zero)
+        traced, kineto, idle = self._watched.gathered(list(self._recorded.recent), to_rank_zero, self._exchange.group)
+        self._aside.close(_PATIENCE)
+        if not self._leads or not self._history.added:
             return None
         report = self._report(Status(warmup=self.options.warmup_steps), traced, idle)
         self.files.write(report, traced, kineto)
@@ -113,50 +123,62 @@ class Profile:
         Before the first exchange these are rank 0's own steps, whose waits are split by bandwidth.
         """
         self._watched.give_up()
+        self._aside.close(_PATIENCE)
         if not self._leads:
             return None
-        left = len(self._records)
-        if not self._history.steps and self._records:
-            steps, left = self._resolved(self._records), 0
+        if not self._history.added and self._recorded.count:
             why = "the run ended before the ranks exchanged anything: these are the steps of rank 0 alone"
-            self._history.add([self._exchange.alone(steps, [record.features for record in self._records], why)])
-            self._recent.extend(steps)
-        if not self._history.steps:
+            records, steps = self._recorded.resolve_rest(self._exchange.alignment.to_rank_zero)
+            self._history.add([self._exchange.alone(steps, [record.features for record in records], why)])
+        if not self._history.added:
             return None
-        traced = [[step] for step in self._recent]
+        left = self._recorded.count - self._history.added
+        traced = [[step] for step in self._recorded.recent]
         report = self._report(Status(False, reason, self.options.warmup_steps, left), traced)
         self.files.write(report, traced)
         return report
 
     # -- parts
 
-    def _pause(self, work: Any) -> Any:
+    def _pause(self, work: Callable[[], Any]) -> None:
         with self.timeline.span("pause", "profiler"):
-            return work()
+            work()
 
-    def _come_together(self) -> dict[str, float] | None:
-        self._add(self._records[:-_LAG])
-        self._records = self._records[-_LAG:]
-        self._watched.start()
+    def _begin_exchange(self) -> None:
+        if not self._pending.done():
+            self._pause(self._pending.result)
+        self._pending = self._aside.submit(self._exchanged, self._recorded.take(_LAG))
+        self._pause(self._watched.start)
+
+    def _news(self) -> dict[str, float] | None:
+        if not self._pending.done():
+            return None
+        pending, self._pending = self._pending, _nothing()
+        return pending.result()
+
+    def _exchanged(self, records: list[StepRecord]) -> dict[str, float] | None:
+        self._exchange.spent_here = self._aside.seconds
+        self._come_together(records)
         if not self._leads:
             return None
         self.files.refresh(lambda: self._report(Status(False, "still running", self.options.warmup_steps, _LAG)))
         return self._history.newest_scalars()
 
-    def _add(self, records: Sequence[StepRecord]) -> None:
-        steps = self._resolved(records)
-        self._recent.extend(steps)
+    def _come_together(self, records: list[StepRecord]) -> None:
+        to_rank_zero = self._exchange.alignment.to_rank_zero
+        self._watched.settle(self._recorded, to_rank_zero)
+        steps = self._recorded.resolve(records, to_rank_zero)
         windows = self._exchange.together(steps, [record.features for record in records])
         if windows is not None:
             self._history.add(windows)
 
-    def _resolved(self, records: Sequence[StepRecord]) -> list[ResolvedStep]:
-        background, to_rank_zero = list(self.timeline.background), self._exchange.alignment.to_rank_zero
-        steps = [resolve(record, self._clock, to_rank_zero, background) for record in records]
-        for record in records:
-            self._clock.release(stamps_of(record))
-        return steps
-
     def _report(self, status: Status, traced: Sequence[Any] | None = None, idle: Any = None) -> BubbleReport:
         overhead = Overhead(self._exchange.spent / self._seen, self.timeline.stamps * self._stamp_cost / self._seen)
         return self._history.report(status, self._exchange.waiting(), overhead, traced, idle)
+
+
+def _nothing() -> Future[dict[str, float] | None]:
+    """A job that is done."""
+    done: Future[dict[str, float] | None] = Future()
+    done.set_result(None)
+    return done

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from lightning_freescale.profiling.gathering.gather import to_rank_zero
+from lightning_freescale.profiling.gathering.gather import to_rank_zero as gather
+from lightning_freescale.profiling.recorded import Clock, Recorded
 from lightning_freescale.profiling.recording.records import ResolvedStep, StepRecord
 from lightning_freescale.profiling.reporting.kineto import KinetoWindow
 
@@ -22,6 +22,7 @@ class Watched:
     def __init__(self, window: KinetoWindow | None) -> None:
         self._window = window
         self._records: list[StepRecord] = []
+        self._steps: list[ResolvedStep] = []
 
     def start(self) -> None:
         """Between two steps; does nothing the second time."""
@@ -45,18 +46,18 @@ class Watched:
         if self._window is not None and self._window.running:
             self._window.stop()
 
+    def settle(self, recorded: Recorded, to_rank_zero: Clock) -> None:
+        """Resolve the steps of a window that is over, before what belongs to them is thrown away."""
+        if self._window is not None and not self._window.running and len(self._steps) < len(self._records):
+            self._steps = recorded.resolve_only(self._records, to_rank_zero)
+
     def gathered(
-        self,
-        resolved: Callable[[Sequence[StepRecord]], list[ResolvedStep]],
-        others: list[ResolvedStep],
-        clock: Callable[[float], float],
-        group: dist.ProcessGroup | None,
+        self, others: list[ResolvedStep], clock: Clock, group: dist.ProcessGroup | None
     ) -> tuple[list[list[ResolvedStep]], list[Any], dict[str, Any] | None]:
         """On rank 0: for every traced step the records of all ranks, every rank's events, how idle devices were. Collective."""
-        self.give_up()
         seen = self._window if self._records else None
         mine = ([], None) if seen is None else (seen.events(clock), seen.breakdown())
-        everyone = to_rank_zero(([*resolved(self._records), *others], *mine), group)
+        everyone = gather(([*self._steps, *others], *mine), group)
         if everyone is None:
             return [], [], None
         steps, events, shares = zip(*everyone)

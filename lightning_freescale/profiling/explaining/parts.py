@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,7 +68,7 @@ def bubble(parts: NDArray[np.float64]) -> float:
 
 def as_array(steps: Sequence[Parts]) -> NDArray[np.float64]:
     """Shape ``[steps, len(PART_NAMES)]``."""
-    return np.array([astuple(step) for step in steps]).reshape(-1, len(PART_NAMES))
+    return np.array([list(vars(step).values()) for step in steps]).reshape(-1, len(PART_NAMES))
 
 
 def column(parts: NDArray[np.float64], name: str) -> NDArray[np.float64]:

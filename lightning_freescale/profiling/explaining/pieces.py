@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from lightning_freescale.profiling.recording.records import ResolvedStep
+from lightning_freescale.profiling.recording.records import ResolvedCollective, ResolvedStep
 
 COMPUTE = ("forward", "backward", "optimizer")
 WAITS = ("straggler_wait", "transfer")
+_AT_ONCE = 20e-6
 _SECTIONS = {
     ("", "data"): "loop, before the batch",
     ("data", "data"): "loop, before the batch",
@@ -32,8 +33,7 @@ _SECTIONS = {
 """Where a loop and its hooks run between two stages. Time elsewhere, as in a loop that skips a stage, is unexplained."""
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """``kind`` is that of a span, a wait, or ``"gap"``, whose ``name`` then holds the stages before and after it."""
 
     kind: str
@@ -72,13 +72,19 @@ def hidden_seconds(flights: Iterable[tuple[float, float]], pieces: Iterable[Piec
             merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         elif end > start:
             merged.append((start, end))
-    busy = [piece for piece in pieces if piece.kind in COMPUTE]
+    busy = [piece for piece in pieces if piece.kind in COMPUTE] if merged else ()
     return sum(max(0.0, min(end, p.end) - max(start, p.start)) for start, end in merged for p in busy)
 
 
+def flight_of(one: ResolvedCollective) -> tuple[float, float] | None:
+    """When an exchange was under way beside other things; None for one that the rank waited for at once."""
+    beside = one.end == one.start or one.start - one.arrive > _AT_ONCE
+    return (one.arrive, one.done) if beside and one.done > one.arrive else None
+
+
 def flights_of(step: ResolvedStep) -> list[tuple[float, float]]:
-    """When each exchange of a step was under way."""
-    return [(c.arrive, c.done) for c in (*step.collectives, *step.hidden)]
+    """Of all exchanges of a step."""
+    return [flight for one in (*step.collectives, *step.hidden) if (flight := flight_of(one)) is not None]
 
 
 def _split(piece: Piece, step: ResolvedStep, last: Sequence[float]) -> list[Piece]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lightning_freescale.profiling.explaining.laps import RankLaps, laps_of
 from lightning_freescale.profiling.explaining.parts import Parts, as_array, attribute
-from lightning_freescale.profiling.explaining.pieces import Piece, hidden_seconds, pieces_of, told
+from lightning_freescale.profiling.explaining.pieces import Piece, flight_of, hidden_seconds, pieces_of, told
 from lightning_freescale.profiling.recording.records import ResolvedCollective, ResolvedStep
 
 
@@ -88,13 +88,13 @@ def _add(
 ) -> None:
     name = one.name if last is not None else f"{one.name} (background)"
     turn = one.start if last is None else min(max(last, one.start), one.end)
-    behind = hidden_seconds([(one.arrive, one.done)], pieces)
+    flight = flight_of(one)
     window.exchanges.setdefault(name, ExchangeSums())
     window.exchanges[name] += ExchangeSums(
         count=1 if last is not None or step.start <= one.arrive < step.end else 0,
         straggler_wait=0.0 if last is None else turn - one.start,
         transfer=0.0 if last is None else one.end - turn,
-        hidden=behind,
+        hidden=0.0 if flight is None else hidden_seconds([flight], pieces),
         moved=one.moved or 0,
         unknown=int(one.moved is None),
         last=int(last is not None and not alone and one.arrive >= last),

@@ -12,12 +12,10 @@ def moved_bytes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], group:
     """The larger of what this rank sends and receives; None for objects, whose size is not known ahead."""
     if name.endswith(("object", "object_list")):
         return None
-    tensors = [_bytes(value) for value in (*args, *kwargs.values())]
-    given = [count for count in tensors if count is not None]
-    if not given:
+    largest = max(map(_bytes, (*args, *kwargs.values())), default=0)
+    if not largest:
         return 0
-    size = dist.get_world_size(group)
-    largest = max(given)
+    size = group.size() if group is not None else dist.get_world_size()
     if name in ("broadcast", "reduce"):
         return largest
     if name == "all_reduce":
@@ -26,9 +24,9 @@ def moved_bytes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], group:
     return largest * (size - 1) // size
 
 
-def _bytes(value: Any) -> int | None:
+def _bytes(value: Any) -> int:
     if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
+        return value.nbytes
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
-        return sum(each.numel() * each.element_size() for each in value)
-    return None
+        return sum(each.nbytes for each in value)
+    return 0

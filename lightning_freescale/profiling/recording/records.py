@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Kind = Literal["data", "forward", "backward", "optimizer", "host", "pause"]
 """Of a span. A pause (validation, the profiler's exchange) is no part of the step; "host" is work beside the model's."""
@@ -59,8 +59,7 @@ class StepRecord:
     collectives: list[Collective] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class ResolvedSpan:
+class ResolvedSpan(NamedTuple):
     """A span in seconds on rank 0's clock."""
 
     kind: Kind
@@ -69,8 +68,7 @@ class ResolvedSpan:
     end: float
 
 
-@dataclass(frozen=True)
-class ResolvedCollective:
+class ResolvedCollective(NamedTuple):
     """A collective in seconds on rank 0's clock; see :class:`Collective`. ``done`` is ``end`` if it was not seen apart."""
 
     name: str
@@ -86,7 +84,8 @@ class ResolvedCollective:
 class ResolvedStep:
     """A step of one rank in seconds on rank 0's clock.
 
-    ``hidden`` holds the exchanges of other threads while the step ran; nobody waits in them, so ``start`` is ``arrive``.
+    ``hidden`` holds the exchanges of other threads while the step ran; nobody waits for them, so ``start`` and ``end`` are
+    ``arrive``.
     """
 
     start: float

@@ -153,5 +153,5 @@ def _overhead(document: Mapping[str, Any]) -> str:
     exchange, stamps = (_ms(seconds) for seconds in parts)
     return (
         f"profiler overhead {_ms(overhead['seconds_per_step'])} ms/step, {overhead['share']:.2%} of a step ({exchange} for "
-        f"exchanges, not in the table; {stamps} for stamps, in it)"
+        f"exchanges, on a thread aside; {stamps} for stamps)"
     )

@@ -14,7 +14,7 @@ STAGES = [("data", 0.0, 1.0), ("forward", 2.0, 6.0), ("backward", 6.0, 8.0), ("o
 def _step(collectives: list[tuple[float, float, float]], stages: list = STAGES, hidden: list = ()) -> ResolvedStep:
     spans = tuple(ResolvedSpan(kind, kind, start, end) for kind, start, end in stages)
     seen = tuple(ResolvedCollective("a2a", str(k), *times, times[-1]) for k, times in enumerate(collectives))
-    elsewhere = tuple(ResolvedCollective("lane", "", start, start, end, end) for start, end in hidden)
+    elsewhere = tuple(ResolvedCollective("lane", "", start, start, start, end) for start, end in hidden)
     return ResolvedStep(0.0, 10.0, spans=spans, collectives=seen, hidden=elsewhere)
 
 

@@ -13,7 +13,7 @@ from lightning_freescale.profiling.explaining.replay import WhatIf
 from lightning_freescale.profiling.reporting.report import About, BubbleReport, ExchangeFigures, Overhead, Waiting
 
 VERSIONS = {"lightning_freescale": "0.1.0", "torch": "2.13.0"}
-ABOUT = About("freescale", "HSTU", 123456, "freescale", 2, "cpu", 1, "2026-11-21T08:00:00+00:00", VERSIONS)
+ABOUT = About("freescale", "HSTU", 123456, 2, "freescale", "cpu", 1, "2026-11-21T08:00:00+00:00", VERSIONS)
 
 
 def step(wall: float, **parts: float) -> list[float]:

@@ -123,7 +123,7 @@ def test_text_explains() -> None:
         "rank 1 takes 1.31x what its samples explain: a slow or shared device?",
         "what if: perfect balance 1.25x, full overlap 1.10x (exchanges of 2 steps are unknown)",
         "told apart by bandwidth (the clocks drift), uncertain by 0.05 ms; 0.3 ms/step could not be split",
-        "profiler overhead 0.12 ms/step, 0.12% of a step (0.08 for exchanges, not in the table; 0.04 for stamps, in it)",
+        "profiler overhead 0.12 ms/step, 0.12% of a step (0.08 for exchanges, on a thread aside; 0.04 for stamps)",
         "compute hid 66.7% of the time of the exchanges",
     ):
         assert part in " ".join(text.split()), part

@@ -58,7 +58,7 @@ function waiting(body, found, overhead) {
       + `drift ${(clock.drift * 1e6).toFixed(2)} µs per second`],
     ["Bandwidth", known(found.bandwidth_bytes_per_second) ? `${bytes(found.bandwidth_bytes_per_second)} per second` : null],
     ["Not split", found.unsplit_seconds ? `${duration(found.unsplit_seconds)} per step of exchanges` : null],
-    ["The profiler’s own cost", `${percent(overhead.share)} of the step: ${duration(overhead.seconds_per_step)}, of which exchanging records ${duration(overhead.exchange_seconds_per_step)}, outside the wall time, `
+    ["The profiler’s own cost", `${percent(overhead.share)} of the step: ${duration(overhead.seconds_per_step)}, of which exchanging records ${duration(overhead.exchange_seconds_per_step)}, on a thread aside, `
       + `and stamps ${duration(overhead.stamp_seconds_per_step)}, inside it`],
   ].filter(([, value]) => known(value));
   body.replaceChildren(el("dl", { class: "facts" }, ...facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])));
