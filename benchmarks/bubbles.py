@@ -4,7 +4,8 @@
 
 A plain LightningModule under ``strategy="ddp"``: waits for its data, computes forward (a sleep as long as its samples' lengths
 say), exchanges equal parts with all ranks, and computes backward. What every part of every rank's step should be follows from
-the sleeps, the bytes and the rate of the cards. Printed is how far the report is from that, as a share of the wall time.
+the sleeps; what its exchanges should take is measured before, with all ranks at the start together. Printed is how far the
+report is from that, as a share of the wall time, and how far transfer is from what the bytes need on an ideal wire.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import re
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -60,8 +62,11 @@ def main() -> None:
         report = profiler.report
         assert report is not None
         rate = _bytes_per_second(os.environ["NETLAB_RATE"])
-        truth = np.stack([_truth(lengths[step], slow, options.kib * 1024, rate) for step in report.steps])
+        truth = np.stack([_truth(lengths[step], slow, model.alone) for step in report.steps])
         figures = _compare(report, truth, options)
+        ideal = options.kib * 1024 / world * (world - 1) / rate
+        figures["transfer_beyond_wire"] = (_mean(report.parts, "transfer") - ideal) / _mean(report.parts, "wall")
+        print(f"on an ideal wire, transfer would be {1e3 * ideal:.1f} ms; measured alone it is {1e3 * model.alone:.1f} ms")
     finish_on_all_ranks(figures, options)
 
 
@@ -78,6 +83,22 @@ class Sleeper(L.LightningModule):
         world = dist.get_world_size()
         self.group = dist.new_group(backend=BACKEND)
         self.sent = torch.zeros(len(self.sent) // world * world)
+        everyone: list[float] = [0.0] * world
+        dist.all_gather_object(everyone, float(np.median([self._alone() for _ in range(12)][2:])))
+        self.alone = float(np.mean(everyone))
+
+    def _exchange(self) -> None:
+        dist.all_to_all_single(torch.empty_like(self.sent), self.sent, group=self.group)
+
+    def _alone(self) -> float:
+        """Seconds of a step's exchanges if all ranks come together: ours, DDP's, and Lightning's of SIGTERM."""
+        total, small = 0.0, torch.zeros(5)
+        for exchange in (self._exchange, partial(dist.all_reduce, small), partial(dist.broadcast, small[:1], 0)):
+            dist.barrier()
+            began = time.perf_counter()
+            exchange()
+            total += time.perf_counter() - began
+        return total
 
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
         """A hook that takes a while."""
@@ -87,7 +108,7 @@ class Sleeper(L.LightningModule):
         """Compute, exchange, and a loss whose backward computes."""
         seconds = self.slowness * _forward(batch.numpy())
         time.sleep(seconds)
-        dist.all_to_all_single(torch.empty_like(self.sent), self.sent, group=self.group)
+        self._exchange()
         return SleepBackward.apply(self.layer(torch.ones(4)).sum(), BACKWARD * seconds)
 
     def configure_optimizers(self) -> Any:
@@ -135,16 +156,19 @@ def _lengths(kind: str, steps: int, world: int) -> np.ndarray:
     return np.full_like(drawn, 250.0) if kind == "equal" else drawn.clip(8, 2048)
 
 
-def _truth(lengths: np.ndarray, slow: list[float], size: int, rate: float) -> np.ndarray:
+def _truth(lengths: np.ndarray, slow: list[float], transfer: float) -> np.ndarray:
     """Parts of every rank's step, if all begin it at once; shape ``[ranks, parts]``."""
     forward = np.array([s * _forward(mine) for s, mine in zip(slow, lengths)])
     backward, ranks = BACKWARD * forward, len(slow)
     first, second = forward.max() - forward, backward.max() - backward
-    transfer = size / ranks * (ranks - 1) / rate
     parts = {"data_wait": DATA, "forward": forward, "backward": backward, "straggler_wait": first + second}
     parts |= {"transfer": transfer, "host_overhead": HOST}
     parts["wall"] = DATA + HOST + forward.max() + transfer + backward.max()
     return np.stack([np.broadcast_to(parts.get(name, 0.0), (ranks,)) for name in PART_NAMES], axis=-1)
+
+
+def _mean(parts: np.ndarray, name: str) -> float:
+    return float(parts[..., PART_NAMES.index(name)].mean())
 
 
 def _compare(report: Any, truth: np.ndarray, options: Any) -> dict[str, float]:

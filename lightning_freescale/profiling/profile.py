@@ -90,7 +90,7 @@ class Profile:
         elif self._seen > self.options.warmup_steps:
             self._recorded.add(record)
             if len(self._recorded.waiting) == self.options.every_n_steps + _LAG:
-                self._begin_exchange()
+                return self._begin_exchange()
         return self._news()
 
     def end_epoch(self) -> None:
@@ -144,11 +144,13 @@ class Profile:
         with self.timeline.span("pause", "profiler"):
             work()
 
-    def _begin_exchange(self) -> None:
+    def _begin_exchange(self) -> dict[str, float] | None:
         if not self._pending.done():
             self._pause(self._pending.result)
+        news = self._news()
         self._pending = self._aside.submit(self._exchanged, self._recorded.take(_LAG))
         self._pause(self._watched.start)
+        return news
 
     def _news(self) -> dict[str, float] | None:
         if not self._pending.done():

@@ -156,7 +156,8 @@ class Timeline:
             yield
         finally:
             collective.done = self.stamp()
-            self.background.append(collective)
+            if collective.done is not None:  # or the run is over
+                self.background.append(collective)
 
 
 class _Recorded(AbstractContextManager[None]):
