@@ -54,7 +54,8 @@ class Work:
         if not hasattr(sampler, "counts"):
             return samples_in(batch), None
         if callable(sampler.costs):  # a stream
-            return sampler.counts(index)[sampler.rank], _as_features(1, sampler.costs(index)[sampler.rank])
+            count = sampler.counts(index)[sampler.rank]
+            return count, _as_features(count, sampler.costs(index)[sampler.rank])
         mine = sampler.plan(sampler.epoch, index)[sampler.rank]
         costs = getattr(getattr(getattr(trainer, "datamodule", None), "train", None), "sample_costs", None)
         if costs is not None and costs.lengths is not None:

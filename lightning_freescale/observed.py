@@ -29,12 +29,14 @@ def stages_on(timeline: Timeline, strategy: Strategy) -> Iterator[None]:
         "backward": _backward(timeline, strategy),
         "optimizer_step": _optimizer_step(timeline, strategy),
     }
+    own = {name: vars(strategy)[name] for name in stamped if name in vars(strategy)}
     vars(strategy).update(stamped)  # of the instance: the methods of its class stay
     try:
         yield
     finally:
         for name in stamped:
             vars(strategy).pop(name, None)
+        vars(strategy).update(own)
 
 
 def _stage(method: Callable[..., Any], span: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
@@ -96,8 +98,8 @@ def _optimizer_step(timeline: Timeline, strategy: Strategy) -> Callable[..., Any
         with ExitStack() as after_closure:
 
             def timed() -> Any:
-                result = closure()
                 after_closure.close()  # closures may run several times
+                result = closure()
                 after_closure.enter_context(timeline.span("optimizer", "optimizer"))
                 return result
 

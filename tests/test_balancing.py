@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import lightning as L
@@ -142,7 +143,7 @@ def _calibrated(profile: bool = False, slow: int | None = None, epochs: int = 2,
             sampler = trainer.train_dataloader.sampler
             reports.append((sampler.costs.copy(), dict(sampler.options)))
 
-    callbacks: list[L.Callback] = [Planned(), *([BubbleProfiler(verbose=False, trace_steps=0)] if profile else [])]
+    callbacks: list[L.Callback] = [Planned(), *([BubbleProfiler(mkdtemp(), verbose=False, trace_steps=0)] if profile else [])]
     fit = trainer(devices=2, max_epochs=epochs, logger=logger, callbacks=callbacks)
     fit.fit(Sleeper(slow), module)
     return {

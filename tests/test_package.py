@@ -88,7 +88,7 @@ def test_command_line_with_yaml(config: str, command: str, tmp_path: Path) -> No
     done = _cli(tmp_path, config, command)
     assert done.returncode == 0, done.stderr[-3000:]
     if config == AS_CLASS:
-        assert "Where the time went: 2 ranks, 3 steps" in done.stdout
+        assert "2 ranks on cpu, 3 steps" in done.stdout
 
 
 def test_command_line_refuses_an_unknown_key(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ class Exchange:
         """The same steps of all ranks on rank 0; None on the others. Collective."""
         now = time.perf_counter()
         wall = (steps[-1].end - steps[0].start) / len(steps)
-        due = now - self._synced > self._sync_after
+        due = not self._sync_due and now - self._synced > self._sync_after
         here, uncertainty = [arrivals_of(step) for step in steps], self.alignment.uncertainty_at(now)
         mine = here, uncertainty, wall, due, self.spent_here, self.alignment.figures()
         arrivals, uncertain, walls, all_due, spent, clocks = zip(*to_all(mine, self.group))
@@ -89,6 +89,8 @@ class Exchange:
     def alone(self, steps: Sequence[ResolvedStep], features: Sequence[Any], reason: str) -> Window:
         """This rank's steps as it sees them, their waits split by bandwidth."""
         bandwidth = Bandwidth.of_steps(steps, self._options.link_bandwidth)
+        if bandwidth.bytes_per_second is None and self._bandwidth is not None:
+            bandwidth = self._bandwidth  # too few exchanges tell it, as at the end of a run; those before did
         self._bandwidth, self._reason = bandwidth, reason
         self._steps += len(steps)
         self._unsplit += sum(bandwidth.unsplit(step) for step in steps)

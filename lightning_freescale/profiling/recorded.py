@@ -66,6 +66,7 @@ class Recorded:
 
     def resolve_rest(self, to_rank_zero: Clock) -> tuple[list[StepRecord], list[ResolvedStep]]:
         """Those taken last, and those that wait."""
-        taken, waiting = self._taken, self.take(0)
-        steps = self._resolved if len(self._resolved) == len(taken) else self.resolve(taken, to_rank_zero)
+        taken, steps, waiting = self._taken, self._resolved, self.take(0)
+        if len(steps) < len(taken):
+            steps = self.resolve(taken, to_rank_zero)
         return [*taken, *waiting], [*steps, *(self.resolve(waiting, to_rank_zero) if waiting else [])]

@@ -89,13 +89,14 @@ def _add(
     name = one.name if last is not None else f"{one.name} (background)"
     turn = one.start if last is None else min(max(last, one.start), one.end)
     flight = flight_of(one)
+    count = 1 if last is not None or step.start <= one.arrive < step.end else 0
     window.exchanges.setdefault(name, ExchangeSums())
     window.exchanges[name] += ExchangeSums(
-        count=1 if last is not None or step.start <= one.arrive < step.end else 0,
+        count=count,
         straggler_wait=0.0 if last is None else turn - one.start,
         transfer=0.0 if last is None else one.end - turn,
         hidden=0.0 if flight is None else hidden_seconds([flight], pieces),
-        moved=one.moved or 0,
+        moved=count * (one.moved or 0),
         unknown=int(one.moved is None),
         last=int(last is not None and not alone and one.arrive >= last),
     )

@@ -81,11 +81,12 @@ class Timeline:
     # -- steps
 
     def open_step(self, start: Any = None) -> None:
-        """Begin a step, now or at an earlier stamp."""
+        """Begin a step, now or at an earlier stamp; one that is open begins anew under its number."""
         if self.clock is not None:
-            self._step = StepRecord(self.stamp() if start is None else start, index=self._steps)
-            self._steps += 1
-            self._counts.clear()
+            if self._step is None:
+                self._steps += 1
+                self._counts.clear()
+            self._step = StepRecord(self.stamp() if start is None else start, index=self._steps - 1)
 
     def close_step(self, samples: int = 0, features: Any = None) -> StepRecord | None:
         """End the step in progress and hand it over; None if none was open."""

@@ -1,0 +1,60 @@
+"""A CUDA device whose work runs behind the host, on a clock that only tests move."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_freescale.profiling.recording import clocks
+
+
+class Device:
+    """Seconds of the host's clock, and until when the device is busy."""
+
+    def __init__(self) -> None:
+        self.now, self.busy_until = 1000.0, 0.0
+        self.synchronized, self.events = 0, 0
+
+    def work(self, seconds: float) -> None:
+        """Queue a kernel; the host goes on at once."""
+        self.busy_until = max(self.busy_until, self.now) + seconds
+
+    def host(self, seconds: float) -> None:
+        """The host is busy, the device goes on."""
+        self.now += seconds
+
+    def synchronize(self, device: Any = None) -> None:
+        self.synchronized += 1
+        self.now = max(self.now, self.busy_until)
+
+    def event(self, enable_timing: bool = False) -> Event:
+        assert enable_timing
+        self.events += 1
+        return Event(self)
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> Device:
+        monkeypatch.setattr(torch.cuda, "Event", self.event)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+        monkeypatch.setattr(clocks, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        return self
+
+
+class Event:
+    """As torch.cuda.Event: times in single precision, and only of what is over."""
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.at = device, np.nan
+
+    def record(self) -> None:
+        self.at = max(self.device.busy_until, self.device.now)
+
+    def synchronize(self) -> None:
+        self.device.now = max(self.device.now, self.at)
+
+    def elapsed_time(self, end: Event) -> float:
+        assert max(self.at, end.at) <= self.device.now, "device not ready"
+        return float(np.float32((end.at - self.at) * 1e3))

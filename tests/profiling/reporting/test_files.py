@@ -1,0 +1,65 @@
+"""What a profile leaves in its folder, and how often."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_freescale.profiling.recording.records import ResolvedSpan, ResolvedStep
+from lightning_freescale.profiling.reporting import files as module
+from lightning_freescale.profiling.reporting.document import read
+from lightning_freescale.profiling.reporting.files import Files
+from lightning_freescale.profiling.reporting.report import BubbleReport
+from tests.profiling.reporting.reports import report_of, step
+
+REPORT = report_of(np.array([[step(0.1, forward=0.07)] * 2] * 3))
+TRACED = [[ResolvedStep(0, 1, 3, 4, (ResolvedSpan("forward", "forward", 0, 0.5),))] * 2]
+
+
+def test_all_three(tmp_path: Path) -> None:
+    files = Files(tmp_path / "new" / "bubbles")
+    assert (files, files.folder) == ({}, tmp_path / "new" / "bubbles")
+    files.write(REPORT, TRACED)
+    names = {"report": "report.json", "page": "report.html", "trace": "trace.json"}
+    assert files == {name: files.folder / file for name, file in names.items()}
+    assert read(files["report"]) == read(REPORT.write(tmp_path / "same.json"))
+    assert "HSTU" in files["page"].read_text()
+    assert "step 3" in {event["name"] for event in json.loads(files["trace"].read_text())["traceEvents"]}
+
+
+def test_no_trace_without_steps(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    files.write(REPORT, [])
+    assert sorted(files) == ["page", "report"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "report.json"]
+
+
+def test_the_kineto_events_are_in_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(module, "write_trace", lambda *arguments: given.append(arguments) or arguments[0])
+    Files(tmp_path).write(REPORT, TRACED, ["events"])
+    assert given == [(tmp_path / "trace.json", TRACED, ["events"])]
+
+
+def test_the_report_alone_is_refreshed_as_often_as_costs_next_to_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, written = [500.0], []
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def report() -> BubbleReport:
+        written.append(now[0])
+        now[0] += 0.25  # what it takes
+        return REPORT
+
+    files = Files(tmp_path)
+    for _ in range(400):
+        files.refresh(report)
+        now[0] += 1.0
+    assert written[0] == 500.0
+    assert [after - before for before, after in zip(written, written[1:])] == [0.25 + 125] * 3
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+    assert files == {"report": tmp_path / "report.json"}
