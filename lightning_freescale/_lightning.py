@@ -35,6 +35,7 @@ __all__ = [
     "StrategyRegistry",
     "Trainer",
     "TrainerFn",
+    "around_validation",
     "counting_ahead",
     "is_overridden",
     "optimizers_to_device",
@@ -44,6 +45,26 @@ __all__ = [
     "reload_train_loader",
     "throttle_sigterm_broadcast",
 ]
+
+
+@contextmanager
+def around_validation(trainer: Trainer, around: Callable[[], Any]) -> Generator[None, None, None]:
+    """Meanwhile validation between training steps runs inside the context ``around()``, its loaders' start included.
+
+    The hooks begin later and end earlier than what it takes, so the loop's method is replaced on this instance.
+    """
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    run = loop.run
+
+    def paused() -> Any:
+        with around():
+            return run()
+
+    loop.run = paused  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del loop.run
 
 
 @contextmanager

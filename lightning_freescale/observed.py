@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_freescale._lightning import Strategy
+from lightning_freescale.profiling.recording.ddp import buffers_on, ddp_waits_on
 from lightning_freescale.profiling.recording.loader import ObservedLoader
 from lightning_freescale.profiling.recording.timeline import Timeline
 
@@ -20,12 +19,12 @@ def stages_on(timeline: Timeline, strategy: Strategy) -> Iterator[None]:
     """Meanwhile a strategy stamps ``timeline``; what it computes stays the same.
 
     Seen are the training loader (if it is set up meanwhile), the batch's way to the device, forward, backward, DDP's wait for
-    its gradients, and the optimizer.
+    its gradients and buffers, and the optimizer.
     """
     stamped = {
         "process_dataloader": _loader(timeline, strategy),
-        "batch_to_device": _stage(strategy.batch_to_device, lambda: timeline.span("data", "batch to device")),
-        "training_step": _stage(strategy.training_step, lambda: timeline.span("forward", "forward")),
+        "batch_to_device": _batch_to_device(timeline, strategy),
+        "training_step": _training_step(timeline, strategy),
         "backward": _backward(timeline, strategy),
         "optimizer_step": _optimizer_step(timeline, strategy),
     }
@@ -39,10 +38,12 @@ def stages_on(timeline: Timeline, strategy: Strategy) -> Iterator[None]:
         vars(strategy).update(own)
 
 
-def _stage(method: Callable[..., Any], span: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
+def _batch_to_device(timeline: Timeline, strategy: Strategy) -> Callable[..., Any]:
+    move = strategy.batch_to_device
+
     def stamped(*args: Any, **kwargs: Any) -> Any:
-        with span():
-            return method(*args, **kwargs)
+        with timeline.span("data", "batch to device"):
+            return move(*args, **kwargs)
 
     return stamped
 
@@ -58,37 +59,24 @@ def _loader(timeline: Timeline, strategy: Strategy) -> Callable[[object], object
     return stamped
 
 
-def _backward(timeline: Timeline, strategy: Strategy) -> Callable[..., Tensor]:
-    backward = strategy.backward
+def _training_step(timeline: Timeline, strategy: Strategy) -> Callable[..., Any]:
+    step = strategy.training_step
 
-    def stamped(closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        with timeline.span("backward", "backward"), ExitStack() as waiting:
-            model = strategy.model
-            if timeline.recording and isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync:
-                closure_loss.register_hook(lambda _: _observe_wait(timeline, model, waiting))
-            return backward(closure_loss, *args, **kwargs)
+    def stamped(*args: Any, **kwargs: Any) -> Any:
+        with timeline.span("forward", "forward"), buffers_on(timeline, strategy.model):
+            return step(*args, **kwargs)
 
     return stamped
 
 
-def _observe_wait(timeline: Timeline, model: DistributedDataParallel, waiting: ExitStack) -> None:
-    """What a backward queues runs in order when all gradients are there: ours, DDP's wait for its buckets, what ours queues."""
-    engine = torch.autograd.Variable._execution_engine
+def _backward(timeline: Timeline, strategy: Strategy) -> Callable[..., Tensor]:
+    backward = strategy.backward
 
-    def wait_begins() -> None:
-        waiting.enter_context(timeline.collective("dense gradients", moved=_last_bucket(model)))
-        engine.queue_callback(waiting.close)
+    def stamped(closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        with timeline.span("backward", "backward"), ddp_waits_on(timeline, strategy.model, closure_loss):
+            return backward(closure_loss, *args, **kwargs)
 
-    engine.queue_callback(wait_begins)
-
-
-def _last_bucket(model: DistributedDataParallel) -> int:
-    """Bytes that travel when nothing is left to compute: the others do so behind backward."""
-    ignored = getattr(model, "parameters_to_ignore", ())
-    trained = (p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored)
-    whole = sum(parameter.numel() * parameter.element_size() for parameter in trained)
-    ranks = model.process_group.size()
-    return 2 * min(whole, int(model.bucket_bytes_cap)) * (ranks - 1) // ranks
+    return stamped
 
 
 def _optimizer_step(timeline: Timeline, strategy: Strategy) -> Callable[..., Any]:

@@ -29,6 +29,7 @@ from lightning_freescale.comm import BACKEND, FreeScaleGroup, LaneOptions
 from lightning_freescale.data.lookahead import LookaheadLoader
 from lightning_freescale.dense import materialize, sync_dense, wrap_dense
 from lightning_freescale.observed import stages_on
+from lightning_freescale.profiling.recording.collectives import collectives_on
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.refusals import (
     refuse_accumulation,
@@ -143,6 +144,7 @@ class FreeScaleStrategy(CheckpointedStrategy):
         if not self.timeline.enabled:
             self.timeline.enable(self.root_device)
             self._observing.enter_context(stages_on(self.timeline, self))
+            self._observing.enter_context(collectives_on(self.timeline))
 
     def _overlap(self, trainer: Trainer) -> Overlapping:
         from lightning_freescale.embeddings.overlap import OverlapEngine

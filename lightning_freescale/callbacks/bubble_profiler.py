@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,14 @@ from typing import Any
 import torch.distributed as dist
 from typing_extensions import override
 
-from lightning_freescale._lightning import Callback, LightningModule, PyTorchProfiler, Trainer, rank_zero_info
+from lightning_freescale._lightning import (
+    Callback,
+    LightningModule,
+    PyTorchProfiler,
+    Trainer,
+    around_validation,
+    rank_zero_info,
+)
 from lightning_freescale.described import Work, about, explain
 from lightning_freescale.observed import stages_on
 from lightning_freescale.profiling.options import Options, SplitBy
@@ -35,7 +42,8 @@ class BubbleProfiler(Callback):
         every_n_steps: how often the ranks exchange their records, and log.
         warmup_steps: first steps to leave out.
         keep_steps: the report covers this many steps at most, the last ones.
-        trace_steps: how many of the last steps go into the trace; 0 for no trace.
+        trace_steps: how many of the last steps go into the trace; 0 for no trace. With more than 64 ranks fewer, 3200 steps
+            times ranks in all.
         kineto_steps: run ``torch.profiler`` over this many steps after the first exchange; they are in the trace, and out of
             the report.
         split_waits_by: how to tell waiting for a slower rank from transferring: by when the ranks arrived (``"clocks"``), by
@@ -52,7 +60,8 @@ class BubbleProfiler(Callback):
         files: what was written, by ``"report"``, ``"page"`` and ``"trace"``.
 
     Raises:
-        ValueError: an argument does not fit.
+        ValueError: an argument does not fit, or the Trainer has another BubbleProfiler.
+        OSError: the folder cannot be written to.
     """
 
     def __init__(
@@ -80,7 +89,7 @@ class BubbleProfiler(Callback):
         self._work = Work(lengths_of)
         self._timeline = Timeline()
         self._profile: Profile | None = None
-        self._observing, self._validating = ExitStack(), ExitStack()
+        self._observing = ExitStack()
 
     # -- before and after
 
@@ -93,7 +102,9 @@ class BubbleProfiler(Callback):
                 f"BubbleProfiler(kineto_steps={self.options.kineto_steps}) and Trainer(profiler='pytorch'): torch allows one "
                 "profiler per process, leave out one of them"
             )
-        self.report = self.overlap = self._profile = None
+        if sum(isinstance(callback, BubbleProfiler) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise ValueError("Trainer(callbacks=...) holds several BubbleProfilers: one sees everything, pass one")
+        self.report = self.overlap = None
         self.files = {}
         own = getattr(trainer.strategy, "timeline", None)  # on which a strategy of ours has more to tell
         self._timeline = own if isinstance(own, Timeline) else Timeline()
@@ -106,6 +117,7 @@ class BubbleProfiler(Callback):
         folder = Path(self.folder or Path(trainer.log_dir or trainer.default_root_dir) / "bubbles")
         group, device = self._own_group(trainer), trainer.strategy.root_device
         self._observing.enter_context(collectives_on(self._timeline, leave=() if group is None else (group,)))
+        self._observing.enter_context(around_validation(trainer, lambda: self._timeline.span("pause", "validation")))
         run = about(trainer, pl_module, self.label)
         self._profile = Profile(self._timeline, device, group, self.options, run, folder, explain)
 
@@ -120,28 +132,42 @@ class BubbleProfiler(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        report = self._running().finish()
-        finish = getattr(trainer.strategy, "finish_overlap", None)
-        self.overlap = finish() if finish is not None else None
-        self._stop(report)
-        if report is None:
+        with self._stopping():
+            self.report = self._running().finish()
+            finish = getattr(trainer.strategy, "finish_overlap", None)
+            self.overlap = finish() if finish is not None else None
+        if trainer.is_global_zero and self.report is None:
             rank_zero_info(f"BubbleProfiler: no step after the {self.options.warmup_steps} warm-up steps, nothing to report")
+        self._tell()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        reason = f"{type(exception).__name__}: {exception}".strip(": ")
-        self._stop(None if self._profile is None else self._profile.interrupted(reason))
+        if self._profile is None:  # no training under way
+            return
+        with self._stopping():
+            self.report = self._profile.interrupted(f"{type(exception).__name__}: {exception}".strip(": "))
+        self._tell()
 
-    def _stop(self, report: BubbleReport | None) -> None:
-        self._validating.close()
-        self._timeline.disable()
-        self._observing.close()
-        if report is not None:
-            files = self._running().files
-            self.report, self.files = report, dict(files)
-            if self.verbose:
-                print(report, *([] if self.overlap is None else [self.overlap]), sep="\n")
-                print(f"in {files.folder}: {', '.join(path.name for path in files.values())}")
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        with self._stopping():  # a fit without a step has neither begun nor ended
+            pass
+
+    @contextmanager
+    def _stopping(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.files = dict(self._profile.files) if self._profile is not None else self.files
+            self._profile = None
+            self._timeline.disable()
+            self._observing.close()
+
+    def _tell(self) -> None:
+        if self.report is not None and self.verbose:
+            print(self.report, *([] if self.overlap is None else [self.overlap]), sep="\n")
+            for path in self.files.values():
+                print(f"written: {path}")
 
     # -- while training
 
@@ -155,17 +181,9 @@ class BubbleProfiler(Callback):
     ) -> None:
         scalars = self._running().end_step(*self._work.of_step(trainer, batch, batch_idx))
         if scalars is not None:
-            for logger in trainer.loggers:
-                logger.log_metrics(scalars, step=trainer.global_step)
-
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.sanity_checking and trainer.state.fn == "fit":
-            self._validating.enter_context(self._timeline.span("pause", "validation"))
-
-    @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._validating.close()
+            with self._timeline.span("pause", "loggers"):
+                for logger in trainer.loggers:
+                    logger.log_metrics(scalars, step=trainer.global_step)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -4,6 +4,7 @@ from lightning_freescale.profiling.explaining.parts import Parts, attribute, bub
 from lightning_freescale.profiling.options import Options
 from lightning_freescale.profiling.profile import Profile
 from lightning_freescale.profiling.recording.collectives import collectives_on
+from lightning_freescale.profiling.recording.ddp import ddp_waits_on
 from lightning_freescale.profiling.recording.loader import ObservedLoader
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.profiling.reporting.report import About, BubbleReport
@@ -19,4 +20,5 @@ __all__ = [
     "attribute",
     "bubble",
     "collectives_on",
+    "ddp_waits_on",
 ]

@@ -10,6 +10,7 @@ import numpy as np
 import torch.distributed as dist
 
 from lightning_freescale.profiling.explaining.bandwidth import Bandwidth
+from lightning_freescale.profiling.explaining.pieces import wall_of
 from lightning_freescale.profiling.explaining.window import Window, window_of
 from lightning_freescale.profiling.gathering.alignment import Alignment
 from lightning_freescale.profiling.gathering.gather import arrivals_of, last_arrivals, to_all, to_rank_zero
@@ -46,7 +47,7 @@ class Exchange:
         self._clock, self._options = clock, options
         self._uncertainty = self._unsplit = 0.0
         self._sync_after, self._sync_due = _FIRST_SYNC, False
-        self._steps = 0
+        self._steps = self._by_bandwidth = 0
         self._clocks: Sequence[Mapping[str, float]] = ()
         self._bandwidth: Bandwidth | None = None
         self._reason: str | None = None
@@ -67,7 +68,8 @@ class Exchange:
     def together(self, steps: Sequence[ResolvedStep], features: Sequence[Any]) -> list[Window] | None:
         """The same steps of all ranks on rank 0; None on the others. Collective."""
         now = time.perf_counter()
-        wall = (steps[-1].end - steps[0].start) / len(steps)
+        self._steps += len(steps)
+        wall = sum(map(wall_of, steps)) / len(steps)
         due = not self._sync_due and now - self._synced > self._sync_after
         here, uncertainty = [arrivals_of(step) for step in steps], self.alignment.uncertainty_at(now)
         mine = here, uncertainty, wall, due, self.spent_here, self.alignment.figures()
@@ -92,7 +94,7 @@ class Exchange:
         if bandwidth.bytes_per_second is None and self._bandwidth is not None:
             bandwidth = self._bandwidth  # too few exchanges tell it, as at the end of a run; those before did
         self._bandwidth, self._reason = bandwidth, reason
-        self._steps += len(steps)
+        self._by_bandwidth += len(steps)
         self._unsplit += sum(bandwidth.unsplit(step) for step in steps)
         return window_of(steps, [bandwidth.last_arrivals(step) for step in steps], features, alone=True)
 
@@ -106,8 +108,10 @@ class Exchange:
         clock = {name: max((one[name] for one in self._clocks), key=abs) for name in names} or None
         if bandwidth is None:
             return Waiting("arrival clocks", self._uncertainty, None, clock)
-        unsplit = self._unsplit / self._steps
-        return Waiting("bandwidth", bandwidth.uncertainty, self._reason, clock, bandwidth.bytes_per_second, unsplit)
+        steps = max(self._steps, self._by_bandwidth)
+        reason = self._reason if self._by_bandwidth == steps else f"{self._reason}: {self._by_bandwidth} of {steps} steps"
+        unsplit = self._unsplit / steps
+        return Waiting("bandwidth", bandwidth.uncertainty, reason, clock, bandwidth.bytes_per_second, unsplit)
 
     def _why_not_by_clocks(self, uncertainty: float, wall: float) -> str | None:
         """The same on every rank."""
@@ -115,5 +119,5 @@ class Exchange:
         if how == "bandwidth":
             return "split_waits_by='bandwidth' was asked for"
         if how == "auto" and uncertainty > _TOO_UNCERTAIN * wall:
-            return f"in some steps the ranks' clocks agreed only within {uncertainty * 1e3:.2f} ms"
+            return f"the ranks' clocks agreed only within {uncertainty * 1e3:.2f} ms"
         return None

@@ -13,20 +13,20 @@ from lightning_freescale.profiling.explaining.contention import contention
 from lightning_freescale.profiling.explaining.imbalance import split_imbalance
 from lightning_freescale.profiling.explaining.laps import RankLaps
 from lightning_freescale.profiling.explaining.parts import column
-from lightning_freescale.profiling.explaining.pieces import pieces_of, told
+from lightning_freescale.profiling.explaining.pieces import pieces_of, told, wall_of
 from lightning_freescale.profiling.explaining.replay import WhatIf, what_if
-from lightning_freescale.profiling.explaining.window import ExchangeSums, Window
+from lightning_freescale.profiling.explaining.window import Window
 from lightning_freescale.profiling.gathering.gather import arrivals_of, last_arrivals
 from lightning_freescale.profiling.recording.records import ResolvedStep
 from lightning_freescale.profiling.reporting.report import (
     About,
     BubbleReport,
-    ExchangeFigures,
     Overhead,
     Status,
     Waiting,
     window_scalars,
 )
+from lightning_freescale.profiling.totals import Totals
 
 Floats = NDArray[np.float64]
 Explain = Callable[[Floats, Floats], "tuple[Floats, Floats] | None"]
@@ -34,6 +34,8 @@ Explain = Callable[[Floats, Floats], "tuple[Floats, Floats] | None"]
 the seconds that this should take on a rank that is not slow, ``[steps, ranks]``, and how slow each rank is, ``[ranks]``."""
 _REPLAYED = 500
 """Steps of a replay: enough for a mean, and done in a second."""
+_ON_THE_WAY = 10_000
+"""Steps times ranks of a report on the way, which is written in the time of a step or two."""
 
 
 class History:
@@ -46,8 +48,7 @@ class History:
         self._samples: deque[list[int]] = deque(maxlen=keep_steps)
         self._features: deque[list[Any]] = deque(maxlen=keep_steps)
         self._laps: deque[list[RankLaps]] = deque(maxlen=min(keep_steps, _REPLAYED))
-        self._exchanges: list[dict[str, ExchangeSums]] = []
-        self._host: dict[str, float] = {}
+        self._totals = Totals(keep_steps)
         self.added = 0
         self._newest = 0
 
@@ -59,13 +60,7 @@ class History:
         self._samples.extend(list(row) for row in zip(*(window.samples for window in windows)))
         self._features.extend(list(row) for row in zip(*(window.features for window in windows)))
         self._laps.extend(list(row) for row in zip(*(window.laps for window in windows)))
-        self._exchanges = self._exchanges or [{} for _ in windows]
-        for mine, window in zip(self._exchanges, windows):
-            for name, sums in window.exchanges.items():
-                mine.setdefault(name, ExchangeSums())
-                mine[name] += sums
-            for section, seconds in window.host.items():
-                self._host[section] = self._host.get(section, 0.0) + seconds / len(windows)
+        self._totals.add(windows)
         self._newest = len(parts)
         self.added += len(parts)
 
@@ -84,57 +79,43 @@ class History:
     ) -> BubbleReport:
         """Of all that was added; ``traced`` holds the last steps of every rank with all their stamps.
 
-        Without them it is a report on the way, which leaves out what takes time.
+        Without them it is a report on the way, which leaves out what takes time: replays, and all but the newest steps.
         """
-        parts = np.stack(self._parts)
+        newest = slice(None) if traced is not None else slice(-max(1, _ON_THE_WAY // len(self._samples[-1])), None)
+        parts = np.stack(self._parts)[newest]
         compute, hidden = column(parts, "compute"), column(parts, "hidden")
-        explained = self._explained(compute)
+        explained = self._explained(compute, list(self._features)[newest])
         expected, slowness = explained if explained is not None else (None, None)
         return BubbleReport(
             parts=parts,
-            samples=np.array(self._samples),
-            steps=np.array(self.steps),
+            samples=np.array(self._samples)[newest],
+            steps=np.array(self.steps)[newest],
             about=self.about,
             waiting=waiting,
             overhead=overhead,
             status=status,
             imbalance=split_imbalance(compute, expected, slowness) if parts.shape[1] > 1 else None,
             what_if=self._replayed(compute, hidden, expected) if traced is not None else (),
-            exchanges=self._exchange_figures(),
-            host={section: seconds / self.added for section, seconds in self._host.items()},
+            exchanges=self._totals.exchanges(),
+            host=self._totals.host(),
             device_idle=device_idle,
-            median_step=_median_step(traced) if traced else None,
-            last=tuple(sum(sums.last for sums in mine.values()) for mine in self._exchanges),
+            median_step=_median_step(traced) if traced and len(traced[0]) == parts.shape[1] else None,
+            last=self._totals.last(),
         )
 
     def _replayed(self, compute: Floats, hidden: Floats, expected: Floats | None) -> tuple[WhatIf, ...]:
         inflation = contention(compute, hidden, expected)
         return what_if(list(self._laps), inflation, hidden[-len(self._laps) :])
 
-    def _explained(self, compute: Floats) -> tuple[Floats, Floats] | None:
-        if self._explain is None or any(one is None for row in self._features for one in row):
+    def _explained(self, compute: Floats, features: list[list[Any]]) -> tuple[Floats, Floats] | None:
+        if self._explain is None or any(one is None for row in features for one in row):
             return None
-        return self._explain(np.array(self._features, dtype=np.float64), compute)
-
-    def _exchange_figures(self) -> tuple[ExchangeFigures, ...]:
-        names = dict.fromkeys(name for mine in self._exchanges for name in mine)
-        return tuple(self._figures(name) for name in names)
-
-    def _figures(self, name: str) -> ExchangeFigures:
-        mine = [sums.get(name, ExchangeSums()) for sums in self._exchanges]
-        each = self.added * len(mine)
-
-        def mean(field: str) -> float:
-            return sum(getattr(one, field) for one in mine) / each
-
-        moved = None if any(one.unknown for one in mine) else int(mean("moved"))
-        last = tuple(one.last for one in mine)
-        return ExchangeFigures(name, mean("count"), mean("straggler_wait"), mean("transfer"), mean("hidden"), moved, last)
+        return self._explain(np.array(features, dtype=np.float64), compute)
 
 
 def _median_step(traced: Sequence[Sequence[ResolvedStep]]) -> dict[str, Any]:
     """The traced step of median length, every rank's pieces in microseconds from its start."""
-    chosen = sorted(traced, key=lambda row: max(_wall(step) for step in row))[(len(traced) - 1) // 2]
+    chosen = sorted(traced, key=lambda row: max(wall_of(step) for step in row))[(len(traced) - 1) // 2]
     arrivals = [arrivals_of(step) for step in chosen]
     origin = min(step.start for step in chosen)
     ranks = [
@@ -145,7 +126,3 @@ def _median_step(traced: Sequence[Sequence[ResolvedStep]]) -> dict[str, Any]:
         for step in chosen
     ]
     return {"step": chosen[0].index, "ranks": ranks}
-
-
-def _wall(step: ResolvedStep) -> float:
-    return step.end - step.start - sum(span.end - span.start for span in step.spans if span.kind == "pause")

@@ -17,7 +17,8 @@ class Options:
         every_n_steps: how often the ranks exchange what they recorded.
         warmup_steps: first steps to leave out.
         keep_steps: the report covers this many steps at most, the last ones.
-        trace_steps: how many of the last steps keep all their stamps, for the trace; 0 for no trace.
+        trace_steps: how many of the last steps keep all their stamps, for the trace; 0 for no trace. With more than 64 ranks
+            fewer, 3200 steps times ranks in all.
         kineto_steps: how many steps after the first exchange torch.profiler watches; they are in the trace, not in the report.
         split_waits_by: how to tell waiting for a slower rank from transferring: by when the ranks arrived (``"clocks"``), by
             bytes over bandwidth (``"bandwidth"``), or by arrivals as long as the clocks agree well enough (``"auto"``).

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from lightning_freescale.profiling.aside import Aside
 from lightning_freescale.profiling.exchange import Exchange
+from lightning_freescale.profiling.gathering.gather import to_all
 from lightning_freescale.profiling.history import Explain, History
 from lightning_freescale.profiling.options import Options
 from lightning_freescale.profiling.recorded import Recorded
@@ -25,6 +26,8 @@ from lightning_freescale.profiling.watched import Watched
 
 _LAG = 2
 """The newest steps wait for the next exchange: they may still be running on a device."""
+_TRACED = 3200
+"""Steps times ranks of a trace, which make some 20 MB."""
 _PATIENCE = 2.0
 """Seconds for an exchange that is under way when the run ends; longer only takes one that waits for a rank that is gone."""
 
@@ -40,6 +43,9 @@ class Profile:
         about: what is run.
         folder: where rank 0 writes its files.
         explain: fits what the ranks worked on to their compute times.
+
+    Raises:
+        OSError: rank 0 cannot write to the folder; on every rank.
 
     Attributes:
         files: what was written; nothing on other ranks than 0.
@@ -58,9 +64,12 @@ class Profile:
         assert timeline.clock is not None
         self.timeline, self.options, self.files = timeline, options, Files(folder)
         self._leads = group is None or group.rank() == 0
+        problems = to_all(self.files.problem() if self._leads else None, group)  # an error of one rank is one of all
+        if problems[0] is not None:
+            raise OSError(problems[0])
         self._history = History(about, options.keep_steps, explain)
         self._watched = Watched(KinetoWindow(options.kineto_steps, device) if options.kineto_steps else None)
-        self._recorded = Recorded(timeline, options.trace_steps)
+        self._recorded = Recorded(timeline, min(options.trace_steps, max(1, _TRACED // about.world_size)))
         self._exchange = Exchange(group, timeline.clock, options)
         self._seen, self._stamp_cost = 0, seconds_per_stamp(device)
         self._aside, self._pending = Aside(), _nothing()

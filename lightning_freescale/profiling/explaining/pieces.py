@@ -56,6 +56,11 @@ def host_section(gap: Piece) -> str | None:
     return _SECTIONS.get((before, after))
 
 
+def wall_of(step: ResolvedStep) -> float:
+    """Seconds without pauses."""
+    return step.end - step.start - sum(span.end - span.start for span in step.spans if span.kind == "pause")
+
+
 def told(piece: Piece) -> tuple[str, str]:
     """Kind and name for a reader: a gap is the host's, or unexplained."""
     if piece.kind != "gap":

@@ -30,10 +30,10 @@ class ExchangeSums:
     unknown: int = 0
     last: int = 0
 
-    def __iadd__(self, other: ExchangeSums) -> ExchangeSums:
+    def add(self, other: ExchangeSums) -> None:
+        """Of further exchanges."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
-        return self
 
 
 @dataclass
@@ -75,31 +75,35 @@ def window_of(
     laps = [laps_of(step, arrived, pieces) for step, arrived, pieces in zip(steps, last, cut)]
     window = Window([s.index for s in steps], as_array(parts), [s.samples for s in steps], list(features), laps)
     for step, arrived, pieces in zip(steps, last, cut):
+        _add_waits(window, pieces)
+        pauses = [piece for piece in pieces if piece.kind == "pause"]
         for collective, moment in zip(step.collectives, arrived):
-            _add(window, step, collective, moment, pieces, alone)
+            if not any(pause.start <= collective.start and collective.end <= pause.end for pause in pauses):
+                _add(window, collective, pieces, ExchangeSums(count=1, last=int(not alone and collective.arrive >= moment)))
         for collective in step.hidden:
-            _add(window, step, collective, None, pieces, alone)
+            begun_here = ExchangeSums(count=int(step.start <= collective.arrive < step.end))
+            _add(window, collective, pieces, begun_here, " (background)")
         _add_host(window, pieces)
     return window
 
 
-def _add(
-    window: Window, step: ResolvedStep, one: ResolvedCollective, last: float | None, pieces: Sequence[Piece], alone: bool
-) -> None:
-    name = one.name if last is not None else f"{one.name} (background)"
-    turn = one.start if last is None else min(max(last, one.start), one.end)
+def _add(window: Window, one: ResolvedCollective, pieces: Sequence[Piece], sums: ExchangeSums, kind: str = "") -> None:
     flight = flight_of(one)
-    count = 1 if last is not None or step.start <= one.arrive < step.end else 0
-    window.exchanges.setdefault(name, ExchangeSums())
-    window.exchanges[name] += ExchangeSums(
-        count=count,
-        straggler_wait=0.0 if last is None else turn - one.start,
-        transfer=0.0 if last is None else one.end - turn,
-        hidden=0.0 if flight is None else hidden_seconds([flight], pieces),
-        moved=count * (one.moved or 0),
-        unknown=int(one.moved is None),
-        last=int(last is not None and not alone and one.arrive >= last),
-    )
+    sums.hidden = 0.0 if flight is None else hidden_seconds([flight], pieces)
+    sums.moved, sums.unknown = sums.count * (one.moved or 0), int(one.moved is None)
+    _of(window, one.name + kind).add(sums)
+
+
+def _add_waits(window: Window, pieces: Sequence[Piece]) -> None:
+    for piece in pieces:
+        if piece.kind == "straggler_wait":
+            _of(window, piece.name).straggler_wait += piece.end - piece.start
+        elif piece.kind == "transfer":
+            _of(window, piece.name).transfer += piece.end - piece.start
+
+
+def _of(window: Window, name: str) -> ExchangeSums:
+    return window.exchanges.setdefault(name, ExchangeSums())
 
 
 def _add_host(window: Window, pieces: Sequence[Piece]) -> None:

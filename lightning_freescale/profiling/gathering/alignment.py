@@ -15,6 +15,7 @@ from lightning_freescale.profiling.gathering.ping_pong import Measurement, measu
 
 Seconds = TypeVar("Seconds", float, NDArray[np.float64])
 
+_KEPT = 64
 _LOADED = 3.0  # times the smallest round trip of all measurements; one above was not taken in quiet
 
 
@@ -60,6 +61,8 @@ class Alignment:
         self._leads = found is None
         self._measurements.append(found or Measurement(self._clock(), offset=0, margin=0, round_trip=0, rounds=0, rejected=0))
         self._drop_loaded()
+        if len(self._measurements) > _KEPT:  # of old times half are enough
+            self._measurements[1 : _KEPT // 2] = self._measurements[1 : _KEPT // 2 : 2]
         self._offsets = Offsets(self._measurements)
 
     def to_rank_zero(self, seconds: Seconds) -> Seconds:

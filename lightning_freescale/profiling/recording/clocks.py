@@ -88,5 +88,11 @@ class CudaClock:
 
 
 def clock_for(device: torch.device) -> Clock:
-    """The clock that fits a device."""
+    """The clock that fits a device.
+
+    Raises:
+        ValueError: nothing is known of devices of that type.
+    """
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"the timeline can stamp the work of cpu and cuda devices, not of {device}: profile without it there")
     return CudaClock(device) if device.type == "cuda" else HostClock()

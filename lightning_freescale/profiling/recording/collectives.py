@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import wraps
 from typing import Any
@@ -41,7 +41,8 @@ def collectives_on(timeline: Timeline, leave: Collection[dist.ProcessGroup] = ()
     """Meanwhile the functions of ``torch.distributed`` stamp ``timeline``; their results are what they were.
 
     Calls by other Python threads are exchanges in the background. Not seen are point-to-point messages, torch's functional
-    collectives, and whoever took the functions out of ``torch.distributed`` by name before.
+    and coalesced collectives, those in compiled code, asynchronous ones whose Work nobody waits for with ``wait`` or
+    ``synchronize``, and whoever took the functions out of ``torch.distributed`` by name before.
 
     Args:
         timeline: records them while a step is open.
@@ -66,7 +67,7 @@ class ObservedWork(dist.Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the collective."""
-        with self._timeline.waiting(self._collective):
+        with self._waiting():
             return self._work.wait(timeout)
 
     def is_completed(self) -> bool:
@@ -91,7 +92,11 @@ class ObservedWork(dist.Work):
 
     def synchronize(self) -> None:
         """Make the current stream wait for it."""
-        self._work.synchronize()
+        with self._waiting():
+            self._work.synchronize()
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        return self._timeline.waiting(self._collective if self._timeline.is_training_thread else None)
 
 
 def _stamped(name: str, function: Callable[..., Any], timeline: Timeline, leave: Collection[Any]) -> Callable[..., Any]:
@@ -99,8 +104,10 @@ def _stamped(name: str, function: Callable[..., Any], timeline: Timeline, leave:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not timeline.recording:
+            return function(*args, **kwargs)
         group = group_of(args, kwargs)
-        if not timeline.recording or group in leave:
+        if group in leave or group is dist.GroupMember.NON_GROUP_MEMBER or _coalesces(group):
             return function(*args, **kwargs)
         moved = moved_bytes(name, args, kwargs, group)
         if not timeline.is_training_thread:
@@ -121,6 +128,12 @@ def _argument(function: Callable[..., Any], name: str) -> Callable[[tuple[Any, .
     parameters = list(inspect.signature(function).parameters)
     position = parameters.index(name) if name in parameters else len(parameters)
     return lambda args, kwargs: args[position] if len(args) > position else kwargs.get(name)
+
+
+def _coalesces(group: Any) -> bool:
+    """Whether a coalescing manager of torch collects the group's calls, to run them when it ends."""
+    pending = dist.distributed_c10d._world.pg_coalesce_state
+    return bool(pending) and (group or dist.group.WORLD) in pending
 
 
 def _place(group: Any) -> str:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
 def moved_bytes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], group: Any) -> int | None:
-    """The larger of what this rank sends and receives; None for objects, whose size is not known ahead."""
+    """The larger of what this rank sends and receives; None for objects and sparse tensors, whose size is not known ahead."""
     if name.endswith(("object", "object_list")):
+        return None
+    if any(isinstance(value, Tensor) and value.layout is not torch.strided for value in (*args, *kwargs.values())):
         return None
     largest = max(map(_bytes, (*args, *kwargs.values())), default=0)
     if not largest:

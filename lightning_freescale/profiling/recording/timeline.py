@@ -59,7 +59,7 @@ class Timeline:
         """Start recording with the clock that fits ``device``; the calling thread is the one that trains."""
         self._thread = threading.get_ident()
         if self.clock is None:
-            self.clock = clock_for(device)
+            self.clock, self.stamps = clock_for(device), 0
 
     def disable(self) -> None:
         """Stop recording and forget the step in progress."""
@@ -120,11 +120,13 @@ class Timeline:
     def arrive(self, name: str, group: str = "", moved: int | None = None) -> Collective | None:
         """This rank has done its part of a collective; None if nobody wants to know."""
         step = self._step
-        if step is None or self.inside:
+        if step is None:
             return None
         place = group or name
         key = f"{place}:{step.index}.{self._counts[place]}"
         self._counts[place] += 1
+        if self.inside:
+            return None
         return Collective(name, key, self.stamp(), moved=moved)
 
     def waiting(self, collective: Collective | None) -> AbstractContextManager[None]:

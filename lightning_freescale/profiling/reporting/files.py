@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lightning_freescale.profiling.recording.records import ResolvedStep
+from lightning_freescale.profiling.reporting import document
 from lightning_freescale.profiling.reporting.page import write_page
 from lightning_freescale.profiling.reporting.report import BubbleReport
 from lightning_freescale.profiling.reporting.trace import write_trace
@@ -19,27 +23,53 @@ _REFRESHING = 0.002
 class Files(dict[str, Path]):
     """``report.json``, ``report.html`` and ``trace.json``, by ``"report"``, ``"page"`` and ``"trace"`` once they are written.
 
+    A file that cannot be written is a warning, not the end of a training run.
+
     Args:
-        folder: made when the first is written.
+        folder: where.
     """
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
         self._ended = self._took = 0.0
+        self._last, self._lock = False, threading.Lock()
+
+    def problem(self) -> str | None:
+        """Why nothing can be written there; makes the folder."""
+        probe = self.folder / ".writable"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            return f"the profiler cannot write to folder={str(self.folder)!r}: {error}; pass another one"
+        return None
 
     def write(self, report: BubbleReport, traced: Sequence[Sequence[ResolvedStep]], kineto: Sequence[Any] = ()) -> None:
-        """All of them; no trace without steps."""
-        self["report"] = report.write(self.folder / "report.json")
-        self["page"] = write_page(self.folder / "report.html", [report.document()])
-        if traced:
-            self["trace"] = write_trace(self.folder / "trace.json", traced, kineto)
+        """All of them, for the last time; no trace without steps."""
+        with self._writing():
+            self._last, told = True, report.document()
+            self["report"] = document.write(told, self.folder / "report.json")
+            self["page"] = write_page(self.folder / "report.html", [told])
+            if traced:
+                self["trace"] = write_trace(self.folder / "trace.json", traced, kineto)
 
     def refresh(self, report: Callable[[], BubbleReport]) -> None:
         """The report alone, in case the run is killed; as often as costs next to nothing."""
         began = time.perf_counter()
         if began - self._ended < self._took / _REFRESHING:
             return
-        self["report"] = report().write(self.folder / "report.json")
+        with self._writing():
+            if not self._last:
+                self["report"] = report().write(self.folder / "report.json")
         self._ended = time.perf_counter()
         self._took = self._ended - began
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        with self._lock:
+            try:
+                yield
+            except OSError as error:
+                warnings.warn(f"the profiler could not write its files to {self.folder}: {error}", stacklevel=2)

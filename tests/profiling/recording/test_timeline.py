@@ -102,7 +102,17 @@ def test_keys_tell_groups_steps_and_turns_apart(timeline: Timeline) -> None:
         keys += [timeline.arrive(name, group).key for name, group in (("a", ""), ("b", "g"), ("c", "g"), ("a", ""), ("b", ""))]
         timeline.close_step()
     assert keys[:5] == ["a:0.0", "g:0.0", "g:0.1", "a:0.1", "b:0.0"]
-    assert len(set(keys)) == 10
+    assert keys[5:] == ["a:1.0", "g:1.0", "g:1.1", "a:1.1", "b:1.0"], "every step counts anew"
+
+
+def test_a_second_wait_is_no_second_collective(timeline: Timeline) -> None:
+    timeline.open_step()
+    collective = timeline.arrive("a")
+    for _ in range(2):
+        with timeline.waiting(collective):
+            pass
+    assert _closed(timeline).collectives == [collective]
+    assert (collective.start, collective.end) == (2, 3)
 
 
 def test_a_collective_inside_another_is_a_part_of_it(timeline: Timeline) -> None:
