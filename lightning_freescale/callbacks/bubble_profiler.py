@@ -142,11 +142,12 @@ class BubbleProfiler(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if self._profile is None:  # no training under way
-            return
+        profile = self._profile
         with self._stopping():
-            self.report = self._profile.interrupted(f"{type(exception).__name__}: {exception}".strip(": "))
-        self._tell()
+            if profile is not None:
+                self.report = profile.interrupted(f"{type(exception).__name__}: {exception}".strip(": "))
+        if profile is not None:  # else the run was not training
+            self._tell()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -45,7 +45,9 @@ PAIRS = [{"pair:7.0": 0.1, "world:7.0": 0.5}, {"pair:7.0": 0.3, "world:7.0": 0.5
 
 def _subgroups() -> Any:
     exchange = Exchange(dist.group.WORLD, HostClock(), Options(split_waits_by="clocks"))
-    steps = [_step({key: at for key, at in PAIRS[dist.get_rank()].items() if key == only}) for only in ("pair:7.0", "world:7.0")]
+    steps = [
+        _step({key: at for key, at in PAIRS[dist.get_rank()].items() if key == only}) for only in ("pair:7.0", "world:7.0")
+    ]
     windows = exchange.together([*steps, _step({"own": 0.2})], [f"rank {dist.get_rank()}", None, None])
     return windows, exchange.waiting()
 

@@ -180,7 +180,9 @@ def test_news_of_every_exchange(between: Any, tmp_path: Path) -> None:
         news = _rank_alone(profile, 12, between)
         profile.finish()
     assert len(news) in (9, 10), "an exchange from the third step on, and the last one may be under way"
-    assert [one["freescale/samples_per_second"] * one["freescale/step_seconds"] for one in news][:5] == pytest.approx([1, 2, 3, 4, 5])
+    assert [one["freescale/samples_per_second"] * one["freescale/step_seconds"] for one in news][:5] == pytest.approx(
+        [1, 2, 3, 4, 5]
+    )
 
 
 def test_an_exchange_that_failed_is_heard_of_though_the_next_is_due(tmp_path: Path) -> None:

@@ -203,3 +203,50 @@ def _failing() -> tuple[str, bool]:
 
 def test_the_wait_for_a_collective_that_fails_has_an_end() -> None:
     assert run_distributed(_failing, 2) == [("DistBackendError", True)] * 2
+
+
+def _left_alone() -> dict[str, int]:
+    rank, counts = dist.get_rank(), {}
+    first = dist.new_group([0])
+    with ExitStack() as stack:
+        timeline = _watched(stack)
+        dist.all_reduce(torch.ones(1), group=first)  # torch makes it a warning on rank 1
+        counts["another's group"] = len(_seen(timeline))
+        timeline.open_step()
+        works = []
+        with dist._coalescing_manager(async_ops=True) as manager:
+            for _ in range(2):
+                works.append(dist.all_reduce(torch.ones(1), async_op=True))
+        manager.wait()
+        counts["coalesced"] = len(_seen(timeline))
+        timeline.open_step()
+        total = torch.compile(_summed, fullgraph=True, backend="eager")(torch.full((1,), float(rank)))
+        assert total.item() == 1
+        counts["compiled"] = len(_seen(timeline))
+        timeline.open_step()
+        dist.all_reduce(torch.eye(2).to_sparse())
+        (sparse,) = _seen(timeline)
+        assert sparse.moved is None
+    return counts
+
+
+def _summed(x: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(x)
+    return x
+
+
+def test_what_torch_does_in_its_own_way_works_as_without() -> None:
+    one, other = run_distributed(_left_alone, 2)
+    assert one == {"another's group": 1, "coalesced": 0, "compiled": 0}
+    assert other == {"another's group": 0, "coalesced": 0, "compiled": 0}
+
+
+def _synchronized() -> int:
+    with ExitStack() as stack:
+        timeline = _watched(stack)
+        _all_reduce(None, True).synchronize()
+        return len(_seen(timeline))
+
+
+def test_a_work_may_be_synchronized_instead() -> None:
+    assert run_distributed(_synchronized, 2) == [1, 1]

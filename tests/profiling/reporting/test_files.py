@@ -46,7 +46,9 @@ def test_the_kineto_events_are_in_the_trace(tmp_path: Path, monkeypatch: pytest.
     assert given == [(tmp_path / "trace.json", TRACED, ["events"])]
 
 
-def test_the_report_alone_is_refreshed_as_often_as_costs_next_to_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_alone_is_refreshed_as_often_as_costs_next_to_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now, written = [500.0], []
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
