@@ -28,7 +28,7 @@ DELAY = 0.06
 def _folder_in_a_file(folder: str) -> tuple[str, bool]:
     original = dist.all_reduce
     Path(folder, "file").touch()
-    with pytest.raises(OSError, match="folder=.*pass another one") as raised:
+    with pytest.raises(OSError, match=r"folder=.*pass another one") as raised:
         fit(Plain(), [profiler(Path(folder, "file", "bubbles"))])
     return type(raised.value).__name__, dist.all_reduce is original
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from lightning_freescale.profiling.explaining.parts import column
 from lightning_freescale.profiling.explaining.window import Window
 from lightning_freescale.profiling.options import Options
 from lightning_freescale.profiling.recording.clocks import HostClock
-from lightning_freescale.profiling.recording.records import ResolvedCollective, ResolvedStep
+from lightning_freescale.profiling.recording.records import ResolvedCollective, ResolvedSpan, ResolvedStep
 from lightning_freescale.profiling.reporting.report import Waiting
 from lightning_freescale.testing import run_distributed
 
@@ -68,25 +69,28 @@ def _uncertain(uncertainties: list[list[float]], walls: list[float], split: str)
     exchange.spent_here = [0.25, 0.75][rank]
     for uncertainty in uncertainties:
         exchange.alignment.uncertainty_at = lambda _: uncertainty[rank]  # noqa: B023
-        windows = exchange.together([_step({"world:7.0": 0.1 + 0.5 * rank}, walls[rank], moved=10**8)] * 2, [None] * 2)
+        step = _step({"world:7.0": 0.1 + 0.5 * rank}, walls[rank] + 5, moved=10**8)
+        paused = replace(step, spans=(ResolvedSpan("pause", "validation", walls[rank], walls[rank] + 5),))
+        windows = exchange.together([paused] * 2, [None] * 2)
         answers.append(None if windows is None else _waits(windows)[0][0])
     return answers, exchange.waiting(), exchange.spent
 
 
 def test_clocks_are_good_enough_up_to_two_percent_of_a_step_on_the_worst_rank() -> None:
-    walls = [3.0, 1.0]  # two steps, the first begins at 0 and the second ends there: 1.0 a step
-    (answers, waiting, spent), other = run_distributed(_uncertain, 2, [[0, 0.0199], [0.01, 0.004]], walls, "auto")
+    uncertainties = [[0, 0.0199], [0.01, 0.004]]
+    (answers, waiting, spent), other = run_distributed(_uncertain, 2, uncertainties, [1.1, 0.9], "auto")
     assert answers == [0.5, 0.5]
     assert (waiting.method, waiting.reason, waiting.uncertainty) == ("arrival clocks", None, 0.0199)
     assert spent == other[2] == 0.75
 
 
 def test_clocks_that_disagree_by_more_are_not_used() -> None:
-    first, second = run_distributed(_uncertain, 2, [[0, 0.001], [0, 0.0201], [0, 0.001]], [3.0, 1.0], "auto")
+    first, second = run_distributed(_uncertain, 2, [[0, 0.001], [0, 0.0201], [0, 0.001]], [1.1, 0.9], "auto")
     answers, waiting, _ = first
     assert answers == [0.5, 0.7, 0.5], "0.1 s for its bytes"
     assert (waiting.method, waiting.bandwidth) == ("bandwidth", 1e9)
     assert "agreed only within 20.10 ms" in waiting.reason
+    assert waiting.reason.endswith(": 2 of 6 steps")
     assert second[1].reason == waiting.reason, "the ranks decide alike"
 
 

@@ -98,6 +98,8 @@ def test_scalars_are_of_the_newest_steps() -> None:
     history = _history(_windows(range(0, 8)), _windows(range(9, 10)))
     assert history.newest_scalars()["freescale/compute_imbalance"] == 1, "an odd step alone"
     assert history.newest_scalars()["freescale/samples_per_second"] == pytest.approx(21 / 3)
+    several = _history(_windows(range(0, 8)), _windows(range(8, 11)))
+    assert several.newest_scalars()["freescale/compute_imbalance"] == pytest.approx((2 + 2 + 2) / (1.5 + 2 + 1.5))
     forgetful = _history(_windows(range(0, 8)), keep_steps=3)
     assert forgetful.newest_scalars()["freescale/step_seconds"] == 3
 
@@ -167,6 +169,12 @@ def test_features_explain_the_imbalance() -> None:
     assert report.imbalance.basis == "cost model"
     assert report.imbalance.data == pytest.approx(0.5)
     assert report.imbalance.scores == (1.0, 1.5)
+
+
+def test_features_of_the_steps_that_are_kept() -> None:
+    seen: list[Any] = []
+    _report(_history(_windows(range(4)), _windows(range(4, 7)), keep_steps=5, explain=_explain(seen)))
+    assert [given.shape for given in seen[0]] == [(5, 2, 1), (5, 2)]
 
 
 @pytest.mark.parametrize("features", [((1.0,), None), (None, None)])
