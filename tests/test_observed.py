@@ -28,7 +28,6 @@ class Watch(L.Callback):
         self.recording = recording
 
     def setup(self, trainer: L.Trainer, module: Any, stage: str) -> None:
-        self.before = dict(vars(trainer.strategy))
         if self.recording:
             self.timeline.enable(torch.device("cpu"))
         self.stack.enter_context(stages_on(self.timeline, trainer.strategy))
@@ -43,6 +42,7 @@ class Watch(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         self.stack.close()
+        self.model = trainer.strategy.model  # as it is before the teardown
         methods = ("process_dataloader", "batch_to_device", "training_step", "backward", "optimizer_step")
         assert not [name for name in methods if name in vars(trainer.strategy)]
 
@@ -167,8 +167,10 @@ def test_the_strategys_own_methods_come_back_whatever_happens() -> None:
     own = strategy.backward
     strategy.backward = own  # somebody's own, on the instance
     before = dict(vars(strategy))
-    with pytest.raises(KeyError), stages_on(Timeline(), strategy):
+    with stages_on(Timeline(), strategy):
         assert len(vars(strategy)) == len(before) + 4
+    assert vars(strategy) == before
+    with pytest.raises(KeyError), stages_on(Timeline(), strategy):
         raise KeyError
     assert vars(strategy) == before
     assert strategy.training_step.__func__ is SingleDeviceStrategy.training_step
@@ -197,6 +199,23 @@ def _waits(module: L.LightningModule, ddp: dict[str, Any], **options: Any) -> li
 def test_ddps_wait_for_its_gradients_is_seen_once_per_backward(ddp: dict[str, Any]) -> None:
     first, second = run_distributed(_waits, 2, Plain(), ddp)
     assert first == second == [[("dense gradients", 20, True)]] * 4, "two ranks exchange five floats: each sends them once"
+
+
+class Normed(Plain):
+    """Running statistics are buffers, which DDP takes from rank 0 in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+
+
+def _buffers() -> tuple[list[list[str]], bool]:
+    watch = _watched(Normed(), 3, devices=2, strategy=DDPStrategy(), num_sanity_val_steps=0)
+    return [[c.name for c in step.collectives] for step in watch.steps], "_sync_buffers" in vars(watch.model)
+
+
+def test_ddps_broadcast_of_buffers_is_a_collective() -> None:
+    assert run_distributed(_buffers, 2) == [([["buffers", "dense gradients"]] * 3, False)] * 2
 
 
 def test_not_in_a_backward_that_only_accumulates() -> None:

@@ -64,6 +64,16 @@ def test_only_the_last_steps_are_kept() -> None:
     assert report.exchanges[0].per_step == 1, "figures are of all steps, per step"
 
 
+def test_exchanges_of_windows_that_are_not_kept_are_forgotten() -> None:
+    early = _windows(range(4))
+    early[0].exchanges["early"] = ExchangeSums(count=1)
+    early[1].host = {"early": 1.0}
+    assert "early" in _report(_history(early, _windows(range(4, 7)), keep_steps=4)).host, "a part of its steps is kept"
+    report = _report(_history(early, _windows(range(4, 7)), keep_steps=3))
+    assert [figures.name for figures in report.exchanges] == ["rows"]
+    assert "early" not in report.host
+
+
 def test_figures_of_exchanges_are_means_over_steps_and_ranks() -> None:
     (rows,) = _report(_history(_windows(range(2)), _windows(range(2, 4)))).exchanges
     assert (rows.name, rows.per_step, rows.moved) == ("rows", 1, 100)
@@ -95,12 +105,12 @@ def test_host_overhead_is_a_mean_over_steps_and_ranks() -> None:
 
 
 def test_scalars_are_of_the_newest_steps() -> None:
-    history = _history(_windows(range(0, 8)), _windows(range(9, 10)))
+    history = _history(_windows(range(8)), _windows(range(9, 10)))
     assert history.newest_scalars()["freescale/compute_imbalance"] == 1, "an odd step alone"
     assert history.newest_scalars()["freescale/samples_per_second"] == pytest.approx(21 / 3)
-    several = _history(_windows(range(0, 8)), _windows(range(8, 11)))
+    several = _history(_windows(range(8)), _windows(range(8, 11)))
     assert several.newest_scalars()["freescale/compute_imbalance"] == pytest.approx((2 + 2 + 2) / (1.5 + 2 + 1.5))
-    forgetful = _history(_windows(range(0, 8)), keep_steps=3)
+    forgetful = _history(_windows(range(8)), keep_steps=3)
     assert forgetful.newest_scalars()["freescale/step_seconds"] == 3
 
 
@@ -124,10 +134,10 @@ def test_replays_are_of_the_steps_they_have_the_laps_of(monkeypatch: pytest.Monk
 
 def test_the_median_step_is_the_one_of_median_length_without_pauses() -> None:
     traced = _traced(range(1, 4))  # all of three seconds
-    lengths = {1: 9.0, 2: 4.0, 3: 5.0}
+    lengths = {1: (3.0, 9.0), 2: (3.5, 4.0), 3: (3.2, 5.0)}
     for row in traced:
         for rank, step in enumerate(row):
-            end = step.start + lengths[step.index] if rank else step.end
+            end = step.start + lengths[step.index][rank]
             pause = (ResolvedSpan("pause", "validation", step.start + 3, step.start + 9),) if step.index == 1 else ()
             row[rank] = ResolvedStep(step.start, end, step.index, 1, step.spans + (pause if rank else ()), step.collectives)
     median = _report(_history(_windows(range(1, 4))), traced).median_step

@@ -64,7 +64,7 @@ def _guide(folder: str, loader: str, hours: float = 0.0, too_uncertain: float = 
     section = GUIDE.read_text().split("## Without Lightning")[1]
     code = re.search(r"```python\n(.*?)```", section, re.DOTALL).group(1)
     assert "for batch in loader:" in code
-    exec(code.replace("in loader:", f"in {loader}:").replace("import About", "import ObservedLoader, About"), names)  # noqa: S102
+    exec(code.replace("in loader:", f"in {loader}:").replace("import About", "import ObservedLoader, About"), names)
     assert dist.all_reduce.__module__.startswith("torch")
     return names["report"], [thread.name for thread in threading.enumerate()]
 
@@ -151,6 +151,9 @@ def test_steps_after_the_warm_up_are_in_the_report(tmp_path: Path) -> None:
     with _profiled(tmp_path, warmup_steps=2, trace_steps=4) as profile:
         _rank_alone(profile, 13)
         report = profile.finish()
+        steps = list(profile._recorded.recent)
+    assert [after.start for after in steps[1:]] == [before.end for before in steps[:-1]], "without a gap"
+    assert len(steps) == 4
     assert list(report.steps) == list(range(2, 13))
     assert report.samples[:, 0].tolist() == list(range(3, 14))
     assert (report.status.complete, report.status.warmup, report.status.not_exchanged) == (True, 2, 0)
@@ -284,7 +287,7 @@ def _steps_until_it_raises(profile: Profile) -> tuple[int, float, str]:
 
 
 def _lost(folder: str, how: str, steps: int, timeout: float, go_on: bool) -> None:
-    """Rank 1 leaves after some steps, the second exchange (or the first) is under way then; what becomes of rank 0 is written."""
+    """Rank 1 leaves after some steps, while an exchange is due; what becomes of rank 0 is written."""
     own, rank = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)), dist.get_rank()
     with _profiled(folder, own) as profile:
         for _ in range(steps):
@@ -305,12 +308,12 @@ def _lost(folder: str, how: str, steps: int, timeout: float, go_on: bool) -> Non
 def _outcome(folder: Path, *args: Any) -> Any:
     with pytest.raises(RankFailed):
         run_distributed(_lost, 2, str(folder), *args)
-    return eval((folder / "outcome").read_text())  # noqa: S307
+    return eval((folder / "outcome").read_text())
 
 
 @pytest.mark.parametrize(("how", "least", "most"), [("dies", 0, 1.5), ("is silent", 1, 4)])
 def test_a_lost_rank_is_heard_of_within_the_timeout(how: str, least: float, most: float, tmp_path: Path) -> None:
-    (step, seconds, _), took, steps, left, alive = _outcome(tmp_path, how, 7, 1.5, True)
+    (_, seconds, _), took, steps, left, alive = _outcome(tmp_path, how, 7, 1.5, True)
     assert least < seconds < most
     assert took < 1
     assert steps == 3, "the first exchange was fine"

@@ -70,7 +70,7 @@ def test_an_event_that_times_are_counted_from_is_not_used_for_others(device: Dev
 def test_times_are_right_after_an_hour(device: Device) -> None:
     """Counted from one event, milliseconds in single precision would be off by 0.1 ms by then."""
     clock, worst, steps = CudaClock(CUDA), 0.0, []
-    for step in range(36_000):
+    for _ in range(36_000):
         stamps = [clock.stamp()]
         device.work(0.0371)
         stamps.append(clock.stamp())

@@ -65,3 +65,27 @@ def test_the_report_alone_is_refreshed_as_often_as_costs_next_to_nothing(
     assert [after - before for before, after in zip(written, written[1:])] == [0.25 + 125] * 3
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
     assert files == {"report": tmp_path / "report.json"}
+
+
+def test_the_last_report_is_not_overwritten_by_one_on_the_way(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    files.write(REPORT, [])
+    files.refresh(lambda: report_of(np.array([[step(0.1)]])))
+    assert len(read(files["report"])["ranks"]) == 2
+
+
+def test_files_that_cannot_be_written_are_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    files = Files(tmp_path / "taken")
+    assert str(tmp_path / "taken") in files.problem()
+    with pytest.warns(UserWarning, match="could not write"):
+        files.refresh(lambda: REPORT)
+    with pytest.warns(UserWarning, match="could not write"):
+        files.write(REPORT, TRACED)
+    assert files == {}
+
+
+def test_a_folder_that_can_be_written_is_made(tmp_path: Path) -> None:
+    files = Files(tmp_path / "new" / "one")
+    assert files.problem() is None
+    assert list(files.folder.iterdir()) == []
