@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -132,41 +132,35 @@ class BubbleProfiler(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        with self._stopping():
-            self.report = self._running().finish()
-            finish = getattr(trainer.strategy, "finish_overlap", None)
-            self.overlap = finish() if finish is not None else None
-        if trainer.is_global_zero and self.report is None:
+        report = self._running().finish()  # if it fails, on_exception reports what there is
+        finish = getattr(trainer.strategy, "finish_overlap", None)
+        self.overlap = finish() if finish is not None else None
+        self._stop(report)
+        if trainer.is_global_zero and report is None:
             rank_zero_info(f"BubbleProfiler: no step after the {self.options.warmup_steps} warm-up steps, nothing to report")
-        self._tell()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        profile = self._profile
-        with self._stopping():
-            if profile is not None:
-                self.report = profile.interrupted(f"{type(exception).__name__}: {exception}".strip(": "))
-        if profile is not None:  # else the run was not training
-            self._tell()
+        reason, report = f"{type(exception).__name__}: {exception}".strip(": "), None
+        try:
+            if self._profile is not None:  # else the run was not training
+                report = self._profile.interrupted(reason)
+        finally:
+            self._stop(report)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        with self._stopping():  # a fit without a step has neither begun nor ended
-            pass
+        self._stop(None)  # a fit without a step has neither begun nor ended
 
-    @contextmanager
-    def _stopping(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self.files = dict(self._profile.files) if self._profile is not None else self.files
-            self._profile = None
-            self._timeline.disable()
-            self._observing.close()
-
-    def _tell(self) -> None:
-        if self.report is not None and self.verbose:
-            print(self.report, *([] if self.overlap is None else [self.overlap]), sep="\n")
+    def _stop(self, report: BubbleReport | None) -> None:
+        profile, self._profile = self._profile, None
+        self._timeline.disable()
+        self._observing.close()
+        if profile is None or report is None:
+            return
+        self.report, self.files = report, dict(profile.files)
+        if self.verbose:
+            print(report, *([] if self.overlap is None else [self.overlap]), sep="\n")
             for path in self.files.values():
                 print(f"written: {path}")
 

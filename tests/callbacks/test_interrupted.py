@@ -111,3 +111,26 @@ def _twice(folder: str) -> list[int]:
 def test_the_next_fit_is_not_bothered(tmp_path: Path) -> None:
     assert run_distributed(_twice, 2, str(tmp_path), init=False)[0] == [13, 13]
     assert read(tmp_path / "report.json")["status"]["complete"]
+
+
+class _DiesAtTheEnd(L.Callback):
+    """A rank is gone when the others come to the end."""
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
+        if trainer.global_rank == 1:
+            time.sleep(0.5)
+            _kill()
+
+
+def _lost_at_the_end(folder: str) -> None:
+    strategy = DDPStrategy(timeout=timedelta(seconds=3))
+    fit(Plain(), [_DiesAtTheEnd(), profiler(folder)], strategy=strategy, limit_val_batches=0)
+
+
+def test_a_rank_that_is_lost_at_the_end_does_not_take_the_report_along(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="died"):
+        run_distributed(_lost_at_the_end, 2, str(tmp_path), init=False)
+    document = read(tmp_path / "report.json")
+    assert len(document["series"]["step"]) == 8, "two exchanges of four"
+    assert document["status"]["not_exchanged"] == 14 - 1 - 8
+    assert not document["status"]["complete"]
