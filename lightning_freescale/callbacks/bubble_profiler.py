@@ -175,14 +175,17 @@ class BubbleProfiler(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         scalars = self._running().end_step(*self._work.of_step(trainer, batch, batch_idx))
+        self._log(trainer, scalars)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._log(trainer, self._running().end_epoch())
+
+    def _log(self, trainer: Trainer, scalars: dict[str, float] | None) -> None:
         if scalars is not None:
             with self._timeline.span("pause", "loggers"):
                 for logger in trainer.loggers:
                     logger.log_metrics(scalars, step=trainer.global_step)
-
-    @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._running().end_epoch()
 
     def _running(self) -> Profile:
         assert self._profile is not None, "Lightning calls on_train_start before"

@@ -102,10 +102,12 @@ class Profile:
                 return self._begin_exchange()
         return self._news()
 
-    def end_epoch(self) -> None:
-        """A good moment to compare clocks, if it is time. Collective."""
-        self._pending.result()  # after the same exchanges all ranks agree on whether it is
+    def end_epoch(self) -> dict[str, float] | None:
+        """A good moment to compare clocks, if it is time; scalars as :meth:`end_step`. Collective."""
+        self._pending.exception()  # after the same exchanges all ranks agree on whether it is
+        news = self._news()
         self._exchange.sync_if_due()
+        return news
 
     # -- at the end
 

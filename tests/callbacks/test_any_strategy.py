@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.strategies import DDPStrategy
 
@@ -157,3 +158,14 @@ def test_no_collective_on_the_default_group_in_a_step(tmp_path: Path) -> None:
     with_it, without = (run_distributed(_collectives, 2, profiled, str(tmp_path))[0] for profiled in (True, False))
     assert with_it == without
     assert min(without) > 0, "or the count does not count"
+
+
+def _logged(folder: str) -> list[list[str]]:
+    fit(Plain(), [profiler(folder)], steps=7, logger=CSVLogger(folder, name="", version=""), limit_val_batches=0)
+    path = Path(folder, "metrics.csv")
+    return [line.split(",") for line in path.read_text().splitlines()] if dist.get_rank() == 0 else []
+
+
+def test_an_exchange_of_the_last_step_is_logged_too(tmp_path: Path) -> None:
+    header, *rows = run_distributed(_logged, 2, str(tmp_path))[0]
+    assert [row for row in rows if row[header.index("freescale/bubble")]]

@@ -68,7 +68,7 @@ def _uncertain(uncertainties: list[list[float]], walls: list[float], split: str)
     exchange = Exchange(dist.group.WORLD, HostClock(), Options(split_waits_by=split, link_bandwidth=1e9))
     exchange.spent_here = [0.25, 0.75][rank]
     for uncertainty in uncertainties:
-        exchange.alignment.uncertainty_at = lambda _: uncertainty[rank]  # noqa: B023
+        exchange.alignment.uncertainty_at = lambda _, mine=uncertainty[rank]: mine
         step = _step({"world:7.0": 0.1 + 0.5 * rank}, walls[rank] + 5, moved=10**8)
         paused = replace(step, spans=(ResolvedSpan("pause", "validation", walls[rank], walls[rank] + 5),))
         windows = exchange.together([paused] * 2, [None] * 2)

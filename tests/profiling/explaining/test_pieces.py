@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +26,7 @@ def _step(spans: list[tuple], collectives: list[tuple]) -> ResolvedStep:
     )
 
 
-def _cut(spans: list[tuple], collectives: list[tuple] = [], last: list[float] = []) -> list[tuple]:  # noqa: B006
+def _cut(spans: list[tuple], collectives: Sequence[tuple] = (), last: Sequence[float] = ()) -> list[tuple]:
     return [(p.kind, p.start, p.end) for p in pieces_of(_step(spans, collectives), last)]
 
 

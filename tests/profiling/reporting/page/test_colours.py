@@ -11,8 +11,8 @@ from tests.profiling.reporting.page.showing import cells, colour, pixel
 def _palettes():
     css = files("lightning_freescale.profiling.reporting.page").joinpath("page.css").read_text()
     light, _, dark = css.partition("prefers-color-scheme: dark")
-    find = lambda text: dict(re.findall(r"--(\w+): #([0-9a-f]{6})", text))  # noqa: E731
-    return {"light": find(light), "dark": find(dark)}
+    found = (dict(re.findall(r"--(\w+): #([0-9a-f]{6})", text)) for text in (light, dark))
+    return dict(zip(("light", "dark"), found))
 
 
 # Machado, Oliveira and Fernandes 2009, severity 1, on linear RGB

@@ -105,7 +105,10 @@ def test_the_waterfall_shows_who_waits_for_whom(show):
     ]
     page = show(pieces(early, late))
     width = page.run("document.getElementById('waterfall-canvas').clientWidth") - LEFT - 8
-    at = lambda ms: LEFT + ms / 100 * width  # noqa: E731
+
+    def at(ms: float) -> float:
+        return LEFT + ms / 100 * width
+
     shown = [[pixel(page, "waterfall-canvas", round(at(ms)), y) for ms in (10, 35, 50, 70, 85, 97)] for y in (14, 42)]
     names = [
         ["forward", "straggler_wait", "straggler_wait", "transfer", "host_overhead", "host_overhead"],
