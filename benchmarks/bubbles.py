@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_freescale import BubbleProfiler
 from lightning_freescale.comm import BACKEND
-from lightning_freescale.profiling.explaining.parts import PART_NAMES
+from lightning_freescale.profiling.analysis.breakdown import PART_NAMES
 
 BATCH = 4
 DATA, HOST, BACKWARD = 0.010, 0.005, 0.5

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from lightning_freescale.balance import CostModel
-from lightning_freescale.data import StreamLoader
+from lightning_freescale.data import BalancedStreamLoader
 
 BATCH = 32
 WAYS = ("floor", "none", "samples")
@@ -70,9 +70,9 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def _loader(exchange: Any, group: dist.ProcessGroup, options: Any) -> StreamLoader:
+def _loader(exchange: Any, group: dist.ProcessGroup, options: Any) -> BalancedStreamLoader:
     rank, size = dist.get_rank(), dist.get_world_size()
-    return StreamLoader(
+    return BalancedStreamLoader(
         Histories(rank, options.steps + 8, options.width),
         BATCH,
         cost=lambda sample: float(CostModel()(len(sample))),

@@ -150,7 +150,7 @@ class Ours:
     def sent(self) -> dict[str, float]:
         """What the engine counts, and with it the bytes sent to other ranks since the start."""
         counted = self.engine.statistics()
-        return {**counted, "bytes": sum(counted[name] for name in ("ids_bytes", "contended_bytes", "settled_bytes"))}
+        return {**counted, "bytes": sum(counted[name] for name in ("ids_bytes", "colliding_bytes", "non_colliding_bytes"))}
 
     def close(self) -> None:
         """End the engine."""

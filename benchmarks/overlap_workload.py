@@ -78,24 +78,24 @@ def batches(draw: Draw, steps: int, rank: int) -> list[Batch]:
 
 
 def collisions(draw: Draw, steps: int, world: int, rows: int) -> dict[str, float]:
-    """Exact shares of contended rows: those which the global batch before or after needs as well, of all but the ends."""
+    """Exact shares of colliding rows: those which the global batch before or after needs as well, of all but the ends."""
     ids = [[draw(step, rank)[0] for rank in range(world)] for step in range(steps)]
     everyones = [np.unique(np.concatenate(parts)) for parts in ids]
     size = -(-rows // world)  # TorchRec cuts the table into one block of rows per rank
-    collided, sent = np.zeros(2), {"plain": np.zeros(2), "dedup": np.zeros(2), "contended": np.zeros(2)}
+    collided, sent = np.zeros(2), {"plain": np.zeros(2), "dedup": np.zeros(2), "colliding": np.zeros(2)}
     for before, now, after, parts in zip(everyones, everyones[1:], everyones[2:], ids[1:]):
         collided += np.isin(now, before).sum(), len(now)
         once = [np.unique(own) for own in parts]
         sent["plain"] += 2 * _transferred(parts, size)  # there are the rows, and back their gradients
         sent["dedup"] += 2 * _transferred(once, size)
-        sent["contended"] += sum(_transferred([own[np.isin(own, other)] for own in once], size) for other in (before, after))
+        sent["colliding"] += sum(_transferred([own[np.isin(own, other)] for own in once], size) for other in (before, after))
     figures = {
         "collision_rate": collided[0] / collided[1],
         "tokens_per_rank": np.mean([len(own) for parts in ids for own in parts]),
         "unique_per_rank": np.mean([len(np.unique(own)) for parts in ids for own in parts]),
     }
     for other in ("plain", "dedup"):
-        predicted = 1 - sent["contended"] / sent[other]
+        predicted = 1 - sent["colliding"] / sent[other]
         figures |= {f"predicted_reduction_vs_{other}": predicted[0], f"predicted_busiest_vs_{other}": predicted[1]}
     return {name: float(value) for name, value in figures.items()}
 

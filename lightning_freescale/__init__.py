@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_freescale.callbacks import BubbleProfiler
     from lightning_freescale.datamodule import FreeScaleDataModule
-    from lightning_freescale.strategy import FreeScaleStrategy
+    from lightning_freescale.strategy.freescale import FreeScaleStrategy
 
 __version__ = "0.1.0"
 __all__ = ["BubbleProfiler", "FreeScaleDataModule", "FreeScaleStrategy"]
@@ -20,7 +20,7 @@ __all__ = ["BubbleProfiler", "FreeScaleDataModule", "FreeScaleStrategy"]
 _HOMES = {
     "BubbleProfiler": "lightning_freescale.callbacks",
     "FreeScaleDataModule": "lightning_freescale.datamodule",
-    "FreeScaleStrategy": "lightning_freescale.strategy",
+    "FreeScaleStrategy": "lightning_freescale.strategy.freescale",
 }
 
 
@@ -31,8 +31,8 @@ def __getattr__(name: str) -> Any:
 
 
 if find_spec("lightning") is not None:  # balance, comm and profiling serve plain PyTorch as well
-    from lightning_freescale._lightning import StrategyRegistry
-    from lightning_freescale.strategy import FreeScaleStrategy as _Strategy
+    from lightning_freescale._lightning.loops import StrategyRegistry
+    from lightning_freescale.strategy.freescale import FreeScaleStrategy as _Strategy
 
     _Strategy.register_strategies(StrategyRegistry)
 

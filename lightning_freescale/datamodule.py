@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset, IterableDataset
 
-from lightning_freescale._lightning import LightningDataModule, TrainerFn, rank_zero_info, reload_train_loader
+from lightning_freescale._lightning.loops import LightningDataModule, TrainerFn, rank_zero_info, reload_train_loader
 from lightning_freescale.balance import BalancedSampler
-from lightning_freescale.data.arguments import LOADING, LossReduction, size_of
-from lightning_freescale.data.loader import PlannedLoader
-from lightning_freescale.data.planned import PlannedData
-from lightning_freescale.data.streamed import StreamedData
-from lightning_freescale.data.streaming import StreamLoader
-from lightning_freescale.refusals import refuse_trainer
+from lightning_freescale.data.iterable import IterableData
+from lightning_freescale.data.loader import BalancedDataLoader
+from lightning_freescale.data.map_style import MapStyleData
+from lightning_freescale.data.streaming import BalancedStreamLoader
+from lightning_freescale.data.validation import LOADING, LossReduction, size_of
+from lightning_freescale.strategy.validation import refuse_trainer
 
 
 class FreeScaleDataModule(LightningDataModule):
@@ -44,7 +44,7 @@ class FreeScaleDataModule(LightningDataModule):
         keep_together: group of every sample, shape ``[samples]``; samples of a group that share a step go to one rank.
         outlier_window: exchange samples between this many consecutive steps so that those that dominate a step come together.
             Not gradient-identical: it changes which samples share a step. 1 for no exchange.
-        exchange, pool_batches, max_age: for a stream, as in :class:`lightning_freescale.data.StreamLoader`.
+        exchange, pool_batches, max_age: for a stream, as in :class:`lightning_freescale.data.BalancedStreamLoader`.
         loss_reduction: what the loss that ``training_step`` returns averages over: the rank's samples, or its targets. The
             strategy scales it so that the gradient is that of the mean over the global batch, also when ranks hold unequal
             numbers. ``"sum"`` gives the gradient of the sum over the global batch. ``"unweighted"`` leaves the losses as
@@ -118,7 +118,9 @@ class FreeScaleDataModule(LightningDataModule):
         self.histories: Any = None
         self._loader_options = {name: given[name] for name in LOADING}
         self._reload_every: int | None = None
-        self.train = StreamedData.of(dataset, given) if isinstance(dataset, IterableDataset) else PlannedData.of(dataset, given)
+        self.train = (
+            IterableData.of(dataset, given) if isinstance(dataset, IterableDataset) else MapStyleData.of(dataset, given)
+        )
 
     @classmethod
     def from_interactions(
@@ -180,37 +182,37 @@ class FreeScaleDataModule(LightningDataModule):
 
     def teardown(self, stage: str) -> None:
         """Leave nothing behind: no process group, no setting of the Trainer."""
-        if isinstance(self.train, StreamedData):
+        if isinstance(self.train, IterableData):
             self.train.close()
         self._reload_next_epoch(False)
 
-    def train_dataloader(self) -> PlannedLoader | StreamLoader:
+    def train_dataloader(self) -> BalancedDataLoader | BalancedStreamLoader:
         """The balanced loader of this rank."""
         if self.trainer is not None:
             refuse_trainer(self.trainer, self.calibrate, self.loss_reduction, self.mode)
         epoch = 0 if self.trainer is None else self.trainer.current_epoch
-        if isinstance(self.train, StreamedData):
+        if isinstance(self.train, IterableData):
             timeout = None if self.trainer is None else getattr(self.trainer.strategy, "_timeout", None)
             return self.train.loader(*self._world(), epoch, timeout)
         loader = self.train.loader(*self._world(), epoch)
         self._reload_next_epoch(self.train.epoch_is_cut_anew)
         return loader
 
-    def val_dataloader(self) -> PlannedLoader | list[Any]:
+    def val_dataloader(self) -> BalancedDataLoader | list[Any]:
         """Every validation sample once, in order."""
         return self._stage_loader("validate")
 
-    def test_dataloader(self) -> PlannedLoader | list[Any]:
+    def test_dataloader(self) -> BalancedDataLoader | list[Any]:
         """Every test sample once, in order."""
         return self._stage_loader("test")
 
-    def predict_dataloader(self) -> PlannedLoader | list[Any]:
+    def predict_dataloader(self) -> BalancedDataLoader | list[Any]:
         """Every sample to predict once, in order; each rank returns its own part."""
         return self._stage_loader("predict")
 
     def sampler(self, rank: int, world_size: int) -> BalancedSampler:
         """The training plan of one of ``world_size`` ranks, for a map-style data set."""
-        if isinstance(self.train, StreamedData):
+        if isinstance(self.train, IterableData):
             raise ValueError("the steps of a stream cannot be planned before its samples have arrived")
         return self.train.sampler(rank, world_size)
 
@@ -243,11 +245,11 @@ class FreeScaleDataModule(LightningDataModule):
     def _world(self) -> tuple[int, int]:
         return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
 
-    def _stage_loader(self, stage: str) -> PlannedLoader | list[Any]:
+    def _stage_loader(self, stage: str) -> BalancedDataLoader | list[Any]:
         dataset = self.stages[stage]
         if dataset is None:
             return []
         rank, world_size = self._world()
         costs = np.zeros(size_of(dataset, f"{stage}="))
         sampler = BalancedSampler(costs, self.batch_size, num_replicas=world_size, rank=rank, shuffle=False, balance=False)
-        return PlannedLoader.of(dataset, sampler, **self._loader_options)
+        return BalancedDataLoader.of(dataset, sampler, **self._loader_options)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_freescale.balance.arguments import Mode, check, per_sample, problem_of, slowness, units
 from lightning_freescale.balance.solver import Ints, Problem, first_plan, lower_bound, refine, whole, zigzag
+from lightning_freescale.balance.validation import Mode, check, per_sample, problem_of, slowness, units
 
 CLOSE_ENOUGH = 1.001
 """Refinement stops within this factor of the lower bound."""

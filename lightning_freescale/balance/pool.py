@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_freescale.balance.choice import CHANCES, choose
+from lightning_freescale.balance.pool_selection import CHANCES, choose
 
 _NEVER = 2**40
 
@@ -18,7 +18,7 @@ class LocalPool:
     A rank's own stream deviates from the mean of all ranks as a random walk, which the content of the pool absorbs. So that
     it neither overflows with cost nor runs out of it, the target moves by a little when the content is far from what as many
     average samples would cost. Deterministic: the same calls give the same batches. All ranks should start their pools
-    together, see :func:`lightning_freescale.balance.choice.choose` about giants.
+    together, see :func:`lightning_freescale.balance.pool_selection.choose` about giants.
 
     Args:
         batch_size: samples of a batch.

@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_freescale.balance.ahead import Ahead
-from lightning_freescale.balance.arguments import per_sample, units
 from lightning_freescale.balance.outliers import pool_outliers
 from lightning_freescale.balance.plan import StepPlan
+from lightning_freescale.balance.prefetch import PlanPrefetcher
 from lightning_freescale.balance.report import BalanceReport, StepBalance
-from lightning_freescale.balance.steps import StepEdges
+from lightning_freescale.balance.step_boundaries import StepBoundaries
+from lightning_freescale.balance.validation import per_sample, units
 
 
 class BalancedSampler(DistributedSampler[list[int]]):
@@ -95,10 +95,10 @@ class BalancedSampler(DistributedSampler[list[int]]):
             self._per_sample["tokens"] = per_sample("BalancedSampler", "tokens", tokens, samples)
         if keep_together is not None:
             self._per_sample["keep_together"] = units(keep_together, samples)
-        self._steps = StepEdges(len(self.costs), batch_size, num_replicas, drop_last)
+        self._steps = StepBoundaries(len(self.costs), batch_size, num_replicas, drop_last)
         self._later: dict[int, tuple[Callable[[], ArrayLike] | None, dict[str, Any]]] = {}
         self._drawn: tuple[int, NDArray[np.int64]] | None = None
-        self._plans = Ahead(self._plan)
+        self._plans = PlanPrefetcher(self._plan)
         self.step_plan(0, 0).balance  # noqa: B018 (what does not fit is refused now, not in the first step)
 
     # -- iteration

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from typing_extensions import override
 
-from lightning_freescale._lightning import (
+from lightning_freescale._lightning.loops import (
     Callback,
     LightningModule,
     PyTorchProfiler,
@@ -19,10 +19,10 @@ from lightning_freescale._lightning import (
     around_validation,
     rank_zero_info,
 )
-from lightning_freescale.described import Work, about, explain
-from lightning_freescale.observed import stages_on
+from lightning_freescale._lightning.stages import stages_on
+from lightning_freescale.callbacks.workload import StepWorkload, about, explain
 from lightning_freescale.profiling.options import Options, SplitBy
-from lightning_freescale.profiling.profile import Profile
+from lightning_freescale.profiling.profiler import StepProfiler
 from lightning_freescale.profiling.recording.collectives import collectives_on
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.profiling.reporting.report import BubbleReport
@@ -86,9 +86,9 @@ class BubbleProfiler(Callback):
         self.report: BubbleReport | None = None
         self.overlap: Any = None
         self.files: dict[str, Path] = {}
-        self._work = Work(lengths_of)
+        self._work = StepWorkload(lengths_of)
         self._timeline = Timeline()
-        self._profile: Profile | None = None
+        self._profile: StepProfiler | None = None
         self._observing = ExitStack()
 
     # -- before and after
@@ -119,7 +119,7 @@ class BubbleProfiler(Callback):
         self._observing.enter_context(collectives_on(self._timeline, leave=() if group is None else (group,)))
         self._observing.enter_context(around_validation(trainer, lambda: self._timeline.span("pause", "validation")))
         run = about(trainer, pl_module, self.label)
-        self._profile = Profile(self._timeline, device, group, self.options, run, folder, explain)
+        self._profile = StepProfiler(self._timeline, device, group, self.options, run, folder, explain)
 
     def _own_group(self, trainer: Trainer) -> dist.ProcessGroup | None:
         """What the profiler exchanges must not queue behind training's collectives, nor hold them up."""
@@ -187,6 +187,6 @@ class BubbleProfiler(Callback):
                 for logger in trainer.loggers:
                     logger.log_metrics(scalars, step=trainer.global_step)
 
-    def _running(self) -> Profile:
+    def _running(self) -> StepProfiler:
         assert self._profile is not None, "Lightning calls on_train_start before"
         return self._profile

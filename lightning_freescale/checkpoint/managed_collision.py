@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_freescale.checkpoint.tables import receive_rows, send_rows
-from lightning_freescale.embeddings.id_maps import IdMap, id_maps
+from lightning_freescale.embeddings.id_remapping import IdRemapping, id_maps
 from lightning_freescale.embeddings.pending_ids import get_pending, set_pending
 from lightning_freescale.embeddings.shards import ShardedTables
 
@@ -78,7 +78,7 @@ def scatter_pending(tables: ShardedTables, everyone: list[dict[str, Any]]) -> No
         set_pending(one.manager, everyone[tables.group.rank()].get(one.keys[0]))
 
 
-def _gather(tables: ShardedTables, one: IdMap, mine: Tensor) -> Tensor:
+def _gather(tables: ShardedTables, one: IdRemapping, mine: Tensor) -> Tensor:
     if tables.group.rank() != 0:
         send_rows(tables, mine)
         return mine

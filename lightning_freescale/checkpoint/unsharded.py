@@ -16,8 +16,8 @@ from lightning_freescale.checkpoint.managed_collision import (
 )
 from lightning_freescale.checkpoint.optimizer_state import merge, split
 from lightning_freescale.checkpoint.tables import gather_states, gather_weights, scatter_states, scatter_weights
+from lightning_freescale.embeddings.parameter_groups import TableGroups
 from lightning_freescale.embeddings.shards import ShardedTables
-from lightning_freescale.embeddings.training import TableGroups
 
 
 def state_dict(tables: ShardedTables, sharded: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ _NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
 @dataclass(frozen=True)
-class Parts:
+class RankBuffers:
     """What goes to every rank, or where what comes from it goes.
 
     Attributes:
@@ -32,7 +32,7 @@ class Parts:
     device: torch.device
 
     @staticmethod
-    def cut(what: str, tensor: Tensor, sizes: Sequence[int] | None, ranks: int) -> Parts:
+    def cut(what: str, tensor: Tensor, sizes: Sequence[int] | None, ranks: int) -> RankBuffers:
         """One tensor, cut along its first dimension; into equal parts if ``sizes`` is empty, of all its elements if None.
 
         Raises:
@@ -50,10 +50,10 @@ class Parts:
                 "none negative, that add up to the length"
             )
         width = flat.shape[0] // length if length else 0
-        return Parts(list(flat.split([size * width for size in sizes])), _NUMBERS[tensor.dtype], tensor.device)
+        return RankBuffers(list(flat.split([size * width for size in sizes])), _NUMBERS[tensor.dtype], tensor.device)
 
     @staticmethod
-    def listed(what: str, tensors: Sequence[Tensor], ranks: int) -> Parts:
+    def listed(what: str, tensors: Sequence[Tensor], ranks: int) -> RankBuffers:
         """One tensor per rank.
 
         Raises:
@@ -64,21 +64,21 @@ class Parts:
         pieces, kinds = [_bytes(what, tensor) for tensor in tensors], {(tensor.dtype, tensor.device) for tensor in tensors}
         if len(kinds) > 1:
             raise ValueError(f"{what} tensors of {' and '.join(sorted(map(_kind, kinds)))}: pass one dtype and one device")
-        return Parts(pieces, _NUMBERS[tensors[0].dtype], tensors[0].device)
+        return RankBuffers(pieces, _NUMBERS[tensors[0].dtype], tensors[0].device)
 
     @staticmethod
-    def repeated(tensor: Tensor, ranks: int) -> Parts:
+    def repeated(tensor: Tensor, ranks: int) -> RankBuffers:
         """The same tensor for every rank.
 
         Raises:
             ValueError: it cannot be sent.
         """
-        return Parts([_bytes("input", tensor)] * ranks, _NUMBERS[tensor.dtype], tensor.device)
+        return RankBuffers([_bytes("input", tensor)] * ranks, _NUMBERS[tensor.dtype], tensor.device)
 
     @staticmethod
-    def none(ranks: int) -> Parts:
+    def none(ranks: int) -> RankBuffers:
         """Nothing for anybody."""
-        return Parts([torch.empty(0, dtype=torch.uint8)] * ranks, 0, torch.device("cpu"))
+        return RankBuffers([torch.empty(0, dtype=torch.uint8)] * ranks, 0, torch.device("cpu"))
 
     @property
     def kind(self) -> str:

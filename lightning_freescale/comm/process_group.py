@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_freescale.comm.mover import Cut, Mover
+from lightning_freescale.comm.executor import CollectiveExecutor, Cut
 from lightning_freescale.comm.native import DELEGATED, delegate, native_backends, register
 from lightning_freescale.comm.options import LaneOptions
-from lightning_freescale.comm.parts import Parts
-from lightning_freescale.comm.spelling import spelled
-from lightning_freescale.comm.work import Averaged, Together, TransferWork
+from lightning_freescale.comm.parts import RankBuffers
+from lightning_freescale.comm.spelling import accept_c10d_argument_names
+from lightning_freescale.comm.work import CoalescedWork, IntegerMeanWork, TransferWork
 
 BACKEND = "freescale"
 
@@ -37,7 +37,7 @@ class FreeScaleGroup(dist.ProcessGroup):
         self.inner = dist.ProcessGroup(made.store, rank, size)
         for group in (self.inner, self):
             register(group, natives)
-        self._mover = Mover(made, options)
+        self._mover = CollectiveExecutor(made, options)
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         """The registered name."""
@@ -49,7 +49,7 @@ class FreeScaleGroup(dist.ProcessGroup):
 
     # -- the collectives that a transport moves, under torch's old and new names
 
-    @spelled
+    @accept_c10d_argument_names
     def all_to_all_single(
         self,
         output: Tensor,
@@ -61,46 +61,46 @@ class FreeScaleGroup(dist.ProcessGroup):
         """As ``dist.all_to_all_single``."""
         if self._is_native(input):
             return self._native("alltoall_base", output, input, list(output_split_sizes), list(input_split_sizes), opts)
-        outgoing = partial(Parts.cut, "input", input, input_split_sizes)
-        incoming = partial(Parts.cut, "output", output, output_split_sizes)
+        outgoing = partial(RankBuffers.cut, "input", input, input_split_sizes)
+        incoming = partial(RankBuffers.cut, "output", output, output_split_sizes)
         return self._collective("all_to_all_single", outgoing, incoming, [output], opts)
 
-    @spelled
+    @accept_c10d_argument_names
     def alltoall(self, output: list[Tensor], input: list[Tensor], opts: Any = None) -> dist.Work:
         """As ``dist.all_to_all``."""
         if self._is_native(*input[:1]):
             return self._native("alltoall", output, input, opts)
-        outgoing, incoming = partial(Parts.listed, "input", input), partial(Parts.listed, "output", output)
+        outgoing, incoming = partial(RankBuffers.listed, "input", input), partial(RankBuffers.listed, "output", output)
         return self._collective("all_to_all", outgoing, incoming, output, opts)
 
-    @spelled
+    @accept_c10d_argument_names
     def allgather(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         """As ``dist.all_gather``."""
         outputs, tensor = (output[0], input[0]) if isinstance(input, list) else (output, input)
         if self._is_native(tensor):
             return self._native("allgather", [outputs], [tensor], opts)
-        outgoing, incoming = partial(Parts.repeated, tensor), partial(Parts.listed, "output", outputs)
+        outgoing, incoming = partial(RankBuffers.repeated, tensor), partial(RankBuffers.listed, "output", outputs)
         return self._collective("all_gather", outgoing, incoming, outputs, opts)
 
-    @spelled
+    @accept_c10d_argument_names
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         """As ``dist.all_gather_into_tensor``."""
         if self._is_native(input):
             return self._native("_allgather_base", output, input, opts)
-        outgoing, incoming = partial(Parts.repeated, input), partial(Parts.cut, "output", output, None)
+        outgoing, incoming = partial(RankBuffers.repeated, input), partial(RankBuffers.cut, "output", output, None)
         return self._collective("all_gather_single", outgoing, incoming, [output], opts)
 
-    @spelled
+    @accept_c10d_argument_names
     def all_gather_single_coalesced(self, output: list[Tensor], input: list[Tensor], opts: Any = None) -> dist.Work:
         """As several :meth:`all_gather_single`."""
-        return Together([self.all_gather_single(*pair, opts) for pair in zip(output, input, strict=True)], output)
+        return CoalescedWork([self.all_gather_single(*pair, opts) for pair in zip(output, input, strict=True)], output)
 
-    @spelled
+    @accept_c10d_argument_names
     def allgather_coalesced(self, output: list[list[Tensor]], input: list[Tensor], opts: Any = None) -> dist.Work:
         """As several :meth:`allgather`; ``output`` is by rank."""
         columns = [list(column) for column in zip(*output, strict=True)]
         works = [self.allgather([column], [tensor], opts) for column, tensor in zip(columns, input, strict=True)]
-        return Together(works, [tensor for each in output for tensor in each])
+        return CoalescedWork(works, [tensor for each in output for tensor in each])
 
     # -- what gloo would refuse
 
@@ -111,7 +111,7 @@ class FreeScaleGroup(dist.ProcessGroup):
         if getattr(opts, "reduceOp", None) != dist.ReduceOp.AVG or first.is_cuda or first.is_floating_point():
             return self._native("allreduce", tensors, *given, **kwargs)
         opts.reduceOp = dist.ReduceOp.SUM
-        work = Averaged(self._native("allreduce", tensors, *given, **kwargs), first, self.size())
+        work = IntegerMeanWork(self._native("allreduce", tensors, *given, **kwargs), first, self.size())
         opts.reduceOp = dist.ReduceOp.AVG
         if not opts.asyncOp:
             work.wait()

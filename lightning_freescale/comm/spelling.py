@@ -14,7 +14,7 @@ _SAME = {
 _SPELLINGS = {other: name for name, others in _SAME.items() for other in others}
 
 
-def spelled(method: Callable[..., Any]) -> Callable[..., Any]:
+def accept_c10d_argument_names(method: Callable[..., Any]) -> Callable[..., Any]:
     """Let a method with ``output``, ``input`` and ``opts`` take all of them; ``opts`` may be a timeout."""
 
     @wraps(method)

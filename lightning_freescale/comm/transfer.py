@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_freescale.comm.envelope import ROOM
-from lightning_freescale.comm.parts import Parts
+from lightning_freescale.comm.header import ROOM
+from lightning_freescale.comm.parts import RankBuffers
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Transfer:
     issued: Any = None
 
     @staticmethod
-    def of(name: str, outgoing: Parts, incoming: Parts, rank: int, timeout: timedelta, number: int) -> Transfer:
+    def of(name: str, outgoing: RankBuffers, incoming: RankBuffers, rank: int, timeout: timedelta, number: int) -> Transfer:
         """Of what goes from ``rank`` and what comes to it.
 
         Raises:

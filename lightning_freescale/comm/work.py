@@ -76,7 +76,7 @@ class TransferWork(dist.Work):
             future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
 
-class Together(dist.Work):
+class CoalescedWork(dist.Work):
     """Several Works as one."""
 
     def __init__(self, works: list[dist.Work], results: list[Tensor]) -> None:
@@ -109,7 +109,7 @@ class Together(dist.Work):
         return together.then(lambda done: [each.value() for each in done.value()] and self._results)
 
 
-class Averaged(dist.Work):
+class IntegerMeanWork(dist.Work):
     """A sum that becomes a mean once somebody waits for it."""
 
     def __init__(self, work: dist.Work, tensor: Tensor, count: int) -> None:

@@ -2,7 +2,14 @@
 
 from lightning_freescale.data.histories import HistoryDataset, collate_histories
 from lightning_freescale.data.interactions import Histories, read_interactions
-from lightning_freescale.data.loader import PlannedLoader
-from lightning_freescale.data.streaming import StreamLoader
+from lightning_freescale.data.loader import BalancedDataLoader
+from lightning_freescale.data.streaming import BalancedStreamLoader
 
-__all__ = ["Histories", "HistoryDataset", "PlannedLoader", "StreamLoader", "collate_histories", "read_interactions"]
+__all__ = [
+    "BalancedDataLoader",
+    "BalancedStreamLoader",
+    "Histories",
+    "HistoryDataset",
+    "collate_histories",
+    "read_interactions",
+]

@@ -23,7 +23,7 @@ UNKNOWN: Final = _Upcoming.UNKNOWN
 
 
 @dataclass
-class Fetched:
+class PrefetchedBatch:
     """A batch, or the error that came instead of it, or the end.
 
     Attributes:
@@ -38,19 +38,19 @@ class Fetched:
     given: bool = False
 
 
-class Line:
+class PrefetchQueue:
     """What one iteration has fetched and training has not begun on, in order; the last may wait to be handed out."""
 
     def __init__(self) -> None:
-        self.waiting: deque[Fetched] = deque()
+        self.waiting: deque[PrefetchedBatch] = deque()
         self.begun = self.ended = self.lost = False
 
     @property
-    def ahead(self) -> Fetched | None:
+    def ahead(self) -> PrefetchedBatch | None:
         """What is handed out next."""
         return self.waiting[-1] if self.waiting and not self.waiting[-1].given else None
 
-    def add(self, fetched: Fetched) -> None:
+    def add(self, fetched: PrefetchedBatch) -> None:
         """Queue what came after the last one."""
         self.waiting.append(fetched)
         self.ended = fetched.end
@@ -58,7 +58,7 @@ class Line:
         while self.lost and self.waiting[0].given:
             self.waiting.popleft()
 
-    def take(self, fetched: Fetched) -> Any:
+    def take(self, fetched: PrefetchedBatch) -> Any:
         """Hand out the last one. A batch stays here until training on it begins."""
         fetched.given = True
         if fetched.end or fetched.error is not None:
@@ -85,7 +85,7 @@ class Line:
         return next((fetched.batch for fetched in self.waiting if fetched.batch is not None), otherwise)
 
     @property
-    def resume_at(self) -> Fetched | None:
+    def resume_at(self) -> PrefetchedBatch | None:
         """The first one that training has not begun on, or, if nobody says when it begins, that was not handed out."""
         follows = self.begun and not self.lost
         return next((fetched for fetched in self.waiting if follows or not fetched.given), None)

@@ -23,7 +23,7 @@ class _Bulk(Dataset[list[Any]]):
         return [self.dataset[index] for index in indices]
 
 
-class PlannedLoader(DataLoader[Any]):
+class BalancedDataLoader(DataLoader[Any]):
     """Loads the batches that a :class:`BalancedSampler` plans. Build it with :meth:`of`."""
 
     @classmethod
@@ -33,7 +33,7 @@ class PlannedLoader(DataLoader[Any]):
         sampler: BalancedSampler,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         **options: Any,
-    ) -> PlannedLoader:
+    ) -> BalancedDataLoader:
         """``options`` go to ``DataLoader``; ``collate_fn`` gets the list of samples of one step."""
         # batch_size=None with a DistributedSampler is the one shape that Lightning neither refuses nor rebuilds
         return cls(_Bulk(dataset), batch_size=None, sampler=sampler, collate_fn=collate_fn or default_collate, **options)

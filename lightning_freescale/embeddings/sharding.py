@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from lightning_freescale.embeddings.collections import Collection, find_collections, replace_everywhere, weights
-from lightning_freescale.embeddings.id_maps import fill_maps
-from lightning_freescale.embeddings.lookups import LookupCount, check_ids
+from lightning_freescale.embeddings.id_checks import LookupCount, check_ids
+from lightning_freescale.embeddings.id_remapping import fill_maps
 from lightning_freescale.embeddings.managed_collision import complete, frozen
 from lightning_freescale.embeddings.optimizer import FROZEN, TableOptimizer, applied_in_backward
 from lightning_freescale.embeddings.planning import check_plan, row_wise_planner
-from lightning_freescale.embeddings.row_adam import new_state
-from lightning_freescale.embeddings.shards import Placed, Shard, ShardedTables, kernels
+from lightning_freescale.embeddings.shards import Shard, ShardedTables, ShardingRecord, kernels
+from lightning_freescale.embeddings.sparse_adam import new_state
 
 
 class TableSharding:
@@ -140,7 +140,7 @@ class TableSharding:
         _attach_optimizers(collection, blueprint, mine)
         module: Any = collection.sharder.shard(blueprint, tables, env, device)
         _add_states(collection, module, mine)
-        module.freescale = Placed(collection, tables, mine, {key: self.given[key] for key in mine if key in self.given})
+        module.freescale = ShardingRecord(collection, tables, mine, {key: self.given[key] for key in mine if key in self.given})
         if collection.managed:
             complete(module)
         else:

@@ -36,7 +36,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Placed:
+class ShardingRecord:
     """What a sharded collection carries along (as its attribute ``freescale``), for the next time it is sharded.
 
     Attributes:

@@ -15,12 +15,12 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_freescale.profiling.explaining.parts import column
+from lightning_freescale.profiling.analysis.breakdown import column
 from lightning_freescale.profiling.reporting.document import read
 from lightning_freescale.profiling.reporting.report import BubbleReport
 from lightning_freescale.testing import run_distributed
-from tests.callbacks.plain import Plain, fit, named, profiler
-from tests.profiling.reporting.chrome_trace import problems, read_trace
+from tests.helpers.chrome_trace import problems, read_trace
+from tests.helpers.plain_modules import Plain, fit, named, profiler
 
 DELAY = 0.06
 

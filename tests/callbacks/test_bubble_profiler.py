@@ -17,13 +17,13 @@ from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule
-from lightning_freescale.profiling.explaining.parts import ADDENDS, PART_NAMES, column
+from lightning_freescale.profiling.analysis.breakdown import ADDENDS, PART_NAMES, column
 from lightning_freescale.profiling.recording.loader import ObservedLoader
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.profiling.reporting.document import read
 from lightning_freescale.testing import run_distributed
-from tests.profiling.reporting.chrome_trace import problems, read_trace
-from tests.recommender import Recommender, Samples, collate, trainer
+from tests.helpers.chrome_trace import problems, read_trace
+from tests.helpers.recommender import Recommender, Samples, collate, trainer
 
 DELAY = 0.1
 STEPS = 12

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
-from lightning_freescale.profiling.explaining.parts import column
+from lightning_freescale.profiling.analysis.breakdown import column
 from lightning_freescale.profiling.reporting.document import read
 from lightning_freescale.testing import run_distributed
-from tests.callbacks.plain import Plain, fit, named, profiler
-from tests.recommender import Recommender, Samples, collate, trainer
+from tests.helpers.plain_modules import Plain, fit, named, profiler
+from tests.helpers.recommender import Recommender, Samples, collate, trainer
 
 DELAY = 0.06
 

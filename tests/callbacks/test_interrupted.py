@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_freescale.profiling.reporting.document import read
 from lightning_freescale.testing import run_distributed
-from tests.callbacks.plain import Plain, fit, profiler
+from tests.helpers.plain_modules import Plain, fit, profiler
 
 
 class Ends(L.Callback):

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from lightning_freescale.testing import RankFailed, run_distributed
-from tests.managed import IDS, MANAGED, ROWS, ManagedBatches, ManagedRecommender, TwoRates
-from tests.recommender import trainer
+from tests.helpers.managed_tables import IDS, MANAGED, ROWS, ManagedBatches, ManagedRecommender, TwoRates
+from tests.helpers.recommender import trainer
 
 STEPS = 12
 KINDS = {"sgd": ManagedRecommender, "rowwise_adagrad": ManagedRecommender, "two_rates": TwoRates}

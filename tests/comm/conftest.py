@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import lightning_freescale.comm  # noqa: F401 (registers the backend)
 from lightning_freescale.comm import LaneOptions
-from lightning_freescale.comm.transports.host import HostTransport
+from lightning_freescale.comm.transports.host.transport import HostTransport
 from lightning_freescale.testing import RankFailed, run_distributed
 
 TIMEOUT = 20.0

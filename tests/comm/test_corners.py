@@ -10,16 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.comm.agreement import _check
-from lightning_freescale.comm.envelope import Envelope
-from lightning_freescale.comm.lane import Lane
+from lightning_freescale._worker import WorkerThread
+from lightning_freescale.comm.handshake import _check
+from lightning_freescale.comm.header import Header
 from lightning_freescale.comm.transfer import Transfer
 from lightning_freescale.testing import run_distributed
 from tests.comm.conftest import Outcome, everyone_sends, make_group, outcome
 
 
 def test_a_job_that_comes_while_the_lane_comes_to_rest_is_done() -> None:
-    lane, begun, go = Lane("rows"), threading.Event(), threading.Event()
+    lane, begun, go = WorkerThread("rows"), threading.Event(), threading.Event()
 
     def slow() -> None:
         begun.set()
@@ -101,4 +101,4 @@ def test_tensors_on_cpu_and_gpu_are_not_one_collective() -> None:
     nothing = [torch.empty(0, dtype=torch.uint8)] * 2
     transfer = Transfer("all_gather", nothing, nothing, 0, torch.device("cpu"), 0, timedelta(seconds=1), 0)
     with pytest.raises(dist.DistBackendError, match=r"rank 1 .* on CUDA, this one in .* on CPU"):
-        _check(transfer, Envelope("all_gather", 0, 0, 0, 0, 0, on_gpu=True), 1, 1)
+        _check(transfer, Header("all_gather", 0, 0, 0, 0, 0, on_gpu=True), 1, 1)

@@ -22,10 +22,18 @@ from torchrec.modules.mc_modules import LFU_EvictionPolicy, ManagedCollisionColl
 
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.embeddings.collections import find_collections
-from lightning_freescale.embeddings.lookups import check_rows
+from lightning_freescale.embeddings.id_checks import check_rows
 from lightning_freescale.testing import RankFailed, run_distributed
-from tests.managed import CPU, DIM, MANAGED, ManagedBatches, ManagedRecommender, managed_collection, managed_tables
-from tests.recommender import trainer
+from tests.helpers.managed_tables import (
+    CPU,
+    DIM,
+    MANAGED,
+    ManagedBatches,
+    ManagedRecommender,
+    managed_collection,
+    managed_tables,
+)
+from tests.helpers.recommender import trainer
 
 
 class Own(ManagedCollisionEmbeddingCollection):

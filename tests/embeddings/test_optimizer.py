@@ -14,7 +14,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.embeddings.optimizer import derive
 from lightning_freescale.testing import run_distributed
-from tests.recommender import Recommender, Samples, collate, trainer
+from tests.helpers.recommender import Recommender, Samples, collate, trainer
 
 CUDA = torch.device("cuda")
 WEIGHT = torch.nn.Parameter(torch.zeros(3, 2))

@@ -10,7 +10,7 @@ import torch
 
 from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.testing import run_distributed
-from tests.recommender import OPTIMIZERS, Recommender, Samples, collate, fixed_loader, trainer
+from tests.helpers.recommender import OPTIMIZERS, Recommender, Samples, collate, fixed_loader, trainer
 
 WORLD = {"devices": 2}
 

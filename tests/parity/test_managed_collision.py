@@ -10,9 +10,9 @@ import torch
 
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.testing import run_distributed
-from tests.managed import IDS, MANAGED, ROWS, ManagedBatches, ManagedNet, ManagedRecommender
-from tests.parity import plain_managed
-from tests.recommender import OPTIMIZERS, trainer
+from tests.helpers import plain_managed
+from tests.helpers.managed_tables import IDS, MANAGED, ROWS, ManagedBatches, ManagedNet, ManagedRecommender
+from tests.helpers.recommender import OPTIMIZERS, trainer
 
 STEPS = 14
 

@@ -10,8 +10,8 @@ import torch
 
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.testing import run_distributed
-from tests.parity import plain_torchrec
-from tests.recommender import OPTIMIZERS, Net, RankBatches, Recommender, fixed_loader, trainer
+from tests.helpers import plain_torchrec
+from tests.helpers.recommender import OPTIMIZERS, Net, RankBatches, Recommender, fixed_loader, trainer
 
 STEPS = 20
 

@@ -5,7 +5,7 @@ A :class:`Problem` goes through :func:`first_plan` (the most demanding units wit
 """
 
 from lightning_freescale.balance.solver.bounds import lower_bound
-from lightning_freescale.balance.solver.place import first_plan, zigzag
+from lightning_freescale.balance.solver.lpt import first_plan, zigzag
 from lightning_freescale.balance.solver.problem import Ints, Problem, whole
 from lightning_freescale.balance.solver.refine import refine
 

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_freescale.balance.solver.compiled import compiled, worth_compiling
-from lightning_freescale.balance.solver.pairs import best_exchange, best_exchange_loop
 from lightning_freescale.balance.solver.problem import Ints, Problem
+from lightning_freescale.balance.solver.swaps import best_exchange, best_exchange_loop
 
 ROUNDS, PATIENCE = 200, 8
 _SPARSE = 16

@@ -8,18 +8,18 @@ import torch
 import torch.distributed as dist
 
 from lightning_freescale.comm.options import LaneOptions
+from lightning_freescale.comm.p2p import GlooP2P
 from lightning_freescale.comm.transports.base import Transport
-from lightning_freescale.comm.transports.cuda_driver import CudaDriver
-from lightning_freescale.comm.transports.host import HostTransport
-from lightning_freescale.comm.transports.nccl_window import zero_cta
-from lightning_freescale.comm.transports.peer import PeerTransport
-from lightning_freescale.comm.transports.slab import symmetric_slab
+from lightning_freescale.comm.transports.gpu.cuda_driver import CudaDriver
+from lightning_freescale.comm.transports.host.transport import HostTransport
+from lightning_freescale.comm.transports.nccl.communicator import zero_cta
+from lightning_freescale.comm.transports.peer.symmetric_buffer import symmetric_buffer
+from lightning_freescale.comm.transports.peer.transport import PeerTransport
 from lightning_freescale.comm.transports.two_level import TwoLevelTransport
-from lightning_freescale.comm.wire import Wire
 
 
 def build(
-    kind: str, options: LaneOptions, wire: Wire, host: HostTransport, near: list[int], store: dist.Store, timeout: timedelta
+    kind: str, options: LaneOptions, wire: GlooP2P, host: HostTransport, near: list[int], store: dist.Store, timeout: timedelta
 ) -> tuple[Transport | None, str]:
     """The transport ``kind``, or why it could not be set up. Collective. Not tested on GPU.
 
@@ -38,7 +38,7 @@ def build(
             return zero_cta(options, wire, store, timeout, device), ""
         place, driver = near.index(wire.rank), CudaDriver(device)
         own = dist.PrefixStore(f"from {near[0]}", store)
-        slab = symmetric_slab(place, len(near), options.chunk_bytes, device, own)
+        slab = symmetric_buffer(place, len(near), options.chunk_bytes, device, own)
         peer = PeerTransport(driver, slab, near, wire.ranks)
         return (peer if kind == "peer" else TwoLevelTransport(peer, host, wire.size)), ""
     except Exception as error:  # all ranks hear of it

@@ -18,7 +18,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
-class Station:
+class RankHardware:
     """One rank's host, GPU and libraries.
 
     Attributes:
@@ -50,14 +50,14 @@ class Station:
     zero_cta: bool = False
 
     @staticmethod
-    def here(cuda: bool = True) -> Station:
+    def here(cuda: bool = True) -> RankHardware:
         """Of this process; without its GPU, unless ``cuda``. Not tested on GPU."""
         host, boot = socket.gethostname(), _BOOT.read_text().strip() if _BOOT.exists() else ""
         if not cuda or not torch.cuda.is_available():
-            return Station(host, boot)
+            return RankHardware(host, boot)
         device, bindings = torch.cuda.current_device(), cuda_bindings()
         properties = torch.cuda.get_device_properties(device)
-        return Station(
+        return RankHardware(
             host,
             boot,
             gpu=_uuid(device),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lightning_freescale.comm.transfer import Transfer
-from lightning_freescale.comm.transports.host import HostTransport
-from lightning_freescale.comm.transports.peer import PeerTransport
+from lightning_freescale.comm.transports.host.transport import HostTransport
+from lightning_freescale.comm.transports.peer.transport import PeerTransport
 
 
 class TwoLevelTransport:

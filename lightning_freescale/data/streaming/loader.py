@@ -15,18 +15,18 @@ from lightning_freescale.balance.assign import Assignment, assign
 from lightning_freescale.balance.pool import LocalPool
 from lightning_freescale.balance.report import StepBalance
 from lightning_freescale.balance.sampler import share_of_loss
-from lightning_freescale.data.streaming.exchanged import ExchangedSteps, width
-from lightning_freescale.data.streaming.pooled import WIDTH, PooledSteps
-from lightning_freescale.data.streaming.producer import Producer
-from lightning_freescale.data.streaming.ranks import Ranks, StreamStep
+from lightning_freescale.data.streaming.assigned_steps import AssignedSteps, width
+from lightning_freescale.data.streaming.pooled_steps import WIDTH, PooledSteps
+from lightning_freescale.data.streaming.prefetch import PrefetchThread
 from lightning_freescale.data.streaming.reader import Reader
 from lightning_freescale.data.streaming.source import Source
+from lightning_freescale.data.streaming.stream_group import StreamGroup, StreamStep
 
 _WINDOW = 100
 """Steps that can still be asked about; the loop may be that far behind the loader."""
 
 
-class StreamLoader:
+class BalancedStreamLoader:
     """Yields the collated batches of one rank, all ranks' batches of a step costing nearly the same.
 
     Every rank reads its own stream, in a thread that works behind the running step. What a sample costs is known when it
@@ -92,7 +92,7 @@ class StreamLoader:
         self._resume: dict[str, Any] | None = None
 
     @property
-    def sampler(self) -> StreamLoader:
+    def sampler(self) -> BalancedStreamLoader:
         """What the strategy asks for the weights of a step: the loader itself."""
         return self
 
@@ -103,7 +103,7 @@ class StreamLoader:
     def __iter__(self) -> Iterator[Any]:
         resume = self._resume if self._resume is not None and self._resume["epoch"] == self.epoch else None
         self._steps = {}
-        producer = Producer(self._batches(None if resume is None else resume["stream"]), self._ahead)
+        producer = PrefetchThread(self._batches(None if resume is None else resume["stream"]), self._ahead)
         try:
             for batch, step in producer:
                 self._steps[step.step] = step
@@ -196,12 +196,14 @@ class StreamLoader:
         seed = torch.initial_seed() + 1_000_003 * self.epoch + self.rank
         reader_state = None if state is None else state["reader"]
         reader = Reader(self._source, self._cost, self._weight, epoch=self.epoch, seed=seed, state=reader_state)
-        ranks = Ranks(self.rank, self.num_replicas, self._group, WIDTH if self.exchange == "none" else width(self.batch_size))
-        steps: PooledSteps | ExchangedSteps
+        ranks = StreamGroup(
+            self.rank, self.num_replicas, self._group, WIDTH if self.exchange == "none" else width(self.batch_size)
+        )
+        steps: PooledSteps | AssignedSteps
         if self.exchange == "none":
             steps = PooledSteps(reader, ranks, LocalPool(self.batch_size, *self._pool_size), self.drop_last, state)
         else:
-            steps = ExchangedSteps(reader, ranks, self.batch_size, self._assign, self.drop_last, state)
+            steps = AssignedSteps(reader, ranks, self.batch_size, self._assign, self.drop_last, state)
         return ranks.guard(self._collated(reader, steps))
 
     def _collated(self, reader: Reader, steps: Iterable[tuple[list[Any], StreamStep]]) -> Iterator[tuple[Any, StreamStep]]:

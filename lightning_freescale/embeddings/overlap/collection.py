@@ -15,17 +15,17 @@ from torch import Tensor
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from lightning_freescale.embeddings.collections import Collection
-from lightning_freescale.embeddings.lookahead import Captured
+from lightning_freescale.embeddings.lookahead.probe import KJTSnapshot
 from lightning_freescale.embeddings.optimizer import TableOptimizer
-from lightning_freescale.embeddings.overlap import refusals
-from lightning_freescale.embeddings.overlap.exchanges import Exchanges
-from lightning_freescale.embeddings.overlap.flight import Flight
+from lightning_freescale.embeddings.overlap import errors as refusals
+from lightning_freescale.embeddings.overlap.batch_state import PipelinedBatch
 from lightning_freescale.embeddings.overlap.inject import inject
 from lightning_freescale.embeddings.overlap.lane import Lane
-from lightning_freescale.embeddings.overlap.layout import Layout
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
-from lightning_freescale.embeddings.overlap.request import as_output
-from lightning_freescale.embeddings.overlap.statistics import Statistics
+from lightning_freescale.embeddings.overlap.row_exchange import RowExchange
+from lightning_freescale.embeddings.overlap.row_layout import RowLayout
+from lightning_freescale.embeddings.overlap.row_requests import as_output
+from lightning_freescale.embeddings.overlap.statistics import ExchangeStatistics
 
 
 class Observer(Protocol):
@@ -63,15 +63,15 @@ class OverlappedCollection:
         self,
         collection: Collection,
         module: Any,
-        layout: Layout,
+        layout: RowLayout,
         local: LocalRows,
         group: dist.ProcessGroup,
         optimizers: Sequence[TableOptimizer],
         dedup: bool,
     ) -> None:
-        self.path, self.module, self.layout, self.statistics = collection.path, module, layout, Statistics()
+        self.path, self.module, self.layout, self.statistics = collection.path, module, layout, ExchangeStatistics()
         self._lane = Lane(collection.path, layout.first.device)
-        self._exchanges = Exchanges(collection.path, layout, local, group, dedup, self.statistics)
+        self._exchanges = RowExchange(collection.path, layout, local, group, dedup, self.statistics)
         self._by_row = any(optimizer.by_row for optimizer in optimizers)
         self._moves_anyway = any(optimizer.moves_without_gradient for optimizer in optimizers)
         self.group, self._local = group, local
@@ -206,19 +206,19 @@ class OverlappedCollection:
     def _send_announcement(self) -> None:
         upcoming, ended = self._upcoming or (None, False)
         self._announced, self._upcoming = True, None
-        self._next.captured = None if upcoming is None else Captured(upcoming)
+        self._next.captured = None if upcoming is None else KJTSnapshot(upcoming)
         self._announcement = self._lane.submit(self._exchanges.announce, self._next, self._now, upcoming, ended, self.mode())
         self._lane.submit(self._exchanges.prefetch, self._next, self._now)
 
-    def _send_gradient(self, flight: Flight, gradient: Tensor | None, following: Flight) -> None:
+    def _send_gradient(self, flight: PipelinedBatch, gradient: Tensor | None, following: PipelinedBatch) -> None:
         if not self._announced:
             self._send_announcement()
         flight.sent = True
         self._arrived = None if self.observer is None else self.observer.stamp()
-        following.ready = self._lane.submit(self._exchanges.contended, flight, following, gradient)
-        self._updated = self._lane.submit(self._exchanges.settled, flight)
+        following.ready = self._lane.submit(self._exchanges.colliding, flight, following, gradient)
+        self._updated = self._lane.submit(self._exchanges.non_colliding, flight)
 
-    def _take_gradient(self, flight: Flight, gradient: Tensor) -> None:
+    def _take_gradient(self, flight: PipelinedBatch, gradient: Tensor) -> None:
         if flight.sent or self._late is not None:
             refusals.second_backward(self.path)
         if self.plain:

@@ -15,7 +15,7 @@ from lightning_freescale.comm import BACKEND, LaneOptions
 from lightning_freescale.embeddings.collections import Collection
 from lightning_freescale.embeddings.overlap.collection import OverlappedCollection
 from lightning_freescale.embeddings.overlap.kernels import local_rows
-from lightning_freescale.embeddings.overlap.layout import Layout
+from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 from lightning_freescale.embeddings.overlap.statistics import COUNTS
 from lightning_freescale.embeddings.shards import ShardedTables
 
@@ -55,7 +55,7 @@ class OverlapEngine:
             if layout is not None:
                 self._take_over(collection, module, layout, dedup)
 
-    def _take_over(self, collection: Collection, module: Any, layout: Layout, dedup: bool) -> None:
+    def _take_over(self, collection: Collection, module: Any, layout: RowLayout, dedup: bool) -> None:
         local = local_rows(layout, collection, module, self.tables)
         lane = LaneOptions(self._transport, name=collection.path)
         group = dist.new_group(backend=BACKEND, timeout=self._timeout, pg_options=lane)
@@ -64,7 +64,7 @@ class OverlapEngine:
         self.collections[collection.path] = OverlappedCollection(collection, module, layout, local, group, optimizers, dedup)
         self._groups[collection.path] = [kernel.group for kernel in local.kernels]
 
-    def _layout(self, collection: Collection, module: Any) -> Layout | None:
+    def _layout(self, collection: Collection, module: Any) -> RowLayout | None:
         if collection.pooled:
             self.plain[collection.path] = "it is an EmbeddingBagCollection, whose pooled rows would have to travel twice"
             return None
@@ -72,7 +72,7 @@ class OverlapEngine:
             self.plain[collection.path] = "its ids are remapped by the model, so that rows cannot be told before"
             return None
         try:
-            return Layout.of(collection, module.freescale.plan, self.tables.group.size(), self.tables.device)
+            return RowLayout.of(collection, module.freescale.plan, self.tables.group.size(), self.tables.device)
         except ValueError as error:
             own = [table.name for table in collection.tables if self.tables.optimizers[table.key].by_row]
             if own:

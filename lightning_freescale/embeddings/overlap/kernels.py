@@ -5,23 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_freescale.embeddings.collections import Collection
-from lightning_freescale.embeddings.overlap.layout import Layout
-from lightning_freescale.embeddings.overlap.local_rows import AdamKernel, Held, Kernel, LocalRows
+from lightning_freescale.embeddings.overlap.local_rows import AdamKernel, LocalRows, LocalTable, TableKernel
+from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 from lightning_freescale.embeddings.shards import ShardedTables, kernels
 
 
-def local_rows(layout: Layout, collection: Collection, module: Any, tables: ShardedTables) -> LocalRows:
+def local_rows(layout: RowLayout, collection: Collection, module: Any, tables: ShardedTables) -> LocalRows:
     """What ``module`` holds on this rank."""
     rank = tables.group.rank()
     index_of = {table.name: index for index, table in enumerate(collection.tables)}
-    found: list[Kernel] = []
+    found: list[TableKernel] = []
     for kernel in kernels(module):
         specs = kernel._config.embedding_tables
         weights = kernel.emb_module.split_embedding_weights()
         held = {}
         for spec, weight in zip(specs, weights):
             index = index_of[spec.name]
-            held[index] = Held(index, int(layout.base[rank, index]), weight)
+            held[index] = LocalTable(index, int(layout.base[rank, index]), weight)
         features = [index_of[spec.name] for spec in specs for _ in spec.feature_names]
         optimizer = tables.optimizers[collection.tables[features[0]].key]
         plain = (kernel.emb_module, features, held, optimizer.group)
@@ -29,5 +29,5 @@ def local_rows(layout: Layout, collection: Collection, module: Any, tables: Shar
             states = {index_of[name]: state for name, state in kernel.freescale_states.items()}
             found.append(AdamKernel(states, optimizer.arguments, *plain))
         else:
-            found.append(Kernel(*plain))
+            found.append(TableKernel(*plain))
     return LocalRows(layout, rank, found, collection.tables[0].dim)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_freescale.embeddings.overlap.layout import Layout
-from lightning_freescale.embeddings.row_adam import update_rows
+from lightning_freescale.embeddings.overlap.row_layout import RowLayout
+from lightning_freescale.embeddings.sparse_adam import update_rows
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalTable:
     """A table's rows on this rank.
 
     Attributes:
@@ -28,7 +28,7 @@ class Held:
     weight: Tensor
 
 
-class Kernel:
+class TableKernel:
     """Tables that one FBGEMM kernel updates together.
 
     Args:
@@ -38,7 +38,7 @@ class Kernel:
         group: the parameter group that sets its learning rate, if one does.
     """
 
-    def __init__(self, module: Any, tables: Sequence[int], held: dict[int, Held], group: int | None) -> None:
+    def __init__(self, module: Any, tables: Sequence[int], held: dict[int, LocalTable], group: int | None) -> None:
         self.module, self.held, self.group = module, held, group
         self._places = {index: tables.index(index) for index in tables}
         self._features = len(tables)
@@ -62,13 +62,13 @@ class Kernel:
         self.module.iter.fill_(step)
 
 
-class AdamKernel(Kernel):
+class AdamKernel(TableKernel):
     """Tables that are updated by Adam on CPU; FBGEMM's module only holds them.
 
     Args:
         states: of each table, by its place in the layout.
         arguments: of the optimizer, in FBGEMM's words.
-        others: as for :class:`Kernel`.
+        others: as for :class:`TableKernel`.
     """
 
     def __init__(self, states: dict[int, dict[str, Tensor]], arguments: Mapping[str, Any], *others: Any) -> None:
@@ -97,7 +97,7 @@ class LocalRows:
         count: rows owned.
     """
 
-    def __init__(self, layout: Layout, rank: int, kernels: Sequence[Any], dim: int) -> None:
+    def __init__(self, layout: RowLayout, rank: int, kernels: Sequence[Any], dim: int) -> None:
         self.kernels, self.dim = list(kernels), dim
         self._held = [held for kernel in self.kernels for held in kernel.held.values()]
         self._edges = layout.base[rank].contiguous()

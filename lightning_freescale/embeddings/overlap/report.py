@@ -20,8 +20,8 @@ class OverlapReport:
         plain_bytes: what plain TorchRec would have moved: each id, its row and its gradient.
         dedup_bytes: the same for each row once.
         ids_bytes: sent to agree on rows.
-        contended_bytes: rows and gradients sent that training waited for.
-        settled_bytes: rows and gradients sent behind compute.
+        colliding_bytes: rows and gradients sent that training waited for.
+        non_colliding_bytes: rows and gradients sent behind compute.
         unknown: lookups whose ids nobody knew ahead.
         misses: lookups of other ids than were expected.
     """
@@ -35,8 +35,8 @@ class OverlapReport:
     plain_bytes: float
     dedup_bytes: float
     ids_bytes: float
-    contended_bytes: float
-    settled_bytes: float
+    colliding_bytes: float
+    non_colliding_bytes: float
     unknown: float
     misses: float
 
@@ -51,7 +51,7 @@ class OverlapReport:
         seconds = {"exposed_ms": grown["exposed_s"], "hidden_ms": max(0.0, grown["transfer_s"] - grown["exposed_s"])}
         others = {name: grown[name] / steps for name in cls.__annotations__ if name in grown and name != "steps"}
         milliseconds = {name: 1000 * value / steps for name, value in seconds.items()}
-        rate = grown["contended_served_rows"] / served if served else 0.0
+        rate = grown["colliding_served_rows"] / served if served else 0.0
         return cls(steps=int(steps), collision_rate=rate, **milliseconds, **others)
 
     def scalars(self) -> dict[str, float]:
@@ -59,12 +59,12 @@ class OverlapReport:
         return {f"freescale/overlap/{name}": value for name, value in vars(self).items() if name != "steps"}
 
     def __str__(self) -> str:
-        moved = self.ids_bytes + self.contended_bytes + self.settled_bytes
+        moved = self.ids_bytes + self.colliding_bytes + self.non_colliding_bytes
         total = self.hidden_ms + self.exposed_ms
         hidden = self.hidden_ms / total if total else 0.0
         fallbacks = (self.unknown + self.misses) * self.steps
         return (
             f"embedding exchange: {hidden:.0%} of its {total:.1f} ms per step hidden, {self.exposed_ms:.1f} ms waited for; "
-            f"collision rate {self.collision_rate:.0%}; {moved / 1e6:.3g} MB sent per step ({self.contended_bytes / 1e6:.3g} "
+            f"collision rate {self.collision_rate:.0%}; {moved / 1e6:.3g} MB sent per step ({self.colliding_bytes / 1e6:.3g} "
             f"waited for), plain {self.plain_bytes / 1e6:.3g}; {fallbacks:.0f} lookups of unexpected ids"
         )

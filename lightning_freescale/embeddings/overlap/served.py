@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Served:
+class IncomingRows:
     """Rows in the order in which they came: by asking rank, then by slot.
 
     Attributes:
@@ -23,7 +23,7 @@ class Served:
     counts: Tensor
 
     @classmethod
-    def of(cls, parts: Sequence[Tensor], counts: Tensor) -> Served:
+    def of(cls, parts: Sequence[Tensor], counts: Tensor) -> IncomingRows:
         """From what each rank asked for."""
         return cls(torch.cat(list(parts)).long(), counts)
 
@@ -45,7 +45,7 @@ class Served:
         return torch.argsort(slot.to(chosen.device)[chosen], stable=True)
 
 
-class Touched:
+class RowMembership:
     """Which of this rank's rows are in a set.
 
     Args:
@@ -67,7 +67,7 @@ class Touched:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class RowMask:
     """Some of the rows that travel between this rank and each of the others.
 
     Attributes:
@@ -79,16 +79,16 @@ class Chosen:
     sizes: list[int]
 
     @classmethod
-    def of(cls, mask: Tensor, sizes: Sequence[int]) -> Chosen:
+    def of(cls, mask: Tensor, sizes: Sequence[int]) -> RowMask:
         """Count them; there are ``sizes`` rows per rank in all."""
         totals = np.concatenate([[0], np.cumsum(mask.cpu().numpy())])
         return cls(mask, np.diff(totals[np.cumsum([0, *sizes])]).tolist())
 
     @classmethod
-    def none(cls, sizes: Sequence[int], device: torch.device) -> Chosen:
+    def none(cls, sizes: Sequence[int], device: torch.device) -> RowMask:
         """None of them."""
         return cls(torch.zeros(sum(sizes), dtype=torch.bool, device=device), [0] * len(sizes))
 
-    def others(self, sizes: Sequence[int]) -> Chosen:
+    def others(self, sizes: Sequence[int]) -> RowMask:
         """All that are not chosen."""
-        return Chosen(~self.mask, [size - chosen for size, chosen in zip(sizes, self.sizes)])
+        return RowMask(~self.mask, [size - chosen for size, chosen in zip(sizes, self.sizes)])

@@ -18,18 +18,18 @@ COUNTS = (
     "tokens",
     "rows",
     "served_rows",
-    "contended_served_rows",
+    "colliding_served_rows",
     "plain_bytes",
     "dedup_bytes",
     "ids_bytes",
-    "contended_bytes",
-    "settled_bytes",
+    "colliding_bytes",
+    "non_colliding_bytes",
     "transfer_s",
     "exposed_s",
 )
 
 
-class Statistics:
+class ExchangeStatistics:
     """Totals of one collection on this rank, by the names in ``COUNTS``; counted by two threads."""
 
     def __init__(self) -> None:
@@ -60,9 +60,9 @@ class Statistics:
         yield
         self.count("exposed_s", time.perf_counter() - began)
 
-    def collisions(self, rows: Tensor, contended: Tensor) -> None:
-        """Count the different rows that an owner serves, and the contended ones among them; one batch in eight."""
+    def collisions(self, rows: Tensor, colliding: Tensor) -> None:
+        """Count the different rows that an owner serves, and the colliding ones among them; one batch in eight."""
         if self._totals["steps"] % 8 != 1:  # telling them apart takes time
             return
         self.count("served_rows", len(torch.unique(rows)))
-        self.count("contended_served_rows", len(torch.unique(rows[contended])))
+        self.count("colliding_served_rows", len(torch.unique(rows[colliding])))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_freescale.loader_wrapper import LoaderWrapper
+from lightning_freescale._lightning.loader_wrapper import LoaderWrapper
 from lightning_freescale.profiling.recording.timeline import Timeline
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_freescale.profiling.explaining.parts import PART_NAMES
+from lightning_freescale.profiling.analysis.breakdown import PART_NAMES
 from lightning_freescale.profiling.reporting.checking import FORMAT, VERSION, check
 from lightning_freescale.profiling.reporting.layout import readable
 

@@ -82,7 +82,7 @@ class KinetoWindow:
         self._slices = _exported(stopped, self._ahead)
 
     def events(self, to_seconds: Callable[[float], float]) -> list[dict[str, Any]]:
-        """The window's slices for :func:`~lightning_freescale.profiling.reporting.trace.write_trace`.
+        """The window's slices for :func:`~lightning_freescale.profiling.reporting.trace.writer.write_trace`.
 
         They are Chrome events but for ``tid``, which is the thread's name, and ``ts`` and ``dur``, which are seconds. Operators
         below :data:`SHORTEST` and slices beyond :data:`LIMIT` are left out, which one more event tells.

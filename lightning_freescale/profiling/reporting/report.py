@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_freescale.profiling.explaining.parts import PART_NAMES, bubble, column
+from lightning_freescale.profiling.analysis.breakdown import PART_NAMES, bubble, column
 from lightning_freescale.profiling.reporting import document, text
 
 if TYPE_CHECKING:
-    from lightning_freescale.profiling.explaining.imbalance import Imbalance
-    from lightning_freescale.profiling.explaining.replay import WhatIf
+    from lightning_freescale.profiling.analysis.imbalance import Imbalance
+    from lightning_freescale.profiling.analysis.what_if import WhatIf
 
 _SHARES = ("data_wait", "compute", *PART_NAMES[2:])
 
 
 @dataclass(frozen=True)
-class About:
+class RunInfo:
     """What ran. ``label`` names the run in comparisons; ``started`` is a time in ISO 8601; ``versions`` are of packages."""
 
     label: str
@@ -57,7 +57,7 @@ class Status:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class WaitAttribution:
     """How waits were split into straggler wait and transfer.
 
     Attributes:
@@ -140,8 +140,8 @@ class BubbleReport:
     parts: NDArray[np.float64]
     samples: NDArray[np.int64]
     steps: NDArray[np.int64] | Sequence[int]
-    about: About
-    waiting: Waiting
+    about: RunInfo
+    waiting: WaitAttribution
     overhead: Overhead
     status: Status = Status()
     imbalance: Imbalance | None = None

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_freescale.testing import run_distributed
-from tests.comm.semantics.sides import SMALL, Side, assert_same_as_gloo, make_group
+from tests.helpers.both_groups import SMALL, Side, assert_same_as_gloo, make_group
 
 ROWS: dict[str, Callable[[int, int, int], int]] = {
     "even": lambda source, target, size: 2,

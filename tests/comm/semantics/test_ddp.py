@@ -15,7 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_freescale.testing import run_distributed
-from tests.comm.semantics.sides import TIMEOUT, differs, make_group
+from tests.helpers.both_groups import TIMEOUT, differs, make_group
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from lightning_freescale.testing import run_distributed
-from tests.comm.semantics.sides import SMALL, make_group
+from tests.helpers.both_groups import SMALL, make_group
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_freescale.testing import run_distributed
-from tests.comm.semantics.sides import SMALL, Side, bits, differs, make_group
+from tests.helpers.both_groups import SMALL, Side, bits, differs, make_group
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),

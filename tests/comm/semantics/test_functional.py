@@ -10,7 +10,7 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
 from torch import Tensor
 
-from tests.comm.semantics.sides import SMALL, Case, Side, assert_same_as_gloo, named
+from tests.helpers.both_groups import SMALL, Case, Side, assert_same_as_gloo, named
 
 FORWARD: list[Case] = []
 BACKWARD: list[Case] = []

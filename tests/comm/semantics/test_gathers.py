@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_freescale.testing import run_distributed
-from tests.comm.semantics.sides import SMALL, Case, Side, assert_same_as_gloo, make_group, named
+from tests.helpers.both_groups import SMALL, Case, Side, assert_same_as_gloo, make_group, named
 
 CASES: list[Case] = []
 SHAPES = [(4,), (), (0,), (2, 3), (400, 3)]

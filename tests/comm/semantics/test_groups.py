@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning_freescale.comm import LaneOptions
 from lightning_freescale.comm.process_group import FreeScaleGroup
 from lightning_freescale.testing import run_distributed
-from tests.comm.semantics.sides import SMALL, TIMEOUT, Side, differs, free_ports, make_group
+from tests.helpers.both_groups import SMALL, TIMEOUT, Side, differs, free_ports, make_group
 
 
 def _in_subgroup(group: Any, first: int) -> Any:

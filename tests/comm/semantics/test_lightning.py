@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_freescale.comm.process_group import FreeScaleGroup
 from lightning_freescale.testing import run_distributed
-from tests.comm.semantics.sides import differs
-from tests.recommender import trainer
+from tests.helpers.both_groups import differs
+from tests.helpers.recommender import trainer
 
 
 class Plain(L.LightningModule):

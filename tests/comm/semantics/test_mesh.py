@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from lightning_freescale.comm.process_group import FreeScaleGroup
 from lightning_freescale.testing import run_distributed
-from tests.comm.semantics.sides import TIMEOUT, differs
+from tests.helpers.both_groups import TIMEOUT, differs
 
 LAYOUTS = [Shard(0), Shard(1), Replicate()]
 

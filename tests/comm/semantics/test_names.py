@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from lightning_freescale.comm.process_group import FreeScaleGroup
-from tests.comm.semantics.sides import SMALL, TIMEOUT, Case, Side, assert_same_as_gloo, named
+from tests.helpers.both_groups import SMALL, TIMEOUT, Case, Side, assert_same_as_gloo, named
 
 CASES: list[Case] = []
 

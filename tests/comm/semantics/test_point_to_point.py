@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.comm.semantics.sides import SMALL, Case, Side, assert_same_as_gloo, named
+from tests.helpers.both_groups import SMALL, Case, Side, assert_same_as_gloo, named
 
 CASES: list[Case] = []
 

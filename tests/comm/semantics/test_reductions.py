@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.comm.semantics.sides import Case, Side, assert_same_as_gloo, named
+from tests.helpers.both_groups import Case, Side, assert_same_as_gloo, named
 
 CASES: list[Case] = []
 OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")

@@ -13,8 +13,8 @@ from lightning_freescale.comm.process_group import FreeScaleGroup
 from lightning_freescale.profiling.recording.collectives import collectives_on
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.testing import run_distributed
-from tests.comm.semantics.sides import SMALL, TIMEOUT, differs, make_group
-from tests.comm.semantics.sparse_training import KEYS, build, train
+from tests.helpers.both_groups import SMALL, TIMEOUT, differs, make_group
+from tests.helpers.sparse_training import KEYS, build, train
 
 
 def _counted(group: FreeScaleGroup, run: Callable[[], Any]) -> tuple[Any, int]:

@@ -11,7 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_freescale.testing import run_distributed
-from tests.comm.semantics.issued import (
+from tests.helpers.both_groups import SMALL, Case, Side, assert_same_as_gloo, differs, make_group, named
+from tests.helpers.issued_collectives import (
     KINDS,
     WITH_FUTURE,
     issue_broadcast,
@@ -20,7 +21,6 @@ from tests.comm.semantics.issued import (
     issue_list_to_all,
     issue_to_all,
 )
-from tests.comm.semantics.sides import SMALL, Case, Side, assert_same_as_gloo, differs, make_group, named
 
 CASES: list[Case] = []
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.comm.semantics.issued import KINDS, WITH_FUTURE, issue_broadcast, issue_gather, issue_reduce, issue_to_all
-from tests.comm.semantics.sides import SMALL, Case, Side, assert_same_as_gloo, named
+from tests.helpers.both_groups import SMALL, Case, Side, assert_same_as_gloo, named
+from tests.helpers.issued_collectives import KINDS, WITH_FUTURE, issue_broadcast, issue_gather, issue_reduce, issue_to_all
 
 CASES: list[Case] = []
 

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_freescale.balance.assign import assign
-from lightning_freescale.data.streaming.loader import StreamLoader
+from lightning_freescale.data.streaming.loader import BalancedStreamLoader
 from lightning_freescale.testing import RankFailed, run_distributed
-from tests.data.streaming.streams import Part, SlowOnOne, loader_of, sample_cost, stream_threads
+from tests.helpers.streams import Part, SlowOnOne, loader_of, sample_cost, stream_threads
 
 
 @pytest.mark.parametrize("exchange", ["none", "samples"])
@@ -49,7 +49,7 @@ def test_works_ahead_but_not_further() -> None:
             read.append(number)
             return super()._sample(number)
 
-    loader = StreamLoader(Watched(0, 400), 4, cost=sample_cost, exchange="samples", collate_fn=list, ahead=3)
+    loader = BalancedStreamLoader(Watched(0, 400), 4, cost=sample_cost, exchange="samples", collate_fn=list, ahead=3)
     batches = iter(loader)
     for taken in range(1, 6):
         next(batches)

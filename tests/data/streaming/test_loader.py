@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from lightning_freescale.data.streaming.loader import StreamLoader
+from lightning_freescale.data.streaming.loader import BalancedStreamLoader
 from lightning_freescale.testing import run_distributed
-from tests.data.streaming.streams import Part, loader_of, sample_cost
+from tests.helpers.streams import Part, loader_of, sample_cost
 
 
 def test_summed_loss() -> None:
@@ -30,7 +30,7 @@ def test_summed_loss() -> None:
 )
 def test_bad_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        StreamLoader(**{"dataset": Part(0, 9), "batch_size": 4, "cost": sample_cost, **options})
+        BalancedStreamLoader(**{"dataset": Part(0, 9), "batch_size": 4, "cost": sample_cost, **options})
 
 
 @pytest.mark.parametrize("name", ["cost", "weight"])

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from lightning_freescale.data.streaming.loader import StreamLoader
+from lightning_freescale.data.streaming.loader import BalancedStreamLoader
 from lightning_freescale.testing import run_distributed
-from tests.data.streaming.streams import Part, SeekablePart, loader_of, sample_cost
+from tests.helpers.streams import Part, SeekablePart, loader_of, sample_cost
 
 
 @pytest.mark.parametrize("kind", [Part, SeekablePart])
@@ -88,7 +88,7 @@ def test_state_is_small(exchange: str) -> None:
 def test_state_of_another_loader(change: dict[str, Any], message: str) -> None:
     loader = loader_of([100])
     list(islice(loader, 3))
-    other = StreamLoader(Part(0, 100), **{"batch_size": 4, "cost": sample_cost, **change})
+    other = BalancedStreamLoader(Part(0, 100), **{"batch_size": 4, "cost": sample_cost, **change})
     with pytest.raises(ValueError, match=message):
         other.load_state_dict(loader.state_after(2))
     other.load_state_dict(loader.state_after(0))  # nothing was consumed: nothing can be lost

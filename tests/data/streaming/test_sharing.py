@@ -11,7 +11,7 @@ import pytest
 
 from lightning_freescale.balance.assign import assign
 from lightning_freescale.testing import run_distributed
-from tests.data.streaming.streams import COSTS, all_of, check_told, imbalance_of, run_streams, samples_of
+from tests.helpers.streams import COSTS, all_of, check_told, imbalance_of, run_streams, samples_of
 
 
 @pytest.mark.parametrize("sizes", [[40, 40, 40], [41, 40, 40], [100, 9, 0], [3, 0, 0], [24, 26, 25]])

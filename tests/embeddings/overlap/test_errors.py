@@ -19,7 +19,7 @@ from lightning_freescale.embeddings.optimizer import TableOptimizer
 from lightning_freescale.embeddings.overlap import OverlapEngine
 from lightning_freescale.embeddings.sharding import TableSharding
 from lightning_freescale.testing import RankFailed, run_distributed
-from tests.embeddings.overlap.sequences import OPTIMIZERS, Batch, Sequences, batches, known, sharded, train_overlapped
+from tests.helpers.sequences import OPTIMIZERS, Batch, Sequences, batches, known, sharded, train_overlapped
 
 SGD = OPTIMIZERS["sgd"]
 Change = Callable[[Batch], None]

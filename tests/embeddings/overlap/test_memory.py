@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from lightning_freescale.embeddings.overlap import OverlapEngine
 from lightning_freescale.testing import run_distributed
-from tests.embeddings.overlap.sequences import DIM, OPTIMIZERS, batches, known, sharded
+from tests.helpers.sequences import DIM, OPTIMIZERS, batches, known, sharded
 
 
 def _held(flight: Any) -> int:

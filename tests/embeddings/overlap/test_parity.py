@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_freescale.testing import run_distributed
-from tests.embeddings.overlap.sequences import OPTIMIZERS, Run, batches, train_overlapped, train_plain
+from tests.helpers.sequences import OPTIMIZERS, Run, batches, train_overlapped, train_plain
 
 STEPS = 50
 

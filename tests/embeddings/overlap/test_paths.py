@@ -13,7 +13,7 @@ from torchrec import KeyedJaggedTensor
 from lightning_freescale.embeddings.overlap import OverlapEngine
 from lightning_freescale.embeddings.shards import ShardedTables
 from lightning_freescale.testing import run_distributed
-from tests.embeddings.overlap.sequences import (
+from tests.helpers.sequences import (
     OPTIMIZERS,
     Announced,
     Batch,
@@ -142,7 +142,7 @@ def test_writing_the_tables_without_saying_so() -> None:
 
 def _looked_up_again(engine: bool) -> tuple[Run, list[str]]:
     """Every fourth step the candidates are looked up once more, with gradients; every third without."""
-    from tests.embeddings.overlap import sequences
+    from tests.helpers import sequences
 
     data, once = batches(dist.get_rank(), 12), sequences.Sequences.forward
 
@@ -182,7 +182,7 @@ def test_several_lookups_in_a_step() -> None:
 
 def _not_looked_up(engine: bool) -> Run:
     """The second collection is used in every other step only."""
-    from tests.embeddings.overlap import sequences
+    from tests.helpers import sequences
 
     data, always = batches(dist.get_rank(), 12), sequences.Sequences.forward
 

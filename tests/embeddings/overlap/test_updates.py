@@ -12,10 +12,10 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_freescale.embeddings.optimizer import TableOptimizer
 from lightning_freescale.embeddings.overlap import OverlapEngine
-from lightning_freescale.embeddings.row_adam import new_state, update_rows
 from lightning_freescale.embeddings.sharding import TableSharding
+from lightning_freescale.embeddings.sparse_adam import new_state, update_rows
 from lightning_freescale.testing import run_distributed
-from tests.embeddings.overlap.sequences import OPTIMIZERS, Batch, Run, Sequences, batches, known, result_of, sharded
+from tests.helpers.sequences import OPTIMIZERS, Batch, Run, Sequences, batches, known, result_of, sharded
 
 STEPS = 21
 ADAM = TableOptimizer(torch.optim.Adam, {"lr": 0.05, "eps": 1e-12}, by_row=True)

@@ -7,11 +7,11 @@ import time
 import pytest
 import torch
 
-from lightning_freescale.profiling.recorded import Recorded
+from lightning_freescale.profiling.collection.step_buffer import StepBuffer
 from lightning_freescale.profiling.recording.clocks import CudaClock, HostClock, clock_for
 from lightning_freescale.profiling.recording.records import StepRecord
 from lightning_freescale.profiling.recording.timeline import Timeline
-from tests.profiling.recording.cuda import Device
+from tests.helpers.fake_cuda_events import Device
 
 CUDA = torch.device("cuda")
 
@@ -101,7 +101,7 @@ def test_steps_beside_watched_ones_keep_their_ends(device: Device) -> None:
     """Watched steps are resolved first, and while others still have to be the events go on being used."""
     timeline = Timeline()
     timeline.enable(CUDA)
-    recorded = Recorded(timeline, 10)
+    recorded = StepBuffer(timeline, 10)
     timeline.open_step()
     for _ in range(2):
         recorded.add(_step(device, timeline, 0.25))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_freescale.profiling.reporting.compare import DifferentWorkError, compare, differences, remarks, table
 from lightning_freescale.profiling.reporting.report import Status
-from tests.profiling.reporting.reports import VERSIONS, full_report, run_of
+from tests.helpers.reports import VERSIONS, full_report, run_of
 
 
 def _documents(*runs: dict[str, Any]) -> list[dict[str, Any]]:

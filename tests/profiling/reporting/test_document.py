@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
 
-from lightning_freescale.profiling.explaining.parts import PART_NAMES
+from lightning_freescale.profiling.analysis.breakdown import PART_NAMES
 from lightning_freescale.profiling.reporting import layout
 from lightning_freescale.profiling.reporting.checking import FORMAT, check
 from lightning_freescale.profiling.reporting.document import read, write
-from lightning_freescale.profiling.reporting.report import Overhead, Waiting
-from tests.profiling.reporting.reports import full_report, report_of, run_of, step
+from lightning_freescale.profiling.reporting.report import Overhead, WaitAttribution
+from tests.helpers.reports import full_report, report_of, run_of, step
 
 SCHEMA = json.loads(files("lightning_freescale.profiling.reporting").joinpath("schema.json").read_text())
 VALIDATOR = Draft202012Validator(SCHEMA)
@@ -29,7 +29,7 @@ Keys = tuple[Any, ...]
 
 def _bare() -> dict[str, Any]:
     """Null or empty wherever a report may be."""
-    return report_of(np.array([[step(2.0)]]), waiting=Waiting("one rank", 0.0), overhead=Overhead(0.0, 0.0)).document()
+    return report_of(np.array([[step(2.0)]]), waiting=WaitAttribution("one rank", 0.0), overhead=Overhead(0.0, 0.0)).document()
 
 
 def _nodes(value: Any, at: Keys = ()) -> Iterator[tuple[Keys, Any]]:

@@ -15,7 +15,7 @@ from lightning_freescale.profiling.reporting import files as module
 from lightning_freescale.profiling.reporting.document import read
 from lightning_freescale.profiling.reporting.files import Files
 from lightning_freescale.profiling.reporting.report import BubbleReport
-from tests.profiling.reporting.reports import report_of, step
+from tests.helpers.reports import report_of, step
 
 REPORT = report_of(np.array([[step(0.1, forward=0.07)] * 2] * 3))
 TRACED = [[ResolvedStep(0, 1, 3, 4, (ResolvedSpan("forward", "forward", 0, 0.5),))] * 2]

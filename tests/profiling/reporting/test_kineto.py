@@ -10,8 +10,8 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from lightning_freescale.profiling.recording.records import ResolvedStep
 from lightning_freescale.profiling.reporting import kineto
 from lightning_freescale.profiling.reporting.kineto import KinetoWindow, slices_of
-from lightning_freescale.profiling.reporting.trace import write_trace
-from tests.profiling.reporting.chrome_trace import read_trace
+from lightning_freescale.profiling.reporting.trace.writer import write_trace
+from tests.helpers.chrome_trace import read_trace
 
 CPU = torch.device("cpu")
 

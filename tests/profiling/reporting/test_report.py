@@ -7,18 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_freescale.profiling.explaining.imbalance import Imbalance
-from lightning_freescale.profiling.explaining.parts import PART_NAMES
+from lightning_freescale.profiling.analysis.breakdown import PART_NAMES
+from lightning_freescale.profiling.analysis.imbalance import Imbalance
 from lightning_freescale.profiling.reporting.report import (
-    About,
     BubbleReport,
     ExchangeFigures,
     Overhead,
+    RunInfo,
     Status,
-    Waiting,
+    WaitAttribution,
     window_scalars,
 )
-from tests.profiling.reporting.reports import ABOUT, full_report, report_of, step
+from tests.helpers.reports import ABOUT, full_report, report_of, step
 
 
 def _two_ranks(**changes: Any) -> BubbleReport:
@@ -85,7 +85,7 @@ def test_scalars() -> None:
 def test_shapes_must_fit(parts: tuple[int, ...], samples: tuple[int, ...], steps: list[int]) -> None:
     with pytest.raises(ValueError, match=r"pass \[steps, ranks, 10\] and \[steps, ranks\]"):
         BubbleReport(
-            np.ones(parts), np.ones(samples, dtype=np.int64), steps, ABOUT, Waiting("one rank", 0.0), Overhead(0.0, 0.0)
+            np.ones(parts), np.ones(samples, dtype=np.int64), steps, ABOUT, WaitAttribution("one rank", 0.0), Overhead(0.0, 0.0)
         )
 
 
@@ -138,7 +138,7 @@ def test_text_without_a_cost_model_blames_nobody() -> None:
 
 
 def test_text_says_nothing_of_what_is_not_known() -> None:
-    text = str(report_of(np.array([[step(2.0, forward=1.0)]]), waiting=Waiting("one rank", 0.0)))
+    text = str(report_of(np.array([[step(2.0, forward=1.0)]]), waiting=WaitAttribution("one rank", 0.0)))
     for word in ("what if", "differ", "told apart", "explain:", "samples/s", "hid ", "INCOMPLETE", "left out"):
         assert word not in text
     assert "1 rank on cpu, 1 step\n" in text
@@ -147,7 +147,7 @@ def test_text_says_nothing_of_what_is_not_known() -> None:
 def test_text_is_never_wider_than_a_terminal() -> None:
     rows = [step(12.0, forward=9.0, data_wait=1.0)] * 1024
     about = {**vars(ABOUT), "world_size": 1024, "label": "a label " * 40, "model": "M" * 300}
-    report = full_report(parts=np.array([rows]), about=About(**about), status=Status(False, "a\nlong reason " * 30, 5, 37))
+    report = full_report(parts=np.array([rows]), about=RunInfo(**about), status=Status(False, "a\nlong reason " * 30, 5, 37))
     assert max(map(len, str(report).splitlines())) <= 120
 
 
@@ -155,7 +155,7 @@ def test_what_is_incomplete_says_so_first() -> None:
     report = full_report(status=Status(False, "KeyboardInterrupt", 5, 37))
     assert str(report).splitlines()[0] == "INCOMPLETE: KeyboardInterrupt; its last 37 steps are not in here"
     assert str(full_report(status=Status(False))).splitlines()[0] == "INCOMPLETE: the run did not come to its end"
-    alone = report_of(np.array([[step(2.0, forward=1.0)]]), about=About(**{**vars(ABOUT), "world_size": 8}))
+    alone = report_of(np.array([[step(2.0, forward=1.0)]]), about=RunInfo(**{**vars(ABOUT), "world_size": 8}))
     assert "8 ranks on cpu (only 1 of them in here)" in str(alone)
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from lightning_freescale.profiling.reporting.page import write_page
-from tests.browser import Browser
+from tests.helpers.browser import Browser
 
 
 @pytest.fixture(scope="module")

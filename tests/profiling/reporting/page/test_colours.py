@@ -4,8 +4,8 @@ from importlib.resources import files
 import numpy as np
 import pytest
 
-from tests.profiling.reporting.documents import PART_NAMES
-from tests.profiling.reporting.page.showing import cells, colour, pixel
+from tests.helpers.documents import PART_NAMES
+from tests.helpers.shown_page import cells, colour, pixel
 
 
 def _palettes():

@@ -1,7 +1,7 @@
 import pytest
 
-from tests.profiling.reporting.documents import HOSTILE, bare, document, hostile
-from tests.profiling.reporting.page.showing import every, hover, pixel, plain, rows, words
+from tests.helpers.documents import HOSTILE, bare, document, hostile
+from tests.helpers.shown_page import every, hover, pixel, plain, rows, words
 
 DOCUMENTS = {
     "two ranks": [document(2)],

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from tests.profiling.reporting.documents import PART_NAMES, document
-from tests.profiling.reporting.page.showing import LEFT, cells, colour, every, hover, pieces, pixel, plain, words
+from tests.helpers.documents import PART_NAMES, document
+from tests.helpers.shown_page import LEFT, cells, colour, every, hover, pieces, pixel, plain, words
 
 
 def test_shares_are_bars_of_their_width_and_explained(show):

@@ -1,7 +1,7 @@
 import pytest
 
-from tests.profiling.reporting.documents import bare, document
-from tests.profiling.reporting.page.showing import every, pixel, rows, words
+from tests.helpers.documents import bare, document
+from tests.helpers.shown_page import every, pixel, rows, words
 
 
 def run_of(label, step_seconds, bubble, **changes):

@@ -1,7 +1,7 @@
 import pytest
 
-from tests.profiling.reporting.documents import document
-from tests.profiling.reporting.page.showing import every, plain, rows, words
+from tests.helpers.documents import document
+from tests.helpers.shown_page import every, plain, rows, words
 
 
 def test_ranks_stand_in_a_table_and_slow_ones_stand_out(show):

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_freescale.profiling.reporting.checking import check
 from lightning_freescale.profiling.reporting.page import write_page
-from tests.profiling.reporting.documents import bare, document, hostile
+from tests.helpers.documents import bare, document, hostile
 
 
 def test_the_page_is_written_and_replaced(tmp_path):

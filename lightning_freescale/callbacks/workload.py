@@ -1,0 +1,97 @@
+"""What a run is and what its steps work on, for the bubble profiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import astuple
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils import _pytree as pytree
+
+from lightning_freescale._lightning.loops import LightningModule, Trainer
+from lightning_freescale.balance import CostModel
+from lightning_freescale.balance.cost import sample_features
+from lightning_freescale.profiling.reporting.report import RunInfo
+
+Floats = NDArray[np.float64]
+_FITTED = 20_000
+"""Rank-steps that a fit rests on at most, the last ones; it takes a fraction of a second."""
+
+
+def about(trainer: Trainer, module: LightningModule, label: str | None) -> RunInfo:
+    """What is run, to tell whether two reports compare."""
+    strategy = getattr(trainer.strategy, "strategy_name", type(trainer.strategy).__name__)
+    return RunInfo(
+        label=label or strategy,
+        model=type(module).__name__,
+        parameters=sum(parameter.numel() for parameter in module.parameters()),
+        strategy=strategy,
+        world_size=trainer.world_size,
+        device=_device(trainer.strategy.root_device),
+        accumulate_grad_batches=trainer.accumulate_grad_batches,
+    )
+
+
+class StepWorkload:
+    """Tells the samples of a step, and what its cost hangs on.
+
+    Args:
+        lengths_of: history lengths of the samples of a batch, if the user knows better.
+    """
+
+    def __init__(self, lengths_of: Callable[[Any], Any] | None = None) -> None:
+        self._lengths_of = lengths_of
+
+    def of_step(self, trainer: Trainer, batch: Any, index: int) -> tuple[int, Floats | None]:
+        """Number of samples, 0 if unknown, and the sums of :func:`sample_features` over them, None if unknown."""
+        if self._lengths_of is not None:
+            lengths = np.asarray(self._lengths_of(batch), dtype=np.float64)
+            return len(lengths), sample_features(lengths).sum(axis=0)
+        sampler: Any = getattr(trainer.train_dataloader, "sampler", None)
+        if not hasattr(sampler, "counts"):
+            return samples_in(batch), None
+        if callable(sampler.costs):  # a stream
+            count = sampler.counts(index)[sampler.rank]
+            return count, _as_features(count, sampler.costs(index)[sampler.rank])
+        mine = sampler.plan(sampler.epoch, index)[sampler.rank]
+        costs = getattr(getattr(getattr(trainer, "datamodule", None), "train", None), "sample_costs", None)
+        if costs is not None and costs.lengths is not None:
+            return len(mine), costs.features(mine).sum(axis=0)
+        return len(mine), _as_features(len(mine), float(sampler.costs[mine].sum()))
+
+
+def samples_in(batch: Any) -> int:
+    """The common first dimension of all tensors of a batch, jagged ones counted by their samples; 0 if there is none."""
+    leaves = pytree.tree_leaves(batch, is_leaf=_is_jagged)
+    sizes = {leaf.stride() if _is_jagged(leaf) else len(leaf) for leaf in leaves if _is_jagged(leaf) or _has_length(leaf)}
+    return sizes.pop() if len(sizes) == 1 else 0
+
+
+def explain(features: Floats, compute: Floats) -> tuple[Floats, Floats] | None:
+    """Fits costs to compute times, see :data:`~lightning_freescale.profiling.collection.history.Explain`."""
+    steps, ranks = compute.shape
+    if steps * ranks < 10 or not (compute > 0).all():
+        return None
+    fitted = slice(-max(1, _FITTED // ranks), None)
+    sums, seconds = features[fitted].reshape(-1, features.shape[-1]), compute[fitted].ravel()
+    fit = CostModel.fit(sums, seconds, np.tile(np.arange(ranks), len(seconds) // ranks))
+    return fit.base + features @ np.array(astuple(fit.model)), fit.slowness
+
+
+def _as_features(samples: int, cost: float) -> Floats:
+    return np.array([samples, cost, 0.0, 0.0])
+
+
+def _is_jagged(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) and callable(getattr(value, "stride", None))
+
+
+def _has_length(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _device(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

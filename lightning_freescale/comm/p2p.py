@@ -1,0 +1,100 @@
+"""Messages between two ranks, over gloo's connections, with errors that name the peer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_FAILURE = "failure"
+_UNUSED = 2**31 - 2
+"""A tag."""
+
+
+class GlooP2P:
+    """A gloo context of its own: TCP, or ibverbs where torch was built with it (``GLOO_DEVICE_TRANSPORT=IBVERBS``).
+
+    Creating it is collective. Messages of one tag between two ranks arrive in the order they were sent; one is sent only once
+    the peer has posted its receive, which must have its size.
+
+    Args:
+        store: that only the ranks of this group use.
+        rank: in the group.
+        size: of the group.
+        timeout: how long a peer may show no progress, by default.
+        ranks: global rank of every rank in the group, for errors.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: list[int]) -> None:
+        self.rank, self.size, self.ranks = rank, size, ranks
+        self._store = store
+        self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("wire", store), rank, size, timeout=timeout)
+        self.peers = [(rank + shift) % size for shift in range(1, size)]
+        """All other ranks, each rank's in another order, so that not all send to the same at once."""
+        self.sources = [(rank - shift) % size for shift in range(1, size)]
+        """All other ranks, in the order in which they send here."""
+
+    def send(self, message: Tensor, peer: int, tag: int) -> dist.Work:
+        """Begin to send; keep the Work alive, dropping it cancels the transfer. Raises as :meth:`wait`."""
+        return self._named(peer, lambda: self._open().send([message], peer, tag))
+
+    def receive(self, into: Tensor, peer: int, tag: int) -> dist.Work:
+        """Be ready for a message of just this size. Raises as :meth:`wait`."""
+        return self._named(peer, lambda: self._open().recv([into], peer, tag))
+
+    def wait(self, work: dist.Work, peer: int, timeout: timedelta) -> None:
+        """Wait for a message to or from ``peer``.
+
+        Raises:
+            DistBackendError: the peer is gone, or shows no progress within the timeout.
+        """
+        self._named(peer, lambda: work.wait(timeout), timeout)
+
+    def _named(self, peer: int, call: Callable[[], Any], timeout: timedelta = timedelta(0)) -> Any:
+        try:
+            return call()
+        except RuntimeError as error:
+            text = str(error)
+        raise dist.DistBackendError(self._explain(text, peer, timeout))
+
+    def fail(self, reason: str) -> None:
+        """Tell the others why this rank gives up, and close the connections, so that nobody waits for it."""
+        if self._gloo is not None:
+            with suppress(RuntimeError):  # the store may have died with its rank
+                self._store.compare_set(_FAILURE, "", f"rank {self.ranks[self.rank]} has given up: {reason}")
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections; whoever waits here or at a peer has an error."""
+        gloo, self._gloo = self._gloo, None
+        for peer in self.peers if gloo is not None else ():
+            try:  # gloo's own abort does nothing; a receive that times out closes all connections of its context
+                gloo.recv([torch.empty(1)], peer, _UNUSED).wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                if "Timed out" in str(error):
+                    return
+
+    def _open(self) -> Any:
+        if self._gloo is None:
+            raise RuntimeError("this rank has closed its connections")
+        return self._gloo
+
+    def _explain(self, text: str, peer: int, timeout: timedelta) -> str:
+        """Gloo's text, or the reason that the rank which gave up first has left."""
+        with suppress(RuntimeError):
+            if self._store.check([_FAILURE]):
+                return self._store.get(_FAILURE).decode()
+        if "Timed out" in text:
+            return f"rank {self.ranks[peer]} did not come within the timeout of {timeout.total_seconds():g} s"
+        return f"rank {self.ranks[peer]} is gone: {_cause(text)}"
+
+
+def _cause(text: str) -> str:
+    """Gloo's text without its place in the source and its advice."""
+    first = text.splitlines()[0].split(". This is typically")[0]
+    return first.split("] ", 1)[1] if first.startswith("[") and "] " in first else first

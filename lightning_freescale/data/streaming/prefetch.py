@@ -1,0 +1,88 @@
+"""A thread that makes items ahead of their use."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class PrefetchThread(Generic[T]):
+    """Iterates ``items`` in a thread, at most ``ahead`` items ahead of those that were taken.
+
+    Items may be made with collectives: how many are made depends only on how many were taken, so ranks that take the same
+    number perform the same collectives, also when all of them stop early.
+
+    Args:
+        items: what to iterate; closed by the thread, if it is a generator.
+        ahead: item ``k + ahead`` is made once item ``k`` was taken.
+    """
+
+    def __init__(self, items: Iterator[T], ahead: int) -> None:
+        self._items, self._allowed = items, ahead
+        self._ready: deque[T] = deque()
+        self._change = threading.Condition()
+        self._closing = self._done = False
+        self._error: BaseException | None = None
+        # a daemon, so that a rank whose peers are gone can end without waiting for them
+        self._thread = threading.Thread(target=self._run, name="freescale-stream", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[T]:
+        """The items in their order; raises what the thread raised."""
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: self._ready or self._done)
+                if not self._ready:
+                    break
+                item = self._ready.popleft()
+                self._allowed += 1
+                self._change.notify_all()
+            yield item
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Let the thread finish what it may make, as the other ranks' threads do, and wait for it."""
+        with self._change:
+            self._closing = True
+            self._change.notify_all()
+        self._thread.join()
+        self._ready.clear()
+
+    def _run(self) -> None:
+        try:
+            while self._may_go_on():
+                item = next(self._items)
+                with self._change:
+                    self._ready.append(item)
+                    self._change.notify_all()
+        except StopIteration:
+            pass
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._finish()
+
+    def _may_go_on(self) -> bool:
+        with self._change:
+            self._change.wait_for(lambda: self._allowed or self._closing)
+            if not self._allowed:
+                return False
+            self._allowed -= 1
+            return True
+
+    def _finish(self) -> None:
+        try:
+            items: Any = self._items
+            if hasattr(items, "close"):
+                items.close()
+        except BaseException as error:
+            self._error = self._error or error
+        with self._change:
+            self._done = True
+            self._change.notify_all()

@@ -1,0 +1,116 @@
+"""One clock for all ranks: rank 0's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from lightning_freescale.profiling.clock_sync.offsets import Offsets
+from lightning_freescale.profiling.clock_sync.ping_pong import Measurement, measure
+
+Seconds = TypeVar("Seconds", float, NDArray[np.float64])
+
+_KEPT = 64
+_LOADED = 3.0  # times the smallest round trip of all measurements; one above was not taken in quiet
+
+
+class Alignment:
+    """Turns this rank's stamps into seconds on rank 0's clock.
+
+    Clocks of different hosts start anywhere and run apart, by 50 millionths of a second per second and more. So the ranks
+    measure the offset several times (:meth:`sync`), while they are idle, and :meth:`to_rank_zero` interpolates.
+
+    How good that is depends on the quiet while they measured and on the time since. Ranks of one host are treated like those
+    of several: nothing reliable says that their clocks are one. With a single measurement, the two clocks may have drifted by
+    100 microseconds per second since, and :attr:`uncertainty` says so; with one at both ends of an epoch, what is left is half
+    a round trip and 2 microseconds per second from the nearer end, because a rate changes with the temperature. A clock that
+    NTP is pulling to the right time just then does up to 500, which is only noticed at the third measurement.
+
+    Args:
+        clock: the clock of the stamps, in seconds; never goes back.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._leads = False
+        self._measurements: list[Measurement] = []
+        self._offsets: Offsets | None = None
+        self._dropped = 0
+
+    def sync(self, group: dist.ProcessGroup | None, rounds: int = 40) -> None:
+        """Measure the offset to rank 0. Collective; call it while the ranks are idle: at the start, after epochs, at the end.
+
+        A measurement whose smallest round trip is more than three times the smallest of all was not taken in quiet. It is used
+        only as long as the others know less about its time, which is so for the first.
+
+        Args:
+            group: a gloo group of all ranks that serves nothing else; None where there is but one rank.
+            rounds: questions of each rank to rank 0, at most; with more than 17 ranks fewer, so that it does not take long.
+
+        Raises:
+            RuntimeError: a rank is lost or says nothing within the group's timeout.
+        """
+        if rounds < 1:
+            raise ValueError(f"Alignment.sync(rounds={rounds!r}): pass 1 or more")
+        found = measure(group, self._clock, rounds) if group is not None and group.size() > 1 else None
+        self._leads = found is None
+        self._measurements.append(found or Measurement(self._clock(), offset=0, margin=0, round_trip=0, rounds=0, rejected=0))
+        self._drop_loaded()
+        if len(self._measurements) > _KEPT:  # of old times half are enough
+            self._measurements[1 : _KEPT // 2] = self._measurements[1 : _KEPT // 2 : 2]
+        self._offsets = Offsets(self._measurements)
+
+    def to_rank_zero(self, seconds: Seconds) -> Seconds:
+        """Rank 0's clock when this rank's showed ``seconds``.
+
+        Raises:
+            RuntimeError: before the first :meth:`sync`.
+        """
+        return _like(seconds, seconds + self._known().at(seconds))
+
+    def uncertainty_at(self, seconds: Seconds) -> Seconds:
+        """What :meth:`to_rank_zero` may be wrong by at ``seconds``."""
+        margin = self._known().margin(seconds)
+        return _like(seconds, 0 * margin if self._leads else margin)
+
+    @property
+    def uncertainty(self) -> float:
+        """What :meth:`to_rank_zero` may be wrong by, in seconds, at any time from the first :meth:`sync` until now."""
+        worst = self._known().worst_margin(self._clock())
+        return 0.0 if self._leads else worst
+
+    def figures(self) -> Mapping[str, float]:
+        """For the report, of this rank; rank 0 asks nobody.
+
+        ``round_trip_seconds`` is the smallest, ``syncs`` counts the measurements that are used, ``rejected`` the round trips
+        that are not (all those of unused measurements among them), ``drift`` is what rank 0's clock gains per second, 0 as
+        long as it is not known.
+        """
+        return {
+            "round_trip_seconds": min((each.round_trip for each in self._measurements), default=0.0),
+            "syncs": len(self._measurements),
+            "rejected": self._dropped + sum(each.rejected for each in self._measurements),
+            "drift": 0.0 if self._offsets is None else self._offsets.drift,
+        }
+
+    def _drop_loaded(self) -> None:
+        quiet = _LOADED * min(each.round_trip for each in self._measurements)
+        for loaded in [each for each in self._measurements if each.round_trip > quiet]:
+            others = [each for each in self._measurements if each is not loaded]
+            if Offsets(others).margin(loaded.time) <= loaded.margin:
+                self._measurements = others
+                self._dropped += loaded.rounds
+
+    def _known(self) -> Offsets:
+        if self._offsets is None:
+            raise RuntimeError("Alignment knows nothing of rank 0's clock yet: call sync(group) first, on all ranks")
+        return self._offsets
+
+
+def _like(seconds: Seconds, result: float | NDArray[np.float64]) -> Seconds:
+    return np.asarray(result) if isinstance(seconds, np.ndarray) else float(result)

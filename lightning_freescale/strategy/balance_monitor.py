@@ -1,0 +1,139 @@
+"""What the strategy does with the plan of the steps while it trains: compare it between ranks, log its worth, calibrate it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_freescale._lightning.loops import Trainer, rank_zero_info
+from lightning_freescale.balance import BalanceReport, StepBalance, advise
+from lightning_freescale.balance.advice import ENOUGH
+from lightning_freescale.balance.report import BalanceSums
+from lightning_freescale.data import BalancedStreamLoader
+from lightning_freescale.data.map_style import MapStyleData
+from lightning_freescale.datamodule import FreeScaleDataModule
+from lightning_freescale.profiling.recording.timeline import Timeline
+from lightning_freescale.strategy.cost_calibrator import Calibrator
+
+
+class BalanceMonitor:
+    """Follows the sampler of a training loader; does nothing for loaders without a plan.
+
+    Args:
+        trainer: the Trainer, with its loader in place.
+        timeline: where the strategy's compute times are recorded.
+        timeout: of the collectives here.
+    """
+
+    def __init__(self, trainer: Trainer, timeline: Timeline, timeout: timedelta | None) -> None:
+        self.trainer = trainer
+        self._timeline = timeline
+        self._sampler: Any = None
+        self._epoch: int | None = None
+        self._reported = False
+        self._sums, self._logged = BalanceSums(), -1
+        # its own gloo group: what is exchanged here must not queue behind training's collectives
+        several = trainer.world_size > 1 and dist.is_initialized()
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if several else None
+        data = calibrated_data(trainer)
+        self._calibrator = Calibrator(trainer, data, timeline, self._group) if data is not None else None
+
+    def begin_step(self, step: int) -> float:
+        """Before ``training_step``; the factor for this rank's loss."""
+        sampler: Any = getattr(self.trainer.train_dataloader, "sampler", None)
+        self._sampler = sampler
+        if hasattr(sampler, "balance"):
+            if sampler.epoch != self._epoch:
+                self._begin_epoch(sampler)
+            if self.trainer.is_global_zero:
+                self._log(sampler.balance(step))
+        if self._calibrator is not None:
+            self._calibrator.begin_step(sampler, step)
+        return float(sampler.loss_weight(step)) if hasattr(sampler, "loss_weight") else 1.0
+
+    def finish(self) -> None:
+        """At the end of training."""
+        self._end_epoch()
+        self.close()
+
+    def close(self) -> None:
+        """Also after training that failed."""
+        if self._calibrator is not None:
+            self._calibrator.close()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+        self._calibrator = self._group = None
+
+    def _begin_epoch(self, sampler: Any) -> None:
+        self._end_epoch()
+        self._epoch = sampler.epoch
+        if self._group is not None and hasattr(sampler, "digest"):
+            self._verify(sampler, self._group)
+
+    def _verify(self, sampler: Any, group: dist.ProcessGroup) -> None:
+        """All ranks must have the same plan, or samples would be lost and repeated."""
+        digests: list[Any] = [None] * group.size()
+        with self._timeline.collective("plan"):
+            dist.all_gather_object(digests, sampler.digest(), group=group)
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if others:
+            raise RuntimeError(
+                f"the ranks plan epoch {sampler.epoch} differently: ranks {others} do not agree with rank 0, so samples would "
+                "be lost and repeated. Give every rank the same lengths, cost, seed and options, and a cost function without "
+                "randomness"
+            )
+
+    def _log(self, balance: StepBalance) -> None:
+        self._sums.add(balance)
+        trainer: Any = self.trainer
+        due = trainer.log_every_n_steps and trainer.global_step % trainer.log_every_n_steps == 0
+        if due and trainer.global_step != self._logged:  # several batches may make one step
+            self._logged = trainer.global_step
+            self._write(BalanceReport.of_steps([balance]).scalars("step"))
+
+    def _end_epoch(self) -> None:
+        sums, self._sums = self._sums, BalanceSums()
+        if not sums.steps:
+            return
+        report = sums.report()
+        self._write(report.scalars("epoch"))
+        if not self._reported:
+            self._reported = True
+            rank_zero_info(f"strategy 'freescale': predicted {report}")
+            advice = self._advice(report)
+            if advice is not None:
+                rank_zero_info(advice)
+
+    def _advice(self, report: BalanceReport) -> str | None:
+        sampler, data = self._sampler, getattr(self.trainer, "datamodule", None)
+        if isinstance(sampler, BalancedStreamLoader):
+            return _advice_for_streams(sampler)
+        if not getattr(sampler, "balance_steps", False):
+            return None
+        planned = data.train if isinstance(data, FreeScaleDataModule) else None
+        lengths = planned.sample_costs.lengths if isinstance(planned, MapStyleData) else None
+        options = {name: sampler.options[name] for name in ("mode", "count_slack") if name in sampler.options}
+        return advise(
+            sampler.costs, sampler.num_replicas, sampler.batch_size, report, lengths, window=sampler.outlier_window, **options
+        )
+
+    def _write(self, scalars: dict[str, float]) -> None:
+        for logger in self.trainer.loggers:
+            logger.log_metrics(scalars, step=self.trainer.global_step)
+
+
+def calibrated_data(trainer: Trainer) -> FreeScaleDataModule | None:
+    """The data module, if it is ours and its costs are to be fitted."""
+    data = getattr(trainer, "datamodule", None)
+    return data if isinstance(data, FreeScaleDataModule) and data.calibrate else None
+
+
+def _advice_for_streams(loader: BalancedStreamLoader) -> str | None:
+    if loader.exchange != "none" or loader.stream_bound() <= ENOUGH:
+        return None
+    return (
+        f"In the long run no pool of a rank's own samples gets below {loader.stream_bound():.3f}, the dearest stream so far "
+        "over the mean one: that part only exchange='samples' removes"
+    )

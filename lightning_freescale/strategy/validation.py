@@ -1,0 +1,136 @@
+"""What cannot be trained exactly: refused before training starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_freescale._lightning.loops import (
+    AVERAGING,
+    GradientAccumulationScheduler,
+    LightningModule,
+    MixedPrecision,
+    Trainer,
+    is_overridden,
+)
+from lightning_freescale.balance import BalancedSampler
+
+_BECAUSE = "strategy 'freescale' updates the embedding tables during backward"
+
+
+def refuse_unsupported(trainer: Trainer) -> None:
+    """Check a fit of a module with embedding collections.
+
+    Raises:
+        ValueError: a Trainer argument or a feature of the module does not go with fused updates; names it and the fix.
+    """
+    module = trainer.lightning_module
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"automatic_optimization=False: {_BECAUSE} and cannot tell when a manual step is due. Use automatic optimization, "
+            "or strategy='ddp'"
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, AVERAGING):
+            raise ValueError(
+                f"{type(callback).__name__} copies the unsharded module, but the embedding tables are sharded. Remove it, or "
+                "use strategy='ddp'"
+            )
+    _refuse_clipping(trainer, module)
+    _refuse_precision(trainer)
+
+
+def refuse_options(start_method: str, model_averaging_period: int | None) -> None:
+    """Options of DDPStrategy that do not go with sharded tables."""
+    if start_method != "popen":
+        raise ValueError(
+            f"FreeScaleStrategy(start_method={start_method!r}) would bring shards back to the main process, which cannot hold "
+            "them. Leave start_method out and run a script, or use torchrun"
+        )
+    if model_averaging_period is not None:
+        raise ValueError(
+            f"FreeScaleStrategy(model_averaging_period={model_averaging_period!r}): local SGD lets dense parameters differ "
+            "between ranks, which sharded tables cannot. Remove it"
+        )
+
+
+def refuse_trainer(trainer: Trainer, calibrate: bool, loss_reduction: str, mode: str) -> None:
+    """A Trainer that does not do what the data module counts on.
+
+    Raises:
+        ValueError: it replaces the sampler, or its strategy neither weighs losses nor measures times.
+    """
+    overfit = getattr(trainer, "overfit_batches", 0)
+    if overfit:
+        raise ValueError(
+            f"Trainer(overfit_batches={overfit}) replaces the sampler and with it the plan of the steps. Use "
+            "limit_train_batches= with FreeScaleDataModule(shuffle=False)"
+        )
+    if getattr(trainer.strategy, "weighs_loss", False):
+        return
+    if calibrate:
+        raise ValueError("FreeScaleDataModule(calibrate=True) needs Trainer(strategy='freescale'), which measures the times")
+    weighed = loss_reduction in ("target_mean", "sum") or (loss_reduction == "sample_mean" and mode in ("slack", "free"))
+    if trainer.world_size > 1 and weighed:
+        raise ValueError(
+            f"FreeScaleDataModule(loss_reduction={loss_reduction!r}, mode={mode!r}) needs Trainer(strategy='freescale') to "
+            "weigh each rank's loss; this strategy averages the ranks' losses as they are. Use loss_reduction='unweighted' if "
+            "that is what you want"
+        )
+
+
+def refuse_sampler(sampler: Any, world_size: int) -> None:
+    """A sampler that plans for another number of ranks."""
+    if isinstance(sampler, BalancedSampler) and sampler.num_replicas != world_size:
+        raise ValueError(
+            f"the loader's BalancedSampler plans for num_replicas={sampler.num_replicas}, the Trainer has {world_size} ranks: "
+            "pass the data module itself, trainer.fit(model, datamodule=data), or make the sampler with "
+            f"num_replicas={world_size}"
+        )
+
+
+def refuse_second_backward(update_due: bool) -> None:
+    """A backward whose gradients no optimizer step has used yet: somebody accumulates."""
+    if update_due:
+        raise ValueError(
+            f"a second backward without an optimizer step between (an own optimizer_step that skips some?): {_BECAUSE}, so "
+            "gradients cannot be accumulated. Call optimizer.step(closure) for every batch"
+        )
+
+
+def refuse_accumulation(trainer: Trainer, plain: Sequence[str]) -> None:
+    """Accumulated gradients, where TorchRec updates the collections ``plain`` during backward.
+
+    Also during training, where a callback may change it.
+    """
+    schedules = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
+    if not plain or (trainer.accumulate_grad_batches == 1 and not schedules):
+        return
+    asked = type(schedules[0]).__name__ if schedules else f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})"
+    raise ValueError(
+        f"{asked}: collections {list(plain)} are updated during backward, so their gradients cannot be accumulated; only those "
+        "can whose exchange is overlapped (FreeScaleStrategy(overlap=True), EmbeddingCollections sharded by rows or tables). "
+        "Use accumulate_grad_batches=1 and a larger batch_size"
+    )
+
+
+def _refuse_clipping(trainer: Trainer, module: LightningModule) -> None:
+    if trainer.gradient_clip_val:
+        raise ValueError(
+            f"Trainer(gradient_clip_val={trainer.gradient_clip_val}): {_BECAUSE}, so their gradients are gone before they "
+            "could be clipped. Remove it"
+        )
+    if is_overridden("configure_gradient_clipping", module):
+        raise ValueError(
+            f"{type(module).__name__}.configure_gradient_clipping: {_BECAUSE}, so it would clip the dense gradients only. "
+            "Remove it, and clip dense gradients in on_before_optimizer_step if that is what you want"
+        )
+
+
+def _refuse_precision(trainer: Trainer) -> None:
+    plugin = trainer.precision_plugin
+    if plugin.precision not in ("32-true", "bf16-mixed") or (isinstance(plugin, MixedPrecision) and plugin.scaler):
+        raise ValueError(
+            f"Trainer(precision={plugin.precision!r}): the tables take part in '32-true' and 'bf16-mixed' only, other "
+            "precisions scale or convert what they are updated with. Use one of those two"
+        )

@@ -1,0 +1,85 @@
+"""Plans are made in a thread, once, and are the same as without."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+
+import numpy as np
+import pytest
+
+from lightning_freescale.balance import BalancedSampler
+from lightning_freescale.balance.prefetch import PlanPrefetcher
+
+COSTS = np.random.RandomState(0).lognormal(5, 1.5, size=400)
+
+
+def test_plans_are_made_ahead_in_another_thread() -> None:
+    made: list[tuple[int, str]] = []
+    third = threading.Event()
+
+    def make(epoch: int, step: int) -> int:
+        made.append((step, threading.current_thread().name))
+        if step == 2:
+            third.set()
+        return 10 * step
+
+    ahead = PlanPrefetcher(make, steps=3)
+    with ahead.running():
+        ahead.prepare(0, 0, 10)
+        assert ahead.get(0, 0) == 0
+        assert third.wait(10), "the next steps are planned without being asked for"
+        assert ahead.get(0, 2) == 20
+    assert [step for step, _ in made] == [0, 1, 2]
+    assert all(name.startswith("freescale-plan") for _, name in made)
+
+
+def test_iteration_leaves_no_thread_and_plans_each_step_once() -> None:
+    sampler = BalancedSampler(COSTS, 4, num_replicas=2, rank=0)
+    before, plans = threading.active_count(), []
+    make = sampler._plans._make
+    sampler._plans._make = lambda epoch, step: plans.append(step) or make(epoch, step)
+    whole = list(sampler)
+    assert sorted(plans) == list(range(1, len(sampler))), "step 0 was planned when the sampler was made"
+    batches = iter(sampler)
+    next(batches)
+    batches.close()
+    assert threading.active_count() == before
+    assert whole == [sampler.plan(0, step)[0].tolist() for step in range(len(sampler))]
+
+
+@pytest.mark.parametrize("steps", range(60, 67))
+def test_more_steps_than_plans_are_kept(steps: int) -> None:
+    sampler = BalancedSampler(np.ones(4 * steps), 2, num_replicas=2, rank=0)
+    sampler.report(1)
+    assert len(list(sampler)) == steps
+
+
+def test_can_be_copied() -> None:
+    sampler = BalancedSampler(COSTS, 4, num_replicas=2, rank=0)
+    assert list(pickle.loads(pickle.dumps(sampler))) == list(sampler)
+
+
+def test_a_second_iterator_plans_ahead_too() -> None:
+    sampler = BalancedSampler(COSTS, 4, num_replicas=2, rank=0)
+    first = iter(sampler)
+    next(first)
+    second = iter(sampler)
+    next(second)
+    first.close()
+    assert sampler._plans._thread is not None
+    second.close()
+    assert sampler._plans._thread is None
+
+
+def test_an_error_in_the_thread_reaches_the_loop() -> None:
+    tokens = np.ones(400)
+    tokens[-1] = 1000
+    sampler = BalancedSampler(COSTS, 4, num_replicas=2, rank=0, shuffle=False, tokens=tokens, max_tokens_per_rank=6)
+    steps = 0
+    try:
+        for _ in sampler:
+            steps += 1
+    except ValueError as error:
+        assert "max_tokens_per_rank=6" in str(error)
+    assert steps == 49

@@ -1,0 +1,146 @@
+"""What a run is and what its steps work on, as the profiler is told."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torchrec import KeyedJaggedTensor
+
+from lightning_freescale import FreeScaleDataModule
+from lightning_freescale.balance import CostModel
+from lightning_freescale.balance.cost import sample_features
+from lightning_freescale.callbacks import workload as module
+from lightning_freescale.callbacks.workload import StepWorkload, about, explain, samples_in
+from lightning_freescale.testing import run_distributed
+from tests.data.streaming.test_training import Stream
+from tests.helpers.recommender import Recommender, Samples, collate, trainer
+
+
+class Telling(L.Callback):
+    """What :class:`StepWorkload` says of every step, and which samples it really had."""
+
+    def __init__(self, work: StepWorkload) -> None:
+        self.work, self.told = work, []
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.told.append((*self.work.of_step(trainer, batch, batch_idx), batch["index"].tolist()))
+
+
+def _lengths(sample: dict[str, Any]) -> int:
+    return len(sample["history"])
+
+
+def _told(kind: str) -> list[Any]:
+    data, telling = Samples(50), Telling(StepWorkload())
+    loaders = {
+        "lengths": lambda: FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, mode="free"),
+        "costs": lambda: FreeScaleDataModule(data, None, 4, cost=data.lengths.tolist(), collate_fn=collate, mode="free"),
+        "stream": lambda: FreeScaleDataModule(Stream(), _lengths, 4, collate_fn=collate, mode="free"),
+    }
+    trainer(devices=2, max_epochs=2, callbacks=[telling]).fit(Recommender(), loaders[kind]())
+    return telling.told
+
+
+@pytest.mark.parametrize("kind", ["lengths", "costs", "stream"])
+def test_what_a_data_module_knows_of_its_steps(kind: str) -> None:
+    lengths = Samples(50).lengths.numpy()
+    ranks = run_distributed(_told, 2, kind)
+    for count, features, samples in (step for told in ranks for step in told):
+        mine = lengths[samples]
+        costs = mine if kind == "costs" else CostModel()(mine)
+        expected = sample_features(mine).sum(axis=0) if kind == "lengths" else [len(mine), costs.sum(), 0, 0]
+        assert count == len(samples)
+        np.testing.assert_allclose(features, expected)
+    assert len({len(samples) for told in ranks for *_, samples in told}) > 1, "counts differ, so each step needs its own"
+    assert len(ranks[0]) == len(ranks[1]) >= 2 * (50 // 8)
+
+
+def _loader_of(loader: Any) -> Any:
+    return SimpleNamespace(train_dataloader=loader, datamodule=None)
+
+
+def test_lengths_that_the_user_knows_come_first() -> None:
+    work = StepWorkload(lambda batch: batch["lengths"])
+    count, features = work.of_step(_loader_of([1]), {"lengths": torch.tensor([3, 4])}, 0)
+    assert (count, features.tolist()) == (2, [2, 7, 25, 0])
+
+
+def test_a_plain_loader_tells_samples_alone() -> None:
+    for loader in ([1], torch.utils.data.DataLoader(Samples(8), batch_size=4), None):
+        assert StepWorkload().of_step(_loader_of(loader), {"x": torch.zeros(4, 2)}, 0) == (4, None)
+
+
+def _jagged(samples: int) -> KeyedJaggedTensor:
+    lengths = torch.ones(2 * samples, dtype=torch.int32)
+    return KeyedJaggedTensor(keys=["a", "b"], values=torch.zeros(2 * samples), lengths=lengths)
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [
+        (torch.zeros(5, 3), 5),
+        ({"x": torch.zeros(4, 3), "y": torch.zeros(4), "name": "four"}, 4),
+        ([torch.zeros(4), (torch.zeros(4, 1), None)], 4),
+        ({"x": torch.zeros(4), "scale": torch.tensor(2.0), "seed": 7}, 4),
+        ({"x": torch.zeros(4), "y": torch.zeros(3)}, 0),
+        ({"scale": torch.tensor(2.0)}, 0),
+        ({}, 0),
+        (None, 0),
+        ({"features": _jagged(6)}, 6),
+        ({"features": _jagged(6), "label": torch.zeros(6)}, 6),
+        ({"features": _jagged(6), "label": torch.zeros(5)}, 0),
+        ((_jagged(6).to_dict()["a"].lengths(), _jagged(6)), 6),
+    ],
+)
+def test_samples_in_a_batch(batch: Any, samples: int) -> None:
+    assert samples_in(batch) == samples
+
+
+def test_about() -> None:
+    fit = SimpleNamespace(strategy=DDPStrategy(), world_size=8, accumulate_grad_batches=3)
+    fit.strategy.parallel_devices = [torch.device("cpu")]
+    found = about(fit, Recommender(), None)
+    weights = sum(parameter.numel() for parameter in Recommender().parameters())
+    assert (found.model, found.parameters, found.world_size, found.device) == ("Recommender", weights, 8, "cpu")
+    assert (found.label, found.strategy, found.accumulate_grad_batches) == ("DDPStrategy", "DDPStrategy", 3)
+    fit.strategy.strategy_name = "ours"
+    assert (about(fit, Recommender(), None).label, about(fit, Recommender(), "mine").label) == ("ours", "mine")
+    assert about(fit, Recommender(), "mine").strategy == "ours"
+
+
+def _work(steps: int, ranks: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Steps of 16 samples on every rank; a sample takes 1 ms and 0.1 ms per token, the last rank half as much again."""
+    lengths = np.random.default_rng(seed).integers(1, 100, (steps, ranks, 16))
+    features = sample_features(lengths).sum(axis=2)
+    slowness = np.where(np.arange(ranks) == ranks - 1, 1.5, 1.0)
+    return features, (1e-3 * features[..., 0] + 1e-4 * features[..., 1]) * slowness
+
+
+def test_costs_are_fitted_to_compute() -> None:
+    features, compute = _work(60, 3)
+    expected, slowness = explain(features, compute)
+    assert slowness == pytest.approx([1, 1, 1.5], rel=1e-2)
+    np.testing.assert_allclose(expected * slowness, compute, rtol=2e-2)
+
+
+def test_nothing_is_fitted_to_little_or_to_steps_without_compute() -> None:
+    features, compute = _work(5, 2)
+    assert explain(features[:4], compute[:4]) is None
+    assert explain(features, compute) is not None
+    compute[2, 1] = 0
+    assert explain(features, compute) is None
+
+
+def test_the_last_steps_are_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FITTED", 90)
+    features, compute = _work(60, 3)
+    compute[:30] *= 7  # while something else was running
+    expected, slowness = explain(features, compute)
+    assert expected.shape == (60, 3)
+    np.testing.assert_allclose((expected * slowness)[30:], compute[30:], rtol=2e-2)

@@ -1,0 +1,119 @@
+"""Packing for NCCL's all-to-all of equal parts, with an exchange made of threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_freescale.comm.transports.nccl.transport import ZeroCtaTransport
+from tests.helpers.fake_gpu import FakeDriver, FakeStream, end_streams, on_ranks
+from tests.helpers.host_peers import lengths, transfer, wrong
+
+
+@pytest.fixture(autouse=True)
+def _ended() -> Iterator[None]:
+    yield
+    end_streams()
+
+
+class FakeNccl:
+    """The collective: equal parts, each rank's window only, and nobody's buffers touched before all are there."""
+
+    def __init__(self, size: int, slot: int) -> None:
+        self.windows = [torch.zeros(2, size * slot, dtype=torch.uint8) for _ in range(size)]
+        self.calls: list[list[int]] = [[] for _ in range(size)]
+        self.aborted = [0] * size
+        self._size, self._barrier = size, threading.Barrier(size)
+        self._inputs: dict[int, Tensor] = {}
+
+    def transport(self, rank: int) -> ZeroCtaTransport:
+        def exchange(stream: FakeStream, output: Tensor, input: Tensor) -> None:
+            for tensor, half in ((input, self.windows[rank][0]), (output, self.windows[rank][1])):
+                assert tensor.is_contiguous() and tensor.data_ptr() == half.data_ptr() and len(tensor) % self._size == 0
+            self.calls[rank].append(len(input) // self._size)
+            stream.put(lambda: self._run(rank, output, input))
+
+        def abort() -> None:
+            self.aborted[rank] += 1
+            self._barrier.abort()
+
+        nccl: Any = SimpleNamespace(window=self.windows[rank], exchange=exchange, abort=abort)
+        return ZeroCtaTransport(FakeDriver(rank), nccl, self._size)
+
+    def _run(self, rank: int, output: Tensor, input: Tensor) -> None:
+        try:
+            self._inputs[rank] = input
+            self._barrier.wait()
+            width = len(input) // self._size
+            assert all(len(other) == len(input) for other in self._inputs.values())
+            for source in range(self._size):
+                output[source * width : (source + 1) * width] = self._inputs[source][rank * width : (rank + 1) * width]
+            self._barrier.wait()
+        except threading.BrokenBarrierError:
+            return
+
+
+@pytest.mark.parametrize(("size", "slot", "most"), [(2, 16, 16), (2, 16, 100), (3, 48, 200), (4, 32, 31)])
+def test_all_bytes_arrive(size: int, slot: int, most: int) -> None:
+    nccl, tables = FakeNccl(size, slot), [lengths(size, most, seed) for seed in range(4)]
+
+    def run(rank: int) -> list[list[int]]:
+        mine, found = nccl.transport(rank), []
+        for seed, table in enumerate(tables):
+            one = transfer(rank, table, seed)
+            mine.move(one, lambda: None)
+            found.append(wrong(rank, one, table, seed))
+        return found
+
+    assert on_ranks(size, run) == [[[]] * len(tables)] * size
+
+
+def test_rounds_are_no_wider_than_the_largest_part() -> None:
+    nccl, table = FakeNccl(2, 64), [[0, 70], [3, 0]]
+    pauses = []
+
+    def run(rank: int) -> list[int]:
+        one = transfer(rank, table, 1)
+        nccl.transport(rank).move(one, lambda: pauses.append(rank))
+        return wrong(rank, one, table, 1)
+
+    assert on_ranks(2, run) == [[], []]
+    assert nccl.calls == [[64, 16]] * 2  # a multiple of 16 bytes
+    assert sorted(pauses) == [0, 0, 1, 1]
+
+
+def test_nothing_to_send_is_no_collective() -> None:
+    nccl, table = FakeNccl(2, 16), [[0, 0], [0, 0]]
+    nccl.transport(0).move(transfer(0, table, 1), lambda: None)
+    assert nccl.calls == [[], []]
+
+
+def test_a_rank_that_does_not_come_ends_it() -> None:
+    nccl, table = FakeNccl(2, 16), [[9, 9], [9, 9]]
+    transport = nccl.transport(0)
+    with pytest.raises(dist.DistBackendError, match=r"not all ranks came within the timeout of 0.2 s"):
+        transport.move(transfer(0, table, 1, timeout=0.2), lambda: None)
+    with pytest.raises(dist.DistBackendError, match="is closed"):
+        transport.move(transfer(0, table, 2), lambda: None)
+    transport.close()
+    assert nccl.aborted == [1, 0]
+
+
+def test_closing_ends_what_is_under_way() -> None:
+    nccl, table = FakeNccl(2, 16), [[9, 9], [9, 9]]
+    transport = nccl.transport(0)
+    threading.Timer(0.2, transport.close).start()
+    with pytest.raises(dist.DistBackendError, match="was closed"):
+        transport.move(transfer(0, table, 1), lambda: None)
+    end = time.monotonic() + 5
+    while not transport._driver.closed and time.monotonic() < end:
+        time.sleep(0.01)
+    assert transport._driver.closed and nccl.aborted == [1, 0]

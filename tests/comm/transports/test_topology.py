@@ -1,0 +1,252 @@
+"""What the ranks tell each other, and which transport follows from it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_freescale.comm import LaneOptions
+from lightning_freescale.comm.transports import topology
+from lightning_freescale.comm.transports.base import TransportRefused
+from lightning_freescale.comm.transports.selection import decide, refusal
+from lightning_freescale.comm.transports.station import RankHardware
+from lightning_freescale.comm.transports.topology import Topology, choose
+from lightning_freescale.testing import run_distributed
+from tests.comm.conftest import everyone_sends, make_group, outcome
+from tests.helpers.fake_gpu import on_ranks
+
+_NEEDS_GPU = ("peer", "nccl-zero-cta", "two-level")
+_GPU = RankHardware("a", "boot", bindings=True, driver=12080, nccl=(2, 29, 7), zero_cta=True)
+
+
+def _hosts(*sizes: int, **attributes: Any) -> Topology:
+    """Hosts a, b, ... of so many GPUs, each host one NVLink domain; global ranks count from 10."""
+    stations = []
+    for host, size in zip("abcdef", sizes):
+        uuids = [f"{host}{index}" for index in range(size)]
+        for index, uuid in enumerate(uuids):
+            links = tuple(other for other in uuids if other != uuid)
+            stations.append(replace(_GPU, host=host, gpu=uuid, place=f"cuda:{index}", links=links, **attributes))
+    return Topology(tuple(stations), tuple(range(10, 10 + len(stations))))
+
+
+def _but(where: Topology, rank: int, **attributes: Any) -> Topology:
+    stations = list(where.stations)
+    stations[rank] = replace(stations[rank], **attributes)
+    return replace(where, stations=tuple(stations))
+
+
+def test_questions() -> None:
+    one, two = _hosts(3), _hosts(2, 2)
+    assert one.one_host and one.one_nvlink_domain and one.size == 3
+    assert not two.one_host and not two.one_nvlink_domain
+    assert two.hosts == {("a", "boot"): [0, 1], ("b", "boot"): [2, 3]}
+    assert not two.unlinked([0, 1])
+    assert two.unlinked(range(4)) == "ranks 10 and 12 are on hosts a and b"
+
+
+def test_hosts_of_one_name_are_told_apart_by_their_boot() -> None:
+    where = _but(_hosts(2), 1, boot="another")
+    assert not where.one_host
+    assert "are on hosts a and a" in where.unlinked([0, 1])
+
+
+@pytest.mark.parametrize(
+    ("where", "chosen"),
+    [
+        (_hosts(1), "peer"),
+        (_hosts(8), "peer"),
+        (_hosts(2, 2), "two-level"),
+        (_hosts(1, 2), "two-level"),
+        (_hosts(1, 1), "host"),
+        (_but(_hosts(4), 2, links=()), "host"),
+        (_but(_hosts(4), 0, links=()), "host"),
+        (_but(_hosts(2, 2), 3, links=()), "host"),
+        (_but(_hosts(4), 2, bindings=False), "host"),
+        (_but(_hosts(2), 1, gpu="a0"), "host"),
+        (_but(_hosts(2, shares=True), 1, gpu="a0"), "peer"),
+        (_but(_but(_hosts(2, shares=True), 1, gpu="a0"), 0, shares=False), "host"),
+        (_but(_hosts(2), 1, gpu=""), "host"),
+        (Topology((RankHardware("a"), RankHardware("a")), (0, 1)), "host"),
+    ],
+)
+def test_auto(where: Topology, chosen: str) -> None:
+    assert decide("auto", where) == chosen
+
+
+def test_host_and_native_can_always_be_had() -> None:
+    nowhere = Topology((RankHardware("a"), RankHardware("b")), (0, 1))
+    assert [decide(name, nowhere) for name in ("host", "native")] == ["host", "native"]
+
+
+@pytest.mark.parametrize(
+    ("transport", "where", "told"),
+    [
+        (
+            "peer",
+            _hosts(1, 1),
+            r"needs all ranks in one NVLink domain; ranks 10 and 11 are on hosts a and b: pass 'two-level' or",
+        ),
+        (
+            "peer",
+            _but(_hosts(3), 2, links=()),
+            r"no NVLink is seen between ranks 10 and 12 \(cuda:0 and cuda:2 of a\): pass 'auto'",
+        ),
+        (
+            "peer",
+            _but(_hosts(2), 1, gpu="a0"),
+            r"ranks 10 and 11 both use cuda:0 of a: call torch.cuda.set_device before the group",
+        ),
+        (
+            "peer",
+            _but(_hosts(3), 1, bindings=False),
+            r"needs the package cuda-bindings, which rank 11 cannot import: install it",
+        ),
+        ("peer", _but(_hosts(3), 0, gpu=""), r"torch sees no CUDA device on rank 10: pass 'auto' or 'host'"),
+        ("two-level", _hosts(2), r"needs ranks on several hosts; all are on a: pass 'peer' or 'auto'"),
+        ("two-level", _hosts(1, 1), r"needs several ranks on a host; every rank has its own: pass 'host'"),
+        ("two-level", _but(_hosts(2, 2), 3, links=()), r"each host's ranks in one NVLink domain; no NVLink .* ranks 12 and 13"),
+        ("nccl-zero-cta", _hosts(1), r"needs at least 2 ranks"),
+        ("nccl-zero-cta", _hosts(2, nccl=(2, 27, 5)), r"at least 2\.28 on every rank; found 2\.27\.5"),
+        ("nccl-zero-cta", _but(_hosts(2), 1, nccl=(2, 28, 9)), r"the same NCCL .* found 2\.28\.9, 2\.29\.7"),
+        ("nccl-zero-cta", _but(_hosts(2), 1, nccl=()), r"found none, 2\.29\.7"),
+        ("nccl-zero-cta", _but(_hosts(2), 1, driver=12040), r"CUDA driver of at least 12\.5 on every rank; found 12\.4"),
+        ("nccl-zero-cta", _but(_hosts(2), 0, zero_cta=False), r"NCCL_CTA_POLICY_ZERO, which rank 10 lacks"),
+        ("nccl-zero-cta", _hosts(2, 2), r"each with its own GPU; ranks 10 and 12 are on hosts a and b: pass 'two-level'"),
+        (
+            "nccl-zero-cta",
+            _but(_hosts(2, shares=True), 1, gpu="a0"),
+            r"ranks 10 and 11 share a GPU: call torch.cuda.set_device",
+        ),
+    ],
+)
+def test_what_is_named_and_cannot_be_had_is_refused(transport: str, where: Topology, told: str) -> None:
+    with pytest.raises(TransportRefused, match=f"transport='{transport}' .*{told}"):
+        decide(transport, where)
+
+
+def test_what_is_named_and_can_be_had_is_taken() -> None:
+    assert decide("peer", _hosts(4)) == "peer"
+    assert decide("two-level", _hosts(2, 1)) == "two-level"
+    assert decide("nccl-zero-cta", _hosts(2)) == "nccl-zero-cta"
+    assert refusal("peer", _but(_hosts(2, shares=True), 1, gpu="a0")) == ""
+
+
+def _wire(rank: int, size: int) -> Any:
+    return SimpleNamespace(rank=rank, size=size, ranks=[10 + each for each in range(size)])
+
+
+def _choose(monkeypatch: pytest.MonkeyPatch, where: Topology, named: str, build: Any) -> list[Any]:
+    """What every rank gets, if setting up a transport goes as ``build(rank)``."""
+    stations = iter(where.stations)
+    monkeypatch.setattr(RankHardware, "here", staticmethod(lambda cuda: next(stations)))
+    monkeypatch.setattr(topology, "build", lambda kind, options, wire, host, near, *rest: build(wire.rank, kind, near))
+    store = dist.HashStore()
+    options, size = LaneOptions(transport=named), where.size
+    return on_ranks(size, lambda rank: choose(options, _wire(rank, size), "host", store, timedelta(seconds=5)))
+
+
+def test_hosts_are_told_who_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = _choose(monkeypatch, _hosts(2, 1), "auto", lambda rank, kind, near: ((kind, near), ""))
+    assert sorted(map(str, built)) == sorted(map(str, [("two-level", [0, 1])] * 2 + [("two-level", [2])]))
+
+
+class _Built:
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("named", ["peer", "auto"])
+def test_a_rank_that_fails_to_set_up_fails_on_all(named: str, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    made = _Built()
+    results = _choose(monkeypatch, _hosts(2), named, lambda rank, *rest: (None, "no memory") if rank else (made, ""))
+    assert made.closed
+    if named == "auto":
+        assert results == ["host", "host"]
+        assert "'peer' could not be set up: rank 11: no memory" in caplog.text
+    else:
+        assert all(
+            isinstance(result, TransportRefused) and "rank 11: no memory: pass 'host'" in str(result) for result in results
+        )
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    with pytest.raises(dist.DistBackendError, match=r"while a freescale group was made, rank 11, 12 did not come within 0.2 s"):
+        choose(LaneOptions(), _wire(0, 3), "host", dist.HashStore(), timedelta(seconds=0.2))
+
+
+def test_it_takes_milliseconds() -> None:
+    def made() -> float:
+        store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
+        dist.barrier()
+        begun = time.perf_counter()
+        for number in range(10):
+            here = dist.PrefixStore(str(number), store)
+            assert choose(LaneOptions(), _wire(dist.get_rank(), 3), "host", here, timedelta(seconds=5)) == "host"
+        return (time.perf_counter() - begun) / 10
+
+    assert max(run_distributed(made, 3)) < 0.05
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there they may be had")
+@pytest.mark.parametrize("transport", _NEEDS_GPU)
+def test_without_cuda_they_are_refused_on_every_rank(transport: str) -> None:
+    for refused in run_distributed(lambda: outcome(lambda: make_group(transport=transport)), 2):
+        assert refused.kind == "TransportRefused"
+        assert "torch sees no CUDA device on ranks 0, 1: pass 'auto' or 'host'" in refused.text
+        assert f"transport='{transport}'" in refused.text
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("chunk_bytes", [1000, 1000, 2000]),
+        ("pinned_bytes", [2**28, 2**29, 2**29]),
+        ("priority", [0, 1, 0]),
+        ("transport", ["host", "host", "native"]),
+    ],
+)
+def test_options_that_differ_are_refused_on_every_rank(name: str, values: list[Any]) -> None:
+    def made() -> Any:
+        return outcome(lambda: make_group(**{name: values[dist.get_rank()]}))
+
+    told = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
+    for refused in run_distributed(made, 3):
+        assert refused.kind == "ValueError"
+        assert f"LaneOptions differ between ranks, {name}= is {told}: pass the same" in refused.text
+
+
+def test_other_options_may_differ() -> None:
+    def made() -> bool:
+        rank = dist.get_rank()
+        return everyone_sends(make_group(patience=0.1 * rank, pause_below=rank, name=f"lane {rank}"))
+
+    assert all(run_distributed(made, 2))
+
+
+def test_no_rank_takes_the_store_with_it_before_all_have_read() -> None:
+    store: Any = dist.HashStore()
+
+    class Slow:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            time.sleep(0.3)
+            return store.multi_get(keys)
+
+    def seconds(rank: int) -> float:
+        begun = time.monotonic()
+        choose(LaneOptions(), _wire(rank, 2), "host", Slow() if rank else store, timedelta(seconds=5))
+        return time.monotonic() - begun
+
+    assert min(on_ranks(2, seconds)) >= 0.3

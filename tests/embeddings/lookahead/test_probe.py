@@ -1,0 +1,121 @@
+"""When a probe or a ghost stops trying."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+from torchrec import KeyedJaggedTensor
+
+from lightning_freescale.embeddings.lookahead.probe import Probe
+from tests.helpers.jagged import LABEL, make_features
+
+
+def _learned() -> tuple[Probe, KeyedJaggedTensor]:
+    probe, ids = Probe("net.tables"), make_features()
+    assert probe.mode == "probe" and not probe.known and probe.ids_of({"ids": ids}) is None
+    probe.learn({"ids": ids}, ids)
+    assert probe.known
+    return probe, ids
+
+
+def test_learns_and_tells() -> None:
+    probe, _ = _learned()
+    there = make_features(1)
+    assert probe.ids_of({"ids": there}) is there
+    for _ in range(5):
+        probe.report(True)
+    assert probe.mode == "probe"
+
+
+def test_two_collections_in_one_batch() -> None:
+    batch = {"user": make_features(0), "item": make_features(1)}
+    probes = {name: Probe(name) for name in batch}
+    for name, probe in probes.items():
+        probe.learn(batch, batch[name])
+    later = {"user": make_features(2), "item": make_features(3)}
+    assert {name: probe.ids_of(later) for name, probe in probes.items()} == later
+
+
+def test_nothing_found_is_a_case_for_a_ghost() -> None:
+    probe = Probe("net.tables")
+    probe.learn({"label": LABEL}, make_features())
+    assert probe.mode == "ghost" and not probe.known
+    assert probe.ids_of({"ids": make_features()}) is None
+    probe.learn({"ids": (ids := make_features())}, ids)
+    assert probe.mode == "ghost", "it stays one"
+
+
+def _miss(probe: Probe) -> None:
+    probe.report(False)
+
+
+def _no_place(probe: Probe) -> None:
+    assert probe.ids_of({"elsewhere": LABEL}) is None
+
+
+@pytest.mark.parametrize("fail", [_miss, _no_place])
+def test_three_failures_in_a_row_end_a_probe(fail: Callable[[Probe], None]) -> None:
+    probe, _ = _learned()
+    for failures in (2, 2, 3):
+        probe.report(True)
+        assert probe.mode == "probe"
+        for _ in range(failures):
+            fail(probe)
+    assert probe.mode == "ghost" and not probe.known
+
+
+def test_learns_another_place_and_keeps_the_old_one_if_there_is_none() -> None:
+    probe, ids = _learned()
+    probe.learn({"other": ids}, ids)
+    assert probe.ids_of({"other": ids}) is ids
+    probe.learn({"label": LABEL}, ids)
+    assert probe.mode == "probe" and probe.ids_of({"other": ids}) is ids
+
+
+def test_a_place_that_moves_with_every_batch_ends_a_probe_too() -> None:
+    probe, ids = _learned()
+    for step in range(3):
+        batch = {f"step {step}": ids}
+        assert probe.ids_of(batch) is None
+        probe.learn(batch, ids)
+    assert probe.mode == "ghost"
+
+
+def test_three_failures_in_a_row_end_a_ghost_with_one_warning() -> None:
+    probe = Probe("net.tables")
+    probe.learn({"label": LABEL}, make_features())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for matched in (False, False, True, False, False):
+            probe.report(matched)
+    assert probe.mode == "ghost"
+    with pytest.warns(UserWarning, match="do not stand in the batch; a trial run of training_step looks up others") as caught:
+        probe.report(False)
+    assert probe.mode == "none" and "'net.tables'" in str(caught[0].message)
+    assert "its exchange is not overlapped" in str(caught[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            probe.report(False)
+        probe.give_up("again")
+        probe.learn({"ids": (ids := make_features())}, ids)
+    assert probe.mode == "none" and not probe.known
+
+
+def test_a_ghost_that_sees_nothing_ends_at_once() -> None:
+    probe = Probe("net.tables")
+    probe.learn({"label": LABEL}, make_features())
+    with pytest.warns(UserWarning, match="training_step raised KeyError") as caught:
+        probe.give_up("training_step raised KeyError")
+    assert probe.mode == "none" and len(caught) == 1
+
+
+def test_failures_of_the_probe_are_not_counted_against_the_ghost() -> None:
+    probe, _ = _learned()
+    for _ in range(3):
+        probe.report(False)
+    probe.report(False)
+    probe.report(False)
+    assert probe.mode == "ghost"

@@ -1,0 +1,76 @@
+"""Random transfers between the ranks of a fake NVLink domain."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from lightning_freescale.comm.transfer import Transfer
+from lightning_freescale.comm.transports.peer.symmetric_buffer import SymmetricBuffer
+from lightning_freescale.comm.transports.peer.transport import PeerTransport
+from tests.helpers.fake_gpu import FakeDriver, FakeEvent, signed
+
+UNTOUCHED = 255
+
+
+class _OnDevice(Transfer):
+    """On the CPU, but treated as on a device."""
+
+    def fits(self, part: torch.Tensor) -> bool:
+        return False
+
+
+def transports(ranks: list[int], chunk: int, start: int = 0, seed: int = 0, **driver: Any) -> list[PeerTransport]:
+    """One per rank, whose memory is mapped on all."""
+    length = SymmetricBuffer.bytes(len(ranks), chunk)
+    buffers = [torch.full((length,), UNTOUCHED, dtype=torch.uint8) for _ in ranks]
+    slabs = [SymmetricBuffer(place, buffers, chunk) for place in range(len(ranks))]
+    for place, slab in enumerate(slabs):
+        slab.words(place).fill_(signed(start))
+        slab.failed(place).zero_()
+    names = [100 + rank for rank in range(max(ranks) + 1)]
+    return [PeerTransport(FakeDriver(100 * seed + slab.place, **driver), slab, ranks, names, start) for slab in slabs]
+
+
+def lengths(size: int, most: int, seed: int) -> list[list[int]]:
+    """Bytes from every rank to every rank, of which some are 0."""
+    draw = torch.Generator().manual_seed(seed)
+    table = torch.randint(0, most + 1, (size, size), generator=draw)
+    return (table * (torch.rand(size, size, generator=draw) < 0.8)).tolist()
+
+
+def part(source: int, target: int, length: int, seed: int) -> torch.Tensor:
+    """What ``source`` sends to ``target``."""
+    draw = torch.Generator().manual_seed(1_000_000 * seed + 1000 * source + target)
+    return torch.randint(0, 250, (length,), generator=draw, dtype=torch.uint8)
+
+
+def transfer(rank: int, table: list[list[int]], seed: int, timeout: float = 30.0, late: bool = True) -> Transfer:
+    """One rank's side; if ``late``, the caller's stream writes what it sends later, and its outputs are in use till then."""
+    size = len(table)
+    incoming = [torch.full((table[source][rank],), UNTOUCHED, dtype=torch.uint8) for source in range(size)]
+    true = [part(rank, target, table[rank][target], seed) for target in range(size)]
+    outgoing, issued = [torch.zeros_like(each) if late else each for each in true], FakeEvent() if late else None
+
+    def issue() -> None:
+        time.sleep(2e-3)
+        for each, value in zip(outgoing, true):
+            each.copy_(value)
+        for each in incoming:
+            each.fill_(UNTOUCHED)
+        issued.set()
+
+    if late:
+        threading.Thread(target=issue, daemon=True).start()
+    limit, largest, total = timedelta(seconds=timeout), max(map(max, table)), sum(table[rank])
+    return _OnDevice("all_to_all", outgoing, incoming, 0, FakeDriver.device, total, limit, seed, largest, issued)
+
+
+def wrong(rank: int, done: Transfer, table: list[list[int]], seed: int) -> list[int]:
+    """Sources whose bytes are not what they sent."""
+    expected = [part(source, rank, table[source][rank], seed) for source in range(len(table))]
+    return [source for source, each in enumerate(expected) if not torch.equal(done.incoming[source], each)]

@@ -1,0 +1,79 @@
+"""Reports whose every figure is known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_freescale.profiling.analysis.breakdown import PART_NAMES
+from lightning_freescale.profiling.analysis.imbalance import Imbalance
+from lightning_freescale.profiling.analysis.what_if import WhatIf
+from lightning_freescale.profiling.reporting.report import BubbleReport, ExchangeFigures, Overhead, RunInfo, WaitAttribution
+
+VERSIONS = {"lightning_freescale": "0.1.0", "torch": "2.13.0"}
+ABOUT = RunInfo("freescale", "HSTU", 123456, 2, "freescale", "cpu", 1, "2026-11-21T08:00:00+00:00", VERSIONS)
+
+
+def step(wall: float, **parts: float) -> list[float]:
+    """A row of parts; the rest of ``wall`` is unexplained."""
+    named = sum(seconds for name, seconds in parts.items() if name != "hidden")
+    values = {"wall": wall, "unexplained": wall - named, **parts}
+    return [values.get(name, 0.0) for name in PART_NAMES]
+
+
+def report_of(parts: NDArray[np.float64], samples: NDArray[np.int64] | None = None, **changes: Any) -> BubbleReport:
+    """With nothing that may be left out."""
+    steps, ranks, _ = parts.shape
+    rest: dict[str, Any] = {
+        "about": RunInfo(**{**vars(ABOUT), "world_size": ranks}),
+        "waiting": WaitAttribution("arrival clocks", 5e-5),
+        "overhead": Overhead(8e-5, 4e-5),
+        **changes,
+    }
+    counts = np.zeros((steps, ranks), dtype=np.int64) if samples is None else samples
+    return BubbleReport(parts, counts, np.arange(5, 5 + steps), **rest)
+
+
+def run_of(label: str = "freescale", wall: float = 0.1, compute: float = 0.07, count: int = 64, **about: Any) -> BubbleReport:
+    """Four steps of two ranks, all alike; ``count`` samples of both ranks."""
+    parts = np.array([[step(wall, forward=compute)] * 2] * 4)
+    samples = np.array([[count - count // 2, count // 2]] * 4)
+    return report_of(parts, samples, about=RunInfo(**{**vars(ABOUT), "label": label, **about}))
+
+
+def full_report(**changes: Any) -> BubbleReport:
+    """With everything a report may have."""
+    row = step(
+        0.1, data_wait=0.01, forward=0.03, backward=0.03, optimizer=0.01, straggler_wait=0.005, transfer=0.01, hidden=0.02
+    )
+    parts = changes.pop("parts", np.array([[row, row]] * 3))
+    ranks = parts.shape[1]
+    pieces = [
+        ["data", "fetch", 0, 10_000],
+        ["forward", "", 10_000, 40_000],
+        ["host", "between forward and backward", 40_000, 40_500],
+    ]
+    shares = [0.25] * (ranks - 1) + [None]
+    everything: dict[str, Any] = {
+        "waiting": WaitAttribution(
+            "bandwidth",
+            5e-5,
+            "the clocks drift",
+            {"round_trip_seconds": 1e-4, "syncs": 3, "rejected": 12, "drift": 1e-7},
+            1e9,
+            3e-4,
+        ),
+        "imbalance": Imbalance("cost model", 0.0112, 0.0006, 0.0002, (1.0,) * (ranks - 1) + (1.31,), {ranks - 1: 1.31}, 0.03),
+        "what_if": (
+            WhatIf("perfect balance", 1.25, 1.43),
+            WhatIf("full overlap", 1.1, 1.43, "exchanges of 2 steps are unknown"),
+        ),
+        "exchanges": (ExchangeFigures("dense gradients", 1.0, 0.005, 0.01, 0.02, 4096, tuple(range(ranks))),),
+        "host": {"hooks after the step": 0.0012},
+        "device_idle": {"steps": 3, "idle": shares, "compute": shares, "other": shares},
+        "median_step": {"step": 6, "ranks": [pieces] * ranks},
+        "last": tuple(range(ranks)),
+    }
+    return report_of(parts, np.full((len(parts), ranks), 16), **{**everything, **changes})

@@ -1,0 +1,243 @@
+"""What-if replays, against runs that really were without this or that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_freescale.profiling.analysis.contention import Contention
+from lightning_freescale.profiling.analysis.segments import RankSegments
+from lightning_freescale.profiling.analysis.what_if import Replay, WhatIf, what_if
+from tests.helpers.profiled_runs import Rank, laps, meet, planned_run, random_run, wall
+
+sizes = st.tuples(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 10))
+
+
+def _plan(seed: int, ranks: int, steps: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    shape = (steps, ranks)
+    return rng.lognormal(0, 1, shape), rng.exponential(0.3, shape), rng.exponential(0.4, shape)
+
+
+def _by_name(cases: tuple[WhatIf, ...]) -> dict[str, WhatIf]:
+    return {case.name: case for case in cases}
+
+
+@given(sizes)
+@settings(deadline=None, max_examples=30)
+def test_unaltered_run_comes_out_as_measured(size: tuple[int, int, int]) -> None:
+    """With subgroups, pauses, exchanges issued a step ahead, ends that are noticed late, and clocks that disagree."""
+    replay = Replay(laps(random_run(*size)))
+    assert replay.left_out == 0
+    assert replay.error < 1e-9
+    assert replay.speed_up() == pytest.approx(1.0, abs=1e-9)
+
+
+@given(sizes)
+@settings(deadline=None, max_examples=30)
+def test_no_case_beats_its_limit_or_does_harm(size: tuple[int, int, int]) -> None:
+    run = laps(random_run(*size))
+    replay = Replay(run)
+    even = np.broadcast_to(replay.compute.mean(axis=1, keepdims=True), replay.compute.shape)
+    limit = replay.limit(replay.compute) + 1e-9
+    overlap, data = replay.speed_up(overlap=True), replay.speed_up(data=False)
+    assert 1 - 1e-9 <= overlap <= limit
+    assert 1 - 1e-9 <= data <= limit
+    balance, both = replay.speed_up(even), replay.speed_up(even, overlap=True)
+    assert balance - 1e-9 <= both <= limit
+    hidden = 0.5 * replay.compute
+    less = replay.speed_up(replay.compute - 0.3 * hidden)
+    assert 1 - 1e-9 <= less <= replay.limit(replay.compute - 0.3 * hidden) + 1e-9
+    for case in what_if(run, Contention(0.3, 0.01), hidden):
+        assert 1 <= case.speed_up <= case.limit
+
+
+@given(sizes)
+@settings(deadline=None, max_examples=25)
+def test_even_compute_cannot_hurt_ranks_that_are_alike_in_all_else(size: tuple[int, int, int]) -> None:
+    replay = Replay(laps(random_run(*size, simple=True)))
+    even = np.broadcast_to(replay.compute.mean(axis=1, keepdims=True), replay.compute.shape)
+    assert replay.speed_up(even) >= 1 - 1e-9
+
+
+@given(sizes)
+@settings(deadline=None, max_examples=25)
+def test_altered_runs_take_what_was_foretold(size: tuple[int, int, int]) -> None:
+    compute, data, transfer = _plan(*size)
+    run = planned_run(compute, data, transfer)
+    cases = _by_name(what_if(laps(run)))
+    balanced = wall(planned_run(np.broadcast_to(compute.mean(axis=1, keepdims=True), compute.shape), data, transfer))
+    assert cases["perfect balance"].speed_up == pytest.approx(max(1.0, wall(run) / balanced))
+    assert cases["no data wait"].speed_up == pytest.approx(wall(run) / wall(planned_run(compute, 0 * data, transfer)))
+    assert cases["no data wait"].limit == pytest.approx(wall(run) / compute.sum())
+
+
+def test_long_compute_hides_all() -> None:
+    run = Replay(laps(planned_run(np.full((5, 2), 10.0), np.zeros((5, 2)), np.full((5, 2), 1.0))))
+    assert 1 < run.speed_up(overlap=True) == pytest.approx(run.limit(run.compute))
+
+
+def _blocking(compute: float, transfer: float) -> list[list[RankSegments]]:
+    crew = [Rank(), Rank()]
+    run = []
+    for step in range(3):
+        for rank in crew:
+            rank.work("forward", compute)
+        meet(crew, str(step), [transfer] * 2)
+        run.append([rank.step() for rank in crew])
+    return laps(run)
+
+
+def test_what_exceeds_the_compute_stays_exposed() -> None:
+    assert Replay(_blocking(1.0, 4.0)).speed_up(overlap=True) == pytest.approx(5 / 4)
+    assert Replay(_blocking(1.0, 0.5)).speed_up(overlap=True) == pytest.approx(1.5)
+    assert Replay(_blocking(1.0, 4.0)).speed_up(np.full((3, 2), 2.0), overlap=True) == pytest.approx(5 / 4)
+
+
+def test_clocks_that_disagree_do_not_make_overlap_look_harmful() -> None:
+    """By its clock the last rank arrives after the others have the result."""
+    crew, run = [Rank(), Rank(offset=1.0)], []
+    for step in range(3):
+        for rank, compute in zip(crew, (1.0, 3.0)):
+            rank.work("forward", compute)
+        meet(crew, str(step), [0.1, 0.1])
+        run.append([rank.step() for rank in crew])
+    replay = Replay(laps(run))
+    assert replay.error < 1e-9
+    assert 1 <= replay.speed_up(overlap=True) < 1.05
+
+
+def test_harmful_balance_counts_as_none_and_says_so() -> None:
+    """The rank that computes less waits for data."""
+    compute, data = np.tile([1.0, 3.0], (5, 1)), np.tile([2.0, 0.0], (5, 1))
+    cases = _by_name(what_if(laps(planned_run(compute, data, np.full((5, 2), 0.1)))))
+    assert cases["perfect balance"].speed_up == 1
+    assert "longer" in (cases["perfect balance"].note or "")
+    assert cases["both"].speed_up >= cases["full overlap"].speed_up > 1
+
+
+def test_rank_without_compute_gets_its_share() -> None:
+    run = []
+    crew = [Rank(), Rank()]
+    for _ in range(3):
+        crew[0].work("data", 1.0)
+        crew[1].work("forward", 2.0)
+        run.append([rank.step() for rank in crew])
+    assert Replay(laps(run)).speed_up(np.ones((3, 2))) == pytest.approx(3 / 3)
+
+
+def test_rank_that_arrives_while_it_waits_does_so_by_the_end_of_the_wait() -> None:
+    """Compute could hide both exchanges; the second was joined half-way through the wait for the first."""
+    crew = [Rank(), Rank()]
+    for rank in crew:
+        rank.work("forward", 20.0)
+    meet(crew, "first", [10.0, 10.0])
+    meet(crew, "second", [8.0, 8.0], [25.0, 25.0])
+    assert Replay(laps([[rank.step() for rank in crew]])).speed_up(overlap=True) == pytest.approx(33 / 20)
+
+
+@pytest.mark.parametrize("gap", [0.0, 7.0])
+def test_arrival_before_a_gap_is_not_moved(gap: float) -> None:
+    """Joined after the first forward, which matters for what follows at once, not for what follows a gap."""
+    crew = [Rank(), Rank()]
+    for rank in crew:
+        rank.work("forward", 4.0)
+    joined = [rank.now for rank in crew]
+    run = [[rank.step() for rank in crew]]
+    for rank in crew:
+        rank.now += gap
+        rank.begin()
+        rank.work("data", 1.0)
+    meet(crew, "joined early", [gap + 5.0] * 2, joined)
+    run.append([rank.step() for rank in crew])
+    replay = Replay(laps(run))
+    half = np.array([[2.0, 2.0], [0.0, 0.0]])
+    assert replay.speed_up(half) == pytest.approx(9 / 7)
+    assert replay.speed_up(data=False) == 1
+
+
+def test_contention() -> None:
+    steps = _blocking(2.0, 1.0)
+    case = _by_name(what_if(steps, Contention(0.25, 0.01), np.full((3, 2), 2.0)))["no contention"]
+    assert (case.speed_up, case.limit) == (pytest.approx(3 / 2.5), pytest.approx(3 / 1.5))
+    assert "25%" in (case.note or "")
+    case = _by_name(what_if(steps, Contention(0.0, 0.1, "within the noise"), np.full((3, 2), 2.0)))["no contention"]
+    assert case == WhatIf("no contention", 1.0, pytest.approx(1.5), "within the noise")
+    assert "no contention" not in _by_name(what_if(steps))
+    with pytest.raises(ValueError, match="hidden"):
+        what_if(steps, Contention(0.25, 0.01))
+
+
+def _pausing(compute: np.ndarray) -> list[list[RankSegments]]:
+    """The ranks meet at the end of the pause, which the replay is not told of."""
+    crew, run = [Rank(), Rank()], []
+    for step, seconds in enumerate(compute):
+        for rank, c in zip(crew, seconds):
+            if step == 2:
+                rank.work("pause", 100.0 - rank.now)
+            rank.work("forward", c)
+        if step != 1:
+            meet(crew, str(step), [0.1, 0.1])
+        run.append([rank.step() for rank in crew])
+    return laps(run)
+
+
+def test_ranks_leave_a_pause_as_they_did() -> None:
+    compute = np.array([[1.0, 3.0], [1.0, 3.0], [1.0, 3.0]])
+    replay = Replay(_pausing(compute))
+    even = Replay(_pausing(np.full((3, 2), 2.0)))
+    assert replay.error == pytest.approx(0)
+    assert replay.speed_up(np.full((3, 2), 2.0)) == pytest.approx(replay.limit(replay.compute) / even.limit(even.compute))
+
+
+def test_gap_between_steps_sets_the_clocks_anew() -> None:
+    """Rank 1 is 5 s late after the gap, which is nobody's compute: balance before it does not help after it."""
+    crew, run = [Rank(), Rank()], []
+    for step, late in enumerate((0.0, 5.0)):
+        for rank, c, wait in zip(crew, (1.0, 3.0), (0.0, late)):
+            rank.now += wait
+            rank.begin()
+            rank.work("forward", c)
+        meet(crew, str(step), [0.0, 0.0])
+        run.append([rank.step() for rank in crew])
+    replay = Replay(laps(run))
+    assert replay.error == pytest.approx(0)
+    # before the gap 2 x 3 s, after it 8 s of which rank 1 waits for none; even: 2 x 2 s, and 7 + 2 s
+    assert replay.speed_up(np.full((2, 2), 2.0)) == pytest.approx((6 + 11) / (4 + 9))
+
+
+def test_steps_without_a_common_order_are_left_out() -> None:
+    run = laps(planned_run(*_plan(1, 2, 6)))
+    rank = run[3][1]
+    turned = replace(rank, keys=rank.keys[::-1])
+    broken = [*run[:3], [run[3][0], turned], *run[4:]]
+    replay = Replay(broken)
+    assert replay.left_out == 1
+    assert replay.schedule.steps.tolist() == [0, 1, 2, 4, 5]
+    assert replay.error < 1e-9
+    hidden = np.arange(12.0).reshape(6, 2) * 1e-3
+    less = replay.speed_up(replay.compute - 0.5 * hidden[[0, 1, 2, 4, 5]])
+    assert what_if(broken, Contention(0.5, 0.1), hidden)[-1].speed_up == pytest.approx(less, abs=1e-12)
+    twice = replace(rank, keys=(rank.keys[0], *rank.keys[:-1]))
+    assert Replay([[run[3][0], twice]]).left_out == 1
+    assert what_if([[run[3][0], turned]]) == ()
+
+
+def test_inexact_replay_is_noted() -> None:
+    """A rank missing from an exchange that the others waited for."""
+    run = laps([ranks[:1] for ranks in planned_run(*_plan(2, 2, 6))])
+    wrong = [[replace(rank, end=rank.end + 1.0, seconds=rank.seconds) for rank in step] for step in run]
+    replay = Replay(wrong)
+    assert replay.error > 0.1
+    assert all("off" in (case.note or "") for case in what_if(wrong))
+    assert all(case.note is None or "off" not in case.note for case in what_if(run))
+
+
+def test_nothing_to_replay() -> None:
+    assert what_if([]) == ()
+    idle = planned_run(np.zeros((2, 2)), np.ones((2, 2)), np.ones((2, 2)))
+    assert what_if(laps(idle)) == ()

@@ -1,0 +1,399 @@
+"""A training step that runs ahead of time and leaves no trace."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+
+from lightning_freescale.embeddings.collections import find_collections
+from lightning_freescale.embeddings.lookahead.probe import same_features
+from lightning_freescale.strategy.dry_run import CollectionOutput, DryRunResult, dry_run_ids
+
+CPU = torch.device("cpu")
+DIM = 4
+
+
+def _items() -> EmbeddingCollection:
+    config = EmbeddingConfig(name="item", num_embeddings=20, embedding_dim=DIM, feature_names=["clicked", "shown"])
+    return EmbeddingCollection(tables=[config], need_indices=True)
+
+
+def _bags() -> EmbeddingBagCollection:
+    configs = [
+        EmbeddingBagConfig(name=name, num_embeddings=9, embedding_dim=dim, feature_names=features)
+        for name, dim, features in [("user", 3, ["user", "shared"]), ("other", 5, ["shared"])]
+    ]
+    return EmbeddingBagCollection(tables=configs)
+
+
+def _batch(seed: int = 0) -> dict[str, Any]:
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([2, 0, 1, 1])
+    return {
+        "ids": torch.randint(0, 20, (4,), generator=draw),
+        "lengths": lengths,
+        "users": KeyedJaggedTensor(["user", "shared"], torch.randint(0, 9, (4,), generator=draw), lengths=lengths),
+        "dense": torch.rand(2, 3, generator=draw),
+        "names": ["a", "b"],
+    }
+
+
+class Model(L.LightningModule):
+    """Two lookups; everything before the second one is what a ghost runs."""
+
+    def __init__(self, between: Callable[[Model, dict[str, Any]], Any] = lambda model, batch: None) -> None:
+        super().__init__()
+        self.items, self.bags, self.between = _items(), _bags(), between
+        self.norm, self.metric, self.mean = nn.BatchNorm1d(3), torchmetrics.MeanMetric(), torchmetrics.CatMetric()
+        self.register_buffer("queue", torch.zeros(3))
+        self.teacher = nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.losses, self.counters, self.step, self.after = [0.5], {"steps": [1]}, 1, 0
+        self.generator = torch.Generator().manual_seed(3)
+        self.numbers = np.random.default_rng(3)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        ids = torch.cat([batch["ids"][:2], batch["ids"][2:]])  # not in the batch
+        found = self.items(KeyedJaggedTensor(["clicked", "shown"], ids, lengths=batch["lengths"]))
+        self.between(self, batch)
+        pooled = self.bags(features=batch["users"])
+        self.after += 1
+        self.losses.append(0.0)
+        loss = found["clicked"].values().sum() + pooled.to_dict()["user"].sum()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _lookups(model: nn.Module) -> dict[str, CollectionOutput]:
+    return {collection.path: CollectionOutput.of(collection, module) for collection, module in find_collections(model)}
+
+
+def _ghost(model: Model, batch: dict[str, Any] | None = None, **options: Any) -> DryRunResult:
+    return dry_run_ids(model, _lookups(model), (batch or _batch(), 0), CPU, **options)
+
+
+def _seen_in_a_real_step(model: Model, batch: dict[str, Any]) -> dict[str, KeyedJaggedTensor]:
+    seen: dict[str, KeyedJaggedTensor] = {}
+    for path, module in (("items", model.items), ("bags", model.bags)):
+
+        def keep(module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+            seen[path] = args[0] if args else kwargs["features"]
+
+        module.register_forward_pre_hook(keep, with_kwargs=True)
+    model.log = lambda *args, **kwargs: None
+    model.training_step(batch, 0)
+    return seen
+
+
+def test_sees_what_the_step_looks_up() -> None:
+    model, batch = Model(), _batch()
+    ghost = _ghost(model, batch)
+    assert ghost.error is None and set(ghost.features) == {"items", "bags"}
+    assert model.after == 0, "the step goes no further than its last lookup"
+    for path, features in _seen_in_a_real_step(model, batch).items():
+        assert same_features(ghost.features[path], features)
+        assert ghost.features[path] is not features
+    assert model.after == 1
+
+
+def test_stops_at_the_last_one_wanted() -> None:
+    ran: list[bool] = []
+    ghost = _ghost(Model(lambda model, batch: ran.append(True)), wanted=["items"])
+    assert set(ghost.features) == {"items"} and not ran
+
+
+def test_the_first_of_two_lookups_counts() -> None:
+    model, batch = Model(lambda model, batch: model.items(batch["more"])), _batch()
+    batch["more"] = KeyedJaggedTensor(["clicked", "shown"], torch.arange(2), lengths=torch.ones(2, dtype=torch.int64))
+    assert torch.equal(_ghost(model, batch).features["items"].values(), batch["ids"])
+
+
+def test_without_gradients_and_without_copies_of_the_tables() -> None:
+    found: list[Any] = []
+    model = Model(lambda model, batch: found.extend([torch.is_grad_enabled(), model.items.state, model.queue]))
+    model.items.register_buffer("state", torch.zeros(3))
+    assert _ghost(model).error is None
+    assert found[0] is False and found[1] is model.items.state and found[2] is not model.queue
+
+
+def test_a_collection_that_the_step_does_not_call() -> None:
+    model = Model()
+    model.idle = _items()
+    ghost = _ghost(model)
+    assert set(ghost.features) == {"items", "bags"} and ghost.error is None
+    assert model.after == 0 and model.losses == [0.5], "it ran to its end, without a trace"
+
+
+class Outputs(Model):
+    """Keeps what the lookups return."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        found = self.items(KeyedJaggedTensor(["clicked", "shown"], batch["ids"], lengths=batch["lengths"]))
+        KEPT[:] = [found, self.bags(batch["users"]), self.items.embedding_dim()]
+
+
+KEPT: list[Any] = []
+
+
+def test_zeros_of_the_shape_that_the_collection_returns() -> None:
+    model = Outputs()
+    model.idle = _items()
+    model.training_step(_batch(), 0)
+    found, pooled, dim = KEPT
+    assert _ghost(model).error is None
+    blank, blank_pooled, ghost_dim = KEPT
+    assert dim == ghost_dim == DIM
+    assert blank.keys() == found.keys()
+    for name, jagged in blank.items():
+        assert not jagged.values().any()
+        for part in ("values", "lengths", "weights"):
+            mine, real = getattr(jagged, part)(), getattr(found[name], part)()
+            assert (mine.shape, mine.dtype) == (real.shape, real.dtype)
+        assert torch.equal(jagged.lengths(), found[name].lengths())
+        assert torch.equal(jagged.weights(), found[name].weights())
+    assert blank_pooled.keys() == pooled.keys() == ["user", "shared@user", "shared@other"]
+    assert blank_pooled.length_per_key() == pooled.length_per_key()
+    assert blank_pooled.values().shape == pooled.values().shape
+
+
+# -- no trace
+
+SIDE_EFFECTS: dict[str, Callable[[Model, dict[str, Any]], Any]] = {
+    "torch": lambda model, batch: torch.rand(3),
+    "python": lambda model, batch: random.random(),
+    "numpy": lambda model, batch: np.random.rand(),
+    "own generator": lambda model, batch: torch.rand(3, generator=model.generator),
+    "own numpy generator": lambda model, batch: model.numbers.random(),
+    "batch norm": lambda model, batch: model.norm(batch["dense"]),
+    "metric": lambda model, batch: model.metric(batch["dense"]),
+    "list metric": lambda model, batch: model.mean.update(batch["dense"]),
+    "buffer": lambda model, batch: model.queue.add_(1),
+    "buffer replaced": lambda model, batch: setattr(model, "queue", torch.ones(3)),
+    "list": lambda model, batch: model.losses.append(1.0),
+    "nested list": lambda model, batch: model.counters["steps"].append(1),
+    "number": lambda model, batch: setattr(model, "step", model.step + 1),
+    "new attribute": lambda model, batch: setattr(model, "extra", 1),
+    "training mode": lambda model, batch: model.eval(),
+    "hook": lambda model, batch: model.norm.register_forward_hook(print),
+    "popped": lambda model, batch: batch.pop("dense"),
+    "changed": lambda model, batch: batch["dense"].mul_(2),
+    "ids changed": lambda model, batch: batch["users"].values().add_(1),
+    "names": lambda model, batch: batch["names"].append("c"),
+    "log": lambda model, batch: model.log("early", 1.0),
+    "log_dict": lambda model, batch: model.log_dict({"early": 1.0}),
+}
+
+
+def _trace(model: Model, batch: dict[str, Any]) -> Any:
+    """Everything that a side effect could have changed."""
+    numbers = np.random.get_state()
+    return repr(
+        [
+            [torch.get_rng_state().tolist(), random.getstate(), numbers[1].tolist(), numbers[2:]],
+            [model.generator.get_state().tolist(), model.numbers.bit_generator.state],
+            [(name, tensor.tolist()) for name, tensor in model.state_dict().items()],
+            [[sorted(vars(module)), module.training, len(module._forward_hooks)] for module in model.modules()],
+            [float(model.metric.mean_value), float(model.metric.weight), model.metric._update_count, model.mean.value],
+            [model.losses, model.counters, model.step, model.after],
+            sorted(batch),
+            [batch["ids"].tolist(), batch["dense"].tolist(), batch["users"].values().tolist(), batch["names"]],
+        ]
+    )
+
+
+@pytest.mark.parametrize("name", list(SIDE_EFFECTS))
+def test_leaves_no_trace(name: str) -> None:
+    ran: list[bool] = []
+
+    def effect(model: Model, batch: dict[str, Any]) -> None:
+        SIDE_EFFECTS[name](model, batch)
+        ran.append(True)
+
+    model, batch = Model(effect), _batch()
+    before, attributes = _trace(model, batch), {key: id(value) for key, value in vars(model).items()}
+    children = [id(module) for module in model.modules()]
+    versions = [buffer._version for buffer in model.buffers()]
+    ghost = _ghost(model, batch)
+    assert ghost.error is None and ran
+    assert _trace(model, batch) == before
+    assert {key: id(value) for key, value in vars(model).items()} == attributes
+    assert [id(module) for module in model.modules()] == children
+    assert [buffer._version for buffer in model.buffers()] == versions, "autograd may have saved them"
+
+
+@pytest.mark.parametrize("name", sorted(set(SIDE_EFFECTS) - {"log", "log_dict", "popped"}))
+def test_the_side_effects_are_real(name: str) -> None:
+    model, batch = Model(), _batch()
+    before = _trace(model, batch)
+    SIDE_EFFECTS[name](model, batch)
+    assert _trace(model, batch) != before
+
+
+def _raise(model: Model, batch: dict[str, Any]) -> None:
+    model.queue.add_(1)
+    raise ValueError("no such thing")
+
+
+def test_an_error_of_the_step_is_returned() -> None:
+    model, batch = Model(_raise), _batch()
+    before = _trace(model, batch)
+    ghost = _ghost(model, batch)
+    assert ghost.features == {} and isinstance(ghost.error, ValueError)
+    assert _trace(model, batch) == before
+
+
+def test_an_interrupt_passes_and_leaves_no_trace() -> None:
+    def interrupt(model: Model, batch: dict[str, Any]) -> None:
+        model.queue.add_(1)
+        raise KeyboardInterrupt
+
+    model, batch = Model(interrupt), _batch()
+    before = _trace(model, batch)
+    with pytest.raises(KeyboardInterrupt):
+        _ghost(model, batch)
+    assert _trace(model, batch) == before
+
+
+@pytest.mark.parametrize("how", ["in place", "data"])
+def test_a_changed_parameter_is_told(how: str) -> None:
+    def update(model: Model, batch: dict[str, Any]) -> None:
+        if how == "data":
+            model.teacher.data = model.teacher.data + 1
+        else:
+            with torch.no_grad():
+                model.teacher.add_(1)
+
+    ghost = _ghost(Model(update))
+    assert isinstance(ghost.error, RuntimeError) and "'teacher'" in str(ghost.error)
+
+
+def test_manual_optimization_is_not_run() -> None:
+    ran: list[bool] = []
+    model = Model(lambda model, batch: ran.append(True))
+    model.automatic_optimization = False
+    assert "automatic_optimization" in str(_ghost(model).error) and not ran
+
+
+def test_no_hook_of_a_collection_fires_and_a_forward_of_its_own_stays() -> None:
+    def refuse(*args: Any) -> None:
+        raise AssertionError
+
+    model = Model()
+    model.items.register_forward_pre_hook(refuse)
+    model.bags.forward = refuse
+    ghost = _ghost(model)
+    assert ghost.error is None and set(ghost.features) == {"items", "bags"}
+    assert model.bags.forward is refuse and len(model.items._forward_pre_hooks) == 1
+
+
+@pytest.mark.parametrize("caught", [Exception, BaseException])
+def test_a_step_that_catches_everything(caught: type[BaseException]) -> None:
+    noticed: list[BaseException] = []
+
+    class Careful(Model):
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor | None:
+            try:
+                return super().training_step(batch, batch_idx)
+            except caught as error:
+                noticed.append(error)
+                return None
+
+    ghost = _ghost(Careful())
+    assert ghost.error is None and set(ghost.features) == {"items", "bags"}
+    assert bool(noticed) == (caught is BaseException)
+
+
+def test_what_is_shared_stays_shared() -> None:
+    found: list[bool] = []
+    model = Model(lambda model, batch: found.extend([model.alias is model.losses, model.norm.shared is model.queue]))
+    model.alias = model.losses
+    model.norm.register_buffer("shared", model.queue)
+    assert _ghost(model).error is None
+    assert found == [True, True]
+
+
+def test_a_table_held_twice() -> None:
+    model = Model(lambda model, batch: model.nested["again"](batch["users"]))
+    model.nested = nn.ModuleDict({"again": model.bags})
+    ghost = _ghost(model)
+    assert ghost.error is None and set(ghost.features) == {"items", "bags"}
+
+
+def test_weights_that_need_gradients_and_a_backward_that_waits() -> None:
+    model = Model(lambda model, batch: model.norm(batch["dense"]))
+    model.norm.eval()
+    waiting = (model.norm(torch.rand(2, 3)) * model.queue).sum()
+    assert _ghost(model).error is None
+    waiting.backward()
+    assert model.norm.weight.grad is not None and torch.is_grad_enabled()
+
+
+def test_a_compiled_model_is_neither_compiled_again_nor_run() -> None:
+    compiled: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    class Compiled(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower = torch.compile(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), backend=backend)
+
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) + self.tower(batch["dense"]).sum()
+
+    model = Compiled()
+    model.between = lambda model, batch: model.tower(batch["dense"])
+    model.tower(_batch()["dense"])
+    graphs = len(compiled)
+    assert graphs and _ghost(model).error is None
+    model.tower(_batch()["dense"])
+    assert len(compiled) == graphs
+
+
+# -- with a Trainer
+
+
+class Ahead(L.Callback):
+    """Runs another batch's ghost before every step."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        ghost = _ghost(module, {**_batch(100 + batch_idx), "ahead": True})
+        assert ghost.error is None and set(ghost.features) == {"items", "bags"}
+
+
+def _fit(path: Any, callbacks: list[L.Callback]) -> tuple[dict[str, Tensor], str]:
+    def between(model: Model, batch: dict[str, Any]) -> None:
+        model.log("early", model.metric(nn.functional.dropout(model.norm(batch["dense"]))), on_epoch=True)
+        model.log_dict({"random": random.random(), "numpy": np.random.rand()})
+        if "ahead" in batch:
+            model.log("ghostly", 1.0)
+            model.log_dict({"ghostlier": 1.0})
+
+    L.seed_everything(1, verbose=False)
+    logger = CSVLogger(path)
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False, "accelerator": "cpu"}
+    trainer = L.Trainer(logger=logger, callbacks=callbacks, max_epochs=2, log_every_n_steps=1, **quiet)
+    model = Model(between)
+    trainer.fit(model, DataLoader([_batch(seed) for seed in range(3)], batch_size=None))
+    return model.state_dict(), (logger.experiment.metrics_file_path and open(logger.experiment.metrics_file_path).read())
+
+
+def test_training_with_ghosts_is_training_without(tmp_path: Any) -> None:
+    (plain, logged), (ghosts, logged_with_ghosts) = _fit(tmp_path / "plain", []), _fit(tmp_path / "ghosts", [Ahead()])
+    assert all(torch.equal(plain[name], ghosts[name]) for name in plain)
+    assert logged == logged_with_ghosts and "early" in logged
