@@ -1,58 +1,68 @@
-"""The order in which the collectives of one process group run."""
+"""One thread that runs jobs in the order they were given: a lane's, the overlap engine's, the profiler's."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
+from typing import Any
 
-Job = Callable[[], None]
+Job = Callable[..., Any]
 
 
 class WorkerThread:
-    """Runs jobs one after the other: in the background, or at once for a caller who would only wait.
+    """Run jobs one after the other: in the background, or at once for a caller who would only wait.
+
+    The thread starts with the first job in the background. It is a daemon: a job that waits for a rank that is gone must not
+    keep the process from ending.
 
     Args:
-        name: of its thread, which starts with the first job in the background.
+        name: the thread's name.
+
+    Attributes:
+        cpu_seconds: processor time that the jobs in the background have taken.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._jobs: SimpleQueue[tuple[Future[None], Job] | None] = SimpleQueue()
-        self._turn, self._state = threading.Lock(), threading.Lock()
+        self.cpu_seconds = 0.0
+        self._jobs: SimpleQueue[tuple[Future[Any], Job, tuple[Any, ...]] | None] = SimpleQueue()
+        self._turn = threading.Lock()  # held while a job runs
+        self._state = threading.Lock()
         self._waiting = 0
         self._thread: threading.Thread | None = None
 
-    def run(self, job: Job) -> Future[None]:
-        """Do a job now, unless others are before it; the future is done."""
-        own = threading.current_thread() is self._thread  # called by what a future of this lane calls
-        with self._state:
-            idle = own or (self._waiting == 0 and self._turn.acquire(blocking=False))
-        future: Future[None] = Future() if idle else self.submit(job)
-        if not idle:
-            future.exception()
-            return future
-        try:
-            error = _attempt(job)
-        finally:
-            if not own:
-                self._turn.release()
-        _settle(future, error)
-        return future
-
-    def submit(self, job: Job) -> Future[None]:
-        """Queue a job."""
-        future: Future[None] = Future()
+    def submit(self, job: Job, *args: Any) -> Future[Any]:
+        """Queue ``job(*args)`` for the thread and return its future."""
+        future: Future[Any] = Future()
         with self._state:
             self._waiting += 1
             if self._thread is None:
                 self._start()
-            self._jobs.put((future, job))
+            self._jobs.put((future, job, args))
         return future
 
-    def rest(self, timeout: float) -> bool:
-        """End the thread after the jobs it has; the next one starts another. False if it still works after ``timeout`` s."""
+    def run(self, job: Job) -> Future[Any]:
+        """Run a job on the caller's thread, or behind those that are queued; the future returned is done."""
+        inside = threading.current_thread() is self._thread  # a callback of one of this thread's futures
+        with self._state:
+            idle = inside or (self._waiting == 0 and self._turn.acquire(blocking=False))
+        future: Future[Any] = Future() if idle else self.submit(job)
+        if not idle:
+            future.exception()
+            return future
+        try:
+            result, error = _attempt(job)
+        finally:
+            if not inside:
+                self._turn.release()
+        _resolve(future, result, error)
+        return future
+
+    def stop(self, timeout: float) -> bool:
+        """End the thread after the jobs it has; the next job starts another. False if it still works after ``timeout`` s."""
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return True
@@ -61,38 +71,39 @@ class WorkerThread:
         with self._state:
             if not thread.is_alive():
                 self._thread = None
-                if self._waiting:  # somebody came while it ended
+                if self._waiting:  # a job came while the thread ended
                     self._start()
         return not thread.is_alive()
 
     def _start(self) -> None:
-        self._thread = threading.Thread(target=self._work, name=f"freescale lane {self.name}", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
         self._thread.start()
 
     def _work(self) -> None:
         while (queued := self._jobs.get()) is not None:
-            future, job = queued
+            future, job, args = queued
+            began = time.thread_time()
             with self._turn:
-                error = _attempt(job)
+                result, error = _attempt(job, *args)
+            self.cpu_seconds += time.thread_time() - began
             with self._state:
                 self._waiting -= 1
-            _settle(future, error)  # only now: what waits for it may use the lane
-            del queued, future, job  # its tensors
+            _resolve(future, result, error)  # only now: who waits for it may give this thread the next job
+            del queued, future, job, args, result  # their tensors
 
 
-def _attempt(job: Job) -> BaseException | None:
-    """What it raises; also what would end a thread: somebody waits for the job."""
+def _attempt(job: Job, *args: Any) -> tuple[Any, BaseException | None]:
+    """Return a job's result, or the error it raised: any error, because somebody waits for the job."""
     try:
-        job()
+        return job(*args), None
     except BaseException as error:
-        # its frames, and those that called them, know the future it goes to: a circle that would keep the group alive
+        # its frames, and those that called them, know the future it goes to: a circle that would keep tensors and groups
         error.__context__ = None
-        return error.with_traceback(None)
-    return None
+        return None, error.with_traceback(None)
 
 
-def _settle(future: Future[None], error: BaseException | None) -> None:
+def _resolve(future: Future[Any], result: Any, error: BaseException | None) -> None:
     if error is None:
-        future.set_result(None)
+        future.set_result(result)
     else:
         future.set_exception(error)

@@ -16,9 +16,9 @@ from tests.comm.conftest import lane_threads
 
 @pytest.fixture
 def lane() -> Iterator[WorkerThread]:
-    lane = WorkerThread("unit")
+    lane = WorkerThread("freescale lane unit")
     yield lane
-    assert lane.rest(10)
+    assert lane.stop(10)
     assert not lane_threads()
 
 
@@ -111,9 +111,9 @@ def test_closing_finishes_what_was_given_and_says_if_it_could_not(lane: WorkerTh
     gate, order = threading.Event(), list[int]()
     lane.submit(lambda: gate.wait(10))
     lane.submit(lambda: order.append(1))
-    assert not lane.rest(0.1)
+    assert not lane.stop(0.1)
     gate.set()
-    assert lane.rest(10)
+    assert lane.stop(10)
     assert order == [1]
 
 

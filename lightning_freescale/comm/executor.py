@@ -50,7 +50,7 @@ class CollectiveExecutor:
         store, ranks = dist.PrefixStore("freescale", made.store), list(made.global_ranks_in_group)
         ranks = ranks or list(range(made.group_size))  # torch tells none for the default group
         self._wire = GlooP2P(store, made.group_rank, made.group_size, made.timeout, ranks)
-        self._agreement, self._lane = CollectiveHandshake(self._wire), WorkerThread(self._name)
+        self._agreement, self._lane = CollectiveHandshake(self._wire), WorkerThread(f"freescale lane {self._name}")
         self._host = HostTransport(self._wire, options)
         self.transport = choose(options, self._wire, self._host, dist.PrefixStore("topology", store), made.timeout)
         self._process = os.getpid()
@@ -91,7 +91,7 @@ class CollectiveExecutor:
 
     def rest(self) -> None:
         """Do what the lane has been given, and end its thread until there is more."""
-        self._lane.rest(self._timeout.total_seconds() + 1.0)  # a job that waits in vain ends by itself
+        self._lane.stop(self._timeout.total_seconds() + 1.0)  # a job that waits in vain ends by itself
 
     def finish(self) -> None:
         """Do what the lane has been given, then close."""
@@ -107,7 +107,7 @@ class CollectiveExecutor:
         self.failure = self.failure or "it has been shut down"
         self._agreement.close()
         self._wire.close()
-        self._lane.rest(1.0)
+        self._lane.stop(1.0)
         self._host.close()
         if self.transport is not None:
             self.transport.close()

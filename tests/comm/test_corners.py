@@ -19,7 +19,7 @@ from tests.comm.conftest import Outcome, everyone_sends, make_group, outcome
 
 
 def test_a_job_that_comes_while_the_lane_comes_to_rest_is_done() -> None:
-    lane, begun, go = WorkerThread("rows"), threading.Event(), threading.Event()
+    lane, begun, go = WorkerThread("freescale lane rows"), threading.Event(), threading.Event()
 
     def slow() -> None:
         begun.set()
@@ -27,7 +27,7 @@ def test_a_job_that_comes_while_the_lane_comes_to_rest_is_done() -> None:
 
     lane.submit(slow)
     assert begun.wait(10)
-    resting = threading.Thread(target=lane.rest, args=(10,))
+    resting = threading.Thread(target=lane.stop, args=(10,))
     resting.start()
     while lane._jobs.empty():  # until the end has been queued
         pass
@@ -36,7 +36,7 @@ def test_a_job_that_comes_while_the_lane_comes_to_rest_is_done() -> None:
     assert late.result(10) is None
     assert lane.run(lambda: None).done()
     resting.join()
-    assert lane.rest(10)
+    assert lane.stop(10)
 
 
 def _from_a_callback() -> bool:
