@@ -1,6 +1,7 @@
 """FreeScale for PyTorch Lightning: distributed training of sequence recommenders with minimal bubbles.
 
-Importing the package registers the strategy ``"freescale"``.
+Importing the package makes the strategy name ``"freescale"`` known to Lightning and the backend ``"freescale"`` to
+``torch.distributed``. It imports neither Lightning nor TorchRec: rooms that need them do, once they are used.
 """
 
 from __future__ import annotations
@@ -9,32 +10,45 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+import wrapt
+
 if TYPE_CHECKING:
     from lightning_freescale.callbacks import BubbleProfiler
+    from lightning_freescale.data.options import BalanceOptions, StreamOptions
     from lightning_freescale.datamodule import FreeScaleDataModule
-    from lightning_freescale.strategy.freescale import FreeScaleStrategy
+    from lightning_freescale.strategy import FreeScaleStrategy
 
 __version__ = "0.1.0"
-__all__ = ["BubbleProfiler", "FreeScaleDataModule", "FreeScaleStrategy"]
+__all__ = ["BalanceOptions", "BubbleProfiler", "FreeScaleDataModule", "FreeScaleStrategy", "StreamOptions"]
 
-_HOMES = {
+_ROOM_OF = {
+    "BalanceOptions": "lightning_freescale.data.options",
     "BubbleProfiler": "lightning_freescale.callbacks",
     "FreeScaleDataModule": "lightning_freescale.datamodule",
-    "FreeScaleStrategy": "lightning_freescale.strategy.freescale",
+    "FreeScaleStrategy": "lightning_freescale.strategy",
+    "StreamOptions": "lightning_freescale.data.options",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _ROOM_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_ROOM_OF[name]), name)
 
 
-if find_spec("lightning") is not None:  # balance, comm and profiling serve plain PyTorch as well
-    from lightning_freescale._lightning.loops import StrategyRegistry
-    from lightning_freescale.strategy.freescale import FreeScaleStrategy as _Strategy
+def _freescale_strategy(**options: Any) -> FreeScaleStrategy:
+    from lightning_freescale.strategy import FreeScaleStrategy
 
-    _Strategy.register_strategies(StrategyRegistry)
+    return FreeScaleStrategy(**options)
+
+
+# Lightning may be imported before or after this package, or never: then nothing here waits for its import.
+@wrapt.when_imported("lightning.pytorch.strategies")
+def _register_strategy(strategies: Any) -> None:
+    if "freescale" not in strategies.StrategyRegistry:
+        description = "DDP for the dense part, TorchRec for the embedding tables, their exchange overlapped with compute"
+        strategies.StrategyRegistry.register("freescale", _freescale_strategy, description=description)
+
 
 if find_spec("torch") is not None:
-    import lightning_freescale.comm  # noqa: F401 (registers the backend "freescale")
+    import lightning_freescale.comm  # noqa: F401 (registers the backend)

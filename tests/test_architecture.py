@@ -1,0 +1,138 @@
+"""The shape of the package: who imports whom, whose private names are used where, and what things are called."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import grimp
+import networkx
+import pytest
+import torch
+
+PACKAGE = "lightning_freescale"
+ROOT = Path(__file__).parents[1] / PACKAGE
+FILES = sorted(ROOT.rglob("*.py"))
+
+MAY_IMPORT = {
+    "_torchrec": set(),
+    "_worker": set(),
+    "balance": set(),
+    "comm": {"_worker"},
+    "profiling": {"_worker"},
+    "data": {"_torchrec", "balance", "comm"},
+    "embeddings": {"_torchrec", "_worker", "comm"},
+    "checkpoint": {"embeddings"},
+    "_lightning": {"profiling"},
+    "datamodule": {"_lightning", "balance", "data"},
+    "callbacks": {"_lightning", "balance", "profiling"},
+    "strategy": {"_lightning", "balance", "checkpoint", "comm", "data", "datamodule", "embeddings", "profiling"},
+    "testing": set(),
+}
+"""The rooms of the package, each with the rooms that it may import."""
+LIGHTNING = {"_lightning"}
+TORCHREC = {"_torchrec", "data", "embeddings", "strategy"}
+"""Rooms that import Lightning itself, and those that import TorchRec or FBGEMM."""
+TORCHREC_PRIVATE = {"checkpoint", "embeddings"}
+SAME_ROLE = {"handshake", "managed_collision", "options", "prefetch", "report", "transport", "validation", "writer"}
+"""Stems that several rooms use for the same role in each."""
+
+
+def room(module: str) -> str:
+    """The room of a module of the package; the package itself is no room."""
+    return module.removeprefix(PACKAGE).lstrip(".").split(".")[0]
+
+
+@cache
+def imports() -> networkx.DiGraph:
+    """Who imports whom, also inside functions, but not for type checkers alone."""
+    graph = grimp.build_graph(PACKAGE, include_external_packages=True, exclude_type_checking_imports=True)
+    return networkx.DiGraph((a, b) for a in graph.modules for b in graph.find_modules_directly_imported_by(a))
+
+
+def test_no_circle_of_imports() -> None:
+    assert [circle for circle in networkx.strongly_connected_components(imports()) if len(circle) > 1] == []
+
+
+def test_every_room_imports_only_what_it_may() -> None:
+    found = defaultdict(set)
+    for importer, imported in imports().edges:
+        if imported.startswith(PACKAGE) and room(importer) and room(imported) != room(importer):
+            found[room(importer)].add(room(imported))
+    rooms = {room(module) for module in imports() if module.startswith(f"{PACKAGE}.")}
+    assert rooms == MAY_IMPORT.keys()
+    assert {importer: extra for importer, rooms in found.items() if (extra := rooms - MAY_IMPORT[importer])} == {}
+
+
+@pytest.mark.parametrize(
+    ("libraries", "allowed"), [({"lightning", "pytorch_lightning"}, LIGHTNING), ({"torchrec", "fbgemm_gpu"}, TORCHREC)]
+)
+def test_libraries_behind_their_rooms(libraries: set[str], allowed: set[str]) -> None:
+    importers = {importer for importer, imported in imports().edges if imported in libraries}
+    assert importers, "the graph does not know the library"
+    assert {importer for importer in importers if room(importer) not in allowed} == set()
+
+
+@cache
+def private_names(library: str) -> frozenset[str]:
+    """Private names that a library's classes and modules define."""
+    spec = find_spec(library)
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    definition = re.compile(r"(?:def |class |self\.)(_[A-Za-z]\w*)(?:\(|:| =)")
+    sources = (path.read_text() for path in Path(spec.submodule_search_locations[0]).rglob("*.py"))
+    return frozenset(name for source in sources for name in definition.findall(source))
+
+
+def _defined(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            name = node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            name = node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            name = node.id
+        else:
+            continue
+        if name.startswith("_") and not name.startswith("__"):
+            yield name
+
+
+def _foreign_private_names(tree: ast.AST) -> set[str]:
+    """Private names that a file reads of an object or imports, torch's aside, and does not define itself."""
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not str(node.module).startswith("torch."):
+            used |= {alias.name for alias in node.names}
+    private = {name for name in used if name.startswith("_") and not name.startswith("__")}
+    return private - set(_defined(tree)) - set(dir(torch.Tensor)) - set(dir(torch.nn.Module()))
+
+
+@pytest.mark.parametrize(
+    ("library", "other", "allowed"),
+    [("lightning.pytorch", "torchrec", LIGHTNING), ("torchrec", "lightning.pytorch", TORCHREC_PRIVATE)],
+    ids=["Lightning", "TorchRec"],
+)
+def test_private_names_of_libraries_stay_behind_their_rooms(library: str, other: str, allowed: set[str]) -> None:
+    theirs = private_names(library) - private_names(other)
+    assert theirs
+    found = {}
+    for path in FILES:
+        where = path.relative_to(ROOT)
+        names = _foreign_private_names(ast.parse(path.read_text())) & theirs
+        if names and where.parts[0].removesuffix(".py") not in allowed:
+            found[str(where)] = names
+    assert found == {}
+
+
+def test_names_are_not_used_twice() -> None:
+    classes = Counter(n.name for f in FILES for n in ast.walk(ast.parse(f.read_text())) if isinstance(n, ast.ClassDef))
+    stems = Counter(path.stem for path in FILES if not path.stem.startswith("__"))
+    assert [name for name, count in classes.items() if count > 1] == []
+    assert {stem for stem, count in stems.items() if count > 1} <= SAME_ROLE
+    assert not {"utils", "util", "common", "helpers", "misc"} & stems.keys()
