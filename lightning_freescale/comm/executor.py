@@ -79,8 +79,8 @@ class CollectiveExecutor:
         try:
             transfer = Transfer.from_buffers(name, outgoing(size), incoming(size), rank, timeout, number)
         except Exception as error:
-            nothing = RankBuffers.from_nothing(size)
-            empty = Transfer.from_buffers(name, nothing, nothing, rank, timeout, number)
+            nothing = [torch.empty(0, dtype=torch.uint8)] * size
+            empty = Transfer(name, nothing, nothing, 0, torch.device("cpu"), 0, timeout, number)
             heard = self._worker.run(partial(self._execute, empty, str(error) or type(error).__name__)).exception()
             if heard is not None and not isinstance(heard, Exception):
                 raise heard from None
@@ -108,14 +108,13 @@ class CollectiveExecutor:
             self.transport.close()
 
     def _execute(self, transfer: Transfer, refusal: str = "") -> None:
-        on_gpu = transfer.device.type == "cuda"
         try:
             if self.failure:
                 raise dist.DistBackendError(self.failure)
             # its tensors may be inference tensors, which the mode of this thread must allow for
             with torch.inference_mode(), PRIORITY_GATE.track(self.options, transfer.total_bytes) as activity:
                 pause = partial(PRIORITY_GATE.yield_to_higher, activity, self.options.max_pause_seconds)
-                with torch.cuda.device(transfer.device) if on_gpu else nullcontext():
+                with torch.cuda.device(transfer.device) if transfer.device.type == "cuda" else nullcontext():
                     self._agree_and_move(transfer, refusal, pause)
         except BaseException as error:
             failed = self._end_lane(transfer.name, error)

@@ -72,8 +72,6 @@ class FreeScaleGroup(dist.ProcessGroup):
         # torch asks whether it is "gloo" to learn that tensors are on the host
         return BACKEND if torch.cuda.is_available() else "gloo"
 
-    # -- the collectives that a transport moves, under torch's old and new names
-
     @_accept_c10d_argument_names
     def all_to_all_single(
         self,
@@ -128,8 +126,6 @@ class FreeScaleGroup(dist.ProcessGroup):
         works = [self.allgather([column], [tensor], opts) for column, tensor in zip(columns, input, strict=True)]
         return CoalescedWork(works, [tensor for row in output for tensor in row])
 
-    # -- what gloo would refuse
-
     def _all_reduce(self, tensors: Any, opts: Any = None, *args: Any, **kwargs: Any) -> dist.Work:
         """Do as ``dist.all_reduce``; also means of whole numbers, which Lightning logs where the backend is not called gloo."""
         given = [argument for argument in (opts, *args) if argument is not None]
@@ -142,8 +138,6 @@ class FreeScaleGroup(dist.ProcessGroup):
         if not opts.asyncOp:
             work.wait()
         return work
-
-    # -- the end
 
     def wait_for_pending_works(self) -> None:
         """Finish what the lane has been given, and end its thread; the next collective may start another."""
@@ -158,8 +152,6 @@ class FreeScaleGroup(dist.ProcessGroup):
     def abort(self) -> None:
         """Close the lane's connections; collectives in flight fail."""
         self._executor.abort()
-
-    # -- how a collective runs
 
     def _is_native(self, *tensors: Tensor) -> bool:
         on_gpu = any(tensor.is_cuda for tensor in tensors)
@@ -187,7 +179,7 @@ def _delegate(name: str) -> Callable[..., Any]:
     return method
 
 
-for _old, _new in (
+for _old, _new in (  # torch has renamed methods, and calls both
     ("allreduce", "_all_reduce"),
     ("alltoall_base", "all_to_all_single"),
     ("_allgather_base", "all_gather_single"),

@@ -80,19 +80,10 @@ class RankBuffers:
         """
         return RankBuffers([_as_bytes("input", tensor)] * ranks, _DTYPE_INDEX[tensor.dtype], tensor.device)
 
-    @staticmethod
-    def from_nothing(ranks: int) -> RankBuffers:
-        """Make empty buffers for every rank."""
-        return RankBuffers([torch.empty(0, dtype=torch.uint8)] * ranks, 0, torch.device("cpu"))
-
     @property
     def kind(self) -> str:
         """Name dtype and device, for errors."""
         return f"{DTYPES[self.dtype_index]} on {self.device}"
-
-    def total_bytes(self) -> int:
-        """Return the bytes of all buffers."""
-        return sum(buffer.shape[0] for buffer in self.buffers)
 
 
 @dataclass
@@ -137,7 +128,8 @@ class Transfer:
         gives, gets = outgoing.buffers[rank].shape[0], incoming.buffers[rank].shape[0]
         if gives != gets:
             raise ValueError(f"it gives itself {gives} bytes and expects {gets}: pass sizes that fit each other")
-        total_bytes, ways = max(outgoing.total_bytes(), incoming.total_bytes()), (outgoing.buffers, list(incoming.buffers))
+        ways = outgoing.buffers, list(incoming.buffers)
+        total_bytes = max(sum(buffer.shape[0] for buffer in way) for way in ways)
         return Transfer(name, *ways, outgoing.dtype_index, outgoing.device, total_bytes, timeout, sequence_number)
 
     def fits_in_header(self, part: Tensor) -> bool:

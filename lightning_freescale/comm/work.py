@@ -77,12 +77,7 @@ class TransferWork(dist.Work):
 
 
 class CoalescedWork(dist.Work):
-    """Several Works as one.
-
-    Args:
-        works: that are waited for.
-        results: the tensors they fill.
-    """
+    """Several Works as one; ``results`` are the tensors they fill."""
 
     def __init__(self, works: list[dist.Work], results: list[Tensor]) -> None:
         super().__init__()

@@ -24,16 +24,8 @@ class NcclCommunicator:
     The memory comes from NCCL's allocator through a pool of torch, and is registered once it is there, because what a pool gets
     later is not made a window.
 
-    Args:
-        rank: in the group.
-        size: of the group.
-        chunk_bytes: of a slot of the window.
-        store: that only this communicator uses.
-        timeout: after which the transport raises.
-        device: of this rank.
-
     Attributes:
-        window: uint8 of shape ``[2, size * slot]``, in a symmetric window.
+        window: uint8 of shape ``[2, size * slot]``, a slot of at least ``chunk_bytes``, in a symmetric window.
     """
 
     def __init__(
@@ -75,8 +67,6 @@ class ZeroCtaTransport:
         communicator: between the ranks of the group.
         size: of the group.
     """
-
-    name = "nccl-zero-cta"
 
     def __init__(self, driver: CudaDriver, communicator: NcclCommunicator, size: int) -> None:
         self._driver = driver

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_freescale.comm.options import LaneOptions
 from lightning_freescale.comm.p2p import GlooP2P
-from lightning_freescale.comm.transfer import Transfer
 from lightning_freescale.comm.transports.cuda_driver import CudaDriver
 from lightning_freescale.comm.transports.host.transport import HostTransport
 from lightning_freescale.comm.transports.nccl import NcclCommunicator, ZeroCtaTransport
@@ -32,20 +30,8 @@ class TransportRefused(RuntimeError):  # noqa: N818 (says what happened)
     """A transport cannot be had here; the message says why, and what to pass instead."""
 
 
-class Transport(Protocol):
-    """Moves the bytes of a collective on which all ranks have agreed; runs on the lane's thread, one transfer at a time."""
-
-    name: str
-
-    def move(self, transfer: Transfer, pause: Callable[[], None]) -> None:
-        """Fill ``transfer.incoming``; when it returns, the bytes are there. Calls ``pause`` between chunks.
-
-        Raises:
-            DistBackendError: a peer is gone or does not come.
-        """
-
-    def close(self) -> None:
-        """Let go of memory and streams."""
+Transport = HostTransport | PeerTransport | TwoLevelTransport | ZeroCtaTransport
+"""Moves the bytes of a collective on which all ranks have agreed; runs on the lane's thread, one transfer at a time."""
 
 
 def select_transport(
@@ -156,16 +142,9 @@ def _instead(topology: Topology) -> str:
 def build_transport(
     kind: str, options: LaneOptions, p2p: GlooP2P, host: HostTransport, near: list[int], store: dist.Store, timeout: timedelta
 ) -> tuple[Transport | None, str]:
-    """Set up the transport ``kind``, or return why it could not be. Collective. Not tested on GPU.
+    """Set up ``"peer"``, ``"two-level"`` or ``"nccl-zero-cta"``, or return why it could not be; arguments as above. Collective.
 
-    Args:
-        kind: ``"peer"``, ``"two-level"`` or ``"nccl-zero-cta"``.
-        options: of the lane.
-        p2p: of the group.
-        host: for the ranks on other hosts.
-        near: ranks of the group on this host, this one included.
-        store: that only this call uses, on every rank.
-        timeout: of NCCL's collectives.
+    ``near`` are the ranks of the group on this host, this one included. Not tested on GPU.
     """
     try:
         device = torch.device("cuda", torch.cuda.current_device())

@@ -106,10 +106,7 @@ class Topology:
         return len(self.hosts) == 1
 
     def find_unlinked(self, ranks: Sequence[int]) -> str:
-        """Name the first two of these ranks that are not in one NVLink domain, and why; empty if all are.
-
-        NVLink between hosts is not looked for.
-        """
+        """Name the first two of these ranks that are not in one NVLink domain of one host, and why; empty if all are."""
         return next((gap for pair in combinations(ranks, 2) if (gap := self._gap(*pair))), "")
 
     def find_shared_gpu(self) -> str:

@@ -21,8 +21,6 @@ class TwoLevelTransport:
         size: of the group.
     """
 
-    name = "two-level"
-
     def __init__(self, near: PeerTransport, host: HostTransport, size: int) -> None:
         self._near, self._host = near, host
         self.far = [rank for rank in range(size) if rank not in near.ranks]

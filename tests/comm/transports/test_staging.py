@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_freescale.comm.transports.host.staging import DeviceStaging
 from lightning_freescale.testing import run_distributed
 from tests.comm.conftest import nothing_left, pinned_in_use
-from tests.comm.transports.test_host import DEVICE, all_arrived, draw_sizes, make_host, make_transfer, make_p2p
+from tests.comm.transports.test_host import DEVICE, all_arrived, draw_sizes, make_host, make_p2p, make_transfer
 
 _CURRENT = threading.local()
 

@@ -11,11 +11,7 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A chunk on its way to the host.
-
-    Attributes:
-        memory: uint8 on the host, at least as long as the chunk.
-    """
+    """A chunk on its way to the host, in ``memory`` at least as long, uint8."""
 
     def __init__(self, memory: Tensor, length: int, event: Any = None) -> None:
         self.memory = memory
@@ -54,13 +50,16 @@ class HostStaging:
     def copy_to_device(self, arrived: Tensor, chunk: Tensor) -> None:
         """Leave what has arrived, which is in its place."""
 
-    def copy_local(self, copy: HostCopy, chunk: Tensor) -> None:
-        """Copy a chunk, unless it is given and taken in the same memory."""
-        if copy.memory.data_ptr() != chunk.data_ptr():
-            chunk.copy_(copy.memory)
+    def copy_local(self, source: Tensor, target: Tensor) -> None:
+        """Copy a chunk to another place."""
+        target.copy_(source)
 
     def synchronize(self) -> None:
         """Return at once: all is in its place."""
+
+
+Allocate = Callable[[int], Tensor]
+"""Makes host memory of so many bytes."""
 
 
 def _allocate_pinned(length: int) -> Tensor:
@@ -71,7 +70,7 @@ class DeviceStaging:
     """For tensors on a GPU: copy engines move them to and from pinned memory, each direction on a stream of its own.
 
     All copies are of contiguous bytes between device and pinned memory, which the driver gives to a copy engine: no kernel is
-    launched. A rank's own part takes the same way, because a copy within a device may be a kernel.
+    launched.
 
     Not tested on GPU, nor on ROCm, whose streams and events have the same names in torch.
 
@@ -79,15 +78,11 @@ class DeviceStaging:
         device: of the tensors.
         pinned_bytes: bound of the pinned memory, half of it for each direction.
         api: streams and events as in ``torch.cuda``.
-        allocate: makes pinned memory of so many bytes.
+        allocate: makes pinned memory.
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        pinned_bytes: int,
-        api: Any = torch.cuda,
-        allocate: Callable[[int], Tensor] = _allocate_pinned,
+        self, device: torch.device, pinned_bytes: int, api: Any = torch.cuda, allocate: Allocate = _allocate_pinned
     ) -> None:
         self._api = api
         self._outgoing, self._incoming = (PinnedPool(pinned_bytes // 2, allocate) for _ in range(2))
@@ -118,10 +113,11 @@ class DeviceStaging:
         """Begin to copy what was received in :meth:`allocate`'s memory to its place."""
         self._begin_to_device(arrived, chunk, self._incoming)
 
-    def copy_local(self, copy: HostCopy, chunk: Tensor) -> None:
-        """Begin to copy a chunk that came to the host to another place on the same device."""
+    def copy_local(self, source: Tensor, target: Tensor) -> None:
+        """Begin to copy a chunk to another place on the device, by way of the host: within a device a copy may be a kernel."""
+        copy = self.copy_to_host(source)
         copy.wait()
-        self._begin_to_device(copy.memory, chunk, self._outgoing)
+        self._begin_to_device(copy.memory, target, self._outgoing)
 
     def synchronize(self) -> None:
         """Wait until all that was copied to the device is there."""
@@ -158,16 +154,12 @@ class PinnedPool:
 
     Their sizes are powers of two. Used by one thread at a time.
 
-    Args:
-        bound: bytes.
-        allocate: makes a buffer of so many bytes.
-
     Attributes:
         held: bytes in use and kept.
         in_use: bytes in use.
     """
 
-    def __init__(self, bound: int, allocate: Callable[[int], Tensor] = _allocate_pinned) -> None:
+    def __init__(self, bound: int, allocate: Allocate = _allocate_pinned) -> None:
         self.bound = bound
         self.held = 0
         self.in_use = 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -27,8 +28,6 @@ _TAGGED_BYTES = 2**20
 
 class HostTransport:
     """Moves CPU and CUDA tensors over a :class:`GlooP2P`."""
-
-    name = "host"
 
     def __init__(self, p2p: GlooP2P, options: LaneOptions) -> None:
         self._p2p, self._options = p2p, options
@@ -111,19 +110,15 @@ class P2PSchedule:
         self._chunk = options.chunk_bytes
         self._window = InFlightWindow(options)
         self._includes_self = p2p.rank in ranks
-        outgoing, incoming = ([self._split(part) for part in parts] for parts in (transfer.outgoing, transfer.incoming))
-        longest = max((len(chunks) for way in (outgoing, incoming) for chunks in way), default=0)
-        every = [
-            _Round(
-                target,
-                source,
-                outgoing[target][number] if target in ranks and number < len(outgoing[target]) else None,
-                incoming[source][number] if source in ranks and number < len(incoming[source]) else None,
-            )
-            for number in range(longest)
+        outgoing, incoming = (
+            [self._split(part) if rank in ranks else () for rank, part in enumerate(parts)]
+            for parts in (transfer.outgoing, transfer.incoming)
+        )
+        by_pair = [
+            [_Round(target, source, *chunks) for chunks in zip_longest(outgoing[target], incoming[source])]
             for target, source in zip(p2p.peers, p2p.sources)
         ]
-        self._rounds = [each for each in every if each.outgoing is not None or each.incoming is not None]
+        self._rounds = [each for in_a_row in zip_longest(*by_pair) for each in in_a_row if each is not None]
         self._started = dict.fromkeys((self._receive, self._copy_to_host, self._send), 0)
 
     def start(self) -> None:
@@ -184,7 +179,7 @@ class P2PSchedule:
         source, target = self._transfer.outgoing[self._p2p.rank], self._transfer.incoming[self._p2p.rank]
         if len(source) and source.data_ptr() != target.data_ptr():
             for chunk, place in zip(source.split(self._chunk), target.split(self._chunk)):
-                self._staging.copy_local(self._staging.copy_to_host(chunk), place)
+                self._staging.copy_local(chunk, place)
 
     def _tag(self, chunk: Tensor) -> int:
         # odd, and another for another size: gloo ends the process if a message is larger than the receive it meets

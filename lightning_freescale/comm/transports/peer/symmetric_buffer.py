@@ -70,14 +70,9 @@ class SymmetricBuffer:
 
 
 def allocate_symmetric_buffer(rank: int, size: int, chunk: int, device: torch.device, store: dist.Store) -> SymmetricBuffer:
-    """Allocate and map the buffers of ``size`` ranks. Collective over them. Not tested on GPU.
+    """Allocate and map the buffers of ``size`` ranks that share a ``store``, with slots of ``chunk`` bytes. Collective.
 
-    Args:
-        rank: of this process among them.
-        size: how many.
-        chunk: bytes of a slot.
-        device: of this rank.
-        store: that only these ranks use.
+    Not tested on GPU.
 
     Raises:
         RuntimeError: the memory cannot be shared.

@@ -18,11 +18,8 @@ _AHEAD = 4
 class Link:
     """What lasts from transfer to transfer: memory, streams, and how many chunks have gone each way.
 
-    Args:
-        driver: of the device.
-        buffer: the memory.
-        ranks: of the group, in the order of their ranks in the buffer.
-        start: of all counters, which the words of the buffer hold at first.
+    ``ranks`` are those of the group, in the order of their ranks in the buffer. All counters begin at ``start``, as the words
+    of the buffer do.
 
     Attributes:
         sending: stream of the copies to peers.

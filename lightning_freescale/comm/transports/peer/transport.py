@@ -44,8 +44,6 @@ class PeerTransport:
         start: of all counters.
     """
 
-    name = "peer"
-
     def __init__(
         self, driver: CudaDriver, buffer: SymmetricBuffer, ranks: list[int], global_ranks: list[int], start: int = 0
     ) -> None:
@@ -90,7 +88,10 @@ class PeerTransport:
                 advanced = checked = now
                 pause()
             elif now - advanced > timeout.total_seconds():
-                raise dist.DistBackendError(self._late_text(progress, timeout))
+                signals = self._read_signals()
+                late = ", ".join(str(self._global_ranks[rank]) for rank in progress.late_ranks(signals)) if signals else ""
+                told = f"rank {late}" if signals else "a rank"
+                raise dist.DistBackendError(f"{told} did not come within the timeout of {timeout.total_seconds():g} s")
             elif now - checked > _CHECK_AFTER:
                 checked = now
                 self._check_peers()
@@ -126,12 +127,6 @@ class PeerTransport:
                 "torch.cuda.set_device before the group is made"
             )
         return self._link
-
-    def _late_text(self, progress: TransferProgress, timeout: timedelta) -> str:
-        signals = self._read_signals()
-        late = progress.late_ranks(signals) if signals else []
-        told = f"rank {', '.join(str(self._global_ranks[rank]) for rank in late)}" if signals else "a rank"
-        return f"{told} did not come within the timeout of {timeout.total_seconds():g} s"
 
     def _read_signals(self) -> list[int] | None:
         """Return the words of this rank's signal pad, once the GPU has copied them; None if it does not."""
