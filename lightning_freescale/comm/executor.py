@@ -30,7 +30,7 @@ _LIVE: weakref.WeakSet[CollectiveExecutor] = weakref.WeakSet()
 
 
 class CollectiveExecutor:
-    """Runs the all-to-alls and all-gathers of one group, in order. Creating it is collective.
+    """Runs the all-to-alls and all-gathers of one lane, in order. Creating it is collective.
 
     Args:
         backend_opts: what ``torch.distributed`` gives a backend: store, rank, size, timeout.
@@ -45,8 +45,9 @@ class CollectiveExecutor:
         self.options = options
         self.failure = ""
         self._name = options.name or str(backend_opts.group_id)
-        self._timeout, rank, size = backend_opts.timeout, backend_opts.group_rank, backend_opts.group_size
+        self._timeout = backend_opts.timeout
         self._issued = 0
+        rank, size = backend_opts.group_rank, backend_opts.group_size
         store = dist.PrefixStore("freescale", backend_opts.store)
         ranks = list(backend_opts.global_ranks_in_group) or list(range(size))  # torch tells none for the default group
         self._p2p = GlooP2P(store, rank, size, self._timeout, ranks)

@@ -65,7 +65,7 @@ class FreeScaleGroup(dist.ProcessGroup):
         self._executor = CollectiveExecutor(backend_opts, options)
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
-        """Return the registered name."""
+        """Return the name under which the backend is registered."""
         return BACKEND
 
     def _get_backend_name(self) -> str:
@@ -81,7 +81,7 @@ class FreeScaleGroup(dist.ProcessGroup):
         input_split_sizes: Sequence[int] = (),
         opts: Any = None,
     ) -> dist.Work:
-        """Do as ``dist.all_to_all_single`` does."""
+        """Send split ``r`` of the input to rank ``r``, as ``dist.all_to_all_single``."""
         if self._is_native(input):
             return self._native("alltoall_base", output, input, list(output_split_sizes), list(input_split_sizes), opts)
         outgoing = partial(RankBuffers.from_tensor, "input", input, input_split_sizes)
@@ -90,7 +90,7 @@ class FreeScaleGroup(dist.ProcessGroup):
 
     @_accept_c10d_argument_names
     def alltoall(self, output: list[Tensor], input: list[Tensor], opts: Any = None) -> dist.Work:
-        """Do as ``dist.all_to_all`` does."""
+        """Send tensor ``r`` of the inputs to rank ``r``, as ``dist.all_to_all``."""
         if self._is_native(*input[:1]):
             return self._native("alltoall", output, input, opts)
         outgoing = partial(RankBuffers.from_tensors, "input", input)
@@ -99,7 +99,7 @@ class FreeScaleGroup(dist.ProcessGroup):
 
     @_accept_c10d_argument_names
     def allgather(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
-        """Do as ``dist.all_gather`` does."""
+        """Gather a tensor of every rank in a list, as ``dist.all_gather``."""
         outputs, tensor = (output[0], input[0]) if isinstance(input, list) else (output, input)
         if self._is_native(tensor):
             return self._native("allgather", [outputs], [tensor], opts)
@@ -108,7 +108,7 @@ class FreeScaleGroup(dist.ProcessGroup):
 
     @_accept_c10d_argument_names
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        """Do as ``dist.all_gather_into_tensor`` does."""
+        """Gather a tensor of every rank in one, as ``dist.all_gather_into_tensor``."""
         if self._is_native(input):
             return self._native("_allgather_base", output, input, opts)
         outgoing, incoming = partial(RankBuffers.from_repeated, input), partial(RankBuffers.from_tensor, "output", output, None)
@@ -116,12 +116,12 @@ class FreeScaleGroup(dist.ProcessGroup):
 
     @_accept_c10d_argument_names
     def all_gather_single_coalesced(self, output: list[Tensor], input: list[Tensor], opts: Any = None) -> dist.Work:
-        """Do several :meth:`all_gather_single` as one."""
+        """Run several :meth:`all_gather_single` and return one Work."""
         return CoalescedWork([self.all_gather_single(*pair, opts) for pair in zip(output, input, strict=True)], output)
 
     @_accept_c10d_argument_names
     def allgather_coalesced(self, output: list[list[Tensor]], input: list[Tensor], opts: Any = None) -> dist.Work:
-        """Do several :meth:`allgather` as one; ``output`` is by rank."""
+        """Run several :meth:`allgather` and return one Work; ``output`` is by rank, then by input."""
         columns = [list(column) for column in zip(*output, strict=True)]
         works = [self.allgather([column], [tensor], opts) for column, tensor in zip(columns, input, strict=True)]
         return CoalescedWork(works, [tensor for row in output for tensor in row])

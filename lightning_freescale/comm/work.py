@@ -54,7 +54,7 @@ class TransferWork(dist.Work):
         return self._done.exception() if self._done.done() else None
 
     def synchronize(self) -> None:
-        """Do as :meth:`wait` does."""
+        """Block until the tensors are there, as :meth:`wait`."""
         self.wait()
 
     def result(self) -> list[Tensor]:
@@ -84,7 +84,7 @@ class CoalescedWork(dist.Work):
         self._works, self._results = works, results
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for all."""
+        """Wait for all Works, one after the other; raise what the first of them raises."""
         return all(work.wait(timeout) for work in self._works)  # each raises or is true
 
     def is_completed(self) -> bool:
@@ -96,7 +96,7 @@ class CoalescedWork(dist.Work):
         return all(work.is_success() for work in self._works)
 
     def synchronize(self) -> None:
-        """Do as :meth:`wait` does."""
+        """Block until the tensors are there, as :meth:`wait`."""
         self.wait()
 
     def result(self) -> list[Tensor]:

@@ -70,8 +70,7 @@ class ZeroCtaTransport:
 
     def __init__(self, driver: CudaDriver, communicator: NcclCommunicator, size: int) -> None:
         self._driver = driver
-        self._communicator = communicator
-        self._size = size
+        self._communicator, self._size = communicator, size
         self._slot = communicator.window.shape[1] // size
         with driver.active():
             self._stream = driver.create_stream()

@@ -37,7 +37,7 @@ class HostStaging:
         """Return at once: the caller's writes are done."""
 
     def copy_to_host(self, chunk: Tensor) -> HostCopy:
-        """Return the chunk itself."""
+        """Return the chunk itself, which is there."""
         return HostCopy(chunk, len(chunk))
 
     def release(self, copy: HostCopy) -> None:
@@ -179,7 +179,7 @@ class PinnedPool:
         return self._free[size].pop()
 
     def release(self, buffer: Tensor) -> None:
-        """Take a buffer back."""
+        """Keep a buffer for the next that needs its size."""
         self.in_use -= len(buffer)
         self._free[len(buffer)].append(buffer)
 

@@ -76,7 +76,7 @@ class InFlightWindow:
         self.fewest = min(fewest, self._most)
 
     def size(self, seconds_per_round: float) -> int:
-        """Return the number of rounds."""
+        """Return the number of rounds that may be in flight."""
         return min(max(self.fewest, int(self._seconds / max(seconds_per_round, 1e-9))), self._most)
 
 
