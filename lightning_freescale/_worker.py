@@ -1,4 +1,4 @@
-"""One thread that runs jobs in the order they were given: a lane's, the overlap engine's, the profiler's."""
+"""The thread on which a lane, the overlap engine and the profiler run their jobs, in the order they were given."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ class WorkerThread:
 
     def run(self, job: Job) -> Future[Any]:
         """Run a job on the caller's thread, or behind those that are queued; the future returned is done."""
+        # a thread that is woken costs more than a small message, so it is woken only where other jobs come first
         inside = threading.current_thread() is self._thread  # a callback of one of this thread's futures
         with self._state:
             idle = inside or (self._waiting == 0 and self._turn.acquire(blocking=False))

@@ -15,10 +15,10 @@ from tests.comm.conftest import lane_threads
 
 
 @pytest.fixture
-def lane() -> Iterator[WorkerThread]:
-    lane = WorkerThread("freescale lane unit")
-    yield lane
-    assert lane.stop(10)
+def worker() -> Iterator[WorkerThread]:
+    worker = WorkerThread("freescale worker unit")
+    yield worker
+    assert worker.stop(10)
     assert not lane_threads()
 
 
@@ -26,28 +26,28 @@ def _thread(into: list[str]) -> Callable[[], None]:
     return lambda: into.append(threading.current_thread().name)
 
 
-def test_a_job_to_be_waited_for_runs_on_the_callers_thread_and_starts_none(lane: WorkerThread) -> None:
+def test_a_job_to_be_waited_for_runs_on_the_callers_thread_and_starts_none(worker: WorkerThread) -> None:
     names: list[str] = []
-    assert lane.run(_thread(names)).done()
-    assert lane.run(_thread(names)).done()
+    assert worker.run(_thread(names)).done()
+    assert worker.run(_thread(names)).done()
     assert names == [threading.current_thread().name] * 2
     assert not lane_threads()
 
 
-def test_a_job_in_the_background_runs_on_the_lanes_thread(lane: WorkerThread) -> None:
+def test_a_job_in_the_background_runs_on_the_workers_thread(worker: WorkerThread) -> None:
     names: list[str] = []
-    for future in [lane.submit(_thread(names)) for _ in range(3)]:
+    for future in [worker.submit(_thread(names)) for _ in range(3)]:
         future.result(10)
-    assert names == ["freescale lane unit"] * 3
-    assert lane_threads() == {"freescale lane unit"}
+    assert names == ["freescale worker unit"] * 3
+    assert lane_threads() == {"freescale worker unit"}
 
 
-def test_jobs_keep_their_order_however_they_are_given(lane: WorkerThread) -> None:
+def test_jobs_keep_their_order_however_they_are_given(worker: WorkerThread) -> None:
     gate, began, order = threading.Event(), threading.Event(), list[int]()
-    lane.submit(lambda: (began.set(), gate.wait(10))[2:])
+    worker.submit(lambda: (began.set(), gate.wait(10))[2:])
     began.wait(10)
-    lane.submit(lambda: order.append(1))
-    caller = threading.Thread(target=lambda: lane.run(lambda: order.append(2)))
+    worker.submit(lambda: order.append(1))
+    caller = threading.Thread(target=lambda: worker.run(lambda: order.append(2)))
     caller.start()
     caller.join(0.2)
     assert caller.is_alive()
@@ -55,25 +55,25 @@ def test_jobs_keep_their_order_however_they_are_given(lane: WorkerThread) -> Non
     gate.set()
     caller.join(10)
     assert order == [1, 2]
-    lane.submit(lambda: order.append(3))
-    lane.run(lambda: order.append(4))
+    worker.submit(lambda: order.append(3))
+    worker.run(lambda: order.append(4))
     assert order == [1, 2, 3, 4]
 
 
-def test_a_background_job_waits_for_one_on_a_callers_thread(lane: WorkerThread) -> None:
+def test_a_background_job_waits_for_one_on_a_callers_thread(worker: WorkerThread) -> None:
     order: list[str] = []
 
     def first() -> None:
-        future = lane.submit(lambda: order.append("background"))
+        future = worker.submit(lambda: order.append("background"))
         wait([future], timeout=0.2)
         order.append("caller" if not future.done() else "caller, too late")
 
-    lane.run(first).result()
-    lane.run(lambda: None)
+    worker.run(first).result()
+    worker.run(lambda: None)
     assert order == ["caller", "background"]
 
 
-def test_no_two_jobs_run_at_once(lane: WorkerThread) -> None:
+def test_no_two_jobs_run_at_once(worker: WorkerThread) -> None:
     inside, overlaps, done = [0], [0], [0]
 
     def job() -> None:
@@ -85,45 +85,45 @@ def test_no_two_jobs_run_at_once(lane: WorkerThread) -> None:
 
     def caller(number: int) -> None:
         for turn in range(10):
-            (lane.run if (number + turn) % 2 else lane.submit)(job)
+            (worker.run if (number + turn) % 2 else worker.submit)(job)
 
     callers = [threading.Thread(target=caller, args=(number,)) for number in range(4)]
     for each in callers:
         each.start()
     for each in callers:
         each.join(30)
-    lane.run(job).result()
+    worker.run(job).result()
     assert (overlaps[0], done[0]) == (0, 41)
 
 
 @pytest.mark.parametrize("error", [ValueError("bad"), SystemExit(3), KeyboardInterrupt()])
-def test_an_error_is_the_futures_and_the_lane_goes_on(lane: WorkerThread, error: BaseException) -> None:
+def test_an_error_is_the_futures_and_the_worker_goes_on(worker: WorkerThread, error: BaseException) -> None:
     def fail() -> None:
         raise error
 
-    for future in (lane.run(fail), lane.submit(fail)):
+    for future in (worker.run(fail), worker.submit(fail)):
         assert future.exception(10) is error
-    assert lane.submit(lambda: None).exception(10) is None
-    assert lane.run(lambda: None).exception() is None
+    assert worker.submit(lambda: None).exception(10) is None
+    assert worker.run(lambda: None).exception() is None
 
 
-def test_closing_finishes_what_was_given_and_says_if_it_could_not(lane: WorkerThread) -> None:
+def test_stopping_finishes_what_was_given_and_says_if_it_could_not(worker: WorkerThread) -> None:
     gate, order = threading.Event(), list[int]()
-    lane.submit(lambda: gate.wait(10))
-    lane.submit(lambda: order.append(1))
-    assert not lane.stop(0.1)
+    worker.submit(lambda: gate.wait(10))
+    worker.submit(lambda: order.append(1))
+    assert not worker.stop(0.1)
     gate.set()
-    assert lane.stop(10)
+    assert worker.stop(10)
     assert order == [1]
 
 
-def test_a_done_jobs_tensors_are_let_go(lane: WorkerThread) -> None:
+def test_a_done_jobs_tensors_are_let_go(worker: WorkerThread) -> None:
     class Tensors:
         pass
 
     held = Tensors()
     alive = weakref.ref(held)
-    lane.submit(lambda kept=held: None).result(10)
+    worker.submit(lambda kept=held: None).result(10)
     del held
     end = time.monotonic() + 5
     while alive() is not None and time.monotonic() < end:

@@ -2,7 +2,7 @@
 
 from lightning_freescale.comm.options import LaneOptions
 from lightning_freescale.comm.process_group import BACKEND, FreeScaleGroup, register_backend
-from lightning_freescale.comm.transports.base import TransportRefused
+from lightning_freescale.comm.transports.selection import TransportRefused
 
 __all__ = ["BACKEND", "FreeScaleGroup", "LaneOptions", "TransportRefused", "register_backend"]
 register_backend()

@@ -1,4 +1,4 @@
-"""Bytes from every rank to every rank."""
+"""An all-to-all of bytes whose lengths only the sender knows."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def exchange_bytes(outgoing: Sequence[bytes | bytearray | memoryview | Tensor], 
         raise ValueError(f"exchange_bytes(outgoing=...) has {len(outgoing)} parts for {size} ranks: pass one per rank")
     parts = [_as_tensor(part) for part in outgoing]
     rank, own = group.rank(), parts[group.rank()]
-    parts[rank] = own[:0]
-    lengths = _lengths(parts, group)
+    parts[rank] = own[:0]  # it need not be copied
+    lengths = _exchange_lengths(parts, group)
     received = torch.empty(sum(lengths), dtype=torch.uint8)
     dist.all_to_all_single(received, torch.cat(parts), lengths, [len(part) for part in parts], group=group)
     incoming = list(received.split(lengths))
@@ -38,12 +38,12 @@ def exchange_bytes(outgoing: Sequence[bytes | bytearray | memoryview | Tensor], 
     return incoming
 
 
-def _lengths(parts: list[Tensor], group: dist.ProcessGroup) -> list[int]:
-    """How many bytes each rank sends here."""
+def _exchange_lengths(parts: list[Tensor], group: dist.ProcessGroup) -> list[int]:
+    """Return how many bytes each rank sends here."""
     mine = torch.tensor([len(part) for part in parts])
-    everyone = [torch.empty_like(mine) for _ in parts]
-    dist.all_gather(everyone, mine, group=group)
-    return [int(row[group.rank()]) for row in everyone]
+    by_rank = [torch.empty_like(mine) for _ in parts]
+    dist.all_gather(by_rank, mine, group=group)
+    return [int(lengths[group.rank()]) for lengths in by_rank]
 
 
 def _as_tensor(part: bytes | bytearray | memoryview | Tensor) -> Tensor:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 TRANSPORTS = ("auto", "host", "peer", "nccl-zero-cta", "two-level", "native")
 
-COPIES = 16
-"""Of a chunk that the bound of pinned memory must hold: two under way and two more to arrive, in size classes that are powers
-of two, in each of two directions."""
+MIN_PINNED_CHUNKS = 16
+"""Chunks that the bound of pinned memory must hold: two in flight and two more to arrive, in size classes that are powers of
+two, in each of two directions."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class LaneOptions:
             ``"auto"``, which chooses by topology. CPU tensors take the host's path, or gloo's own with ``"native"``.
         name: of the lane, for errors and threads; that of the process group if empty.
         priority: lanes of lower priority in the same process pause while this one has work.
-        chunk_bytes: what travels in one piece, and where a lane may pause. Where a higher lane exists, a lane has two chunks
-            under way, or what takes two milliseconds; that is how long a message of the higher one may have to wait.
-        pause_below: lower lanes pause for collectives of this lane that move fewer bytes; larger ones share the link with
-            them. None: they always pause.
-        patience: seconds that this lane pauses at most between two chunks, so that it never starves; also how long a higher
-            lane without progress, whose peers have not come yet, holds it up.
+        chunk_bytes: what travels in one message, and where a lane may pause. Where a higher lane exists, a lane has two chunks
+            in flight, or what takes two milliseconds; that is how long a message of the higher one may have to wait.
+        preempt_below_bytes: lower lanes pause for collectives of this lane that move fewer bytes; larger ones share the link
+            with them. None: they always pause.
+        max_pause_seconds: how long this lane pauses at most between two chunks, so that it never starves; also how long a
+            higher lane without progress, whose peers have not come yet, holds it up.
         pinned_bytes: bound of the host memory pinned for CUDA tensors.
 
     Raises:
@@ -39,8 +39,8 @@ class LaneOptions:
     name: str = ""
     priority: int = 0
     chunk_bytes: int = 1024 * 1024
-    pause_below: int | None = None
-    patience: float = 0.05
+    preempt_below_bytes: int | None = None
+    max_pause_seconds: float = 0.05
     pinned_bytes: int = 256 * 1024 * 1024
 
     def __post_init__(self) -> None:
@@ -48,12 +48,12 @@ class LaneOptions:
             raise ValueError(f"transport={self.transport!r}: pass one of {', '.join(map(repr, TRANSPORTS))}")
         if self.chunk_bytes < 1:
             raise ValueError(f"chunk_bytes={self.chunk_bytes}: pass at least 1 byte")
-        if self.pause_below is not None and self.pause_below < 0:
-            raise ValueError(f"pause_below={self.pause_below}: pass bytes, at least 0, or None")
-        if self.patience < 0:
-            raise ValueError(f"patience={self.patience}: pass seconds, at least 0")
-        if self.pinned_bytes < COPIES * self.chunk_bytes:
+        if self.preempt_below_bytes is not None and self.preempt_below_bytes < 0:
+            raise ValueError(f"preempt_below_bytes={self.preempt_below_bytes}: pass bytes, at least 0, or None")
+        if self.max_pause_seconds < 0:
+            raise ValueError(f"max_pause_seconds={self.max_pause_seconds}: pass seconds, at least 0")
+        if self.pinned_bytes < (least := MIN_PINNED_CHUNKS * self.chunk_bytes):
             raise ValueError(
-                f"pinned_bytes={self.pinned_bytes}: pass at least {COPIES} chunks, {COPIES * self.chunk_bytes} bytes, or a "
-                f"smaller chunk_bytes than {self.chunk_bytes}"
+                f"pinned_bytes={self.pinned_bytes}: pass at least {MIN_PINNED_CHUNKS} chunks, {least} bytes, or a smaller "
+                f"chunk_bytes than {self.chunk_bytes}"
             )

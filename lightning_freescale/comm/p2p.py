@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_FAILURE = "failure"
-_UNUSED = 2**31 - 2
-"""A tag."""
+_FAILURE_KEY = "failure"
+_UNUSED_TAG = 2**31 - 2
 
 
 class GlooP2P:
@@ -33,7 +32,7 @@ class GlooP2P:
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: list[int]) -> None:
         self.rank, self.size, self.ranks = rank, size, ranks
         self._store = store
-        self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("wire", store), rank, size, timeout=timeout)
+        self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("p2p", store), rank, size, timeout=timeout)
         self.peers = [(rank + shift) % size for shift in range(1, size)]
         """All other ranks, each rank's in another order, so that not all send to the same at once."""
         self.sources = [(rank - shift) % size for shift in range(1, size)]
@@ -41,11 +40,11 @@ class GlooP2P:
 
     def send(self, message: Tensor, peer: int, tag: int) -> dist.Work:
         """Begin to send; keep the Work alive, dropping it cancels the transfer. Raises as :meth:`wait`."""
-        return self._named(peer, lambda: self._open().send([message], peer, tag))
+        return self._call_naming_peer(peer, lambda: self._open().send([message], peer, tag))
 
     def receive(self, into: Tensor, peer: int, tag: int) -> dist.Work:
-        """Be ready for a message of just this size. Raises as :meth:`wait`."""
-        return self._named(peer, lambda: self._open().recv([into], peer, tag))
+        """Post a receive for a message of just this size. Raises as :meth:`wait`."""
+        return self._call_naming_peer(peer, lambda: self._open().recv([into], peer, tag))
 
     def wait(self, work: dist.Work, peer: int, timeout: timedelta) -> None:
         """Wait for a message to or from ``peer``.
@@ -53,31 +52,33 @@ class GlooP2P:
         Raises:
             DistBackendError: the peer is gone, or shows no progress within the timeout.
         """
-        self._named(peer, lambda: work.wait(timeout), timeout)
+        self._call_naming_peer(peer, lambda: work.wait(timeout), timeout)
 
-    def _named(self, peer: int, call: Callable[[], Any], timeout: timedelta = timedelta(0)) -> Any:
+    def abort(self, reason: str) -> None:
+        """Tell the others why this rank gives up, and close the connections, so that nobody waits for it."""
+        if self._gloo is not None:
+            with suppress(RuntimeError):  # the store may have died with its rank
+                self._store.compare_set(_FAILURE_KEY, "", f"rank {self.ranks[self.rank]} has given up: {reason}")
+        self.close_connections()
+
+    def close_connections(self) -> None:
+        """Close the connections; whoever waits here or at a peer has an error."""
+        gloo, self._gloo = self._gloo, None
+        for peer in self.peers if gloo is not None else ():
+            # Gloo's own abort does nothing, and dropping the group leaves the connections open as long as any Work lives. A
+            # receive that times out closes all connections of its context.
+            try:
+                gloo.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                if "Timed out" in str(error):
+                    return
+
+    def _call_naming_peer(self, peer: int, call: Callable[[], Any], timeout: timedelta = timedelta(0)) -> Any:
         try:
             return call()
         except RuntimeError as error:
             text = str(error)
         raise dist.DistBackendError(self._explain(text, peer, timeout))
-
-    def fail(self, reason: str) -> None:
-        """Tell the others why this rank gives up, and close the connections, so that nobody waits for it."""
-        if self._gloo is not None:
-            with suppress(RuntimeError):  # the store may have died with its rank
-                self._store.compare_set(_FAILURE, "", f"rank {self.ranks[self.rank]} has given up: {reason}")
-        self.close()
-
-    def close(self) -> None:
-        """Close the connections; whoever waits here or at a peer has an error."""
-        gloo, self._gloo = self._gloo, None
-        for peer in self.peers if gloo is not None else ():
-            try:  # gloo's own abort does nothing; a receive that times out closes all connections of its context
-                gloo.recv([torch.empty(1)], peer, _UNUSED).wait(timedelta(milliseconds=1))
-            except RuntimeError as error:
-                if "Timed out" in str(error):
-                    return
 
     def _open(self) -> Any:
         if self._gloo is None:
@@ -85,16 +86,16 @@ class GlooP2P:
         return self._gloo
 
     def _explain(self, text: str, peer: int, timeout: timedelta) -> str:
-        """Gloo's text, or the reason that the rank which gave up first has left."""
+        """Return gloo's text, or the reason that the rank which gave up first has left in the store."""
         with suppress(RuntimeError):
-            if self._store.check([_FAILURE]):
-                return self._store.get(_FAILURE).decode()
+            if self._store.check([_FAILURE_KEY]):
+                return self._store.get(_FAILURE_KEY).decode()
         if "Timed out" in text:
             return f"rank {self.ranks[peer]} did not come within the timeout of {timeout.total_seconds():g} s"
-        return f"rank {self.ranks[peer]} is gone: {_cause(text)}"
+        return f"rank {self.ranks[peer]} is gone: {_strip_advice(text)}"
 
 
-def _cause(text: str) -> str:
-    """Gloo's text without its place in the source and its advice."""
+def _strip_advice(text: str) -> str:
+    """Return gloo's text without its place in the source and its advice."""
     first = text.splitlines()[0].split(". This is typically")[0]
     return first.split("] ", 1)[1] if first.startswith("[") and "] " in first else first

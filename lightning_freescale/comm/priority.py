@@ -14,70 +14,70 @@ from lightning_freescale.comm.options import LaneOptions
 
 @dataclass(eq=False)
 class Activity:
-    """A collective under way.
+    """A collective that a lane is running.
 
     Attributes:
         priority: of its lane.
-        pauses: whether lower lanes pause for it.
-        progress: when a chunk of it last came or went, in seconds of the monotonic clock.
+        preempts: whether lower lanes pause for it.
+        last_progress: when a chunk of it last came or went, in seconds of the monotonic clock.
     """
 
     priority: int
-    pauses: bool
-    progress: float = field(default_factory=time.monotonic)
+    preempts: bool
+    last_progress: float = field(default_factory=time.monotonic)
 
 
 class PriorityGate:
-    """The collectives under way on all lanes of a process."""
+    """The lanes of a process, and the collectives that they are running."""
 
     def __init__(self) -> None:
-        self._slots: list[Activity] = []
+        self._activities: list[Activity] = []
         self._changed = threading.Condition()
         self._lanes: Counter[int] = Counter()
 
-    def open(self, priority: int) -> None:
-        """A lane exists from now on."""
+    def register_lane(self, priority: int) -> None:
+        """Count a lane among those that may have work."""
         self._lanes[priority] += 1
 
-    def close(self, priority: int) -> None:
-        """It does no more."""
+    def unregister_lane(self, priority: int) -> None:
+        """Take a lane that has ended out of the count."""
         self._lanes[priority] -= 1
 
-    def has_above(self, priority: int) -> bool:
-        """Whether there is a lane of higher priority."""
+    def has_higher_lane(self, priority: int) -> bool:
+        """Return whether there is a lane of higher priority."""
         return any(other > priority and count > 0 for other, count in list(self._lanes.items()))
 
     @contextmanager
-    def under_way(self, options: LaneOptions, total: int) -> Iterator[Activity]:
-        """While a collective of ``total`` bytes runs."""
-        slot = Activity(options.priority, options.pause_below is None or total < options.pause_below)
+    def track(self, options: LaneOptions, total_bytes: int) -> Iterator[Activity]:
+        """Let other lanes see a collective while the block runs it."""
+        threshold = options.preempt_below_bytes
+        activity = Activity(options.priority, threshold is None or total_bytes < threshold)
         with self._changed:
-            self._slots.append(slot)
+            self._activities.append(activity)
         try:
-            yield slot
+            yield activity
         finally:
             with self._changed:
-                self._slots.remove(slot)
+                self._activities.remove(activity)
                 self._changed.notify_all()
 
-    def give_way(self, slot: Activity, patience: float) -> None:
-        """Between two chunks: wait while a higher lane has work, at most ``patience`` seconds.
-
-        A higher lane that has seen no progress for that long waits for its peers; it is not waited for.
-        """
-        slot.progress = now = time.monotonic()
-        if len(self._slots) < 2:
+    def yield_to_higher(self, activity: Activity, max_pause_seconds: float) -> None:
+        """Wait between two chunks while a higher lane has work, at most ``max_pause_seconds``."""
+        activity.last_progress = now = time.monotonic()
+        if len(self._activities) < 2:
             return
-        end = now + patience
+        end = now + max_pause_seconds
         with self._changed:
-            while (until := min(end, self._last_progress(slot) + patience)) > time.monotonic():
+            # A higher lane without progress waits for its peers, and is not waited for: rank 0 may wait in its high lane for
+            # rank 1, which waits in the low lane for rank 0.
+            while (until := min(end, self._last_progress_above(activity) + max_pause_seconds)) > time.monotonic():
                 self._changed.wait(until - time.monotonic())
-        slot.progress = time.monotonic()
+        activity.last_progress = time.monotonic()
 
-    def _last_progress(self, slot: Activity) -> float:
-        higher = [other.progress for other in self._slots if other.pauses and other.priority > slot.priority]
-        return max(higher, default=float("-inf"))
+    def _last_progress_above(self, activity: Activity) -> float:
+        above = (other for other in self._activities if other.preempts and other.priority > activity.priority)
+        return max((other.last_progress for other in above), default=float("-inf"))
 
 
-TRAFFIC = PriorityGate()
-"""Of this process."""
+PRIORITY_GATE = PriorityGate()
+"""The gate of this process."""

@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_freescale.comm.executor import CollectiveExecutor, Cut
-from lightning_freescale.comm.native import DELEGATED, delegate, native_backends, register
+from lightning_freescale.comm.executor import BuffersForRanks, CollectiveExecutor
 from lightning_freescale.comm.options import LaneOptions
-from lightning_freescale.comm.parts import RankBuffers
-from lightning_freescale.comm.spelling import accept_c10d_argument_names
+from lightning_freescale.comm.transfer import RankBuffers
 from lightning_freescale.comm.work import CoalescedWork, IntegerMeanWork, TransferWork
 
 BACKEND = "freescale"
+
+# Every method is delegated explicitly: one that falls through to the C++ base class would run while holding the GIL, which
+# deadlocks with gloo's own thread.
+_DELEGATED = (
+    *("broadcast", "reduce", "gather", "scatter", "allreduce_coalesced"),
+    *("reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base"),
+    *("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
+    *("send", "recv", "recv_anysource", "barrier", "monitored_barrier"),
+)
+_C10D_ARGUMENT_NAMES = {
+    **dict.fromkeys(("output_tensor", "output_tensors", "output_lists", "outputs"), "output"),
+    **dict.fromkeys(("input_tensor", "input_tensors", "input_list", "inputs"), "input"),
+    "timeout": "opts",
+}
+"""The names that torch gives the arguments, which differ from method to method, and ours."""
+
+
+def _accept_c10d_argument_names(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a method with ``output``, ``input`` and ``opts`` take all of c10d's names; ``opts`` may be a timeout."""
+
+    @wraps(method)
+    def renamed(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **{_C10D_ARGUMENT_NAMES.get(name, name): value for name, value in kwargs.items()})
+
+    return renamed
 
 
 class FreeScaleGroup(dist.ProcessGroup):
@@ -29,27 +52,27 @@ class FreeScaleGroup(dist.ProcessGroup):
         inner: a group of torch's own backends, for all other collectives.
     """
 
-    def __init__(self, made: Any, options: LaneOptions) -> None:
-        rank, size = made.group_rank, made.group_size
+    def __init__(self, backend_opts: Any, options: LaneOptions) -> None:
+        rank, size = backend_opts.group_rank, backend_opts.group_size
         super().__init__(rank, size)  # type: ignore[call-arg]  # the two-argument constructor is the one that Python may subclass
         self.options = options
-        natives = native_backends(made, rank, size)
-        self.inner = dist.ProcessGroup(made.store, rank, size)
-        for group in (self.inner, self):
-            register(group, natives)
-        self._mover = CollectiveExecutor(made, options)
+        natives = _native_backends(backend_opts, rank, size)
+        self.inner = dist.ProcessGroup(backend_opts.store, rank, size)
+        for group in (self.inner, self):  # on this one, too, so that torch finds names, options and backends by device
+            group._set_default_backend(natives[-1][1])
+            for device, kind, native in natives:
+                group._register_backend(device, kind, native)
+        self._executor = CollectiveExecutor(backend_opts, options)
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
-        """The registered name."""
+        """Return the name under which the backend is registered."""
         return BACKEND
 
     def _get_backend_name(self) -> str:
         # torch asks whether it is "gloo" to learn that tensors are on the host
         return BACKEND if torch.cuda.is_available() else "gloo"
 
-    # -- the collectives that a transport moves, under torch's old and new names
-
-    @accept_c10d_argument_names
+    @_accept_c10d_argument_names
     def all_to_all_single(
         self,
         output: Tensor,
@@ -58,54 +81,53 @@ class FreeScaleGroup(dist.ProcessGroup):
         input_split_sizes: Sequence[int] = (),
         opts: Any = None,
     ) -> dist.Work:
-        """As ``dist.all_to_all_single``."""
+        """Send split ``r`` of the input to rank ``r``, as ``dist.all_to_all_single``."""
         if self._is_native(input):
             return self._native("alltoall_base", output, input, list(output_split_sizes), list(input_split_sizes), opts)
-        outgoing = partial(RankBuffers.cut, "input", input, input_split_sizes)
-        incoming = partial(RankBuffers.cut, "output", output, output_split_sizes)
+        outgoing = partial(RankBuffers.from_tensor, "input", input, input_split_sizes)
+        incoming = partial(RankBuffers.from_tensor, "output", output, output_split_sizes)
         return self._collective("all_to_all_single", outgoing, incoming, [output], opts)
 
-    @accept_c10d_argument_names
+    @_accept_c10d_argument_names
     def alltoall(self, output: list[Tensor], input: list[Tensor], opts: Any = None) -> dist.Work:
-        """As ``dist.all_to_all``."""
+        """Send tensor ``r`` of the inputs to rank ``r``, as ``dist.all_to_all``."""
         if self._is_native(*input[:1]):
             return self._native("alltoall", output, input, opts)
-        outgoing, incoming = partial(RankBuffers.listed, "input", input), partial(RankBuffers.listed, "output", output)
+        outgoing = partial(RankBuffers.from_tensors, "input", input)
+        incoming = partial(RankBuffers.from_tensors, "output", output)
         return self._collective("all_to_all", outgoing, incoming, output, opts)
 
-    @accept_c10d_argument_names
+    @_accept_c10d_argument_names
     def allgather(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
-        """As ``dist.all_gather``."""
+        """Gather a tensor of every rank in a list, as ``dist.all_gather``."""
         outputs, tensor = (output[0], input[0]) if isinstance(input, list) else (output, input)
         if self._is_native(tensor):
             return self._native("allgather", [outputs], [tensor], opts)
-        outgoing, incoming = partial(RankBuffers.repeated, tensor), partial(RankBuffers.listed, "output", outputs)
+        outgoing, incoming = partial(RankBuffers.from_repeated, tensor), partial(RankBuffers.from_tensors, "output", outputs)
         return self._collective("all_gather", outgoing, incoming, outputs, opts)
 
-    @accept_c10d_argument_names
+    @_accept_c10d_argument_names
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        """As ``dist.all_gather_into_tensor``."""
+        """Gather a tensor of every rank in one, as ``dist.all_gather_into_tensor``."""
         if self._is_native(input):
             return self._native("_allgather_base", output, input, opts)
-        outgoing, incoming = partial(RankBuffers.repeated, input), partial(RankBuffers.cut, "output", output, None)
+        outgoing, incoming = partial(RankBuffers.from_repeated, input), partial(RankBuffers.from_tensor, "output", output, None)
         return self._collective("all_gather_single", outgoing, incoming, [output], opts)
 
-    @accept_c10d_argument_names
+    @_accept_c10d_argument_names
     def all_gather_single_coalesced(self, output: list[Tensor], input: list[Tensor], opts: Any = None) -> dist.Work:
-        """As several :meth:`all_gather_single`."""
+        """Run several :meth:`all_gather_single` and return one Work."""
         return CoalescedWork([self.all_gather_single(*pair, opts) for pair in zip(output, input, strict=True)], output)
 
-    @accept_c10d_argument_names
+    @_accept_c10d_argument_names
     def allgather_coalesced(self, output: list[list[Tensor]], input: list[Tensor], opts: Any = None) -> dist.Work:
-        """As several :meth:`allgather`; ``output`` is by rank."""
+        """Run several :meth:`allgather` and return one Work; ``output`` is by rank, then by input."""
         columns = [list(column) for column in zip(*output, strict=True)]
         works = [self.allgather([column], [tensor], opts) for column, tensor in zip(columns, input, strict=True)]
-        return CoalescedWork(works, [tensor for each in output for tensor in each])
-
-    # -- what gloo would refuse
+        return CoalescedWork(works, [tensor for row in output for tensor in row])
 
     def _all_reduce(self, tensors: Any, opts: Any = None, *args: Any, **kwargs: Any) -> dist.Work:
-        """As ``dist.all_reduce``; the mean of whole numbers, too, which Lightning logs where the backend is not called gloo."""
+        """Do as ``dist.all_reduce``; also means of whole numbers, which Lightning logs where the backend is not called gloo."""
         given = [argument for argument in (opts, *args) if argument is not None]
         first = tensors[0] if isinstance(tensors, list) else tensors
         if getattr(opts, "reduceOp", None) != dist.ReduceOp.AVG or first.is_cuda or first.is_floating_point():
@@ -117,59 +139,82 @@ class FreeScaleGroup(dist.ProcessGroup):
             work.wait()
         return work
 
-    # -- the end
-
-    def rest(self) -> None:
+    def wait_for_pending_works(self) -> None:
         """Finish what the lane has been given, and end its thread; the next collective may start another."""
-        self._mover.rest()
+        self._executor.wait_for_pending_works()
 
     def shutdown(self) -> None:
         """Finish what the lane has been given, and close all connections."""
-        self._mover.finish()
+        self._executor.wait_for_pending_works()
+        self._executor.abort()
         self.inner.shutdown()
 
     def abort(self) -> None:
-        """Close the lane's connections; what is under way fails."""
-        self._mover.close()
-
-    # -- how a collective runs
+        """Close the lane's connections; collectives in flight fail."""
+        self._executor.abort()
 
     def _is_native(self, *tensors: Tensor) -> bool:
         on_gpu = any(tensor.is_cuda for tensor in tensors)
-        return self.options.transport == "native" or (on_gpu and self._mover.transport is None)
+        return self.options.transport == "native" or (on_gpu and self._executor.transport is None)
 
     def _native(self, name: str, *args: Any, **kwargs: Any) -> dist.Work:
         return getattr(self.inner, name)(*(argument for argument in args if argument is not None), **kwargs)
 
-    def _collective(self, name: str, outgoing: Cut, incoming: Cut, results: list[Tensor], opts: Any) -> dist.Work:
+    def _collective(
+        self, name: str, outgoing: BuffersForRanks, incoming: BuffersForRanks, results: list[Tensor], opts: Any
+    ) -> dist.Work:
         timeout = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", timedelta(0))
-        transfer = self._mover.prepare(name, outgoing, incoming, timeout)
-        if getattr(opts, "asyncOp", True):
-            return TransferWork(self._mover.submit(transfer), results)
-        work = TransferWork(self._mover.run(transfer), results)
-        work.wait()
+        background = getattr(opts, "asyncOp", True)
+        work = TransferWork(self._executor.run(name, outgoing, incoming, timeout, background), results)
+        if not background:
+            work.wait()
         return work
 
 
-for _old, _new in (
+def _delegate(name: str) -> Callable[..., Any]:
+    def method(self: FreeScaleGroup, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.inner, name)(*args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+for _old, _new in (  # torch has renamed methods, and calls both
     ("allreduce", "_all_reduce"),
     ("alltoall_base", "all_to_all_single"),
     ("_allgather_base", "all_gather_single"),
     ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
 ):
     setattr(FreeScaleGroup, _old, getattr(FreeScaleGroup, _new))
-for _name in DELEGATED:
-    setattr(FreeScaleGroup, _name, delegate(_name))
+for _name in _DELEGATED:
+    setattr(FreeScaleGroup, _name, _delegate(_name))
+
+
+def _native_backends(backend_opts: Any, rank: int, size: int) -> list[tuple[torch.device, Any, Any]]:
+    """Return device, kind and backend of what torch itself would use. Collective."""
+    kinds, store = dist.ProcessGroup.BackendType, backend_opts.store
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=backend_opts.timeout)
+    natives: list[tuple[torch.device, Any, Any]] = [(torch.device("cpu"), kinds.GLOO, gloo)]
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        nccl_options = dist.ProcessGroupNCCL.Options()
+        nccl_options._timeout = backend_opts.timeout
+        nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, nccl_options)
+        natives.append((torch.device("cuda"), kinds.NCCL, nccl))
+    for _, _, native in natives:
+        native.options.global_ranks_in_group = backend_opts.global_ranks_in_group
+        native.options.group_name = backend_opts.group_id
+        native._set_sequence_number_for_group()
+    return natives
 
 
 def register_backend() -> None:
     """Make ``"freescale"`` known to ``torch.distributed``."""
     if BACKEND not in dist.Backend.backend_list:
         devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=devices)
+        dist.Backend.register_backend(BACKEND, _create_group, extended_api=True, devices=devices)
 
 
-def _create(made: Any, options: Any = None) -> FreeScaleGroup:
+def _create_group(backend_opts: Any, options: Any = None) -> FreeScaleGroup:
     if options is not None and not isinstance(options, LaneOptions):
         raise TypeError(f"pg_options={options!r}: backend 'freescale' takes lightning_freescale.comm.LaneOptions")
-    return FreeScaleGroup(made, options or LaneOptions())
+    return FreeScaleGroup(backend_opts, options or LaneOptions())

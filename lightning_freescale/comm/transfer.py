@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -9,8 +10,80 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_freescale.comm.header import ROOM
-from lightning_freescale.comm.parts import RankBuffers
+from lightning_freescale.comm.header import PAYLOAD_BYTES
+
+DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.complex32),
+    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+)
+"""What can be sent; the ranks tell each other the index in this list."""
+_DTYPE_INDEX = {dtype: index for index, dtype in enumerate(DTYPES)}
+
+
+@dataclass(frozen=True)
+class RankBuffers:
+    """What goes to every rank, or where what comes from it goes.
+
+    Attributes:
+        buffers: for every rank uint8 of shape ``[bytes]``, in the memory of the tensors.
+        dtype_index: of the tensors, in :data:`DTYPES`.
+        device: of the tensors.
+    """
+
+    buffers: list[Tensor]
+    dtype_index: int
+    device: torch.device
+
+    @staticmethod
+    def from_tensor(what: str, tensor: Tensor, sizes: Sequence[int] | None, ranks: int) -> RankBuffers:
+        """Split one tensor along its first dimension; equally if ``sizes`` is empty, equally by its elements if None.
+
+        Raises:
+            ValueError: the sizes do not fit, or the tensor cannot be sent; ``what`` names it.
+        """
+        flat = _as_bytes(what, tensor)
+        length = tensor.numel() if sizes is None or not tensor.ndim else tensor.shape[0]
+        if not sizes:
+            if length % ranks:
+                raise ValueError(f"the {what} has length {length}, which {ranks} ranks cannot share equally: pass split sizes")
+            sizes = [length // ranks] * ranks
+        if len(sizes) != ranks or sum(sizes) != length or min(sizes) < 0:
+            raise ValueError(
+                f"{what}_split_sizes={list(sizes)} for {ranks} ranks and a tensor of length {length}: pass one size per rank, "
+                "none negative, that add up to the length"
+            )
+        width = flat.shape[0] // length if length else 0
+        return RankBuffers(list(flat.split([size * width for size in sizes])), _DTYPE_INDEX[tensor.dtype], tensor.device)
+
+    @staticmethod
+    def from_tensors(what: str, tensors: Sequence[Tensor], ranks: int) -> RankBuffers:
+        """Take one tensor per rank.
+
+        Raises:
+            ValueError: there are more or fewer, or they cannot be sent.
+        """
+        if len(tensors) != ranks:
+            raise ValueError(f"{len(tensors)} {what} tensors for {ranks} ranks: pass one per rank")
+        buffers = [_as_bytes(what, tensor) for tensor in tensors]
+        kinds = {f"{tensor.dtype} on {tensor.device}" for tensor in tensors}
+        if len(kinds) > 1:
+            raise ValueError(f"{what} tensors of {' and '.join(sorted(kinds))}: pass one dtype and one device")
+        return RankBuffers(buffers, _DTYPE_INDEX[tensors[0].dtype], tensors[0].device)
+
+    @staticmethod
+    def from_repeated(tensor: Tensor, ranks: int) -> RankBuffers:
+        """Take the same tensor for every rank.
+
+        Raises:
+            ValueError: it cannot be sent.
+        """
+        return RankBuffers([_as_bytes("input", tensor)] * ranks, _DTYPE_INDEX[tensor.dtype], tensor.device)
+
+    @property
+    def kind(self) -> str:
+        """Name dtype and device, for errors."""
+        return f"{DTYPES[self.dtype_index]} on {self.device}"
 
 
 @dataclass
@@ -21,11 +94,11 @@ class Transfer:
         name: of the collective.
         outgoing: for every rank of the group what it gets, as uint8 of shape ``[bytes]``.
         incoming: for every rank of the group where what it sends goes, likewise.
-        dtype: of the elements, as its place in :data:`DTYPES`.
+        dtype_index: of the elements, in :data:`DTYPES`.
         device: of all tensors.
-        total: bytes of the larger direction.
+        total_bytes: of the larger direction.
         timeout: how long a peer may show no progress.
-        number: place in the order of the lane's collectives.
+        sequence_number: in the order of the lane's collectives.
         largest: the most bytes that any rank sends to any other in it; known once the ranks have agreed.
         issued: on CUDA, an event of the caller's stream, after which the tensors may be used.
     """
@@ -33,29 +106,45 @@ class Transfer:
     name: str
     outgoing: list[Tensor]
     incoming: list[Tensor]
-    dtype: int
+    dtype_index: int
     device: torch.device
-    total: int
+    total_bytes: int
     timeout: timedelta
-    number: int
+    sequence_number: int
     largest: int = 0
     issued: Any = None
 
     @staticmethod
-    def of(name: str, outgoing: RankBuffers, incoming: RankBuffers, rank: int, timeout: timedelta, number: int) -> Transfer:
-        """Of what goes from ``rank`` and what comes to it.
+    def from_buffers(
+        name: str, outgoing: RankBuffers, incoming: RankBuffers, rank: int, timeout: timedelta, sequence_number: int
+    ) -> Transfer:
+        """Check what goes from ``rank`` against what comes to it.
 
         Raises:
-            ValueError: they differ in dtype, device, or the size of the own part.
+            ValueError: they differ in dtype, device, or the size of the rank's own part.
         """
-        if (outgoing.dtype, outgoing.device) != (incoming.dtype, incoming.device):
+        if (outgoing.dtype_index, outgoing.device) != (incoming.dtype_index, incoming.device):
             raise ValueError(f"the input is {outgoing.kind}, the output {incoming.kind}: pass one dtype and one device")
-        gives, gets = outgoing.pieces[rank].shape[0], incoming.pieces[rank].shape[0]
+        gives, gets = outgoing.buffers[rank].shape[0], incoming.buffers[rank].shape[0]
         if gives != gets:
             raise ValueError(f"it gives itself {gives} bytes and expects {gets}: pass sizes that fit each other")
-        total = max(outgoing.total(), incoming.total())
-        return Transfer(name, outgoing.pieces, list(incoming.pieces), outgoing.dtype, outgoing.device, total, timeout, number)
+        ways = outgoing.buffers, list(incoming.buffers)
+        total_bytes = max(sum(buffer.shape[0] for buffer in way) for way in ways)
+        return Transfer(name, *ways, outgoing.dtype_index, outgoing.device, total_bytes, timeout, sequence_number)
 
-    def fits(self, part: Tensor) -> bool:
-        """Whether a part travels in the envelope."""
-        return self.device.type == "cpu" and part.shape[0] <= ROOM
+    def fits_in_header(self, part: Tensor) -> bool:
+        """Return whether a rank's part travels in the header."""
+        return self.device.type == "cpu" and part.shape[0] <= PAYLOAD_BYTES
+
+
+def _as_bytes(what: str, tensor: Tensor) -> Tensor:
+    told = f"the {what} tensor of shape {tuple(tensor.shape)}"
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{told} has layout {tensor.layout}: pass a dense one")
+    if tensor.dtype not in _DTYPE_INDEX:
+        raise ValueError(f"{told} has dtype {tensor.dtype}, which cannot be sent: pass a plain number type")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{told} is on {tensor.device}: only CPU and CUDA tensors can be sent")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{told} is not contiguous: pass tensor.contiguous()")
+    return tensor.detach().view(-1).view(torch.uint8)

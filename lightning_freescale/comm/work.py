@@ -17,7 +17,7 @@ class TransferWork(dist.Work):
     """A collective that a lane runs.
 
     Args:
-        done: of the lane's job.
+        done: future of the lane's job.
         results: the tensors it fills.
     """
 
@@ -42,33 +42,33 @@ class TransferWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has ended, also in error."""
+        """Return whether it has ended, also in error."""
         return self._done.done()
 
     def is_success(self) -> bool:
-        """Whether it has ended without error."""
+        """Return whether it has ended without error."""
         return self._done.done() and self._done.exception() is None
 
     def exception(self) -> BaseException | None:
-        """Its error, if it has ended in one."""
+        """Return its error, if it has ended in one."""
         return self._done.exception() if self._done.done() else None
 
     def synchronize(self) -> None:
-        """As :meth:`wait`."""
+        """Block until the tensors are there, as :meth:`wait`."""
         self.wait()
 
     def result(self) -> list[Tensor]:
-        """The tensors it fills."""
+        """Return the tensors it fills; wait first."""
         return self._results
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of its tensors."""
+        """Return a future of its tensors."""
         device = self._results[0].device if self._results else torch.device("cpu")
         future: torch.futures.Future[Any] = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
-        self._done.add_done_callback(partial(self._fulfil, future))
+        self._done.add_done_callback(partial(self._resolve, future))
         return future
 
-    def _fulfil(self, future: torch.futures.Future[Any], done: Future[None]) -> None:
+    def _resolve(self, future: torch.futures.Future[Any], done: Future[None]) -> None:
         error = done.exception()
         if error is None:
             future.set_result(self._results)
@@ -77,71 +77,57 @@ class TransferWork(dist.Work):
 
 
 class CoalescedWork(dist.Work):
-    """Several Works as one."""
+    """Several Works as one; ``results`` are the tensors they fill."""
 
     def __init__(self, works: list[dist.Work], results: list[Tensor]) -> None:
         super().__init__()
         self._works, self._results = works, results
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for all."""
+        """Wait for all Works, one after the other; raise what the first of them raises."""
         return all(work.wait(timeout) for work in self._works)  # each raises or is true
 
     def is_completed(self) -> bool:
-        """Whether all have ended."""
+        """Return whether all have ended."""
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        """Whether all have ended without error."""
+        """Return whether all have ended without error."""
         return all(work.is_success() for work in self._works)
 
     def synchronize(self) -> None:
-        """As :meth:`wait`."""
+        """Block until the tensors are there, as :meth:`wait`."""
         self.wait()
 
     def result(self) -> list[Tensor]:
-        """The tensors they fill."""
+        """Return the tensors they fill; wait first."""
         return self._results
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the tensors they fill."""
+        """Return a future of the tensors they fill."""
         together = torch.futures.collect_all([work.get_future() for work in self._works])
         return together.then(lambda done: [each.value() for each in done.value()] and self._results)
 
 
-class IntegerMeanWork(dist.Work):
-    """A sum that becomes a mean once somebody waits for it."""
+class IntegerMeanWork(CoalescedWork):
+    """A sum over ``ranks`` that becomes a mean, rounded toward zero, once somebody waits for it."""
 
-    def __init__(self, work: dist.Work, tensor: Tensor, count: int) -> None:
-        super().__init__()
-        self._work, self._tensor, self._count, self._divided = work, tensor, count, False
+    def __init__(self, work: dist.Work, tensor: Tensor, ranks: int) -> None:
+        super().__init__([work], [tensor])
+        self._ranks = ranks
+        self._divided = False
         self._once = threading.Lock()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the sum, and divide it once."""
-        self._work.wait(timeout)
+        super().wait(timeout)
         with self._once:
             if not self._divided:
-                self._tensor.copy_(torch.div(self._tensor, self._count, rounding_mode="trunc"))
+                tensor = self._results[0]
+                tensor.copy_(torch.div(tensor, self._ranks, rounding_mode="trunc"))
             self._divided = True
         return True
 
-    def is_completed(self) -> bool:
-        """Whether the sum is there."""
-        return self._work.is_completed()
-
-    def is_success(self) -> bool:
-        """Whether it is there without error."""
-        return self._work.is_success()
-
-    def synchronize(self) -> None:
-        """As :meth:`wait`."""
-        self.wait()
-
-    def result(self) -> list[Tensor]:
-        """The mean; wait first."""
-        return [self._tensor]
-
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the mean."""
-        return self._work.get_future().then(lambda _: self.wait() and [self._tensor])
+        """Return a future of the mean."""
+        return self._works[0].get_future().then(lambda _: self.wait() and self._results)

@@ -230,7 +230,7 @@ class FreeScaleStrategy(CheckpointedStrategy):
             super().teardown()
             return
         if isinstance(self.tables.group, FreeScaleGroup):
-            self.tables.group.rest()
+            self.tables.group.wait_for_pending_works()
         # Not the base class's: it moves the whole module to the CPU, which shards in FBGEMM's kernels do not survive.
         assert self.accelerator is not None
         assert self.cluster_environment is not None

@@ -81,6 +81,11 @@ def _sockets() -> set[str]:
     return {link for link in links if link.startswith("socket:")}
 
 
+def pinned_in_use(transport: HostTransport) -> int:
+    """Bytes of pinned memory that a chunk is in."""
+    return sum(pool.in_use for staging in transport._stagings.values() for pool in (staging._outgoing, staging._incoming))
+
+
 @contextmanager
 def nothing_left(*transports: HostTransport) -> Iterator[None]:
     """The block ends, soon, with no more threads of lanes, sockets and pinned bytes in use than it began with."""
@@ -90,7 +95,7 @@ def nothing_left(*transports: HostTransport) -> Iterator[None]:
     gc.collect()
     deadline = time.monotonic() + 5
     while True:
-        pinned = [bytes_used for transport in transports if (bytes_used := transport.pinned_in_use)]
+        pinned = [bytes_used for transport in transports if (bytes_used := pinned_in_use(transport))]
         left = [*(lane_threads() - threads), *(_sockets() - sockets), *pinned]
         if not left or time.monotonic() > deadline:
             break

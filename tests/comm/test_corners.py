@@ -11,32 +11,32 @@ import torch
 import torch.distributed as dist
 
 from lightning_freescale._worker import WorkerThread
-from lightning_freescale.comm.handshake import _check
+from lightning_freescale.comm.handshake import _check_header
 from lightning_freescale.comm.header import Header
 from lightning_freescale.comm.transfer import Transfer
 from lightning_freescale.testing import run_distributed
 from tests.comm.conftest import Outcome, everyone_sends, make_group, outcome
 
 
-def test_a_job_that_comes_while_the_lane_comes_to_rest_is_done() -> None:
-    lane, begun, go = WorkerThread("freescale lane rows"), threading.Event(), threading.Event()
+def test_a_job_that_comes_while_the_thread_ends_is_done() -> None:
+    worker, begun, go = WorkerThread("freescale lane rows"), threading.Event(), threading.Event()
 
     def slow() -> None:
         begun.set()
         assert go.wait(10)
 
-    lane.submit(slow)
+    worker.submit(slow)
     assert begun.wait(10)
-    resting = threading.Thread(target=lane.stop, args=(10,))
-    resting.start()
-    while lane._jobs.empty():  # until the end has been queued
+    stopping = threading.Thread(target=worker.stop, args=(10,))
+    stopping.start()
+    while worker._jobs.empty():  # until the end has been queued
         pass
-    late = lane.submit(lambda: None)
+    late = worker.submit(lambda: None)
     go.set()
     assert late.result(10) is None
-    assert lane.run(lambda: None).done()
-    resting.join()
-    assert lane.stop(10)
+    assert worker.run(lambda: None).done()
+    stopping.join()
+    assert worker.stop(10)
 
 
 def _from_a_callback() -> bool:
@@ -74,7 +74,7 @@ def _interrupted() -> tuple[str, str]:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    group._mover._agreement.reach = interrupt
+    group._executor._handshake.exchange_headers = interrupt
     with pytest.raises(KeyboardInterrupt):
         everyone_sends(group)
     return "", outcome(everyone_sends, group).text
@@ -101,4 +101,4 @@ def test_tensors_on_cpu_and_gpu_are_not_one_collective() -> None:
     nothing = [torch.empty(0, dtype=torch.uint8)] * 2
     transfer = Transfer("all_gather", nothing, nothing, 0, torch.device("cpu"), 0, timedelta(seconds=1), 0)
     with pytest.raises(dist.DistBackendError, match=r"rank 1 .* on CUDA, this one in .* on CPU"):
-        _check(transfer, Header("all_gather", 0, 0, 0, 0, 0, on_gpu=True), 1, 1)
+        _check_header(transfer, Header("all_gather", 0, 0, 0, 0, 0, on_gpu=True), 1, 1)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.comm.priority import TRAFFIC
+from lightning_freescale.comm.priority import PRIORITY_GATE
 from lightning_freescale.testing import run_distributed
 from tests.comm.conftest import SOON, Outcome, everyone_sends, make_group, nothing_left, outcome
 
@@ -118,14 +118,14 @@ def test_a_killed_rank_is_an_error_for_all_others(survivors: Survivors, size: in
 
 def _after_chunks(act: Callable[[], Any], chunks: int = 5) -> None:
     """``act`` while this process is in the middle of a transfer."""
-    gone, give_way = iter(range(chunks)), TRAFFIC.give_way
+    gone, yield_to_higher = iter(range(chunks)), PRIORITY_GATE.yield_to_higher
 
     def instead(*args: Any) -> None:
         if next(gone, None) is None:
             act()
-        give_way(*args)
+        yield_to_higher(*args)
 
-    TRAFFIC.give_way = instead
+    PRIORITY_GATE.yield_to_higher = instead
 
 
 def _dies_within(victim: int, async_op: bool, die: Callable[[], Any], last: Callable[[], Any] = bool) -> list[Outcome]:

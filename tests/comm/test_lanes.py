@@ -28,10 +28,11 @@ class Counted:
         self.group = make_group(chunk_bytes=CHUNK, **options)
         self.posted = 0
         self.before: Callable[[], None] = lambda: None
-        self._send, self.group._mover._wire.send = self.group._mover._wire.send, self._counted
+        p2p = self.group._executor._p2p
+        self._send, p2p.send = p2p.send, self._counted
 
     def _counted(self, message: torch.Tensor, peer: int, tag: int) -> Any:
-        if tag % 2:  # a chunk, not an envelope
+        if tag % 2:  # a chunk, not a header
             self.before()
             self.posted += 1
         return self._send(message, peer, tag)
@@ -86,7 +87,7 @@ def _a_chunk(low: Counted) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_low_lane_pauses_while_a_high_one_is_at_work(size: int) -> None:
-    options = {"priority": 0, "patience": 30.0}, {"priority": 5}
+    options = {"priority": 0, "max_pause_seconds": 30.0}, {"priority": 5}
     for posted, unfinished, right in run_distributed(_both, size, *options, _some_time, timeout=60):
         assert posted <= ON_THEIR_WAY
         assert unfinished
@@ -98,27 +99,27 @@ def test_a_low_lane_pauses_while_a_high_one_is_at_work(size: int) -> None:
     [
         ({"priority": 1}, {"priority": 1}),
         ({"priority": 2}, {"priority": 1}),
-        ({"priority": 0}, {"priority": 1, "pause_below": 2 * CHUNK * HIGH_ROUNDS}),
-        ({"priority": 0, "patience": 0.0}, {"priority": 1}),
+        ({"priority": 0}, {"priority": 1, "preempt_below_bytes": 2 * CHUNK * HIGH_ROUNDS}),
+        ({"priority": 0, "max_pause_seconds": 0.0}, {"priority": 1}),
     ],
-    ids=["same priority", "lower priority", "large collective", "no patience"],
+    ids=["same priority", "lower priority", "large collective", "no pause"],
 )
 def test_a_lane_goes_on_where_it_need_not_pause(low: Options, high: Options) -> None:
-    low = {"patience": 30.0, **low}
+    low = {"max_pause_seconds": 30.0, **low}
     for posted, _, right in run_distributed(_both, 2, low, high, _a_chunk, timeout=60):
         assert posted >= HIGH_ROUNDS - 1
         assert right
 
 
 def test_a_lane_pauses_for_a_collective_just_small_enough() -> None:
-    options = {"patience": 30.0}, {"priority": 1, "pause_below": 2 * CHUNK * HIGH_ROUNDS + 1}
+    options = {"max_pause_seconds": 30.0}, {"priority": 1, "preempt_below_bytes": 2 * CHUNK * HIGH_ROUNDS + 1}
     for posted, unfinished, right in run_distributed(_both, 2, *options, _some_time, timeout=60):
         assert posted <= ON_THEIR_WAY and unfinished and right
 
 
 def _busy() -> tuple[int, bool]:
     """The high lane has chunks, and posts them without a break, until the low one has got so many through."""
-    low, high = Counted(name="low", patience=0.03), Counted(name="high", priority=1)
+    low, high = Counted(name="low", max_pause_seconds=0.03), Counted(name="high", priority=1)
     enough = 12
 
     def busy() -> None:
@@ -142,7 +143,7 @@ def test_a_high_lane_that_is_always_busy_does_not_starve_a_low_one() -> None:
 
 def _crossed(rounds: int) -> tuple[bool, bool]:
     """Rank 0 waits in the high lane for rank 1, which waits in the low one for rank 0."""
-    low, high = Counted(name="low", patience=0.1), Counted(name="high", priority=1)
+    low, high = Counted(name="low", max_pause_seconds=0.1), Counted(name="high", priority=1)
     if dist.get_rank() == 0:
         high_work, high_right = high.issue(rounds)
         assert _until(lambda: len(lane_threads()) == 1)
@@ -165,13 +166,14 @@ def test_lanes_that_wait_for_each_other_crosswise_come_to_an_end() -> None:
 def _order() -> tuple[list[int], list[str], bool]:
     group = make_group()
     moved: list[tuple[int, str]] = []
-    reach = group._mover._agreement.reach
+    handshake = group._executor._handshake
+    exchange_headers = handshake.exchange_headers
 
     def noted(transfer: Any, *rest: Any) -> None:
-        moved.append((transfer.number, threading.current_thread().name))
-        reach(transfer, *rest)
+        moved.append((transfer.sequence_number, threading.current_thread().name))
+        exchange_headers(transfer, *rest)
 
-    group._mover._agreement.reach = noted
+    handshake.exchange_headers = noted
     sound = [everyone_sends(group, rows=1000)]
     threads = lane_threads()
     issued = []

@@ -94,18 +94,18 @@ def _aborted() -> tuple[Outcome, Outcome]:
         if dist.get_rank() == 0:
             group.abort()
         dist.barrier()
-        under_way = outcome(everyone_sends, group, 3000) if work is None else outcome(work.wait)
-        seen = under_way, outcome(everyone_sends, group)
+        in_flight = outcome(everyone_sends, group, 3000) if work is None else outcome(work.wait)
+        seen = in_flight, outcome(everyone_sends, group)
         dist.destroy_process_group(group)
         del group, work
     return seen
 
 
-def test_aborting_a_group_ends_what_is_under_way_on_all_ranks_and_for_good() -> None:
-    for rank, (under_way, after) in enumerate(run_distributed(_aborted, 2, timeout=60)):
-        assert under_way.kind == after.kind == "DistBackendError"
-        assert under_way.text.startswith("freescale all_to_all_single, lane 'rows': ")
-        assert under_way.seconds < SOON
+def test_aborting_a_group_ends_what_is_in_flight_on_all_ranks_and_for_good() -> None:
+    for rank, (in_flight, after) in enumerate(run_distributed(_aborted, 2, timeout=60)):
+        assert in_flight.kind == after.kind == "DistBackendError"
+        assert in_flight.text.startswith("freescale all_to_all_single, lane 'rows': ")
+        assert in_flight.seconds < SOON
         assert after.seconds < 1
         assert rank == 1 or "it has been shut down" in after.text
 

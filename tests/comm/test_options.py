@@ -10,17 +10,17 @@ import pytest
 import torch.distributed as dist
 
 from lightning_freescale.comm import LaneOptions
-from lightning_freescale.comm.options import COPIES
+from lightning_freescale.comm.options import MIN_PINNED_CHUNKS
 from lightning_freescale.testing import run_distributed
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"transport": "pigeon"}, "transport='pigeon': pass one of 'auto', 'host'"),
     ({"chunk_bytes": 0}, "chunk_bytes=0: pass at least 1 byte"),
     ({"chunk_bytes": -5}, "chunk_bytes=-5: pass at least 1 byte"),
-    ({"pause_below": -1}, "pause_below=-1: pass bytes, at least 0, or None"),
-    ({"patience": -0.1}, "patience=-0.1: pass seconds, at least 0"),
+    ({"preempt_below_bytes": -1}, "preempt_below_bytes=-1: pass bytes, at least 0, or None"),
+    ({"max_pause_seconds": -0.1}, "max_pause_seconds=-0.1: pass seconds, at least 0"),
     (
-        {"chunk_bytes": 100, "pinned_bytes": 100 * COPIES - 1},
+        {"chunk_bytes": 100, "pinned_bytes": 100 * MIN_PINNED_CHUNKS - 1},
         "pinned_bytes=1599: pass at least 16 chunks, 1600 bytes, or a smaller",
     ),
 ]
@@ -36,8 +36,8 @@ def test_out_of_range(options: dict[str, Any], words: str) -> None:
     "options",
     [
         {},
-        {"chunk_bytes": 1, "pinned_bytes": COPIES},
-        {"pause_below": 0, "patience": 0},
+        {"chunk_bytes": 1, "pinned_bytes": MIN_PINNED_CHUNKS},
+        {"preempt_below_bytes": 0, "max_pause_seconds": 0},
         {"priority": -7},
         *({"transport": name} for name in ("auto", "host", "peer", "nccl-zero-cta", "two-level", "native")),
     ],

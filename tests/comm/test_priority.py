@@ -14,7 +14,7 @@ from lightning_freescale.comm import LaneOptions
 from lightning_freescale.comm import priority as module
 from lightning_freescale.comm.priority import Activity, PriorityGate
 
-PATIENCE = 1.0
+MAX_PAUSE = 1.0
 
 
 class Clock:
@@ -28,7 +28,7 @@ class Clock:
         return self.now
 
     def wait(self, timeout: float) -> None:
-        assert 0 < timeout <= PATIENCE + 1e-9
+        assert 0 < timeout <= MAX_PAUSE + 1e-9
         self.now += min(timeout, 0.1) + 1e-9
         self.moments += 1
         self.meanwhile()
@@ -54,19 +54,19 @@ class Lanes:
     """Collectives under way."""
 
     def __init__(self, clock: Clock) -> None:
-        self.traffic, self._clock, self._stack = PriorityGate(), clock, ExitStack()
-        self.traffic._changed = clock
+        self.gate, self._clock, self._stack = PriorityGate(), clock, ExitStack()
+        self.gate._changed = clock
 
     def begin(self, priority: int, total: int = 100, idle: float = 0.0, **options: Any) -> Activity:
-        slot = self._stack.enter_context(self.traffic.under_way(LaneOptions(priority=priority, **options), total))
-        slot.progress = self._clock.now - idle
-        return slot
+        activity = self._stack.enter_context(self.gate.track(LaneOptions(priority=priority, **options), total))
+        activity.last_progress = self._clock.now - idle
+        return activity
 
-    def pause(self, slot: Activity) -> float:
+    def pause(self, activity: Activity) -> float:
         """Seconds that a lane pauses."""
         start = self._clock.now
-        self.traffic.give_way(slot, PATIENCE)
-        assert slot.progress == self._clock.now
+        self.gate.yield_to_higher(activity, MAX_PAUSE)
+        assert activity.last_progress == self._clock.now
         return self._clock.now - start
 
     def end_all(self) -> None:
@@ -78,7 +78,7 @@ def lanes(clock: Clock) -> Iterator[Lanes]:
     lanes = Lanes(clock)
     yield lanes
     lanes.end_all()
-    assert not lanes.traffic._slots
+    assert not lanes.gate._activities
 
 
 def test_alone_it_does_not_pause(lanes: Lanes) -> None:
@@ -87,73 +87,71 @@ def test_alone_it_does_not_pause(lanes: Lanes) -> None:
 
 @pytest.mark.parametrize(("own", "other", "pauses"), [(0, 1, True), (-2, -1, True), (0, 0, False), (1, 0, False)])
 def test_it_pauses_for_a_higher_lane_only(lanes: Lanes, own: int, other: int, pauses: bool) -> None:
-    slot = lanes.begin(own)
+    activity = lanes.begin(own)
     lanes.begin(other)
-    assert lanes.pause(slot) == (pytest.approx(PATIENCE) if pauses else 0)
+    assert lanes.pause(activity) == (pytest.approx(MAX_PAUSE) if pauses else 0)
 
 
-def test_it_pauses_no_longer_than_its_patience_for_a_lane_that_is_always_busy(lanes: Lanes, clock: Clock) -> None:
-    slot, busy = lanes.begin(0), lanes.begin(1)
-    clock.meanwhile = lambda: setattr(busy, "progress", clock.now)
+def test_it_pauses_no_longer_than_its_limit_for_a_lane_that_is_always_busy(lanes: Lanes, clock: Clock) -> None:
+    activity, busy = lanes.begin(0), lanes.begin(1)
+    clock.meanwhile = lambda: setattr(busy, "last_progress", clock.now)
     for _ in range(3):
-        assert lanes.pause(slot) == pytest.approx(PATIENCE)
+        assert lanes.pause(activity) == pytest.approx(MAX_PAUSE)
 
 
 @pytest.mark.parametrize(("idle", "pauses"), [(0.0, 1.0), (0.3, 0.7), (0.95, 0.05), (1.0, 0.0), (50.0, 0.0)])
-def test_a_higher_lane_without_progress_is_waited_for_until_its_patience_is_over(
-    lanes: Lanes, idle: float, pauses: float
-) -> None:
-    slot = lanes.begin(0)
+def test_a_higher_lane_without_progress_is_waited_for_until_the_limit(lanes: Lanes, idle: float, pauses: float) -> None:
+    activity = lanes.begin(0)
     lanes.begin(1, idle=idle)
-    assert lanes.pause(slot) == pytest.approx(pauses, abs=1e-6)
-    assert lanes.pause(slot) == 0  # still without progress
+    assert lanes.pause(activity) == pytest.approx(pauses, abs=1e-6)
+    assert lanes.pause(activity) == 0  # still without progress
 
 
 def test_of_several_higher_lanes_the_one_that_moves_counts(lanes: Lanes) -> None:
-    slot = lanes.begin(0)
+    activity = lanes.begin(0)
     for priority, idle in ((1, 50.0), (3, 0.4), (2, 20.0)):
         lanes.begin(priority, idle=idle)
-    assert lanes.pause(slot) == pytest.approx(0.6)
+    assert lanes.pause(activity) == pytest.approx(0.6)
 
 
 def test_it_goes_on_once_the_higher_lane_is_done(lanes: Lanes, clock: Clock) -> None:
-    slot, high = lanes.begin(0), lanes.begin(1)
-    clock.meanwhile = lambda: lanes.traffic._slots.remove(high) if clock.moments == 3 else None
-    assert lanes.pause(slot) == pytest.approx(0.3)
-    lanes.traffic._slots.append(high)
+    activity, high = lanes.begin(0), lanes.begin(1)
+    clock.meanwhile = lambda: lanes.gate._activities.remove(high) if clock.moments == 3 else None
+    assert lanes.pause(activity) == pytest.approx(0.3)
+    lanes.gate._activities.append(high)
 
 
 @pytest.mark.parametrize(("total", "limit", "pauses"), [(99, 100, True), (100, 100, False), (10**9, None, True), (0, 0, False)])
 def test_only_for_small_collectives_where_the_higher_lane_says_so(
     lanes: Lanes, total: int, limit: int | None, pauses: bool
 ) -> None:
-    slot = lanes.begin(0, total=5, pause_below=0)
-    lanes.begin(1, total=total, pause_below=limit)
-    assert lanes.pause(slot) == (pytest.approx(PATIENCE) if pauses else 0)
+    activity = lanes.begin(0, total=5, preempt_below_bytes=0)
+    lanes.begin(1, total=total, preempt_below_bytes=limit)
+    assert lanes.pause(activity) == (pytest.approx(MAX_PAUSE) if pauses else 0)
 
 
-def test_a_collective_that_fails_is_no_longer_under_way() -> None:
-    traffic = PriorityGate()
+def test_a_collective_that_fails_is_no_longer_tracked() -> None:
+    gate = PriorityGate()
 
     @contextmanager
-    def under_way() -> Iterator[None]:
-        with traffic.under_way(LaneOptions(), 1):
+    def tracked() -> Iterator[None]:
+        with gate.track(LaneOptions(), 1):
             yield
 
-    with pytest.raises(KeyError), under_way():
+    with pytest.raises(KeyError), tracked():
         raise KeyError
-    assert not traffic._slots
+    assert not gate._activities
 
 
 def test_a_paused_thread_wakes_up_when_the_higher_lane_ends() -> None:
-    traffic, passed = PriorityGate(), threading.Event()
+    gate, passed = PriorityGate(), threading.Event()
 
     def low() -> None:
-        with traffic.under_way(LaneOptions(), 1) as slot:
-            traffic.give_way(slot, 60.0)
+        with gate.track(LaneOptions(), 1) as activity:
+            gate.yield_to_higher(activity, 60.0)
         passed.set()
 
-    with traffic.under_way(LaneOptions(priority=1), 1):
+    with gate.track(LaneOptions(priority=1), 1):
         thread = threading.Thread(target=low, daemon=True)
         thread.start()
         assert not passed.wait(0.2)
@@ -161,13 +159,13 @@ def test_a_paused_thread_wakes_up_when_the_higher_lane_ends() -> None:
 
 
 def test_many_lanes_at_once_all_come_to_their_end() -> None:
-    traffic, done = PriorityGate(), []
+    gate, done = PriorityGate(), []
 
     def work(priority: int) -> None:
         for _ in range(5):
-            with traffic.under_way(LaneOptions(priority=priority), 1) as slot:
+            with gate.track(LaneOptions(priority=priority), 1) as activity:
                 for _ in range(5):
-                    traffic.give_way(slot, 0.002)
+                    gate.yield_to_higher(activity, 0.002)
                     time.sleep(0.0005)
         done.append(priority)
 
@@ -177,4 +175,4 @@ def test_many_lanes_at_once_all_come_to_their_end() -> None:
     for thread in threads:
         thread.join(30)
     assert sorted(done) == sorted(number % 4 for number in range(8))
-    assert not traffic._slots
+    assert not gate._activities

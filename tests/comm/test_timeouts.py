@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.comm.priority import TRAFFIC
+from lightning_freescale.comm.priority import PRIORITY_GATE
 from lightning_freescale.testing import run_distributed
 from tests.comm.conftest import SOON, Outcome, everyone_sends, make_group, nothing_left, outcome
 
@@ -60,15 +60,15 @@ def _stops() -> list[Outcome]:
     with nothing_left():
         group, n = make_group(timeout=TIMEOUT, chunk_bytes=4096), dist.get_world_size()
         assert everyone_sends(group)
-        chunks, give_way = iter(range(5)), TRAFFIC.give_way
+        chunks, yield_to_higher = iter(range(5)), PRIORITY_GATE.yield_to_higher
 
         def stop(*args: Any) -> None:
             if next(chunks, None) == 4:
                 dist.barrier()
-            give_way(*args)
+            yield_to_higher(*args)
 
         if dist.get_rank() == 1:
-            TRAFFIC.give_way = stop
+            PRIORITY_GATE.yield_to_higher = stop
         given = torch.ones(4_000_000 * n, dtype=torch.uint8)
         seen = [outcome(dist.all_to_all_single, torch.empty_like(given), given, group=group)]
         seen += [outcome(everyone_sends, group)]

@@ -65,7 +65,7 @@ class FakeStream:
 
 
 class FakeDriver:
-    """Of the protocol ``Driver``; tensors of the CPU are its memory, and that of its peers.
+    """Stands in for ``CudaDriver``; tensors of the CPU are its memory, and that of its peers.
 
     ``serial``: all streams but urgent ones are one, as if they shared a queue of the hardware.
     """
@@ -81,15 +81,15 @@ class FakeDriver:
     def active(self) -> Iterator[None]:
         yield
 
-    def stream(self, urgent: bool = False) -> FakeStream:
+    def create_stream(self, urgent: bool = False) -> FakeStream:
         if self._serial and self.streams and not urgent:
             return self.streams[0]
         self.streams.append(FakeStream())
         return self.streams[-1]
 
-    def after(self, stream: FakeStream, issued: Any) -> None:
-        if issued is not None:
-            stream.put(issued.wait)
+    def wait_event(self, stream: FakeStream, event: Any) -> None:
+        if event is not None:
+            stream.put(event.wait)
 
     def copy(self, stream: FakeStream, target: Tensor, source: Tensor) -> None:
         assert len(target) == len(source) > 0
@@ -103,11 +103,11 @@ class FakeDriver:
 
         stream.put(copy)
 
-    def write(self, stream: FakeStream, word: Tensor, value: int) -> None:
+    def write_word(self, stream: FakeStream, word: Tensor, value: int) -> None:
         assert word.shape == (1,)
         stream.put(lambda: word.fill_(signed(value)) and None)
 
-    def wait(self, stream: FakeStream, word: Tensor, value: int) -> None:
+    def wait_word(self, stream: FakeStream, word: Tensor, value: int) -> None:
         assert word.shape == (1,)
 
         def wait() -> None:
@@ -116,15 +116,15 @@ class FakeDriver:
 
         stream.put(wait)
 
-    def event(self, stream: FakeStream) -> FakeEvent:
+    def record_event(self, stream: FakeStream) -> FakeEvent:
         event = FakeEvent()
         stream.put(event.set)
         return event
 
-    def pinned(self, length: int) -> Tensor:
+    def allocate_pinned(self, length: int) -> Tensor:
         return torch.zeros(length, dtype=torch.int32)
 
-    def close(self) -> None:
+    def destroy_streams(self) -> None:
         self.closed = True
 
 

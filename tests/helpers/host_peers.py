@@ -20,20 +20,20 @@ UNTOUCHED = 255
 class _OnDevice(Transfer):
     """On the CPU, but treated as on a device."""
 
-    def fits(self, part: torch.Tensor) -> bool:
+    def fits_in_header(self, part: torch.Tensor) -> bool:
         return False
 
 
 def transports(ranks: list[int], chunk: int, start: int = 0, seed: int = 0, **driver: Any) -> list[PeerTransport]:
     """One per rank, whose memory is mapped on all."""
-    length = SymmetricBuffer.bytes(len(ranks), chunk)
+    length = SymmetricBuffer.size_bytes(len(ranks), chunk)
     buffers = [torch.full((length,), UNTOUCHED, dtype=torch.uint8) for _ in ranks]
-    slabs = [SymmetricBuffer(place, buffers, chunk) for place in range(len(ranks))]
-    for place, slab in enumerate(slabs):
-        slab.words(place).fill_(signed(start))
-        slab.failed(place).zero_()
-    names = [100 + rank for rank in range(max(ranks) + 1)]
-    return [PeerTransport(FakeDriver(100 * seed + slab.place, **driver), slab, ranks, names, start) for slab in slabs]
+    mapped = [SymmetricBuffer(rank, buffers, chunk) for rank in range(len(ranks))]
+    for rank, buffer in enumerate(mapped):
+        buffer.signal_pad(rank).fill_(signed(start))
+        buffer.failed(rank).zero_()
+    global_ranks = [100 + rank for rank in range(max(ranks) + 1)]
+    return [PeerTransport(FakeDriver(100 * seed + one.rank, **driver), one, ranks, global_ranks, start) for one in mapped]
 
 
 def lengths(size: int, most: int, seed: int) -> list[list[int]]:

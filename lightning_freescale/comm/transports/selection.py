@@ -1,20 +1,82 @@
-"""Which transports a topology allows, and why not the others."""
+"""Which transport a lane takes: what the topology allows, why not the others, and the one that is set up."""
 
 from __future__ import annotations
 
+import json
 import logging
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
 
-from lightning_freescale.comm.transports.base import TransportRefused
+import torch
+import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from lightning_freescale.comm.transports.topology import Topology
+from lightning_freescale.comm.options import LaneOptions
+from lightning_freescale.comm.p2p import GlooP2P
+from lightning_freescale.comm.transports.cuda_driver import CudaDriver
+from lightning_freescale.comm.transports.host.transport import HostTransport
+from lightning_freescale.comm.transports.nccl import NcclCommunicator, ZeroCtaTransport
+from lightning_freescale.comm.transports.peer.symmetric_buffer import allocate_symmetric_buffer
+from lightning_freescale.comm.transports.peer.transport import PeerTransport
+from lightning_freescale.comm.transports.topology import RankHardware, Topology
+from lightning_freescale.comm.transports.two_level import TwoLevelTransport
 
+_SAME_ON_ALL_RANKS = ("transport", "chunk_bytes", "pinned_bytes", "priority")
 _log = logging.getLogger(__name__)
 
 
-def decide(transport: str, topology: Topology) -> str:
-    """Which transport ``LaneOptions(transport=...)`` means here: ``"host"``, ``"native"``, or a name of :func:`refusal`.
+class TransportRefused(RuntimeError):  # noqa: N818 (says what happened)
+    """A transport cannot be had here; the message says why, and what to pass instead."""
+
+
+Transport = HostTransport | PeerTransport | TwoLevelTransport | ZeroCtaTransport
+"""Moves the bytes of a collective on which all ranks have agreed; runs on the lane's thread, one transfer at a time."""
+
+
+def select_transport(
+    options: LaneOptions, p2p: GlooP2P, host: HostTransport, store: dist.Store, timeout: timedelta
+) -> Transport | None:
+    """Set up the transport for CUDA tensors; None for torch's own backend. Collective.
+
+    Args:
+        options: of this rank.
+        p2p: of the group.
+        host: the transport that can always be had.
+        store: that only this call uses, on every rank.
+        timeout: how long to wait for the other ranks.
+
+    Raises:
+        ValueError: the ranks do not give the same options; on every rank.
+        TransportRefused: the transport that ``options`` name cannot be had; on every rank.
+        DistBackendError: a rank does not come.
+    """
+    hardware = RankHardware.from_this_process(cuda=options.transport not in ("host", "native"))
+    mine = {"options": {name: getattr(options, name) for name in _SAME_ON_ALL_RANKS}, "hardware": asdict(hardware)}
+    said = _all_gather_json("hardware", mine, p2p, store, timeout)
+    _check_same_options([each["options"] for each in said], p2p.ranks)
+    topology = Topology(tuple(RankHardware.from_json(each["hardware"]) for each in said), tuple(p2p.ranks))
+    kind = select_kind(options.transport, topology)
+    if kind == "native":
+        return None
+    if kind == "host":
+        return host
+    near = next(ranks for ranks in topology.hosts.values() if p2p.rank in ranks)
+    transport, reason = build_transport(kind, options, p2p, host, near, dist.PrefixStore("build", store), timeout)
+    reasons = _all_gather_json("built", reason, p2p, store, timeout)
+    failed = "; ".join(f"rank {rank}: {text}" for rank, text in zip(p2p.ranks, reasons) if text)
+    if not failed:
+        return transport
+    if transport is not None:
+        transport.close()
+    if options.transport != "auto":
+        raise TransportRefused(f"transport={kind!r} could not be set up: {failed}: pass 'host' or 'auto'")
+    _log.warning("transport='auto' takes 'host', because %r could not be set up: %s", kind, failed)
+    return host
+
+
+def select_kind(transport: str, topology: Topology) -> str:
+    """Return what ``LaneOptions(transport=...)`` means here: ``"host"``, ``"native"``, or a name of :func:`refusal`.
 
     Raises:
         TransportRefused: the one that is named cannot be had.
@@ -27,51 +89,98 @@ def decide(transport: str, topology: Topology) -> str:
         return transport
     refusals = {kind: refusal(kind, topology) for kind in ("peer", "two-level")}
     chosen = next((kind for kind, reason in refusals.items() if not reason), "host")
-    if chosen == "host" and not topology.lacking("gpu"):
+    if chosen == "host" and not topology.find_lacking("gpu"):
         _log.info("transport='auto' takes 'host': %s", "; ".join(f"{kind!r} {reason}" for kind, reason in refusals.items()))
     return chosen
 
 
 def refusal(transport: str, topology: Topology) -> str:
-    """Why ``"peer"``, ``"two-level"`` or ``"nccl-zero-cta"`` cannot be had, and what to do; empty if it can."""
-    if ranks := topology.lacking("gpu"):
+    """Say why ``"peer"``, ``"two-level"`` or ``"nccl-zero-cta"`` cannot be had, and what to do; empty if it can."""
+    if ranks := topology.find_lacking("gpu"):
         return f"moves CUDA tensors, and torch sees no CUDA device on {ranks}: pass 'auto' or 'host'"
-    if ranks := topology.lacking("bindings"):
+    if ranks := topology.find_lacking("bindings"):
         return f"needs the package cuda-bindings, which {ranks} cannot import: install it, or pass 'auto' or 'host'"
     return {"peer": _no_peer, "two-level": _no_two_level, "nccl-zero-cta": _no_zero_cta}[transport](topology)
 
 
 def _no_peer(topology: Topology) -> str:
-    gap = topology.unlinked(range(topology.size))
+    gap = topology.find_unlinked(range(topology.size))
     return gap and f"needs all ranks in one NVLink domain; {gap}: {_instead(topology)}"
 
 
 def _no_two_level(topology: Topology) -> str:
     if topology.one_host:
-        return f"needs ranks on several hosts; all are on {topology.stations[0].host}: pass 'peer' or 'auto'"
+        return f"needs ranks on several hosts; all are on {topology.hardware[0].host}: pass 'peer' or 'auto'"
     if all(len(ranks) == 1 for ranks in topology.hosts.values()):
         return "needs several ranks on a host; every rank has its own: pass 'host' or 'auto'"
-    gap = next((gap for ranks in topology.hosts.values() if (gap := topology.unlinked(ranks))), "")
+    gap = next((gap for ranks in topology.hosts.values() if (gap := topology.find_unlinked(ranks))), "")
     return gap and f"needs each host's ranks in one NVLink domain; {gap}: {_instead(topology)}"
 
 
 def _no_zero_cta(topology: Topology) -> str:
-    """Where NCCL would silently launch kernels instead."""
-    versions = {station.nccl for station in topology.stations}
+    """Name the conditions without which NCCL would silently launch kernels instead."""
+    versions = {hardware.nccl for hardware in topology.hardware}
     if topology.size == 1:
         return "needs at least 2 ranks: pass 'auto'"
     if len(versions) > 1 or min(versions) < (2, 28):
         told = ", ".join(".".join(map(str, version)) or "none" for version in sorted(versions))
         return f"needs the same NCCL of at least 2.28 on every rank; found {told}: pass 'auto'"
-    if (driver := min(station.driver for station in topology.stations)) < 12050:
+    if (driver := min(hardware.driver for hardware in topology.hardware)) < 12050:
         return f"needs a CUDA driver of at least 12.5 on every rank; found {driver // 1000}.{driver % 1000 // 10}: pass 'auto'"
-    if ranks := topology.lacking("zero_cta"):
+    if ranks := topology.find_lacking("zero_cta"):
         return f"needs a torch that has ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO, which {ranks} lacks: pass 'auto'"
-    gap = topology.unlinked(range(topology.size)) or topology.sharing()
+    gap = topology.find_unlinked(range(topology.size)) or topology.find_shared_gpu()
     return gap and f"needs all ranks in one NVLink domain, each with its own GPU; {gap}: {_instead(topology)}"
 
 
 def _instead(topology: Topology) -> str:
-    if topology.sharing():
+    if topology.find_shared_gpu():
         return "call torch.cuda.set_device before the group is made, or pass 'host'"
     return "pass 'auto' or 'host'" if topology.one_host else "pass 'two-level' or 'auto'"
+
+
+def build_transport(
+    kind: str, options: LaneOptions, p2p: GlooP2P, host: HostTransport, near: list[int], store: dist.Store, timeout: timedelta
+) -> tuple[Transport | None, str]:
+    """Set up ``"peer"``, ``"two-level"`` or ``"nccl-zero-cta"``, or return why it could not be; arguments as above. Collective.
+
+    ``near`` are the ranks of the group on this host, this one included. Not tested on GPU.
+    """
+    try:
+        device = torch.device("cuda", torch.cuda.current_device())
+        if kind == "nccl-zero-cta":
+            communicator = NcclCommunicator(p2p.rank, p2p.size, options.chunk_bytes, store, timeout, device)
+            return ZeroCtaTransport(CudaDriver(device), communicator, p2p.size), ""
+        driver, near_store = CudaDriver(device), dist.PrefixStore(f"from {near[0]}", store)
+        buffer = allocate_symmetric_buffer(near.index(p2p.rank), len(near), options.chunk_bytes, device, near_store)
+        peer = PeerTransport(driver, buffer, near, p2p.ranks)
+        return (peer if kind == "peer" else TwoLevelTransport(peer, host, p2p.size)), ""
+    except Exception as error:  # all ranks hear of it
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _all_gather_json(what: str, mine: Any, p2p: GlooP2P, store: dist.Store, timeout: timedelta) -> list[Any]:
+    """Return what every rank says, by way of the store."""
+    keys = [f"{what}/{rank}" for rank in range(p2p.size)]
+    store.set(keys[p2p.rank], json.dumps(mine))
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError as error:
+        missing = [str(rank) for rank, key in zip(p2p.ranks, keys) if not store.check([key])]
+        raise dist.DistBackendError(
+            f"while a freescale group was made, rank {', '.join(missing)} did not come within {timeout.total_seconds():g} s"
+        ) from error
+    said = [json.loads(each) for each in store.multi_get(keys)]
+    # return once all ranks have read, as a rank that leaves on an error may take the store with it
+    with suppress(RuntimeError):  # it is gone, and so all have read
+        if store.add(f"{what}/read", 1) == p2p.size:
+            store.set(f"{what}/read by all", "")
+        store.wait([f"{what}/read by all"], timeout)
+    return said
+
+
+def _check_same_options(given: list[dict[str, Any]], ranks: list[int]) -> None:
+    for name in _SAME_ON_ALL_RANKS:
+        if any(options[name] != given[0][name] for options in given):
+            told = ", ".join(f"{options[name]!r} on rank {rank}" for rank, options in zip(ranks, given))
+            raise ValueError(f"LaneOptions differ between ranks, {name}= is {told}: pass the same options on every rank")

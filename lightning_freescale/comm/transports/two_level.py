@@ -21,8 +21,6 @@ class TwoLevelTransport:
         size: of the group.
     """
 
-    name = "two-level"
-
     def __init__(self, near: PeerTransport, host: HostTransport, size: int) -> None:
         self._near, self._host = near, host
         self.far = [rank for rank in range(size) if rank not in near.ranks]
@@ -33,14 +31,14 @@ class TwoLevelTransport:
         Raises:
             DistBackendError: a peer is gone, did not come in time, or has given up.
         """
-        with self._near.moving(transfer) as flow:
+        with self._near.start_transfer(transfer) as progress:
 
-            def between() -> None:
-                flow.advance()
+            def advance_and_pause() -> None:
+                progress.advance()
                 pause()
 
-            self._host.move(transfer, between, self.far)
-            self._near.finish(flow, transfer.timeout, pause)
+            self._host.move(transfer, advance_and_pause, self.far)
+            self._near.complete_transfer(progress, transfer.timeout, pause)
 
     def close(self) -> None:
         """Let go of the memory and streams for this host; who made the host's transport closes it."""

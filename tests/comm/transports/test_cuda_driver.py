@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_freescale.comm import LaneOptions
-from lightning_freescale.comm.transports import station
-from lightning_freescale.comm.transports.build import build
-from lightning_freescale.comm.transports.gpu.cuda_driver import CudaDriver
+from lightning_freescale.comm.transports import topology
+from lightning_freescale.comm.transports.cuda_driver import CudaDriver
+from lightning_freescale.comm.transports.selection import build_transport
 
 _DEVICE = torch.device("cuda", 0)
 _STREAM = SimpleNamespace(cuda_stream=7)
@@ -57,8 +57,8 @@ class _Cuda:
 def test_waits_and_writes_are_taken_modulo_two_to_the_32() -> None:
     cuda = _Cuda()
     driver = CudaDriver(_DEVICE, cuda)
-    driver.wait(_STREAM, _WORD, -1)
-    driver.write(_STREAM, _WORD, 2**32 + 5)
+    driver.wait_word(_STREAM, _WORD, -1)
+    driver.write_word(_STREAM, _WORD, 2**32 + 5)
     address = _WORD.data_ptr()
     assert cuda.calls[-2:] == [
         ("cuStreamWaitValue32", 7, address, 2**32 - 1, 0),
@@ -85,7 +85,7 @@ def test_an_old_driver_is_warned_of() -> None:
 def test_an_error_names_the_call() -> None:
     driver = CudaDriver(_DEVICE, _Cuda(failing="cuStreamWaitValue32"))
     with pytest.raises(RuntimeError, match="cuStreamWaitValue32 failed on cuda:0: CUDA_ERROR_INVALID_CONTEXT"):
-        driver.wait(_STREAM, _WORD, 1)
+        driver.wait_word(_STREAM, _WORD, 1)
 
 
 def test_the_real_bindings_take_these_arguments() -> None:
@@ -105,8 +105,8 @@ def test_the_real_bindings_take_these_arguments() -> None:
 
     driver._call = call
     driver._batch = driver._batch_attributes()
-    driver.wait(_STREAM, _WORD, -1)
-    driver.write(_STREAM, _WORD, 2**32 + 1)
+    driver.wait_word(_STREAM, _WORD, -1)
+    driver.write_word(_STREAM, _WORD, 2**32 + 1)
     driver.copy(_STREAM, _WORD, _WORD)
     call("cuDevicePrimaryCtxRetain", cuda.CUdevice(0))
     call("cuCtxSetCurrent", cuda.CUcontext(0))
@@ -119,21 +119,21 @@ def test_the_real_bindings_take_these_arguments() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there they may be had")
 @pytest.mark.parametrize("kind", ["peer", "two-level", "nccl-zero-cta"])
 def test_what_cannot_be_set_up_is_told_not_raised(kind: str) -> None:
-    wire: Any = SimpleNamespace(rank=0, size=1, ranks=[0])
+    p2p: Any = SimpleNamespace(rank=0, size=1, ranks=[0])
     host: Any = None
-    made, reason = build(kind, LaneOptions(), wire, host, [0], dist.HashStore(), timedelta(seconds=1))
+    made, reason = build_transport(kind, LaneOptions(), p2p, host, [0], dist.HashStore(), timedelta(seconds=1))
     assert made is None
     assert reason
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it may be seen")
 def test_without_nvml_no_nvlink_is_seen(caplog: pytest.LogCaptureFixture) -> None:
-    assert station._linked(0) == []
+    assert topology._linked_devices(0) == []
     assert "NVLink could not be looked for" in caplog.text
 
 
-def test_a_station_without_cuda_is_a_host() -> None:
-    here = station.Station.here(cuda=False)
+def test_without_cuda_only_the_host_is_looked_at() -> None:
+    here = topology.RankHardware.from_this_process(cuda=False)
     assert here.host and not here.gpu and not here.bindings
 
 

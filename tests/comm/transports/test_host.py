@@ -16,8 +16,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_freescale.comm import LaneOptions
 from lightning_freescale.comm.p2p import GlooP2P
-from lightning_freescale.comm.parts import DTYPES, RankBuffers
-from lightning_freescale.comm.transfer import Transfer
+from lightning_freescale.comm.transfer import DTYPES, RankBuffers, Transfer
 from lightning_freescale.comm.transports.host.staging import HostStaging
 from lightning_freescale.comm.transports.host.transport import HostTransport
 from lightning_freescale.testing import run_distributed
@@ -26,10 +25,10 @@ Sizes = list[list[int]]
 """Bytes by source and target."""
 UNTOUCHED = 255
 DEVICE = torch.device("cuda", 0)
-"""Only by name: so that small parts go by the transport as well, not in the envelopes."""
+"""Only by name: so that small parts go by the transport as well, not in the headers."""
 
 
-def make_wire() -> GlooP2P:
+def make_p2p() -> GlooP2P:
     """Collective over all ranks."""
     size = dist.get_world_size()
     return GlooP2P(
@@ -47,24 +46,24 @@ def make_transfer(sizes: Sizes, rank: int, number: int) -> Transfer:
     everyone, dtype = range(len(sizes)), DTYPES.index(torch.uint8)
     outgoing = [content(rank, peer, sizes[rank][peer], number) for peer in everyone]
     incoming = [torch.full((sizes[peer][rank],), UNTOUCHED, dtype=torch.uint8) for peer in everyone]
-    parts = (RankBuffers(pieces, dtype, DEVICE) for pieces in (outgoing, incoming))
-    transfer = Transfer.of("test", *parts, rank, timeout=timedelta(seconds=20), number=number)
+    ways = (RankBuffers(buffers, dtype, DEVICE) for buffers in (outgoing, incoming))
+    transfer = Transfer.from_buffers("test", *ways, rank, timeout=timedelta(seconds=20), sequence_number=number)
     transfer.largest = max(map(max, sizes))
     return transfer
 
 
-def make_host(wire: GlooP2P, chunk: int, staging: Any = None, **options: Any) -> HostTransport:
+def make_host(p2p: GlooP2P, chunk: int, staging: Any = None, **options: Any) -> HostTransport:
     """With a stand-in for the device's staging."""
-    host = HostTransport(wire, LaneOptions(chunk_bytes=chunk, **options))
+    host = HostTransport(p2p, LaneOptions(chunk_bytes=chunk, **options))
     host._stagings[DEVICE] = staging or HostStaging()
     return host
 
 
-def all_arrived(transfer: Transfer, sizes: Sizes, rank: int, served: Collection[int]) -> bool:
+def all_arrived(transfer: Transfer, sizes: Sizes, rank: int, ranks: Collection[int]) -> bool:
     """All parts of these ranks are there, byte by byte, and no other memory has been written to."""
     for peer, part in enumerate(transfer.incoming):
-        expected = content(peer, rank, sizes[peer][rank], transfer.number)
-        if not torch.equal(part, expected if peer in served else torch.full_like(expected, UNTOUCHED)):
+        expected = content(peer, rank, sizes[peer][rank], transfer.sequence_number)
+        if not torch.equal(part, expected if peer in ranks else torch.full_like(expected, UNTOUCHED)):
             return False
     return True
 
@@ -85,14 +84,14 @@ def draw_sizes(draw: random.Random, size: int, chunk: int) -> Sizes:
 
 def _random(seed: int, cases: int) -> list[tuple[int, int, Sizes]]:
     """Cases that went wrong."""
-    draw, wire, rank, wrong = random.Random(seed), make_wire(), dist.get_rank(), []
+    draw, p2p, rank, wrong = random.Random(seed), make_p2p(), dist.get_rank(), []
     for number in range(cases):
         chunk = draw.choice([1, 2, 3, 7, 64, 100, 1000, 4096, draw.randint(1, 4096)])
-        sizes = draw_sizes(draw, wire.size, chunk)
+        sizes = draw_sizes(draw, p2p.size, chunk)
         transfer, pauses = make_transfer(sizes, rank, number), Mock()
-        make_host(wire, chunk).move(transfer, pauses)
-        longest = max((max(sizes[rank][k], sizes[k][rank]) for k in wire.peers), default=0)
-        if not all_arrived(transfer, sizes, rank, range(wire.size)) or pauses.call_count < -(-longest // chunk):
+        make_host(p2p, chunk).move(transfer, pauses)
+        longest = max((max(sizes[rank][k], sizes[k][rank]) for k in p2p.peers), default=0)
+        if not all_arrived(transfer, sizes, rank, range(p2p.size)) or pauses.call_count < -(-longest // chunk):
             wrong.append((number, chunk, sizes))
     return wrong
 
@@ -103,13 +102,13 @@ def test_random_parts_in_random_chunks_arrive(size: int, cases: int) -> None:
 
 
 def _case(sizes: Sizes, chunk: int, rounds: int) -> bool:
-    wire, rank = make_wire(), dist.get_rank()
-    host = make_host(wire, chunk)
+    p2p, rank = make_p2p(), dist.get_rank()
+    host = make_host(p2p, chunk)
     right = True
     for number in range(rounds):
         transfer = make_transfer(sizes, rank, number)
         host.move(transfer, lambda: None)
-        right = right and all_arrived(transfer, sizes, rank, range(wire.size))
+        right = right and all_arrived(transfer, sizes, rank, range(p2p.size))
     return right
 
 
@@ -129,9 +128,9 @@ def test_very_unequal_parts_do_not_hang(case: str) -> None:
 
 
 def _subsets() -> bool:
-    """First who is in the other pair, then the own pair; what is not served is not touched."""
-    wire, rank, right = make_wire(), dist.get_rank(), True
-    host = make_host(wire, 10)
+    """First who is in the other pair, then the own pair; what is not asked for is not touched."""
+    p2p, rank, right = make_p2p(), dist.get_rank(), True
+    host = make_host(p2p, 10)
     draw = random.Random(5)
     for number in range(0, 60, 2):
         sizes = draw_sizes(draw, 4, 10)
@@ -150,12 +149,12 @@ def test_some_ranks_only() -> None:
 
 def _in_place() -> Any:
     """A part given and taken in the same memory, as in an all-gather into its own output."""
-    wire, rank = make_wire(), dist.get_rank()
+    p2p, rank = make_p2p(), dist.get_rank()
     sizes = [[40, 40], [40, 40]]
     transfer = make_transfer(sizes, rank, 0)
     transfer.outgoing = [content(rank, rank, 40, 0)] * 2
     transfer.incoming[rank] = transfer.outgoing[rank]
-    make_host(wire, 16).move(transfer, lambda: None)
+    make_host(p2p, 16).move(transfer, lambda: None)
     return [torch.equal(part, content(peer, peer, 40, 0)) for peer, part in enumerate(transfer.incoming)]
 
 

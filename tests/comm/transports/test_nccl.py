@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_freescale.comm.transports.nccl.transport import ZeroCtaTransport
+from lightning_freescale.comm.transports.nccl import ZeroCtaTransport
 from tests.helpers.fake_gpu import FakeDriver, FakeStream, end_streams, on_ranks
 from tests.helpers.host_peers import lengths, transfer, wrong
 
@@ -35,7 +35,7 @@ class FakeNccl:
         self._inputs: dict[int, Tensor] = {}
 
     def transport(self, rank: int) -> ZeroCtaTransport:
-        def exchange(stream: FakeStream, output: Tensor, input: Tensor) -> None:
+        def all_to_all(stream: FakeStream, output: Tensor, input: Tensor) -> None:
             for tensor, half in ((input, self.windows[rank][0]), (output, self.windows[rank][1])):
                 assert tensor.is_contiguous() and tensor.data_ptr() == half.data_ptr() and len(tensor) % self._size == 0
             self.calls[rank].append(len(input) // self._size)
@@ -45,8 +45,8 @@ class FakeNccl:
             self.aborted[rank] += 1
             self._barrier.abort()
 
-        nccl: Any = SimpleNamespace(window=self.windows[rank], exchange=exchange, abort=abort)
-        return ZeroCtaTransport(FakeDriver(rank), nccl, self._size)
+        communicator: Any = SimpleNamespace(window=self.windows[rank], all_to_all=all_to_all, abort=abort)
+        return ZeroCtaTransport(FakeDriver(rank), communicator, self._size)
 
     def _run(self, rank: int, output: Tensor, input: Tensor) -> None:
         try:
@@ -107,7 +107,7 @@ def test_a_rank_that_does_not_come_ends_it() -> None:
     assert nccl.aborted == [1, 0]
 
 
-def test_closing_ends_what_is_under_way() -> None:
+def test_closing_ends_what_is_in_flight() -> None:
     nccl, table = FakeNccl(2, 16), [[9, 9], [9, 9]]
     transport = nccl.transport(0)
     threading.Timer(0.2, transport.close).start()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_freescale.comm.transports.peer import transport as peer
-from lightning_freescale.comm.transports.peer.symmetric_buffer import SymmetricBuffer, symmetric_buffer
+from lightning_freescale.comm.transports.peer.symmetric_buffer import SymmetricBuffer, allocate_symmetric_buffer
 from lightning_freescale.comm.transports.peer.transport import PeerTransport
 from tests.helpers.fake_gpu import FakeDriver, end_streams, on_ranks
 from tests.helpers.host_peers import UNTOUCHED, lengths, transfer, transports, wrong
@@ -100,8 +100,8 @@ def test_one_rank_copies_its_own_part_and_nothing_is_left_in_place() -> None:
 def test_it_pauses_between_rounds_and_keeps_few_on_the_streams() -> None:
     (alone,), table = transports([0], 1), [[40]]
     seen = []
-    with alone.moving(mine := transfer(0, table, 1)) as flow:
-        alone.finish(flow, mine.timeout, lambda: seen.append(flow._begun))
+    with alone.start_transfer(mine := transfer(0, table, 1)) as progress:
+        alone.complete_transfer(progress, mine.timeout, lambda: seen.append(progress._started))
     assert len(seen) >= 5
     assert seen[0] <= 8
 
@@ -129,7 +129,7 @@ def test_what_a_rank_copies_after_it_gave_up_is_not_taken_for_good(
     bytes_: int, look: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 reads so late that rank 0 gives up and overwrites its slots; all that it expects comes, or not all."""
-    monkeypatch.setattr(peer, "_LOOK", look)
+    monkeypatch.setattr(peer, "_CHECK_AFTER", look)
     pair, table = transports([0, 1], 4), [[0, bytes_], [0, 0]]
     reader = pair[1]._link.receiving
     reader.hold.set()
@@ -147,14 +147,14 @@ def test_what_a_rank_copies_after_it_gave_up_is_not_taken_for_good(
 def test_the_last_count_of_a_peer_that_dies_cannot_stop_the_streams_from_draining() -> None:
     """It is below what has been written for it."""
     pair, table = transports([0, 1], 1), [[0, 0], [4, 0]]
-    slab = pair[0]._link.slab
+    buffer = pair[0]._link.buffer
     pair[0]._driver._slow = 0.05
 
     def die() -> None:
-        while not int(slab.failed(1)):
+        while not int(buffer.failed(1)):
             time.sleep(1e-3)
         time.sleep(0.01)
-        slab.arrived(0, 1).fill_(1)
+        buffer.arrived(0, 1).fill_(1)
 
     threading.Thread(target=die, daemon=True).start()
     with pytest.raises(dist.DistBackendError, match="rank 101 did not come"):
@@ -169,7 +169,7 @@ def test_peers_are_told_before_their_slots_are_overwritten() -> None:
     link.receiving.hold.set()
 
     def read() -> None:
-        while int(link.slab.arrived(1, 0)) < 4:
+        while int(link.buffer.arrived(1, 0)) < 4:
             time.sleep(1e-4)
         link.receiving.hold.clear()
 
@@ -178,7 +178,7 @@ def test_peers_are_told_before_their_slots_are_overwritten() -> None:
     assert "a peer has given up" in str(late)
 
 
-def test_closing_ends_what_is_under_way() -> None:
+def test_closing_ends_what_is_in_flight() -> None:
     first, _ = transports([0, 1], 4)
     threading.Timer(0.2, first.close).start()
     begun = time.monotonic()
@@ -234,26 +234,26 @@ def test_tensors_of_another_device_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "chunk"), [(1, 1), (2, 64), (3, 300), (8, 256)])
-def test_the_parts_of_a_slab_do_not_overlap(ranks: int, chunk: int) -> None:
-    slab = SymmetricBuffer(
-        0, [torch.zeros(SymmetricBuffer.bytes(ranks, chunk), dtype=torch.uint8) for _ in range(ranks)], chunk
+def test_the_parts_of_a_symmetric_buffer_do_not_overlap(ranks: int, chunk: int) -> None:
+    buffer = SymmetricBuffer(
+        0, [torch.zeros(SymmetricBuffer.size_bytes(ranks, chunk), dtype=torch.uint8) for _ in range(ranks)], chunk
     )
-    views = [word(0, rank).view(torch.uint8) for word in (slab.arrived, slab.taken) for rank in range(ranks)]
-    views += [slab.failed(0).view(torch.uint8)]
-    views += [slab.slot(0, rank, number, chunk) for rank in range(ranks) for number in range(2)]
+    views = [word(0, rank).view(torch.uint8) for word in (buffer.arrived, buffer.consumed) for rank in range(ranks)]
+    views += [buffer.failed(0).view(torch.uint8)]
+    views += [buffer.slot(0, rank, number, chunk) for rank in range(ranks) for number in range(2)]
     for view in views:
         view += 1
-    assert slab.buffers[0].max() == 1
-    assert slab.buffers[0].sum() == 4 * (2 * ranks + 1) + 2 * ranks * chunk
+    assert buffer.buffers[0].max() == 1
+    assert buffer.buffers[0].sum() == 4 * (2 * ranks + 1) + 2 * ranks * chunk
     assert all(len(view) == chunk for view in views[2 * ranks + 1 :])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it can be had")
 def test_symmetric_memory_that_cannot_be_had_is_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"symmetric memory has backend None: call torch's symm_mem.set_backend"):
-        symmetric_buffer(0, 2, 16, torch.device("cuda", 0), dist.HashStore())
+        allocate_symmetric_buffer(0, 2, 16, torch.device("cuda", 0), dist.HashStore())
 
 
 def test_a_rank_alone_needs_no_symmetric_memory() -> None:
-    slab = symmetric_buffer(0, 1, 16, torch.device("cpu"), dist.HashStore())
-    assert len(slab.buffers) == 1 and int(slab.words(0).abs().sum()) == 0
+    buffer = allocate_symmetric_buffer(0, 1, 16, torch.device("cpu"), dist.HashStore())
+    assert len(buffer.buffers) == 1 and int(buffer.signal_pad(0).abs().sum()) == 0

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from lightning_freescale.comm.transports.host.staging import DeviceStaging
 from lightning_freescale.testing import run_distributed
-from tests.comm.conftest import nothing_left
-from tests.comm.transports.test_host import DEVICE, all_arrived, draw_sizes, make_host, make_transfer, make_wire
+from tests.comm.conftest import nothing_left, pinned_in_use
+from tests.comm.transports.test_host import DEVICE, all_arrived, draw_sizes, make_host, make_p2p, make_transfer
 
 _CURRENT = threading.local()
 
@@ -128,17 +128,17 @@ def _staging(api: Api, pinned_bytes: int, memory: Callable[[int], Tensor]) -> De
 
 def _random(chunk: int, pinned_bytes: int, cases: int) -> tuple[int, int, int]:
     """Wrong transfers; the most pinned bytes that were held; and those still in use."""
-    wire, api, wrong, most = make_wire(), Api(), 0, 0
+    p2p, api, wrong, most = make_p2p(), Api(), 0, 0
     draw, caller = (
         random.Random(chunk),
-        Stream(delay=0.002 + 0.01 * (wire.rank == 1)),
+        Stream(delay=0.002 + 0.01 * (p2p.rank == 1)),
     )  # so that chunks come before rank 1 is ready
     staging = _staging(api, pinned_bytes, Memory())
-    host = make_host(wire, chunk, staging, pinned_bytes=pinned_bytes)
+    host = make_host(p2p, chunk, staging, pinned_bytes=pinned_bytes)
     for number in range(cases):
-        sizes = draw_sizes(draw, wire.size, chunk)
-        given = make_transfer(sizes, wire.rank, number)
-        transfer = make_transfer(sizes, wire.rank, number)
+        sizes = draw_sizes(draw, p2p.size, chunk)
+        given = make_transfer(sizes, p2p.rank, number)
+        transfer = make_transfer(sizes, p2p.rank, number)
         for late, part in zip(given.outgoing, transfer.outgoing):  # the caller's stream is still at work on both
             part.zero_()
             caller.copy(part, late)
@@ -152,8 +152,8 @@ def _random(chunk: int, pinned_bytes: int, cases: int) -> tuple[int, int, int]:
 
         host.move(transfer, look)
         look()
-        wrong += not all_arrived(transfer, sizes, wire.rank, range(wire.size))
-    return wrong, most, host.pinned_in_use
+        wrong += not all_arrived(transfer, sizes, p2p.rank, range(p2p.size))
+    return wrong, most, pinned_in_use(host)
 
 
 @pytest.mark.parametrize(("size", "chunk", "pinned_bytes"), [(2, 64, 64 * 40), (3, 100, 100 * 40), (3, 16, 1 << 20)])
@@ -170,25 +170,25 @@ def test_neither_direction_begins_before_the_callers_stream_is_there() -> None:
     source, target = (each.view(torch.uint8) for each in (given, out))
     caller.copy(given, wanted)
     caller.copy(out, torch.full_like(out, 77.0))
-    staging.begin(caller.record_event())
-    arrived = staging.room(target)
+    staging.wait_event(caller.record_event())
+    arrived = staging.allocate(target)
     arrived[: len(target)] = wanted.view(torch.uint8)
-    staging.lower(arrived, target)
-    lifted = staging.lift(source)
-    assert torch.equal(lifted.ready().as_subclass(Tensor), wanted.view(torch.uint8))
-    staging.finish()
+    staging.copy_to_device(arrived, target)
+    copy = staging.copy_to_host(source)
+    assert torch.equal(copy.wait().as_subclass(Tensor), wanted.view(torch.uint8))
+    staging.synchronize()
     assert torch.equal(out, wanted)
-    staging.drop(lifted)
-    assert staging.pinned_in_use == 0
+    staging.release(copy)
+    assert staging._outgoing.in_use == staging._incoming.in_use == 0
 
 
 def _overlap() -> tuple[int, bool]:
-    """Chunks that were on the network while others were being lifted and lowered."""
-    wire, api = make_wire(), Api(delay=0.002)
+    """Chunks that were on the network while others were being copied to the host and to the device."""
+    p2p, api = make_p2p(), Api(delay=0.002)
     staging = _staging(api, 4000, Memory())
-    down, up = api.streams
-    moments, wait, sends = [0], wire.wait, set[int]()
-    send = wire.send
+    to_host, to_device = api.streams
+    moments, wait, sends = [0], p2p.wait, set[int]()
+    send = p2p.send
 
     def noted_send(*args: Any) -> Any:
         work = send(*args)
@@ -196,18 +196,18 @@ def _overlap() -> tuple[int, bool]:
         return work
 
     def counted_wait(work: Any, *rest: Any) -> None:
-        moments[0] += id(work) in sends and down.at_work and up.at_work
+        moments[0] += id(work) in sends and to_host.at_work and to_device.at_work
         wait(work, *rest)
 
-    wire.send, wire.wait = noted_send, counted_wait
+    p2p.send, p2p.wait = noted_send, counted_wait
     sizes = [[0, 4000], [4000, 0]]
-    transfer = make_transfer(sizes, wire.rank, 0)
+    transfer = make_transfer(sizes, p2p.rank, 0)
     transfer.issued = Stream().record_event()
-    make_host(wire, 100, staging, pinned_bytes=4000).move(transfer, lambda: None)
-    return moments[0], all_arrived(transfer, sizes, wire.rank, range(2))
+    make_host(p2p, 100, staging, pinned_bytes=4000).move(transfer, lambda: None)
+    return moments[0], all_arrived(transfer, sizes, p2p.rank, range(2))
 
 
-def test_chunks_are_lifted_sent_and_lowered_at_the_same_time() -> None:
+def test_chunks_are_copied_to_the_host_sent_and_copied_to_the_device_at_the_same_time() -> None:
     for moments, right in run_distributed(_overlap, 2, timeout=60):
         assert moments >= 10
         assert right
@@ -215,8 +215,8 @@ def test_chunks_are_lifted_sent_and_lowered_at_the_same_time() -> None:
 
 def _fails() -> int:
     """Memory in use after the peer has gone in the middle of a transfer."""
-    wire, api, rank = make_wire(), Api(), dist.get_rank()
-    host = make_host(wire, 100, _staging(api, 1 << 16, Memory()))
+    p2p, api, rank = make_p2p(), Api(), dist.get_rank()
+    host = make_host(p2p, 100, _staging(api, 1 << 16, Memory()))
     with nothing_left(host):
         sizes = [[0, 40_000], [40_000, 0]]
         transfer, chunks = make_transfer(sizes, rank, 0), iter(range(5))
@@ -228,8 +228,8 @@ def _fails() -> int:
 
         with pytest.raises(RuntimeError):
             host.move(transfer, stop)
-        in_use = host.pinned_in_use
-        wire.close()
+        in_use = pinned_in_use(host)
+        p2p.close()
         host.close()
         del transfer
     return in_use

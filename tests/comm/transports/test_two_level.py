@@ -32,8 +32,8 @@ def _ranks(hosts: list[list[int]], chunk: int) -> list[TwoLevelTransport]:
     options = LaneOptions(chunk_bytes=chunk)
 
     def one(rank: int) -> TwoLevelTransport:
-        wire = GlooP2P(store, rank, size, limit, [100 + each for each in range(size)])
-        return TwoLevelTransport(near[rank], HostTransport(wire, options), size)
+        p2p = GlooP2P(store, rank, size, limit, [100 + each for each in range(size)])
+        return TwoLevelTransport(near[rank], HostTransport(p2p, options), size)
 
     made = on_ranks(size, one)
     assert all(isinstance(each, TwoLevelTransport) for each in made), made
@@ -94,7 +94,7 @@ def test_a_failure_of_the_far_part_releases_the_gpu() -> None:
     with pytest.raises(dist.DistBackendError, match="rank 101 is gone"):
         TwoLevelTransport(pair[0], far, 3).move(transfer(0, [[9] * 3] * 3, 1), lambda: None)
     assert all(stream.idle() for stream in pair[0]._driver.streams)
-    assert int(pair[1]._link.slab.failed(1)) == 1
+    assert int(pair[1]._link.buffer.failed(1)) == 1
 
 
 def test_it_closes_what_is_near() -> None:

@@ -2,56 +2,29 @@
 
 from __future__ import annotations
 
-from collections import deque
-from typing import Any, Protocol
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_freescale.comm.transports.host.pinned_pool import PinnedPool
 
-
-class Staging(Protocol):
-    """Host memory for the chunks of a transfer."""
-
-    def begin(self, issued: Any) -> None:
-        """Nothing is to be touched before ``issued``, an event of the caller's stream."""
-
-    def lift(self, chunk: Tensor) -> Lifted:
-        """Begin to copy a chunk to the host."""
-
-    def drop(self, lifted: Lifted) -> None:
-        """A lifted chunk has been sent."""
-
-    def room(self, chunk: Tensor) -> Tensor:
-        """Host memory that a chunk can be received in."""
-
-    def lower(self, arrived: Tensor, chunk: Tensor) -> None:
-        """Begin to copy what came into :meth:`room` to its place."""
-
-    def bounce(self, lifted: Lifted, chunk: Tensor) -> None:
-        """Begin to copy a lifted chunk to another place on the same device."""
-
-    def finish(self) -> None:
-        """Wait until all is in its place."""
-
-    def close(self) -> None:
-        """Wait for all copies, also those of a transfer that has failed."""
-
-
-class Lifted:
-    """A chunk on its way to the host."""
+class HostCopy:
+    """A chunk on its way to the host, in ``memory`` at least as long, uint8."""
 
     def __init__(self, memory: Tensor, length: int, event: Any = None) -> None:
-        self.memory, self._length, self._event = memory, length, event
+        self.memory = memory
+        self._length = length
+        self._event = event
 
     @property
     def is_ready(self) -> bool:
-        """Whether the chunk is there."""
+        """Return whether the chunk is there."""
         return self._event is None or bool(self._event.query())
 
-    def ready(self) -> Tensor:
-        """The chunk on the host, once it is there."""
+    def wait(self) -> Tensor:
+        """Return the chunk on the host, once it is there."""
         if self._event is not None:
             self._event.synchronize()
         return self.memory[: self._length]
@@ -60,40 +33,44 @@ class Lifted:
 class HostStaging:
     """For tensors that are on the host: nothing is copied but a rank's own part."""
 
-    def begin(self, issued: Any) -> None:
-        """Nothing to wait for."""
+    def wait_event(self, issued: Any) -> None:
+        """Return at once: the caller's writes are done."""
 
-    def lift(self, chunk: Tensor) -> Lifted:
-        """The chunk itself."""
-        return Lifted(chunk, len(chunk))
+    def copy_to_host(self, chunk: Tensor) -> HostCopy:
+        """Return the chunk itself, which is there."""
+        return HostCopy(chunk, len(chunk))
 
-    def drop(self, lifted: Lifted) -> None:
-        """Nothing to give back."""
+    def release(self, copy: HostCopy) -> None:
+        """Keep the memory, which is the caller's."""
 
-    def room(self, chunk: Tensor) -> Tensor:
-        """The chunk itself."""
+    def allocate(self, chunk: Tensor) -> Tensor:
+        """Return the chunk itself, to be received in."""
         return chunk
 
-    def lower(self, arrived: Tensor, chunk: Tensor) -> None:
-        """It is in its place."""
+    def copy_to_device(self, arrived: Tensor, chunk: Tensor) -> None:
+        """Leave what has arrived, which is in its place."""
 
-    def bounce(self, lifted: Lifted, chunk: Tensor) -> None:
-        """Copy it, unless it is given and taken in the same memory."""
-        if lifted.memory.data_ptr() != chunk.data_ptr():
-            chunk.copy_(lifted.memory)
+    def copy_local(self, source: Tensor, target: Tensor) -> None:
+        """Copy a chunk to another place."""
+        target.copy_(source)
 
-    def finish(self) -> None:
-        """Nothing to wait for."""
+    def synchronize(self) -> None:
+        """Return at once: all is in its place."""
 
-    def close(self) -> None:
-        """Nothing to wait for."""
+
+Allocate = Callable[[int], Tensor]
+"""Makes host memory of so many bytes."""
+
+
+def _allocate_pinned(length: int) -> Tensor:
+    return torch.empty(length, dtype=torch.uint8, pin_memory=True)
 
 
 class DeviceStaging:
     """For tensors on a GPU: copy engines move them to and from pinned memory, each direction on a stream of its own.
 
     All copies are of contiguous bytes between device and pinned memory, which the driver gives to a copy engine: no kernel is
-    launched. A rank's own part takes the same way, because a copy within a device may be a kernel.
+    launched.
 
     Not tested on GPU, nor on ROCm, whose streams and events have the same names in torch.
 
@@ -101,73 +78,114 @@ class DeviceStaging:
         device: of the tensors.
         pinned_bytes: bound of the pinned memory, half of it for each direction.
         api: streams and events as in ``torch.cuda``.
-        allocate: makes pinned memory; ``torch.empty(..., pin_memory=True)`` by default.
+        allocate: makes pinned memory.
     """
 
-    def __init__(self, device: torch.device, pinned_bytes: int, api: Any = torch.cuda, **allocate: Any) -> None:
-        self._api, self._device = api, device
-        self._outgoing, self._incoming = (PinnedPool(pinned_bytes // 2, **allocate) for _ in range(2))
-        self._down, self._up = api.Stream(device), api.Stream(device)
-        self._lowering: deque[tuple[Any, Tensor, PinnedPool]] = deque()
+    def __init__(
+        self, device: torch.device, pinned_bytes: int, api: Any = torch.cuda, allocate: Allocate = _allocate_pinned
+    ) -> None:
+        self._api = api
+        self._outgoing, self._incoming = (PinnedPool(pinned_bytes // 2, allocate) for _ in range(2))
+        self._to_host_stream, self._to_device_stream = api.Stream(device), api.Stream(device)
+        self._to_device: deque[tuple[Any, Tensor, PinnedPool]] = deque()
 
-    @property
-    def pinned_in_use(self) -> int:
-        """Bytes of pinned memory that a chunk is in."""
-        return self._outgoing.in_use + self._incoming.in_use
-
-    def begin(self, issued: Any) -> None:
+    def wait_event(self, issued: Any) -> None:
         """Order both streams after an event of the caller's stream."""
-        self._down.wait_event(issued)
-        self._up.wait_event(issued)
+        self._to_host_stream.wait_event(issued)
+        self._to_device_stream.wait_event(issued)
 
-    def lift(self, chunk: Tensor) -> Lifted:
+    def copy_to_host(self, chunk: Tensor) -> HostCopy:
         """Begin to copy a chunk to pinned memory."""
-        memory = self._take(self._outgoing, len(chunk))
-        with self._api.stream(self._down):
+        memory = self._acquire(self._outgoing, len(chunk))
+        with self._api.stream(self._to_host_stream):
             memory[: len(chunk)].copy_(chunk, non_blocking=True)
-            return Lifted(memory, len(chunk), self._down.record_event())
+            return HostCopy(memory, len(chunk), self._to_host_stream.record_event())
 
-    def drop(self, lifted: Lifted) -> None:
+    def release(self, copy: HostCopy) -> None:
         """Give the memory of a chunk that was sent back."""
-        self._outgoing.give(lifted.memory)
+        self._outgoing.release(copy.memory)
 
-    def room(self, chunk: Tensor) -> Tensor:
-        """Pinned memory that a chunk can be received in."""
-        return self._take(self._incoming, len(chunk))
+    def allocate(self, chunk: Tensor) -> Tensor:
+        """Return pinned memory that a chunk can be received in."""
+        return self._acquire(self._incoming, len(chunk))
 
-    def lower(self, arrived: Tensor, chunk: Tensor) -> None:
-        """Begin to copy a chunk to the device."""
-        self._copy_up(arrived, chunk, self._incoming)
+    def copy_to_device(self, arrived: Tensor, chunk: Tensor) -> None:
+        """Begin to copy what was received in :meth:`allocate`'s memory to its place."""
+        self._begin_to_device(arrived, chunk, self._incoming)
 
-    def bounce(self, lifted: Lifted, chunk: Tensor) -> None:
-        """Begin to copy a lifted chunk to the device."""
-        lifted.ready()
-        self._copy_up(lifted.memory, chunk, self._outgoing)
+    def copy_local(self, source: Tensor, target: Tensor) -> None:
+        """Begin to copy a chunk to another place on the device, by way of the host: within a device a copy may be a kernel."""
+        copy = self.copy_to_host(source)
+        copy.wait()
+        self._begin_to_device(copy.memory, target, self._outgoing)
 
-    def finish(self) -> None:
-        """Wait until all that was lowered is on the device."""
-        while self._lowering:
+    def synchronize(self) -> None:
+        """Wait until all that was copied to the device is there."""
+        while self._to_device:
             self._reclaim()
 
     def close(self) -> None:
         """Wait for all copies, also those of a transfer that has failed."""
-        self._down.synchronize()
-        self._up.synchronize()
+        self._to_host_stream.synchronize()
+        self._to_device_stream.synchronize()
 
-    def _copy_up(self, memory: Tensor, chunk: Tensor, pool: PinnedPool) -> None:
-        with self._api.stream(self._up):
+    def _begin_to_device(self, memory: Tensor, chunk: Tensor, pool: PinnedPool) -> None:
+        with self._api.stream(self._to_device_stream):
             chunk.copy_(memory[: len(chunk)], non_blocking=True)
-            self._lowering.append((self._up.record_event(), memory, pool))
+            self._to_device.append((self._to_device_stream.record_event(), memory, pool))
 
-    def _take(self, pool: PinnedPool, length: int) -> Tensor:
-        """Pinned memory; waits for chunks on their way to the device where the bound asks for it."""
-        memory = pool.take(length)
-        while memory is None:
+    def _acquire(self, pool: PinnedPool, length: int) -> Tensor:
+        """Return pinned memory; waits for chunks on their way to the device where the bound asks for it."""
+        while (memory := pool.acquire(length)) is None:
             self._reclaim()
-            memory = pool.take(length)
         return memory
 
     def _reclaim(self) -> None:
-        event, memory, pool = self._lowering.popleft()
+        event, memory, pool = self._to_device.popleft()
         event.synchronize()
-        pool.give(memory)
+        pool.release(memory)
+
+
+Staging = HostStaging | DeviceStaging
+
+
+class PinnedPool:
+    """Page-locked buffers, kept for reuse because pinning is slow, of no more than ``bound`` bytes, in use or not.
+
+    Their sizes are powers of two. Used by one thread at a time.
+
+    Attributes:
+        held: bytes in use and kept.
+        in_use: bytes in use.
+    """
+
+    def __init__(self, bound: int, allocate: Allocate = _allocate_pinned) -> None:
+        self.bound = bound
+        self.held = 0
+        self.in_use = 0
+        self._allocate = allocate
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+
+    def acquire(self, length: int) -> Tensor | None:
+        """Return a buffer of at least ``length`` bytes; None if others must be released first."""
+        size = 1 << max(0, length - 1).bit_length()
+        if not self._free[size]:
+            self._drop_others(size)
+            if self.held + size > self.bound:
+                return None
+            self._free[size].append(self._allocate(size))
+            self.held += size
+        self.in_use += size
+        return self._free[size].pop()
+
+    def release(self, buffer: Tensor) -> None:
+        """Keep a buffer for the next that needs its size."""
+        self.in_use -= len(buffer)
+        self._free[len(buffer)].append(buffer)
+
+    def _drop_others(self, size: int) -> None:
+        """Let go of buffers of other sizes, the largest first, until ``size`` bytes fit."""
+        for other in sorted(self._free, reverse=True):
+            while self._free[other] and self.held + size > self.bound:
+                self._free[other].pop()
+                self.held -= other

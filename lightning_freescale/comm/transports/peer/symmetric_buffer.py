@@ -10,100 +10,92 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_freescale.comm.transports.cuda_driver import align
+
 _ALIGN = 256
 """Bytes, as copy engines like it."""
-_names = count()
+_group_numbers = count()
 
 
 @dataclass
 class SymmetricBuffer:
-    """One buffer of uint8 per rank, all alike, and all mapped here.
+    """One buffer of uint8 per rank of an NVLink domain, all alike, and all mapped here. Ranks count within the domain.
 
-    A buffer begins with ``2 * ranks + 1`` words of 32 bits: for every rank the number of chunks that have arrived from it, then
-    for every rank the number of chunks sent to it that it has taken, then whether a peer has given up. Behind them are two
-    slots of a chunk for every rank that sends here. Counts go on from transfer to transfer.
+    A buffer begins with a signal pad of ``2 * size + 1`` words of 32 bits: for every rank the number of chunks that have
+    arrived from it, then for every rank the number of chunks sent to it that it has consumed, then whether a peer has given up.
+    Behind it are two slots of a chunk for every rank that sends here. Counts go on from transfer to transfer.
 
     Attributes:
-        place: of this rank among the buffers.
-        buffers: of every rank, uint8 of shape ``[Slab.bytes(...)]``.
+        rank: this one.
+        buffers: of every rank, uint8 of shape ``[SymmetricBuffer.size_bytes(...)]``.
         chunk: bytes of a slot.
         mapping: what keeps the peers' buffers mapped.
     """
 
-    place: int
+    rank: int
     buffers: list[Tensor]
     chunk: int
     mapping: Any = None
 
     @staticmethod
-    def bytes(ranks: int, chunk: int) -> int:
-        """Of one buffer."""
-        return _up(4 * (2 * ranks + 1)) + 2 * ranks * _up(chunk)
+    def size_bytes(size: int, chunk: int) -> int:
+        """Return the bytes of one buffer for ``size`` ranks."""
+        return align(4 * (2 * size + 1), _ALIGN) + 2 * size * align(chunk, _ALIGN)
 
     @property
-    def ranks(self) -> int:
-        """How many there are."""
+    def size(self) -> int:
+        """Return the number of ranks."""
         return len(self.buffers)
 
-    def words(self, at: int) -> Tensor:
-        """All words of the buffer of rank ``at``, int32."""
-        return self.buffers[at][: 4 * (2 * self.ranks + 1)].view(torch.int32)
+    def signal_pad(self, at: int) -> Tensor:
+        """Return all words of the buffer of rank ``at``, int32."""
+        return self.buffers[at][: 4 * (2 * self.size + 1)].view(torch.int32)
 
     def arrived(self, at: int, source: int) -> Tensor:
-        """The word in which ``source`` counts what it has written at ``at``."""
-        return self.words(at)[source : source + 1]
+        """Return the word in which ``source`` counts what it has written at ``at``."""
+        return self.signal_pad(at)[source : source + 1]
 
-    def taken(self, at: int, target: int) -> Tensor:
-        """The word in which ``target`` counts what it has taken of what ``at`` wrote there."""
-        return self.words(at)[self.ranks + target : self.ranks + target + 1]
+    def consumed(self, at: int, target: int) -> Tensor:
+        """Return the word at ``at`` in which ``target`` counts what it has read of the chunks that ``at`` sent it."""
+        return self.signal_pad(at)[self.size + target : self.size + target + 1]
 
     def failed(self, at: int) -> Tensor:
-        """The word that tells ``at`` that a peer has given up."""
-        return self.words(at)[2 * self.ranks :]
+        """Return the word that tells ``at`` that a peer has given up."""
+        return self.signal_pad(at)[2 * self.size :]
 
     def slot(self, at: int, source: int, number: int, length: int) -> Tensor:
-        """Where at ``at`` chunk ``number`` from ``source`` goes, its ``length`` bytes."""
-        begin = _up(4 * (2 * self.ranks + 1)) + (2 * source + number % 2) * _up(self.chunk)
+        """Return the ``length`` bytes at ``at`` that chunk ``number`` from ``source`` goes to."""
+        begin = align(4 * (2 * self.size + 1), _ALIGN) + (2 * source + number % 2) * align(self.chunk, _ALIGN)
         return self.buffers[at][begin : begin + length]
 
 
-def symmetric_buffer(place: int, ranks: int, chunk: int, device: torch.device, store: dist.Store) -> SymmetricBuffer:
-    """Allocate and map the slabs of ``ranks`` ranks. Collective over them. Not tested on GPU.
+def allocate_symmetric_buffer(rank: int, size: int, chunk: int, device: torch.device, store: dist.Store) -> SymmetricBuffer:
+    """Allocate and map the buffers of ``size`` ranks that share a ``store``, with slots of ``chunk`` bytes. Collective.
 
-    torch's symmetric memory finds the ranks by the name of a group. Depending on its version it looks that up among the process
-    groups or in a table of its own, so a plain group without backends is made and entered in both.
-
-    Args:
-        place: of this rank among them.
-        ranks: how many.
-        chunk: bytes of a slot.
-        device: of this rank.
-        store: that only these ranks use.
+    Not tested on GPU.
 
     Raises:
         RuntimeError: the memory cannot be shared.
     """
     from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory, _unregister_process_group
 
-    bytes_ = SymmetricBuffer.bytes(ranks, chunk)
-    if ranks == 1:
-        return SymmetricBuffer(0, [torch.zeros(bytes_, dtype=torch.uint8, device=device)], chunk)
+    length = SymmetricBuffer.size_bytes(size, chunk)
+    if size == 1:
+        return SymmetricBuffer(0, [torch.zeros(length, dtype=torch.uint8, device=device)], chunk)
     backend = _SymmetricMemory.get_backend(device)
     if backend != "CUDA":
         raise RuntimeError(f"symmetric memory has backend {backend!r}: call torch's symm_mem.set_backend('CUDA'), or none")
-    name, group = f"freescale-{next(_names)}", dist.ProcessGroup(store, place, ranks)
+    # torch's symmetric memory finds the ranks by the name of a group. Depending on its version it looks that up among the
+    # process groups or in a table of its own, so a plain group without backends is made and entered in both.
+    name, group = f"freescale-{next(_group_numbers)}", dist.ProcessGroup(store, rank, size)
     _register_process_group(name, group)  # type: ignore[arg-type]
     try:
-        _SymmetricMemory.set_group_info(name, place, ranks, store)
-        mine = _SymmetricMemory.empty_strided_p2p((bytes_,), (1,), torch.uint8, device, name)
+        _SymmetricMemory.set_group_info(name, rank, size, store)
+        mine = _SymmetricMemory.empty_strided_p2p((length,), (1,), torch.uint8, device, name)
         mine.zero_()
         torch.cuda.synchronize(device)  # nobody writes before the rendezvous, which comes after this on every rank
         handle = _SymmetricMemory.rendezvous(mine, name)
-        buffers = [mine if at == place else handle.get_buffer(at, (bytes_,), torch.uint8) for at in range(ranks)]
-        return SymmetricBuffer(place, buffers, chunk, handle)
+        buffers = [mine if at == rank else handle.get_buffer(at, (length,), torch.uint8) for at in range(size)]
+        return SymmetricBuffer(rank, buffers, chunk, handle)
     finally:
         _unregister_process_group(name)  # type: ignore[arg-type]
-
-
-def _up(length: int) -> int:
-    return -(-length // _ALIGN) * _ALIGN

@@ -6,31 +6,49 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_freescale.comm.transfer import Transfer
-from lightning_freescale.comm.transports.gpu.driver import Driver, nap
+from lightning_freescale.comm.transports.cuda_driver import CudaDriver, align, nap
 
 _ALIGN = 16
 
 
-class Nccl(Protocol):
-    """A communicator and its memory.
+class NcclCommunicator:
+    """A communicator of its own with the zero-CTA policy, and memory for it. Collective. Not tested on GPU.
+
+    The memory comes from NCCL's allocator through a pool of torch, and is registered once it is there, because what a pool gets
+    later is not made a window.
 
     Attributes:
-        window: uint8 of shape ``[2, size * slot]``, in a symmetric window.
+        window: uint8 of shape ``[2, size * slot]``, a slot of at least ``chunk_bytes``, in a symmetric window.
     """
 
-    window: Tensor
+    def __init__(
+        self, rank: int, size: int, chunk_bytes: int, store: dist.Store, timeout: timedelta, device: torch.device
+    ) -> None:
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
+        options._timeout = 2 * timeout  # at which NCCL's watchdog may end the process; the transport raises before
+        self._nccl: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+        self._nccl.eager_connect_single_device(device)  # a window belongs to a communicator
+        self._pool = torch.cuda.MemPool(self._nccl.mem_allocator)
+        with torch.cuda.use_mem_pool(self._pool):
+            self.window = torch.empty((2, size * align(chunk_bytes, _ALIGN)), dtype=torch.uint8, device=device)
+        self._nccl.register_mem_pool(self._pool, symm=True)  # type: ignore[call-arg]  # its stub lacks symm
 
-    def exchange(self, stream: Any, output: Tensor, input: Tensor) -> None:
-        """Enqueue the all-to-all of uint8 tensors of shape ``[size * width]``."""
+    def all_to_all(self, stream: Any, output: Tensor, input: Tensor) -> None:
+        """Enqueue the all-to-all of uint8 of shape ``[size * width]``; splits would make NCCL launch kernels."""
+        with torch.cuda.stream(stream):
+            self._nccl.alltoall_base(output, input, [], [], dist.AllToAllOptions()).wait()
 
     def abort(self) -> None:
-        """End what is under way; called once."""
+        """End collectives in flight; called once."""
+        self._nccl.abort()
 
 
 class ZeroCtaTransport:
@@ -46,18 +64,18 @@ class ZeroCtaTransport:
 
     Args:
         driver: of the device, for packing and unpacking.
-        nccl: between the ranks of the group.
+        communicator: between the ranks of the group.
         size: of the group.
     """
 
-    name = "nccl-zero-cta"
-
-    def __init__(self, driver: Driver, nccl: Nccl, size: int) -> None:
-        self._driver, self._nccl, self._size = driver, nccl, size
-        self._slot = nccl.window.shape[1] // size
+    def __init__(self, driver: CudaDriver, communicator: NcclCommunicator, size: int) -> None:
+        self._driver = driver
+        self._communicator, self._size = communicator, size
+        self._slot = communicator.window.shape[1] // size
         with driver.active():
-            self._stream = driver.stream()
-        self._busy, self._closed = threading.Lock(), False
+            self._stream = driver.create_stream()
+        self._busy = threading.Lock()
+        self._closed = False
         self._kept: Transfer | None = None
 
     def move(self, transfer: Transfer, pause: Callable[[], None]) -> None:
@@ -68,27 +86,27 @@ class ZeroCtaTransport:
         """
         with self._busy, self._driver.active():
             self._kept = transfer  # the GPU may still write there after a failure
-            self._driver.after(self._stream, transfer.issued)
+            self._driver.wait_event(self._stream, transfer.issued)
             for begin in range(0, transfer.largest, self._slot):
                 if self._closed:
                     raise dist.DistBackendError("the transport is closed")
                 pause()
-                self._round(transfer, begin, aligned(min(self._slot, transfer.largest - begin)))
+                self._enqueue_round(transfer, begin, align(min(self._slot, transfer.largest - begin), _ALIGN))
                 self._wait(transfer.timeout)
             self._kept = None
 
     def close(self) -> None:
-        """End what is under way, and let go of NCCL's communicator and the stream."""
-        self._end()
+        """End what is in flight, and let go of NCCL's communicator and the stream."""
+        self._abort()
         with self._busy, self._driver.active():
-            self._driver.close()
+            self._driver.destroy_streams()
 
-    def _round(self, transfer: Transfer, begin: int, width: int) -> None:
+    def _enqueue_round(self, transfer: Transfer, begin: int, width: int) -> None:
         """Enqueue bytes ``begin`` to ``begin + width`` of every part."""
-        packed, arrived = (half[: self._size * width] for half in self._nccl.window)
+        packed, arrived = (half[: self._size * width] for half in self._communicator.window)
         for target, part in zip(packed.split(width), transfer.outgoing):
             self._copy(target, part[begin : begin + width])
-        self._nccl.exchange(self._stream, arrived, packed)
+        self._communicator.all_to_all(self._stream, arrived, packed)
         for source, part in zip(arrived.split(width), transfer.incoming):
             self._copy(part[begin : begin + width], source)
 
@@ -98,21 +116,16 @@ class ZeroCtaTransport:
             self._driver.copy(self._stream, target[:length], source[:length])
 
     def _wait(self, timeout: timedelta) -> None:
-        event, begun = self._driver.event(self._stream), time.monotonic()
+        event, begun = self._driver.record_event(self._stream), time.monotonic()
         while not event.query():
             if (waited := time.monotonic() - begun) > timeout.total_seconds():
-                self._end()
+                self._abort()
                 raise dist.DistBackendError(f"not all ranks came within the timeout of {timeout.total_seconds():g} s")
             if self._closed:
                 raise dist.DistBackendError("the transport was closed")
             nap(waited)
 
-    def _end(self) -> None:
+    def _abort(self) -> None:
         if not self._closed:
             self._closed = True
-            self._nccl.abort()
-
-
-def aligned(length: int) -> int:
-    """``length`` bytes, rounded up."""
-    return -(-length // _ALIGN) * _ALIGN
+            self._communicator.abort()

@@ -13,11 +13,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_freescale.comm import LaneOptions
-from lightning_freescale.comm.transports import topology
-from lightning_freescale.comm.transports.base import TransportRefused
-from lightning_freescale.comm.transports.selection import decide, refusal
-from lightning_freescale.comm.transports.station import RankHardware
-from lightning_freescale.comm.transports.topology import Topology, choose
+from lightning_freescale.comm.transports import selection
+from lightning_freescale.comm.transports.selection import TransportRefused, refusal, select_kind, select_transport
+from lightning_freescale.comm.transports.topology import RankHardware, Topology
 from lightning_freescale.testing import run_distributed
 from tests.comm.conftest import everyone_sends, make_group, outcome
 from tests.helpers.fake_gpu import on_ranks
@@ -28,34 +26,34 @@ _GPU = RankHardware("a", "boot", bindings=True, driver=12080, nccl=(2, 29, 7), z
 
 def _hosts(*sizes: int, **attributes: Any) -> Topology:
     """Hosts a, b, ... of so many GPUs, each host one NVLink domain; global ranks count from 10."""
-    stations = []
+    hardware = []
     for host, size in zip("abcdef", sizes):
         uuids = [f"{host}{index}" for index in range(size)]
         for index, uuid in enumerate(uuids):
             links = tuple(other for other in uuids if other != uuid)
-            stations.append(replace(_GPU, host=host, gpu=uuid, place=f"cuda:{index}", links=links, **attributes))
-    return Topology(tuple(stations), tuple(range(10, 10 + len(stations))))
+            hardware.append(replace(_GPU, host=host, gpu=uuid, place=f"cuda:{index}", links=links, **attributes))
+    return Topology(tuple(hardware), tuple(range(10, 10 + len(hardware))))
 
 
 def _but(where: Topology, rank: int, **attributes: Any) -> Topology:
-    stations = list(where.stations)
-    stations[rank] = replace(stations[rank], **attributes)
-    return replace(where, stations=tuple(stations))
+    hardware = list(where.hardware)
+    hardware[rank] = replace(hardware[rank], **attributes)
+    return replace(where, hardware=tuple(hardware))
 
 
 def test_questions() -> None:
     one, two = _hosts(3), _hosts(2, 2)
-    assert one.one_host and one.one_nvlink_domain and one.size == 3
-    assert not two.one_host and not two.one_nvlink_domain
+    assert one.one_host and not one.find_unlinked(range(3)) and one.size == 3
+    assert not two.one_host
     assert two.hosts == {("a", "boot"): [0, 1], ("b", "boot"): [2, 3]}
-    assert not two.unlinked([0, 1])
-    assert two.unlinked(range(4)) == "ranks 10 and 12 are on hosts a and b"
+    assert not two.find_unlinked([0, 1])
+    assert two.find_unlinked(range(4)) == "ranks 10 and 12 are on hosts a and b"
 
 
 def test_hosts_of_one_name_are_told_apart_by_their_boot() -> None:
     where = _but(_hosts(2), 1, boot="another")
     assert not where.one_host
-    assert "are on hosts a and a" in where.unlinked([0, 1])
+    assert "are on hosts a and a" in where.find_unlinked([0, 1])
 
 
 @pytest.mark.parametrize(
@@ -78,12 +76,12 @@ def test_hosts_of_one_name_are_told_apart_by_their_boot() -> None:
     ],
 )
 def test_auto(where: Topology, chosen: str) -> None:
-    assert decide("auto", where) == chosen
+    assert select_kind("auto", where) == chosen
 
 
 def test_host_and_native_can_always_be_had() -> None:
     nowhere = Topology((RankHardware("a"), RankHardware("b")), (0, 1))
-    assert [decide(name, nowhere) for name in ("host", "native")] == ["host", "native"]
+    assert [select_kind(name, nowhere) for name in ("host", "native")] == ["host", "native"]
 
 
 @pytest.mark.parametrize(
@@ -129,28 +127,28 @@ def test_host_and_native_can_always_be_had() -> None:
 )
 def test_what_is_named_and_cannot_be_had_is_refused(transport: str, where: Topology, told: str) -> None:
     with pytest.raises(TransportRefused, match=f"transport='{transport}' .*{told}"):
-        decide(transport, where)
+        select_kind(transport, where)
 
 
 def test_what_is_named_and_can_be_had_is_taken() -> None:
-    assert decide("peer", _hosts(4)) == "peer"
-    assert decide("two-level", _hosts(2, 1)) == "two-level"
-    assert decide("nccl-zero-cta", _hosts(2)) == "nccl-zero-cta"
+    assert select_kind("peer", _hosts(4)) == "peer"
+    assert select_kind("two-level", _hosts(2, 1)) == "two-level"
+    assert select_kind("nccl-zero-cta", _hosts(2)) == "nccl-zero-cta"
     assert refusal("peer", _but(_hosts(2, shares=True), 1, gpu="a0")) == ""
 
 
-def _wire(rank: int, size: int) -> Any:
+def _p2p(rank: int, size: int) -> Any:
     return SimpleNamespace(rank=rank, size=size, ranks=[10 + each for each in range(size)])
 
 
 def _choose(monkeypatch: pytest.MonkeyPatch, where: Topology, named: str, build: Any) -> list[Any]:
     """What every rank gets, if setting up a transport goes as ``build(rank)``."""
-    stations = iter(where.stations)
-    monkeypatch.setattr(RankHardware, "here", staticmethod(lambda cuda: next(stations)))
-    monkeypatch.setattr(topology, "build", lambda kind, options, wire, host, near, *rest: build(wire.rank, kind, near))
+    hardware = iter(where.hardware)
+    monkeypatch.setattr(RankHardware, "from_this_process", staticmethod(lambda cuda: next(hardware)))
+    monkeypatch.setattr(selection, "build_transport", lambda kind, options, p2p, host, near, *rest: build(p2p.rank, kind, near))
     store = dist.HashStore()
     options, size = LaneOptions(transport=named), where.size
-    return on_ranks(size, lambda rank: choose(options, _wire(rank, size), "host", store, timedelta(seconds=5)))
+    return on_ranks(size, lambda rank: select_transport(options, _p2p(rank, size), "host", store, timedelta(seconds=5)))
 
 
 def test_hosts_are_told_who_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +179,7 @@ def test_a_rank_that_fails_to_set_up_fails_on_all(named: str, monkeypatch: pytes
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(dist.DistBackendError, match=r"while a freescale group was made, rank 11, 12 did not come within 0.2 s"):
-        choose(LaneOptions(), _wire(0, 3), "host", dist.HashStore(), timedelta(seconds=0.2))
+        select_transport(LaneOptions(), _p2p(0, 3), "host", dist.HashStore(), timedelta(seconds=0.2))
 
 
 def test_it_takes_milliseconds() -> None:
@@ -191,7 +189,7 @@ def test_it_takes_milliseconds() -> None:
         begun = time.perf_counter()
         for number in range(10):
             here = dist.PrefixStore(str(number), store)
-            assert choose(LaneOptions(), _wire(dist.get_rank(), 3), "host", here, timedelta(seconds=5)) == "host"
+            assert select_transport(LaneOptions(), _p2p(dist.get_rank(), 3), "host", here, timedelta(seconds=5)) == "host"
         return (time.perf_counter() - begun) / 10
 
     assert max(run_distributed(made, 3)) < 0.05
@@ -228,7 +226,7 @@ def test_options_that_differ_are_refused_on_every_rank(name: str, values: list[A
 def test_other_options_may_differ() -> None:
     def made() -> bool:
         rank = dist.get_rank()
-        return everyone_sends(make_group(patience=0.1 * rank, pause_below=rank, name=f"lane {rank}"))
+        return everyone_sends(make_group(max_pause_seconds=0.1 * rank, preempt_below_bytes=rank, name=f"lane {rank}"))
 
     assert all(run_distributed(made, 2))
 
@@ -246,7 +244,7 @@ def test_no_rank_takes_the_store_with_it_before_all_have_read() -> None:
 
     def seconds(rank: int) -> float:
         begun = time.monotonic()
-        choose(LaneOptions(), _wire(rank, 2), "host", Slow() if rank else store, timedelta(seconds=5))
+        select_transport(LaneOptions(), _p2p(rank, 2), "host", Slow() if rank else store, timedelta(seconds=5))
         return time.monotonic() - begun
 
     assert min(on_ranks(2, seconds)) >= 0.3
