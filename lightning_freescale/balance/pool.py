@@ -37,6 +37,10 @@ class LocalPool:
         max_age: a sample leaves at the latest this many batches after the first that it could have been in; ``None``: no
             bound.
 
+    Attributes:
+        costs: what the samples in the pool cost, in the order of their arrival.
+        numbers: their arrival numbers: the n-th sample ever added has number n.
+
     Raises:
         ValueError: a pool as big as that could not keep the age bound.
     """
@@ -51,9 +55,7 @@ class LocalPool:
             )
         self.batch_size, self.pool_batches, self.max_age = batch_size, pool_batches, max_age
         self.costs: Costs = np.empty(0)
-        """What the samples in the pool cost, in the order of their arrival."""
         self.numbers: NDArray[np.int64] = np.empty(0, dtype=np.int64)
-        """Their arrival numbers: the n-th sample ever added has number n."""
         self._arrived: NDArray[np.int64] = np.empty(0, dtype=np.int64)  # how many batches had left before
         self._batches = self._added = 0
 
@@ -79,11 +81,7 @@ class LocalPool:
         return int(max(0, (within - self.batch_size * np.arange(len(within))).max()))
 
     def add_samples(self, costs: ArrayLike) -> None:
-        """Add samples that have arrived, by their costs in the units of the cost model, shape ``[samples]``.
-
-        Raises:
-            ValueError: there is no room, or a cost is negative or not finite.
-        """
+        """Add arrived samples, by their costs, shape ``[samples]``; ValueError if a cost or their number does not fit."""
         cost = non_negative("LocalPool.add_samples(costs=...)", costs)
         if len(cost) > self.room:
             raise ValueError(f"LocalPool.add_samples(costs of shape {cost.shape}): there is room for {self.room} samples")

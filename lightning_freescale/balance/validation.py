@@ -79,7 +79,7 @@ def problem_from_arguments(
     keep_together: ArrayLike | None = None,
     rank_speeds: ArrayLike | None = None,
 ) -> tuple[Problem, Floats, Floats | None, Ints]:
-    """Check the arguments of :func:`assign`; return the problem in whole numbers, costs, tokens, and each sample's group.
+    """Return the arguments of :func:`assign` as a problem in whole numbers, with costs, tokens, and each sample's group.
 
     Raises:
         ValueError: an argument does not fit, or they contradict each other.

@@ -115,15 +115,8 @@ class BalanceMonitor:
         planned = data.train if isinstance(data, FreeScaleDataModule) else None
         lengths = planned.sample_costs.lengths if isinstance(planned, MapStyleData) else None
         options = {name: sampler.options[name] for name in ("assignment_mode", "count_slack") if name in sampler.options}
-        return advise(
-            sampler.costs,
-            sampler.num_replicas,
-            sampler.batch_size,
-            report,
-            lengths,
-            outlier_window=sampler.outlier_window,
-            **options,
-        )
+        options["outlier_window"] = sampler.outlier_window
+        return advise(sampler.costs, sampler.num_replicas, sampler.batch_size, report, lengths, **options)
 
     def _write(self, scalars: dict[str, float]) -> None:
         for logger in self.trainer.loggers:

@@ -136,11 +136,7 @@ _LINES = {  # attribute of Forecast: label, colour, marker, line, width
 
 
 def new_figure() -> Figure:
-    """Return an empty picture.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Return an empty picture; ImportError if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -164,14 +160,7 @@ def plot(figure: Figure, rows: Sequence[Forecast], path: Path, title: str) -> No
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     axes.set_ylim(bottom=1 - 0.03 * (axes.get_ylim()[1] - 1))
-    idle_axis = axes.secondary_yaxis("right", functions=(_idle_percent, _imbalance))
+    to_idle, to_imbalance = lambda x: 100 - 100 / np.maximum(x, 1e-3), lambda x: 100 / np.maximum(100 - np.asarray(x), 1e-3)
+    idle_axis = axes.secondary_yaxis("right", functions=(to_idle, to_imbalance))
     idle_axis.set_ylabel("idle share of the ranks' compute time (%)")
     figure.savefig(path, dpi=150)
-
-
-def _idle_percent(imbalance: Any) -> Any:
-    return 100 - 100 / np.maximum(imbalance, 1e-3)
-
-
-def _imbalance(percent: Any) -> Any:
-    return 100 / np.maximum(100 - np.asarray(percent), 1e-3)
