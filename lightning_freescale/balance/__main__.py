@@ -67,14 +67,12 @@ def _cost_model(options: argparse.Namespace) -> CostModel:
 
 
 def _assign_options(options: argparse.Namespace) -> dict[str, Any]:
-    mode = options.assignment_mode
-    if options.count_slack is None:
+    mode, slack = options.assignment_mode, options.count_slack
+    if slack is None:
         return {"assignment_mode": mode}
     if mode != "slack":
-        raise ValueError(
-            f"--count-slack {options.count_slack:g} with --assignment-mode {mode}: it is for --assignment-mode slack"
-        )
-    return {"assignment_mode": mode, "count_slack": options.count_slack}
+        raise ValueError(f"--count-slack {slack:g} with --assignment-mode {mode}: it is for --assignment-mode slack")
+    return {"assignment_mode": mode, "count_slack": slack}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -91,12 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--heads", type=_at_least(1), metavar="N", help="attention heads, with --dim; default 1")
     modes = ["fixed", "slack", "free"]
     add("--assignment-mode", choices=modes, default="fixed", help="equal counts (default), within limits, or any")
-    add(
-        "--count-slack",
-        type=float,
-        metavar="SHARE",
-        help="above the equal count, for --assignment-mode slack; default 0.25",
-    )
+    add("--count-slack", type=float, metavar="SHARE", help="above the equal count, for assignment mode slack; default 0.25")
     add("--outlier-window", type=_at_least(1), default=1, metavar="STEPS", help="steps that exchange outliers; default 1: none")
     add("--steps", type=_at_least(1), default=32, metavar="N", help="steps to draw; default 32")
     add("--seed", type=_at_least(0), default=0, metavar="N", help="of the draw")

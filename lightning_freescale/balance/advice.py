@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_freescale.balance.epoch_order import pool_outliers
 from lightning_freescale.balance.plan import StepPlan
 from lightning_freescale.balance.report import BalanceReport, idle_fraction
+from lightning_freescale.balance.solver import Ints
 from lightning_freescale.balance.validation import Floats
 
 ACCEPTABLE_IMBALANCE = 1.02
@@ -39,7 +39,7 @@ def predict(
     return BalanceReport.from_steps(StepPlan(batch, costs[batch], ranks, options=options).balance for batch in batches)
 
 
-def _resampled(samples: int, count: int, seed: int) -> NDArray[np.int64]:
+def _resampled(samples: int, count: int, seed: int) -> Ints:
     draw = np.random.RandomState(seed)
     if 10 * count < samples:  # to shuffle a large data set takes seconds, and a sample hardly comes twice
         return draw.randint(samples, size=count)

@@ -28,7 +28,7 @@ class Assignment:
         dominated: a single sample costs more than the mean rank load.
     """
 
-    rank_of_sample: NDArray[np.int64]
+    rank_of_sample: Ints
     imbalance: float
     lower_bound: float
     tokens_imbalance: float | None
@@ -90,7 +90,7 @@ def assign(
     )
 
 
-def contiguous_split(samples: int, ranks: int) -> NDArray[np.int64]:
+def contiguous_split(samples: int, ranks: int) -> Ints:
     """Return the rank of every sample without balancing, shape ``[samples]``: runs of the drawn order, at equal counts."""
     return np.repeat(np.arange(ranks), np.asarray(equal_counts(samples, ranks)))
 
@@ -100,7 +100,7 @@ def equal_counts(samples: int, ranks: int) -> list[int]:
     return [samples // ranks + (rank < samples % ranks) for rank in range(ranks)]
 
 
-def imbalance(cost: Floats, rank_of_sample: NDArray[np.int64], ranks: int, rank_speeds: ArrayLike | None = None) -> float:
+def imbalance(cost: Floats, rank_of_sample: Ints, ranks: int, rank_speeds: ArrayLike | None = None) -> float:
     """Return the max over ranks of cost / mean over ranks, see :class:`Assignment`; 1.0 when all costs are zero."""
     loads = np.bincount(rank_of_sample, weights=cost, minlength=ranks)
     return load_imbalance(loads, slowness(rank_speeds, ranks))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_freescale.balance.assign import equal_counts
+from lightning_freescale.balance.solver import Ints
 from lightning_freescale.balance.validation import Floats
 
 
@@ -71,15 +71,13 @@ class StepBoundaries:
         return [*edges, self._samples]
 
 
-def draw_order(samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
+def draw_order(samples: int, seed: int, epoch: int) -> Ints:
     """Return the shuffled samples of an epoch, the same on every machine, shape ``[samples]``."""
     # RandomState's stream is frozen for good; Generator's may change between numpy versions
     return np.random.RandomState([seed, epoch]).permutation(samples)
 
 
-def pool_outliers(
-    order: NDArray[np.int64], edges: Sequence[int], costs: Floats, ranks: int, outlier_window: int
-) -> NDArray[np.int64]:
+def pool_outliers(order: Ints, edges: Sequence[int], costs: Floats, ranks: int, outlier_window: int) -> Ints:
     """Exchange samples between the steps of a window so that those costing more than a rank's fair share come together.
 
     Not gradient-identical: it changes which samples share a step, never which an epoch has. A sample moves by less than
@@ -103,7 +101,7 @@ def pool_outliers(
     return pooled
 
 
-def _outliers_together(cost: Floats, edges: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
+def _outliers_together(cost: Floats, edges: Ints, ranks: int) -> Ints:
     """Return the positions of a window's samples in their new order."""
     fair = cost.sum() / (len(edges) - 1) / ranks
     outliers = np.flatnonzero(cost > fair)

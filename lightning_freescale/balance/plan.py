@@ -10,10 +10,10 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_freescale.balance.assign import Assignment, assign, assignment_bound, contiguous_split, imbalance
 from lightning_freescale.balance.report import StepBalance
+from lightning_freescale.balance.solver import Ints
 from lightning_freescale.balance.validation import Floats
 
 Plan = TypeVar("Plan")
@@ -31,7 +31,7 @@ class StepPlan:
         options: keyword arguments of :func:`assign` for these samples.
     """
 
-    samples: NDArray[np.int64]
+    samples: Ints
     costs: Floats
     ranks: int
     balanced: bool = True
@@ -43,12 +43,12 @@ class StepPlan:
         return assign(self.costs, self.ranks, **self.options)
 
     @cached_property
-    def rank_of_sample(self) -> NDArray[np.int64]:
+    def rank_of_sample(self) -> Ints:
         """The rank that computes each sample, shape ``[samples]``."""
         return self.assignment.rank_of_sample if self.balanced else contiguous_split(len(self.samples), self.ranks)
 
     @cached_property
-    def samples_of_ranks(self) -> list[NDArray[np.int64]]:
+    def samples_of_ranks(self) -> list[Ints]:
         """Indices into the data set for every rank, in drawn order."""
         ends = np.bincount(self.rank_of_sample, minlength=self.ranks).cumsum()
         return np.split(self.samples[np.argsort(self.rank_of_sample, kind="stable")], ends[:-1])

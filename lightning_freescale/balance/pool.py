@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_freescale.balance.validation import non_negative
+from lightning_freescale.balance.solver import Ints
+from lightning_freescale.balance.validation import Floats, non_negative
 
-Costs = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
 _NEVER = 2**40
@@ -54,9 +54,9 @@ class LocalPool:
                 f"Use max_age={pool_batches - 1} or more, or pool_batches={max(max_age, 0) + 1}."
             )
         self.batch_size, self.pool_batches, self.max_age = batch_size, pool_batches, max_age
-        self.costs: Costs = np.empty(0)
-        self.numbers: NDArray[np.int64] = np.empty(0, dtype=np.int64)
-        self._arrived: NDArray[np.int64] = np.empty(0, dtype=np.int64)  # how many batches had left before
+        self.costs: Floats = np.empty(0)
+        self.numbers: Ints = np.empty(0, dtype=np.int64)
+        self._arrived: Ints = np.empty(0, dtype=np.int64)  # how many batches had left before
         self._batches = self._added = 0
 
     def __len__(self) -> int:
@@ -90,7 +90,7 @@ class LocalPool:
         self._arrived = np.append(self._arrived, np.full(len(cost), self._batches))
         self._added += len(cost)
 
-    def next_batch(self, target: float, count: int | None = None) -> NDArray[np.int64]:
+    def next_batch(self, target: float, count: int | None = None) -> Ints:
         """Remove the samples of the next batch and return their arrival numbers, in ascending order.
 
         Args:
@@ -116,7 +116,7 @@ class LocalPool:
         self._arrived = np.array(state["arrived"], dtype=np.int64)
         self._batches, self._added = state["batches"], state["added"]
 
-    def _batches_left(self) -> NDArray[np.int64]:
+    def _batches_left(self) -> Ints:
         """Return how many batches each sample may still let pass."""
         return (_NEVER if self.max_age is None else self.max_age) - (self._batches - self._arrived)
 
@@ -152,7 +152,7 @@ class LocalPool:
         return chosen
 
 
-def _released_outliers(outlier: Mask, batches_left: NDArray[np.int64], least: int, most: int) -> Mask:
+def _released_outliers(outlier: Mask, batches_left: Ints, least: int, most: int) -> Mask:
     """Return the oldest outliers, so many that the others can leave one at a time, with the outlier batches they have left."""
     where = np.flatnonzero(outlier)
     released = np.zeros_like(outlier)
@@ -162,14 +162,14 @@ def _released_outliers(outlier: Mask, batches_left: NDArray[np.int64], least: in
     return released
 
 
-def _fill(chosen: Mask, costs: Costs, outlier: Mask, target: float, missing: int) -> None:
+def _fill(chosen: Mask, costs: Floats, outlier: Mask, target: float, missing: int) -> None:
     """Choose the oldest, or the cheapest if what is chosen leaves no room for more; outliers last."""
     cheapest = np.lexsort((costs, outlier, chosen))[:missing]
     crowded = costs[chosen].sum() + costs[cheapest].sum() > target
     chosen[cheapest if crowded else np.lexsort((outlier, chosen))[:missing]] = True
 
 
-def _swap_towards(chosen: Mask, costs: Costs, free: NDArray[np.int64], target: float, gain: Costs) -> None:
+def _swap_towards(chosen: Mask, costs: Floats, free: Ints, target: float, gain: Floats) -> None:
     """Make the best single swaps of ``free`` samples, which are given from the cheapest to the most expensive."""
     price = _PRICE_OF_DEVIATION / target if target > 0 else 0.0
     total = costs[chosen].sum()
@@ -186,7 +186,7 @@ def _swap_towards(chosen: Mask, costs: Costs, free: NDArray[np.int64], target: f
         total = totals[out, into]
 
 
-def _spread(candidates: NDArray[np.int64], most: int) -> NDArray[np.int64]:
+def _spread(candidates: Ints, most: int) -> Ints:
     """Return at most that many, evenly from the cheapest to the most expensive."""
     if len(candidates) <= most:
         return candidates

@@ -13,7 +13,8 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_freescale.balance.epoch_order import StepBoundaries, draw_order, pool_outliers
 from lightning_freescale.balance.plan import PlanPrefetcher, StepPlan
 from lightning_freescale.balance.report import BalanceReport, StepBalance
-from lightning_freescale.balance.validation import non_negative, number_groups
+from lightning_freescale.balance.solver import Ints
+from lightning_freescale.balance.validation import Floats, non_negative, number_groups
 
 EXPLORATION_STEPS = 50
 """Steps of epoch 0 among which some stay as drawn while costs are calibrated, see :class:`BalancedSampler`."""
@@ -100,7 +101,7 @@ class BalancedSampler(DistributedSampler[list[int]]):
             self._per_sample["keep_together"] = number_groups(keep_together, samples)
         self._steps = StepBoundaries(samples, batch_size, num_replicas, drop_last)
         self._replans: dict[int, tuple[Callable[[], ArrayLike] | None, dict[str, Any]]] = {}
-        self._drawn: tuple[int, NDArray[np.int64]] | None = None
+        self._drawn: tuple[int, Ints] | None = None
         self._plans = PlanPrefetcher(self._make_plan)
         self.step_plan(0, 0).balance  # noqa: B018 (what does not fit is refused now, not in the first step)
 
@@ -159,11 +160,11 @@ class BalancedSampler(DistributedSampler[list[int]]):
         """Return the plan of all ranks for a step."""
         return self._plans.get(epoch, step)
 
-    def plan(self, epoch: int, step: int) -> list[NDArray[np.int64]]:
+    def plan(self, epoch: int, step: int) -> list[Ints]:
         """Return the samples of every rank in a step: ``ranks`` int arrays of indices into the data set."""
         return self.step_plan(epoch, step).samples_of_ranks
 
-    def global_batch(self, epoch: int, step: int) -> NDArray[np.int64]:
+    def global_batch(self, epoch: int, step: int) -> Ints:
         """Return the samples of a step in drawn order, the same with and without balancing; shape ``[samples]``."""
         edges = self._steps.for_epoch(epoch)
         return self._order(epoch)[edges[step] : edges[step + 1]]
@@ -224,7 +225,7 @@ class BalancedSampler(DistributedSampler[list[int]]):
         plan.samples_of_ranks  # noqa: B018 (computed here, in the thread)
         return plan
 
-    def _order(self, epoch: int) -> NDArray[np.int64]:
+    def _order(self, epoch: int) -> Ints:
         drawn = self._drawn  # read once: the thread that plans ahead sets it, too
         if drawn is None or drawn[0] != epoch:
             order = draw_order(len(self.costs), self.seed, epoch) if self.shuffle else np.arange(len(self.costs))
@@ -247,7 +248,7 @@ def rank_loss_weight(weights: Sequence[float], rank: int) -> float:
     return float(weights[rank] * len(weights) / total) if total else 1.0
 
 
-def _rounded(costs: ArrayLike) -> NDArray[np.float64]:
+def _rounded(costs: ArrayLike) -> Floats:
     # to 24 bits, so that the last digits of a user's function on another kind of processor make no other plan
     mantissa, exponent = np.frexp(non_negative("BalancedSampler(costs=...)", costs))
     return np.ldexp(np.rint(np.ldexp(mantissa, 24)), exponent - 24)
