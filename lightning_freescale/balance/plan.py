@@ -39,7 +39,7 @@ class StepPlan:
 
     @cached_property
     def assignment(self) -> Assignment:
-        """The balanced assignment."""
+        """The assignment by cost; made when it is first asked for."""
         return assign(self.costs, self.ranks, **self.options)
 
     @cached_property
@@ -104,7 +104,7 @@ class PlanPrefetcher(Generic[Plan]):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Plan ahead within the block."""
+        """Let a thread plan the next steps within the block."""
         with ThreadPoolExecutor(1, "freescale-plan") as mine:
             self._thread = mine
             try:
