@@ -21,7 +21,7 @@ import numpy as np
 from contest import OURS, PER_RANK, SLACK, Contest, Floats
 from lengths import read_lengths
 
-from lightning_freescale.balance.solver import compiled
+from lightning_freescale.balance.solver import swaps
 
 LARGE, WORTH_SEARCHING = 1024, 0.002
 ROWS = {
@@ -60,7 +60,7 @@ def _options() -> argparse.Namespace:
     add("--large", action="store_true", help=f"ours on {LARGE} ranks, too")
     add("--search", type=float, default=0, metavar="SECONDS", help="look for a better plan where ours is above the bound")
     options = parser.parse_args()
-    if options.compiled != "off" and not compiled.enabled:
+    if options.compiled != "off" and not swaps.numba_enabled:
         parser.error(f"--compiled {options.compiled} needs numba: pip install 'lightning-freescale[fast]', or --compiled off")
     return options
 

@@ -1,7 +1,7 @@
 """From a wrong cost model to the true one: imbalance by the true cost before and after calibration, predicted.
 
 A model whose time grows with the square of the length starts with a cost model that counts tokens. Every step's compute times
-are drawn with noise and outliers, every fifth step is dealt as drawn, as in training, the fit is made by the code that runs
+are drawn with noise and outliers, every fifth step stays as drawn, as in training, the fit is made by the code that runs
 there, and the plan that follows is scored by the true cost. Means and the worst of several runs with other noise and samples.
 """
 
@@ -15,10 +15,10 @@ import numpy as np
 from lengths import read_lengths
 
 from lightning_freescale.balance import CostModel, assign
-from lightning_freescale.balance.assign import deal
-from lightning_freescale.balance.calibration import Calibration, imbalance_seen
+from lightning_freescale.balance.assign import contiguous_split
+from lightning_freescale.balance.calibration import Calibration, imbalance_by_true_costs
 from lightning_freescale.balance.cost import sample_features
-from lightning_freescale.balance.sampler import is_explored
+from lightning_freescale.balance.sampler import is_exploration_step
 
 BATCH, JUDGED = 32, 20
 WRONG = CostModel(linear=1.0, quadratic=0.0)
@@ -57,16 +57,18 @@ def _run(lengths: np.ndarray, ranks: int, model: CostModel, options: argparse.Na
     base = true.mean() * BATCH / 10
     for step in range(steps):
         samples = draw.choice(len(lengths), ranks * BATCH)
-        rank = assign(WRONG(lengths[samples]), ranks).rank_of_sample if not is_explored(step) else deal(len(samples), ranks)
+        rank = contiguous_split(len(samples), ranks)
+        if not is_exploration_step(step):
+            rank = assign(WRONG(lengths[samples]), ranks).rank_of_sample
         for column in range(4):
             sums[step, :, column] = np.bincount(rank, features[samples, column], ranks)
         times = base + np.bincount(rank, true[samples], ranks)
         seconds[step] = times * draw.lognormal(0, options.noise, ranks) * np.where(draw.rand(ranks) < 0.05, 3, 1)
-    fit = Calibration().add(sums, seconds)
+    fit = Calibration().add_window(sums, seconds)
     assert fit is not None
     batches = [draw.choice(len(lengths), ranks * BATCH) for _ in range(JUDGED)]
     plans = [model(lengths) for model in (WRONG, fit.model, model)]
-    return [imbalance_seen([(plan[batch], true[batch]) for batch in batches], 0.0, ranks) for plan in plans]
+    return [imbalance_by_true_costs([(plan[batch], true[batch]) for batch in batches], 0.0, ranks) for plan in plans]
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_freescale.balance import assign
-from lightning_freescale.balance.assign import deal
+from lightning_freescale.balance.assign import contiguous_split
 
 Floats, Ints = NDArray[np.float64], NDArray[np.int64]
 _HF_QUADRATIC = 0.001
@@ -21,19 +21,19 @@ _HF_QUADRATIC = 0.001
 
 def random(costs: Floats, ranks: int) -> Ints:
     """No balancing: contiguous runs of the drawn order, what ``torch.utils.data.DistributedSampler`` amounts to."""
-    return deal(len(costs), ranks)
+    return contiguous_split(len(costs), ranks)
 
 
 def zigzag(costs: Floats, ranks: int) -> Ints:
-    """FreeScale's deal of the sorted samples, forwards and backwards in turn (arXiv 2604.24073)."""
-    return assign(costs, ranks, mode="zigzag").rank_of_sample
+    """FreeScale's zig-zag through the sorted samples, forwards and backwards in turn (arXiv 2604.24073)."""
+    return assign(costs, ranks, assignment_mode="zigzag").rank_of_sample
 
 
 def karmarkar_karp_equal(costs: Floats, ranks: int) -> Ints:
     """Multiway largest differencing (Karmarkar and Karp 1982) at equal counts.
 
     As in verl (``seqlen_balancing.py``, ``equal_size=True``) and NVIDIA recsys-examples (``partitioner.py``): the sorted
-    samples are cut into blocks of one sample per rank; the two blocks with the largest spread are merged, dearest with
+    samples are cut into blocks of one sample per rank; the two blocks with the largest spread are merged, most expensive with
     cheapest, until one is left.
     """
     if len(costs) % ranks:
@@ -61,9 +61,9 @@ def contiguous_groups(lengths: Floats, ranks: int) -> Ints:
     """Contiguous groups of the samples sorted by length, of unequal sizes.
 
     As Hugging Face transformers' ``train_sampling_strategy="batch_rebalance"`` describes itself (pull request 47340): groups
-    start equal; again and again the dearest gives up one place and the cheapest gets one, until the costs have converged.
-    (Here: until no move of as many as there are samples has lowered the dearest group's cost; the best sizes count.) It is
-    made for padded batches: a group costs ``size * longest + 0.001 * size * longest**2``.
+    start equal; again and again the most expensive gives up one place and the cheapest gets one, until the costs have
+    converged. (Here: until no move of as many as there are samples has lowered the highest cost; the best sizes count.) It
+    is made for padded batches: a group costs ``size * longest + 0.001 * size * longest**2``.
     """
     order = np.argsort(lengths, kind="stable")
     ordered = lengths[order]

@@ -1,7 +1,7 @@
 """How evenly streams of many ranks can be balanced, with and without sending samples: simulated, numpy only.
 
 Every rank reads histories whose lengths are drawn with replacement from a data set. The figures are predicted imbalances: the
-sum over steps of the dearest rank's cost / the sum of the mean rank's.
+sum over steps of the most expensive rank's cost / the sum of the mean rank's.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
     bound = f"own pool of {options.pool_batches} batches, age bound {options.max_age} (oldest {oldest})"
     print(f"{bound:<58}{figures[f'none_age_{options.max_age}']:.4f}")
     print(f"{'samples sent to the rank that computes them':<58}{figures['samples']:.4f}")
-    print(f"{'cost of the dearest stream / mean, up to here':<58}{figures['stream_bound']:.4f}")
+    print(f"{'cost of the most expensive stream / mean, up to here':<58}{figures['stream_bound']:.4f}")
     print(f"choosing a batch takes {1000 * seconds:.2f} ms")
     harness.finish(figures, options)
 
@@ -77,17 +77,17 @@ def _pooled(streams: Costs, steps: int, pool_batches: int, max_age: int | None) 
     ranks, _, size = streams.shape
     pools = [LocalPool(size, pool_batches, max_age) for _ in range(ranks)]
     for pool, stream in zip(pools, streams):
-        pool.add(stream[:pool_batches].ravel())
+        pool.add_samples(stream[:pool_batches].ravel())
     costs, oldest, seconds = np.empty((steps, ranks)), 0, 0.0
     for step in range(steps):
         target = streams[:, : step + pool_batches].mean() * size  # what is known to all
         oldest = max(oldest, *(pool.oldest for pool in pools))
         started = perf_counter()
         for rank, pool in enumerate(pools):
-            costs[step, rank] = streams[rank].ravel()[pool.take(target)].sum()
+            costs[step, rank] = streams[rank].ravel()[pool.next_batch(target)].sum()
         seconds += perf_counter() - started
         for pool, stream in zip(pools, streams):
-            pool.add(stream[step + pool_batches])
+            pool.add_samples(stream[step + pool_batches])
     return costs, oldest, seconds / (steps * ranks)
 
 

@@ -2,9 +2,8 @@
 
 from lightning_freescale.balance.advice import advise, predict
 from lightning_freescale.balance.assign import Assignment, assign
-from lightning_freescale.balance.cost import CostModel
-from lightning_freescale.balance.fit import CostFit
-from lightning_freescale.balance.outliers import pool_outliers
+from lightning_freescale.balance.cost import CostFit, CostModel
+from lightning_freescale.balance.epoch_order import pool_outliers
 from lightning_freescale.balance.report import BalanceReport, StepBalance
 from lightning_freescale.balance.sampler import BalancedSampler
 

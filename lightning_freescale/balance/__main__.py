@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_freescale.balance.cost import CostModel
+from lightning_freescale.balance.simulation.forecast import describe_lengths, forecast, format_table, new_figure, plot
 from lightning_freescale.balance.simulation.lengths import KINDS, read_lengths
-from lightning_freescale.balance.simulation.picture import new_figure, plot
-from lightning_freescale.balance.simulation.table import Forecast, describe, forecast, table
 
 _EXAMPLE = "python -m lightning_freescale.balance simulate --lengths lengths.txt --ranks 8,64,256 --batch-size 32 --dim 256"
 
@@ -33,39 +32,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _simulate(options: argparse.Namespace) -> None:
-    cost, assigning = _cost(options), _assigning(options)
-    figure = None if options.plot is None else new_figure()  # what is missing is told before the work
+    cost, assign_options = _cost_model(options), _assign_options(options)
+    figure = None if options.plot is None else new_figure()  # a missing matplotlib is told before the work
     lengths = read_lengths(options.lengths, options.column)
-    drawing = {"steps": options.steps, "window": options.outlier_window, "seed": options.seed}
-    rows = [forecast(lengths, ranks, options.batch_size, cost, **drawing, **assigning) for ranks in options.ranks]
-    what = (
+    draw = {"steps": options.steps, "outlier_window": options.outlier_window, "seed": options.seed}
+    rows = [forecast(lengths, ranks, options.batch_size, cost, **draw, **assign_options) for ranks in options.ranks]
+    predicted_from = (
         f"{options.steps} steps of {options.batch_size} samples per rank, resampled from {options.lengths.name}; "
-        f"cost {_formula(cost)}"
+        f"cost {cost.linear:g} L + {cost.quadratic:g} L²"
     )
-    mode = ", ".join(f"{name} {value:g}" if name == "count_slack" else f"{name} {value!r}" for name, value in assigning.items())
-    window = f", outlier_window {options.outlier_window}" if options.outlier_window > 1 else ""
-    print(f"{options.lengths.name}: {describe(lengths)}")
-    print(f"predicted, not measured: {what}; {mode}{window}\n\n{table(rows)}\n")
+    mode = ", ".join(f"{name} {value}" for name, value in assign_options.items())
+    mode += f", outlier_window {options.outlier_window}" if options.outlier_window > 1 else ""
+    print(f"{options.lengths.name}: {describe_lengths(lengths)}")
+    print(f"predicted, not measured: {predicted_from}; {mode}\n\n{format_table(rows)}\n")
     print("speed-up: imbalance as drawn / balanced, of the compute alone; planning: measured here, on this machine")
     for row in rows:
         if row.advice is not None:
             print(f"\n{row.ranks} ranks: {row.advice}.")
     if figure is not None:
-        plot(figure, rows, options.plot, f"predicted: {what.replace('; ', chr(10), 1)}; {mode}{window}")
+        plot(figure, rows, options.plot, f"predicted: {predicted_from.replace('; ', chr(10), 1)}; {mode}")
     if options.json is not None:
-        _write(options.json, rows, {"predicted_from": what, "samples": len(lengths), **drawing, **assigning})
+        figures = [{**asdict(row), "speedup": row.speedup} for row in rows]
+        context = {"predicted_from": predicted_from, "samples": len(lengths), **draw, **assign_options}
+        options.json.write_text(json.dumps({**context, "predicted": figures}, indent=2) + "\n")
 
 
-def _write(path: Path, rows: Sequence[Forecast], context: dict[str, Any]) -> None:
-    figures = [{**asdict(row), "speedup": row.speedup} for row in rows]
-    path.write_text(json.dumps({**context, "predicted": figures}, indent=2) + "\n")
-
-
-def _formula(cost: CostModel) -> str:
-    return f"{cost.linear:g} L + {cost.quadratic:g} L²"
-
-
-def _cost(options: argparse.Namespace) -> CostModel:
+def _cost_model(options: argparse.Namespace) -> CostModel:
     sizes = {name: value for name in ("layers", "heads") if (value := getattr(options, name)) is not None}
     if options.dim is not None:
         return CostModel.from_config(options.dim, **sizes)
@@ -74,12 +66,13 @@ def _cost(options: argparse.Namespace) -> CostModel:
     return CostModel()
 
 
-def _assigning(options: argparse.Namespace) -> dict[str, Any]:
-    if options.count_slack is None:
-        return {"mode": options.mode}
-    if options.mode != "slack":
-        raise ValueError(f"--count-slack {options.count_slack:g} with --mode {options.mode}: it is for --mode slack")
-    return {"mode": options.mode, "count_slack": options.count_slack}
+def _assign_options(options: argparse.Namespace) -> dict[str, Any]:
+    mode, slack = options.assignment_mode, options.count_slack
+    if slack is None:
+        return {"assignment_mode": mode}
+    if mode != "slack":
+        raise ValueError(f"--count-slack {slack:g} with --assignment-mode {mode}: it is for --assignment-mode slack")
+    return {"assignment_mode": mode, "count_slack": slack}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -94,8 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--dim", type=_at_least(1), metavar="N", help="width of the embeddings; default: a cost model for width 64")
     add("--layers", type=_at_least(1), metavar="N", help="blocks, with --dim; default 1")
     add("--heads", type=_at_least(1), metavar="N", help="attention heads, with --dim; default 1")
-    add("--mode", choices=["fixed", "slack", "free"], default="fixed", help="equal counts (default), within limits, or any")
-    add("--count-slack", type=float, metavar="SHARE", help="more than the equal count, with --mode slack; default 0.25")
+    modes = ["fixed", "slack", "free"]
+    add("--assignment-mode", choices=modes, default="fixed", help="equal counts (default), within limits, or any")
+    add("--count-slack", type=float, metavar="SHARE", help="above the equal count, for assignment mode slack; default 0.25")
     add("--outlier-window", type=_at_least(1), default=1, metavar="STEPS", help="steps that exchange outliers; default 1: none")
     add("--steps", type=_at_least(1), default=32, metavar="N", help="steps to draw; default 32")
     add("--seed", type=_at_least(0), default=0, metavar="N", help="of the draw")

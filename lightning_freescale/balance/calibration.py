@@ -1,26 +1,20 @@
-"""Fit the cost model while training, and tell when its plan should be made anew."""
+"""Fit the cost model while training, and tell when the steps should be planned anew."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_freescale.balance.assign import assign
-from lightning_freescale.balance.cost import CostModel
-from lightning_freescale.balance.fit import CostFit
+from lightning_freescale.balance.cost import CostFit, CostModel
+from lightning_freescale.balance.validation import Floats
 
-Floats = NDArray[np.float64]
 DISAGREEMENT = 0.05
 """A new plan is worth it if it lowers the imbalance, as the fit sees it, by more than this share."""
-EXPLORED = 50
-"""Steps among which some are dealt as drawn, see :class:`BalancedSampler`."""
-_LEAST_STEPS = 45
-SLOW = 1.1
-"""A rank is slow if it takes this many times what its samples explain."""
+_MIN_STEPS = 45
 
 
 class Calibration:
@@ -33,23 +27,32 @@ class Calibration:
     """
 
     def __init__(self, keep: int = 20_000, patience: int = 5, least_gain: float = 0.02) -> None:
+        self.fit: CostFit | None = None
+        self._keep = keep
+        self._patience = patience
+        self._least_gain = least_gain
         self._sums: deque[Floats] = deque()
         self._seconds: deque[Floats] = deque()
-        self._keep, self._patience, self._least_gain, self._best, self._since = keep, patience, least_gain, float("inf"), 0
-        self.fit: CostFit | None = None
+        self._best_residual = float("inf")
+        self._windows_since_best = 0
 
     @property
     def frozen(self) -> bool:
         """Whether further windows would change nothing."""
-        return self._since >= self._patience
+        return self._windows_since_best >= self._patience
 
-    def add(self, sums: Floats, seconds: Floats) -> CostFit | None:
-        """A window of all ranks: shapes ``[steps, ranks, 4]`` and ``[steps, ranks]``; None until there is enough to fit."""
-        whole = (seconds > 0).all(axis=1)  # a step that a rank did not measure is of no use
-        self._sums.extend(sums[whole])
-        self._seconds.extend(seconds[whole])
+    def add_window(self, sums: Floats, seconds: Floats) -> CostFit | None:
+        """Fit again with a window of all ranks; return None until there are enough measured times.
+
+        Args:
+            sums: of :func:`sample_features` over each rank's samples, shape ``[steps, ranks, 4]``.
+            seconds: compute times, shape ``[steps, ranks]``; 0 where a rank did not measure.
+        """
+        measured = (seconds > 0).all(axis=1)  # a step that a rank did not measure is of no use
+        self._sums.extend(sums[measured])
+        self._seconds.extend(seconds[measured])
         ranks = seconds.shape[1]
-        while len(self._seconds) > max(_LEAST_STEPS, self._keep // ranks):
+        while len(self._seconds) > max(_MIN_STEPS, self._keep // ranks):
             self._sums.popleft()
             self._seconds.popleft()
         steps = len(self._seconds)
@@ -57,23 +60,23 @@ class Calibration:
             return None
         rank = np.tile(np.arange(ranks), steps)
         self.fit = CostModel.fit(np.concatenate(list(self._sums)), np.concatenate(list(self._seconds)), rank)
-        better = self.fit.residual < self._best * (1 - self._least_gain)
-        self._since = 0 if better else self._since + 1
-        self._best = min(self._best, self.fit.residual)
+        better = self.fit.residual < self._best_residual * (1 - self._least_gain)
+        self._windows_since_best = 0 if better else self._windows_since_best + 1
+        self._best_residual = min(self._best_residual, self.fit.residual)
         return self.fit
 
 
-def imbalance_seen(
+def imbalance_by_true_costs(
     batches: Iterable[tuple[Floats, Floats]],
     base: float,
     ranks: int,
     options: dict[str, Any] | None = None,
     slowness: Floats | None = None,
 ) -> float:
-    """Imbalance by true costs of plans made with others, over the samples of several steps.
+    """Return the imbalance by true costs of plans made with others, over the samples of several steps.
 
     Args:
-        batches: for every step what the assignment goes by, and what it is judged by in seconds, each of shape ``[samples]``.
+        batches: for every step the costs to assign by and the true ones in seconds, each of shape ``[samples]``.
         base: seconds that every rank's step takes besides.
         ranks: how many ranks share a step.
         options: of :func:`assign`.
@@ -86,14 +89,3 @@ def imbalance_seen(
         times = slow * (np.bincount(plan, true, ranks) + base)
         longest, total = longest + times.max(), total + times.mean()
     return float(longest / total) if total else 1.0
-
-
-def slow_ranks(fit: CostFit, known: Sequence[float] | None = None) -> dict[int, float]:
-    """Ranks that take longer than their samples, and the speeds that are ``known``, explain; and how many times."""
-    times = fit.slowness * (1.0 if known is None else np.asarray(known) / np.max(known))
-    return {int(rank): float(times[rank]) for rank in np.flatnonzero(times > SLOW)}
-
-
-def speeds_of(fit: CostFit) -> list[float]:
-    """``rank_speeds`` for :func:`assign`."""
-    return np.clip(1 / fit.slowness, 0.05, 20.0).round(2).tolist()

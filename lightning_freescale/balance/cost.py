@@ -1,15 +1,21 @@
-"""What a sample costs: predicted compute time as a function of its history length and its number of unique ids."""
+"""What a sample costs: a model of compute time by history length and unique ids, from a configuration or measured times."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from itertools import combinations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-if TYPE_CHECKING:
-    from lightning_freescale.balance.fit import CostFit
+from lightning_freescale.balance.validation import Floats, is_non_negative
+
+_ROUNDS, _REWEIGHTINGS, _HUBER = 5, 10, 1.345
+_ALIKE = 0.05
+"""Ranks are taken to be equally fast unless they differ by this share."""
+SLOW = 1.1
+"""A rank is slow if it takes this many times what its samples explain."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +33,11 @@ class CostModel:
     def __post_init__(self) -> None:
         for name in (f.name for f in fields(self)):
             value = getattr(self, name)
-            if not (np.isfinite(value) and value >= 0):
+            if not is_non_negative(value):
                 raise ValueError(f"CostModel({name}={value!r}): a coefficient must be a finite number >= 0")
 
-    def __call__(self, lengths: ArrayLike, unique: ArrayLike | None = None) -> NDArray[np.float64]:
-        """Cost of each length; any shape in, the same shape out.
+    def __call__(self, lengths: ArrayLike, unique: ArrayLike | None = None) -> Floats:
+        """Return the cost of each length; any shape in, the same shape out.
 
         Args:
             lengths: history lengths.
@@ -48,15 +54,9 @@ class CostModel:
 
     @classmethod
     def from_config(
-        cls,
-        dim: int,
-        layers: int = 1,
-        heads: int = 1,
-        head_dim: int | None = None,
-        feedforward: int = 0,
-        candidates: int = 0,
+        cls, dim: int, layers: int = 1, heads: int = 1, head_dim: int | None = None, feedforward: int = 0, candidates: int = 0
     ) -> CostModel:
-        """Multiply-adds of the forward of ``layers`` blocks with causal attention.
+        """Count the multiply-adds of the forward of ``layers`` blocks with causal attention.
 
         Source: HSTU (arXiv 2402.17152): with ``inner = heads * head_dim``, ``5 * dim * inner * L`` for U, V, Q, K and output
         and ``inner * L**2`` for the causal half of scores and weighted sum. For SASRec (arXiv 1808.09781) give its
@@ -88,14 +88,102 @@ class CostModel:
 
     @staticmethod
     def fit(sums: ArrayLike, seconds: ArrayLike, ranks: ArrayLike | None = None) -> CostFit:
-        """The model that explains measured compute times, see :func:`lightning_freescale.balance.fit.fit_cost`."""
-        from lightning_freescale.balance.fit import fit_cost
+        """Fit measured compute times: least squares of relative errors, non-negative, robust to outliers (Huber 1964).
 
-        return fit_cost(np.asarray(sums, dtype=np.float64), np.asarray(seconds, dtype=np.float64), ranks)
+        Alternates with an estimate of how slow each rank is, so that a slow rank does not pass for expensive samples.
+
+        Args:
+            sums: for every rank and step the sums over its samples of :func:`sample_features`, shape ``[observations, 4]``.
+            seconds: measured compute time, shape ``[observations]``, > 0.
+            ranks: which rank each observation is of, shape ``[observations]``; one rank if not given.
+
+        Raises:
+            ValueError: shapes do not fit, there are fewer than five observations, or a time is not > 0.
+        """
+        sums, seconds = np.asarray(sums, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+        rank = np.zeros(len(seconds), dtype=np.int64) if ranks is None else np.asarray(ranks)
+        if sums.shape != (len(seconds), 4) or rank.shape != seconds.shape or len(seconds) < 5 or not (seconds > 0).all():
+            raise ValueError(
+                f"CostModel.fit: sums {sums.shape}, seconds {seconds.shape}, ranks {rank.shape}: pass shapes "
+                "[observations, 4], [observations], [observations], at least five of them, and times > 0"
+            )
+        slowness = np.ones(int(rank.max()) + 1)
+        for _ in range(_ROUNDS):
+            # what differs by less is noise, and would come back as noise in the coefficients
+            apart = np.where(np.abs(slowness - 1) < _ALIKE, 1.0, slowness)
+            base, coefficients = _fit_coefficients(sums, seconds / apart[rank])
+            ratio = seconds / np.maximum(base + sums @ coefficients, 1e-12)
+            medians = np.array([np.median(ratio[rank == r]) if (rank == r).any() else 1.0 for r in range(len(slowness))])
+            slowness = medians / np.quantile(medians, 0.5, method="lower")
+        residual = float(np.median(np.abs(ratio / slowness[rank] - 1)))
+        return CostFit(CostModel(*coefficients.tolist()), base, slowness, residual, len(seconds))
 
 
-def sample_features(lengths: ArrayLike, unique: ArrayLike | None = None) -> NDArray[np.float64]:
-    """What the coefficients of :class:`CostModel` multiply, shape ``[samples, 4]``: 1, L, L**2, U (0 if not given)."""
+@dataclass(frozen=True)
+class CostFit:
+    """A cost model that explains measured compute times, in seconds.
+
+    Attributes:
+        model: seconds that a sample adds to its rank's step.
+        base: seconds of a rank's step that no sample explains.
+        slowness: time of each rank / time that its samples explain, relative to the lower median rank; shape ``[ranks]``.
+        residual: median relative error of what the fit predicts for a rank's step.
+        observations: how many rank-steps it rests on.
+    """
+
+    model: CostModel
+    base: float
+    slowness: Floats
+    residual: float
+    observations: int
+
+    @property
+    def rank_speeds(self) -> list[float]:
+        """What :func:`assign` needs to give slow ranks less work."""
+        return np.clip(1 / self.slowness, 0.05, 20.0).round(2).tolist()
+
+    def slow_ranks(self, rank_speeds: Sequence[float] | None = None) -> dict[int, float]:
+        """Return the ranks that take longer than their samples, and speeds in use, explain; and how many times as long."""
+        times = self.slowness * (1.0 if rank_speeds is None else np.asarray(rank_speeds) / np.max(rank_speeds))
+        return {int(rank): float(times[rank]) for rank in np.flatnonzero(times > SLOW)}
+
+
+def sample_features(lengths: ArrayLike, unique: ArrayLike | None = None) -> Floats:
+    """Return what the coefficients of :class:`CostModel` multiply, shape ``[samples, 4]``: 1, L, L**2, U (0 if not given)."""
     x = np.asarray(lengths, dtype=np.float64)
     u = np.zeros_like(x) if unique is None else np.asarray(unique, dtype=np.float64)
     return np.stack([np.ones_like(x), x, x * x, u], axis=-1)
+
+
+def _fit_coefficients(sums: Floats, seconds: Floats) -> tuple[float, Floats]:
+    """Return the seconds of a step without samples, and the four coefficients."""
+    # equal counts cannot tell a cost per sample from one per step
+    columns = np.column_stack([np.ones(len(sums)), sums])
+    if np.ptp(sums[:, 0]) < 0.01 * sums[:, 0].mean():
+        columns[:, 1] = 0.0
+    scale = np.maximum(columns.max(axis=0), 1e-300)
+    relative = columns / scale / seconds[:, None]
+    weight = np.ones(len(seconds))
+    for _ in range(_REWEIGHTINGS):
+        found = _least_squares(relative, weight)
+        error = np.abs(1 - relative @ found)
+        spread = max(1.4826 * float(np.median(error)), 1e-9)  # the standard deviation, if the errors are normal
+        weight = np.minimum(1.0, _HUBER * spread / np.maximum(error, 1e-12))
+    base, *coefficients = (found / scale).tolist()
+    return base, np.array(coefficients)
+
+
+def _least_squares(columns: Floats, weight: Floats) -> Floats:
+    """Return weighted least squares of 1 by ``columns`` with non-negative coefficients: the best of all subsets."""
+    square, target = columns.T @ (columns * weight[:, None]), columns.T @ weight
+    usable = np.flatnonzero(np.diag(square) > 0)
+    best, least = np.zeros(columns.shape[1]), 0.0
+    for size in range(1, len(usable) + 1):
+        for chosen in combinations(usable, size):
+            index = np.array(chosen)
+            part = np.linalg.lstsq(square[np.ix_(index, index)], target[index], rcond=1e-10)[0]
+            loss = float(part @ square[np.ix_(index, index)] @ part - 2 * target[index] @ part)
+            if (part >= 0).all() and loss < least:
+                best, least = np.zeros(columns.shape[1]), loss
+                best[index] = part
+    return best

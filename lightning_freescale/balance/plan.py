@@ -1,49 +1,55 @@
-"""The plan of one step: who computes which sample, and what that is worth."""
+"""The plan of one step of all ranks, and plans made before they are needed, in a thread of their own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lightning_freescale.balance.assign import Assignment, assign, bound_of, deal, imbalance
+from lightning_freescale.balance.assign import Assignment, assign, assignment_bound, contiguous_split, imbalance
 from lightning_freescale.balance.report import StepBalance
+from lightning_freescale.balance.solver import Ints
+from lightning_freescale.balance.validation import Floats
+
+Plan = TypeVar("Plan")
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step of all ranks.
+    """Who computes which sample of a step, and what that is worth.
 
     Attributes:
         samples: indices into the data set in drawn order, shape ``[samples]``.
         costs: theirs, shape ``[samples]``.
         ranks: how many ranks share the step.
-        balanced: assigned by cost; else contiguous runs of the drawn order.
+        balanced: assigned by cost; else a contiguous split of the drawn order.
         options: keyword arguments of :func:`assign` for these samples.
     """
 
-    samples: NDArray[np.int64]
-    costs: NDArray[np.float64]
+    samples: Ints
+    costs: Floats
     ranks: int
     balanced: bool = True
     options: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
-    def best(self) -> Assignment:
-        """The balanced assignment."""
+    def assignment(self) -> Assignment:
+        """The assignment by cost; made when it is first asked for."""
         return assign(self.costs, self.ranks, **self.options)
 
     @cached_property
-    def rank_of_sample(self) -> NDArray[np.int64]:
-        """Shape ``[samples]``."""
-        return self.best.rank_of_sample if self.balanced else deal(len(self.samples), self.ranks)
+    def rank_of_sample(self) -> Ints:
+        """The rank that computes each sample, shape ``[samples]``."""
+        return self.assignment.rank_of_sample if self.balanced else contiguous_split(len(self.samples), self.ranks)
 
     @cached_property
-    def parts(self) -> list[NDArray[np.int64]]:
-        """Indices into the data set for every rank."""
+    def samples_of_ranks(self) -> list[Ints]:
+        """Indices into the data set for every rank, in drawn order."""
         ends = np.bincount(self.rank_of_sample, minlength=self.ranks).cumsum()
         return np.split(self.samples[np.argsort(self.rank_of_sample, kind="stable")], ends[:-1])
 
@@ -51,15 +57,72 @@ class StepPlan:
     def balance(self) -> StepBalance:
         """What the assignment is worth."""
         speeds, tokens = self.options.get("rank_speeds"), self.options.get("tokens")
-        dealt = deal(len(self.samples), self.ranks)
-        bound = (
-            (self.best.lower_bound, self.best.dominated) if self.balanced else bound_of(self.costs, self.ranks, **self.options)
-        )
+        split = contiguous_split(len(self.samples), self.ranks)
+        if self.balanced:
+            bound, dominated = self.assignment.lower_bound, self.assignment.dominated
+        else:
+            bound, dominated = assignment_bound(self.costs, self.ranks, **self.options)
         return StepBalance(
-            before=imbalance(self.costs, dealt, self.ranks, speeds),
-            after=imbalance(self.costs, self.rank_of_sample, self.ranks, speeds),
-            lower_bound=bound[0],
-            dominated=bound[1],
+            unbalanced=imbalance(self.costs, split, self.ranks, speeds),
+            balanced=imbalance(self.costs, self.rank_of_sample, self.ranks, speeds),
+            lower_bound=bound,
+            dominated=dominated,
             tokens_imbalance=None if tokens is None else imbalance(tokens, self.rank_of_sample, self.ranks),
             cost=float(self.costs.sum()),
         )
+
+
+class PlanPrefetcher(Generic[Plan]):
+    """Keeps the plans of recent steps; while :meth:`running`, a thread makes those of the next ones.
+
+    Args:
+        make: returns the plan of a step, a pure function of (epoch, step).
+        steps: how many steps ahead.
+        keep: how many plans to keep; those that are asked for later are made again.
+    """
+
+    def __init__(self, make: Callable[[int, int], Plan], steps: int = 4, keep: int = 64) -> None:
+        self._make, self._steps, self._keep = make, steps, keep
+        self._plans: dict[tuple[int, int], Future[Plan]] = {}
+        self._thread: ThreadPoolExecutor | None = None
+
+    def get(self, epoch: int, step: int) -> Plan:
+        """Return the plan of a step, waiting for the thread if it is at it."""
+        plan = self._started(epoch, step)
+        while len(self._plans) > self._keep:
+            self._plans.pop(next(iter(self._plans)))
+        return plan.result()
+
+    def prepare(self, epoch: int, step: int, end: int) -> None:
+        """Start on the steps from ``step`` on, before ``end``."""
+        for later in range(step, min(step + self._steps, end)):
+            self._started(epoch, later)
+
+    def forget(self) -> None:
+        """Drop all plans: what they depend on has changed."""
+        self._plans.clear()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let a thread plan the next steps within the block."""
+        with ThreadPoolExecutor(1, "freescale-plan") as mine:
+            self._thread = mine
+            try:
+                yield
+            finally:
+                if self._thread is mine:  # else somebody iterates anew
+                    self._thread = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out plans and thread, which cannot be copied."""
+        return {**self.__dict__, "_plans": {}, "_thread": None}
+
+    def _started(self, epoch: int, step: int) -> Future[Plan]:
+        key = (epoch, step)
+        if key not in self._plans and self._thread is not None:
+            self._plans[key] = self._thread.submit(self._make, *key)
+        elif key not in self._plans:
+            done: Future[Plan] = Future()
+            done.set_result(self._make(*key))
+            self._plans[key] = done
+        return self._plans[key]

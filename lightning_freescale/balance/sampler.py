@@ -10,12 +10,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_freescale.balance.outliers import pool_outliers
-from lightning_freescale.balance.plan import StepPlan
-from lightning_freescale.balance.prefetch import PlanPrefetcher
+from lightning_freescale.balance.epoch_order import StepBoundaries, draw_order, pool_outliers
+from lightning_freescale.balance.plan import PlanPrefetcher, StepPlan
 from lightning_freescale.balance.report import BalanceReport, StepBalance
-from lightning_freescale.balance.step_boundaries import StepBoundaries
-from lightning_freescale.balance.validation import per_sample, units
+from lightning_freescale.balance.solver import Ints
+from lightning_freescale.balance.validation import Floats, non_negative, number_groups
+
+EXPLORATION_STEPS = 50
+"""Steps of epoch 0 among which some stay as drawn while costs are calibrated, see :class:`BalancedSampler`."""
 
 
 class BalancedSampler(DistributedSampler[list[int]]):
@@ -32,18 +34,18 @@ class BalancedSampler(DistributedSampler[list[int]]):
         rank: the rank to yield for.
         seed: seeds the shuffle, together with the epoch.
         shuffle: draw a new order every epoch; else keep the order of the data set.
-        balance: assign by cost; else deal contiguous runs.
+        balance: assign by cost; else split the drawn order contiguously.
         drop_last: leave out the samples of an incomplete last step. Otherwise the last step is uneven (counts differ by
             at most one), and fewer left-over samples than ranks join the step before, so every rank always has a sample.
-        weights: weight of a sample in the mean loss, shape ``[samples]``; all one if not given.
-        summed: the loss of a rank is a sum over its samples, not a mean.
+        loss_weights: weight of a sample in the mean loss, shape ``[samples]``; all one if not given.
+        loss_is_sum: the loss of a rank is a sum over its samples, not a mean.
         outlier_window: exchange samples between this many consecutive steps so that those that dominate a step come together,
             see :func:`pool_outliers`. Not gradient-identical: it changes which samples share a step. 1 for no exchange.
         tokens: tokens per sample, shape ``[samples]``, for ``max_tokens_per_rank`` and the report.
         keep_together: group of each sample, shape ``[samples]``; samples of a group that share a step go to one rank.
-        explore: deal every fifth of the first so many steps of epoch 0 as drawn, unless a limit forbids it. Balanced steps
-            hardly differ in what a cost model is fitted to; a few that do tell its coefficients apart.
-        **options: ``mode``, ``count_slack``, ``max_tokens_per_rank`` and ``rank_speeds`` of :func:`assign`.
+        exploration_steps: leave every fifth of the first so many steps of epoch 0 as drawn, unless a limit forbids it.
+            Balanced steps hardly differ in what a cost model is fitted to; a few that do tell its coefficients apart.
+        **options: ``assignment_mode``, ``count_slack``, ``max_tokens_per_rank`` and ``rank_speeds`` of :func:`assign`.
 
     Raises:
         ValueError: an argument does not fit; names it, its value and the fix.
@@ -60,12 +62,12 @@ class BalancedSampler(DistributedSampler[list[int]]):
         shuffle: bool = True,
         balance: bool = True,
         drop_last: bool = False,
-        weights: ArrayLike | None = None,
-        summed: bool = False,
+        loss_weights: ArrayLike | None = None,
+        loss_is_sum: bool = False,
         outlier_window: int = 1,
         tokens: ArrayLike | None = None,
         keep_together: ArrayLike | None = None,
-        explore: int = 0,
+        exploration_steps: int = 0,
         **options: Any,
     ) -> None:
         # DistributedSampler's own constructor insists on a data set; being one is what makes Lightning leave us alone.
@@ -79,35 +81,37 @@ class BalancedSampler(DistributedSampler[list[int]]):
         limited = keep_together is not None or options.get("max_tokens_per_rank") is not None
         if limited and not balance:
             raise ValueError(
-                "BalancedSampler(balance=False) deals the samples as drawn and keeps no limit: leave keep_together and "
+                "BalancedSampler(balance=False) leaves the samples as drawn and keeps no limit: leave keep_together and "
                 "max_tokens_per_rank out"
             )
         self.costs = _rounded(costs)
         samples = len(self.costs)
-        self.weights = np.ones(samples) if weights is None else per_sample("BalancedSampler", "weights", weights, samples)
+        self.loss_weights, self.loss_is_sum = np.ones(samples), loss_is_sum
+        if loss_weights is not None:
+            self.loss_weights = non_negative("BalancedSampler(loss_weights=...)", loss_weights, samples)
         self.batch_size, self.num_replicas, self.rank = batch_size, num_replicas, rank
-        self.seed, self.shuffle, self.balance_steps, self.drop_last = seed, shuffle, balance, drop_last
-        self.summed, self.outlier_window, self.epoch = summed, outlier_window, 0
-        self.explore = 0 if limited else explore  # a deal keeps no limits
-        self.options = options
+        self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
+        self.balance_steps, self.outlier_window = balance, outlier_window
+        self.exploration_steps = 0 if limited else exploration_steps  # a contiguous split keeps no limits
+        self.epoch, self.options = 0, options
         self._per_sample: dict[str, NDArray[Any]] = {}
         if tokens is not None:
-            self._per_sample["tokens"] = per_sample("BalancedSampler", "tokens", tokens, samples)
+            self._per_sample["tokens"] = non_negative("BalancedSampler(tokens=...)", tokens, samples)
         if keep_together is not None:
-            self._per_sample["keep_together"] = units(keep_together, samples)
-        self._steps = StepBoundaries(len(self.costs), batch_size, num_replicas, drop_last)
-        self._later: dict[int, tuple[Callable[[], ArrayLike] | None, dict[str, Any]]] = {}
-        self._drawn: tuple[int, NDArray[np.int64]] | None = None
-        self._plans = PlanPrefetcher(self._plan)
+            self._per_sample["keep_together"] = number_groups(keep_together, samples)
+        self._steps = StepBoundaries(samples, batch_size, num_replicas, drop_last)
+        self._replans: dict[int, tuple[Callable[[], ArrayLike] | None, dict[str, Any]]] = {}
+        self._drawn: tuple[int, Ints] | None = None
+        self._plans = PlanPrefetcher(self._make_plan)
         self.step_plan(0, 0).balance  # noqa: B018 (what does not fit is refused now, not in the first step)
 
     # -- iteration
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by Lightning at the start of every epoch."""
+        """Draw and plan ``epoch`` from now on; Lightning calls it at the start of every epoch."""
         self.epoch = epoch
-        for start in sorted(e for e in self._later if e <= epoch):
-            costs, options = self._later.pop(start)
+        for start in sorted(e for e in self._replans if e <= epoch):
+            costs, options = self._replans.pop(start)
             if costs is not None:
                 self.costs = _rounded(costs())
             self.options = {**self.options, **options}
@@ -130,66 +134,66 @@ class BalancedSampler(DistributedSampler[list[int]]):
         self._plans.forget()
 
     def __len__(self) -> int:
-        """Steps of the epoch, those before a :meth:`resume` included."""
-        return len(self._steps.of(self.epoch)) - 1
+        """Return the steps of the epoch, those before a :meth:`resume` included."""
+        return len(self._steps.for_epoch(self.epoch)) - 1
 
     @property
     def first_step(self) -> int:
         """The step that the current epoch starts with: 0 unless it was resumed."""
-        return self._steps.first(self.epoch)
+        return self._steps.first_step(self.epoch)
 
     @property
     def steps_per_epoch(self) -> int:
         """Steps of an epoch that starts at its beginning."""
-        return len(self._steps.whole) - 1
+        return len(self._steps.full_epoch) - 1
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch, end = self.epoch, len(self)
         with self._plans.running():
-            for step in range(self._steps.first(epoch), end):
+            for step in range(self._steps.first_step(epoch), end):
                 self._plans.prepare(epoch, step, end)
-                yield self.step_plan(epoch, step).parts[self.rank].tolist()
+                yield self.step_plan(epoch, step).samples_of_ranks[self.rank].tolist()
 
     # -- the plan
 
     def step_plan(self, epoch: int, step: int) -> StepPlan:
-        """The plan of all ranks for a step."""
+        """Return the plan of all ranks for a step."""
         return self._plans.get(epoch, step)
 
-    def plan(self, epoch: int, step: int) -> list[NDArray[np.int64]]:
-        """Samples of every rank in a step: ``ranks`` int arrays."""
-        return self.step_plan(epoch, step).parts
+    def plan(self, epoch: int, step: int) -> list[Ints]:
+        """Return the samples of every rank in a step: ``ranks`` int arrays of indices into the data set."""
+        return self.step_plan(epoch, step).samples_of_ranks
 
-    def global_batch(self, epoch: int, step: int) -> NDArray[np.int64]:
-        """The samples of a step in drawn order, the same with and without balancing."""
-        edges = self._steps.of(epoch)
+    def global_batch(self, epoch: int, step: int) -> Ints:
+        """Return the samples of a step in drawn order, the same with and without balancing; shape ``[samples]``."""
+        edges = self._steps.for_epoch(epoch)
         return self._order(epoch)[edges[step] : edges[step + 1]]
 
     def consumed(self, epoch: int, batches: int) -> int:
-        """Samples in the first ``batches`` steps of an epoch."""
-        return self._steps.of(epoch)[batches]
+        """Return how many samples the first ``batches`` steps of an epoch have."""
+        return self._steps.for_epoch(epoch)[batches]
 
     def counts(self, step: int) -> list[int]:
-        """Samples of every rank in a step of the current epoch."""
+        """Return how many samples every rank has in a step of the current epoch."""
         return np.bincount(self.step_plan(self.epoch, step).rank_of_sample, minlength=self.num_replicas).tolist()
 
     def loss_weight(self, step: int) -> float:
-        """Factor for this rank's loss that makes the average over ranks the mean (or sum) over the step's global batch."""
-        if self.summed:
+        """Return the factor for this rank's loss that makes the average over ranks that over the global batch (or its sum)."""
+        if self.loss_is_sum:
             return float(self.num_replicas)
         plan = self.step_plan(self.epoch, step)
-        weights = np.bincount(plan.rank_of_sample, self.weights[plan.samples], self.num_replicas)
-        return share_of_loss(weights.tolist(), self.rank)
+        weights = np.bincount(plan.rank_of_sample, self.loss_weights[plan.samples], self.num_replicas)
+        return rank_loss_weight(weights.tolist(), self.rank)
 
     def balance(self, step: int) -> StepBalance:
-        """What the assignment of a step of the current epoch is worth."""
+        """Return what the assignment of a step of the current epoch is worth."""
         return self.step_plan(self.epoch, step).balance
 
     def report(self, epoch: int | None = None) -> BalanceReport:
-        """What balancing brings for every step of an epoch, the current one by default."""
+        """Return what balancing brings over the steps of an epoch, the current one by default."""
         epoch = self.epoch if epoch is None else epoch
-        steps = range(self._steps.first(epoch), len(self._steps.of(epoch)) - 1)
-        return BalanceReport.of_steps(self.step_plan(epoch, step).balance for step in steps)
+        steps = range(self._steps.first_step(epoch), len(self._steps.for_epoch(epoch)) - 1)
+        return BalanceReport.from_steps(self.step_plan(epoch, step).balance for step in steps)
 
     def replan(self, epoch: int, costs: Callable[[], ArrayLike] | None = None, **options: Any) -> None:
         """From ``epoch`` on use other costs or options of :func:`assign`; call it with the same arguments on every rank.
@@ -199,58 +203,52 @@ class BalancedSampler(DistributedSampler[list[int]]):
             costs: gives the costs, shape ``[samples]``; called when the epoch starts.
             **options: those that change.
         """
-        before = self._later.get(epoch, (None, {}))
-        self._later[epoch] = (before[0] if costs is None else costs, {**before[1], **options})
+        before = self._replans.get(epoch, (None, {}))
+        self._replans[epoch] = (before[0] if costs is None else costs, {**before[1], **options})
 
     def digest(self) -> str:
-        """Hash of what the current epoch's plan follows from and of its first step: equal on all ranks unless plans differ."""
-        first = self._steps.first(self.epoch)
+        """Return a hash of the current epoch's costs, order, options and first step: equal on all ranks unless plans differ."""
+        first = self._steps.first_step(self.epoch)
         plan = self.step_plan(self.epoch, min(first, len(self) - 1))
-        state = hashlib.sha256(
-            repr(
-                (len(self), self.num_replicas, self.balance_steps, self.summed, self.explore, sorted(self.options.items()))
-            ).encode()
-        )
-        for array in (self.costs, self.weights, self._order(self.epoch), plan.rank_of_sample, *self._per_sample.values()):
+        options = sorted(self.options.items())
+        setting = (len(self), self.num_replicas, self.balance_steps, self.loss_is_sum, self.exploration_steps, options)
+        state = hashlib.sha256(repr(setting).encode())
+        for array in (self.costs, self.loss_weights, self._order(self.epoch), plan.rank_of_sample, *self._per_sample.values()):
             state.update(np.ascontiguousarray(array).tobytes())
         return state.hexdigest()
 
-    def _plan(self, epoch: int, step: int) -> StepPlan:
+    def _make_plan(self, epoch: int, step: int) -> StepPlan:
         samples = self.global_batch(epoch, step)
         options = {**self.options, **{name: values[samples] for name, values in self._per_sample.items()}}
-        explores = epoch == 0 and step < self.explore and is_explored(step)
+        explores = epoch == 0 and step < self.exploration_steps and is_exploration_step(step)
         plan = StepPlan(samples, self.costs[samples], self.num_replicas, self.balance_steps and not explores, options)
-        plan.parts  # noqa: B018 (computed here, in the thread)
+        plan.samples_of_ranks  # noqa: B018 (computed here, in the thread)
         return plan
 
-    def _order(self, epoch: int) -> NDArray[np.int64]:
-        drawn = self._drawn
+    def _order(self, epoch: int) -> Ints:
+        drawn = self._drawn  # read once: the thread that plans ahead sets it, too
         if drawn is None or drawn[0] != epoch:
-            drawn = self._drawn = (epoch, self._draw(epoch))
+            order = draw_order(len(self.costs), self.seed, epoch) if self.shuffle else np.arange(len(self.costs))
+            if self.outlier_window > 1:
+                order = pool_outliers(order, self._steps.full_epoch, self.costs, self.num_replicas, self.outlier_window)
+            drawn = self._drawn = (epoch, order)
         return drawn[1]
 
-    def _draw(self, epoch: int) -> NDArray[np.int64]:
-        if not self.shuffle:
-            order = np.arange(len(self.costs))
-        else:  # RandomState's stream is frozen for good; Generator's may change between numpy versions
-            order = np.random.RandomState([self.seed, epoch]).permutation(len(self.costs))
-        if self.outlier_window == 1:
-            return order
-        return pool_outliers(order, self._steps.whole, self.costs, self.num_replicas, self.outlier_window)
 
-
-def is_explored(step: int) -> bool:
-    """Every fifth step; not the first, by which the ranks compare their plans."""
+def is_exploration_step(step: int) -> bool:
+    """Return True for every fifth step; not for the first, by which the ranks compare their plans."""
+    # balanced steps differ too little to tell a cost per token from a cost per step: without these, fits were up to twice as
+    # far off
     return step % 5 == 4
 
 
-def share_of_loss(weights: Sequence[float], rank: int) -> float:
-    """``local_weight * world_size / global_weight``; 1 if nothing weighs anything."""
+def rank_loss_weight(weights: Sequence[float], rank: int) -> float:
+    """Return ``local_weight * world_size / global_weight`` from the weights of all ranks; 1 if nothing weighs anything."""
     total = sum(weights)
     return float(weights[rank] * len(weights) / total) if total else 1.0
 
 
-def _rounded(costs: ArrayLike) -> NDArray[np.float64]:
-    """To 24 bits, so that the last digits of a user's function on another kind of processor make no other plan."""
-    mantissa, exponent = np.frexp(per_sample("BalancedSampler", "costs", costs))
+def _rounded(costs: ArrayLike) -> Floats:
+    # to 24 bits, so that the last digits of a user's function on another kind of processor make no other plan
+    mantissa, exponent = np.frexp(non_negative("BalancedSampler(costs=...)", costs))
     return np.ldexp(np.rint(np.ldexp(mantissa, 24)), exponent - 24)

@@ -1,61 +1,53 @@
-"""What :func:`assign` is given, checked and in whole numbers."""
+"""Checks of numbers that users pass, and the arguments of :func:`assign`, checked and in whole numbers."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_freescale.balance.solver import Ints, Problem, whole
+from lightning_freescale.balance.solver import Ints, Problem, to_integers
 
-Mode = Literal["fixed", "slack", "free", "zigzag"]
-_MOST_TOKENS = 2**53
+AssignmentMode = Literal["fixed", "slack", "free", "zigzag"]
+Floats = NDArray[np.float64]
+_MAX_TOTAL_TOKENS = 2**53
 SPEED_STEPS = 1024
 """Speeds are rounded to this many steps of the fastest rank's."""
 
 
-def check(cost: NDArray[np.float64], ranks: int, mode: str, count_slack: float) -> None:
-    """The arguments that are not arrays.
+def is_non_negative(values: Any) -> Any:
+    """Return which numbers are finite and not negative: a bool for a number, a mask of the same shape for an array."""
+    return np.isfinite(values) & (np.asarray(values) >= 0)
+
+
+def non_negative(name: str, values: ArrayLike, size: int | None = None) -> Floats:
+    """Return ``values`` as float64, one per sample: shape ``[samples]``, finite, >= 0, also in sum.
+
+    Args:
+        name: what errors call the values, such as ``"assign(costs=...)"``.
+        values: numbers, one per sample.
+        size: how many samples there are; any number if not given.
 
     Raises:
-        ValueError: one does not fit.
-    """
-    if ranks < 1:
-        raise ValueError(f"assign(ranks={ranks!r}): there must be at least one rank")
-    if mode not in get_args(Mode):
-        raise ValueError(f"assign(mode={mode!r}): choose one of {', '.join(get_args(Mode))}")
-    if not (np.isfinite(count_slack) and count_slack >= 0):
-        raise ValueError(f"assign(count_slack={count_slack!r}): pass a share of the equal count, 0 or more")
-    if len(cost) < ranks:
-        raise ValueError(f"assign: {len(cost)} samples for {ranks} ranks; every rank needs at least one sample")
-
-
-def per_sample(of: str, name: str, values: ArrayLike, samples: int | None = None) -> NDArray[np.float64]:
-    """The argument ``name`` of ``of``: shape ``[samples]``, finite, >= 0, also in sum.
-
-    Raises:
-        ValueError: something else.
+        ValueError: the shape is another, an entry is negative or not finite, or the sum overflows.
     """
     array = np.asarray(values, dtype=np.float64)
-    if array.ndim != 1 or samples not in (None, len(array)):
-        wanted = "samples" if samples is None else samples
-        raise ValueError(f"{of}({name}=...) has shape {array.shape}: pass one number per sample, shape [{wanted}]")
-    bad = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
+    if array.ndim != 1 or size not in (None, len(array)):
+        wanted = "samples" if size is None else size
+        raise ValueError(f"{name} has shape {array.shape}: pass one number per sample, shape [{wanted}]")
+    bad = np.flatnonzero(~is_non_negative(array))
     if bad.size:
-        raise ValueError(f"{of}({name}=...): {array[bad[0]]} of sample {bad[0]} is not a finite number >= 0")
+        count = f"; {bad.size} of {len(array)} are not" if bad.size > 1 else ""
+        raise ValueError(f"{name}: {array[bad[0]]} of sample {bad[0]} is not a finite number >= 0, pass only such{count}")
     if array.max(initial=0.0) > np.finfo(np.float64).max / max(1, len(array)):
-        raise ValueError(f"{of}({name}=...): numbers up to {array.max():g} overflow when they are summed. Use a larger unit")
+        raise ValueError(f"{name}: numbers up to {array.max():g} overflow when they are summed. Use a larger unit")
     return array
 
 
 def slowness(rank_speeds: ArrayLike | None, ranks: int) -> Ints:
-    """Whole numbers in inverse proportion to the speeds, shape ``[ranks]``.
-
-    Raises:
-        ValueError: not one speed > 0 per rank, or they are too far apart.
-    """
+    """Return whole numbers in inverse proportion to the speeds, shape ``[ranks]``; ValueError if the speeds do not fit."""
     if rank_speeds is None:
         return np.ones(ranks, dtype=np.int64)
     speed = np.asarray(rank_speeds, dtype=np.float64)
@@ -67,12 +59,8 @@ def slowness(rank_speeds: ArrayLike | None, ranks: int) -> Ints:
     return np.rint(SPEED_STEPS * speed.max() / speed).astype(np.int64) if np.ptp(speed) else np.ones(ranks, dtype=np.int64)
 
 
-def units(keep_together: ArrayLike | None, samples: int) -> Ints:
-    """The unit of every sample, numbered from 0.
-
-    Raises:
-        ValueError: not one group per sample.
-    """
+def number_groups(keep_together: ArrayLike | None, samples: int) -> Ints:
+    """Return the group of every sample, numbered from 0, shape ``[samples]``; ValueError if it is not one per sample."""
     if keep_together is None:
         return np.arange(samples)
     group = np.asarray(keep_together)
@@ -81,62 +69,75 @@ def units(keep_together: ArrayLike | None, samples: int) -> Ints:
     return np.unique(group, return_inverse=True)[1].reshape(samples)
 
 
-def problem_of(
-    cost: NDArray[np.float64],
-    unit_of_sample: Ints,
-    tokens: NDArray[np.float64] | None,
-    max_tokens: float | None,
-    slow: Ints,
-    mode: str,
-    count_slack: float,
-) -> Problem:
-    """What the search works on.
+def problem_from_arguments(
+    costs: ArrayLike,
+    ranks: int,
+    assignment_mode: str = "fixed",
+    count_slack: float = 0.25,
+    max_tokens_per_rank: float | None = None,
+    tokens: ArrayLike | None = None,
+    keep_together: ArrayLike | None = None,
+    rank_speeds: ArrayLike | None = None,
+) -> tuple[Problem, Floats, Floats | None, Ints]:
+    """Return the arguments of :func:`assign` as a problem in whole numbers, with costs, tokens, and each sample's group.
 
     Raises:
-        ValueError: the arguments contradict each other.
+        ValueError: an argument does not fit, or they contradict each other.
     """
-    size, ranks = np.bincount(unit_of_sample).astype(np.int64), len(slow)
-    if max_tokens is not None and tokens is None:
-        raise ValueError(f"assign(max_tokens_per_rank={max_tokens!r}) needs tokens=, the tokens of each sample")
+    cost = non_negative("assign(costs=...)", costs)
+    if ranks < 1:
+        raise ValueError(f"assign(ranks={ranks!r}): there must be at least one rank")
+    if assignment_mode not in get_args(AssignmentMode):
+        raise ValueError(f"assign(assignment_mode={assignment_mode!r}): choose one of {', '.join(get_args(AssignmentMode))}")
+    if not is_non_negative(count_slack):
+        raise ValueError(f"assign(count_slack={count_slack!r}): pass a share of the equal count, 0 or more")
+    if len(cost) < ranks:
+        raise ValueError(f"assign: {len(cost)} samples for {ranks} ranks; every rank needs at least one sample")
+    token = None if tokens is None else non_negative("assign(tokens=...)", tokens, len(cost))
+    group_of_sample = number_groups(keep_together, len(cost))
+    slow = slowness(rank_speeds, ranks)
+    size = np.bincount(group_of_sample).astype(np.int64)
     if len(size) < ranks:
         raise ValueError(f"assign(keep_together=...): {len(size)} groups for {ranks} ranks; every rank needs at least one")
-    equal_counts = mode in ("fixed", "zigzag")
-    if equal_counts and np.ptp(size):
-        raise ValueError(
-            f"assign(mode={mode!r}, keep_together=...): counts cannot be equal with groups of {size.min()} to {size.max()} "
-            "samples. Use mode='slack' or 'free'"
-        )
-    if equal_counts:
-        size = np.ones_like(size)
-    least, most, spare = _counts(int(size.sum()), ranks, mode, count_slack, int(size.max()))
-    limited = tokens is not None and max_tokens is not None
-    if max_tokens is not None and not (np.isfinite(max_tokens) and max_tokens > 0):
-        raise ValueError(f"assign(max_tokens_per_rank={max_tokens!r}): pass a finite number > 0, or None for no limit")
-    if tokens is not None and max_tokens is not None and tokens.sum() > _MOST_TOKENS:
-        raise ValueError(f"assign(tokens=...): {tokens.sum():g} tokens in all are more than can be counted exactly")
-    return Problem(
-        cost=whole(np.bincount(unit_of_sample, cost).astype(np.float64), slow),
-        size=size,
-        tokens=np.bincount(unit_of_sample, np.ceil(tokens)).astype(np.int64) if limited and tokens is not None else None,
-        slowness=slow,
-        least=least,
-        most=most,
-        spare=spare,
-        token_limit=int(max_tokens) if limited and max_tokens is not None else 0,
-    )
+    group_tokens, max_tokens = _token_limit(token, max_tokens_per_rank, group_of_sample)
+    size, least, most, ranks_at_max = _count_limits(size, ranks, assignment_mode, count_slack)
+    group_cost = to_integers(np.bincount(group_of_sample, cost).astype(np.float64), slow)
+    problem = Problem(group_cost, size, group_tokens, slow, least, most, ranks_at_max, max_tokens)
+    return problem, cost, token, group_of_sample
 
 
-def _counts(samples: int, ranks: int, mode: str, count_slack: float, largest: int) -> tuple[int, int, int | None]:
-    """Least and most samples of a rank, and how many ranks may hold the most."""
-    share, rest = divmod(samples, ranks)
+def _count_limits(size: Ints, ranks: int, mode: str, count_slack: float) -> tuple[Ints, int, int, int | None]:
+    """Return the counted size of the groups, the least and most samples of a rank, and how many ranks may hold the most."""
+    smallest, largest = int(size.min()), int(size.max())
     if mode in ("fixed", "zigzag"):
-        return share, share + bool(rest), rest or ranks
+        if smallest < largest:
+            raise ValueError(
+                f"assign(assignment_mode={mode!r}, keep_together=...): counts cannot be equal with groups of {smallest} to "
+                f"{largest} samples. Use assignment_mode='slack' or 'free'"
+            )
+        share, rest = divmod(len(size), ranks)
+        return np.ones_like(size), share, share + bool(rest), rest or ranks
+    samples = int(size.sum())
     if mode == "free":
-        return 1, samples, None
-    most = max(share + bool(rest), int(samples / ranks * (1 + count_slack)))
+        return size, 1, samples, None
+    most = max(-(-samples // ranks), int(samples / ranks * (1 + count_slack)))
     if largest > most:
         raise ValueError(
-            f"assign(mode='slack', count_slack={count_slack}, keep_together=...): a group of {largest} samples, but a rank may "
-            f"hold {most}. Use count_slack={math.ceil(100 * (largest * ranks / samples - 1)) / 100} or more, or mode='free'"
+            f"assign(assignment_mode='slack', count_slack={count_slack}, keep_together=...): a group of {largest} samples, but "
+            f"a rank may hold {most}. Use count_slack={math.ceil(100 * (largest * ranks / samples - 1)) / 100} or more, or "
+            "assignment_mode='free'"
         )
-    return 1, most, None
+    return size, 1, most, None
+
+
+def _token_limit(token: Floats | None, limit: float | None, group_of_sample: Ints) -> tuple[Ints | None, int]:
+    """Return the tokens of every group, None without a limit, and how many a rank may hold."""
+    if limit is None:
+        return None, 0
+    if token is None:
+        raise ValueError(f"assign(max_tokens_per_rank={limit!r}) needs tokens=, the tokens of each sample")
+    if not (np.isfinite(limit) and limit > 0):
+        raise ValueError(f"assign(max_tokens_per_rank={limit!r}): pass a finite number > 0, or None for no limit")
+    if token.sum() > _MAX_TOTAL_TOKENS:
+        raise ValueError(f"assign(tokens=...): {token.sum():g} tokens in all are more than can be counted exactly")
+    return np.bincount(group_of_sample, np.ceil(token)).astype(np.int64), int(limit)

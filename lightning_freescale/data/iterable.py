@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset
 
 from lightning_freescale.balance import Assignment, CostModel, assign
-from lightning_freescale.balance.assign import bound_of, deal, imbalance
+from lightning_freescale.balance.assign import assignment_bound, contiguous_split, imbalance
 from lightning_freescale.comm import BACKEND, LaneOptions
 from lightning_freescale.data.streaming import BalancedStreamLoader
 from lightning_freescale.data.validation import refuse_unused, stream_weight
@@ -41,7 +41,7 @@ class IterableData:
         dataset: this rank's stream.
         length: history length of a sample.
         cost: a function of the length, or without ``length`` of the sample.
-        assign_options: ``mode``, ``count_slack``, ``rank_speeds`` of :func:`assign`, for ``exchange="samples"``.
+        assign_options: ``assignment_mode``, ``count_slack``, ``rank_speeds`` of :func:`assign`, for ``exchange="samples"``.
         loader_options: further arguments of :class:`BalancedStreamLoader`.
 
     Raises:
@@ -85,7 +85,7 @@ class IterableData:
         options["summed"] = given["loss_reduction"] == "sum"
         if not balance:
             options |= {"assign": _as_drawn, "pool_batches": 1}
-        assign_options = {name: given[name] for name in ("mode", "count_slack", "rank_speeds")}
+        assign_options = {"assignment_mode": given["mode"], **{name: given[name] for name in ("count_slack", "rank_speeds")}}
         return cls(dataset, given["lengths"], given["cost"], assign_options=assign_options, loader_options=options)
 
     def forget(self) -> None:
@@ -146,9 +146,9 @@ class IterableData:
 
 def _as_drawn(costs: NDArray[np.float64], ranks: int) -> Assignment:
     """What the ranks read, in runs: they keep their own samples, and share what is left at the end."""
-    dealt = deal(len(costs), ranks)
-    bound, dominated = bound_of(costs, ranks)
-    return Assignment(dealt, imbalance(costs, dealt, ranks), bound, None, dominated)
+    split = contiguous_split(len(costs), ranks)
+    bound, dominated = assignment_bound(costs, ranks)
+    return Assignment(split, imbalance(costs, split, ranks), bound, None, dominated)
 
 
 def _cost_of(length: Callable[[Any], float] | None, cost: Callable[[Any], Any] | None) -> Callable[[Any], float]:

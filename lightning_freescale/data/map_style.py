@@ -10,13 +10,13 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from lightning_freescale.balance import BalancedSampler, CostModel
-from lightning_freescale.balance.calibration import EXPLORED
+from lightning_freescale.balance.sampler import EXPLORATION_STEPS
 from lightning_freescale.data.loader import BalancedDataLoader
 from lightning_freescale.data.progress import Progress
 from lightning_freescale.data.sample_costs import SampleCosts
 from lightning_freescale.data.validation import LOADING, loss_weights, numbers, refuse_unused, size_of
 
-_PLAN = ("balance", "drop_last", "keep_together", "max_tokens_per_rank", "mode", "count_slack", "rank_speeds")
+_PLAN = ("balance", "drop_last", "keep_together", "max_tokens_per_rank", "count_slack", "rank_speeds")
 """Arguments of the data module that go to the sampler as they are."""
 
 
@@ -75,10 +75,11 @@ class MapStyleData:
         costs = SampleCosts(dataset, lengths, given["unique_ids"], given["cost"], size)
         plan_options = {name: given[name] for name in _PLAN}
         plan_options |= {
-            "summed": reduction == "sum",
-            "weights": loss_weights(reduction, lengths, given["targets"], size),
+            "assignment_mode": given["mode"],
+            "loss_is_sum": reduction == "sum",
+            "loss_weights": loss_weights(reduction, lengths, given["targets"], size),
             "tokens": lengths if given["tokens"] is None else numbers("tokens", given["tokens"], size),
-            "explore": EXPLORED if given["calibrate"] else 0,
+            "exploration_steps": EXPLORATION_STEPS if given["calibrate"] else 0,
         }
         rest = {name: given[name] for name in ("batch_size", "seed", "shuffle", "outlier_window")}
         loader_options = {name: given[name] for name in LOADING}

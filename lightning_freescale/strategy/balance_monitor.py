@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from lightning_freescale._lightning.loops import Trainer, rank_zero_info
 from lightning_freescale.balance import BalanceReport, StepBalance, advise
-from lightning_freescale.balance.advice import ENOUGH
+from lightning_freescale.balance.advice import ACCEPTABLE_IMBALANCE
 from lightning_freescale.balance.report import BalanceSums
 from lightning_freescale.data import BalancedStreamLoader
 from lightning_freescale.data.map_style import MapStyleData
@@ -86,12 +86,12 @@ class BalanceMonitor:
             )
 
     def _log(self, balance: StepBalance) -> None:
-        self._sums.add(balance)
+        self._sums.add_step(balance)
         trainer: Any = self.trainer
         due = trainer.log_every_n_steps and trainer.global_step % trainer.log_every_n_steps == 0
         if due and trainer.global_step != self._logged:  # several batches may make one step
             self._logged = trainer.global_step
-            self._write(BalanceReport.of_steps([balance]).scalars("step"))
+            self._write(BalanceReport.from_steps([balance]).scalars("step"))
 
     def _end_epoch(self) -> None:
         sums, self._sums = self._sums, BalanceSums()
@@ -114,10 +114,9 @@ class BalanceMonitor:
             return None
         planned = data.train if isinstance(data, FreeScaleDataModule) else None
         lengths = planned.sample_costs.lengths if isinstance(planned, MapStyleData) else None
-        options = {name: sampler.options[name] for name in ("mode", "count_slack") if name in sampler.options}
-        return advise(
-            sampler.costs, sampler.num_replicas, sampler.batch_size, report, lengths, window=sampler.outlier_window, **options
-        )
+        options = {name: sampler.options[name] for name in ("assignment_mode", "count_slack") if name in sampler.options}
+        options["outlier_window"] = sampler.outlier_window
+        return advise(sampler.costs, sampler.num_replicas, sampler.batch_size, report, lengths, **options)
 
     def _write(self, scalars: dict[str, float]) -> None:
         for logger in self.trainer.loggers:
@@ -131,7 +130,7 @@ def calibrated_data(trainer: Trainer) -> FreeScaleDataModule | None:
 
 
 def _advice_for_streams(loader: BalancedStreamLoader) -> str | None:
-    if loader.exchange != "none" or loader.stream_bound() <= ENOUGH:
+    if loader.exchange != "none" or loader.stream_bound() <= ACCEPTABLE_IMBALANCE:
         return None
     return (
         f"In the long run no pool of a rank's own samples gets below {loader.stream_bound():.3f}, the dearest stream so far "

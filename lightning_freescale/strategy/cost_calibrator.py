@@ -11,8 +11,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from lightning_freescale._lightning.loops import Trainer, rank_zero_info, rank_zero_warn
-from lightning_freescale.balance.calibration import DISAGREEMENT, Calibration, imbalance_seen, slow_ranks, speeds_of
-from lightning_freescale.balance.fit import CostFit
+from lightning_freescale.balance.calibration import DISAGREEMENT, Calibration, imbalance_by_true_costs
+from lightning_freescale.balance.cost import CostFit
 from lightning_freescale.data.sample_costs import SampleCosts
 from lightning_freescale.profiling.analysis.breakdown import attribute
 from lightning_freescale.profiling.recording.records import StepRecord
@@ -124,23 +124,27 @@ class Calibrator:
     def _judge(self, everyone: list[Any], sampler: Any) -> CalibrationResult | None:
         """On rank 0."""
         sums, seconds = (np.stack(values, axis=1) for values in zip(*everyone))
-        fit = self._calibration.add(sums, seconds)
+        fit = self._calibration.add_window(sums, seconds)
         if fit is None:
             return None
         batches = [sampler.global_batch(sampler.epoch, step) for step in range(sampler.first_step, len(sampler))[:JUDGED]]
         fitted = [self._costs.by(fit.model, batch) for batch in batches]
         used = [sampler.costs[batch] for batch in batches]
-        options = {name: value for name, value in sampler.options.items() if name in ("mode", "count_slack", "rank_speeds")}
+        options = {
+            name: value for name, value in sampler.options.items() if name in ("assignment_mode", "count_slack", "rank_speeds")
+        }
 
         def imbalance(costs: list[NDArray[np.float64]], **changed: Any) -> float:
-            return imbalance_seen(zip(costs, fitted), fit.base, sampler.num_replicas, {**options, **changed}, fit.slowness)
+            return imbalance_by_true_costs(
+                zip(costs, fitted), fit.base, sampler.num_replicas, {**options, **changed}, fit.slowness
+            )
 
         now, then = imbalance(used), imbalance(fitted, **self._speeds(fit))
         return CalibrationResult(fit, now, then, self._replanned or now > then * (1 + DISAGREEMENT), self._calibration.frozen)
 
     def _speeds(self, fit: CostFit) -> dict[str, Any]:
         """The option of the assignment that gives slow ranks less work, if that was asked for."""
-        return {"rank_speeds": speeds_of(fit)} if self._data.slow_ranks == "rebalance" else {}
+        return {"rank_speeds": fit.rank_speeds} if self._data.slow_ranks == "rebalance" else {}
 
     def _follow(self, verdict: CalibrationResult, sampler: Any) -> None:
         """On every rank alike."""
@@ -166,7 +170,7 @@ class Calibrator:
                 + (f": used from epoch {sampler.epoch + 1} on" if verdict.replan else "")
                 + ("; the fit is final" if verdict.frozen else "")
             )
-        for rank, times in slow_ranks(fit, sampler.options.get("rank_speeds")).items():
+        for rank, times in fit.slow_ranks(sampler.options.get("rank_speeds")).items():
             if rank not in self._slow:
                 self._slow.add(rank)
                 rank_zero_warn(

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_freescale.balance import assign
-from lightning_freescale.balance.assign import counts, deal, imbalance
-from lightning_freescale.balance.solver import compiled
+from lightning_freescale.balance.assign import contiguous_split, equal_counts, imbalance
+from lightning_freescale.balance.solver import swaps
 
 MODES = ["fixed", "slack", "free", "zigzag"]
 
@@ -37,23 +37,23 @@ def _limits(samples: int, ranks: int, mode: str, slack: float = 0.25) -> tuple[i
 @settings(max_examples=300, deadline=None)
 def test_properties(batch: tuple[np.ndarray, int], mode: str) -> None:
     cost, ranks = batch
-    result = assign(cost, ranks, mode=mode)
+    result = assign(cost, ranks, assignment_mode=mode)
     held = np.bincount(result.rank_of_sample, minlength=ranks)
     least, most = _limits(len(cost), ranks, mode)
     assert held.sum() == len(cost) and len(held) == ranks
     assert least <= held.min() and held.max() <= most
     if mode in ("fixed", "zigzag"):
-        assert sorted(held, reverse=True) == counts(len(cost), ranks)
+        assert sorted(held, reverse=True) == equal_counts(len(cost), ranks)
     assert result.imbalance == pytest.approx(imbalance(cost, result.rank_of_sample, ranks), rel=1e-9, abs=1e-6)
     assert result.imbalance >= result.lower_bound >= 1.0
     assert result.gap >= 0
     assert result.dominated == (cost.max() > cost.sum() / ranks)
-    assert result.imbalance <= assign(cost, ranks, mode="zigzag").imbalance
-    np.testing.assert_array_equal(result.rank_of_sample, assign(cost, ranks, mode=mode).rank_of_sample)
+    assert result.imbalance <= assign(cost, ranks, assignment_mode="zigzag").imbalance
+    np.testing.assert_array_equal(result.rank_of_sample, assign(cost, ranks, assignment_mode=mode).rank_of_sample)
     order = np.random.RandomState(0).permutation(len(cost))
     loads, again = (
         np.bincount(a.rank_of_sample, c, ranks)
-        for a, c in [(result, cost), (assign(cost[order], ranks, mode=mode), cost[order])]
+        for a, c in [(result, cost), (assign(cost[order], ranks, assignment_mode=mode), cost[order])]
     )
     np.testing.assert_allclose(sorted(again), sorted(loads))
 
@@ -70,7 +70,7 @@ def test_lower_bound_holds_for_every_assignment(batch: tuple[np.ndarray, int], m
     plans = (np.array(plan) for plan in itertools.product(range(ranks), repeat=len(cost)))
     held = ((plan, np.bincount(plan, minlength=ranks)) for plan in plans)
     best = min(imbalance(cost, plan, ranks) for plan, count in held if least <= count.min() and count.max() <= most)
-    assert assign(cost, ranks, mode=mode).lower_bound <= best + 1e-6
+    assert assign(cost, ranks, assignment_mode=mode).lower_bound <= best + 1e-6
 
 
 @given(batches(), st.data())
@@ -81,7 +81,7 @@ def test_tokens_stay_below_their_limit(batch: tuple[np.ndarray, int], data: st.D
     limit = data.draw(st.integers(1, 400))
     mode = data.draw(st.sampled_from(["fixed", "slack", "free"]))
     try:
-        result = assign(cost, ranks, mode=mode, tokens=tokens, max_tokens_per_rank=limit)
+        result = assign(cost, ranks, assignment_mode=mode, tokens=tokens, max_tokens_per_rank=limit)
     except ValueError as error:
         assert f"max_tokens_per_rank={limit}" in str(error)
         # longest first by tokens is within 4/3 of the best, or one largest sample
@@ -102,7 +102,7 @@ def test_groups_stay_together(batch: tuple[np.ndarray, int], data: st.DataObject
     group = np.array(data.draw(st.lists(st.integers(0, 12), min_size=len(cost), max_size=len(cost))))
     if len(set(group)) < ranks:
         return
-    result = assign(cost, ranks, mode="free", keep_together=group)
+    result = assign(cost, ranks, assignment_mode="free", keep_together=group)
     assert all(len(set(result.rank_of_sample[group == g])) == 1 for g in group)
     assert len(set(result.rank_of_sample)) == ranks
 
@@ -110,8 +110,8 @@ def test_groups_stay_together(batch: tuple[np.ndarray, int], data: st.DataObject
 def test_a_group_larger_than_the_slack_is_refused() -> None:
     cost, group = np.ones(8), [0, 0, 0, 0, 0, 1, 2, 3]
     with pytest.raises(ValueError, match=r"a group of 5 samples, but a rank may hold 2\. Use count_slack=1\.5 or more"):
-        assign(cost, 4, mode="slack", keep_together=group)
-    held = np.bincount(assign(cost, 4, mode="slack", count_slack=1.5, keep_together=group).rank_of_sample)
+        assign(cost, 4, assignment_mode="slack", keep_together=group)
+    held = np.bincount(assign(cost, 4, assignment_mode="slack", count_slack=1.5, keep_together=group).rank_of_sample)
     assert sorted(held) == [1, 1, 1, 5]
 
 
@@ -119,15 +119,15 @@ def test_a_group_larger_than_the_slack_is_refused() -> None:
 @settings(max_examples=150, deadline=None)
 def test_a_limit_that_balanced_tokens_keep_is_met(seed: int, mode: str) -> None:
     tokens = np.random.RandomState(seed).lognormal(3, 1, 24).round()
-    limit = np.bincount(assign(tokens, 4, mode=mode).rank_of_sample, tokens).max()
-    plan = assign(tokens**2, 4, mode=mode, tokens=tokens, max_tokens_per_rank=limit)
+    limit = np.bincount(assign(tokens, 4, assignment_mode=mode).rank_of_sample, tokens).max()
+    plan = assign(tokens**2, 4, assignment_mode=mode, tokens=tokens, max_tokens_per_rank=limit)
     assert np.bincount(plan.rank_of_sample, tokens).max() <= limit
 
 
 @pytest.mark.parametrize("speeds", [None, [0.001, *[1.0] * 15]])
 def test_many_samples_and_ranks_overflow_nothing(speeds: list[float] | None) -> None:
     cost = np.random.RandomState(0).pareto(0.6, 20_000)
-    result = assign(cost, 16, mode="free", rank_speeds=speeds)
+    result = assign(cost, 16, assignment_mode="free", rank_speeds=speeds)
     times = np.bincount(result.rank_of_sample, cost, 16) / (1.0 if speeds is None else np.array(speeds))
     assert result.imbalance == pytest.approx(times.max() * (16 if speeds is None else sum(speeds)) / cost.sum(), rel=1e-3)
 
@@ -135,7 +135,7 @@ def test_many_samples_and_ranks_overflow_nothing(speeds: list[float] | None) -> 
 def test_a_rank_that_takes_nearly_all_samples() -> None:
     """Refinement's table would be as wide as that rank for all of them."""
     cost = np.array([1e6] * 63 + [1e-3] * 5000)
-    assert assign(cost, 64, mode="free").imbalance == pytest.approx(64 / 63, rel=1e-3)
+    assert assign(cost, 64, assignment_mode="free").imbalance == pytest.approx(64 / 63, rel=1e-3)
 
 
 def test_equal_groups_at_equal_counts() -> None:
@@ -150,7 +150,7 @@ def test_equal_groups_at_equal_counts() -> None:
 def test_speeds(batch: tuple[np.ndarray, int], data: st.DataObject) -> None:
     cost, ranks = batch
     speeds = np.array(data.draw(st.lists(st.sampled_from([0.5, 1.0, 1.5]), min_size=ranks, max_size=ranks)))
-    result = assign(cost, ranks, mode="free", rank_speeds=speeds)
+    result = assign(cost, ranks, assignment_mode="free", rank_speeds=speeds)
     assert np.bincount(result.rank_of_sample, minlength=ranks).min() >= 1
     assert result.imbalance >= result.lower_bound - 1e-9
     times = np.bincount(result.rank_of_sample, cost, ranks) / speeds
@@ -162,7 +162,7 @@ def test_speeds(batch: tuple[np.ndarray, int], data: st.DataObject) -> None:
 def test_a_slow_rank_gets_less_work(mode: str) -> None:
     cost = np.random.RandomState(0).lognormal(5, 1, 8 * 32)
     speeds = [1, 1, 1, 0.5, 1, 1, 1, 1]
-    result = assign(cost, 8, mode=mode, rank_speeds=speeds)
+    result = assign(cost, 8, assignment_mode=mode, rank_speeds=speeds)
     loads = np.bincount(result.rank_of_sample, cost)
     assert result.gap < 0.002
     assert loads[3] / np.delete(loads, 3).mean() == pytest.approx(0.5, abs=0.01)
@@ -172,31 +172,33 @@ def test_a_slow_rank_gets_less_work(mode: str) -> None:
 def test_long_tail_reaches_the_bound(mode: str) -> None:
     lengths = np.random.RandomState(0).lognormal(4, 1.0, size=64 * 32).clip(1, 600)
     cost = lengths**2 + 320 * lengths
-    result = assign(cost, 64, mode=mode)
+    result = assign(cost, 64, assignment_mode=mode)
     assert result.gap < 0.0015
-    assert imbalance(cost, deal(len(cost), 64), 64) > 1.5 * result.imbalance
+    assert imbalance(cost, contiguous_split(len(cost), 64), 64) > 1.5 * result.imbalance
 
 
-def test_demanding_samples_get_cheap_company_without_any_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["lightning_freescale.balance.solver.refine"], "ROUNDS", 0)
+def test_outliers_get_cheap_fillers_without_any_swap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_freescale.balance.solver.swaps.ROUNDS", 0)
     lengths = np.random.RandomState(0).lognormal(4.5, 1.0, size=64 * 32).clip(5, 2500)
     cost = lengths**2 + 1280 * lengths
-    with_company = assign(cost, 64)
-    monkeypatch.setattr("lightning_freescale.balance.solver.company._MOST", 0)
-    assert with_company.lower_bound > 1.02
-    assert with_company.gap < 0.001 < 0.005 < assign(cost, 64).gap
+    with_fillers = assign(cost, 64)
+    monkeypatch.setattr("lightning_freescale.balance.solver.lpt.MAX_OUTLIER_RANKS", 0)
+    assert with_fillers.lower_bound > 1.02
+    assert with_fillers.gap < 0.001 < 0.005 < assign(cost, 64).gap
 
 
-@pytest.mark.parametrize("options", [{}, {"mode": "slack"}, {"mode": "free"}, {"rank_speeds": [1.0] * 60 + [0.7] * 4}])
+@pytest.mark.parametrize(
+    "options", [{}, {"assignment_mode": "slack"}, {"assignment_mode": "free"}, {"rank_speeds": [1.0] * 60 + [0.7] * 4}]
+)
 def test_numba_finds_the_identical_plan(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compiled.enabled, "the tests need numba"
+    assert swaps.numba_enabled, "the tests need numba"
     used = []
     for seed, samples in ((0, 64 * 40), (1, 64 * 40 + 17)):
         cost = np.random.RandomState(seed).lognormal(5, 1.3, samples).round(seed)
         plans = []
         for enabled in (True, False):
-            monkeypatch.setattr(compiled, "enabled", enabled)
-            used.append(compiled.worth_compiling(samples))
+            monkeypatch.setattr(swaps, "numba_enabled", enabled)
+            used.append(swaps.worth_compiling(samples))
             plans.append(assign(cost, 64, **options).rank_of_sample)
         np.testing.assert_array_equal(*plans)
     assert used == [True, False] * 2
@@ -221,7 +223,7 @@ def test_rounding_errors_do_not_matter() -> None:
 
 def test_all_costs_zero() -> None:
     for mode in MODES:
-        result = assign(np.zeros(6), 3, mode=mode)
+        result = assign(np.zeros(6), 3, assignment_mode=mode)
         assert (result.imbalance, result.lower_bound) == (1.0, 1.0)
         assert np.bincount(result.rank_of_sample).tolist() == [2, 2, 2]
 
@@ -240,10 +242,10 @@ def test_any_unit(scale: float) -> None:
         ({"costs": [1.0, -1.0]}, "-1.0 of sample 1"),
         ({"costs": [float("nan")]}, "nan of sample 0"),
         ({"costs": [[1.0]]}, r"shape \(1, 1\)"),
-        ({"mode": "best"}, "mode='best'"),
+        ({"assignment_mode": "best"}, "assignment_mode='best'"),
         (
-            {"mode": "zigzag", "tokens": [5, 1, 1, 5], "max_tokens_per_rank": 6, "costs": [4, 3, 2, 1]},
-            "mode='zigzag'.*more tokens",
+            {"assignment_mode": "zigzag", "tokens": [5, 1, 1, 5], "max_tokens_per_rank": 6, "costs": [4, 3, 2, 1]},
+            "assignment_mode='zigzag'.*more tokens",
         ),
         ({"count_slack": -1.0}, "count_slack=-1.0"),
         ({"tokens": [1.0]}, r"tokens=...\) has shape \(1,\)"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_freescale.balance import CostModel, assign
-from lightning_freescale.balance.calibration import Calibration, imbalance_seen, slow_ranks
+from lightning_freescale.balance.calibration import Calibration, imbalance_by_true_costs
 from lightning_freescale.balance.cost import sample_features
 
 LENGTHS = np.random.RandomState(0).lognormal(4.5, 0.9, 6000).clip(5, 800).round()
@@ -81,12 +81,12 @@ def test_fit_with_unique_ids() -> None:
 def test_fifty_steps_from_a_wrong_model_balance_as_the_true_one(ranks: int) -> None:
     """The plan in use counts tokens only; the true cost is quadratic."""
     wrong, true, calibration = CostModel(linear=1.0, quadratic=0), CostModel(linear=0, quadratic=1e-7), Calibration()
-    calibration.add(*_run(50, ranks, wrong, true))
+    calibration.add_window(*_run(50, ranks, wrong, true))
     assert calibration.fit is not None
     draw = np.random.RandomState(9)
     batches = [draw.choice(len(LENGTHS), 32 * ranks, replace=False) for _ in range(20)]
     seen = [
-        imbalance_seen([(model(LENGTHS[batch], UNIQUE[batch]), true(LENGTHS[batch])) for batch in batches], 0.0, ranks)
+        imbalance_by_true_costs([(model(LENGTHS[batch], UNIQUE[batch]), true(LENGTHS[batch])) for batch in batches], 0.0, ranks)
         for model in (wrong, calibration.fit.model, true)
     ]
     assert seen[1] <= 1.01 * seen[2]
@@ -96,17 +96,18 @@ def test_fifty_steps_from_a_wrong_model_balance_as_the_true_one(ranks: int) -> N
 def test_a_slow_rank_is_told_from_long_histories() -> None:
     sums, seconds = _run(60, 8, CostModel(linear=1.0, quadratic=0), TRUE, slow={3: 1.3})
     calibration = Calibration()
-    fit = calibration.add(sums, seconds)
+    fit = calibration.add_window(sums, seconds)
     assert fit is not None
-    assert list(slow_ranks(fit)) == [3]
-    assert slow_ranks(fit)[3] == pytest.approx(1.3, abs=0.03)
-    assert not slow_ranks(Calibration().add(*_run(60, 8, CostModel(linear=1.0, quadratic=0), TRUE)))
+    assert list(fit.slow_ranks()) == [3]
+    assert fit.slow_ranks()[3] == pytest.approx(1.3, abs=0.03)
+    even = Calibration().add_window(*_run(60, 8, CostModel(linear=1.0, quadratic=0), TRUE))
+    assert even is not None and not even.slow_ranks()
 
 
 def test_calibration_freezes_when_it_stops_improving() -> None:
     calibration, windows = Calibration(), 0
     while not calibration.frozen:
-        calibration.add(*_run(25, 4, CostModel(), TRUE, seed=windows))
+        calibration.add_window(*_run(25, 4, CostModel(), TRUE, seed=windows))
         windows += 1
         assert windows < 30
     assert windows > 3
@@ -116,15 +117,15 @@ def test_steps_that_a_rank_did_not_measure_are_left_out() -> None:
     sums, seconds = _run(40, 4, CostModel(), TRUE)
     spoiled = seconds.copy()
     spoiled[::2, 1] = 0.0
-    fit = Calibration().add(sums, spoiled)
+    fit = Calibration().add_window(sums, spoiled)
     assert fit is not None and fit.observations == 80
-    assert Calibration().add(sums, np.zeros_like(seconds)) is None
+    assert Calibration().add_window(sums, np.zeros_like(seconds)) is None
 
 
 def test_the_fit_rests_on_the_last_times_only() -> None:
     calibration, before = Calibration(keep=4 * 50), CostModel(linear=1e-4, quadratic=0)
-    calibration.add(*_run(200, 4, CostModel(), before))
-    fit = calibration.add(*_run(50, 4, CostModel(), TRUE))
+    calibration.add_window(*_run(200, 4, CostModel(), before))
+    fit = calibration.add_window(*_run(50, 4, CostModel(), TRUE))
     assert fit is not None and fit.observations == 200
     assert fit.model.quadratic == pytest.approx(TRUE.quadratic, rel=0.15)
 

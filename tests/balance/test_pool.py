@@ -16,11 +16,11 @@ def _drain(pool: LocalPool, costs: np.ndarray, target: float) -> list[list[int]]
     batches, added = [], 0
     while True:
         arriving = costs[added : added + pool.room]
-        pool.add(arriving)
+        pool.add_samples(arriving)
         added += len(arriving)
         if not len(pool):
             return batches
-        batches.append(pool.take(target).tolist())
+        batches.append(pool.next_batch(target).tolist())
 
 
 @st.composite
@@ -55,11 +55,11 @@ def test_age_bound_with_smaller_batches(stream: tuple[np.ndarray, int, int, int,
     for index, count in enumerate(counts):
         arriving = costs[added : added + pool.room]
         arrived |= dict.fromkeys(range(added, added + len(arriving)), index)
-        pool.add(arriving)
+        pool.add_samples(arriving)
         added += len(arriving)
         due, held = pool.due, len(pool)
         assert pool.oldest == max((index - arrived[n] for n in pool.numbers), default=0) <= age
-        taken = pool.take(target, min(count, size))
+        taken = pool.next_batch(target, min(count, size))
         assert len(taken) == min(held, max(min(count, size), due)) <= size
 
 
@@ -73,11 +73,11 @@ def _loads(max_age: int | None, pool_batches: int) -> tuple[np.ndarray, int]:
     for rank in range(8):
         own = np.random.RandomState(rank).choice(costs, 32 * (100 + pool_batches))
         pool, row = LocalPool(32, pool_batches, max_age), []
-        pool.add(own[: pool.room])
+        pool.add_samples(own[: pool.room])
         for step in range(100):
-            row.append(own[pool.take(mean)].sum() / mean)
+            row.append(own[pool.next_batch(mean)].sum() / mean)
             ages.append(pool.oldest)
-            pool.add(own[32 * (pool_batches + step) :][:32])
+            pool.add_samples(own[32 * (pool_batches + step) :][:32])
         loads.append(row)
     return np.array(loads).T, max(ages)
 
@@ -89,17 +89,17 @@ def test_batches_meet_the_target(max_age: int | None, pool_batches: int, limit: 
     assert (age > 32) == (max_age is None), "without a bound costly samples wait longer, so the bound is what was tested"
 
 
-def test_giants_leave_in_the_same_steps_of_all_ranks() -> None:
+def test_outliers_leave_in_the_same_steps_of_all_ranks() -> None:
     """One step pays for all of them."""
     costs = np.random.RandomState(0).lognormal(0, 0.3, size=(8, 16 * 108))
     costs[costs > np.quantile(costs, 0.998)] = 40.0
     left = np.zeros((8, 100))
     for own, row in zip(costs, left):
         pool = LocalPool(16, 8, 31)
-        pool.add(own[: pool.room])
+        pool.add_samples(own[: pool.room])
         for step in range(100):
-            row[step] = (own[pool.take(costs.mean() * 16)] == 40.0).sum()
-            pool.add(own[16 * (8 + step) :][:16])
+            row[step] = (own[pool.next_batch(costs.mean() * 16)] == 40.0).sum()
+            pool.add_samples(own[16 * (8 + step) :][:16])
     assert left.sum() > 15
     assert left.max() == 1
     assert set(np.flatnonzero(left.sum(axis=0)) % 8) == {7}
@@ -111,19 +111,19 @@ def test_content_is_brought_back() -> None:
     target = costs.mean() * 8 * 0.9
     loads = []
     for step in range(300):
-        pool.add(costs[8 * step :][: pool.room])
+        pool.add_samples(costs[8 * step :][: pool.room])
         held = dict(zip(pool.numbers.tolist(), pool.costs))
-        loads.append(sum(held[number] for number in pool.take(target).tolist()))
+        loads.append(sum(held[number] for number in pool.next_batch(target).tolist()))
     assert np.mean(loads[150:]) == pytest.approx(target / 0.9, rel=0.05)
 
 
 def test_goes_on_from_its_state() -> None:
     costs = np.random.RandomState(0).lognormal(5, 1.5, size=400)
     whole = LocalPool(4, 5, 9)
-    whole.add(costs[:20])
+    whole.add_samples(costs[:20])
     for step in range(30):
-        whole.take(costs.mean() * 4)
-        whole.add(costs[20 + 4 * step :][:4])
+        whole.next_batch(costs.mean() * 4)
+        whole.add_samples(costs[20 + 4 * step :][:4])
     state = whole.state_dict()
     other = LocalPool(4, 5, 9)
     other.load_state_dict(state, costs[state["numbers"]])
@@ -137,8 +137,8 @@ def test_goes_on_from_its_state() -> None:
     [
         (lambda: LocalPool(0), "batch_size=0"),
         (lambda: LocalPool(4, pool_batches=8, max_age=6), r"max_age=6 .* Use max_age=7 or more, or pool_batches=7"),
-        (lambda: LocalPool(2, 1).add([1.0, 2.0, 3.0]), "room for 2 samples"),
-        (lambda: LocalPool(2, 1).add([1.0, float("inf")]), "cost inf of sample 1"),
+        (lambda: LocalPool(2, 1).add_samples([1.0, 2.0, 3.0]), "room for 2 samples"),
+        (lambda: LocalPool(2, 1).add_samples([1.0, float("inf")]), r"costs=\.\.\.\): inf of sample 1"),
     ],
 )
 def test_bad_input(build, message: str) -> None:
@@ -147,7 +147,7 @@ def test_bad_input(build, message: str) -> None:
 
 
 @pytest.mark.parametrize("max_age", [32, None])
-def test_a_dearer_stream_leaves_evenly(max_age: int | None) -> None:
+def test_a_more_expensive_stream_leaves_evenly(max_age: int | None) -> None:
     """Its own mean is 1.3 targets; the surplus must leave with every batch, not pile up until the age bound forces it."""
     lengths = np.random.RandomState(0).lognormal(4.3, 1, 20_000).clip(1, 2000)
     costs = lengths**2 + 1280 * lengths
@@ -156,7 +156,7 @@ def test_a_dearer_stream_leaves_evenly(max_age: int | None) -> None:
     for _ in range(300):
         first = len(known)
         known |= dict(enumerate(costs[first : first + pool.room], start=first))
-        pool.add(costs[first : len(known)])
-        taken.append(sum(known[number] for number in pool.take(target).tolist()) / target)
+        pool.add_samples(costs[first : len(known)])
+        taken.append(sum(known[number] for number in pool.next_batch(target).tolist()) / target)
     assert np.mean(taken[100:]) == pytest.approx(1.3, abs=0.1)
     assert max(taken) < 2.5

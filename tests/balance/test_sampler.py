@@ -69,27 +69,27 @@ def test_resume_in_its_epoch_only() -> None:
         assert len(resumed) == len(whole)
 
 
-@pytest.mark.parametrize("weights", [None, np.arange(1.0, 104.0)])
-def test_loss_weights_make_the_mean_over_the_global_batch(weights: np.ndarray | None) -> None:
-    values, ranks = np.random.RandomState(1).rand(103), _ranks(3, weights=weights)
-    weight = np.ones(103) if weights is None else weights
+@pytest.mark.parametrize("loss_weights", [None, np.arange(1.0, 104.0)])
+def test_loss_weights_make_the_mean_over_the_global_batch(loss_weights: np.ndarray | None) -> None:
+    values, ranks = np.random.RandomState(1).rand(103), _ranks(3, loss_weights=loss_weights)
+    weight = np.ones(103) if loss_weights is None else loss_weights
     for step in range(len(ranks[0])):
         everything = ranks[0].global_batch(0, step)
         expected = np.average(values[everything], weights=weight[everything])
         parts = [rank.plan(0, step)[rank.rank] for rank in ranks]
         means = [np.average(values[part], weights=weight[part]) for part in parts]
         assert np.mean([m * rank.loss_weight(step) for m, rank in zip(means, ranks)]) == pytest.approx(expected)
-    if weights is None:
+    if loss_weights is None:
         assert ranks[0].loss_weight(0) == 1.0, "equal counts leave the loss alone, to the bit"
 
 
 def test_summed_loss() -> None:
-    assert _ranks(3, summed=True)[0].loss_weight(0) == 3.0
+    assert _ranks(3, loss_is_sum=True)[0].loss_weight(0) == 3.0
 
 
 def test_report() -> None:
     report = _ranks(3)[0].report()
-    assert 1 <= report.lower_bound <= report.after < report.before
+    assert 1 <= report.lower_bound <= report.balanced < report.unbalanced
 
 
 def _rest(world: int, epoch: int, batches: int, samples: int, **options: object) -> list[int]:
@@ -132,29 +132,29 @@ def test_resume_with_fewer_samples_left_than_ranks() -> None:
 def test_replan_from_the_next_epoch_on() -> None:
     sampler, flat = _ranks(3)[0], np.ones(103)
     sampler.replan(1, lambda: flat)
-    sampler.replan(1, mode="slack")
+    sampler.replan(1, assignment_mode="slack")
     sampler.replan(2, count_slack=0.5)
     assert sampler.report(0) == _ranks(3)[0].report(0)
     sampler.set_epoch(1)
-    expected = _ranks(3, flat, mode="slack")[0]
+    expected = _ranks(3, flat, assignment_mode="slack")[0]
     for step in range(len(sampler)):
         for mine, theirs in zip(sampler.plan(1, step), expected.plan(1, step)):
             np.testing.assert_array_equal(mine, theirs)
     sampler.set_epoch(2)
-    assert (sampler.costs == 1).all() and sampler.options == {"mode": "slack", "count_slack": 0.5}
+    assert (sampler.costs == 1).all() and sampler.options == {"assignment_mode": "slack", "count_slack": 0.5}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"costs": [float("nan")] * 103}, r"BalancedSampler\(costs=...\): nan of sample 0"),
-        ({"weights": [1.0]}, r"weights=...\) has shape"),
+        ({"loss_weights": [1.0]}, r"loss_weights=...\) has shape"),
         ({"batch_size": 0}, r"batch_size=0"),
         ({"num_replicas": 0}, r"num_replicas=0"),
         ({"rank": 2}, r"rank=2\).*below num_replicas"),
-        ({"explore": 50, "mode": "slak"}, r"mode='slak'"),
-        ({"explore": 50, "rank_speeds": [1.0]}, r"rank_speeds="),
-        ({"balance": False, "mode": "slak"}, r"mode='slak'"),
+        ({"exploration_steps": 50, "assignment_mode": "slak"}, r"assignment_mode='slak'"),
+        ({"exploration_steps": 50, "rank_speeds": [1.0]}, r"rank_speeds="),
+        ({"balance": False, "assignment_mode": "slak"}, r"assignment_mode='slak'"),
         ({"balance": False, "max_tokens_per_rank": 1, "tokens": COSTS}, r"balance=False\).*keeps no limit"),
         ({"tokens": [1.0] * 104}, r"tokens=...\) has shape \(104,\)"),
         ({"keep_together": [1] * 104}, r"keep_together=...\) has shape \(104,\)"),
@@ -173,8 +173,8 @@ def test_as_drawn_asks_nothing_of_the_solver(monkeypatch: pytest.MonkeyPatch) ->
     assert drawn.report().lower_bound == balanced.lower_bound
 
 
-def test_exploring_steps_are_dealt_as_drawn_in_the_first_epoch_only() -> None:
-    explores, balanced, drawn = _ranks(2, explore=8)[0], _ranks(2)[0], _ranks(2, balance=False)[0]
+def test_exploration_steps_stay_as_drawn_in_the_first_epoch_only() -> None:
+    explores, balanced, drawn = _ranks(2, exploration_steps=8)[0], _ranks(2)[0], _ranks(2, balance=False)[0]
     for epoch in (0, 1):
         for step in range(len(explores)):
             expected = drawn if epoch == 0 and step in (4,) else balanced
@@ -184,14 +184,14 @@ def test_exploring_steps_are_dealt_as_drawn_in_the_first_epoch_only() -> None:
 
 def test_groups_stay_together_where_others_explore() -> None:
     group = np.arange(103) // 2
-    sampler = _ranks(2, explore=50, mode="free", keep_together=group)[0]
+    sampler = _ranks(2, exploration_steps=50, assignment_mode="free", keep_together=group)[0]
     for step in range(len(sampler)):
         first, second = (set(group[part].tolist()) for part in sampler.plan(0, step))
         assert not first & second
 
 
 def test_digest_sees_the_plan_also_when_exploring() -> None:
-    same, other = _ranks(2, explore=50)
+    same, other = _ranks(2, exploration_steps=50)
     assert other.step_plan(0, 0).balanced, "the step that is hashed is one that was solved"
     other.step_plan(0, 0).__dict__["rank_of_sample"] = np.zeros(8, dtype=np.int64)
     assert other.digest() != same.digest()
@@ -205,9 +205,9 @@ def test_digest_tells_plans_apart() -> None:
     others = [
         _ranks(3, nearly)[0],
         _ranks(3, seed=1)[0],
-        _ranks(3, mode="slack")[0],
-        _ranks(3, explore=5)[0],
-        _ranks(3, weights=COSTS)[0],
+        _ranks(3, assignment_mode="slack")[0],
+        _ranks(3, exploration_steps=5)[0],
+        _ranks(3, loss_weights=COSTS)[0],
         _ranks(2)[0],
     ]
     later = _ranks(3)[0]
@@ -218,7 +218,7 @@ def test_digest_tells_plans_apart() -> None:
 
 @pytest.mark.parametrize("mode", ["slack", "free"])
 def test_unequal_counts_weigh_the_loss(mode: str) -> None:
-    ranks, values, unequal = _ranks(3, mode=mode), np.random.RandomState(1).rand(103), 0
+    ranks, values, unequal = _ranks(3, assignment_mode=mode), np.random.RandomState(1).rand(103), 0
     for step in range(len(ranks[0])):
         parts = [rank.plan(0, step)[rank.rank] for rank in ranks]
         means = [values[part].mean() for part in parts]
@@ -229,21 +229,23 @@ def test_unequal_counts_weigh_the_loss(mode: str) -> None:
 
 
 def test_parts_keep_the_drawn_order() -> None:
-    sampler = _ranks(3, mode="slack")[0]
+    sampler = _ranks(3, assignment_mode="slack")[0]
     for step in range(len(sampler)):
         plan = sampler.step_plan(0, step)
-        for rank, part in enumerate(plan.parts):
+        for rank, part in enumerate(plan.samples_of_ranks):
             np.testing.assert_array_equal(part, plan.samples[plan.rank_of_sample == rank])
-        assert sampler.counts(step) == [len(part) for part in plan.parts]
+        assert sampler.counts(step) == [len(part) for part in plan.samples_of_ranks]
 
 
 def test_report_of_the_plan_in_use() -> None:
     tokens = np.arange(1.0, 104.0)
     drawn, balanced = (_ranks(3, balance=balance, tokens=tokens)[0].report() for balance in (False, True))
-    assert drawn.after == drawn.before == balanced.before > balanced.after
+    assert drawn.balanced == drawn.unbalanced == balanced.unbalanced > balanced.balanced
     assert drawn.lower_bound == balanced.lower_bound
-    assert balanced.gap == pytest.approx(balanced.after / balanced.lower_bound - 1)
+    assert balanced.gap == pytest.approx(balanced.balanced / balanced.lower_bound - 1)
     assert 0 < balanced.dominated < 1
     assert balanced.tokens_imbalance > 1
+    names = ["unbalanced", "balanced", "lower_bound", "gap", "dominated", "tokens_imbalance"]
+    assert list(balanced.scalars("epoch")) == [f"freescale/imbalance/epoch/{name}" for name in names]
     assert "tokens_imbalance" not in "".join(_ranks(3)[0].report().scalars("epoch"))
-    assert f"{balanced.before:.3f} as drawn" in str(balanced)
+    assert f"{balanced.unbalanced:.3f} as drawn" in str(balanced)

@@ -13,12 +13,12 @@ import pytest
 
 from lightning_freescale.balance import CostModel, assign
 from lightning_freescale.balance.__main__ import main
-from lightning_freescale.balance.assign import deal, imbalance
+from lightning_freescale.balance.assign import contiguous_split, imbalance
+from lightning_freescale.balance.simulation.forecast import forecast
 from lightning_freescale.balance.simulation.lengths import read_lengths
-from lightning_freescale.balance.simulation.table import forecast
 
 LENGTHS = np.random.RandomState(0).lognormal(3, 1, 300).astype(int) + 1
-GIANT = np.array([1] * 63 + [10_000])
+OUTLIER = np.array([1] * 63 + [10_000])
 
 
 def _file(tmp_path: Path, name: str, lengths: np.ndarray = LENGTHS) -> Path:
@@ -51,8 +51,8 @@ def test_every_kind_of_file_holds_the_same_lengths(name: str, tmp_path: Path) ->
         ("a.txt", b"", None, "no length: pass a file with at least one"),
         ("a.txt", b"3\n\n4\nfive\n", None, "line 4: 'five' is no number"),
         ("a.txt", b"0 12 13\n", None, "line 1: '0 12 13' is no number; write one length per line"),
-        ("a.txt", b"3\n-4\n", None, "length -4 of sample 1"),
-        ("a.txt", b"3\nnan\n", None, "length nan of sample 1"),
+        ("a.txt", b"3\n-4\n", None, r"a\.txt, lengths: -4\.0 of sample 1"),
+        ("a.txt", b"3\nnan\n", None, r"a\.txt, lengths: nan of sample 1"),
         ("a.txt.gz", b"3\n4\n", None, "cannot be read"),
         ("a.txt.gz", gzip.compress(b"3\n" * 999)[:-9], None, "cannot be read"),
         ("a.txt", b"\xff\xfe3\n", None, "cannot be read"),
@@ -81,7 +81,7 @@ def test_bad_files_are_refused(name: str, content: bytes, column: str | None, me
         ({"lengths": np.zeros((2, 2))}, r"shape \(2, 2\)"),
         ({"lengths": np.array(["3", "4"])}, "holds <U1"),
         ({"lengths": np.array([3, None])}, "holds no array of numbers"),
-        ({"offsets": np.array([0, 5, 3], dtype=np.uint16)}, "length -2 of sample 1"),
+        ({"offsets": np.array([0, 5, 3], dtype=np.uint16)}, r"a\.npz, lengths: -2\.0 of sample 1"),
         ({"offsets": np.array([0])}, "no length"),
     ],
 )
@@ -100,43 +100,44 @@ def test_figures_are_those_of_the_assignment() -> None:
     costs = cost(LENGTHS)
     best, drawn = assign(costs, 10), np.random.RandomState(3).permutation(300)
     assert row.balanced == pytest.approx(best.imbalance) and row.lower_bound == pytest.approx(best.lower_bound)
-    assert row.zigzag == pytest.approx(assign(costs, 10, mode="zigzag").imbalance)
-    assert row.drawn == pytest.approx(imbalance(costs[drawn], deal(300, 10), 10))
-    assert row.speedup == pytest.approx(row.drawn / row.balanced)
-    assert row.lower_bound < row.balanced < row.zigzag < row.drawn
+    assert row.zigzag == pytest.approx(assign(costs, 10, assignment_mode="zigzag").imbalance)
+    assert row.unbalanced == pytest.approx(imbalance(costs[drawn], contiguous_split(300, 10), 10))
+    assert row.speedup == pytest.approx(row.unbalanced / row.balanced)
+    assert row.lower_bound < row.balanced < row.zigzag < row.unbalanced
     assert row.dominated == 0 and row.advice is None
 
 
 def test_options_reach_the_assignment() -> None:
     lengths = np.array([100.0] * 4 + [1.0] * 28)  # equal counts leave ranks with cheap samples only
     fixed, slack, free = (
-        forecast(lengths, 8, 4, steps=1, **options) for options in ({}, {"mode": "slack", "count_slack": 1.5}, {"mode": "free"})
+        forecast(lengths, 8, 4, steps=1, **options)
+        for options in ({}, {"assignment_mode": "slack", "count_slack": 1.5}, {"assignment_mode": "free"})
     )
     assert free.balanced <= slack.balanced < fixed.balanced
-    assert 'mode="slack"' in str(fixed.advice)
+    assert 'assignment_mode="slack"' in str(fixed.advice)
 
 
 def test_a_window_changes_what_is_balanced_but_not_as_drawn() -> None:
     lengths = np.concatenate([np.full(8, 3000.0), np.full(8 * 63, 10.0)])
-    plain, pooled = (forecast(lengths, 8, 4, steps=16, window=window) for window in (1, 16))
+    plain, pooled = (forecast(lengths, 8, 4, steps=16, outlier_window=window) for window in (1, 16))
     assert pooled.balanced < plain.balanced and pooled.dominated < plain.dominated
-    assert (pooled.drawn, pooled.zigzag) == (plain.drawn, plain.zigzag)
+    assert (pooled.unbalanced, pooled.zigzag) == (plain.unbalanced, plain.zigzag)
 
 
 def test_a_dominated_step_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written = tmp_path / "figures.json"
-    main(_line(_file(tmp_path, "giant.txt", GIANT), "--ranks", "2,8", "--steps", "2", "--json", written))
+    main(_line(_file(tmp_path, "outlier.txt", OUTLIER), "--ranks", "2,8", "--steps", "2", "--json", written))
     out = capsys.readouterr().out
     assert "64 samples; lengths: mean 157.2, median 1, p99 3701, max 10000" in out
-    assert "predicted, not measured: 2 steps of 8 samples per rank, resampled from giant.txt; cost 320 L + 1 L²" in out
+    assert "predicted, not measured: 2 steps of 8 samples per rank, resampled from outlier.txt; cost 320 L + 1 L²" in out
     assert "8 ranks: No assignment of these steps gets below" in out and "one sample costs more" in out
     figures = json.loads(written.read_text())
-    assert [row["ranks"] for row in figures["predicted"]] == [2, 8] and "giant.txt" in figures["predicted_from"]
+    assert [row["ranks"] for row in figures["predicted"]] == [2, 8] and "outlier.txt" in figures["predicted_from"]
     row = next(line.split() for line in out.splitlines() if line.split()[:1] == ["8"])
     known = figures["predicted"][1]
-    assert row[1:5] == [f"{known[name]:.3f}" for name in ("drawn", "zigzag", "balanced", "lower_bound")]
-    idle = [f"{1 - 1 / known[name]:.1%}" for name in ("drawn", "balanced")]
-    assert row[5:9] == [*idle, "100%", "1.00x"] and known["drawn"] > 7.9
+    assert row[1:5] == [f"{known[name]:.3f}" for name in ("unbalanced", "zigzag", "balanced", "lower_bound")]
+    idle = [f"{1 - 1 / known[name]:.1%}" for name in ("unbalanced", "balanced")]
+    assert row[5:9] == [*idle, "100%", "1.00x"] and known["unbalanced"] > 7.9
 
 
 def test_nothing_is_advised_where_all_is_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,8 +156,8 @@ def test_nothing_is_advised_where_all_is_well(tmp_path: Path, capsys: pytest.Cap
         (["--ranks", "2", "--steps", "0"], "'0' is not a whole number >= 1"),
         (["--ranks", "2", "--heads", "2"], "--heads without --dim"),
         (["--ranks", "2", "--dim", "9", "--heads", "2"], "2 heads cannot share 9"),
-        (["--ranks", "2", "--count-slack", "0.5"], "it is for --mode slack"),
-        (["--ranks", "2", "--mode", "slack", "--count-slack", "-1"], "count_slack=-1.0"),
+        (["--ranks", "2", "--count-slack", "0.5"], "it is for --assignment-mode slack"),
+        (["--ranks", "2", "--assignment-mode", "slack", "--count-slack", "-1"], "count_slack=-1.0"),
         (["--ranks", "2", "--column", "user"], "needs the name of the column"),
     ],
 )

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule
 from lightning_freescale.balance import BalancedSampler, CostModel
-from lightning_freescale.balance.calibration import imbalance_seen
+from lightning_freescale.balance.calibration import imbalance_by_true_costs
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.checkpoint.test_resume import StopAt
 from tests.helpers.recommender import Recommender, Samples, collate, trainer
@@ -58,17 +58,21 @@ def _logged() -> tuple[list[dict[str, float]], list[dict[str, float]], float]:
     data, logger = Samples(40), Kept()
     module = FreeScaleDataModule(data, data.lengths, 2, collate_fn=collate)
     trainer(devices=2, max_epochs=2, logger=logger, log_every_n_steps=5).fit(Recommender(), module)
-    return logger.of("freescale/balance_step"), logger.of("freescale/balance_epoch"), module.sampler(0, 2).report(1).after
+    return (
+        logger.of("freescale/imbalance/step"),
+        logger.of("freescale/imbalance/epoch"),
+        module.sampler(0, 2).report(1).balanced,
+    )
 
 
 def test_balance_is_logged_per_step_and_epoch() -> None:
     (steps, epochs, after), (nothing, *_) = run_distributed(_logged, 2)
     assert len(steps) == 4 and len(epochs) == 2, "20 steps, every fifth is logged"
     assert nothing == []
-    names = {"before", "after", "lower_bound", "gap", "dominated", "tokens_imbalance"}
+    names = {"unbalanced", "balanced", "lower_bound", "gap", "dominated", "tokens_imbalance"}
     assert {name.rsplit("/")[-1] for name in epochs[0]} == names == {name.rsplit("/")[-1] for name in steps[0]}
-    assert epochs[1]["freescale/balance_epoch/after"] == pytest.approx(after)
-    assert epochs[1]["freescale/balance_epoch/before"] > after
+    assert epochs[1]["freescale/imbalance/epoch/balanced"] == pytest.approx(after)
+    assert epochs[1]["freescale/imbalance/epoch/unbalanced"] > after
 
 
 class OwnData(L.LightningDataModule):
@@ -97,7 +101,7 @@ class Bulk(Samples):
 def _own_data() -> list[dict[str, float]]:
     logger = Kept()
     trainer(devices=2, logger=logger).fit(Recommender(), OwnData())
-    return logger.of("freescale/balance_epoch")
+    return logger.of("freescale/imbalance/epoch")
 
 
 def test_a_sampler_in_the_users_own_data_module() -> None:
@@ -166,7 +170,7 @@ def test_a_wrong_cost_model_is_replaced_from_the_next_epoch_on(profile: bool) ->
     draw, true = np.random.RandomState(0), lengths**2
     batches = [draw.choice(len(true), 16, replace=False) for _ in range(100)]
     start, fitted, best = (
-        imbalance_seen([(costs[batch], true[batch]) for batch in batches], 0.0, 2) for costs in (before, after, true)
+        imbalance_by_true_costs([(costs[batch], true[batch]) for batch in batches], 0.0, 2) for costs in (before, after, true)
     )
     assert fitted < best + 0.3 * (start - best), "nearly all of what the wrong model lost is won back"
     seen = first["imbalance"][0]

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TextIO, cast
 
 import numpy as np
-from numpy.typing import NDArray
+
+from lightning_freescale.balance.validation import Floats, non_negative
 
 KINDS = "one length per line (.txt, .txt.gz), .npy, .npz with 'lengths' or 'offsets', or .csv, .csv.gz with --column"
 
 
-def read_lengths(path: Path, column: str | None = None) -> NDArray[np.float64]:
-    """Length of every sample in ``path``, shape ``[samples]``.
+def read_lengths(path: Path, column: str | None = None) -> Floats:
+    """Return the length of every sample in ``path``, shape ``[samples]``.
 
     Args:
         path: ``.txt`` (or no suffix): one length per line; ``.npy``: one-dimensional lengths; ``.npz``: ``lengths``, or
@@ -38,7 +39,11 @@ def read_lengths(path: Path, column: str | None = None) -> NDArray[np.float64]:
         values = _from_csv(path, column) if column is not None else _from_array(path) if kind[:3] == ".np" else _from_text(path)
     except (EOFError, OSError, UnicodeDecodeError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} cannot be read ({error}): is it cut off, or of another kind than its suffix says?") from error
-    return _checked(path, values)
+    if values.ndim != 1 or not np.issubdtype(values.dtype, np.number) or np.iscomplexobj(values):
+        raise ValueError(f"{path} holds {values.dtype} of shape {values.shape}: pass one number per sample, shape [samples]")
+    if not len(values):
+        raise ValueError(f"{path} holds no length: pass a file with at least one")
+    return non_negative(f"{path}, lengths", values)
 
 
 def _open(path: Path) -> TextIO:
@@ -46,7 +51,7 @@ def _open(path: Path) -> TextIO:
     return cast("TextIO", opened(path, "rt", encoding="utf-8-sig", newline=""))
 
 
-def _from_text(path: Path) -> NDArray[np.float64]:
+def _from_text(path: Path) -> Floats:
     values = []
     with _open(path) as file:
         for number, line in enumerate(file, 1):
@@ -58,7 +63,7 @@ def _from_text(path: Path) -> NDArray[np.float64]:
     return np.array(values, dtype=np.float64)
 
 
-def _from_csv(path: Path, column: str) -> NDArray[np.float64]:
+def _from_csv(path: Path, column: str) -> Floats:
     with _open(path) as file:
         rows = csv.reader(file)
         header = next(rows, [])
@@ -72,7 +77,7 @@ def _from_csv(path: Path, column: str) -> NDArray[np.float64]:
     return np.array(list(counts.values()), dtype=np.float64)
 
 
-def _from_array(path: Path) -> NDArray[np.float64]:
+def _from_array(path: Path) -> Floats:
     try:
         loaded = np.load(path, allow_pickle=False)
         if isinstance(loaded, np.ndarray):
@@ -86,15 +91,3 @@ def _from_array(path: Path) -> NDArray[np.float64]:
     except ValueError as error:
         raise ValueError(f"{path} holds no array of numbers ({error}); pass a file with {KINDS}") from error
     raise ValueError(f"{path} holds {names}: name the array 'lengths' or 'offsets'")
-
-
-def _checked(path: Path, values: NDArray[np.float64]) -> NDArray[np.float64]:
-    if values.ndim != 1 or not np.issubdtype(values.dtype, np.number) or np.iscomplexobj(values):
-        raise ValueError(f"{path} holds {values.dtype} of shape {values.shape}: pass one number per sample, shape [samples]")
-    if not len(values):
-        raise ValueError(f"{path} holds no length: pass a file with at least one")
-    lengths = values.astype(np.float64)
-    bad = np.flatnonzero(~(np.isfinite(lengths) & (lengths >= 0)))
-    if bad.size:
-        raise ValueError(f"{path}: length {lengths[bad[0]]:g} of sample {bad[0]} is not a finite number >= 0")
-    return lengths

@@ -1,4 +1,4 @@
-"""The first plan: longest first, each unit to the rank that is done soonest (Graham 1969), within the limits."""
+"""The first plan: longest first, each group to the rank that is done soonest (Graham 1969), within the limits."""
 
 from __future__ import annotations
 
@@ -7,100 +7,132 @@ from typing import Any
 
 import numpy as np
 
-from lightning_freescale.balance.solver.company import demanding
-from lightning_freescale.balance.solver.compiled import compiled, worth_compiling
-from lightning_freescale.balance.solver.problem import Ints, Problem
+from lightning_freescale.balance.solver.problem import Ints, Problem, lower_bound
+from lightning_freescale.balance.solver.swaps import compiled, worth_compiling
+
+MAX_OUTLIER_RANKS = 24
+"""How many ranks are filled before all others at most."""
 
 
 def first_plan(problem: Problem) -> Ints | None:
-    """The rank of every unit; None if no place was found for one."""
-    if problem.plain:
-        return _plain(problem)
-    rank_of_unit = _limited(problem, problem.order, problem.cost)
-    if rank_of_unit is None and problem.tokens is not None:  # spread what is scarce first
-        rank_of_unit = _limited(problem, np.argsort(-problem.tokens, kind="stable"), problem.tokens + 1)
-    return rank_of_unit
+    """Return the rank of every group, shape ``[groups]``; None if no place was found for one."""
+    if problem.limits_counts_only:
+        return _outliers_then_longest_first(problem)
+    rank_of_group = _longest_first_within_limits(problem, problem.order, problem.cost)
+    if rank_of_group is None and problem.tokens is not None:  # spread what is scarce first
+        by_tokens = np.argsort(-problem.tokens, kind="stable")
+        rank_of_group = _longest_first_within_limits(problem, by_tokens, problem.tokens + 1)
+    return rank_of_group
 
 
 def zigzag(problem: Problem) -> Ints:
-    """The paper's fixed-batch-size deal: sorted by cost, dealt to the ranks forwards and backwards in turn."""
+    """Return FreeScale's plan at equal counts: sorted by cost, given to the ranks forwards and backwards in turn."""
     there_and_back = np.concatenate([np.arange(problem.ranks), np.arange(problem.ranks)[::-1]])
-    rank_of_unit = np.empty(len(problem.cost), dtype=np.int64)
-    rank_of_unit[problem.order] = np.resize(there_and_back, len(problem.cost))
-    return rank_of_unit
+    rank_of_group = np.empty(len(problem.cost), dtype=np.int64)
+    rank_of_group[problem.order] = np.resize(there_and_back, len(problem.cost))
+    return rank_of_group
 
 
-def _plain(problem: Problem) -> Ints:
-    order, groups = problem.order, demanding(problem)
-    rank_of_unit = np.full(len(order), -1)
-    for rank, group in enumerate(groups):
-        rank_of_unit[group] = rank
-    order = order[rank_of_unit[order] < 0]
-    fast_first = np.argsort(problem.slowness, kind="stable")[len(groups) :]
-    rank_of_unit[order] = fast_first[_dealt(problem, problem.cost[order], problem.slowness[fast_first])]
-    return rank_of_unit
-
-
-def _dealt(problem: Problem, ordered: Ints, slowness: Ints) -> Ints:
-    """Dealt to the ranks that are left."""
-    spare = problem.ranks if problem.spare is None else problem.spare
-    left, step = np.full(len(slowness), problem.most - 1), slowness * len(slowness)
-    if worth_compiling(len(ordered)):
-        placed: Any = np.empty(len(ordered), dtype=np.int64)
-        compiled(deal_longest_first)(ordered, step, left, spare, placed)
+def _outliers_then_longest_first(problem: Problem) -> Ints:
+    order, filled = problem.order, _filled_outlier_ranks(problem)
+    rank_of_group = np.full(len(order), -1)
+    for rank, groups in enumerate(filled):
+        rank_of_group[groups] = rank
+    order = order[rank_of_group[order] < 0]
+    fast_first = np.argsort(problem.slowness, kind="stable")[len(filled) :]
+    cost, slowness = problem.cost[order], problem.slowness[fast_first]
+    at_max = problem.ranks if problem.ranks_at_max is None else problem.ranks_at_max
+    room, pace = np.full(len(slowness), problem.max_samples - 1), slowness * len(slowness)
+    if worth_compiling(len(order)):
+        placed: Any = np.empty(len(order), dtype=np.int64)
+        compiled(place_longest_first)(cost, pace, room, at_max, placed)
     else:  # lists are what the interpreter is quick with
-        placed = [0] * len(ordered)
-        deal_longest_first(ordered.tolist(), step.tolist(), left.tolist(), spare, placed)
-    return np.asarray(placed)
+        placed = [0] * len(order)
+        place_longest_first(cost.tolist(), pace.tolist(), room.tolist(), at_max, placed)
+    rank_of_group[order] = fast_first[np.asarray(placed)]
+    return rank_of_group
 
 
-def deal_longest_first(costs: Any, step: Any, left: Any, spare: int, placed: Any) -> None:
-    """Fill ``placed`` with the rank of every unit; ``left`` is how many each rank may still take, ``spare`` may take one more.
+def _filled_outlier_ranks(problem: Problem) -> list[Ints]:
+    """Return the groups of whole ranks, each an outlier and its fillers, from the most expensive outlier on.
 
-    The heap holds ``time * ranks + rank``: one whole number orders by time, then by rank. ``step`` is slowness times ranks.
+    An outlier would take its rank over the lower bound with average fillers.
     """
-    ranks, replace = len(left), heapq.heapreplace
+    # At equal counts an outlier's rank must hold the cheapest samples. Longest first reaches it too late, with what happens to
+    # be left, and swaps find its fillers one at a time.
+    bound, fillers = lower_bound(problem), problem.min_samples - 1
+    if not fillers or np.ptp(problem.slowness) or bound <= problem.ideal_time:
+        return []
+    left, filled = problem.order[::-1], list[Ints]()  # cheapest first
+    # ranks that the other groups will need to hold one sample more
+    fuller = problem.ranks_at_max or 0 if problem.min_samples < problem.max_samples else 1
+    while len(filled) < min(MAX_OUTLIER_RANKS, problem.ranks - fuller):
+        cost = problem.cost[left]
+        total = np.concatenate([[0], np.cumsum(cost[:-1])])
+        runs = total[fillers:] - total[:-fillers]
+        # the most expensive run of cheap groups that keeps the rank to the bound: it leaves the cheapest to the next outlier
+        first = max(0, int(np.searchsorted(runs, int(bound) - int(cost[-1]), side="right")) - 1)
+        if first > len(runs) // 4:  # nearly any fillers do: no outlier any more
+            break
+        chosen = np.append(np.arange(first, first + fillers), len(left) - 1)
+        filled.append(left[chosen])
+        left = np.delete(left, chosen)
+    return filled
+
+
+def place_longest_first(costs: Any, pace: Any, room: Any, at_max: int, placed: Any) -> None:
+    """Fill ``placed`` with the rank of every group, each of one sample.
+
+    Args:
+        costs: from the most expensive to the cheapest, shape ``[groups]``.
+        pace: slowness times number of ranks, shape ``[ranks]``.
+        room: groups that each rank may still take, shape ``[ranks]``; changed in place.
+        at_max: how many ranks may take one more.
+        placed: shape ``[groups]``.
+    """
+    ranks, replace = len(room), heapq.heapreplace
+    # the heap holds time * ranks + rank: one whole number orders by time, then by rank
     heap = [rank for rank in range(ranks)]  # noqa: C416 (list(range) is not the list that the compiler needs)
-    for unit, cost in enumerate(costs):
+    for group, cost in enumerate(costs):
         key = heap[0]
         rank = key % ranks
-        free = left[rank]
-        while free == 0 and spare == 0:
+        free = room[rank]
+        while free == 0 and at_max == 0:
             heapq.heappop(heap)  # full for good
             key = heap[0]
             rank = key % ranks
-            free = left[rank]
-        placed[unit] = rank
+            free = room[rank]
+        placed[group] = rank
         if free:
-            left[rank] = free - 1
-            replace(heap, key + cost * step[rank])
+            room[rank] = free - 1
+            replace(heap, key + cost * pace[rank])
         else:
-            spare -= 1
+            at_max -= 1
             heapq.heappop(heap)
 
 
-def _limited(problem: Problem, order: Ints, cost: Ints) -> Ints | None:
-    """As above for units of several samples, and with a limit on the tokens."""
+def _longest_first_within_limits(problem: Problem, order: Ints, cost: Ints) -> Ints | None:
+    """Return the same for groups of several samples, and with a limit on the tokens; None if a group fits nowhere."""
     ranks, held, tokens = problem.ranks, [0] * problem.ranks, [0] * problem.ranks
-    value, size, slowness = cost.tolist(), problem.size.tolist(), problem.slowness.tolist()
-    token = [0] * len(value) if problem.tokens is None else problem.tokens.tolist()
-    spare = ranks if problem.spare is None else problem.spare
+    costs, size, slowness = cost.tolist(), problem.size.tolist(), problem.slowness.tolist()
+    token = [0] * len(costs) if problem.tokens is None else problem.tokens.tolist()
+    at_max = ranks if problem.ranks_at_max is None else problem.ranks_at_max
     heap = sorted((0, slowness[rank], rank) for rank in range(ranks))
-    rank_of_unit = np.empty(len(order), dtype=np.int64)
-    for unit in order.tolist():
+    rank_of_group = np.empty(len(order), dtype=np.int64)
+    for group in order.tolist():
         passed = []
         while True:
             if not heap:
                 return None
             time, slow, rank = heapq.heappop(heap)
-            after = held[rank] + size[unit]
-            fits = after <= problem.most - (spare == 0) and tokens[rank] + token[unit] <= problem.token_limit
-            if fits:
+            after = held[rank] + size[group]
+            if after <= problem.max_samples - (at_max == 0) and tokens[rank] + token[group] <= problem.max_tokens:
                 break
             passed.append((time, slow, rank))
-        rank_of_unit[unit], held[rank] = rank, after
-        tokens[rank] += token[unit]
-        spare -= problem.spare is not None and after == problem.most
-        for entry in [*passed, (time + value[unit] * slow, slow, rank)]:
+        rank_of_group[group] = rank
+        held[rank] = after
+        tokens[rank] += token[group]
+        at_max -= problem.ranks_at_max is not None and after == problem.max_samples
+        for entry in [*passed, (time + costs[group] * slow, slow, rank)]:
             heapq.heappush(heap, entry)
-    return rank_of_unit
+    return rank_of_group

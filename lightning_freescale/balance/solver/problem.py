@@ -1,4 +1,4 @@
-"""What the search works on: units in whole numbers."""
+"""What the search works on, in whole numbers, and the time that no plan can beat."""
 
 from __future__ import annotations
 
@@ -14,67 +14,86 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Problem:
-    """Units (samples, or groups of samples that stay together) to share out.
+    """Groups of samples that stay together (most often single samples) to share out among ranks.
 
-    A rank's time is its summed cost times its ``slowness``. All numbers are whole, so sums do not depend on their order and
-    every machine finds the same plan.
+    A rank's time is its summed cost times its ``slowness``. All numbers are whole, so sums do not depend on their order:
+    numpy and numba find the same plan on every machine, and a plan can be hashed and compared.
 
     Attributes:
-        cost: at least 1, shape ``[units]``; so a rank without a unit is always the least loaded.
-        size: samples in each unit, shape ``[units]``.
-        tokens: shape ``[units]``, or None if nothing limits them.
+        cost: at least 1, shape ``[groups]``; so a rank without a group is always the least loaded.
+        size: samples in each group, shape ``[groups]``.
+        tokens: shape ``[groups]``, or None if nothing limits them.
         slowness: shape ``[ranks]``; all 1 if the ranks are equally fast.
-        least, most: samples that a rank may hold.
-        spare: how many ranks may hold ``most``, the others one less; None if all may, at any counts.
-        token_limit: tokens that a rank may hold.
+        min_samples, max_samples: how many a rank may hold.
+        ranks_at_max: how many ranks may hold ``max_samples``, the others one less; None if all may, at any counts.
+        max_tokens: how many a rank may hold.
     """
 
     cost: Ints
     size: Ints
     tokens: Ints | None
     slowness: Ints
-    least: int
-    most: int
-    spare: int | None
-    token_limit: int
+    min_samples: int
+    max_samples: int
+    ranks_at_max: int | None
+    max_tokens: int
 
     @property
     def ranks(self) -> int:
-        """How many ranks share the units."""
+        """How many ranks share the groups."""
         return len(self.slowness)
 
     @cached_property
-    def spread(self) -> float:
+    def ideal_time(self) -> float:
         """Time of every rank if the work could be spread perfectly."""
         return float(self.cost.sum() / math.fsum(1.0 / self.slowness))  # exactly rounded, whatever the processor
 
     @cached_property
-    def plain(self) -> bool:
-        """No limit but the count."""
+    def limits_counts_only(self) -> bool:
+        """Whether nothing but the number of single samples is limited."""
         return self.tokens is None and bool((self.size == 1).all())
 
     @cached_property
     def order(self) -> Ints:
-        """Dearest first, ties by index."""
+        """The groups from the most expensive to the cheapest, ties by index."""
         return np.argsort(-self.cost, kind="stable")
 
-    def allows(self, rank_of_unit: Ints) -> bool:
-        """Whether a plan is within the limits on samples and tokens."""
-        held = np.bincount(rank_of_unit, self.size, self.ranks)
-        within = held.min() >= self.least and held.max() <= self.most
-        fits = self.tokens is None or np.bincount(rank_of_unit, self.tokens, self.ranks).max() <= self.token_limit
+    def allows(self, rank_of_group: Ints) -> bool:
+        """Return whether a plan is within the limits on samples and tokens."""
+        held = np.bincount(rank_of_group, self.size, self.ranks)
+        within = held.min() >= self.min_samples and held.max() <= self.max_samples
+        fits = self.tokens is None or np.bincount(rank_of_group, self.tokens, self.ranks).max() <= self.max_tokens
         return bool(within and fits)
 
-    def times(self, rank_of_unit: Ints) -> Ints:
-        """Summed cost times slowness of every rank, shape ``[ranks]``."""
+    def times(self, rank_of_group: Ints) -> Ints:
+        """Return the summed cost times slowness of every rank, shape ``[ranks]``."""
         # float64 sums of whole numbers below 2**53 are exact
-        return np.bincount(rank_of_unit, self.cost, self.ranks).astype(np.int64) * self.slowness
+        return np.bincount(rank_of_group, self.cost, self.ranks).astype(np.int64) * self.slowness
 
 
-def whole(cost: NDArray[np.float64], slowness: Ints) -> Ints:
-    """``cost`` scaled by a power of two and rounded so that every sum and key of the search fits 62 bits, plus 1."""
+def lower_bound(problem: Problem) -> float:
+    """Return the time below which no plan's slowest rank can be.
+
+    The largest of: the work spread perfectly; the most expensive group with the cheapest fillers that its rank must hold;
+    the two that must share a rank when there is one group more than ranks, with theirs.
+    """
+    # a limit on tokens is left out: it can only raise the times
+    cost = problem.cost[problem.order[::-1]]
+    ranks, fastest = problem.ranks, int(problem.slowness.min())
+    least = max(1, problem.min_samples, int(problem.size.sum()) - problem.max_samples * (ranks - 1))
+    fillers = least - 1 if bool((problem.size == 1).all()) else 0
+    bounds = [problem.ideal_time, fastest * int(cost[-1] + cost[:fillers].sum())]
+    if len(cost) > ranks:
+        pair = int(cost[-ranks] + cost[-ranks - 1] + cost[: max(0, fillers - 1)].sum())
+        bounds.append(fastest * pair)
+    return float(max(bounds))
+
+
+def to_integers(cost: NDArray[np.float64], slowness: Ints) -> Ints:
+    """Return ``cost`` times a power of two, rounded, so that every sum and key of the search fits 62 bits; plus 1."""
     bits = min(52, 61 - len(slowness).bit_length() - int(slowness.max()).bit_length())
     top, fine = int(np.frexp(cost.max())[1]), 61 - len(cost).bit_length()
     # the sum's size, from whole numbers: a sum of floats would depend on their order
     size = int(np.rint(np.ldexp(cost, fine - top)).astype(np.int64).sum()).bit_length() + top - fine
+    # at least 1 each, so that a rank without a group is always the next one in the heap
     return np.rint(np.ldexp(cost, bits - size)).astype(np.int64) + 1

@@ -1,19 +1,150 @@
-"""The best exchange between two ranks, for many pairs at once: with numpy, and as the loop that numba compiles."""
+"""Lower the slowest rank's time by swaps and moves between pairs of ranks, with numpy or compiled by numba."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_freescale.balance.solver.problem import Ints
+from lightning_freescale.balance.solver.problem import Ints, Problem
 
+Mask = NDArray[np.bool_]
+
+ROUNDS, PATIENCE = 200, 8
+CANDIDATES = 64
+"""Groups of a rank that are tried, evenly spread from expensive to cheap; ranks with more are balanced by their number."""
+_SPARSE = 16
+"""How many times more slots than groups the table may have."""
 _NEVER = np.iinfo(np.int64).max
 
+SMALLEST = 2048
+"""Groups from which on compiling is worth it: below, the interpreter needs less than a millisecond."""
+numba_enabled = find_spec("numba") is not None
+"""Set to False to plan without numba although it is installed."""
 
-def best_exchange(
-    slow: Ints, quick: Ints, slow_load: Ints, quick_load: Ints, slow_pace: Ints, quick_pace: Ints, blocked: NDArray[np.bool_]
+
+def worth_compiling(groups: int) -> bool:
+    """Return whether to take the compiled path, which finds the same plan to the sample."""
+    return numba_enabled and groups >= SMALLEST
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function``, compiled at its first call and kept on disk; it leaves the interpreter free for training."""
+    import numba
+
+    return numba.njit(cache=True, nogil=True)(function)
+
+
+def refine(problem: Problem, rank_of_group: Ints, target: float) -> Ints:
+    """Pair the slowest ranks with the quickest, make the best swap of each pair, and repeat; return the rank of every group.
+
+    Stops when no rank is above ``target``, after ``PATIENCE`` rounds that could not help the slowest rank, or after
+    ``ROUNDS``: never by a clock, so all ranks stop at the same plan. No swap makes the slower of its two ranks slower.
+    """
+    count = np.bincount(rank_of_group, minlength=problem.ranks)
+    sparse = problem.ranks * int(count.max()) > _SPARSE * len(rank_of_group)  # only if outliers leave the rest to few ranks
+    if sparse or problem.times(rank_of_group).max() <= target:
+        return rank_of_group
+    group = _groups_of_ranks(problem, rank_of_group, count)
+    cost, limits = _Amounts(problem.cost, group), list[_Amounts]()
+    if problem.min_samples < problem.max_samples or not problem.limits_counts_only:
+        limits.append(_Amounts(problem.size, group, problem.min_samples, problem.max_samples))
+    if problem.tokens is not None:
+        limits.append(_Amounts(problem.tokens, group, 0, problem.max_tokens))
+    columns = np.unique(np.linspace(0, group.shape[1] - 1, min(group.shape[1], CANDIDATES)).astype(np.int64))
+    find_best = compiled(best_swap_loop) if worth_compiling(len(rank_of_group)) else best_swap
+    failed = 0
+    for _ in range(ROUNDS):
+        time = cost.held * problem.slowness
+        above = int(np.count_nonzero(time > target))
+        if not above or failed == PATIENCE:
+            break
+        tried = 1 if failed else above  # while the slowest finds no partner, the others' gains are none
+        slow, quick = _pair_ranks(np.argsort(-time, kind="stable"), tried, failed)
+        costs = cost.table[slow[:, None], columns], cost.table[quick[:, None], columns]
+        pace = problem.slowness[slow], problem.slowness[quick]
+        best = find_best(*costs, cost.held[slow], cost.held[quick], *pace, _blocked_swaps(limits, slow, quick, columns))
+        found = best >= 0
+        failed = 0 if found[0] else failed + 1
+        give, take = (columns[place] for place in np.divmod(best[found], len(columns)))
+        ours, theirs = (slow[found], give), (quick[found], take)
+        group[ours], group[theirs] = group[theirs], group[ours]
+        for amounts in (cost, *limits):
+            amounts.swap(ours, theirs)
+    filled = group >= 0
+    refined = np.empty(len(rank_of_group), dtype=np.int64)
+    refined[group[filled]] = np.nonzero(filled)[0]
+    return refined
+
+
+def _groups_of_ranks(problem: Problem, rank_of_group: Ints, count: Ints) -> Ints:
+    """Return the groups of every rank, shape ``[ranks, slots]``, the most expensive first; an empty slot holds -1."""
+    slots = int(count.max()) + (problem.min_samples < problem.max_samples)  # an empty slot turns a swap into a move
+    order = problem.order
+    key = rank_of_group[order].astype(np.min_scalar_type(problem.ranks))  # numpy sorts short integers in linear time
+    by_rank = order[np.argsort(key, kind="stable")]
+    table = np.full((problem.ranks, slots), -1)
+    table[rank_of_group[by_rank], np.arange(len(order)) - np.repeat(np.cumsum(count) - count, count)] = by_rank
+    return table
+
+
+def _pair_ranks(by_time: Ints, slow: int, shift: int) -> tuple[Ints, Ints]:
+    """Return the slowest ranks, and for each one of the others, quickest first; ``shift`` gives them other partners."""
+    pairs = min(slow, len(by_time) // 2)
+    others = len(by_time) - pairs
+    return by_time[:pairs], by_time[pairs + (others - 1 - (np.arange(pairs) + shift) % others)]
+
+
+class _Amounts:
+    """Costs, samples or tokens in a table ``[ranks, slots]``, and how many each rank holds within its limits."""
+
+    def __init__(self, values: Ints, group: Ints, least: int = 0, most: int = _NEVER) -> None:
+        self.table = np.where(group >= 0, values[group], 0)
+        self.held: Ints = self.table.sum(axis=1)
+        self.least, self.most = least, most
+        self._largest = int(self.table.max())
+
+    def swap(self, ours: tuple[Ints, Ints], theirs: tuple[Ints, Ints]) -> None:
+        """Swap the slots ``(ranks, columns)`` of one side with those of the other."""
+        more = self.table[ours] - self.table[theirs]
+        self.held[ours[0]] -= more
+        self.held[theirs[0]] += more
+        self.table[ours], self.table[theirs] = self.table[theirs], self.table[ours]
+
+    def near_limits(self, slow: Ints, quick: Ints) -> Ints:
+        """Return the pairs that a single swap could take out of the limits."""
+        low, high = self.least + self._largest, self.most - self._largest
+        safe = (self.held >= low) & (self.held <= high)
+        return np.flatnonzero(~(safe[slow] & safe[quick]))
+
+    def blocked(self, slow: Ints, quick: Ints, columns: Ints) -> Mask:
+        """Return which swaps would leave the limits, shape ``[pairs, candidates, candidates]``."""
+        more = self.table[slow[:, None], columns][:, :, None] - self.table[quick[:, None], columns][:, None, :]
+        after_slow, after_quick = self.held[slow][:, None, None] - more, self.held[quick][:, None, None] + more
+        return (after_slow < self.least) | (after_slow > self.most) | (after_quick < self.least) | (after_quick > self.most)
+
+
+def _blocked_swaps(limits: list[_Amounts], slow: Ints, quick: Ints, columns: Ints) -> Mask:
+    """Return which swaps a limit forbids; an empty array if none."""
+    blocked = np.zeros((0, 0, 0), dtype=bool)
+    for limit in limits:
+        near = limit.near_limits(slow, quick)
+        if len(near) and not blocked.size:
+            blocked = np.zeros((len(slow), len(columns), len(columns)), dtype=bool)
+        if len(near):
+            blocked[near] |= limit.blocked(slow[near], quick[near], columns)
+    return blocked
+
+
+def best_swap(
+    slow: Ints, quick: Ints, slow_load: Ints, quick_load: Ints, slow_pace: Ints, quick_pace: Ints, blocked: Mask
 ) -> Ints:
-    """Which unit to give and which to take so that the later of the two ranks is done soonest.
+    """Return which group to give and which to take so that the later of the two ranks is done soonest.
 
     Args:
         slow: costs that the slow rank of each pair may give, shape ``[pairs, candidates]``; 0 is an empty slot.
@@ -22,10 +153,10 @@ def best_exchange(
         quick_load: of their partners.
         slow_pace: time per cost of the slow ranks, shape ``[pairs]``.
         quick_pace: of their partners.
-        blocked: exchanges that are not allowed, shape ``[pairs, candidates, candidates]``; empty if all are.
+        blocked: swaps that are not allowed, shape ``[pairs, candidates, candidates]``; empty if all are.
 
     Returns:
-        ``give * candidates + take`` of every pair, the first of equals; -1 where no exchange helps. Shape ``[pairs]``.
+        ``give * candidates + take`` of every pair, the first of equals; -1 where no swap helps. Shape ``[pairs]``.
     """
     pairs, candidates = slow.shape
     more = slow[:, :, None] - quick[:, None, :]
@@ -41,10 +172,10 @@ def best_exchange(
     return np.where(flat[np.arange(pairs), best] < slow_load * slow_pace, best, -1)
 
 
-def best_exchange_loop(
-    slow: Ints, quick: Ints, slow_load: Ints, quick_load: Ints, slow_pace: Ints, quick_pace: Ints, blocked: NDArray[np.bool_]
+def best_swap_loop(
+    slow: Ints, quick: Ints, slow_load: Ints, quick_load: Ints, slow_pace: Ints, quick_pace: Ints, blocked: Mask
 ) -> Ints:
-    """The same, to the index, written out."""
+    """Return what :func:`best_swap` does, to the index, written out as the loop that numba compiles."""
     pairs, candidates = slow.shape
     result = np.full(pairs, -1)
     for p in range(pairs):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_freescale.balance.assign import Assignment, deal
+from lightning_freescale.balance.assign import Assignment, contiguous_split
 from lightning_freescale.data.streaming.reader import Reader
 from lightning_freescale.data.streaming.stream_group import StreamGroup, StreamStep
 
@@ -124,7 +124,7 @@ class AssignedSteps:
 
     def _record(self, batch: NDArray[np.float64], plan: Assignment) -> StreamStep:
         size, ranks = self._ranks.size, plan.rank_of_sample
-        drawn = _sums(deal(batch.shape[1], size), batch[_COST], size)
+        drawn = _sums(contiguous_split(batch.shape[1], size), batch[_COST], size)
         cost, weight = _sums(ranks, batch[_COST], size), _sums(ranks, batch[_WEIGHT], size)
         counts = np.bincount(ranks, minlength=size).tolist()
         bound, dominated = plan.lower_bound, plan.dominated

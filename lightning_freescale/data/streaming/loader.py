@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, default_collate
 from lightning_freescale.balance.assign import Assignment, assign
 from lightning_freescale.balance.pool import LocalPool
 from lightning_freescale.balance.report import StepBalance
-from lightning_freescale.balance.sampler import share_of_loss
+from lightning_freescale.balance.sampler import rank_loss_weight
 from lightning_freescale.data.streaming.assigned_steps import AssignedSteps, width
 from lightning_freescale.data.streaming.pooled_steps import WIDTH, PooledSteps
 from lightning_freescale.data.streaming.prefetch import PrefetchThread
@@ -131,7 +131,7 @@ class BalancedStreamLoader:
         weights = self._step(step).weights
         if self._summed:
             return float(self.num_replicas)
-        return share_of_loss(weights.tolist(), self.rank)
+        return rank_loss_weight(weights.tolist(), self.rank)
 
     def balance(self, step: int) -> StepBalance:
         """What balancing a step is worth."""

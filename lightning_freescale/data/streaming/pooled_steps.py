@@ -44,7 +44,7 @@ class PooledSteps:
     def __iter__(self) -> Iterator[tuple[list[Any], StreamStep]]:
         table = self._start()
         while count := self._count(table):
-            numbers = self._pool.take(self._target(table, count), count)
+            numbers = self._pool.next_batch(self._target(table, count), count)
             costs, weights = self._reader.costs(numbers), self._reader.weights(numbers)
             samples = self._reader.use(numbers)
             drawn = self._as_read.pop(0) if self._as_read else 0.0
@@ -72,7 +72,7 @@ class PooledSteps:
         """Fill the pool again; then everybody's batch, and what they have left."""
         numbers = self._reader.next(self._pool.room)
         costs = self._reader.costs(numbers)
-        self._pool.add(costs)
+        self._pool.add_samples(costs)
         for number, cost in zip(numbers, costs):
             index = number // self._pool.batch_size - self._step
             self._as_read += [0.0] * (index + 1 - len(self._as_read))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from lightning_freescale.balance.assign import imbalance_of
+from lightning_freescale.balance.assign import load_imbalance
 from lightning_freescale.balance.report import StepBalance
 from lightning_freescale.comm.all_to_all_bytes import exchange_bytes
 
@@ -57,8 +57,8 @@ class StreamStep:
     def balance(self) -> StepBalance:
         """What the step's assignment is worth."""
         return StepBalance(
-            before=imbalance_of(self.drawn),
-            after=imbalance_of(self.costs),
+            unbalanced=load_imbalance(self.drawn),
+            balanced=load_imbalance(self.costs),
             lower_bound=self.lower_bound,
             dominated=self.dominated,
             tokens_imbalance=None,

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_freescale.balance.cost import sample_features
-from lightning_freescale.balance.fit import fit_cost
+from lightning_freescale.balance.cost import CostModel, sample_features
 from lightning_freescale.profiling.analysis.imbalance import Imbalance, split_imbalance
 
 SIGMA = 1.5
@@ -28,7 +27,7 @@ def _split(lengths: np.ndarray, compute: np.ndarray) -> Imbalance:
     """As the callback does it."""
     steps, ranks = compute.shape
     sums = sample_features(lengths).sum(axis=2).reshape(-1, 4)
-    fit = fit_cost(sums, compute.reshape(-1), np.tile(np.arange(ranks), steps))
+    fit = CostModel.fit(sums, compute.reshape(-1), np.tile(np.arange(ranks), steps))
     coefficients = [fit.model.constant, fit.model.linear, fit.model.quadratic, fit.model.unique]
     expected = (fit.base + sums @ coefficients).reshape(steps, ranks)
     slowest = np.quantile(fit.slowness, 0.5, method="lower")

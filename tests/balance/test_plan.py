@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lightning_freescale.balance import BalancedSampler
-from lightning_freescale.balance.prefetch import PlanPrefetcher
+from lightning_freescale.balance.plan import PlanPrefetcher
 
 COSTS = np.random.RandomState(0).lognormal(5, 1.5, size=400)
 
@@ -34,13 +34,23 @@ def test_plans_are_made_ahead_in_another_thread() -> None:
     assert all(name.startswith("freescale-plan") for _, name in made)
 
 
+class _Recording(BalancedSampler):
+    """Notes which steps are planned, and in which thread."""
+
+    def __init__(self) -> None:
+        self.planned: list[tuple[int, str]] = []
+        super().__init__(COSTS, 4, num_replicas=2, rank=0)
+
+    def global_batch(self, epoch: int, step: int) -> np.ndarray:
+        self.planned.append((step, threading.current_thread().name))
+        return super().global_batch(epoch, step)
+
+
 def test_iteration_leaves_no_thread_and_plans_each_step_once() -> None:
-    sampler = BalancedSampler(COSTS, 4, num_replicas=2, rank=0)
-    before, plans = threading.active_count(), []
-    make = sampler._plans._make
-    sampler._plans._make = lambda epoch, step: plans.append(step) or make(epoch, step)
+    sampler, before = _Recording(), threading.active_count()
     whole = list(sampler)
-    assert sorted(plans) == list(range(1, len(sampler))), "step 0 was planned when the sampler was made"
+    assert sorted(step for step, _ in sampler.planned) == list(range(len(sampler)))
+    assert sampler.planned[0][0] == 0, "step 0 was planned when the sampler was made"
     batches = iter(sampler)
     next(batches)
     batches.close()
@@ -61,15 +71,18 @@ def test_can_be_copied() -> None:
 
 
 def test_a_second_iterator_plans_ahead_too() -> None:
-    sampler = BalancedSampler(COSTS, 4, num_replicas=2, rank=0)
+    sampler = _Recording()
     first = iter(sampler)
     next(first)
     second = iter(sampler)
     next(second)
     first.close()
-    assert sampler._plans._thread is not None
+    next(second)
     second.close()
-    assert sampler._plans._thread is None
+    planned = dict(sampler.planned)
+    assert planned[4].startswith("freescale-plan"), "the end of the first does not end what plans for the second"
+    sampler.plan(0, 20)
+    assert dict(sampler.planned)[20] == threading.current_thread().name
 
 
 def test_an_error_in_the_thread_reaches_the_loop() -> None:

@@ -1,0 +1,166 @@
+"""What balancing would bring on more ranks than there are yet, predicted from lengths alone: as a table and as a picture."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lightning_freescale.balance.advice import advise, predict
+from lightning_freescale.balance.assign import assign
+from lightning_freescale.balance.cost import CostModel
+from lightning_freescale.balance.report import idle_fraction
+from lightning_freescale.balance.validation import Floats
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_TIMED = 9
+"""Global batches whose planning is timed."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The figures for one number of ranks; all but ``planning_ms`` are predicted.
+
+    Attributes:
+        ranks: how many share a step.
+        unbalanced: imbalance of the samples as drawn.
+        zigzag: of FreeScale's zig-zag through the sorted samples (arXiv 2604.24073).
+        balanced: of :func:`assign` with the options asked for.
+        lower_bound: what no assignment of the same steps can beat.
+        dominated: share of the steps in which one sample costs more than the mean rank load.
+        planning_ms: measured here, median time to assign one global batch.
+        advice: what would help where the assignment cannot, see :func:`advise`.
+    """
+
+    ranks: int
+    unbalanced: float
+    zigzag: float
+    balanced: float
+    lower_bound: float
+    dominated: float
+    planning_ms: float
+    advice: str | None
+
+    @property
+    def speedup(self) -> float:
+        """Of the compute, over as drawn: a step takes as long as its slowest rank."""
+        return self.unbalanced / self.balanced
+
+
+def forecast(
+    lengths: Floats,
+    ranks: int,
+    batch_size: int,
+    cost: CostModel | None = None,
+    *,
+    steps: int = 32,
+    outlier_window: int = 1,
+    seed: int = 0,
+    **options: Any,
+) -> Forecast:
+    """Predict ``steps`` steps of samples resampled from ``lengths``.
+
+    Args:
+        lengths: history length of every sample, shape ``[samples]``.
+        ranks: how many share a step.
+        batch_size: samples per rank and step.
+        cost: cost of a length; the default :class:`CostModel` if not given.
+        steps: how many to draw.
+        outlier_window: steps that exchange outliers in ``balanced`` and its lower bound, see :func:`pool_outliers`.
+        seed: seeds the draw.
+        **options: ``assignment_mode`` and ``count_slack`` of :func:`assign`.
+    """
+    costs = (CostModel() if cost is None else cost)(lengths)
+    # the same draw, without a window
+    plain = predict(costs, ranks, batch_size, steps=steps, seed=seed, assignment_mode="zigzag")
+    options_in_use = {"outlier_window": outlier_window, "seed": seed, **options}
+    ours = predict(costs, ranks, batch_size, steps=steps, **options_in_use)
+    return Forecast(
+        ranks,
+        unbalanced=plain.unbalanced,
+        zigzag=plain.balanced,
+        balanced=ours.balanced,
+        lower_bound=ours.lower_bound,
+        dominated=ours.dominated,
+        planning_ms=_planning_ms(costs, ranks, batch_size, seed, options),
+        advice=advise(costs, ranks, batch_size, ours, lengths, **options_in_use),
+    )
+
+
+def _planning_ms(costs: Floats, ranks: int, batch_size: int, seed: int, options: dict[str, Any]) -> float:
+    draw, taken = np.random.RandomState(seed), []
+    for _ in range(_TIMED):
+        batch = costs[draw.randint(len(costs), size=ranks * batch_size)]
+        start = time.perf_counter()
+        assign(batch, ranks, **options)
+        taken.append(time.perf_counter() - start)
+    return float(np.median(taken) * 1e3)
+
+
+def describe_lengths(lengths: Floats) -> str:
+    """Return number, mean, median and tail of the lengths in one line."""
+    return (
+        f"{len(lengths)} samples; lengths: mean {lengths.mean():.1f}, median {np.median(lengths):g}, "
+        f"p99 {np.percentile(lengths, 99):.4g}, max {lengths.max():g}"
+    )
+
+
+_TITLES = ("", "----- imbalance (max / mean over ranks) -----", "----- idle -----", "steps", "predicted", "planning")
+_COLUMNS = ("ranks", "as drawn  zig-zag  balanced  lower bound", "as drawn  balanced", "dominated", "speed-up", "ms / step")
+
+
+def format_table(rows: Sequence[Forecast]) -> str:
+    """Return the head of the table and one row per number of ranks."""
+    lines = ["{:5}  {:>44}  {:>18}  {:>9}  {:>9}  {:>9}".format(*head) for head in (_TITLES, _COLUMNS)]
+    for row in rows:
+        unbalanced, balanced = idle_fraction(row.unbalanced), idle_fraction(row.balanced)
+        lines.append(
+            f"{row.ranks:5d}  {row.unbalanced:12.3f}  {row.zigzag:7.3f}  {row.balanced:8.3f}  {row.lower_bound:11.3f}"
+            f"  {unbalanced:8.1%}  {balanced:8.1%}  {row.dominated:9.0%}  {row.speedup:8.2f}x  {row.planning_ms:9.1f}"
+        )
+    return "\n".join(lines)
+
+
+_LINES = {  # attribute of Forecast: label, colour, marker, line, width
+    "unbalanced": ("as drawn", "#8c8c8c", "o", "-", 1.6),
+    "zigzag": ("zig-zag", "#e08214", "s", "-", 1.6),
+    "balanced": ("balanced", "#2166ac", "o", "-", 2.4),
+    "lower_bound": ("lower bound", "black", "", "--", 1.2),
+}
+
+
+def new_figure() -> Figure:
+    """Return an empty picture; ImportError if matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("--plot needs matplotlib: pip install 'lightning-freescale[plot]'") from error
+    return Figure(figsize=(7.5, 4.5), layout="constrained")
+
+
+def plot(figure: Figure, rows: Sequence[Forecast], path: Path, title: str) -> None:
+    """Draw ``rows`` and write them to ``path``, in the format that its suffix names."""
+    axes, ordered = figure.subplots(), sorted(rows, key=lambda row: row.ranks)
+    ranks = [row.ranks for row in ordered]
+    for name, (label, color, marker, line, width) in _LINES.items():
+        values = [getattr(row, name) for row in ordered]
+        axes.plot(ranks, values, label=label, color=color, marker=marker or "x", linestyle=line, linewidth=width)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ranks, [str(count) for count in ranks])
+    axes.minorticks_off()
+    axes.set_xlabel("ranks")
+    axes.set_ylabel("predicted imbalance (max / mean over ranks)")
+    axes.set_title(title, fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    axes.set_ylim(bottom=1 - 0.03 * (axes.get_ylim()[1] - 1))
+    to_idle, to_imbalance = lambda x: 100 - 100 / np.maximum(x, 1e-3), lambda x: 100 / np.maximum(100 - np.asarray(x), 1e-3)
+    idle_axis = axes.secondary_yaxis("right", functions=(to_idle, to_imbalance))
+    idle_axis.set_ylabel("idle share of the ranks' compute time (%)")
+    figure.savefig(path, dpi=150)
