@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from lightning_freescale._lightning.loops import LightningModule, Trainer
 from lightning_freescale.balance import CostModel
 from lightning_freescale.balance.cost import sample_features
-from lightning_freescale.profiling.reporting.report import RunInfo
+from lightning_freescale.profiling.reporting.facts import RunInfo
 
 Floats = NDArray[np.float64]
 _FITTED = 20_000

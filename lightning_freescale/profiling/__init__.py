@@ -7,7 +7,8 @@ from lightning_freescale.profiling.recording.collectives import collectives_on
 from lightning_freescale.profiling.recording.ddp import ddp_waits_on
 from lightning_freescale.profiling.recording.loader import ObservedLoader
 from lightning_freescale.profiling.recording.timeline import Timeline
-from lightning_freescale.profiling.reporting.report import BubbleReport, RunInfo
+from lightning_freescale.profiling.reporting.facts import RunInfo
+from lightning_freescale.profiling.reporting.report import BubbleReport
 
 __all__ = [
     "BubbleReport",

@@ -20,9 +20,10 @@ from lightning_freescale.profiling.options import Options
 from lightning_freescale.profiling.recording.cost import seconds_per_stamp
 from lightning_freescale.profiling.recording.records import StepRecord
 from lightning_freescale.profiling.recording.timeline import Timeline
-from lightning_freescale.profiling.reporting.files import Files
+from lightning_freescale.profiling.reporting.facts import Overhead, RunInfo, Status
+from lightning_freescale.profiling.reporting.files import ReportFiles
 from lightning_freescale.profiling.reporting.kineto import KinetoWindow
-from lightning_freescale.profiling.reporting.report import BubbleReport, Overhead, RunInfo, Status
+from lightning_freescale.profiling.reporting.report import BubbleReport
 
 _LAG = 2
 """The newest steps wait for the next exchange: they may still be running on a device."""
@@ -62,7 +63,7 @@ class StepProfiler:
         explain: Explain | None = None,
     ) -> None:
         assert timeline.clock is not None
-        self.timeline, self.options, self.files = timeline, options, Files(folder)
+        self.timeline, self.options, self.files = timeline, options, ReportFiles(folder)
         self._leads = group is None or group.rank() == 0
         problems = to_all(self.files.problem() if self._leads else None, group)  # an error of one rank is one of all
         if problems[0] is not None:

@@ -26,6 +26,7 @@ class StepBreakdown:
     optimizer: float
     straggler_wait: float
     transfer: float
+    wait: float
     host_overhead: float
     unexplained: float
     hidden: float
@@ -41,7 +42,7 @@ ADDENDS = PART_NAMES[1:-1]
 """The parts that add up to the wall time."""
 
 
-def attribute(step: ResolvedStep, last: Sequence[float], pieces: Sequence[Interval] | None = None) -> StepBreakdown:
+def attribute(step: ResolvedStep, last: Sequence[float] | None, pieces: Sequence[Interval] | None = None) -> StepBreakdown:
     """The parts of one rank's step; ``last`` is when the last rank arrived at each of the step's collectives.
 
     While a rank waits for a collective, the time until the last rank has arrived is straggler wait, the rest transfer.
@@ -52,12 +53,12 @@ def attribute(step: ResolvedStep, last: Sequence[float], pieces: Sequence[Interv
         kind, _ = told(piece)
         seconds[kind] = seconds.get(kind, 0.0) + piece.end - piece.start
     wall = step.end - step.start - seconds.get("pause", 0.0)
-    data, forward, backward, optimizer, straggler, transfer, host = (
-        seconds.get(kind, 0.0) for kind in ("data", *COMPUTE, "straggler_wait", "transfer", "host")
+    data, forward, backward, optimizer, straggler, transfer, wait, host = (
+        seconds.get(kind, 0.0) for kind in ("data", *COMPUTE, "straggler_wait", "transfer", "wait", "host")
     )
-    rest = wall - data - forward - backward - optimizer - straggler - transfer - host
+    rest = wall - data - forward - backward - optimizer - straggler - transfer - wait - host
     hidden = hidden_seconds(flights_of(step), cut)
-    return StepBreakdown(wall, data, forward, backward, optimizer, straggler, transfer, host, rest, hidden)
+    return StepBreakdown(wall, data, forward, backward, optimizer, straggler, transfer, wait, host, rest, hidden)
 
 
 def bubble(parts: NDArray[np.float64]) -> float:

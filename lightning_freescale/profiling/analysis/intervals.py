@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from lightning_freescale.profiling.recording.records import ResolvedCollective, ResolvedStep
 
 COMPUTE = ("forward", "backward", "optimizer")
-WAITS = ("straggler_wait", "transfer")
+WAITS = ("straggler_wait", "transfer", "wait")
 _AT_ONCE = 20e-6
 _SECTIONS = {
     ("", "data"): "loop, before the batch",
@@ -42,7 +42,29 @@ class Interval(NamedTuple):
     end: float
 
 
-def intervals_of(step: ResolvedStep, last: Sequence[float]) -> list[Interval]:
+class Arrival(NamedTuple):
+    """Which rank arrived last at an exchange, and when."""
+
+    seconds: float
+    rank: int
+
+
+def arrivals_of(step: ResolvedStep) -> dict[str, float]:
+    """Return when a rank arrived at each collective of its step, by key."""
+    return {collective.key: collective.arrive for collective in step.collectives}
+
+
+def last_arrivals(ranks: Iterable[Mapping[str, float]]) -> dict[str, Arrival]:
+    """Return the last arrival at each collective of one step, by key, from the arrivals of every rank."""
+    last: dict[str, Arrival] = {}
+    for rank, arrivals in enumerate(ranks):
+        for key, seconds in arrivals.items():
+            if key not in last or seconds > last[key].seconds:
+                last[key] = Arrival(seconds, rank)
+    return last
+
+
+def intervals_of(step: ResolvedStep, last: Sequence[float] | None) -> list[Interval]:
     """The step from start to end. Of intervals that overlap, the one that began last counts; a pause goes before all."""
     intervals: list[tuple[str, str, float, float]] = [(span.kind, span.name, span.start, span.end) for span in step.spans]
     intervals += [("wait", str(k), collective.start, collective.end) for k, collective in enumerate(step.collectives)]
@@ -92,11 +114,13 @@ def flights_of(step: ResolvedStep) -> list[tuple[float, float]]:
     return [flight for one in (*step.collectives, *step.hidden) if (flight := flight_of(one)) is not None]
 
 
-def _split(piece: Interval, step: ResolvedStep, last: Sequence[float]) -> list[Interval]:
+def _split(piece: Interval, step: ResolvedStep, last: Sequence[float] | None) -> list[Interval]:
     """A wait at the moment the last rank arrived."""
     if piece.kind != "wait":
         return [piece]
     name = step.collectives[int(piece.name)].name
+    if last is None:
+        return [Interval("wait", name, piece.start, piece.end)]
     turn = min(max(last[int(piece.name)], piece.start), piece.end)
     parts = Interval("straggler_wait", name, piece.start, turn), Interval("transfer", name, turn, piece.end)
     return [part for part in parts if part.end > part.start]

@@ -31,8 +31,8 @@ class WhatIf:
     """
 
     name: str
-    speed_up: float
-    limit: float
+    speed_up: float | None
+    limit: float | None
     note: str | None = None
 
 
@@ -162,4 +162,6 @@ def _bounded(case: WhatIf, error: float) -> WhatIf:
     """Rounding and harm apart, every speed-up is between 1 and its limit; see :class:`Replay`."""
     off = f"the replay of the run as it was is {error:.1%} off" if error > _WORTH_A_NOTE else None
     note = "; ".join(text for text in (case.note, off) if text) or None
+    assert case.speed_up is not None
+    assert case.limit is not None
     return WhatIf(case.name, min(max(case.speed_up, 1.0), case.limit), case.limit, note)

@@ -87,12 +87,12 @@ class Alignment:
     def figures(self) -> Mapping[str, float]:
         """For the report, of this rank; rank 0 asks nobody.
 
-        ``round_trip_seconds`` is the smallest, ``syncs`` counts the measurements that are used, ``rejected`` the round trips
+        ``round_trip_s`` is the smallest, ``syncs`` counts the measurements that are used, ``rejected`` the round trips
         that are not (all those of unused measurements among them), ``drift`` is what rank 0's clock gains per second, 0 as
         long as it is not known.
         """
         return {
-            "round_trip_seconds": min((each.round_trip for each in self._measurements), default=0.0),
+            "round_trip_s": min((each.round_trip for each in self._measurements), default=0.0),
             "syncs": len(self._measurements),
             "rejected": self._dropped + sum(each.rejected for each in self._measurements),
             "drift": 0.0 if self._offsets is None else self._offsets.drift,

@@ -19,14 +19,8 @@ from lightning_freescale.profiling.analysis.what_if import WhatIf, what_if
 from lightning_freescale.profiling.collection.gather import arrivals_of, last_arrivals
 from lightning_freescale.profiling.collection.totals import Totals
 from lightning_freescale.profiling.recording.records import ResolvedStep
-from lightning_freescale.profiling.reporting.report import (
-    BubbleReport,
-    Overhead,
-    RunInfo,
-    Status,
-    WaitAttribution,
-    window_scalars,
-)
+from lightning_freescale.profiling.reporting.facts import Overhead, RunInfo, Status, WaitAttribution
+from lightning_freescale.profiling.reporting.report import BubbleReport, window_scalars
 
 Floats = NDArray[np.float64]
 Explain = Callable[[Floats, Floats], "tuple[Floats, Floats] | None"]
@@ -87,11 +81,11 @@ class History:
         explained = self._explained(compute, list(self._features)[newest])
         expected, slowness = explained if explained is not None else (None, None)
         return BubbleReport(
-            parts=parts,
+            breakdown=parts,
             samples=np.array(self._samples)[newest],
             steps=np.array(self.steps)[newest],
-            about=self.about,
-            waiting=waiting,
+            run=self.about,
+            wait_attribution=waiting,
             overhead=overhead,
             status=status,
             imbalance=split_imbalance(compute, expected, slowness) if parts.shape[1] > 1 else None,
@@ -114,13 +108,13 @@ class History:
 
 
 def _median_step(traced: Sequence[Sequence[ResolvedStep]]) -> dict[str, Any]:
-    """The traced step of median length, every rank's pieces in microseconds from its start."""
+    """The traced step of median length, every rank's pieces in seconds from its start."""
     chosen = sorted(traced, key=lambda row: max(wall_of(step) for step in row))[(len(traced) - 1) // 2]
     arrivals = [arrivals_of(step) for step in chosen]
     origin = min(step.start for step in chosen)
     ranks = [
         [
-            [*told(piece), round((piece.start - origin) * 1e6), round((piece.end - origin) * 1e6)]
+            [*told(piece), round(piece.start - origin, 6), round(piece.end - origin, 6)]
             for piece in intervals_of(step, last_arrivals(step, arrivals))
         ]
         for step in chosen

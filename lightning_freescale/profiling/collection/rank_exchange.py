@@ -17,7 +17,7 @@ from lightning_freescale.profiling.collection.gather import arrivals_of, last_ar
 from lightning_freescale.profiling.options import Options
 from lightning_freescale.profiling.recording.clocks import Clock
 from lightning_freescale.profiling.recording.records import ResolvedStep
-from lightning_freescale.profiling.reporting.report import WaitAttribution
+from lightning_freescale.profiling.reporting.facts import WaitAttribution
 
 _TOO_UNCERTAIN = 0.02
 """Share of a step's wall time by which clocks may disagree before arrivals are of no use."""
@@ -101,17 +101,16 @@ class RankExchange:
     def waiting(self) -> WaitAttribution:
         """How waits were split so far."""
         if self.group is None:
-            return WaitAttribution("one rank", 0.0)
+            return WaitAttribution(True, 0.0)
         bandwidth = self._bandwidth
         # rank 0 asks nobody for the time: the worst of the others
         names = self._clocks[0] if self._clocks else ()
         clock = {name: max((one[name] for one in self._clocks), key=abs) for name in names} or None
         if bandwidth is None:
-            return WaitAttribution("arrival clocks", self._uncertainty, None, clock)
+            return WaitAttribution(True, self._uncertainty, None, clock)
         steps = max(self._steps, self._by_bandwidth)
         reason = self._reason if self._by_bandwidth == steps else f"{self._reason}: {self._by_bandwidth} of {steps} steps"
-        unsplit = self._unsplit / steps
-        return WaitAttribution("bandwidth", bandwidth.uncertainty, reason, clock, bandwidth.bytes_per_second, unsplit)
+        return WaitAttribution(False, bandwidth.uncertainty, reason, clock)
 
     def _why_not_by_clocks(self, uncertainty: float, wall: float) -> str | None:
         """The same on every rank."""

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from lightning_freescale.profiling.analysis.rank_window import ExchangeSums, RankWindow
-from lightning_freescale.profiling.reporting.report import ExchangeFigures
+from lightning_freescale.profiling.reporting.facts import ExchangeFigures
 
 
 class Totals:
