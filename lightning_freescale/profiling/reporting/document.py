@@ -19,16 +19,6 @@ Document = dict[str, Any]
 FORMAT = "lightning_freescale.bubble_report"
 VERSION = 1
 _WIDTH = 128
-_KINDS = {
-    "object": "an object",
-    "array": "a list",
-    "string": "text",
-    "integer": "a whole number",
-    "number": "a number",
-    "boolean": "true or false",
-    "null": "null",
-}
-"""What a type of JSON Schema is called in an error."""
 
 
 def read(path: str | Path) -> Document:
@@ -96,13 +86,7 @@ def _place_and_fix(wrong: ValidationError) -> str:
     if wrong.validator == "required":
         missing = next(name for name in rule if name not in wrong.instance)
         return f"{place}{'.' * bool(place)}{missing} is missing"
-    if wrong.validator == "type":
-        allowed = [_KINDS[kind] for kind in ([rule] if isinstance(rule, str) else rule)]
-    elif wrong.validator in ("enum", "const"):
-        allowed = [repr(value) for value in (rule if wrong.validator == "enum" else [rule])]
-    else:
-        return f"{place}: {wrong.message}"
-    return f"{place} is {wrong.instance!r:.60}, not {' or '.join(allowed)}"
+    return f"{place} is {wrong.instance!r:.60}, not of {wrong.validator} {rule!r}"
 
 
 def _check_rows(document: Document) -> None:

@@ -124,6 +124,8 @@ class BubbleReport:
         Raises:
             ValueError: a figure is not finite.
         """
+        waits, overhead = self.wait_attribution, self.overhead
+        share = overhead.total / self.step_s if self.step_s else 0.0
         values: Document = {
             "format": FORMAT,
             "version": VERSION,
@@ -135,8 +137,18 @@ class BubbleReport:
             "what_if": [vars(case) for case in self.what_if],
             "exchanges": [_exchange(figures) for figures in self.exchanges],
             "host_s": self.host,
-            "wait_attribution": _wait_attribution(self.wait_attribution),
-            "overhead": _overhead(self),
+            "wait_attribution": {
+                "aligned": waits.aligned,
+                "uncertainty_s": waits.uncertainty,
+                "reason": waits.reason,
+                "clock": waits.clock,
+            },
+            "overhead": {
+                "total_s": overhead.total,
+                "exchange_s": overhead.exchange,
+                "stamps_s": overhead.stamps,
+                "share": share,
+            },
             "device_idle": self.device_idle,
             "median_step": self.median_step,
         }
@@ -197,16 +209,9 @@ def _status(report: BubbleReport) -> Document:
 
 
 def _summary(report: BubbleReport) -> Document:
-    return {
-        "bubble": report.bubble,
-        "limit": report.limit,
-        "step_s": report.step_s,
-        "samples": report.samples.sum(),
-        "samples_per_s": report.samples_per_s,
-        "compute_imbalance": report.compute_imbalance,
-        "overlap_efficiency": report.overlap_efficiency,
-        "shares": report.shares,
-    }
+    rates = ("step_s", "samples_per_s", "compute_imbalance", "overlap_efficiency", "shares")
+    figures = {name: getattr(report, name) for name in ("bubble", "limit", *rates)}
+    return {**figures, "samples": report.samples.sum()}
 
 
 def _rank(report: BubbleReport, rank: int) -> Document:
@@ -228,16 +233,6 @@ def _exchange(figures: ExchangeFigures) -> Document:
     seconds = {f"{name}_s": getattr(figures, name) for name in ("straggler_wait", "transfer", "wait", "hidden")}
     rest = {"moved_bytes": figures.moved, "last": figures.last}
     return {"name": figures.name, "per_step": figures.per_step, **seconds, **rest}
-
-
-def _wait_attribution(waits: WaitAttribution) -> Document:
-    return {"aligned": waits.aligned, "uncertainty_s": waits.uncertainty, "reason": waits.reason, "clock": waits.clock}
-
-
-def _overhead(report: BubbleReport) -> Document:
-    overhead = report.overhead
-    share = overhead.total / report.step_s if report.step_s else 0.0
-    return {"total_s": overhead.total, "exchange_s": overhead.exchange, "stamps_s": overhead.stamps, "share": share}
 
 
 def _plain(value: Any, at: str) -> Any:
