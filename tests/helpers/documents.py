@@ -33,6 +33,7 @@ def document(
     made = _made(parts if divided else _undivided(parts), ranks, steps)
     if not divided:
         made["wait_attribution"].update(aligned=False, reason=REASON)
+        made["summary"]["overlap_efficiency"] = None
         for exchange in made["exchanges"]:
             exchange.update(wait_s=exchange["straggler_wait_s"] + exchange["transfer_s"], straggler_wait_s=0.0, transfer_s=0.0)
         for rank in (made["median_step"] or {"ranks": []})["ranks"]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_freescale.profiling.recording.records import ResolvedSpan, ResolvedStep
+from lightning_freescale.profiling.recording.records import Interval, ResolvedStep
 from lightning_freescale.profiling.reporting import files as module
 from lightning_freescale.profiling.reporting.document import read
 from lightning_freescale.profiling.reporting.files import ReportFiles
@@ -18,7 +18,7 @@ from lightning_freescale.profiling.reporting.report import BubbleReport
 from tests.helpers.reports import report_of, step
 
 REPORT = report_of(np.array([[step(0.1, forward=0.07)] * 2] * 3))
-TRACED = [[ResolvedStep(0, 1, 3, 4, (ResolvedSpan("forward", "forward", 0, 0.5),))] * 2]
+TRACED = [[ResolvedStep(0, 1, 3, 4, (Interval("forward", "forward", 0, 0.5),))] * 2]
 
 
 def test_all_three(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_freescale.profiling.analysis.breakdown import as_array, attribute, bubble
-from lightning_freescale.profiling.recording.records import ResolvedCollective, ResolvedSpan, ResolvedStep
+from lightning_freescale.profiling.recording.records import Interval, ResolvedCollective, ResolvedStep
 from lightning_freescale.profiling.reporting.trace.writer import write_trace
 from tests.helpers.chrome_trace import read_trace
 
@@ -16,7 +16,7 @@ MS = 1e-3
 
 
 def _spans(*spans):
-    return tuple(ResolvedSpan(kind, name, ORIGIN + start * MS, ORIGIN + end * MS) for kind, name, start, end in spans)
+    return tuple(Interval(kind, name, ORIGIN + start * MS, ORIGIN + end * MS) for kind, name, start, end in spans)
 
 
 def _exchange(key, arrive, end, *, start=None, done=None, name="gradients", moved=None):
