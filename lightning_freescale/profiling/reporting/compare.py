@@ -96,6 +96,8 @@ def remarks(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
         label, status = document["run"]["label"], document["status"]
         if not status["complete"]:
             found.append(f"{label} did not come to its end: {status['reason']}")
+        if not (waits := document["wait_attribution"])["aligned"]:
+            found.append(f"waits of {label} are not divided into straggler wait and transfer: {waits['reason']}")
         if not document["summary"]["samples"]:
             found.append(f"the samples of {label} are unknown: compared per step")
     return found
@@ -117,7 +119,7 @@ def table(base: Mapping[str, Any], comparisons: Sequence[Comparison]) -> str:
     rows += [_row(one) for one in comparisons]
     widths = [max(len(cell) for cell in column) for column in zip(*rows)]
     lines = [f"{name:{widths[0]}}" + "".join(f"  {c:>{w}}" for c, w in zip(rest, widths[1:])) for name, *rest in rows]
-    return "\n".join([*lines, *(line for one in comparisons for line in _told(one))])
+    return "\n".join([*lines, *(line for one in comparisons for line in _sentences(one))])
 
 
 def _row(one: Comparison) -> tuple[str, ...]:
@@ -126,7 +128,7 @@ def _row(one: Comparison) -> tuple[str, ...]:
     return (one.label, f"{one.rate:.1f}", f"{one.bubble:.1%}", *gain)
 
 
-def _told(one: Comparison) -> list[str]:
+def _sentences(one: Comparison) -> list[str]:
     gain = (
         f"{one.label}: r = {_share(one.removed)} of the base's b = {one.base_bubble:.1%} removed, speed-up {one.speed_up:.2f}x "
         f"(r and b alone give {_times(one.from_bubbles)}, the limit is {_times(one.limit)})"

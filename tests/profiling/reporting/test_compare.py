@@ -123,6 +123,15 @@ def test_remarks() -> None:
     assert "freescale did not come to its end: KeyboardInterrupt" in remarks(cut, base)
 
 
+def test_a_run_whose_waits_are_not_divided_is_told() -> None:
+    documents = _documents({"label": "a"}, {"label": "b"})
+    documents[1]["wait_attribution"].update(aligned=False, reason="the ranks' clocks agreed only within 3.00 ms")
+    assert differences(*documents) == []
+    assert remarks(*documents) == [
+        "waits of b are not divided into straggler wait and transfer: the ranks' clocks agreed only within 3.00 ms"
+    ]
+
+
 def test_table() -> None:
     documents = _documents(
         {"label": "ddp"}, {"label": "balanced", "wall": 0.08}, {"label": "all of it", "wall": 0.08, "compute": 0.0714}
