@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from lightning_freescale.profiling.recording.records import Interval, ResolvedStep
 from lightning_freescale.profiling.reporting import files as module
 from lightning_freescale.profiling.reporting.document import read
+from lightning_freescale.profiling.reporting.facts import WaitAttribution
 from lightning_freescale.profiling.reporting.files import ReportFiles
 from lightning_freescale.profiling.reporting.report import BubbleReport
 from tests.helpers.reports import report_of, step
@@ -39,11 +41,15 @@ def test_no_trace_without_steps(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "report.json"]
 
 
-def test_the_kineto_events_are_in_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("aligned", [True, False])
+def test_the_trace_has_the_kineto_events_and_divides_waits_as_the_report_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aligned: bool
+) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(module, "write_trace", lambda *arguments: given.append(arguments) or arguments[0])
-    ReportFiles(tmp_path).write(REPORT, TRACED, ["events"])
-    assert given == [(tmp_path / "trace.json", TRACED, ["events"])]
+    monkeypatch.setattr(module, "write_trace", lambda *arguments, **named: given.append((arguments, named)) or arguments[0])
+    waits = WaitAttribution(aligned, 0.0, None if aligned else "the clocks drift")
+    ReportFiles(tmp_path).write(replace(REPORT, wait_attribution=waits), TRACED, ["events"])
+    assert given == [((tmp_path / "trace.json", TRACED, ["events"]), {"aligned": aligned})]
 
 
 def test_the_report_alone_is_refreshed_as_often_as_costs_next_to_nothing(
