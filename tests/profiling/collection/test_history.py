@@ -13,7 +13,7 @@ from lightning_freescale.profiling.collection.history import History
 from lightning_freescale.profiling.recording.records import Interval, ResolvedCollective, ResolvedStep
 from lightning_freescale.profiling.reporting.facts import Overhead, Status, WaitAttribution
 from lightning_freescale.profiling.reporting.report import BubbleReport
-from tests.helpers.reports import ABOUT
+from tests.helpers.reports import RUN
 
 FORWARD = ((1.0, 2.0), (2.0, 2.0))  # seconds in even and odd steps, of two ranks
 
@@ -33,7 +33,7 @@ def _windows(indices: range, features: Any = ((1.0,), (1.0,))) -> list[RankWindo
 
 
 def _history(*windows: list[RankWindow], max_steps: int = 100, fit_costs: Any = None) -> History:
-    history = History(ABOUT, max_steps, fit_costs)
+    history = History(RUN, max_steps, fit_costs)
     for each in windows:
         history.add_windows(each)
     return history
@@ -53,7 +53,7 @@ def test_steps_ranks_and_parts_are_in_their_places() -> None:
     assert report.samples.tolist() == [[10, 11]] * 3
     assert column(report.breakdown, "forward").tolist() == [[2, 2], [1, 2], [2, 2]]
     assert column(report.breakdown, "straggler_wait").tolist() == [[0, 0], [1, 0], [0, 0]]
-    assert (report.run, report.status.complete, report.overhead.total) == (ABOUT, True, pytest.approx(1.1e-3))
+    assert (report.run, report.status.complete, report.overhead.total) == (RUN, True, pytest.approx(1.1e-3))
 
 
 def test_only_the_last_steps_are_kept() -> None:
