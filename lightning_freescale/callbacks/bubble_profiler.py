@@ -20,7 +20,7 @@ from lightning_freescale._lightning.loops import (
     rank_zero_info,
 )
 from lightning_freescale._lightning.stages import stages_on
-from lightning_freescale.callbacks.workload import StepWorkload, describe_run, fit_costs
+from lightning_freescale.callbacks.workload import describe_run, fit_costs, samples_and_features
 from lightning_freescale.profiling.profiler import ProfilerOptions, StepProfiler
 from lightning_freescale.profiling.recording.collectives import collectives_on
 from lightning_freescale.profiling.recording.timeline import Timeline
@@ -74,11 +74,11 @@ class BubbleProfiler(Callback):
         verbose: bool = True,
     ) -> None:
         self.options = ProfilerOptions(every_n_steps, warmup_steps, max_steps, trace_steps, torch_profiler_steps)
-        self.dirpath, self.label, self.verbose = dirpath, label, verbose
+        self.dirpath, self.label = dirpath, label
+        self.lengths_fn, self.verbose = lengths_fn, verbose
         self.report: BubbleReport | None = None
         self.overlap: Any = None
         self.files: dict[str, Path] = {}
-        self._workload = StepWorkload(lengths_fn)
         self._timeline = Timeline()
         self._profiler: StepProfiler | None = None
         self._observing = ExitStack()
@@ -114,7 +114,7 @@ class BubbleProfiler(Callback):
         self._profiler = StepProfiler(self._timeline, device, group, self.options, run, dirpath, fit_costs)
 
     def _new_group(self, trainer: Trainer) -> dist.ProcessGroup | None:
-        """Return a group of its own: what the profiler exchanges must not queue behind training's collectives, nor delay them."""
+        """Return a group for the profiler alone: its exchanges must not queue behind training's collectives, nor delay them."""
         if trainer.world_size == 1:
             return None
         timeout: timedelta | None = getattr(trainer.strategy, "_timeout", None)
@@ -166,8 +166,8 @@ class BubbleProfiler(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        scalars = self._running().end_step(*self._workload.samples_and_features(trainer, batch, batch_idx))
-        self._log(trainer, scalars)
+        work = samples_and_features(trainer, batch, batch_idx, self.lengths_fn)
+        self._log(trainer, self._running().end_step(*work))
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -36,32 +36,27 @@ def describe_run(trainer: Trainer, module: LightningModule, label: str | None) -
     )
 
 
-class StepWorkload:
-    """Tells the samples of a step, and what its cost hangs on.
+def samples_and_features(
+    trainer: Trainer, batch: Any, index: int, lengths_fn: Callable[[Any], Any] | None = None
+) -> tuple[int, Floats | None]:
+    """Return a step's number of samples, 0 if unknown, and the sums of :func:`sample_features` over them, None if unknown.
 
-    Args:
-        lengths_fn: history lengths of the samples of a batch, if the user knows better.
+    ``lengths_fn`` gives the history lengths of a batch's samples, if the user knows better than the loader.
     """
-
-    def __init__(self, lengths_fn: Callable[[Any], Any] | None = None) -> None:
-        self._lengths_fn = lengths_fn
-
-    def samples_and_features(self, trainer: Trainer, batch: Any, index: int) -> tuple[int, Floats | None]:
-        """Return a step's number of samples, 0 if unknown, and the sums of :func:`sample_features`, None if unknown."""
-        if self._lengths_fn is not None:
-            lengths = np.asarray(self._lengths_fn(batch), dtype=np.float64)
-            return len(lengths), sample_features(lengths).sum(axis=0)
-        sampler: Any = getattr(trainer.train_dataloader, "sampler", None)
-        if not hasattr(sampler, "counts"):
-            return samples_in(batch), None
-        if callable(sampler.costs):  # a stream
-            count = sampler.counts(index)[sampler.rank]
-            return count, np.array([count, sampler.costs(index)[sampler.rank], 0.0, 0.0])
-        mine = sampler.plan(sampler.epoch, index)[sampler.rank]
-        costs = getattr(getattr(getattr(trainer, "datamodule", None), "train", None), "sample_costs", None)
-        if costs is not None and costs.lengths is not None:
-            return len(mine), costs.features(mine).sum(axis=0)
-        return len(mine), np.array([len(mine), sampler.costs[mine].sum(), 0.0, 0.0])
+    if lengths_fn is not None:
+        lengths = np.asarray(lengths_fn(batch), dtype=np.float64)
+        return len(lengths), sample_features(lengths).sum(axis=0)
+    sampler: Any = getattr(trainer.train_dataloader, "sampler", None)
+    if not hasattr(sampler, "counts"):
+        return samples_in(batch), None
+    if callable(sampler.costs):  # a stream
+        count = sampler.counts(index)[sampler.rank]
+        return count, np.array([count, sampler.costs(index)[sampler.rank], 0.0, 0.0])
+    mine = sampler.plan(sampler.epoch, index)[sampler.rank]
+    costs = getattr(getattr(getattr(trainer, "datamodule", None), "train", None), "sample_costs", None)
+    if costs is not None and costs.lengths is not None:
+        return len(mine), costs.features(mine).sum(axis=0)
+    return len(mine), np.array([len(mine), sampler.costs[mine].sum(), 0.0, 0.0])
 
 
 def samples_in(batch: Any) -> int:

@@ -2,10 +2,10 @@
 
 Time takes four forms on its way from the code that spends it to the page:
 
-1. :class:`~.recording.records.Span` and :class:`~.recording.records.Collective`: stamps, numbers or CUDA events not yet reached.
-2. :class:`~.recording.records.Interval` and :class:`~.recording.records.ResolvedCollective`: seconds on rank 0's clock. A step's
-   spans may overlap; :func:`~.analysis.intervals.intervals_of` cuts it so that every moment is in one interval.
-3. Sums of intervals: :class:`StepBreakdown` of a step, :class:`~.analysis.segments.RankSegments` between its collectives.
+1. ``Span`` and ``Collective`` of a ``StepRecord``: stamps, which are numbers or CUDA events not yet reached.
+2. ``Interval`` and ``ResolvedCollective`` of a ``ResolvedStep``: seconds on rank 0's clock. A step's spans may overlap;
+   ``intervals_of`` cuts it so that every moment lies in one interval.
+3. Sums of intervals: ``StepBreakdown`` of a step, ``RankSegments`` between its collectives.
 4. What is shown: rows of the report, and slices of the trace.
 """
 

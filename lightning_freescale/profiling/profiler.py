@@ -208,7 +208,7 @@ class StepProfiler:
         return pending.result()
 
     def _run_exchange(self, records: list[StepRecord]) -> dict[str, float] | None:
-        """On the worker's thread."""
+        """Exchange the records on the worker's thread; on rank 0 refresh the report and return its scalars."""
         self._exchange.spent_here = self._worker.cpu_seconds
         self._exchange_steps(records)
         if not self._leads:

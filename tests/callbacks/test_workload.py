@@ -16,20 +16,20 @@ from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.balance import CostModel
 from lightning_freescale.balance.cost import sample_features
 from lightning_freescale.callbacks import workload as module
-from lightning_freescale.callbacks.workload import StepWorkload, describe_run, fit_costs, samples_in
+from lightning_freescale.callbacks.workload import describe_run, fit_costs, samples_and_features, samples_in
 from lightning_freescale.testing import run_distributed
 from tests.data.streaming.test_training import Stream
 from tests.helpers.recommender import Recommender, Samples, collate, trainer
 
 
 class Telling(L.Callback):
-    """What :class:`StepWorkload` says of every step, and which samples it really had."""
+    """What :func:`samples_and_features` says of every step, and which samples it really had."""
 
-    def __init__(self, work: StepWorkload) -> None:
-        self.work, self.told = work, []
+    def __init__(self) -> None:
+        self.told: list[Any] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.told.append((*self.work.samples_and_features(trainer, batch, batch_idx), batch["index"].tolist()))
+        self.told.append((*samples_and_features(trainer, batch, batch_idx), batch["index"].tolist()))
 
 
 def _lengths(sample: dict[str, Any]) -> int:
@@ -37,7 +37,7 @@ def _lengths(sample: dict[str, Any]) -> int:
 
 
 def _told(kind: str) -> list[Any]:
-    data, telling = Samples(50), Telling(StepWorkload())
+    data, telling = Samples(50), Telling()
     loaders = {
         "lengths": lambda: FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, mode="free"),
         "costs": lambda: FreeScaleDataModule(data, None, 4, cost=data.lengths.tolist(), collate_fn=collate, mode="free"),
@@ -66,14 +66,14 @@ def _loader_of(loader: Any) -> Any:
 
 
 def test_lengths_that_the_user_knows_come_first() -> None:
-    work = StepWorkload(lambda batch: batch["lengths"])
-    count, features = work.samples_and_features(_loader_of([1]), {"lengths": torch.tensor([3, 4])}, 0)
+    lengths = {"lengths": torch.tensor([3, 4])}
+    count, features = samples_and_features(_loader_of([1]), lengths, 0, lambda batch: batch["lengths"])
     assert (count, features.tolist()) == (2, [2, 7, 25, 0])
 
 
 def test_a_plain_loader_tells_samples_alone() -> None:
     for loader in ([1], torch.utils.data.DataLoader(Samples(8), batch_size=4), None):
-        assert StepWorkload().samples_and_features(_loader_of(loader), {"x": torch.zeros(4, 2)}, 0) == (4, None)
+        assert samples_and_features(_loader_of(loader), {"x": torch.zeros(4, 2)}, 0) == (4, None)
 
 
 def _jagged(samples: int) -> KeyedJaggedTensor:

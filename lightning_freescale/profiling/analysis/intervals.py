@@ -23,7 +23,7 @@ _SECTIONS = {
     ),
     **dict.fromkeys([(before, after) for before in COMPUTE for after in ("", "data")], "hooks after the step"),
 }
-"""Where a loop and its hooks run between two stages that follow each other. A gap anywhere else, as in a loop that skips a stage,
+"""Where a loop and its hooks run between two stages that follow each other. A gap elsewhere, as in a loop that skips a stage,
 is unexplained: calling all the rest overhead, so that the sum fits, would never show that something is missed."""
 
 
@@ -84,11 +84,6 @@ def time_beside(one: ResolvedCollective) -> tuple[float, float] | None:
     """Return when an exchange was under way beside other things; None for one that the rank waited for at once."""
     beside = one.end == one.start or one.start - one.arrive > _AT_ONCE
     return (one.arrive, one.done) if beside and one.done > one.arrive else None
-
-
-def times_beside(step: ResolvedStep) -> list[tuple[float, float]]:
-    """Return when each exchange of a step was under way beside other things."""
-    return [time for one in (*step.collectives, *step.hidden) if (time := time_beside(one)) is not None]
 
 
 def _divide(interval: Interval, step: ResolvedStep, last: Sequence[float] | None) -> list[Interval]:

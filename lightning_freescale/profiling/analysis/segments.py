@@ -1,4 +1,4 @@
-"""Steps as segments between their collectives, of one rank and, in an order that all ranks kept, of all: what a replay needs."""
+"""Steps as segments between collectives, of one rank and, in an order that all ranks kept, of all: what a replay needs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ class RankSegments:
         start: when the step began, on rank 0's clock, pauses included.
         end: when it ended.
         keys: of the collectives this rank waited for, in that order.
-        names: of the same.
         seconds: shape ``[collectives + 1, len(COLUMNS)]``. Before it is held up by a collective the rank spends ``compute``,
             ``data`` (waiting for data), ``other`` and ``pause`` seconds since it was held up before; it had done its part
             ``ahead`` seconds before that; the exchange is over ``transfer`` seconds after its last rank has arrived, less
@@ -38,7 +37,6 @@ class RankSegments:
     start: float
     end: float
     keys: tuple[str, ...]
-    names: tuple[str, ...]
     seconds: Floats
 
 
@@ -59,7 +57,7 @@ def segments_of(step: ResolvedStep, last: Sequence[float], intervals: Sequence[I
         seconds[row, 4] = max(0.0, ready[row] - collective.arrive)
         seconds[row, 5] = over - last[k]
         seconds[row + 1, 2] += max(0.0, goes_on[row + 1] - max(ready[row], over))
-    return RankSegments(step.start, step.end, tuple(c.key for c in collectives), tuple(c.name for c in collectives), seconds)
+    return RankSegments(step.start, step.end, tuple(c.key for c in collectives), seconds)
 
 
 def _work(intervals: Sequence[Interval], bounds: Floats) -> Floats:

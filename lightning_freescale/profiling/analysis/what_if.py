@@ -54,10 +54,10 @@ class RankClocks:
 
 @dataclass(frozen=True)
 class ArrivalPoints:
-    """The moments ranks arrived, each as a point of its own work: it moves with what comes before it, not with what comes after.
+    """The moments ranks arrived, as points of their own work: they move with what comes before, not with what comes after.
 
-    A point lies in ``row``, after the ``share`` of the work there and ``after`` seconds more (it was waiting then), but not after
-    the row's end. ``own`` says of which rows this is the row itself, without a wait.
+    A point lies in ``row``, after the ``share`` of the work there and ``after`` seconds more (the rank was waiting then), but
+    not after the row's end. ``own`` says of which rows this is the row itself, without a wait.
     """
 
     row: NDArray[np.intp]
@@ -88,7 +88,7 @@ class ArrivalPoints:
 
 
 def measured_clocks(schedule: Schedule) -> RankClocks:
-    """Return the clocks of the run as it was: nothing is altered, and the clocks are set by the measured starts at every seam."""
+    """Return the clocks of the run as it was, set by the measured starts at every seam."""
     ahead = schedule.column("ahead")
     seams = np.flatnonzero(schedule.seams)
     starts = dict(zip(schedule.first[seams].tolist(), schedule.starts[seams]))
@@ -135,16 +135,13 @@ def _play(work: Floats, transfer: Floats, starts: dict[int, Floats], arrive: Cal
 class Replay:
     """Plays steps of all ranks again.
 
-    A rank's clock never goes back, and takes at least the rank's own work. So the ranks' mean time is at least their mean
-    compute, which no case but that without contention reduces: no speed-up exceeds its limit. Clocks are built from durations
-    by sums, maxima and minima, so none is ever later when durations shrink, and speed-ups are at least 1, except where compute
-    is evened out, which lengthens that of some ranks. Without minima (see :class:`ArrivalPoints`) the time is convex in the ranks'
-    compute, so evening it out cannot hurt if the ranks are alike in all else: no mean of times is below the time of the mean.
-    If they are not (the rank that computes less waits longer for data), it can, and then counts as 1: nobody has to do it.
+    A rank's clock takes at least the rank's own work, so no case but that without contention, which reduces compute, exceeds
+    its limit. Clocks are sums, maxima and minima of durations, so none is later when durations shrink, and speed-ups are at
+    least 1. Except where compute is evened out, which lengthens that of some ranks: it cannot hurt ranks that are alike in all
+    else (the time is convex in their compute), but if the rank that computes less waits longer for data, it can. It counts as 1
+    then: nobody has to do it.
 
-    After a gap between steps, and where all ranks pause, the clocks are set to the measured ones: what ranks do there
-    brings them together in its own way. An exchange whose end was not seen apart from the wait counts as lasting until then,
-    which errs on the side of less gain.
+    An exchange whose end was not seen apart from the wait counts as lasting until then, which errs on the side of less gain.
 
     Args:
         steps: consecutive steps, for each one :class:`RankSegments` per rank.
@@ -164,6 +161,8 @@ class Replay:
         walls = schedule.per_step(self._measured.elapsed - pauses)
         self.error = float(np.abs(walls - schedule.walls).sum() / schedule.walls.sum())
         self._wall = float(walls.sum())
+        # the clocks are set to the measured ones after a gap between steps and where all ranks pause: what ranks do there
+        # brings them together in its own way
         together = np.flatnonzero((pauses > 0).all(axis=1))
         self._restarts = np.union1d(schedule.first[schedule.seams], together)
         self._arrivals = ArrivalPoints.from_clocks(self._measured, schedule.column("ahead"), self._restarts)

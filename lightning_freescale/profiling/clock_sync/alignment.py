@@ -28,10 +28,10 @@ class Alignment:
     measure the offset several times (:meth:`measure_offset`), while they are idle, and :meth:`to_rank_zero` interpolates.
 
     How good that is depends on the quiet while they measured and on the time since. Ranks of one host are treated like those
-    of several: nothing reliable says that their clocks are one. With a single measurement, the two clocks may have drifted by
-    100 microseconds per second since, and :attr:`uncertainty` says so; with one at both ends of an epoch, what is left is half
-    a round trip and 2 microseconds per second from the nearer end, because a rate changes with the temperature. A clock that
-    NTP is pulling to the right time just then does up to 500, which is only noticed at the third measurement.
+    of several: nothing reliable says that their clocks are one. After a single measurement two clocks drift by up to 100
+    microseconds per second; between two, what is left is half a round trip and 2 microseconds per second from the nearer one,
+    because a rate changes with the temperature. A clock that NTP is pulling to the right time just then does up to 500, which
+    is only noticed at the third measurement.
 
     Args:
         clock: the clock of the stamps, in seconds; never goes back.
@@ -82,7 +82,7 @@ class Alignment:
 
     @property
     def uncertainty(self) -> float:
-        """What :meth:`to_rank_zero` may be wrong by, in seconds, at any time from the first :meth:`measure_offset` until now."""
+        """Seconds by which :meth:`to_rank_zero` may be wrong at any time from the first :meth:`measure_offset` until now."""
         worst = self._known().worst_margin(self._clock())
         return 0.0 if self._leads else worst
 

@@ -25,7 +25,7 @@ _ROUNDS = 12
 
 
 def gather_to_all(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return the values of all ranks, on every rank. Collective on a group that takes CPU tensors; None if there is one rank."""
+    """Return the values of all ranks, on every rank. Collective on a group that takes CPU tensors (None: one rank)."""
     if group is None:
         return [value]
     everyone: list[Any] = [None] * group.size()

@@ -44,7 +44,7 @@ class ReportFiles(dict[str, Path]):
             probe.touch()
             probe.unlink()
         except OSError as error:
-            return f"the profiler cannot write to folder={str(self.folder)!r}: {error}; pass another one"
+            return f"the profiler cannot write to dirpath={str(self.folder)!r}: {error}; pass another one"
         return None
 
     def write(self, report: BubbleReport, traced: Sequence[Sequence[ResolvedStep]], kineto: Sequence[Any] = ()) -> None:

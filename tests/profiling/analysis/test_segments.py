@@ -84,7 +84,7 @@ def test_work_is_that_of_the_breakdown(seed: int) -> None:
 
 def _rank(keys: str, start: float = 0.0, end: float = 1.0) -> RankSegments:
     seconds = np.arange(1.0, (len(keys) + 1) * len(COLUMNS) + 1).reshape(-1, len(COLUMNS)) * 1e-3
-    return RankSegments(start, end, tuple(keys), tuple(keys), seconds)
+    return RankSegments(start, end, tuple(keys), seconds)
 
 
 def test_rows_follow_the_order_that_all_ranks_kept() -> None:
