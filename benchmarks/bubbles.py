@@ -49,7 +49,7 @@ def main() -> None:
     slow = [1.3 if each == options.slow else 1.0 for each in range(world)]
     model = Sleeper(options.kib * 1024, slow[rank])
     folder = Path(mkdtemp(prefix="bubbles"))
-    profiler = BubbleProfiler(folder, every_n_steps=10, warmup_steps=2, lengths_of=lambda batch: batch.tolist(), verbose=False)
+    profiler = BubbleProfiler(folder, every_n_steps=10, warmup_steps=2, lengths_fn=lambda batch: batch.tolist(), verbose=False)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = L.Trainer(
         strategy="ddp", accelerator="cpu", devices=1, num_nodes=world, max_epochs=1, callbacks=[profiler],
@@ -160,7 +160,7 @@ def _truth(lengths: np.ndarray, slow: list[float], transfer: float) -> np.ndarra
 
 
 def _compare(report: Any, truth: np.ndarray, options: Any) -> dict[str, float]:
-    found, wall = report.parts, float(report.parts[..., 0].mean())
+    found, wall = report.breakdown, float(report.breakdown[..., 0].mean())
     # means over the run, as a report gives them; and what single steps are off by
     off = np.abs((found - truth).mean(axis=0)) / wall
     single = np.abs(found - truth)[..., 1:] / wall

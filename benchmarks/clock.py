@@ -41,9 +41,9 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     group, beside = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
     settled = Alignment()
-    settled.sync(group)
+    settled.measure_offset(group)
     rounds = options.loaded_rounds
-    figures = _part("idle", [_sample(Alignment(), lambda each: each.sync(group)) for _ in range(options.syncs)])
+    figures = _part("idle", [_sample(Alignment(), lambda each: each.measure_offset(group)) for _ in range(options.syncs)])
     loaded = [_loaded(Alignment(), group, beside, rounds) for _ in range(options.loaded_syncs)]
     figures |= _part("loaded", loaded)
     figures |= _part("settled", [_loaded(settled, group, beside, rounds) for _ in range(options.loaded_syncs)])
@@ -59,7 +59,7 @@ def _loaded(alignment: Alignment, group: dist.ProcessGroup, beside: dist.Process
     works = [dist.irecv(row, group=beside, group_src=(rank - 1) % size) for row in received]
     works += [dist.isend(sent, group=beside, group_dst=(rank + 1) % size) for _ in range(messages)]
     time.sleep(0.2)  # the links' buckets and queues fill
-    *figures, _ = _sample(alignment, lambda each: each.sync(group, rounds))
+    *figures, _ = _sample(alignment, lambda each: each.measure_offset(group, rounds))
     outlasted = not all(work.is_completed() for work in works)
     for work in works:
         work.wait()
@@ -71,7 +71,7 @@ def _sample(alignment: Alignment, sync: Callable[[Alignment], None]) -> Sample:
     began = time.perf_counter()
     sync(alignment)
     now = time.perf_counter()
-    error, round_trip = abs(alignment.to_rank_zero(now) - now), alignment.figures()["round_trip_seconds"]
+    error, round_trip = abs(alignment.to_rank_zero(now) - now), alignment.figures()["round_trip_s"]
     return error, alignment.uncertainty_at(now), round_trip, now - began, True
 
 

@@ -107,7 +107,7 @@ def _run(options: Any, profiled: bool) -> tuple[Any, float | None]:
     report = profiler.report
     # from the step after which a window begins to that after whose exchange the last ends
     measured = np.diff(np.array(times.ends)[[WARMUP - 1 + LAG, WARMUP - 1 + LAG + steps]], axis=0)[0] / steps
-    return measured, None if report is None else report.overhead.total / report.step_seconds
+    return measured, None if report is None else report.overhead.total / report.step_s
 
 
 if __name__ == "__main__":

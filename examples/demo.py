@@ -88,7 +88,7 @@ def _run(options: argparse.Namespace, name: str, balance: bool) -> dict[str, Any
 
 def _table(runs: dict[str, dict[str, Any]], ranks: int) -> str:
     off, on = runs["off"]["report"], runs["on"]["report"]
-    steps = off.parts.shape[0]
+    steps = off.breakdown.shape[0]
     lines = [
         "",
         f"HSTU on ml-latest-small, {ranks} ranks, {steps} measured steps each, same samples in every step",
@@ -103,13 +103,13 @@ def _table(runs: dict[str, dict[str, Any]], ranks: int) -> str:
         _row("predicted imbalance (max / mean)", balance.unbalanced, balance.balanced, ".3f"),
         f"{'  no assignment gets below':<46}{'':>10}{balance.lower_bound:>10.3f}",
         _row("measured compute imbalance", off.compute_imbalance, on.compute_imbalance, ".3f"),
-        _row("compute, ms per step and rank", off.compute_seconds * 1e3, on.compute_seconds * 1e3, ".1f"),
-        _row("samples/s", off.samples_per_second, on.samples_per_second, ".1f"),
+        _row("compute, ms per step and rank", off.compute_s * 1e3, on.compute_s * 1e3, ".1f"),
+        _row("samples/s", off.samples_per_s, on.samples_per_s, ".1f"),
     ]
     for metric in ("NDCG@10", "HR@10"):
         lines.append(_row(f"{metric} (all unseen items)", *(r["scores"][f"test_{metric}"] for r in runs.values()), ".4f"))
     removed = 1 - on.bubble / off.bubble if off.bubble else 0.0
-    alone, measured = (1 - on.bubble) / (1 - off.bubble), on.samples_per_second / off.samples_per_second
+    alone, measured = (1 - on.bubble) / (1 - off.bubble), on.samples_per_s / off.samples_per_s
     lines += [
         f"{removed:.0%} of a bubble of {off.bubble:.1%} removed: {alone:.2f}x the samples/s at equal compute,",
         f"{measured:.2f}x measured (the runs follow each other, so the machine's other load shows)",

@@ -129,3 +129,16 @@ def test_a_done_jobs_tensors_are_let_go(worker: WorkerThread) -> None:
     while alive() is not None and time.monotonic() < end:
         time.sleep(0.001)
     assert alive() is None
+
+
+def _burn() -> None:
+    until = time.thread_time() + 0.05
+    while time.thread_time() < until:
+        pass
+
+
+def test_it_counts_the_processors_time_of_background_jobs_not_their_waiting(lane: WorkerThread) -> None:
+    lane.submit(time.sleep, 0.3)
+    burnt = [lane.submit(_burn) for _ in range(4)]
+    wait(burnt, timeout=5)
+    assert 0.2 <= lane.cpu_seconds < 0.35

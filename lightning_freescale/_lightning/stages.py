@@ -8,28 +8,34 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_freescale._lightning.loader_wrapper import LoaderWrapper
 from lightning_freescale._lightning.loops import Strategy
-from lightning_freescale.profiling.recording.ddp import buffers_on, ddp_waits_on
-from lightning_freescale.profiling.recording.loader import ObservedLoader
-from lightning_freescale.profiling.recording.timeline import Timeline
+from lightning_freescale.profiling.recording.collectives import buffers_on, ddp_waits_on
+from lightning_freescale.profiling.recording.timeline import Timeline, batches_on
+
+
+class ObservedLoader(LoaderWrapper):
+    """Any iterable of batches, with every ``next`` on the timeline."""
+
+    def __init__(self, loader: Any, timeline: Timeline) -> None:
+        super().__init__(loader, _timeline=timeline)
+
+    def __iter__(self) -> Iterator[Any]:
+        return batches_on(self._timeline, self._loader)
 
 
 @contextmanager
 def stages_on(timeline: Timeline, strategy: Strategy) -> Iterator[None]:
-    """Meanwhile a strategy stamps ``timeline``; what it computes stays the same.
+    """Have a strategy stamp ``timeline`` meanwhile; what it computes stays the same.
 
     Seen are the training loader (if it is set up meanwhile), the batch's way to the device, forward, backward, DDP's wait for
     its gradients and buffers, and the optimizer.
     """
-    stamped = {
-        "process_dataloader": _loader(timeline, strategy),
-        "batch_to_device": _batch_to_device(timeline, strategy),
-        "training_step": _training_step(timeline, strategy),
-        "backward": _backward(timeline, strategy),
-        "optimizer_step": _optimizer_step(timeline, strategy),
-    }
+    # methods of this instance, whose class stays as it is: a run can be measured before a strategy of ours is adopted, and the
+    # Trainer's profiler slot stays the user's
+    stamped = _stamped_methods(timeline, strategy)
     own = {name: vars(strategy)[name] for name in stamped if name in vars(strategy)}
-    vars(strategy).update(stamped)  # of the instance: the methods of its class stay
+    vars(strategy).update(stamped)
     try:
         yield
     finally:
@@ -38,51 +44,28 @@ def stages_on(timeline: Timeline, strategy: Strategy) -> Iterator[None]:
         vars(strategy).update(own)
 
 
-def _batch_to_device(timeline: Timeline, strategy: Strategy) -> Callable[..., Any]:
-    move = strategy.batch_to_device
+def _stamped_methods(timeline: Timeline, strategy: Strategy) -> dict[str, Callable[..., Any]]:
+    run_process_dataloader, run_batch_to_device = strategy.process_dataloader, strategy.batch_to_device
+    run_training_step, run_backward, run_optimizer_step = strategy.training_step, strategy.backward, strategy.optimizer_step
 
-    def stamped(*args: Any, **kwargs: Any) -> Any:
-        with timeline.span("data", "batch to device"):
-            return move(*args, **kwargs)
-
-    return stamped
-
-
-def _loader(timeline: Timeline, strategy: Strategy) -> Callable[[object], object]:
-    process = strategy.process_dataloader
-
-    def stamped(dataloader: object) -> object:
+    def process_dataloader(dataloader: object) -> object:
         module = strategy.lightning_module
         training = module is not None and module.trainer.training
-        return process(ObservedLoader(dataloader, timeline) if training else dataloader)
+        return run_process_dataloader(ObservedLoader(dataloader, timeline) if training else dataloader)
 
-    return stamped
+    def batch_to_device(*args: Any, **kwargs: Any) -> Any:
+        with timeline.span("data", "batch to device"):
+            return run_batch_to_device(*args, **kwargs)
 
-
-def _training_step(timeline: Timeline, strategy: Strategy) -> Callable[..., Any]:
-    step = strategy.training_step
-
-    def stamped(*args: Any, **kwargs: Any) -> Any:
+    def training_step(*args: Any, **kwargs: Any) -> Any:
         with timeline.span("forward", "forward"), buffers_on(timeline, strategy.model):
-            return step(*args, **kwargs)
+            return run_training_step(*args, **kwargs)
 
-    return stamped
-
-
-def _backward(timeline: Timeline, strategy: Strategy) -> Callable[..., Tensor]:
-    backward = strategy.backward
-
-    def stamped(closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def backward(closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         with timeline.span("backward", "backward"), ddp_waits_on(timeline, strategy.model, closure_loss):
-            return backward(closure_loss, *args, **kwargs)
+            return run_backward(closure_loss, *args, **kwargs)
 
-    return stamped
-
-
-def _optimizer_step(timeline: Timeline, strategy: Strategy) -> Callable[..., Any]:
-    step = strategy.optimizer_step
-
-    def stamped(optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+    def optimizer_step(optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as after_closure:
 
             def timed() -> Any:
@@ -91,6 +74,7 @@ def _optimizer_step(timeline: Timeline, strategy: Strategy) -> Callable[..., Any
                 after_closure.enter_context(timeline.span("optimizer", "optimizer"))
                 return result
 
-            return step(optimizer, timed, *args, **kwargs)
+            return run_optimizer_step(optimizer, timed, *args, **kwargs)
 
-    return stamped
+    stamped = process_dataloader, batch_to_device, training_step, backward, optimizer_step
+    return {method.__name__: method for method in stamped}

@@ -20,9 +20,8 @@ from lightning_freescale._lightning.loops import (
     rank_zero_info,
 )
 from lightning_freescale._lightning.stages import stages_on
-from lightning_freescale.callbacks.workload import StepWorkload, about, explain
-from lightning_freescale.profiling.options import Options, SplitBy
-from lightning_freescale.profiling.profiler import StepProfiler
+from lightning_freescale.callbacks.workload import describe_run, fit_costs, samples_and_features
+from lightning_freescale.profiling.profiler import ProfilerOptions, StepProfiler
 from lightning_freescale.profiling.recording.collectives import collectives_on
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.profiling.reporting.report import BubbleReport
@@ -32,24 +31,21 @@ class BubbleProfiler(Callback):
     """Splits every training step of every rank into data wait, compute, straggler wait, transfer and host overhead.
 
     Works under any strategy that runs one process per device, such as ``"ddp"``, and changes no number. When training ends it
-    prints a summary and writes ``report.json``, ``report.html`` and ``trace.json``; meanwhile it logs ``freescale/...`` scalars
-    through the Trainer's loggers and keeps ``report.json`` up to date. It never synchronizes the device within an epoch, and
-    its collectives are on a process group of its own.
+    prints a summary and writes ``report.json``, ``report.html`` and ``trace.json``; meanwhile it logs
+    ``freescale/bubble/...`` scalars through the Trainer's loggers and keeps ``report.json`` up to date. It never synchronizes
+    the device within an epoch, and its collectives are on a process group of its own.
 
     Args:
-        folder: where to write; ``bubbles`` in the logger's folder if not given.
+        dirpath: folder to write to; ``bubbles`` in the logger's folder if not given.
         label: name of the run in its report; the strategy's if not given.
         every_n_steps: how often the ranks exchange their records, and log.
         warmup_steps: first steps to leave out.
-        keep_steps: the report covers this many steps at most, the last ones.
+        max_steps: the report covers this many steps at most, the last ones.
         trace_steps: how many of the last steps go into the trace; 0 for no trace. With more than 64 ranks fewer, 3200 steps
             times ranks in all.
-        kineto_steps: run ``torch.profiler`` over this many steps after the first exchange; they are in the trace, and out of
-            the report.
-        split_waits_by: how to tell waiting for a slower rank from transferring: by when the ranks arrived (``"clocks"``), by
-            bytes over bandwidth (``"bandwidth"``), or by arrivals as long as the ranks' clocks agree (``"auto"``).
-        link_bandwidth: bytes per second of a rank's link, for ``"bandwidth"``; estimated if not given.
-        lengths_of: gives the history lengths of a batch's samples, to tell what of the imbalance lies in the data; with
+        torch_profiler_steps: run ``torch.profiler`` over this many steps after the first exchange; they are in the trace, and
+            out of the report.
+        lengths_fn: gives the history lengths of a batch's samples, to tell what of the imbalance lies in the data; with
             :class:`FreeScaleDataModule` they are known.
         verbose: print the summary and where the files are.
 
@@ -66,29 +62,25 @@ class BubbleProfiler(Callback):
 
     def __init__(
         self,
-        folder: str | Path | None = None,
+        dirpath: str | Path | None = None,
         *,
         label: str | None = None,
         every_n_steps: int = 50,
         warmup_steps: int = 5,
-        keep_steps: int = 2000,
+        max_steps: int = 2000,
         trace_steps: int = 50,
-        kineto_steps: int = 0,
-        split_waits_by: SplitBy = "auto",
-        link_bandwidth: float | None = None,
-        lengths_of: Callable[[Any], Any] | None = None,
+        torch_profiler_steps: int = 0,
+        lengths_fn: Callable[[Any], Any] | None = None,
         verbose: bool = True,
     ) -> None:
-        self.options = Options(
-            every_n_steps, warmup_steps, keep_steps, trace_steps, kineto_steps, split_waits_by, link_bandwidth
-        )
-        self.folder, self.label, self.verbose = folder, label, verbose
+        self.options = ProfilerOptions(every_n_steps, warmup_steps, max_steps, trace_steps, torch_profiler_steps)
+        self.dirpath, self.label = dirpath, label
+        self.lengths_fn, self.verbose = lengths_fn, verbose
         self.report: BubbleReport | None = None
         self.overlap: Any = None
         self.files: dict[str, Path] = {}
-        self._work = StepWorkload(lengths_of)
         self._timeline = Timeline()
-        self._profile: StepProfiler | None = None
+        self._profiler: StepProfiler | None = None
         self._observing = ExitStack()
 
     # -- before and after
@@ -97,10 +89,10 @@ class BubbleProfiler(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        if self.options.kineto_steps and isinstance(getattr(trainer, "profiler", None), PyTorchProfiler):
+        if self.options.torch_profiler_steps and isinstance(getattr(trainer, "profiler", None), PyTorchProfiler):
             raise ValueError(
-                f"BubbleProfiler(kineto_steps={self.options.kineto_steps}) and Trainer(profiler='pytorch'): torch allows one "
-                "profiler per process, leave out one of them"
+                f"BubbleProfiler(torch_profiler_steps={self.options.torch_profiler_steps}) and Trainer(profiler='pytorch'): "
+                "torch allows one profiler per process, leave out one of them"
             )
         if sum(isinstance(callback, BubbleProfiler) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ValueError("Trainer(callbacks=...) holds several BubbleProfilers: one sees everything, pass one")
@@ -114,15 +106,15 @@ class BubbleProfiler(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        folder = Path(self.folder or Path(trainer.log_dir or trainer.default_root_dir) / "bubbles")
-        group, device = self._own_group(trainer), trainer.strategy.root_device
-        self._observing.enter_context(collectives_on(self._timeline, leave=() if group is None else (group,)))
+        dirpath = Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "bubbles")
+        group, device = self._new_group(trainer), trainer.strategy.root_device
+        self._observing.enter_context(collectives_on(self._timeline, ignored_groups=() if group is None else (group,)))
         self._observing.enter_context(around_validation(trainer, lambda: self._timeline.span("pause", "validation")))
-        run = about(trainer, pl_module, self.label)
-        self._profile = StepProfiler(self._timeline, device, group, self.options, run, folder, explain)
+        run = describe_run(trainer, pl_module, self.label)
+        self._profiler = StepProfiler(self._timeline, device, group, self.options, run, dirpath, fit_costs)
 
-    def _own_group(self, trainer: Trainer) -> dist.ProcessGroup | None:
-        """What the profiler exchanges must not queue behind training's collectives, nor hold them up."""
+    def _new_group(self, trainer: Trainer) -> dist.ProcessGroup | None:
+        """Return a group for the profiler alone: its exchanges must not queue behind training's collectives, nor delay them."""
         if trainer.world_size == 1:
             return None
         timeout: timedelta | None = getattr(trainer.strategy, "_timeout", None)
@@ -132,10 +124,10 @@ class BubbleProfiler(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        report = self._running().finish()  # if it fails, on_exception reports what there is
+        report = self._running().write_report()  # if it fails, on_exception reports what there is
         finish = getattr(trainer.strategy, "finish_overlap", None)
         self.overlap = finish() if finish is not None else None
-        self._stop(report)
+        self._stop_profiling(report)
         if trainer.is_global_zero and report is None:
             rank_zero_info(f"BubbleProfiler: no step after the {self.options.warmup_steps} warm-up steps, nothing to report")
 
@@ -143,22 +135,22 @@ class BubbleProfiler(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         reason, report = f"{type(exception).__name__}: {exception}".strip(": "), None
         try:
-            if self._profile is not None:  # else the run was not training
-                report = self._profile.interrupted(reason)
+            if self._profiler is not None:  # else the run was not training
+                report = self._profiler.write_interrupted_report(reason)
         finally:
-            self._stop(report)
+            self._stop_profiling(report)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._stop(None)  # a fit without a step has neither begun nor ended
+        self._stop_profiling(None)  # a fit without a step has neither begun nor ended
 
-    def _stop(self, report: BubbleReport | None) -> None:
-        profile, self._profile = self._profile, None
+    def _stop_profiling(self, report: BubbleReport | None) -> None:
+        profiler, self._profiler = self._profiler, None
         self._timeline.disable()
         self._observing.close()
-        if profile is None or report is None:
+        if profiler is None or report is None:
             return
-        self.report, self.files = report, dict(profile.files)
+        self.report, self.files = report, dict(profiler.files)
         if self.verbose:
             print(report, *([] if self.overlap is None else [self.overlap]), sep="\n")
             for path in self.files.values():
@@ -174,8 +166,8 @@ class BubbleProfiler(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        scalars = self._running().end_step(*self._work.of_step(trainer, batch, batch_idx))
-        self._log(trainer, scalars)
+        work = samples_and_features(trainer, batch, batch_idx, self.lengths_fn)
+        self._log(trainer, self._running().end_step(*work))
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -188,5 +180,5 @@ class BubbleProfiler(Callback):
                     logger.log_metrics(scalars, step=trainer.global_step)
 
     def _running(self) -> StepProfiler:
-        assert self._profile is not None, "Lightning calls on_train_start before"
-        return self._profile
+        assert self._profiler is not None, "Lightning calls on_train_start before"
+        return self._profiler

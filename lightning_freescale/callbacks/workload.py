@@ -14,64 +14,63 @@ from torch.utils import _pytree as pytree
 from lightning_freescale._lightning.loops import LightningModule, Trainer
 from lightning_freescale.balance import CostModel
 from lightning_freescale.balance.cost import sample_features
-from lightning_freescale.profiling.reporting.report import RunInfo
+from lightning_freescale.profiling.reporting.facts import RunInfo
 
 Floats = NDArray[np.float64]
 _FITTED = 20_000
 """Rank-steps that a fit rests on at most, the last ones; it takes a fraction of a second."""
 
 
-def about(trainer: Trainer, module: LightningModule, label: str | None) -> RunInfo:
-    """What is run, to tell whether two reports compare."""
+def describe_run(trainer: Trainer, module: LightningModule, label: str | None) -> RunInfo:
+    """Return what is run, to tell whether two reports compare; ``label`` is the strategy's name if not given."""
     strategy = getattr(trainer.strategy, "strategy_name", type(trainer.strategy).__name__)
+    device = trainer.strategy.root_device
     return RunInfo(
         label=label or strategy,
         model=type(module).__name__,
         parameters=sum(parameter.numel() for parameter in module.parameters()),
         strategy=strategy,
         world_size=trainer.world_size,
-        device=_device(trainer.strategy.root_device),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         accumulate_grad_batches=trainer.accumulate_grad_batches,
     )
 
 
-class StepWorkload:
-    """Tells the samples of a step, and what its cost hangs on.
+def samples_and_features(
+    trainer: Trainer, batch: Any, index: int, lengths_fn: Callable[[Any], Any] | None = None
+) -> tuple[int, Floats | None]:
+    """Return a step's number of samples, 0 if unknown, and the sums of :func:`sample_features` over them, None if unknown.
 
-    Args:
-        lengths_of: history lengths of the samples of a batch, if the user knows better.
+    ``lengths_fn`` gives the history lengths of a batch's samples, if the user knows better than the loader.
     """
-
-    def __init__(self, lengths_of: Callable[[Any], Any] | None = None) -> None:
-        self._lengths_of = lengths_of
-
-    def of_step(self, trainer: Trainer, batch: Any, index: int) -> tuple[int, Floats | None]:
-        """Number of samples, 0 if unknown, and the sums of :func:`sample_features` over them, None if unknown."""
-        if self._lengths_of is not None:
-            lengths = np.asarray(self._lengths_of(batch), dtype=np.float64)
-            return len(lengths), sample_features(lengths).sum(axis=0)
-        sampler: Any = getattr(trainer.train_dataloader, "sampler", None)
-        if not hasattr(sampler, "counts"):
-            return samples_in(batch), None
-        if callable(sampler.costs):  # a stream
-            count = sampler.counts(index)[sampler.rank]
-            return count, _as_features(count, sampler.costs(index)[sampler.rank])
-        mine = sampler.plan(sampler.epoch, index)[sampler.rank]
-        costs = getattr(getattr(getattr(trainer, "datamodule", None), "train", None), "sample_costs", None)
-        if costs is not None and costs.lengths is not None:
-            return len(mine), costs.features(mine).sum(axis=0)
-        return len(mine), _as_features(len(mine), float(sampler.costs[mine].sum()))
+    if lengths_fn is not None:
+        lengths = np.asarray(lengths_fn(batch), dtype=np.float64)
+        return len(lengths), sample_features(lengths).sum(axis=0)
+    sampler: Any = getattr(trainer.train_dataloader, "sampler", None)
+    if not hasattr(sampler, "counts"):
+        return samples_in(batch), None
+    if callable(sampler.costs):  # a stream
+        count = sampler.counts(index)[sampler.rank]
+        return count, np.array([count, sampler.costs(index)[sampler.rank], 0.0, 0.0])
+    mine = sampler.plan(sampler.epoch, index)[sampler.rank]
+    costs = getattr(getattr(getattr(trainer, "datamodule", None), "train", None), "sample_costs", None)
+    if costs is not None and costs.lengths is not None:
+        return len(mine), costs.features(mine).sum(axis=0)
+    return len(mine), np.array([len(mine), sampler.costs[mine].sum(), 0.0, 0.0])
 
 
 def samples_in(batch: Any) -> int:
-    """The common first dimension of all tensors of a batch, jagged ones counted by their samples; 0 if there is none."""
+    """Return the common first dimension of all tensors of a batch, jagged ones counted by their samples; 0 if there is none."""
     leaves = pytree.tree_leaves(batch, is_leaf=_is_jagged)
     sizes = {leaf.stride() if _is_jagged(leaf) else len(leaf) for leaf in leaves if _is_jagged(leaf) or _has_length(leaf)}
     return sizes.pop() if len(sizes) == 1 else 0
 
 
-def explain(features: Floats, compute: Floats) -> tuple[Floats, Floats] | None:
-    """Fits costs to compute times, see :data:`~lightning_freescale.profiling.collection.history.Explain`."""
+def fit_costs(features: Floats, compute: Floats) -> tuple[Floats, Floats] | None:
+    """Fit costs to compute times, see :data:`~lightning_freescale.profiling.collection.history.FitCosts`.
+
+    None if there are fewer than ten rank-steps, or some without compute.
+    """
     steps, ranks = compute.shape
     if steps * ranks < 10 or not (compute > 0).all():
         return None
@@ -81,17 +80,9 @@ def explain(features: Floats, compute: Floats) -> tuple[Floats, Floats] | None:
     return fit.base + features @ np.array(astuple(fit.model)), fit.slowness
 
 
-def _as_features(samples: int, cost: float) -> Floats:
-    return np.array([samples, cost, 0.0, 0.0])
-
-
 def _is_jagged(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) and callable(getattr(value, "stride", None))
 
 
 def _has_length(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
-
-
-def _device(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,23 +1,30 @@
-"""Where the time of a training step goes. Needs neither Lightning nor TorchRec."""
+"""Where the time of a training step goes: numpy and torch alone, for any training loop.
+
+Time takes four forms on its way from the code that spends it to the page:
+
+1. ``Span`` and ``Collective`` of a ``StepRecord``: stamps, which are numbers or CUDA events not yet reached.
+2. ``Interval`` and ``ResolvedCollective`` of a ``ResolvedStep``: seconds on rank 0's clock. A step's spans may overlap;
+   ``intervals_of`` cuts it so that every moment lies in one interval.
+3. Sums of intervals: ``StepBreakdown`` of a step, ``RankSegments`` between its collectives.
+4. What is shown: rows of the report, and slices of the trace.
+"""
 
 from lightning_freescale.profiling.analysis.breakdown import StepBreakdown, attribute, bubble
-from lightning_freescale.profiling.options import Options
-from lightning_freescale.profiling.profiler import StepProfiler
-from lightning_freescale.profiling.recording.collectives import collectives_on
-from lightning_freescale.profiling.recording.ddp import ddp_waits_on
-from lightning_freescale.profiling.recording.loader import ObservedLoader
-from lightning_freescale.profiling.recording.timeline import Timeline
-from lightning_freescale.profiling.reporting.report import BubbleReport, RunInfo
+from lightning_freescale.profiling.profiler import ProfilerOptions, StepProfiler
+from lightning_freescale.profiling.recording.collectives import collectives_on, ddp_waits_on
+from lightning_freescale.profiling.recording.timeline import Timeline, batches_on
+from lightning_freescale.profiling.reporting.facts import RunInfo
+from lightning_freescale.profiling.reporting.report import BubbleReport
 
 __all__ = [
     "BubbleReport",
-    "ObservedLoader",
-    "Options",
+    "ProfilerOptions",
     "RunInfo",
     "StepBreakdown",
     "StepProfiler",
     "Timeline",
     "attribute",
+    "batches_on",
     "bubble",
     "collectives_on",
     "ddp_waits_on",

@@ -42,8 +42,8 @@ def _compare(options: argparse.Namespace) -> None:
     documents = _named(options.reports)
     compared = compare(documents, options.force)
     base, *others = documents
-    told = [line for other in others for line in (*differences(base, other), *remarks(base, other))]
-    for line in dict.fromkeys(told):
+    notes = [line for other in others for line in (*differences(base, other), *remarks(base, other))]
+    for line in dict.fromkeys(notes):
         print(f"compare: note: {line}", file=sys.stderr)
     print(table(base, compared))
     if options.json is not None:

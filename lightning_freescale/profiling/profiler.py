@@ -4,32 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.profiling.aside import Aside
-from lightning_freescale.profiling.collection.gather import to_all
-from lightning_freescale.profiling.collection.history import Explain, History
-from lightning_freescale.profiling.collection.kineto_steps import KinetoSteps
-from lightning_freescale.profiling.collection.rank_exchange import RankExchange
-from lightning_freescale.profiling.collection.step_buffer import StepBuffer
-from lightning_freescale.profiling.options import Options
-from lightning_freescale.profiling.recording.cost import seconds_per_stamp
+from lightning_freescale._worker import WorkerThread
+from lightning_freescale.profiling.collection.history import FitCosts, History
+from lightning_freescale.profiling.collection.rank_exchange import RankExchange, gather_to_all
+from lightning_freescale.profiling.collection.step_buffer import KinetoSteps, StepBuffer
 from lightning_freescale.profiling.recording.records import StepRecord
-from lightning_freescale.profiling.recording.timeline import Timeline
-from lightning_freescale.profiling.reporting.files import Files
+from lightning_freescale.profiling.recording.timeline import Timeline, seconds_per_stamp
+from lightning_freescale.profiling.reporting.facts import Overhead, RunInfo, Status
+from lightning_freescale.profiling.reporting.files import ReportFiles
 from lightning_freescale.profiling.reporting.kineto import KinetoWindow
-from lightning_freescale.profiling.reporting.report import BubbleReport, Overhead, RunInfo, Status
+from lightning_freescale.profiling.reporting.report import BubbleReport
 
 _LAG = 2
-"""The newest steps wait for the next exchange: they may still be running on a device."""
-_TRACED = 3200
+"""The newest steps wait for the next exchange: they may still be running on a device, which nobody should wait for."""
+_MAX_TRACED = 3200
 """Steps times ranks of a trace, which make some 20 MB."""
 _PATIENCE = 2.0
 """Seconds for an exchange that is under way when the run ends; longer only takes one that waits for a rank that is gone."""
+_LEAST = {"every_n_steps": 1, "warmup_steps": 0, "max_steps": 1, "trace_steps": 0, "torch_profiler_steps": 0}
+
+
+@dataclass(frozen=True)
+class ProfilerOptions:
+    """How often and how much to profile.
+
+    Attributes:
+        every_n_steps: how often the ranks exchange what they recorded.
+        warmup_steps: first steps to leave out.
+        max_steps: the report covers this many steps at most, the last ones.
+        trace_steps: how many of the last steps keep all their stamps, for the trace; 0 for no trace. With more than 64 ranks
+            fewer, 3200 steps times ranks in all.
+        torch_profiler_steps: how many steps after the first exchange torch.profiler watches; they are in the trace, not in the
+            report.
+
+    Raises:
+        ValueError: a value does not fit.
+    """
+
+    every_n_steps: int = 50
+    warmup_steps: int = 5
+    max_steps: int = 2000
+    trace_steps: int = 50
+    torch_profiler_steps: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)!r}: pass {least} or more")
 
 
 class StepProfiler:
@@ -39,10 +67,10 @@ class StepProfiler:
         timeline: that the run is recorded on, enabled.
         device: of the run.
         group: a gloo group of all ranks for nobody else, or None if there is one rank; every collective here is on it.
-        options: how.
-        about: what is run.
-        folder: where rank 0 writes its files.
-        explain: fits what the ranks worked on to their compute times.
+        options: how often and how much.
+        run: what is run.
+        dirpath: where rank 0 writes its files.
+        fit_costs: fits what the ranks worked on to their compute times.
 
     Raises:
         OSError: rank 0 cannot write to the folder; on every rank.
@@ -56,32 +84,38 @@ class StepProfiler:
         timeline: Timeline,
         device: torch.device,
         group: dist.ProcessGroup | None,
-        options: Options,
-        about: RunInfo,
-        folder: Path,
-        explain: Explain | None = None,
+        options: ProfilerOptions,
+        run: RunInfo,
+        dirpath: Path,
+        fit_costs: FitCosts | None = None,
     ) -> None:
         assert timeline.clock is not None
-        self.timeline, self.options, self.files = timeline, options, Files(folder)
+        self.timeline, self.options = timeline, options
+        self.files = ReportFiles(dirpath)
         self._leads = group is None or group.rank() == 0
-        problems = to_all(self.files.problem() if self._leads else None, group)  # an error of one rank is one of all
+        problems = gather_to_all(self.files.problem() if self._leads else None, group)  # an error of one rank is one of all
         if problems[0] is not None:
             raise OSError(problems[0])
-        self._history = History(about, options.keep_steps, explain)
-        self._watched = KinetoSteps(KinetoWindow(options.kineto_steps, device) if options.kineto_steps else None)
-        self._recorded = StepBuffer(timeline, min(options.trace_steps, max(1, _TRACED // about.world_size)))
-        self._exchange = RankExchange(group, timeline.clock, options)
-        self._seen, self._stamp_cost = 0, seconds_per_stamp(device)
-        self._aside, self._pending = Aside(), _nothing()
+        self._history = History(run, options.max_steps, fit_costs)
+        watched = options.torch_profiler_steps
+        self._kineto = KinetoSteps(KinetoWindow(watched, device) if watched else None)
+        self._buffer = StepBuffer(timeline, min(options.trace_steps, max(1, _MAX_TRACED // run.world_size)))
+        self._exchange = RankExchange(group, timeline.clock)
+        self._ended_steps = 0
+        self._stamp_cost = seconds_per_stamp(device)
+        # on the training thread an exchange takes up to 100 ms with 8 ranks on two cores, most of it waiting for ranks whose
+        # turn on a core has not come; on its own thread it runs while training waits or a device computes
+        self._worker = WorkerThread("freescale-profiler")
+        self._pending = _done_future()
 
     # -- while training
 
     def end_step(self, samples: int = 0, features: Any = None) -> dict[str, float] | None:
-        """Close the step in progress and open the next. Every now and then the ranks exchange their records, on a thread aside.
+        """End the step in progress and open the next. Every now and then the ranks exchange their records, in the background.
 
         Args:
             samples: of this rank in the step; 0 if unknown.
-            features: what it worked on, the same numbers on every rank, for ``explain``; None if unknown.
+            features: what it worked on, the same numbers on every rank, for ``fit_costs``; None if unknown.
 
         Returns:
             On rank 0, after an exchange, scalars of the steps that it was about.
@@ -93,105 +127,110 @@ class StepProfiler:
         self.timeline.open_step(record.end if record is not None else None)
         if record is None:
             return None
-        self._seen += 1
-        if self._watched.takes(record):
-            self._pause(self._watched.end_step)
-        elif self._seen > self.options.warmup_steps:
-            self._recorded.add(record)
-            if len(self._recorded.waiting) == self.options.every_n_steps + _LAG:
-                return self._begin_exchange()
-        return self._news()
+        self._ended_steps += 1
+        if self._kineto.keep_watched(record):
+            self._pause(self._kineto.stop_after_last)
+        elif self._ended_steps > self.options.warmup_steps:
+            self._buffer.add_step(record)
+            if len(self._buffer.waiting) == self.options.every_n_steps + _LAG:
+                return self._start_exchange()
+        return self._new_scalars()
 
     def end_epoch(self) -> dict[str, float] | None:
-        """A good moment to compare clocks, if it is time; scalars as :meth:`end_step`. Collective."""
+        """Compare the ranks' clocks if it is time, which is a good moment; return scalars as :meth:`end_step`. Collective."""
         self._pending.exception()  # after the same exchanges all ranks agree on whether it is
-        news = self._news()
-        self._exchange.sync_if_due()
-        return news
+        scalars = self._new_scalars()
+        self._exchange.sync_clocks_if_due()
+        return scalars
 
     # -- at the end
 
-    def finish(self) -> BubbleReport | None:
-        """The report, on rank 0, which writes its files; None if there is nothing to report. Collective."""
+    def write_report(self) -> BubbleReport | None:
+        """Return the report, on rank 0, which writes its files; None if there is nothing to report. Collective.
+
+        Raises:
+            RuntimeError: an exchange has failed, because a rank is gone; :meth:`write_interrupted_report` needs no other rank.
+        """
         self._pending.result()
-        self._watched.give_up()
-        self._exchange.sync()
-        if self._recorded.waiting:
-            self._come_together(self._recorded.take(0))
+        self._kineto.stop_early()
+        self._exchange.sync_clocks()
+        if self._buffer.waiting:
+            self._exchange_steps(self._buffer.take_steps(0))
         to_rank_zero = self._exchange.alignment.to_rank_zero
-        self._watched.settle(self._recorded, to_rank_zero)
-        traced, kineto, idle = self._watched.gathered(list(self._recorded.recent), to_rank_zero, self._exchange.group)
-        self._aside.close(_PATIENCE)
+        self._kineto.resolve_watched(self._buffer, to_rank_zero)
+        traced, events, idle = self._kineto.gather_trace(list(self._buffer.recent), to_rank_zero, self._exchange.group)
+        self._worker.stop(_PATIENCE)
         if not self._leads or not self._history.added:
             return None
         report = self._report(Status(warmup=self.options.warmup_steps), traced, idle)
-        self.files.write(report, traced, kineto)
+        self.files.write(report, traced, events)
         return report
 
-    def interrupted(self, reason: str) -> BubbleReport | None:
-        """The report of the steps done so far, on rank 0, which writes its files; no other rank is asked for anything.
+    def write_interrupted_report(self, reason: str) -> BubbleReport | None:
+        """Return the report of the steps done so far, on rank 0, which writes its files; no other rank is asked for anything.
 
-        Before the first exchange these are rank 0's own steps, whose waits are split by bandwidth.
+        Before the first exchange these are rank 0's own steps, whose waits are not divided.
         """
-        self._watched.give_up()
-        self._aside.close(_PATIENCE)
+        self._kineto.stop_early()
+        self._worker.stop(_PATIENCE)
         if not self._leads:
             return None
-        if not self._history.added and self._recorded.count:
+        if not self._history.added and self._buffer.count:
             why = "the run ended before the ranks exchanged anything: these are the steps of rank 0 alone"
-            records, steps = self._recorded.resolve_rest(self._exchange.alignment.to_rank_zero)
-            self._history.add([self._exchange.alone(steps, [record.features for record in records], why)])
+            records, steps = self._buffer.resolve_rest(self._exchange.alignment.to_rank_zero)
+            self._history.add_windows([self._exchange.own_window(steps, [record.features for record in records], why)])
         if not self._history.added:
             return None
-        left = self._recorded.count - self._history.added
-        traced = [[step] for step in self._recorded.recent]
+        left = self._buffer.count - self._history.added
+        traced = [[step] for step in self._buffer.recent]
         report = self._report(Status(False, reason, self.options.warmup_steps, left), traced)
         self.files.write(report, traced)
         return report
 
-    # -- parts
+    # -- the exchange of records
 
     def _pause(self, work: Callable[[], Any]) -> None:
         with self.timeline.span("pause", "profiler"):
             work()
 
-    def _begin_exchange(self) -> dict[str, float] | None:
+    def _start_exchange(self) -> dict[str, float] | None:
         if not self._pending.done():
             self._pause(self._pending.result)
-        news = self._news()
-        self._pending = self._aside.submit(self._exchanged, self._recorded.take(_LAG))
-        self._pause(self._watched.start)
-        return news
+        scalars = self._new_scalars()
+        self._pending = self._worker.submit(self._run_exchange, self._buffer.take_steps(_LAG))
+        self._pause(self._kineto.start_once)
+        return scalars
 
-    def _news(self) -> dict[str, float] | None:
+    def _new_scalars(self) -> dict[str, float] | None:
         if not self._pending.done():
             return None
-        pending, self._pending = self._pending, _nothing()
+        pending, self._pending = self._pending, _done_future()
         return pending.result()
 
-    def _exchanged(self, records: list[StepRecord]) -> dict[str, float] | None:
-        self._exchange.spent_here = self._aside.seconds
-        self._come_together(records)
+    def _run_exchange(self, records: list[StepRecord]) -> dict[str, float] | None:
+        """Exchange the records on the worker's thread; on rank 0 refresh the report and return its scalars."""
+        self._exchange.spent_here = self._worker.cpu_seconds
+        self._exchange_steps(records)
         if not self._leads:
             return None
         self.files.refresh(lambda: self._report(Status(False, "still running", self.options.warmup_steps, _LAG)))
         return self._history.newest_scalars()
 
-    def _come_together(self, records: list[StepRecord]) -> None:
+    def _exchange_steps(self, records: list[StepRecord]) -> None:
         to_rank_zero = self._exchange.alignment.to_rank_zero
-        self._watched.settle(self._recorded, to_rank_zero)
-        steps = self._recorded.resolve(records, to_rank_zero)
-        windows = self._exchange.together(steps, [record.features for record in records])
+        self._kineto.resolve_watched(self._buffer, to_rank_zero)
+        steps = self._buffer.resolve_taken(records, to_rank_zero)
+        windows = self._exchange.exchange_steps(steps, [record.features for record in records])
         if windows is not None:
-            self._history.add(windows)
+            self._history.add_windows(windows)
 
     def _report(self, status: Status, traced: Sequence[Any] | None = None, idle: Any = None) -> BubbleReport:
-        overhead = Overhead(self._exchange.spent / self._seen, self.timeline.stamps * self._stamp_cost / self._seen)
-        return self._history.report(status, self._exchange.waiting(), overhead, traced, idle)
+        steps = self._ended_steps
+        overhead = Overhead(self._exchange.spent / steps, self.timeline.stamps * self._stamp_cost / steps)
+        return self._history.build_report(status, self._exchange.wait_attribution(), overhead, traced, idle)
 
 
-def _nothing() -> Future[dict[str, float] | None]:
-    """A job that is done."""
-    done: Future[dict[str, float] | None] = Future()
-    done.set_result(None)
-    return done
+def _done_future() -> Future[dict[str, float] | None]:
+    future: Future[dict[str, float] | None] = Future()
+    future.set_result(None)
+    return future

@@ -15,8 +15,7 @@ from lightning_freescale.balance.calibration import DISAGREEMENT, Calibration, i
 from lightning_freescale.balance.cost import CostFit
 from lightning_freescale.data.sample_costs import SampleCosts
 from lightning_freescale.profiling.analysis.breakdown import attribute
-from lightning_freescale.profiling.recording.records import StepRecord
-from lightning_freescale.profiling.recording.resolve import resolve
+from lightning_freescale.profiling.recording.records import StepRecord, resolve
 from lightning_freescale.profiling.recording.timeline import Timeline
 
 WINDOW = 15

@@ -28,7 +28,7 @@ DELAY = 0.06
 def _folder_in_a_file(folder: str) -> tuple[str, bool]:
     original = dist.all_reduce
     Path(folder, "file").touch()
-    with pytest.raises(OSError, match=r"folder=.*pass another one") as raised:
+    with pytest.raises(OSError, match=r"dirpath=.*pass another one") as raised:
         fit(Plain(), [profiler(Path(folder, "file", "bubbles"))])
     return type(raised.value).__name__, dist.all_reduce is original
 
@@ -114,7 +114,7 @@ def _normed(folder: str) -> Any:
 
 def test_ddps_wait_for_buffers_is_not_compute(tmp_path: Path) -> None:
     report = run_distributed(_normed, 2, str(tmp_path))[0]
-    waited, computed = (np.median(column(report.parts, name), axis=0) for name in ("straggler_wait", "compute"))
+    waited, computed = (np.median(column(report.breakdown, name), axis=0) for name in ("straggler_wait", "compute"))
     assert 0.8 * DELAY < waited[1] < 1.5 * DELAY
     assert computed[1] < 0.5 * DELAY
     assert named(report, "buffers").per_step == 1
@@ -154,10 +154,10 @@ def _validates(folder: str) -> Any:
 
 def test_validation_is_out_of_steps_and_exchanges(tmp_path: Path) -> None:
     report = run_distributed(_validates, 2, str(tmp_path))[0]
-    assert np.quantile(column(report.parts, "wall"), 0.9) < DELAY
+    assert np.quantile(column(report.breakdown, "wall"), 0.9) < DELAY
     for name in ("straggler_wait", "transfer"):
         told = sum(getattr(figures, name) for figures in report.exchanges)
-        assert told == pytest.approx(column(report.parts, name).mean(), rel=1e-6)
+        assert told == pytest.approx(column(report.breakdown, name).mean(), rel=1e-6)
 
 
 class Patched(L.Callback):

@@ -73,8 +73,8 @@ def test_before_any_exchange_the_steps_are_rank_0s(tmp_path: Path) -> None:
     assert [rank["rank"] for rank in document["ranks"]] == [0]
     assert document["run"]["world_size"] == 2
     assert document["series"]["step"] == [1, 2, 3]
-    assert document["waiting"]["method"] == "bandwidth"
-    assert "rank 0 alone" in document["waiting"]["reason"]
+    assert not document["wait_attribution"]["aligned"]
+    assert "rank 0 alone" in document["wait_attribution"]["reason"]
 
 
 def test_before_the_first_step_there_is_nothing(tmp_path: Path) -> None:

@@ -16,20 +16,20 @@ from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.balance import CostModel
 from lightning_freescale.balance.cost import sample_features
 from lightning_freescale.callbacks import workload as module
-from lightning_freescale.callbacks.workload import StepWorkload, about, explain, samples_in
+from lightning_freescale.callbacks.workload import describe_run, fit_costs, samples_and_features, samples_in
 from lightning_freescale.testing import run_distributed
 from tests.data.streaming.test_training import Stream
 from tests.helpers.recommender import Recommender, Samples, collate, trainer
 
 
 class Telling(L.Callback):
-    """What :class:`StepWorkload` says of every step, and which samples it really had."""
+    """What :func:`samples_and_features` says of every step, and which samples it really had."""
 
-    def __init__(self, work: StepWorkload) -> None:
-        self.work, self.told = work, []
+    def __init__(self) -> None:
+        self.told: list[Any] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.told.append((*self.work.of_step(trainer, batch, batch_idx), batch["index"].tolist()))
+        self.told.append((*samples_and_features(trainer, batch, batch_idx), batch["index"].tolist()))
 
 
 def _lengths(sample: dict[str, Any]) -> int:
@@ -37,7 +37,7 @@ def _lengths(sample: dict[str, Any]) -> int:
 
 
 def _told(kind: str) -> list[Any]:
-    data, telling = Samples(50), Telling(StepWorkload())
+    data, telling = Samples(50), Telling()
     loaders = {
         "lengths": lambda: FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, mode="free"),
         "costs": lambda: FreeScaleDataModule(data, None, 4, cost=data.lengths.tolist(), collate_fn=collate, mode="free"),
@@ -66,14 +66,14 @@ def _loader_of(loader: Any) -> Any:
 
 
 def test_lengths_that_the_user_knows_come_first() -> None:
-    work = StepWorkload(lambda batch: batch["lengths"])
-    count, features = work.of_step(_loader_of([1]), {"lengths": torch.tensor([3, 4])}, 0)
+    lengths = {"lengths": torch.tensor([3, 4])}
+    count, features = samples_and_features(_loader_of([1]), lengths, 0, lambda batch: batch["lengths"])
     assert (count, features.tolist()) == (2, [2, 7, 25, 0])
 
 
 def test_a_plain_loader_tells_samples_alone() -> None:
     for loader in ([1], torch.utils.data.DataLoader(Samples(8), batch_size=4), None):
-        assert StepWorkload().of_step(_loader_of(loader), {"x": torch.zeros(4, 2)}, 0) == (4, None)
+        assert samples_and_features(_loader_of(loader), {"x": torch.zeros(4, 2)}, 0) == (4, None)
 
 
 def _jagged(samples: int) -> KeyedJaggedTensor:
@@ -102,16 +102,16 @@ def test_samples_in_a_batch(batch: Any, samples: int) -> None:
     assert samples_in(batch) == samples
 
 
-def test_about() -> None:
+def test_what_a_run_is() -> None:
     fit = SimpleNamespace(strategy=DDPStrategy(), world_size=8, accumulate_grad_batches=3)
     fit.strategy.parallel_devices = [torch.device("cpu")]
-    found = about(fit, Recommender(), None)
+    found = describe_run(fit, Recommender(), None)
     weights = sum(parameter.numel() for parameter in Recommender().parameters())
     assert (found.model, found.parameters, found.world_size, found.device) == ("Recommender", weights, 8, "cpu")
     assert (found.label, found.strategy, found.accumulate_grad_batches) == ("DDPStrategy", "DDPStrategy", 3)
     fit.strategy.strategy_name = "ours"
-    assert (about(fit, Recommender(), None).label, about(fit, Recommender(), "mine").label) == ("ours", "mine")
-    assert about(fit, Recommender(), "mine").strategy == "ours"
+    assert (describe_run(fit, Recommender(), None).label, describe_run(fit, Recommender(), "mine").label) == ("ours", "mine")
+    assert describe_run(fit, Recommender(), "mine").strategy == "ours"
 
 
 def _work(steps: int, ranks: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -124,23 +124,23 @@ def _work(steps: int, ranks: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray
 
 def test_costs_are_fitted_to_compute() -> None:
     features, compute = _work(60, 3)
-    expected, slowness = explain(features, compute)
+    expected, slowness = fit_costs(features, compute)
     assert slowness == pytest.approx([1, 1, 1.5], rel=1e-2)
     np.testing.assert_allclose(expected * slowness, compute, rtol=2e-2)
 
 
 def test_nothing_is_fitted_to_little_or_to_steps_without_compute() -> None:
     features, compute = _work(5, 2)
-    assert explain(features[:4], compute[:4]) is None
-    assert explain(features, compute) is not None
+    assert fit_costs(features[:4], compute[:4]) is None
+    assert fit_costs(features, compute) is not None
     compute[2, 1] = 0
-    assert explain(features, compute) is None
+    assert fit_costs(features, compute) is None
 
 
 def test_the_last_steps_are_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_FITTED", 90)
     features, compute = _work(60, 3)
     compute[:30] *= 7  # while something else was running
-    expected, slowness = explain(features, compute)
+    expected, slowness = fit_costs(features, compute)
     assert expected.shape == (60, 3)
     np.testing.assert_allclose((expected * slowness)[30:], compute[30:], rtol=2e-2)

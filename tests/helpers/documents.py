@@ -8,25 +8,37 @@ import numpy as np
 
 PART_NAMES = (
     "wall",
-    *("data_wait", "forward", "backward", "optimizer", "straggler_wait", "transfer", "host_overhead", "unexplained"),
+    *("data_wait", "forward", "backward", "optimizer", "straggler_wait", "transfer", "wait"),
+    *("host_overhead", "unexplained"),
     "hidden",
 )
 SHARES = (*PART_NAMES[1:], "compute")
 COMPUTE = slice(2, 5)
+REASON = "the ranks' clocks agreed only within 3.00 ms"
 HOSTILE = (
     "</script><script>window.hacked = 1</script><!--<script>"
     '<img src="http://127.0.0.1:9/x" onerror="window.hacked = 1">$style\u2028\'"&amp;\\'
 )
 
 
-def document(ranks: int = 2, steps: int = 40, pace: float = 1.0, spread: float = 0.35, **changes: Any) -> dict[str, Any]:
+def document(
+    ranks: int = 2, steps: int = 40, pace: float = 1.0, spread: float = 0.35, divided: bool = True, **changes: Any
+) -> dict[str, Any]:
     """A report of a run whose ranks draw lognormal work; rank 3, where there is one, is slow.
 
-    ``pace`` stretches all times but compute, ``spread`` is that of the work. A change that is a dict is merged into the
-    entry of that name, any other takes its place.
+    ``pace`` stretches all times but compute, ``spread`` is that of the work; not ``divided``, waits are of one kind. A change
+    that is a dict is merged into the entry of that name, any other takes its place.
     """
     parts = _parts(ranks, steps, pace, spread)
-    made = _made(parts, ranks, steps)
+    made = _made(parts if divided else _undivided(parts), ranks, steps)
+    if not divided:
+        made["wait_attribution"].update(aligned=False, reason=REASON)
+        made["summary"]["overlap_efficiency"] = None
+        for exchange in made["exchanges"]:
+            exchange.update(wait_s=exchange["straggler_wait_s"] + exchange["transfer_s"], straggler_wait_s=0.0, transfer_s=0.0)
+        for rank in (made["median_step"] or {"ranks": []})["ranks"]:
+            for interval in rank:
+                interval[0] = "wait" if interval[0] in ("straggler_wait", "transfer") else interval[0]
     for name, change in changes.items():
         merge = isinstance(change, dict) and isinstance(made[name], dict)
         made[name] = {**made[name], **change} if merge else change
@@ -36,9 +48,9 @@ def document(ranks: int = 2, steps: int = 40, pace: float = 1.0, spread: float =
 def bare(ranks: int = 1, steps: int = 1, **changes: Any) -> dict[str, Any]:
     """Null or empty wherever a report may be."""
     made = document(ranks, steps, imbalance=None, device_idle=None, median_step=None, what_if=[], exchanges=[])
-    made["host"] = {}
-    made["summary"].update(samples=0, samples_per_second=None, overlap_efficiency=None)
-    made["waiting"].update(method="one rank", reason=None, clock=None, bandwidth_bytes_per_second=None)
+    made["host_s"] = {}
+    made["summary"].update(samples=0, samples_per_s=None, overlap_efficiency=None)
+    made["wait_attribution"].update(reason=None, clock=None)
     for rank in made["ranks"]:
         rank["score"] = None
     made["series"]["samples"] = [[0] * ranks] * steps
@@ -52,12 +64,20 @@ def hostile() -> dict[str, Any]:
     made["status"].update(complete=False, reason=HOSTILE)
     made["what_if"][0].update(name=HOSTILE, note=HOSTILE)
     made["exchanges"][0]["name"] = HOSTILE
-    made["host"] = {HOSTILE: 0.001}
-    made["waiting"].update(method=HOSTILE, reason=HOSTILE)
-    made["imbalance"].update(basis=HOSTILE, slow_ranks={HOSTILE: 1.2})
+    made["host_s"] = {HOSTILE: 0.001}
+    made["wait_attribution"].update(aligned=False, reason=HOSTILE)
+    made["imbalance"].update(method=HOSTILE, slow_ranks={HOSTILE: 1.2})
     for rank in made["median_step"]["ranks"]:
-        for piece in rank:
-            piece[1] = HOSTILE
+        for interval in rank:
+            interval[1] = HOSTILE
+    return made
+
+
+def _undivided(parts: np.ndarray) -> np.ndarray:
+    straggler_wait, transfer, wait = (PART_NAMES.index(name) for name in ("straggler_wait", "transfer", "wait"))
+    made = parts.copy()
+    made[..., wait] = parts[..., straggler_wait] + parts[..., transfer]
+    made[..., [straggler_wait, transfer]] = 0
     return made
 
 
@@ -71,6 +91,7 @@ def _parts(ranks: int, steps: int, pace: float, spread: float) -> np.ndarray:
     lost = {
         "data_wait": random.gamma(2, 900, (steps, ranks)),
         "transfer": random.gamma(20, 550, (steps, 1)) * (ranks > 1) * np.ones((1, ranks)),
+        "wait": np.zeros((steps, ranks)),
         "host_overhead": random.gamma(30, 90, (steps, ranks)),
         "unexplained": random.gamma(2, 150, (steps, ranks)),
     }
@@ -93,6 +114,7 @@ def shares_of(parts: np.ndarray) -> dict[str, float]:
 
 def _made(parts: np.ndarray, ranks: int, steps: int) -> dict[str, Any]:
     shares = shares_of(parts)
+    exchanging = shares["transfer"] + shares["wait"]
     seconds = float(parts[..., 0].mean()) / 1e6 if steps else 0.0
     compute = parts[..., COMPUTE].sum(axis=-1)
     excess = float((compute.max(axis=1) - compute.mean(axis=1)).mean()) / 1e6 if steps else 0.0
@@ -118,9 +140,9 @@ def _made(parts: np.ndarray, ranks: int, steps: int) -> dict[str, Any]:
         "summary": {
             "bubble": bubble,
             "limit": limit,
-            "step_seconds": seconds,
+            "step_s": seconds,
             "samples": samples,
-            "samples_per_second": samples / (seconds * steps) if steps else None,
+            "samples_per_s": samples / (seconds * steps) if steps else None,
             "compute_imbalance": float(compute.max(axis=1).sum() / compute.mean(axis=1).sum()) if steps else 1.0,
             "overlap_efficiency": shares["hidden"] / (shares["hidden"] + shares["transfer"]) if ranks > 1 and steps else None,
             "shares": shares,
@@ -128,7 +150,7 @@ def _made(parts: np.ndarray, ranks: int, steps: int) -> dict[str, Any]:
         "ranks": [
             {
                 "rank": rank,
-                "step_seconds": float(parts[:, rank, 0].mean()) / 1e6 if steps else 0.0,
+                "step_s": float(parts[:, rank, 0].mean()) / 1e6 if steps else 0.0,
                 "shares": shares_of(parts[:, rank]),
                 "score": 1.3 if rank == 3 else 1.0 + 0.01 * (rank % 3),
                 "last": late[rank],
@@ -136,10 +158,10 @@ def _made(parts: np.ndarray, ranks: int, steps: int) -> dict[str, Any]:
             for rank in range(ranks)
         ],
         "imbalance": {
-            "basis": "cost model",
-            "data_seconds": 0.7 * excess,
-            "hardware_seconds": 0.2 * excess,
-            "jitter_seconds": 0.1 * excess,
+            "method": "cost model",
+            "data_s": 0.7 * excess,
+            "hardware_s": 0.2 * excess,
+            "jitter_s": 0.1 * excess,
             "slow_ranks": {"3": 1.3} if ranks > 3 else {},
             "residual": 0.031,
         },
@@ -154,31 +176,29 @@ def _made(parts: np.ndarray, ranks: int, steps: int) -> dict[str, Any]:
             )
         ],
         "exchanges": [
-            _exchange("ids of user_history", 1.0, shares["transfer"] * 0.1 * seconds, 65_536, late),
-            _exchange("rows of user_history", 1.0, shares["transfer"] * 0.5 * seconds, 3_400_000, late),
-            _exchange("dense gradients", 2.5, shares["transfer"] * 0.4 * seconds, None, late),
+            _exchange("ids of user_history", 1.0, exchanging * 0.1 * seconds, 65_536, late),
+            _exchange("rows of user_history", 1.0, exchanging * 0.5 * seconds, 3_400_000, late),
+            _exchange("dense gradients", 2.5, exchanging * 0.4 * seconds, None, late),
         ],
-        "host": {"hooks after the step": 0.0012, "hooks before forward": 0.0004, "between backward and optimizer": 0.0009},
-        "waiting": {
-            "method": "arrival clocks",
-            "uncertainty_seconds": 12e-6,
+        "host_s": {"hooks after the step": 0.0012, "hooks before forward": 0.0004, "between backward and optimizer": 0.0009},
+        "wait_attribution": {
+            "aligned": True,
+            "uncertainty_s": 12e-6,
             "reason": None,
-            "clock": {"round_trip_seconds": 137e-6, "syncs": 3, "rejected": 12, "drift": 1e-7},
-            "bandwidth_bytes_per_second": 25_000_000.0,
-            "unsplit_seconds": 0.0,
+            "clock": {"round_trip_s": 137e-6, "syncs": 3, "rejected": 12, "drift": 1e-7},
         },
         "overhead": {
-            "seconds_per_step": 0.00011,
-            "exchange_seconds_per_step": 0.00008,
-            "stamp_seconds_per_step": 0.00003,
+            "total_s": 0.00011,
+            "exchange_s": 0.00008,
+            "stamps_s": 0.00003,
             "share": 0.00011 / seconds if seconds else 0.0,
         },
         "device_idle": {"steps": 3, "idle": [0.3] * ranks, "compute": [0.6] * ranks, "other": [0.1] * ranks},
-        "median_step": {"step": 5 + steps // 2, "ranks": _pieces(parts[steps // 2])} if steps else None,
+        "median_step": {"step": 5 + steps // 2, "ranks": _intervals(parts[steps // 2])} if steps else None,
         "series": {
             "columns": list(PART_NAMES),
             "step": list(range(5, 5 + steps)),
-            "microseconds": parts.tolist(),
+            "breakdown_s": (parts / 1e6).tolist(),
             "samples": [[32] * ranks] * steps,
         },
     }
@@ -188,15 +208,16 @@ def _exchange(name: str, per_step: float, seconds: float, moved: int | None, lat
     return {
         "name": name,
         "per_step": per_step,
-        "straggler_wait_seconds": 1.5 * seconds,
-        "transfer_seconds": seconds,
-        "hidden_seconds": 0.8 * seconds,
+        "straggler_wait_s": 1.5 * seconds,
+        "transfer_s": seconds,
+        "wait_s": 0.0,
+        "hidden_s": 0.8 * seconds,
         "moved_bytes": moved,
         "last": late,
     }
 
 
-def _pieces(step: np.ndarray) -> list[list[list[Any]]]:
+def _intervals(step: np.ndarray) -> list[list[list[Any]]]:
     """Each rank's step in order: rows are exchanged in the forward, gradients at the end of the backward."""
     step = [dict(zip(PART_NAMES, rank)) for rank in step.tolist()]
     before = [r["data_wait"] + r["host_overhead"] // 2 + r["forward"] // 4 for r in step]
@@ -220,11 +241,11 @@ def _pieces(step: np.ndarray) -> list[list[list[Any]]]:
             ("optimizer", "Adam", r["optimizer"]),
             ("host", "hooks after the step", r["host_overhead"] - r["host_overhead"] // 2),
         ]
-        now, pieces = 0, []
+        now, intervals = 0, []
         for kind, name, length in cuts:
             end = length if kind in ("straggler_wait", "transfer") else now + length
             if end > now:
-                pieces.append([kind, name, now, end])
+                intervals.append([kind, name, now / 1e6, end / 1e6])
             now = end
-        lists.append(pieces)
+        lists.append(intervals)
     return lists

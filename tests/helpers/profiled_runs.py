@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_freescale.profiling.analysis.intervals import intervals_of
-from lightning_freescale.profiling.analysis.segments import RankSegments, laps_of
-from lightning_freescale.profiling.recording.records import ResolvedCollective, ResolvedSpan, ResolvedStep
+from lightning_freescale.profiling.analysis.segments import RankSegments, segments_of
+from lightning_freescale.profiling.recording.records import Interval, ResolvedCollective, ResolvedStep
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Rank:
     def work(self, kind: str, seconds: float) -> None:
         """``"gap"`` leaves no span."""
         if kind != "gap":
-            self.spans.append(ResolvedSpan(kind, kind, self.now + self.offset, self.now + seconds + self.offset))
+            self.spans.append(Interval(kind, kind, self.now + self.offset, self.now + seconds + self.offset))
         self.now += seconds
 
     def step(self) -> ResolvedStep:
@@ -57,7 +57,7 @@ def meet(
         rank.now = end
 
 
-def laps(steps: Sequence[Sequence[ResolvedStep]]) -> list[list[RankSegments]]:
+def run_segments(steps: Sequence[Sequence[ResolvedStep]]) -> list[list[RankSegments]]:
     """As the profiler makes them: the last arrival is the latest by the ranks' clocks."""
     made = []
     for ranks in steps:
@@ -67,7 +67,7 @@ def laps(steps: Sequence[Sequence[ResolvedStep]]) -> list[list[RankSegments]]:
         made.append([])
         for step in ranks:
             arrived = [last[c.key] for c in step.collectives]
-            made[-1].append(laps_of(step, arrived, intervals_of(step, arrived)))
+            made[-1].append(segments_of(step, arrived, intervals_of(step, arrived)))
     return made
 
 

@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 from lightning_freescale.profiling.analysis.breakdown import PART_NAMES
 from lightning_freescale.profiling.analysis.imbalance import Imbalance
 from lightning_freescale.profiling.analysis.what_if import WhatIf
-from lightning_freescale.profiling.reporting.report import BubbleReport, ExchangeFigures, Overhead, RunInfo, WaitAttribution
+from lightning_freescale.profiling.reporting.facts import ExchangeFigures, Overhead, RunInfo, WaitAttribution
+from lightning_freescale.profiling.reporting.report import BubbleReport
 
 VERSIONS = {"lightning_freescale": "0.1.0", "torch": "2.13.0"}
-ABOUT = RunInfo("freescale", "HSTU", 123456, 2, "freescale", "cpu", 1, "2026-11-21T08:00:00+00:00", VERSIONS)
+RUN = RunInfo("freescale", "HSTU", 123456, 2, "freescale", "cpu", 1, "2026-11-21T08:00:00+00:00", VERSIONS)
 
 
 def step(wall: float, **parts: float) -> list[float]:
@@ -27,8 +28,8 @@ def report_of(parts: NDArray[np.float64], samples: NDArray[np.int64] | None = No
     """With nothing that may be left out."""
     steps, ranks, _ = parts.shape
     rest: dict[str, Any] = {
-        "about": RunInfo(**{**vars(ABOUT), "world_size": ranks}),
-        "waiting": WaitAttribution("arrival clocks", 5e-5),
+        "run": RunInfo(**{**vars(RUN), "world_size": ranks}),
+        "wait_attribution": WaitAttribution(True, 5e-5),
         "overhead": Overhead(8e-5, 4e-5),
         **changes,
     }
@@ -36,11 +37,11 @@ def report_of(parts: NDArray[np.float64], samples: NDArray[np.int64] | None = No
     return BubbleReport(parts, counts, np.arange(5, 5 + steps), **rest)
 
 
-def run_of(label: str = "freescale", wall: float = 0.1, compute: float = 0.07, count: int = 64, **about: Any) -> BubbleReport:
+def run_of(label: str = "freescale", wall: float = 0.1, compute: float = 0.07, count: int = 64, **run: Any) -> BubbleReport:
     """Four steps of two ranks, all alike; ``count`` samples of both ranks."""
     parts = np.array([[step(wall, forward=compute)] * 2] * 4)
     samples = np.array([[count - count // 2, count // 2]] * 4)
-    return report_of(parts, samples, about=RunInfo(**{**vars(ABOUT), "label": label, **about}))
+    return report_of(parts, samples, run=RunInfo(**{**vars(RUN), "label": label, **run}))
 
 
 def full_report(**changes: Any) -> BubbleReport:
@@ -50,20 +51,15 @@ def full_report(**changes: Any) -> BubbleReport:
     )
     parts = changes.pop("parts", np.array([[row, row]] * 3))
     ranks = parts.shape[1]
-    pieces = [
-        ["data", "fetch", 0, 10_000],
-        ["forward", "", 10_000, 40_000],
-        ["host", "between forward and backward", 40_000, 40_500],
+    intervals = [
+        ["data", "fetch", 0.0, 0.01],
+        ["forward", "", 0.01, 0.04],
+        ["host", "between forward and backward", 0.04, 0.0405],
     ]
     shares = [0.25] * (ranks - 1) + [None]
     everything: dict[str, Any] = {
-        "waiting": WaitAttribution(
-            "bandwidth",
-            5e-5,
-            "the clocks drift",
-            {"round_trip_seconds": 1e-4, "syncs": 3, "rejected": 12, "drift": 1e-7},
-            1e9,
-            3e-4,
+        "wait_attribution": WaitAttribution(
+            True, 5e-5, None, {"round_trip_s": 1e-4, "syncs": 3, "rejected": 12, "drift": 1e-7}
         ),
         "imbalance": Imbalance("cost model", 0.0112, 0.0006, 0.0002, (1.0,) * (ranks - 1) + (1.31,), {ranks - 1: 1.31}, 0.03),
         "what_if": (
@@ -73,7 +69,7 @@ def full_report(**changes: Any) -> BubbleReport:
         "exchanges": (ExchangeFigures("dense gradients", 1.0, 0.005, 0.01, 0.02, 4096, tuple(range(ranks))),),
         "host": {"hooks after the step": 0.0012},
         "device_idle": {"steps": 3, "idle": shares, "compute": shares, "other": shares},
-        "median_step": {"step": 6, "ranks": [pieces] * ranks},
+        "median_step": {"step": 6, "ranks": [intervals] * ranks},
         "last": tuple(range(ranks)),
     }
     return report_of(parts, np.full((len(parts), ranks), 16), **{**everything, **changes})

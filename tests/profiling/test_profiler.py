@@ -17,11 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.profiling import Options, RunInfo, StepProfiler, Timeline, collectives_on
+from lightning_freescale._worker import WorkerThread
+from lightning_freescale.profiling import ProfilerOptions, RunInfo, StepProfiler, Timeline, collectives_on
 from lightning_freescale.profiling.analysis.breakdown import ADDENDS, column
-from lightning_freescale.profiling.aside import Aside
 from lightning_freescale.profiling.clock_sync.alignment import Alignment
-from lightning_freescale.profiling.collection import rank_exchange as exchange
+from lightning_freescale.profiling.collection import rank_exchange
 from lightning_freescale.profiling.reporting.document import read
 from lightning_freescale.profiling.reporting.report import BubbleReport
 from lightning_freescale.testing import RankFailed, run_distributed
@@ -31,7 +31,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "profiler.md"
 
 
 def _medians(report: BubbleReport, name: str) -> list[float]:
-    return np.median(column(report.parts, name), axis=0).tolist()
+    return np.median(column(report.breakdown, name), axis=0).tolist()
 
 
 class Model(torch.nn.Linear):
@@ -55,7 +55,7 @@ class Averaging(torch.optim.SGD):
 def _guide(folder: str, loader: str, hours: float = 0.0, too_uncertain: float = 1.0) -> tuple[Any, list[str]]:
     """The loop of the guide, word for word but for its loader; rank 1's clock may be hours off."""
     os.chdir(folder)
-    exchange._TOO_UNCERTAIN = too_uncertain
+    rank_exchange._TOO_UNCERTAIN = too_uncertain
     real, offset = time.perf_counter, hours * 3600 * dist.get_rank()
     time.perf_counter = lambda: real() + offset
     Alignment.__init__.__defaults__ = (time.perf_counter,)
@@ -65,7 +65,10 @@ def _guide(folder: str, loader: str, hours: float = 0.0, too_uncertain: float = 
     section = GUIDE.read_text().split("## Without Lightning")[1]
     code = re.search(r"```python\n(.*?)```", section, re.DOTALL).group(1)
     assert "for batch in loader:" in code
-    exec(code.replace("in loader:", f"in {loader}:").replace("import About", "import ObservedLoader, About"), names)
+    exec(
+        code.replace("in loader:", f"in {loader}:").replace("import ProfilerOptions", "import batches_on, ProfilerOptions"),
+        names,
+    )
     assert dist.all_reduce.__module__.startswith("torch")
     return names["report"], [thread.name for thread in threading.enumerate()]
 
@@ -76,12 +79,12 @@ def test_the_plain_loop_of_the_guide(hours: float, tmp_path: Path) -> None:
     assert nothing is None
     assert list(report.steps) == list(range(5, 60))
     assert (report.samples == 2).all()
-    assert (report.about.label, report.about.world_size, report.waiting.method) == ("plain loop", 2, "arrival clocks")
+    assert (report.run.label, report.run.world_size, report.wait_attribution.aligned) == ("plain loop", 2, True)
     assert report.status.complete
     waits, forwards = _medians(report, "straggler_wait"), _medians(report, "forward")
     assert 0.8 * DELAY < waits[0] < 1.5 * DELAY and waits[1] < 0.3 * DELAY
     assert 0.8 * DELAY < forwards[1] < 1.5 * DELAY and forwards[0] < 0.3 * DELAY
-    np.testing.assert_allclose(sum(column(report.parts, name) for name in ADDENDS), column(report.parts, "wall"))
+    np.testing.assert_allclose(sum(column(report.breakdown, name) for name in ADDENDS), column(report.breakdown, "wall"))
     (figures,) = report.exchanges
     assert (figures.name, figures.per_step, figures.moved) == ("all_reduce", 1, 16)
     assert figures.last[1] > 50 > 5 > figures.last[0]
@@ -91,31 +94,32 @@ def test_the_plain_loop_of_the_guide(hours: float, tmp_path: Path) -> None:
 
 
 def test_clocks_that_disagree_and_a_loader_that_is_observed(tmp_path: Path) -> None:
-    observed = "ObservedLoader(loader, timeline)"
+    observed = "batches_on(timeline, loader)"
     report = run_distributed(_guide, 2, str(tmp_path), observed, too_uncertain=1e-9)[0][0]
-    assert report.waiting.method == "bandwidth"
-    assert "agreed only within" in report.waiting.reason
-    assert report.waiting.bandwidth > 0
-    assert "agreed only within" in read(tmp_path / "bubbles" / "report.json")["waiting"]["reason"]
-    waits = _medians(report, "straggler_wait")
-    assert waits[0] + _medians(report, "transfer")[0] > 0.8 * DELAY
-    assert (column(report.parts, "data_wait") > 0).all()
-    assert column(report.parts, "unexplained").max() < 1e-6
+    assert not report.wait_attribution.aligned
+    assert "agreed only within" in report.wait_attribution.reason
+    assert "agreed only within" in read(tmp_path / "bubbles" / "report.json")["wait_attribution"]["reason"]
+    assert _medians(report, "wait")[0] > 0.8 * DELAY
+    assert not column(report.breakdown, "straggler_wait").any() and not column(report.breakdown, "transfer").any()
+    assert {case.name for case in report.what_if if case.speed_up is None} == {"perfect balance", "full overlap", "both"}
+    assert (column(report.breakdown, "data_wait") > 0).all()
+    assert column(report.breakdown, "unexplained").max() < 1e-6
 
 
 @contextmanager
-def _profiled(folder: str | Path, group: Any = None, explain: Any = None, **options: Any) -> Any:
+def _profiled(folder: str | Path, group: Any = None, fit_costs: Any = None, **options: Any) -> Any:
     timeline, device = Timeline(), torch.device("cpu")
     timeline.enable(device)
-    given = Options(**{"every_n_steps": 3, "warmup_steps": 0, **options})
+    given = ProfilerOptions(**{"every_n_steps": 3, "warmup_steps": 0, **options})
     run = RunInfo("test", "Model", 1, 1 if group is None else group.size())
-    with collectives_on(timeline, leave=[group]):
+    with collectives_on(timeline, ignored_groups=[group]):
         timeline.open_step()
-        yield StepProfiler(timeline, device, group, given, run, Path(folder), explain)
+        yield StepProfiler(timeline, device, group, given, run, Path(folder), fit_costs)
     timeline.disable()
 
 
 def _subgroups(folder: str) -> Any:
+    rank_exchange._TOO_UNCERTAIN = 1.0  # however busy the machine is
     pair, own, rank = dist.new_group([0, 1]), dist.new_group(backend="gloo"), dist.get_rank()
     with _profiled(folder, own) as profile:
         for _ in range(8):
@@ -123,7 +127,7 @@ def _subgroups(folder: str) -> Any:
             if rank < 2:
                 dist.all_reduce(torch.ones(4), group=pair)
             profile.end_step()
-        return profile.finish()
+        return profile.write_report()
 
 
 def test_nobody_waits_for_ranks_outside_of_a_subgroup(tmp_path: Path) -> None:
@@ -141,8 +145,8 @@ def test_nobody_waits_for_ranks_outside_of_a_subgroup(tmp_path: Path) -> None:
 def _rank_alone(profile: StepProfiler, steps: int, between: Any = None) -> list[dict[str, float]]:
     news = []
     for step in range(steps):
-        told = profile.end_step(samples=step + 1)
-        news += [] if told is None else [told]
+        scalars = profile.end_step(samples=step + 1)
+        news += [] if scalars is None else [scalars]
         if between is not None:
             between()
     return news
@@ -151,8 +155,8 @@ def _rank_alone(profile: StepProfiler, steps: int, between: Any = None) -> list[
 def test_steps_after_the_warm_up_are_in_the_report(tmp_path: Path) -> None:
     with _profiled(tmp_path, warmup_steps=2, trace_steps=4) as profile:
         _rank_alone(profile, 13)
-        report = profile.finish()
-        steps = list(profile._recorded.recent)
+        report = profile.write_report()
+        steps = list(profile._buffer.recent)
     assert [after.start for after in steps[1:]] == [before.end for before in steps[:-1]], "without a gap"
     assert len(steps) == 4
     assert list(report.steps) == list(range(2, 13))
@@ -164,8 +168,8 @@ def test_steps_after_the_warm_up_are_in_the_report(tmp_path: Path) -> None:
 def test_no_more_than_warm_up_is_nothing_to_report(tmp_path: Path) -> None:
     with _profiled(tmp_path / "new", warmup_steps=5) as profile:
         _rank_alone(profile, 5)
-        assert profile.finish() is None
-        assert profile.interrupted("too early") is None
+        assert profile.write_report() is None
+        assert profile.write_interrupted_report("too early") is None
     assert not list(tmp_path.rglob("*.*"))
 
 
@@ -175,34 +179,34 @@ def test_the_first_call_may_be_before_any_step(tmp_path: Path) -> None:
         assert profile.end_step() is None
         assert profile.timeline.recording
         _rank_alone(profile, 2)
-        assert len(profile.finish().steps) == 2
+        assert len(profile.write_report().steps) == 2
 
 
 @pytest.mark.parametrize("between", [None, lambda: time.sleep(0.02)], ids=["exchanges lag", "steps take long"])
 def test_news_of_every_exchange(between: Any, tmp_path: Path) -> None:
     with _profiled(tmp_path, every_n_steps=1) as profile:
         news = _rank_alone(profile, 12, between)
-        profile.finish()
+        profile.write_report()
     assert len(news) in (9, 10), "an exchange from the third step on, and the last one may be under way"
-    assert [one["freescale/samples_per_second"] * one["freescale/step_seconds"] for one in news][:5] == pytest.approx(
+    assert [one["freescale/bubble/samples_per_s"] * one["freescale/bubble/step_s"] for one in news][:5] == pytest.approx(
         [1, 2, 3, 4, 5]
     )
 
 
 def test_an_exchange_that_failed_is_heard_of_though_the_next_is_due(tmp_path: Path) -> None:
     with _profiled(tmp_path, every_n_steps=1) as profile:
-        profile._exchange.together = lambda *args: (_ for _ in ()).throw(RuntimeError("a rank is gone"))
+        profile._exchange.exchange_steps = lambda *args: (_ for _ in ()).throw(RuntimeError("a rank is gone"))
         with pytest.raises(RuntimeError, match="a rank is gone"):
             _rank_alone(profile, 4, lambda: time.sleep(0.02))
 
 
 def test_waiting_for_an_exchange_is_no_part_of_a_step(tmp_path: Path) -> None:
     with _profiled(tmp_path, every_n_steps=2) as profile:
-        together = profile._exchange.together
-        profile._exchange.together = lambda *args: (time.sleep(0.1), together(*args))[1]
+        exchange_steps = profile._exchange.exchange_steps
+        profile._exchange.exchange_steps = lambda *args: (time.sleep(0.1), exchange_steps(*args))[1]
         _rank_alone(profile, 12)
-        report = profile.finish()
-    assert column(report.parts, "wall").sum() < 0.1, "four of them had to be waited for"
+        report = profile.write_report()
+    assert column(report.breakdown, "wall").sum() < 0.1, "four of them had to be waited for"
 
 
 def test_a_report_while_it_runs(tmp_path: Path) -> None:
@@ -211,7 +215,7 @@ def test_a_report_while_it_runs(tmp_path: Path) -> None:
         profile.end_epoch()
         document = read(tmp_path / "report.json")
         assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
-        profile.finish()
+        profile.write_report()
     assert document["series"]["step"] == [0, 1, 2]
     assert document["status"] == {
         "complete": False, "reason": "still running", "steps": 3, "first_step": 0, "warmup": 0, "not_exchanged": 2,
@@ -223,7 +227,7 @@ def test_interrupted_after_an_exchange(tmp_path: Path) -> None:
     with _profiled(tmp_path) as profile:
         _rank_alone(profile, 7)
         profile.end_epoch()
-        report = profile.interrupted("Ctrl-C")
+        report = profile.write_interrupted_report("Ctrl-C")
     assert list(report.steps) == [0, 1, 2]
     assert (report.status.complete, report.status.reason, report.status.not_exchanged) == (False, "Ctrl-C", 4)
     assert report.median_step is not None
@@ -235,8 +239,8 @@ def test_what_the_profiler_takes_is_told_per_step(tmp_path: Path) -> None:
         profile._stamp_cost = 1.0
         _rank_alone(profile, 10)
         profile._exchange.spent = 5.0
-        profile._aside.seconds = 20.0
-        report = profile.finish()
+        profile._worker.cpu_seconds = 20.0
+        report = profile.write_report()
         stamps = profile.timeline.stamps
     assert report.overhead.stamps == stamps / 10
     assert report.overhead.exchange > 0
@@ -246,22 +250,22 @@ def test_what_exchanges_take_is_told(tmp_path: Path) -> None:
     with _profiled(tmp_path) as profile:
         _rank_alone(profile, 10)
         profile._pending.result()
-        profile._aside.seconds = 50.0
+        profile._worker.cpu_seconds = 50.0
         _rank_alone(profile, 3)
-        report = profile.finish()
+        report = profile.write_report()
     assert report.overhead.exchange == pytest.approx(50.0 / 13)
 
 
 def test_features_reach_the_one_who_explains(tmp_path: Path) -> None:
     seen = []
 
-    def explain(features: Any, compute: Any) -> None:
+    def fit_costs(features: Any, compute: Any) -> None:
         seen.append(features.tolist())
 
-    with _profiled(tmp_path, every_n_steps=2, explain=explain) as profile:
+    with _profiled(tmp_path, every_n_steps=2, fit_costs=fit_costs) as profile:
         for step in range(5):
             profile.end_step(1, [step, 2.0])
-        profile.finish()
+        profile.write_report()
     assert seen[-1] == [[[step, 2.0]] for step in range(5)]
 
 
@@ -298,7 +302,7 @@ def _lost(folder: str, how: str, steps: int, timeout: float, go_on: bool) -> Non
             _leave(how, Path(folder, "outcome"))
         raised = _steps_until_it_raises(profile) if go_on else [profile.end_step() for _ in range(3)]
         began = time.monotonic()
-        report = profile.interrupted("rank 1 is gone")
+        report = profile.write_interrupted_report("rank 1 is gone")
         took = time.monotonic() - began
     alive = [thread for thread in threading.enumerate() if thread.name.startswith("freescale")]
     assert all(thread.daemon for thread in alive)
@@ -326,18 +330,18 @@ def test_a_lost_rank_is_heard_of_within_the_timeout(how: str, least: float, most
 @pytest.mark.parametrize(("steps", "kept"), [(7, 3), (4, 7)], ids=["the second", "the first"])
 def test_interrupted_while_an_exchange_waits_for_a_lost_rank(steps: int, kept: int, tmp_path: Path) -> None:
     news, took, found, left, alive = _outcome(tmp_path, "is silent", steps, 60, False)
-    assert [told is None for told in news] == [steps == 4, True, True], "of the first exchange"
+    assert [scalars is None for scalars in news] == [steps == 4, True, True], "of the first exchange"
     assert took < 4, "not the group's timeout"
     assert (found, left) == (kept, steps + 3 - kept)
     assert alive == 1, "it still waits, and keeps nobody from ending"
     document = read(tmp_path / "report.json")
-    assert ("rank 0 alone" in str(document["waiting"]["reason"])) == (kept == 7)
+    assert ("rank 0 alone" in str(document["wait_attribution"]["reason"])) == (kept == 7)
     assert document["series"]["step"] == list(range(kept))
     assert {path.name for path in tmp_path.iterdir()} >= {"report.json", "report.html", "trace.json"}
 
 
 def _leaves_a_thread() -> None:
-    Aside().submit(time.sleep, 60)
+    WorkerThread("waits").submit(time.sleep, 60)
 
 
 def test_a_thread_that_waits_keeps_no_process_from_ending() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_freescale.profiling.recording.loader import ObservedLoader
+from lightning_freescale._lightning.stages import ObservedLoader
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.strategy.lookahead_loader import ENDED, UNKNOWN, LookaheadLoader
 

@@ -21,7 +21,7 @@ class Imbalance:
     """Seconds per step of max over ranks of compute - mean, by cause; the three add up.
 
     Attributes:
-        basis: what tells the causes apart, see :func:`split_imbalance`.
+        method: what tells the causes apart, see :func:`split_imbalance`.
         data: what equally fast ranks would have with these samples.
         hardware: what the ranks' slowness adds to that; less than 0 where slow ranks were given less work.
         jitter: the rest.
@@ -30,7 +30,7 @@ class Imbalance:
         residual: median relative error of what ``data`` and ``hardware`` rest on.
     """
 
-    basis: Literal["cost model", "ranks"]
+    method: Literal["cost model", "ranks"]
     data: float
     hardware: float
     jitter: float
@@ -68,13 +68,13 @@ def split_imbalance(compute: Floats, expected: Floats | None = None, slowness: F
     return _imbalance("cost model", compute, expected, slowness, _excess(expected))
 
 
-def _imbalance(basis: Literal["cost model", "ranks"], compute: Floats, even: Floats, scores: Floats, data: float) -> Imbalance:
+def _imbalance(method: Literal["cost model", "ranks"], compute: Floats, even: Floats, scores: Floats, data: float) -> Imbalance:
     explained = _excess(even * scores)
     error = _relative(compute, even * scores) - 1
     slow = {rank: float(scores[rank]) for rank in range(len(scores)) if _is_slow(rank, scores, error)}
     known = error[np.isfinite(error)]
     residual = float(np.median(np.abs(known))) if len(known) else None
-    return Imbalance(basis, data, explained - data, _excess(compute) - explained, tuple(scores.tolist()), slow, residual)
+    return Imbalance(method, data, explained - data, _excess(compute) - explained, tuple(scores.tolist()), slow, residual)
 
 
 def _excess(seconds: Floats) -> float:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_freescale.profiling.analysis.breakdown import StepBreakdown, as_array, attribute
-from lightning_freescale.profiling.analysis.intervals import Interval, flight_of, hidden_seconds, intervals_of, told
-from lightning_freescale.profiling.analysis.segments import RankSegments, laps_of
-from lightning_freescale.profiling.recording.records import ResolvedCollective, ResolvedStep
+from lightning_freescale.profiling.analysis.breakdown import as_array, attribute
+from lightning_freescale.profiling.analysis.intervals import WAITS, hidden_seconds, intervals_of, time_beside
+from lightning_freescale.profiling.analysis.segments import RankSegments, segments_of
+from lightning_freescale.profiling.recording.records import Interval, ResolvedCollective, ResolvedStep
 
 
 @dataclass
@@ -25,13 +25,14 @@ class ExchangeSums:
     count: int = 0
     straggler_wait: float = 0.0
     transfer: float = 0.0
+    wait: float = 0.0
     hidden: float = 0.0
     moved: int = 0
     unknown: int = 0
     last: int = 0
 
-    def add(self, other: ExchangeSums) -> None:
-        """Of further exchanges."""
+    def include(self, other: ExchangeSums) -> None:
+        """Add the sums of further exchanges."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
@@ -42,72 +43,76 @@ class RankWindow:
 
     Attributes:
         steps: their numbers.
-        parts: shape ``[steps, len(PART_NAMES)]``.
+        breakdown: shape ``[steps, len(PART_NAMES)]``.
         samples: shape ``[steps]``.
         features: what the steps worked on, one entry a step, see :class:`StepRecord`.
-        laps: for replays.
+        segments: for replays.
         exchanges: sums by name.
         host: seconds of host overhead by section.
     """
 
     steps: list[int]
-    parts: NDArray[np.float64]
+    breakdown: NDArray[np.float64]
     samples: list[int]
     features: list[Any]
-    laps: list[RankSegments]
+    segments: list[RankSegments]
     exchanges: dict[str, ExchangeSums] = field(default_factory=dict)
     host: dict[str, float] = field(default_factory=dict)
 
 
 def window_of(
-    steps: Sequence[ResolvedStep], last: Sequence[Sequence[float]], features: Sequence[Any], alone: bool = False
+    steps: Sequence[ResolvedStep],
+    last: Sequence[Sequence[float]],
+    features: Sequence[Any],
+    *,
+    alone: bool = False,
+    divided: bool = True,
 ) -> RankWindow:
-    """The steps of one rank.
+    """Return what one rank's steps amount to.
 
     Args:
         steps: what it did.
         last: when the last rank arrived at each of their collectives.
         features: what each step worked on.
         alone: nothing is known of the other ranks.
+        divided: whether ``last`` is known well enough to divide waits by it, and to say who came last.
     """
-    cut = [intervals_of(step, arrived) for step, arrived in zip(steps, last)]
-    parts: list[StepBreakdown] = [attribute(step, arrived, pieces) for step, arrived, pieces in zip(steps, last, cut)]
-    laps = [laps_of(step, arrived, pieces) for step, arrived, pieces in zip(steps, last, cut)]
-    window = RankWindow([s.index for s in steps], as_array(parts), [s.samples for s in steps], list(features), laps)
-    for step, arrived, pieces in zip(steps, last, cut):
-        _add_waits(window, pieces)
-        pauses = [piece for piece in pieces if piece.kind == "pause"]
-        for collective, moment in zip(step.collectives, arrived):
+    cut = [intervals_of(step, moments if divided else None) for step, moments in zip(steps, last)]
+    window = RankWindow(
+        steps=[step.index for step in steps],
+        breakdown=as_array([attribute(step, None, intervals) for step, intervals in zip(steps, cut)]),
+        samples=[step.samples for step in steps],
+        features=list(features),
+        segments=[segments_of(step, moments, intervals) for step, moments, intervals in zip(steps, last, cut)],
+    )
+    counts_last = divided and not alone
+    for step, moments, intervals in zip(steps, last, cut):
+        _add_intervals(window, intervals)
+        pauses = [interval for interval in intervals if interval.kind == "pause"]
+        for collective, moment in zip(step.collectives, moments):
             if not any(pause.start <= collective.start and collective.end <= pause.end for pause in pauses):
-                _add(window, collective, pieces, ExchangeSums(count=1, last=int(not alone and collective.arrive >= moment)))
+                came_last = int(counts_last and collective.arrive >= moment)
+                _add_exchange(window, collective.name, collective, intervals, ExchangeSums(count=1, last=came_last))
         for collective in step.hidden:
             begun_here = ExchangeSums(count=int(step.start <= collective.arrive < step.end))
-            _add(window, collective, pieces, begun_here, " (background)")
-        _add_host(window, pieces)
+            _add_exchange(window, f"{collective.name} (background)", collective, intervals, begun_here)
     return window
 
 
-def _add(window: RankWindow, one: ResolvedCollective, pieces: Sequence[Interval], sums: ExchangeSums, kind: str = "") -> None:
-    flight = flight_of(one)
-    sums.hidden = 0.0 if flight is None else hidden_seconds([flight], pieces)
+def _add_exchange(
+    window: RankWindow, name: str, one: ResolvedCollective, intervals: Sequence[Interval], sums: ExchangeSums
+) -> None:
+    time = time_beside(one)
+    sums.hidden = 0.0 if time is None else hidden_seconds([time], intervals)
     sums.moved, sums.unknown = sums.count * (one.moved or 0), int(one.moved is None)
-    _of(window, one.name + kind).add(sums)
+    window.exchanges.setdefault(name, ExchangeSums()).include(sums)
 
 
-def _add_waits(window: RankWindow, pieces: Sequence[Interval]) -> None:
-    for piece in pieces:
-        if piece.kind == "straggler_wait":
-            _of(window, piece.name).straggler_wait += piece.end - piece.start
-        elif piece.kind == "transfer":
-            _of(window, piece.name).transfer += piece.end - piece.start
-
-
-def _of(window: RankWindow, name: str) -> ExchangeSums:
-    return window.exchanges.setdefault(name, ExchangeSums())
-
-
-def _add_host(window: RankWindow, pieces: Sequence[Interval]) -> None:
-    for piece in pieces:
-        kind, section = told(piece)
-        if kind == "host":
-            window.host[section] = window.host.get(section, 0.0) + piece.end - piece.start
+def _add_intervals(window: RankWindow, intervals: Sequence[Interval]) -> None:
+    """Add the waits to their exchanges, and the host's time to its sections."""
+    for kind, name, start, end in intervals:
+        if kind in WAITS:
+            sums = window.exchanges.setdefault(name, ExchangeSums())
+            setattr(sums, kind, getattr(sums, kind) + end - start)
+        elif kind == "host":
+            window.host[name] = window.host.get(name, 0.0) + end - start

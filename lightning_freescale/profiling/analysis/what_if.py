@@ -1,21 +1,23 @@
-"""What would the run have taken if ...? The measured steps once more, with some of their durations altered."""
+"""What would the run have taken if ...? The measured steps once more, with some of their durations altered.
+
+The clocks of all ranks go through a schedule: each goes on when its own work and the exchange are done, whichever is later.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_freescale.profiling.analysis.contention import Contention
-from lightning_freescale.profiling.analysis.maxplus import Arrivals, altered_clocks, measured_clocks, own_seconds
-from lightning_freescale.profiling.analysis.schedule import Schedule
-from lightning_freescale.profiling.analysis.segments import RankSegments
+from lightning_freescale.profiling.analysis.segments import RankSegments, Schedule
 
 Floats = NDArray[np.float64]
 _WORTH_A_NOTE = 0.01
 """Share of the time that the reader should know of."""
+_UNDIVIDED = "left out: without aligned clocks nobody knows which waits were for stragglers"
 
 
 @dataclass(frozen=True)
@@ -24,31 +26,122 @@ class WhatIf:
 
     Attributes:
         name: without what.
-        speed_up: time of the run / time of the run without it, at least 1.
+        speed_up: time of the run / time of the run without it, at least 1; None if it is left out, ``note`` says why.
         limit: what no change of this kind can exceed, 1 / (1 - bubble); without contention, compute that it adds counts as
-            lost, too.
+            lost, too; None if it is left out.
         note: what the reader should know of the figure.
     """
 
     name: str
-    speed_up: float
-    limit: float
+    speed_up: float | None
+    limit: float | None
     note: str | None = None
+
+
+@dataclass(frozen=True)
+class RankClocks:
+    """When each rank begins a row, when its own work in it is done, and when it ends it; shape ``[rows, ranks]`` each."""
+
+    begin: Floats
+    ready: Floats
+    end: Floats
+
+    @property
+    def elapsed(self) -> Floats:
+        """Seconds of each row, of shape ``[rows, ranks]``."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class ArrivalPoints:
+    """The moments ranks arrived, as points of their own work: they move with what comes before, not with what comes after.
+
+    A point lies in ``row``, after the ``share`` of the work there and ``after`` seconds more (the rank was waiting then), but
+    not after the row's end. ``own`` says of which rows this is the row itself, without a wait.
+    """
+
+    row: NDArray[np.intp]
+    share: Floats
+    after: Floats
+    own: list[bool]
+
+    @classmethod
+    def from_clocks(cls, clocks: RankClocks, ahead: Floats, restarts: NDArray[np.intp]) -> ArrivalPoints:
+        """Find where each rank was ``ahead`` seconds before it was ready.
+
+        What came before the clocks were last set, at ``restarts``, keeps its distance to that.
+        """
+        arrived = clocks.ready - ahead
+        rows = np.arange(len(ahead))
+        row = np.repeat(rows[:, None], ahead.shape[1], axis=1)
+        earliest = restarts[np.searchsorted(restarts, rows, side="right") - 1]
+        for rank in np.flatnonzero((arrived < clocks.begin).any(axis=0)):
+            early = np.flatnonzero(arrived[:, rank] < clocks.begin[:, rank])
+            found = np.searchsorted(np.maximum.accumulate(clocks.end[:, rank]), arrived[early, rank])
+            row[early, rank] = np.clip(found, earliest[early], early)
+        begin = np.take_along_axis(clocks.begin, row, axis=0)
+        work = np.take_along_axis(clocks.ready, row, axis=0) - begin
+        share = np.clip((arrived - begin) / np.where(work > 0, work, 1.0), 0.0, 1.0) * (work > 0)
+        after = arrived - begin - share * work
+        own = (row == rows[:, None]).all(axis=1) & (np.abs(after) <= 1e-9).all(axis=1)
+        return cls(row, share, np.where(own[:, None], 0.0, after), own.tolist())
+
+
+def measured_clocks(schedule: Schedule) -> RankClocks:
+    """Return the clocks of the run as it was, set by the measured starts at every seam."""
+    ahead = schedule.column("ahead")
+    seams = np.flatnonzero(schedule.seams)
+    starts = dict(zip(schedule.first[seams].tolist(), schedule.starts[seams]))
+    work, transfer = own_seconds(schedule), schedule.column("transfer")
+    return _play(work, transfer, starts, lambda clocks, at: clocks.ready[at] - ahead[at])
+
+
+def altered_clocks(
+    work: Floats, transfer: Floats, arrivals: ArrivalPoints, measured: RankClocks, restarts: NDArray[np.intp]
+) -> RankClocks:
+    """Return the clocks with other durations; at ``restarts`` the clocks are set to the measured ones."""
+    ranks = np.arange(work.shape[1])
+
+    def arrive(clocks: RankClocks, at: int) -> Floats:
+        if arrivals.own[at]:
+            return clocks.begin[at] + arrivals.share[at] * work[at]
+        row = arrivals.row[at]
+        moment = clocks.begin[row, ranks] + arrivals.share[at] * work[row, ranks] + arrivals.after[at]
+        return np.minimum(moment, clocks.end[row, ranks])
+
+    return _play(work, transfer, {at: measured.begin[at] for at in restarts.tolist()}, arrive)
+
+
+def own_seconds(schedule: Schedule) -> Floats:
+    """Return what each rank does by itself in each row, pauses included."""
+    return np.sum([schedule.column(name) for name in ("compute", "data", "other", "pause")], axis=0)
+
+
+def _play(work: Floats, transfer: Floats, starts: dict[int, Floats], arrive: Callable[[RankClocks, int], Floats]) -> RankClocks:
+    clocks = RankClocks(np.empty_like(work), np.empty_like(work), np.empty_like(work))
+    member = np.isfinite(transfer)
+    absent = np.where(member, 0.0, -np.inf)
+    shared: list[bool] = np.any(member, axis=1).tolist()
+    for at in range(len(work)):
+        begin = starts[at] if at in starts else clocks.end[at - 1]
+        clocks.begin[at] = begin
+        clocks.ready[at] = clocks.end[at] = begin + work[at]
+        if shared[at]:
+            last = (arrive(clocks, at) + absent[at]).max()
+            np.maximum(clocks.ready[at], last + transfer[at], out=clocks.end[at])
+    return clocks
 
 
 class Replay:
     """Plays steps of all ranks again.
 
-    A rank's clock never goes back, and takes at least the rank's own work. So the ranks' mean time is at least their mean
-    compute, which no case but that without contention reduces: no speed-up exceeds its limit. Clocks are built from durations
-    by sums, maxima and minima, so none is ever later when durations shrink, and speed-ups are at least 1, except where compute
-    is evened out, which lengthens that of some ranks. Without minima (see :class:`Arrivals`) the time is convex in the ranks'
-    compute, so evening it out cannot hurt if the ranks are alike in all else: no mean of times is below the time of the mean.
-    If they are not (the rank that computes less waits longer for data), it can, and then counts as 1: nobody has to do it.
+    A rank's clock takes at least the rank's own work, so no case but that without contention, which reduces compute, exceeds
+    its limit. Clocks are sums, maxima and minima of durations, so none is later when durations shrink, and speed-ups are at
+    least 1. Except where compute is evened out, which lengthens that of some ranks: it cannot hurt ranks that are alike in all
+    else (the time is convex in their compute), but if the rank that computes less waits longer for data, it can. It counts as 1
+    then: nobody has to do it.
 
-    After a gap between steps, and where all ranks pause, the clocks are set to the measured ones: what ranks do there
-    brings them together in its own way. An exchange whose end was not seen apart from the wait counts as lasting until then,
-    which errs on the side of less gain.
+    An exchange whose end was not seen apart from the wait counts as lasting until then, which errs on the side of less gain.
 
     Args:
         steps: consecutive steps, for each one :class:`RankSegments` per rank.
@@ -59,7 +152,7 @@ class Replay:
     """
 
     def __init__(self, steps: Sequence[Sequence[RankSegments]]) -> None:
-        self.schedule = schedule = Schedule.of(steps)
+        self.schedule = schedule = Schedule.from_steps(steps)
         self.left_out, self.error = schedule.left_out, 0.0
         if not len(schedule.steps):
             return
@@ -68,14 +161,16 @@ class Replay:
         walls = schedule.per_step(self._measured.elapsed - pauses)
         self.error = float(np.abs(walls - schedule.walls).sum() / schedule.walls.sum())
         self._wall = float(walls.sum())
+        # the clocks are set to the measured ones after a gap between steps and where all ranks pause: what ranks do there
+        # brings them together in its own way
         together = np.flatnonzero((pauses > 0).all(axis=1))
         self._restarts = np.union1d(schedule.first[schedule.seams], together)
-        self._arrivals = Arrivals.of(self._measured, schedule.column("ahead"), self._restarts)
+        self._arrivals = ArrivalPoints.from_clocks(self._measured, schedule.column("ahead"), self._restarts)
         self.compute = schedule.per_step(schedule.column("compute"))
         """Seconds of each step on each rank, shape ``[steps, ranks]``."""
 
     def speed_up(self, compute: Floats | None = None, overlap: bool = False, data: bool = True) -> float:
-        """Time of the run / time of the run as altered.
+        """Return time of the run / time of the run as altered.
 
         Args:
             compute: seconds of each step on each rank instead of the measured ones, shape ``[steps, ranks]``.
@@ -93,7 +188,7 @@ class Replay:
         return self._wall / float((clocks.elapsed - schedule.column("pause")).sum())
 
     def limit(self, compute: Floats) -> float:
-        """Time of the run / time of nothing but ``compute``."""
+        """Return time of the run / time of nothing but ``compute``."""
         return self._wall / float(compute.sum())
 
     def _spread(self, compute: Floats) -> Floats:
@@ -112,14 +207,19 @@ class Replay:
 
 
 def what_if(
-    steps: Sequence[Sequence[RankSegments]], contention: Contention | None = None, hidden: Floats | None = None
+    steps: Sequence[Sequence[RankSegments]],
+    contention: Contention | None = None,
+    hidden: Floats | None = None,
+    *,
+    divided: bool = True,
 ) -> tuple[WhatIf, ...]:
-    """How much faster the steps would be without each kind of bubble; nothing if no rank computes in them.
+    """Return how much faster the steps would be without each kind of bubble; nothing if no rank computes in them.
 
     Args:
         steps: consecutive steps, for each one :class:`RankSegments` per rank.
         contention: what exchanges under way do to compute; left out if not given.
         hidden: seconds of compute behind which an exchange was under way, shape ``[steps, ranks]``; needed with contention.
+        divided: whether all waits could be divided into straggler wait and transfer; if not, balance and overlap are left out.
 
     Raises:
         ValueError: contention without ``hidden``.
@@ -130,11 +230,14 @@ def what_if(
     replay = Replay(steps)
     if not len(replay.schedule.steps) or not replay.compute.sum():
         return ()
-    cases = _balance_and_overlap(replay)
-    cases.append(WhatIf("no data wait", replay.speed_up(data=False), replay.limit(replay.compute)))
+    if divided:
+        cases = _balance_and_overlap(replay)
+    else:
+        cases = [WhatIf(name, None, None, _UNDIVIDED) for name in ("perfect balance", "full overlap", "both")]
+    cases.append(_case(replay, "no data wait", replay.speed_up(data=False)))
     if contention is not None and hidden is not None:
         cases.append(_without(contention, replay, hidden[replay.schedule.steps]))
-    return tuple(_bounded(case, replay.error) for case in cases)
+    return tuple(cases)
 
 
 def _balance_and_overlap(replay: Replay) -> list[WhatIf]:
@@ -142,24 +245,25 @@ def _balance_and_overlap(replay: Replay) -> list[WhatIf]:
     balance, overlap, both = replay.speed_up(even), replay.speed_up(overlap=True), replay.speed_up(even, overlap=True)
     longer = 1 / balance - 1
     worse = f"equal compute would take {longer:.1%} longer: ranks that compute less lose time elsewhere"
-    limit = replay.limit(replay.compute)
     return [
-        WhatIf("perfect balance", balance, limit, worse if longer > _WORTH_A_NOTE else None),
-        WhatIf("full overlap", overlap, limit),
-        WhatIf("both", max(both, overlap), limit),
+        _case(replay, "perfect balance", balance, worse if longer > _WORTH_A_NOTE else None),
+        _case(replay, "full overlap", overlap),
+        _case(replay, "both", max(both, overlap)),
     ]
 
 
 def _without(contention: Contention, replay: Replay, hidden: Floats) -> WhatIf:
     if not contention.share:
-        return WhatIf("no contention", 1.0, replay.limit(replay.compute), contention.reason)
+        return _case(replay, "no contention", 1.0, contention.reason)
+    # contention lies inside compute, so its limit counts it as lost
     compute = replay.compute - contention.share * hidden
     note = f"exchanges under way take {contention.share:.0%} of the compute beside them, which the limit counts as lost, too"
-    return WhatIf("no contention", replay.speed_up(compute), replay.limit(compute), note)
+    return _case(replay, "no contention", replay.speed_up(compute), note, compute)
 
 
-def _bounded(case: WhatIf, error: float) -> WhatIf:
+def _case(replay: Replay, name: str, speed_up: float, note: str | None = None, compute: Floats | None = None) -> WhatIf:
     """Rounding and harm apart, every speed-up is between 1 and its limit; see :class:`Replay`."""
-    off = f"the replay of the run as it was is {error:.1%} off" if error > _WORTH_A_NOTE else None
-    note = "; ".join(text for text in (case.note, off) if text) or None
-    return WhatIf(case.name, min(max(case.speed_up, 1.0), case.limit), case.limit, note)
+    limit = replay.limit(replay.compute if compute is None else compute)
+    off = f"the replay of the run as it was is {replay.error:.1%} off" if replay.error > _WORTH_A_NOTE else None
+    notes = "; ".join(text for text in (note, off) if text) or None
+    return WhatIf(name, min(max(speed_up, 1.0), limit), limit, notes)

@@ -1,35 +1,37 @@
-"""One clock for all ranks: rank 0's."""
+"""One clock for all ranks: rank 0's. Its offset to this rank's at any time, from what it was at some times."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from lightning_freescale.profiling.clock_sync.offsets import Offsets
-from lightning_freescale.profiling.clock_sync.ping_pong import Measurement, measure
+from lightning_freescale.profiling.clock_sync.ping_pong import WORST_DRIFT, Measurement, measure
 
-Seconds = TypeVar("Seconds", float, NDArray[np.float64])
+Floats = NDArray[np.float64]
+Seconds = TypeVar("Seconds", float, Floats)
 
 _KEPT = 64
 _LOADED = 3.0  # times the smallest round trip of all measurements; one above was not taken in quiet
+WANDER = 2e-6
+"""How far a rate may be from its mean between measurements: a crystal's in a machine that warms up."""
 
 
 class Alignment:
     """Turns this rank's stamps into seconds on rank 0's clock.
 
     Clocks of different hosts start anywhere and run apart, by 50 millionths of a second per second and more. So the ranks
-    measure the offset several times (:meth:`sync`), while they are idle, and :meth:`to_rank_zero` interpolates.
+    measure the offset several times (:meth:`measure_offset`), while they are idle, and :meth:`to_rank_zero` interpolates.
 
     How good that is depends on the quiet while they measured and on the time since. Ranks of one host are treated like those
-    of several: nothing reliable says that their clocks are one. With a single measurement, the two clocks may have drifted by
-    100 microseconds per second since, and :attr:`uncertainty` says so; with one at both ends of an epoch, what is left is half
-    a round trip and 2 microseconds per second from the nearer end, because a rate changes with the temperature. A clock that
-    NTP is pulling to the right time just then does up to 500, which is only noticed at the third measurement.
+    of several: nothing reliable says that their clocks are one. After a single measurement two clocks drift by up to 100
+    microseconds per second; between two, what is left is half a round trip and 2 microseconds per second from the nearer one,
+    because a rate changes with the temperature. A clock that NTP is pulling to the right time just then does up to 500, which
+    is only noticed at the third measurement.
 
     Args:
         clock: the clock of the stamps, in seconds; never goes back.
@@ -42,7 +44,7 @@ class Alignment:
         self._offsets: Offsets | None = None
         self._dropped = 0
 
-    def sync(self, group: dist.ProcessGroup | None, rounds: int = 40) -> None:
+    def measure_offset(self, group: dist.ProcessGroup | None, rounds: int = 40) -> None:
         """Measure the offset to rank 0. Collective; call it while the ranks are idle: at the start, after epochs, at the end.
 
         A measurement whose smallest round trip is more than three times the smallest of all was not taken in quiet. It is used
@@ -56,7 +58,7 @@ class Alignment:
             RuntimeError: a rank is lost or says nothing within the group's timeout.
         """
         if rounds < 1:
-            raise ValueError(f"Alignment.sync(rounds={rounds!r}): pass 1 or more")
+            raise ValueError(f"Alignment.measure_offset(rounds={rounds!r}): pass 1 or more")
         found = measure(group, self._clock, rounds) if group is not None and group.size() > 1 else None
         self._leads = found is None
         self._measurements.append(found or Measurement(self._clock(), offset=0, margin=0, round_trip=0, rounds=0, rejected=0))
@@ -66,33 +68,33 @@ class Alignment:
         self._offsets = Offsets(self._measurements)
 
     def to_rank_zero(self, seconds: Seconds) -> Seconds:
-        """Rank 0's clock when this rank's showed ``seconds``.
+        """Return what rank 0's clock shows when this rank's shows ``seconds``.
 
         Raises:
-            RuntimeError: before the first :meth:`sync`.
+            RuntimeError: before the first :meth:`measure_offset`.
         """
-        return _like(seconds, seconds + self._known().at(seconds))
+        return _like(seconds, seconds + self._known().offset_at(seconds))
 
     def uncertainty_at(self, seconds: Seconds) -> Seconds:
-        """What :meth:`to_rank_zero` may be wrong by at ``seconds``."""
-        margin = self._known().margin(seconds)
+        """Return what :meth:`to_rank_zero` may be wrong by at ``seconds``."""
+        margin = self._known().margin_at(seconds)
         return _like(seconds, 0 * margin if self._leads else margin)
 
     @property
     def uncertainty(self) -> float:
-        """What :meth:`to_rank_zero` may be wrong by, in seconds, at any time from the first :meth:`sync` until now."""
+        """Seconds by which :meth:`to_rank_zero` may be wrong at any time from the first :meth:`measure_offset` until now."""
         worst = self._known().worst_margin(self._clock())
         return 0.0 if self._leads else worst
 
     def figures(self) -> Mapping[str, float]:
-        """For the report, of this rank; rank 0 asks nobody.
+        """Return figures of this rank's clock for the report; rank 0 asks nobody.
 
-        ``round_trip_seconds`` is the smallest, ``syncs`` counts the measurements that are used, ``rejected`` the round trips
+        ``round_trip_s`` is the smallest, ``syncs`` counts the measurements that are used, ``rejected`` the round trips
         that are not (all those of unused measurements among them), ``drift`` is what rank 0's clock gains per second, 0 as
         long as it is not known.
         """
         return {
-            "round_trip_seconds": min((each.round_trip for each in self._measurements), default=0.0),
+            "round_trip_s": min((each.round_trip for each in self._measurements), default=0.0),
             "syncs": len(self._measurements),
             "rejected": self._dropped + sum(each.rejected for each in self._measurements),
             "drift": 0.0 if self._offsets is None else self._offsets.drift,
@@ -102,14 +104,75 @@ class Alignment:
         quiet = _LOADED * min(each.round_trip for each in self._measurements)
         for loaded in [each for each in self._measurements if each.round_trip > quiet]:
             others = [each for each in self._measurements if each is not loaded]
-            if Offsets(others).margin(loaded.time) <= loaded.margin:
+            if Offsets(others).margin_at(loaded.time) <= loaded.margin:
                 self._measurements = others
                 self._dropped += loaded.rounds
 
     def _known(self) -> Offsets:
         if self._offsets is None:
-            raise RuntimeError("Alignment knows nothing of rank 0's clock yet: call sync(group) first, on all ranks")
+            raise RuntimeError("Alignment knows nothing of rank 0's clock yet: call measure_offset(group) first, on all ranks")
         return self._offsets
+
+
+class Offsets:
+    """Rank 0's clock minus this rank's: linear between measurements, beyond them as the drift says.
+
+    The drift is taken from the last measurement and the earlier one that tells it best, but only if that leaves less doubt than
+    ``WORST_DRIFT``; otherwise the offset stays what it was.
+
+    Args:
+        measurements: at least one, in the order they were made.
+
+    Attributes:
+        drift: seconds that rank 0's clock gains per second; 0 as long as it is not known.
+        doubt: ``drift`` may be off by this.
+    """
+
+    def __init__(self, measurements: Sequence[Measurement]) -> None:
+        table = np.array([(each.time, each.offset, each.margin) for each in measurements])
+        self.times, self._offsets, self._margins = table.T
+        self.drift, self.doubt = self._rate()
+        self._bend = self._measured_bend()
+
+    def offset_at(self, seconds: float | Floats) -> Floats:
+        """Return the offset when this rank's clock shows ``seconds``."""
+        beyond = np.minimum(seconds - self.times[0], 0.0) + np.maximum(seconds - self.times[-1], 0.0)
+        return np.interp(seconds, self.times, self._offsets) + self.drift * beyond
+
+    def margin_at(self, seconds: float | Floats) -> Floats:
+        """Return what the offset at ``seconds`` may be wrong by.
+
+        The margins of the measurements around it, and for every second since the nearest one ``WANDER``, beyond the first and
+        last ``doubt``; and by how much the measurements themselves are further from a line than their margins explain.
+        """
+        away = np.abs(np.asarray(seconds)[..., None] - self.times).min(axis=-1)
+        between = (seconds >= self.times[0]) & (seconds <= self.times[-1])
+        return np.interp(seconds, self.times, self._margins) + np.where(between, WANDER, self.doubt) * away + self._bend
+
+    def worst_margin(self, until: float) -> float:
+        """Return the largest margin from the first measurement to ``until``."""
+        middles = (self.times[1:] + self.times[:-1]) / 2  # the margin is made of straight pieces that meet here
+        return float(self.margin_at(np.concatenate([self.times, middles, [until]])).max())
+
+    def _rate(self) -> tuple[float, float]:
+        elapsed = self.times[-1] - self.times[:-1]
+        if not len(elapsed):
+            return 0.0, WORST_DRIFT
+        doubts = (self._margins[-1] + self._margins[:-1]) / elapsed + WANDER
+        best = int(doubts.argmin())
+        if doubts[best] >= WORST_DRIFT:
+            return 0.0, WORST_DRIFT
+        return float((self._offsets[-1] - self._offsets[best]) / elapsed[best]), float(doubts[best])
+
+    def _measured_bend(self) -> float:
+        """How far a measurement is from the line between its neighbours, less what the margins of the three allow."""
+        if len(self.times) < 3:
+            return 0.0
+        before, here, after = self.times[:-2], self.times[1:-1], self.times[2:]
+        share = (here - before) / (after - before)
+        line = self._offsets[:-2] * (1 - share) + self._offsets[2:] * share
+        allowed = self._margins[:-2] * (1 - share) + self._margins[2:] * share + self._margins[1:-1]
+        return max(0.0, float((np.abs(self._offsets[1:-1] - line) - allowed).max()))
 
 
 def _like(seconds: Seconds, result: float | NDArray[np.float64]) -> Seconds:

@@ -33,9 +33,31 @@ class Measurement:
     rounds: int
     rejected: int
 
+    @classmethod
+    def from_stamps(cls, stamps: NDArray[np.float64]) -> Measurement:
+        """Measure by stamps, shape ``[rounds, 4]``: asked, heard there, answered there, heard here (the four of NTP, RFC 5905).
+
+        No message arrives before it is sent, so every question bounds the offset from above and every answer from below
+        (Marzullo's intersection): the offset is half-way between the closest bounds, wrong by half their distance at most, and
+        what the clocks drift from one bound to the other. That is half of the smallest round trip (Cristian 1989) or less.
+        """
+        forth, back = stamps[:, 1] - stamps[:, 0], stamps[:, 3] - stamps[:, 2]
+        round_trips = forth + back
+        good = round_trips <= _SLOW * round_trips.min()
+        question, answer = int(np.where(good, forth, np.inf).argmin()), int(np.where(good, back, np.inf).argmin())
+        asked, heard = float(stamps[question, 0]), float(stamps[answer, 3])
+        return cls(
+            time=(asked + heard) / 2,
+            offset=float(forth[question] - back[answer]) / 2,
+            margin=float(forth[question] + back[answer] + WORST_DRIFT * abs(heard - asked)) / 2,
+            round_trip=float(round_trips.min()),
+            rounds=len(stamps),
+            rejected=len(stamps) - int(good.sum()),
+        )
+
 
 def measure(group: dist.ProcessGroup, clock: Callable[[], float], rounds: int) -> Measurement | None:
-    """Ask rank 0 for the time; None on rank 0, which answers. Collective: nobody leaves before all have measured.
+    """Ask rank 0 for the time; return None on rank 0, which answers. Collective: nobody leaves before all have measured.
 
     Args:
         group: a gloo group of all ranks on which nothing else is under way.
@@ -51,29 +73,7 @@ def measure(group: dist.ProcessGroup, clock: Callable[[], float], rounds: int) -
         return None
     line = _Line(group, 0)
     with line.named():
-        return evaluate(_ask(line, clock, rounds))
-
-
-def evaluate(stamps: NDArray[np.float64]) -> Measurement:
-    """What the stamps say, shape ``[rounds, 4]``: asked, heard there, answered there, heard here (the four of NTP, RFC 5905).
-
-    No message arrives before it is sent, so every question bounds the offset from above and every answer from below
-    (Marzullo's intersection): the offset is half-way between the closest bounds, wrong by half their distance at most, and
-    what the clocks drift from one bound to the other. That is half of the smallest round trip (Cristian 1989) or less.
-    """
-    forth, back = stamps[:, 1] - stamps[:, 0], stamps[:, 3] - stamps[:, 2]
-    round_trips = forth + back
-    good = round_trips <= _SLOW * round_trips.min()
-    question, answer = int(np.where(good, forth, np.inf).argmin()), int(np.where(good, back, np.inf).argmin())
-    asked, heard = float(stamps[question, 0]), float(stamps[answer, 3])
-    return Measurement(
-        time=(asked + heard) / 2,
-        offset=float(forth[question] - back[answer]) / 2,
-        margin=float(forth[question] + back[answer] + WORST_DRIFT * abs(heard - asked)) / 2,
-        round_trip=float(round_trips.min()),
-        rounds=len(stamps),
-        rejected=len(stamps) - int(good.sum()),
-    )
+        return Measurement.from_stamps(_ask(line, clock, rounds))
 
 
 def _ask(line: _Line, clock: Callable[[], float], rounds: int) -> NDArray[np.float64]:

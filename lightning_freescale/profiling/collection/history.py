@@ -12,117 +12,161 @@ from numpy.typing import NDArray
 from lightning_freescale.profiling.analysis.breakdown import column
 from lightning_freescale.profiling.analysis.contention import contention
 from lightning_freescale.profiling.analysis.imbalance import split_imbalance
-from lightning_freescale.profiling.analysis.intervals import intervals_of, told, wall_of
-from lightning_freescale.profiling.analysis.rank_window import RankWindow
+from lightning_freescale.profiling.analysis.intervals import arrivals_of, intervals_of, last_arrivals, wall_of
+from lightning_freescale.profiling.analysis.rank_window import ExchangeSums, RankWindow
 from lightning_freescale.profiling.analysis.segments import RankSegments
 from lightning_freescale.profiling.analysis.what_if import WhatIf, what_if
-from lightning_freescale.profiling.collection.gather import arrivals_of, last_arrivals
-from lightning_freescale.profiling.collection.totals import Totals
 from lightning_freescale.profiling.recording.records import ResolvedStep
-from lightning_freescale.profiling.reporting.report import (
-    BubbleReport,
-    Overhead,
-    RunInfo,
-    Status,
-    WaitAttribution,
-    window_scalars,
-)
+from lightning_freescale.profiling.reporting.facts import ExchangeFigures, Overhead, RunInfo, Status, WaitAttribution
+from lightning_freescale.profiling.reporting.report import BubbleReport, window_scalars
 
 Floats = NDArray[np.float64]
-Explain = Callable[[Floats, Floats], "tuple[Floats, Floats] | None"]
+FitCosts = Callable[[Floats, Floats], "tuple[Floats, Floats] | None"]
 """From what every rank worked on in every step, ``[steps, ranks, features]``, and how long it computed, ``[steps, ranks]``, to
 the seconds that this should take on a rank that is not slow, ``[steps, ranks]``, and how slow each rank is, ``[ranks]``."""
 _REPLAYED = 500
 """Steps of a replay: enough for a mean, and done in a second."""
-_ON_THE_WAY = 10_000
-"""Steps times ranks of a report on the way, which is written in the time of a step or two."""
+_INTERIM = 10_000
+"""Steps times ranks of an interim report, which is written in the time of a step or two."""
 
 
 class History:
-    """Rank 0's memory of a run; the last ``keep_steps`` steps of it."""
+    """Rank 0's memory of a run.
 
-    def __init__(self, about: RunInfo, keep_steps: int, explain: Explain | None) -> None:
-        self.about, self._explain = about, explain
-        self.steps: deque[int] = deque(maxlen=keep_steps)
-        self._parts: deque[Floats] = deque(maxlen=keep_steps)
-        self._samples: deque[list[int]] = deque(maxlen=keep_steps)
-        self._features: deque[list[Any]] = deque(maxlen=keep_steps)
-        self._laps: deque[list[RankSegments]] = deque(maxlen=min(keep_steps, _REPLAYED))
-        self._totals = Totals(keep_steps)
+    Args:
+        run: what is run.
+        max_steps: how many of the last steps to keep.
+        fit_costs: tells the causes of imbalance apart; None to go by the ranks.
+
+    Attributes:
+        added: how many steps were ever added.
+    """
+
+    def __init__(self, run: RunInfo, max_steps: int, fit_costs: FitCosts | None) -> None:
+        self._run, self._max_steps, self._fit_costs = run, max_steps, fit_costs
+        self._steps: deque[int] = deque(maxlen=max_steps)
+        self._breakdown: deque[Floats] = deque(maxlen=max_steps)
+        self._samples: deque[list[int]] = deque(maxlen=max_steps)
+        self._features: deque[list[Any]] = deque(maxlen=max_steps)
+        self._segments: deque[list[RankSegments]] = deque(maxlen=min(max_steps, _REPLAYED))
+        # steps, exchanges and host sections of every rank, of the last windows that hold max_steps
+        self._sums: deque[tuple[int, list[dict[str, ExchangeSums]], list[dict[str, float]]]] = deque()
         self.added = 0
         self._newest = 0
 
-    def add(self, windows: Sequence[RankWindow]) -> None:
-        """The same steps of every rank."""
-        parts = np.stack([window.parts for window in windows], axis=1)
-        self.steps.extend(windows[0].steps)
-        self._parts.extend(parts)
+    def add_windows(self, windows: Sequence[RankWindow]) -> None:
+        """Add the same steps of every rank."""
+        breakdown = np.stack([window.breakdown for window in windows], axis=1)
+        self._steps.extend(windows[0].steps)
+        self._breakdown.extend(breakdown)
         self._samples.extend(list(row) for row in zip(*(window.samples for window in windows)))
         self._features.extend(list(row) for row in zip(*(window.features for window in windows)))
-        self._laps.extend(list(row) for row in zip(*(window.laps for window in windows)))
-        self._totals.add(windows)
-        self._newest = len(parts)
-        self.added += len(parts)
+        self._segments.extend(list(row) for row in zip(*(window.segments for window in windows)))
+        self._newest = len(breakdown)
+        self._sums.append((self._newest, [window.exchanges for window in windows], [window.host for window in windows]))
+        while self._summed_steps() - self._sums[0][0] >= self._max_steps:
+            self._sums.popleft()
+        self.added += self._newest
 
     def newest_scalars(self) -> dict[str, float]:
-        """Of the steps that were added last, for loggers."""
-        newest = range(len(self._parts) - min(self._newest, len(self._parts)), len(self._parts))
-        return window_scalars(np.stack([self._parts[i] for i in newest]), np.array([self._samples[i] for i in newest]))
+        """Return scalars of the steps that were added last, for loggers."""
+        newest = slice(-min(self._newest, len(self._breakdown)), None)
+        return window_scalars(np.stack(list(self._breakdown)[newest]), np.array(list(self._samples)[newest]))
 
-    def report(
+    def build_report(
         self,
         status: Status,
-        waiting: WaitAttribution,
+        wait_attribution: WaitAttribution,
         overhead: Overhead,
         traced: Sequence[Sequence[ResolvedStep]] | None = None,
         device_idle: dict[str, Any] | None = None,
     ) -> BubbleReport:
-        """Of all that was added; ``traced`` holds the last steps of every rank with all their stamps.
+        """Return the report of all that was added; ``traced`` holds the last steps of every rank with all their stamps.
 
-        Without them it is a report on the way, which leaves out what takes time: replays, and all but the newest steps.
+        Without them it is an interim report, which leaves out what takes time: replays, and all but the newest steps.
         """
-        newest = slice(None) if traced is not None else slice(-max(1, _ON_THE_WAY // len(self._samples[-1])), None)
-        parts = np.stack(self._parts)[newest]
-        compute, hidden = column(parts, "compute"), column(parts, "hidden")
-        explained = self._explained(compute, list(self._features)[newest])
-        expected, slowness = explained if explained is not None else (None, None)
+        newest = slice(None) if traced is not None else slice(-max(1, _INTERIM // len(self._samples[-1])), None)
+        breakdown = np.stack(self._breakdown)[newest]
+        compute, hidden = column(breakdown, "compute"), column(breakdown, "hidden")
+        fitted = self._fitted(compute, list(self._features)[newest])
+        expected, slowness = fitted if fitted is not None else (None, None)
+        median = traced and len(traced[0]) == breakdown.shape[1]
+        exchanges = self._exchange_sums()
         return BubbleReport(
-            parts=parts,
+            breakdown=breakdown,
             samples=np.array(self._samples)[newest],
-            steps=np.array(self.steps)[newest],
-            about=self.about,
-            waiting=waiting,
+            steps=np.array(self._steps)[newest],
+            run=self._run,
+            wait_attribution=wait_attribution,
             overhead=overhead,
             status=status,
-            imbalance=split_imbalance(compute, expected, slowness) if parts.shape[1] > 1 else None,
-            what_if=self._replayed(compute, hidden, expected) if traced is not None else (),
-            exchanges=self._totals.exchanges(),
-            host=self._totals.host(),
+            imbalance=split_imbalance(compute, expected, slowness) if breakdown.shape[1] > 1 else None,
+            what_if=self._what_if(breakdown, hidden, expected) if traced is not None else (),
+            exchanges=[self._figures(name, exchanges) for name in dict.fromkeys(name for rank in exchanges for name in rank)],
+            host=self._host_sections(),
             device_idle=device_idle,
-            median_step=_median_step(traced) if traced and len(traced[0]) == parts.shape[1] else None,
-            last=self._totals.last(),
+            median_step=_median_step(traced, wait_attribution.aligned) if traced and median else None,
+            last=tuple(sum(sums.last for sums in rank.values()) for rank in exchanges),
         )
 
-    def _replayed(self, compute: Floats, hidden: Floats, expected: Floats | None) -> tuple[WhatIf, ...]:
-        inflation = contention(compute, hidden, expected)
-        return what_if(list(self._laps), inflation, hidden[-len(self._laps) :])
+    def _what_if(self, breakdown: Floats, hidden: Floats, expected: Floats | None) -> tuple[WhatIf, ...]:
+        replayed = slice(-len(self._segments), None)
+        divided = not column(breakdown, "wait")[replayed].any()
+        slowed = contention(column(breakdown, "compute"), hidden, expected)
+        return what_if(list(self._segments), slowed, hidden[replayed], divided=divided)
 
-    def _explained(self, compute: Floats, features: list[list[Any]]) -> tuple[Floats, Floats] | None:
-        if self._explain is None or any(one is None for row in features for one in row):
+    def _fitted(self, compute: Floats, features: list[list[Any]]) -> tuple[Floats, Floats] | None:
+        if self._fit_costs is None or any(one is None for row in features for one in row):
             return None
-        return self._explain(np.array(features, dtype=np.float64), compute)
+        return self._fit_costs(np.array(features, dtype=np.float64), compute)
+
+    # -- sums of exchanges and of the host's sections, which are kept by window
+
+    def _summed_steps(self) -> int:
+        return sum(steps for steps, *_ in self._sums)
+
+    def _host_sections(self) -> dict[str, float]:
+        """Seconds per step by section, mean over ranks."""
+        seconds: dict[str, float] = {}
+        steps = self._summed_steps()
+        for _, _, ranks in self._sums:
+            for section, spent in (entry for rank in ranks for entry in rank.items()):
+                seconds[section] = seconds.get(section, 0.0) + spent / len(ranks) / steps
+        return seconds
+
+    def _exchange_sums(self) -> list[dict[str, ExchangeSums]]:
+        """Sums by name of exchange, for every rank."""
+        ranks: list[dict[str, ExchangeSums]] = [{} for _ in self._sums[0][1]]
+        for _, window, _ in self._sums:
+            for mine, exchanges in zip(ranks, window):
+                for name, sums in exchanges.items():
+                    mine.setdefault(name, ExchangeSums()).include(sums)
+        return ranks
+
+    def _figures(self, name: str, ranks: Sequence[dict[str, ExchangeSums]]) -> ExchangeFigures:
+        sums = [rank.get(name, ExchangeSums()) for rank in ranks]
+        rank_steps = self._summed_steps() * len(sums)
+
+        def mean(field: str) -> float:
+            return sum(getattr(one, field) for one in sums) / rank_steps
+
+        return ExchangeFigures(
+            name=name,
+            per_step=mean("count"),
+            **{field: mean(field) for field in ("straggler_wait", "transfer", "wait", "hidden")},
+            moved=None if any(one.unknown for one in sums) else int(mean("moved")),
+            last=tuple(one.last for one in sums),
+        )
 
 
-def _median_step(traced: Sequence[Sequence[ResolvedStep]]) -> dict[str, Any]:
-    """The traced step of median length, every rank's pieces in microseconds from its start."""
+def _median_step(traced: Sequence[Sequence[ResolvedStep]], aligned: bool) -> dict[str, Any]:
+    """The traced step of median length, every rank's intervals in seconds from its start."""
     chosen = sorted(traced, key=lambda row: max(wall_of(step) for step in row))[(len(traced) - 1) // 2]
-    arrivals = [arrivals_of(step) for step in chosen]
+    arrivals = last_arrivals(map(arrivals_of, chosen))
     origin = min(step.start for step in chosen)
-    ranks = [
-        [
-            [*told(piece), round((piece.start - origin) * 1e6), round((piece.end - origin) * 1e6)]
-            for piece in intervals_of(step, last_arrivals(step, arrivals))
-        ]
-        for step in chosen
-    ]
-    return {"step": chosen[0].index, "ranks": ranks}
+
+    def shown(step: ResolvedStep) -> list[list[Any]]:
+        last = [arrivals[collective.key].seconds for collective in step.collectives] if aligned else None
+        return [[i.kind, i.name, round(i.start - origin, 6), round(i.end - origin, 6)] for i in intervals_of(step, last)]
+
+    return {"step": chosen[0].index, "ranks": [shown(step) for step in chosen]}

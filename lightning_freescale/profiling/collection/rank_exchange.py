@@ -9,15 +9,12 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from lightning_freescale.profiling.analysis.bandwidth import Bandwidth
-from lightning_freescale.profiling.analysis.intervals import wall_of
+from lightning_freescale.profiling.analysis.intervals import arrivals_of, last_arrivals, wall_of
 from lightning_freescale.profiling.analysis.rank_window import RankWindow, window_of
 from lightning_freescale.profiling.clock_sync.alignment import Alignment
-from lightning_freescale.profiling.collection.gather import arrivals_of, last_arrivals, to_all, to_rank_zero
-from lightning_freescale.profiling.options import Options
 from lightning_freescale.profiling.recording.clocks import Clock
 from lightning_freescale.profiling.recording.records import ResolvedStep
-from lightning_freescale.profiling.reporting.report import WaitAttribution
+from lightning_freescale.profiling.reporting.facts import WaitAttribution
 
 _TOO_UNCERTAIN = 0.02
 """Share of a step's wall time by which clocks may disagree before arrivals are of no use."""
@@ -27,13 +24,33 @@ _ROUNDS = 12
 """Of a comparison while training goes on: it takes a few milliseconds."""
 
 
+def gather_to_all(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Return the values of all ranks, on every rank. Collective on a group that takes CPU tensors (None: one rank)."""
+    if group is None:
+        return [value]
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
+def gather_to_rank_zero(value: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
+    """Return the values of all ranks on rank 0, None on the others. Collective."""
+    if group is None:
+        return [value]
+    everyone: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
+    dist.gather_object(value, everyone, group=group, group_dst=0)
+    return everyone
+
+
 class RankExchange:
-    """Splits the waits of every rank's steps, by arrivals that the ranks tell each other, or by bandwidth.
+    """Brings the steps of all ranks together, and divides their waits where the last rank arrived.
+
+    Every rank works on its own steps and only needs to know when the last rank arrived; rank 0 gets what came of it. Where the
+    ranks' clocks agree too badly to compare arrivals, waits stay undivided.
 
     Args:
         group: of all ranks, for nobody else; None if there is one rank.
         clock: of the stamps.
-        options: how to split.
 
     Attributes:
         alignment: from this rank's clock to rank 0's.
@@ -41,83 +58,68 @@ class RankExchange:
         spent: the most of any rank, as of the last exchange.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, clock: Clock, options: Options) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, clock: Clock) -> None:
         self.group, self.alignment = group, Alignment()
         self.spent_here = self.spent = 0.0
-        self._clock, self._options = clock, options
-        self._uncertainty = self._unsplit = 0.0
+        self._clock = clock
+        self._uncertainty = 0.0
         self._sync_after, self._sync_due = _FIRST_SYNC, False
-        self._steps = self._by_bandwidth = 0
+        self._steps = self._undivided = 0
         self._clocks: Sequence[Mapping[str, float]] = ()
-        self._bandwidth: Bandwidth | None = None
         self._reason: str | None = None
-        self.sync()
+        self.sync_clocks()
 
-    def sync(self, idle: bool = True) -> None:
+    def sync_clocks(self, idle: bool = True) -> None:
         """Compare the clocks of all ranks; the device's with the host's if nothing runs. Collective."""
         if idle:
             self._clock.tie()
-        self.alignment.sync(self.group, *(() if idle else (_ROUNDS,)))
+        self.alignment.measure_offset(self.group, *(() if idle else (_ROUNDS,)))
         self._synced, self._sync_due = time.perf_counter(), False
 
-    def sync_if_due(self, idle: bool = True) -> None:
-        """Where all ranks are between two steps. Collective."""
+    def sync_clocks_if_due(self, idle: bool = True) -> None:
+        """Compare the clocks if it is time, where all ranks are between two steps. Collective."""
         if self._sync_due:
-            self.sync(idle)
+            self.sync_clocks(idle)
 
-    def together(self, steps: Sequence[ResolvedStep], features: Sequence[Any]) -> list[RankWindow] | None:
-        """The same steps of all ranks on rank 0; None on the others. Collective."""
+    def exchange_steps(self, steps: Sequence[ResolvedStep], features: Sequence[Any]) -> list[RankWindow] | None:
+        """Return the same steps of all ranks on rank 0; None on the others. Collective."""
         now = time.perf_counter()
         self._steps += len(steps)
         wall = sum(map(wall_of, steps)) / len(steps)
         due = not self._sync_due and now - self._synced > self._sync_after
         here, uncertainty = [arrivals_of(step) for step in steps], self.alignment.uncertainty_at(now)
         mine = here, uncertainty, wall, due, self.spent_here, self.alignment.figures()
-        arrivals, uncertain, walls, all_due, spent, clocks = zip(*to_all(mine, self.group))
+        arrivals, uncertain, walls, all_due, spent, clocks = zip(*gather_to_all(mine, self.group))
         self.spent, self._clocks = max(spent), clocks
-        reason = self._why_not_by_clocks(max(uncertain), float(np.mean(walls)))
-        if reason is None:
-            last = [last_arrivals(step, same) for step, same in zip(steps, zip(*arrivals))]
-            window = window_of(steps, last, features, alone=self.group is None)
-            self._uncertainty = max(self._uncertainty, *uncertain)
-        else:
-            window = self.alone(steps, features, reason)
-        windows = to_rank_zero(window, self.group)
-        self.sync_if_due(idle=False)  # since the exchange before: no epoch has ended meanwhile
+        self._uncertainty = max(self._uncertainty, *uncertain)
+        aligned = max(uncertain) <= _TOO_UNCERTAIN * float(np.mean(walls))  # the same on every rank
+        if not aligned:
+            self._reason = f"the ranks' clocks agreed only within {max(uncertain) * 1e3:.2f} ms"
+            self._undivided += len(steps)
+        found = [last_arrivals(same) for same in zip(*arrivals)]
+        last = [[latest[c.key].seconds for c in step.collectives] for step, latest in zip(steps, found)]
+        windows = gather_to_rank_zero(window_of(steps, last, features, alone=self.group is None, divided=aligned), self.group)
+        self.sync_clocks_if_due(idle=False)  # since the exchange before: no epoch has ended meanwhile
         if all_due[0]:
             self._sync_due, self._sync_after = True, min(2 * self._sync_after, _SYNC_EVERY)
         return windows
 
-    def alone(self, steps: Sequence[ResolvedStep], features: Sequence[Any], reason: str) -> RankWindow:
-        """This rank's steps as it sees them, their waits split by bandwidth."""
-        bandwidth = Bandwidth.of_steps(steps, self._options.link_bandwidth)
-        if bandwidth.bytes_per_second is None and self._bandwidth is not None:
-            bandwidth = self._bandwidth  # too few exchanges tell it, as at the end of a run; those before did
-        self._bandwidth, self._reason = bandwidth, reason
-        self._by_bandwidth += len(steps)
-        self._unsplit += sum(bandwidth.unsplit(step) for step in steps)
-        return window_of(steps, [bandwidth.last_arrivals(step) for step in steps], features, alone=True)
+    def own_window(self, steps: Sequence[ResolvedStep], features: Sequence[Any], reason: str) -> RankWindow:
+        """Return this rank's steps as it sees them alone: nobody says when the others arrived, so waits are not divided."""
+        self._reason = reason
+        self._undivided += len(steps)
+        own = [[collective.arrive for collective in step.collectives] for step in steps]
+        return window_of(steps, own, features, alone=True, divided=self.group is None)
 
-    def waiting(self) -> WaitAttribution:
-        """How waits were split so far."""
+    def wait_attribution(self) -> WaitAttribution:
+        """Return how waits were divided so far."""
         if self.group is None:
-            return WaitAttribution("one rank", 0.0)
-        bandwidth = self._bandwidth
+            return WaitAttribution(True, 0.0)
         # rank 0 asks nobody for the time: the worst of the others
         names = self._clocks[0] if self._clocks else ()
         clock = {name: max((one[name] for one in self._clocks), key=abs) for name in names} or None
-        if bandwidth is None:
-            return WaitAttribution("arrival clocks", self._uncertainty, None, clock)
-        steps = max(self._steps, self._by_bandwidth)
-        reason = self._reason if self._by_bandwidth == steps else f"{self._reason}: {self._by_bandwidth} of {steps} steps"
-        unsplit = self._unsplit / steps
-        return WaitAttribution("bandwidth", bandwidth.uncertainty, reason, clock, bandwidth.bytes_per_second, unsplit)
-
-    def _why_not_by_clocks(self, uncertainty: float, wall: float) -> str | None:
-        """The same on every rank."""
-        how = self._options.split_waits_by
-        if how == "bandwidth":
-            return "split_waits_by='bandwidth' was asked for"
-        if how == "auto" and uncertainty > _TOO_UNCERTAIN * wall:
-            return f"the ranks' clocks agreed only within {uncertainty * 1e3:.2f} ms"
-        return None
+        if not self._undivided:
+            return WaitAttribution(True, self._uncertainty, None, clock)
+        steps = max(self._steps, self._undivided)
+        reason = self._reason if self._undivided == steps else f"{self._reason}: {self._undivided} of {steps} steps"
+        return WaitAttribution(False, self._uncertainty, reason, clock)

@@ -5,25 +5,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-
-
-class Clock(Protocol):
-    """Takes stamps now and turns them into seconds later."""
-
-    def stamp(self) -> Any:
-        """A moment in the stream of work."""
-
-    def seconds(self, stamp: Any) -> float:
-        """Seconds of that moment on this host's monotonic clock."""
-
-    def release(self, stamps: Iterable[Any]) -> None:
-        """Stamps that nobody will ask about again."""
-
-    def tie(self) -> None:
-        """Compare the device's clock with the host's. To be called while nothing runs: it waits for the device."""
 
 
 class HostClock:
@@ -33,14 +17,14 @@ class HostClock:
         self.stamp = time.perf_counter
 
     def seconds(self, stamp: float) -> float:
-        """The stamp itself."""
+        """Return the seconds of a stamp on this host's monotonic clock: the stamp itself."""
         return stamp
 
     def release(self, stamps: Iterable[float]) -> None:
-        """Nothing to do."""
+        """Take back stamps that nobody will ask about again: numbers need none of it."""
 
     def tie(self) -> None:
-        """Nothing to do."""
+        """Compare the device's clock with the host's: they are one."""
 
 
 class CudaClock:
@@ -56,7 +40,7 @@ class CudaClock:
         self.tie()
 
     def stamp(self) -> Any:
-        """An event on the current stream."""
+        """Record an event on the current stream."""
         try:
             event = self._free.pop()
         except IndexError:
@@ -65,7 +49,7 @@ class CudaClock:
         return event
 
     def seconds(self, stamp: Any) -> float:
-        """Waits for the event, so ask only for what is long past."""
+        """Return the seconds of an event; waits for it, so ask only for what is long past."""
         stamp.synchronize()
         return self._base_seconds + float(self._base.elapsed_time(stamp)) / 1000
 
@@ -80,15 +64,19 @@ class CudaClock:
         self._free.extend(events)
 
     def tie(self) -> None:
-        """Waits for the device, then reads both clocks at once."""
+        """Wait for the device, then read its clock and the host's at once; call it while nothing runs."""
         torch.cuda.synchronize(self._device)
         self._base = self.stamp()
         self._base.synchronize()
         self._base_seconds = time.perf_counter()
 
 
+Clock = HostClock | CudaClock
+"""Takes stamps now and turns them into seconds later."""
+
+
 def clock_for(device: torch.device) -> Clock:
-    """The clock that fits a device.
+    """Return the clock that fits a device.
 
     Raises:
         ValueError: nothing is known of devices of that type.

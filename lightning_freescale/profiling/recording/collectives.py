@@ -1,44 +1,32 @@
-"""Sees every collective that is called through ``torch.distributed``, whoever calls it."""
+"""Collectives on a timeline: those called through ``torch.distributed``, and what can be seen of DDP's own."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_freescale.profiling.recording.moved import moved_bytes
 from lightning_freescale.profiling.recording.records import Collective
 from lightning_freescale.profiling.recording.timeline import Timeline
 
 NAMES = (
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "gather_object",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "scatter",
-    "scatter_object_list",
-)
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single", "barrier",
+    "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter", "reduce_scatter_tensor",
+    "scatter", "scatter_object_list",
+)  # fmt: skip
 
 
 @contextmanager
-def collectives_on(timeline: Timeline, leave: Collection[dist.ProcessGroup] = ()) -> Iterator[None]:
-    """Meanwhile the functions of ``torch.distributed`` stamp ``timeline``; their results are what they were.
+def collectives_on(timeline: Timeline, ignored_groups: Collection[dist.ProcessGroup] = ()) -> Iterator[None]:
+    """Have the functions of ``torch.distributed`` stamp ``timeline`` meanwhile; their results are what they were.
 
     Calls by other Python threads are exchanges in the background. Not seen are point-to-point messages, torch's functional
     and coalesced collectives, those in compiled code, asynchronous ones whose Work nobody waits for with ``wait`` or
@@ -46,11 +34,13 @@ def collectives_on(timeline: Timeline, leave: Collection[dist.ProcessGroup] = ()
 
     Args:
         timeline: records them while a step is open.
-        leave: groups whose collectives are nobody's business.
+        ignored_groups: groups whose collectives are not recorded.
     """
+    # functions, because Lightning, TorchRec and models call them: wrapping a process group would miss the default one,
+    # which must stay stock
     originals = {name: getattr(dist, name) for name in NAMES}
     for name, function in originals.items():
-        setattr(dist, name, _stamped(name, function, timeline, leave))
+        setattr(dist, name, _stamped(name, function, timeline, ignored_groups))
     try:
         yield
     finally:
@@ -71,23 +61,23 @@ class ObservedWork(dist.Work):
             return self._work.wait(timeout)
 
     def is_completed(self) -> bool:
-        """Whether it is done."""
+        """Return whether it is done."""
         return self._work.is_completed()
 
     def is_success(self) -> bool:
-        """Whether it is done without error."""
+        """Return whether it is done without error."""
         return self._work.is_success()
 
     def exception(self) -> Any:
-        """Its error, if any."""
+        """Return the collective's error, if any."""
         return self._work.exception()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Its future."""
+        """Return the future of the collective."""
         return self._work.get_future()
 
     def result(self) -> Any:
-        """Its tensors."""
+        """Return the tensors of the collective."""
         return self._work.result()
 
     def synchronize(self) -> None:
@@ -99,32 +89,33 @@ class ObservedWork(dist.Work):
         return self._timeline.waiting(self._collective if self._timeline.is_training_thread else None)
 
 
-def _stamped(name: str, function: Callable[..., Any], timeline: Timeline, leave: Collection[Any]) -> Callable[..., Any]:
-    group_of, is_async = _argument(function, "group"), _argument(function, "async_op")
+def _stamped(name: str, function: Callable[..., Any], timeline: Timeline, ignored: Collection[Any]) -> Callable[..., Any]:
+    group_of = _argument(function, "group")
+    is_async = _argument(function, "async_op")
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not timeline.recording:
             return function(*args, **kwargs)
         group = group_of(args, kwargs)
-        if group in leave or group is dist.GroupMember.NON_GROUP_MEMBER or _coalesces(group):
+        if group in ignored or group is dist.GroupMember.NON_GROUP_MEMBER or _coalesces(group):
             return function(*args, **kwargs)
         moved = moved_bytes(name, args, kwargs, group)
         if not timeline.is_training_thread:
-            with timeline.elsewhere(name, moved):
+            with timeline.background_collective(name, moved):
                 return function(*args, **kwargs)
-        collective = timeline.arrive(name, _place(group), moved)
+        collective = timeline.arrive(name, _group_name(group), moved)
         if not is_async(args, kwargs):
             with timeline.waiting(collective):
                 return function(*args, **kwargs)
         work = function(*args, **kwargs)
-        return work if work is None or collective is None else _observed(work, timeline, collective)
+        return work if work is None or collective is None else _observe_work(work, timeline, collective)
 
     return call
 
 
 def _argument(function: Callable[..., Any], name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-    """Finds an argument in a call; None if it is not given, or the function has no such argument."""
+    """Return what finds an argument in a call: None if it is not given, or the function has no such argument."""
     parameters = list(inspect.signature(function).parameters)
     position = parameters.index(name) if name in parameters else len(parameters)
     return lambda args, kwargs: args[position] if len(args) > position else kwargs.get(name)
@@ -136,11 +127,11 @@ def _coalesces(group: Any) -> bool:
     return bool(pending) and (group or dist.group.WORLD) in pending
 
 
-def _place(group: Any) -> str:
+def _group_name(group: Any) -> str:
     return "world" if group is None or group is dist.group.WORLD else str(group.group_name)
 
 
-def _observed(work: dist.Work, timeline: Timeline, collective: Collective) -> dist.Work:
+def _observe_work(work: dist.Work, timeline: Timeline, collective: Collective) -> dist.Work:
     def done(_: Any) -> None:
         collective.done = timeline.stamp()
 
@@ -148,3 +139,85 @@ def _observed(work: dist.Work, timeline: Timeline, collective: Collective) -> di
         with suppress(RuntimeError):  # some Works have no future: then it is done when it was waited for
             work.get_future().add_done_callback(done)
     return ObservedWork(work, timeline, collective)
+
+
+def moved_bytes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], group: Any) -> int | None:
+    """Return the larger of what this rank sends and receives in a collective, in bytes.
+
+    None for objects and sparse tensors, whose size is not known ahead.
+    """
+    if name.endswith(("object", "object_list")):
+        return None
+    if any(isinstance(value, Tensor) and value.layout is not torch.strided for value in (*args, *kwargs.values())):
+        return None
+    largest = max(map(_bytes, (*args, *kwargs.values())), default=0)
+    if not largest:
+        return 0
+    size = group.size() if group is not None else dist.get_world_size()
+    if name in ("broadcast", "reduce"):
+        return largest
+    if name == "all_reduce":
+        return 2 * largest * (size - 1) // size
+    # of all others the largest tensor, or list of them, is what the ranks send or receive together
+    return largest * (size - 1) // size
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
+        return sum(each.nbytes for each in value)
+    return 0
+
+
+@contextmanager
+def ddp_waits_on(timeline: Timeline, model: object, loss: Tensor) -> Iterator[None]:
+    """Record DDP's wait for its last gradients, around the backward of ``loss``, as the collective ``dense gradients``.
+
+    Does nothing if ``model`` is no DDP, or does not synchronize this time. What DDP hides behind backward is not seen.
+    """
+    with ExitStack() as waiting:
+        if timeline.recording and isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync:
+            loss.register_hook(lambda _: _queue_wait(timeline, model, waiting))
+        yield
+
+
+@contextmanager
+def buffers_on(timeline: Timeline, model: object) -> Iterator[None]:
+    """Record DDP's broadcast of the module's buffers, around a forward of it, as the collective ``buffers``."""
+    if not timeline.recording or not isinstance(model, DistributedDataParallel) or not model.modules_buffers:
+        yield
+        return
+    sync = model._sync_buffers  # DDP calls it where it needs it, and has no hook for it
+
+    def stamped() -> None:
+        with timeline.collective("buffers"):
+            sync()
+
+    vars(model)["_sync_buffers"] = stamped
+    try:
+        yield
+    finally:
+        del vars(model)["_sync_buffers"]
+
+
+def _queue_wait(timeline: Timeline, model: DistributedDataParallel, waiting: ExitStack) -> None:
+    """Have autograd's engine open the wait before DDP's own, and close it after."""
+    # what a backward queues runs in order when all gradients are there: ours, DDP's wait for its buckets, what ours queues;
+    # a communication hook would see more, but replace DDP's own reduction
+    engine = torch.autograd.Variable._execution_engine
+
+    def wait_begins() -> None:
+        waiting.enter_context(timeline.collective("dense gradients", moved=_last_bucket(model)))
+        engine.queue_callback(waiting.close)
+
+    engine.queue_callback(wait_begins)
+
+
+def _last_bucket(model: DistributedDataParallel) -> int:
+    """Bytes that travel when nothing is left to compute: the others do so behind backward."""
+    ignored = getattr(model, "parameters_to_ignore", ())
+    trained = (p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored)
+    whole = sum(parameter.numel() * parameter.element_size() for parameter in trained)
+    ranks = model.process_group.size()
+    return 2 * min(whole, int(model.bucket_bytes_cap)) * (ranks - 1) // ranks

@@ -1,10 +1,17 @@
-"""What one rank stamps in one step, and the same in seconds on one clock for all ranks."""
+"""What one rank records of a step, and the same in seconds on rank 0's clock."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_freescale.profiling.recording.clocks import Clock
+
+Floats = NDArray[np.float64]
 Kind = Literal["data", "forward", "backward", "optimizer", "host", "pause"]
 """Of a span. A pause (validation, the profiler's exchange) is no part of the step; "host" is work beside the model's."""
 
@@ -21,7 +28,7 @@ class Span:
 
 @dataclass
 class Collective:
-    """One exchange.
+    """One exchange, in stamps of the timeline's clock.
 
     Attributes:
         name: what it is.
@@ -59,10 +66,14 @@ class StepRecord:
     collectives: list[Collective] = field(default_factory=list)
 
 
-class ResolvedSpan(NamedTuple):
-    """A span in seconds on rank 0's clock."""
+class Interval(NamedTuple):
+    """Time spent on one thing, in seconds on rank 0's clock: a span, or what a step is cut into.
 
-    kind: Kind
+    ``kind`` is that of a span or, in a step that was cut, also ``"straggler_wait"``, ``"transfer"``, ``"wait"`` (not divided
+    into the two) or ``"unexplained"``.
+    """
+
+    kind: str
     name: str
     start: float
     end: float
@@ -82,7 +93,7 @@ class ResolvedCollective(NamedTuple):
 
 @dataclass(frozen=True)
 class ResolvedStep:
-    """A step of one rank in seconds on rank 0's clock.
+    """A step of one rank in seconds on rank 0's clock; its spans may overlap.
 
     ``hidden`` holds the exchanges of other threads while the step ran; nobody waits for them, so ``start`` and ``end`` are
     ``arrive``.
@@ -92,6 +103,55 @@ class ResolvedStep:
     end: float
     index: int = 0
     samples: int = 0
-    spans: tuple[ResolvedSpan, ...] = ()
+    spans: tuple[Interval, ...] = ()
     collectives: tuple[ResolvedCollective, ...] = ()
     hidden: tuple[ResolvedCollective, ...] = ()
+
+
+def resolve(
+    records: Sequence[StepRecord],
+    clock: Clock,
+    to_rank_zero: Callable[[Floats], Floats] = np.asarray,
+    background: Sequence[Collective] = (),
+) -> list[ResolvedStep]:
+    """Turn the stamps of steps into seconds on rank 0's clock; what has no end is left out.
+
+    Args:
+        records: steps that have ended.
+        clock: that took their stamps.
+        to_rank_zero: from this host's clock to rank 0's.
+        background: exchanges of other threads; each is hidden in every step in which it was under way.
+    """
+    stamps = {stamp: None for record in records for stamp in (*stamps_of(record), record.end)}
+    stamps.update({c.done: None for record in records for c in record.collectives if c.done is not None})
+    stamps.update({stamp: None for c in background for stamp in (c.arrive, c.done)})
+    # all at once: numpy interpolates the offsets of thousands of stamps in the time of a few
+    seconds = to_rank_zero(np.array([clock.seconds(stamp) for stamp in stamps])).tolist()
+    at: dict[Any, float] = dict(zip(stamps, seconds))
+    beside = [
+        ResolvedCollective(c.name, c.key, at[c.arrive], at[c.arrive], at[c.arrive], at[c.done], c.moved) for c in background
+    ]
+    return [_resolved_step(record, at, beside) for record in records]
+
+
+def stamps_of(record: StepRecord) -> Iterator[Any]:
+    """Yield the stamps of a step that nobody needs once it is resolved, its start last; its end is the start of the next."""
+    for span in record.spans:
+        yield from (stamp for stamp in (span.start, span.end) if stamp is not None)
+    for collective in record.collectives:
+        yield from (stamp for stamp in (collective.arrive, collective.start, collective.end) if stamp is not None)
+    yield record.start
+
+
+def _resolved_step(record: StepRecord, at: Mapping[Any, float], background: Sequence[ResolvedCollective]) -> ResolvedStep:
+    start, end = at[record.start], at[record.end]
+    spans = tuple(Interval(s.kind, s.name, at[s.start], at[s.end]) for s in record.spans if s.end is not None)
+    collectives = tuple(
+        ResolvedCollective(
+            c.name, c.key, at[c.arrive], at[c.start], at[c.end], at[c.end if c.done is None else c.done], c.moved
+        )
+        for c in record.collectives
+        if c.end is not None
+    )
+    hidden = tuple(one for one in background if one.arrive < end and one.done > start)
+    return ResolvedStep(start, end, record.index, record.samples, spans, collectives, hidden)

@@ -1,19 +1,22 @@
-"""Where a rank's time goes: stamped intervals and collectives, and nothing that synchronizes."""
+"""Where a rank's time goes: stamped spans and collectives of the step in progress, and nothing that synchronizes."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from lightning_freescale.profiling.recording.clocks import Clock, HostClock, clock_for
 from lightning_freescale.profiling.recording.records import Collective, Kind, Span, StepRecord
 
+Batch = TypeVar("Batch")
 _NOTHING: AbstractContextManager[None] = nullcontext()
+_MEASURED_SPANS = 300
 
 
 class Timeline:
@@ -25,7 +28,7 @@ class Timeline:
         on_step: called with every step that is closed.
         background: exchanges that other threads have been seen in, the latest ones.
         stamps: how many stamps were taken.
-        inside: whether a collective is being waited for.
+        in_collective: whether a collective is being waited for.
     """
 
     def __init__(self) -> None:
@@ -34,10 +37,10 @@ class Timeline:
         self.on_step: Callable[[StepRecord], None] | None = None
         self.background: deque[Collective] = deque(maxlen=10_000)
         self.stamps = 0
+        self.in_collective = False
         self._step: StepRecord | None = None
         self._steps = 0
         self._counts: Counter[str] = Counter()
-        self.inside = False
         self._thread = 0
 
     @property
@@ -56,14 +59,19 @@ class Timeline:
         return isinstance(self.clock, HostClock)
 
     def enable(self, device: torch.device) -> None:
-        """Start recording with the clock that fits ``device``; the calling thread is the one that trains."""
+        """Start recording with the clock that fits ``device``; the calling thread is the one that trains.
+
+        Raises:
+            ValueError: nothing is known of devices of that type.
+        """
         self._thread = threading.get_ident()
         if self.clock is None:
             self.clock, self.stamps = clock_for(device), 0
 
     def disable(self) -> None:
         """Stop recording and forget the step in progress."""
-        self.clock, self._step, self.driven, self._steps = None, None, False, 0
+        self.clock = self._step = None
+        self.driven, self._steps = False, 0
         self.background.clear()
 
     @property
@@ -74,8 +82,8 @@ class Timeline:
         # on CUDA autograd runs backward in threads that are not Python's
         return isinstance(threading.current_thread(), threading._DummyThread)
 
-    def take_background(self) -> list[Collective]:
-        """What other threads have been seen in since the last time."""
+    def pop_background(self) -> list[Collective]:
+        """Return what other threads have been seen in since the last call."""
         return [self.background.popleft() for _ in range(len(self.background))]
 
     # -- steps
@@ -89,7 +97,7 @@ class Timeline:
             self._step = StepRecord(self.stamp() if start is None else start, index=self._steps - 1)
 
     def close_step(self, samples: int = 0, features: Any = None) -> StepRecord | None:
-        """End the step in progress and hand it over; None if none was open."""
+        """End the step in progress and return its record; None if none was open."""
         step, self._step = self._step, None
         if step is not None and self.clock is not None:
             step.end, step.samples, step.features = self.stamp(), samples, features
@@ -98,7 +106,7 @@ class Timeline:
         return step
 
     def stamp(self) -> Any:
-        """Now; None if nobody wants the records."""
+        """Stamp this moment; None if nobody wants the records."""
         if self.clock is None:
             return None
         self.stamps += 1
@@ -113,44 +121,46 @@ class Timeline:
             return _NOTHING
         span = Span(kind, name, None)
         step.spans.append(span)
-        return _Recorded(self, span)
+        return _StampedBlock(self, span)
 
     # -- collectives
 
     def arrive(self, name: str, group: str = "", moved: int | None = None) -> Collective | None:
-        """This rank has done its part of a collective; None if nobody wants to know."""
+        """Record that this rank has done its part of a collective; None if nobody wants to know."""
         step = self._step
         if step is None:
             return None
+        # counted anew in every step: a rank that calls one collective more than the others puts one step out of order,
+        # not the rest of the run
         place = group or name
         key = f"{place}:{step.index}.{self._counts[place]}"
         self._counts[place] += 1
-        if self.inside:
+        if self.in_collective:
             return None
         return Collective(name, key, self.stamp(), moved=moved)
 
     def waiting(self, collective: Collective | None) -> AbstractContextManager[None]:
-        """This rank needs the result of a collective now; it belongs to the step in progress."""
+        """Record the block as the wait for a collective; it belongs to the step in progress, whichever issued it."""
         step = self._step
         if collective is None or step is None or collective.start is not None:
             return _NOTHING
         step.collectives.append(collective)
-        return _Waited(self, collective)
+        return _StampedWait(self, collective)
 
     def collective(self, name: str, group: str = "", moved: int | None = None) -> AbstractContextManager[None]:
-        """A collective that blocks right away; others in the block are parts of it."""
+        """Record the block as a collective that blocks right away; others in the block are parts of it."""
         return self.waiting(self.arrive(name, group, moved))
 
     def awaited(self, name: str, arrived: Any) -> AbstractContextManager[None]:
-        """The wait for a collective in whose background part this rank arrived earlier, at a stamp (None: now)."""
+        """Record the wait for a collective in whose background part this rank arrived earlier, at a stamp (None: now)."""
         collective = self.arrive(name)
         if collective is not None and arrived is not None:
             collective.arrive = arrived
         return self.waiting(collective)
 
     @contextmanager
-    def elsewhere(self, name: str, moved: int | None = None) -> Iterator[None]:
-        """A collective that another thread runs."""
+    def background_collective(self, name: str, moved: int | None = None) -> Iterator[None]:
+        """Record the block as a collective that another thread runs."""
         if self._step is None:
             yield
             return
@@ -163,30 +173,57 @@ class Timeline:
                 self.background.append(collective)
 
 
-class _Recorded(AbstractContextManager[None]):
-    """Stamps the ends of a span; a generator in its place takes three times as long."""
+class _StampedBlock(AbstractContextManager[None]):
+    """Stamps both ends of a span; a generator in its place takes three times as long."""
 
-    __slots__ = ("_of", "_timeline")
+    __slots__ = ("_record", "_timeline")
 
-    def __init__(self, timeline: Timeline, of: Span | Collective) -> None:
-        self._timeline, self._of = timeline, of
+    def __init__(self, timeline: Timeline, record: Span | Collective) -> None:
+        self._timeline, self._record = timeline, record
 
     def __enter__(self) -> None:
-        self._of.start = self._timeline.stamp()
+        self._record.start = self._timeline.stamp()
 
     def __exit__(self, *_: object) -> None:
-        self._of.end = self._timeline.stamp()
+        self._record.end = self._timeline.stamp()
 
 
-class _Waited(_Recorded):
+class _StampedWait(_StampedBlock):
     """The same for a collective; others inside are parts of it."""
 
     __slots__ = ()
 
     def __enter__(self) -> None:
-        self._timeline.inside = True
+        self._timeline.in_collective = True
         super().__enter__()
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
-        self._timeline.inside = False
+        self._timeline.in_collective = False
+
+
+def batches_on(timeline: Timeline, loader: Iterable[Batch]) -> Iterator[Batch]:
+    """Iterate over a loader of batches with every ``next`` on the timeline, as waiting for data."""
+
+    def stamped(batches: Iterator[Batch]) -> Iterator[Batch]:
+        while True:
+            with timeline.span("data", "fetch"):
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+            yield batch
+
+    return stamped(iter(loader))  # not in the generator: a loader draws its workers' seed now, not at the first batch
+
+
+def seconds_per_stamp(device: torch.device) -> float:
+    """Measure what a stamp costs, on a timeline of its own; takes about a millisecond."""
+    timeline = Timeline()
+    timeline.enable(device)
+    timeline.open_step()
+    began = time.perf_counter()
+    for _ in range(_MEASURED_SPANS):
+        with timeline.span("host", "empty"):
+            pass
+    return (time.perf_counter() - began) / (2 * _MEASURED_SPANS)

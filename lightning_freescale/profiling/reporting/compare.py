@@ -56,7 +56,7 @@ class Comparison:
 
 
 def compare(documents: Sequence[Mapping[str, Any]], force: bool = False) -> list[Comparison]:
-    """Each document against the first.
+    """Compare each document with the first.
 
     Args:
         documents: two or more.
@@ -72,47 +72,54 @@ def compare(documents: Sequence[Mapping[str, Any]], force: bool = False) -> list
     apart = [line for other in others for line in differences(base, other)]
     if apart and not force:
         raise DifferentWorkError("the runs did different work:\n  " + "\n  ".join(apart))
-    per = "sample" if all(document["summary"]["samples_per_second"] for document in documents) else "step"
+    per = "sample" if all(document["summary"]["samples_per_s"] for document in documents) else "step"
     return [_comparison(base, other, per) for other in others]
 
 
 def differences(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """What makes the work of two runs different."""
-    named = f"{base['run']['label']} and {other['run']['label']}"
-    pairs = [(name, base["run"][name], other["run"][name]) for name in _SAME]
-    found = [f"{name} of {named}: {one!r} and {two!r}" for name, one, two in pairs if one != two]
+    """Return a line for everything that makes the work of two runs different."""
+    found = _unequal(base, other, [(name, base["run"][name], other["run"][name]) for name in _SAME])
     one, two = (document["summary"]["samples"] / document["status"]["steps"] for document in (base, other))
     if one and two and abs(two - one) > _COUNTS_APART * one:
-        found.append(f"samples per step of {named}: {one:.6g} and {two:.6g}")
+        found.append(f"samples per step of {_labels(base, other)}: {one:.6g} and {two:.6g}")
     return found
 
 
 def remarks(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """What to know about two runs that can be compared all the same."""
-    named = f"{base['run']['label']} and {other['run']['label']}"
-    pairs = [("device", *(document["run"]["device"] for document in (base, other)))]
-    versions = base["run"]["versions"], other["run"]["versions"]
-    for package in sorted({*versions[0], *versions[1]}):
-        pairs.append((f"version of {package}", *(of.get(package) for of in versions)))
-    found = [f"{name} of {named}: {one!r} and {two!r}" for name, one, two in pairs if one != two]
+    """Return a line for everything that a reader should know about two runs that can be compared all the same."""
+    one, two = base["run"], other["run"]
+    pairs = [("device", one["device"], two["device"])]
+    for package in sorted({*one["versions"], *two["versions"]}):
+        pairs.append((f"version of {package}", one["versions"].get(package), two["versions"].get(package)))
+    found = _unequal(base, other, pairs)
     for document in (base, other):
         label, status = document["run"]["label"], document["status"]
         if not status["complete"]:
             found.append(f"{label} did not come to its end: {status['reason']}")
+        if not (waits := document["wait_attribution"])["aligned"]:
+            found.append(f"waits of {label} are not divided into straggler wait and transfer: {waits['reason']}")
         if not document["summary"]["samples"]:
             found.append(f"the samples of {label} are unknown: compared per step")
     return found
 
 
+def _unequal(base: Mapping[str, Any], other: Mapping[str, Any], pairs: Sequence[tuple[str, Any, Any]]) -> list[str]:
+    return [f"{name} of {_labels(base, other)}: {one!r} and {two!r}" for name, one, two in pairs if one != two]
+
+
+def _labels(base: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    return f"{base['run']['label']} and {other['run']['label']}"
+
+
 def table(base: Mapping[str, Any], comparisons: Sequence[Comparison]) -> str:
-    """The runs below each other, then a sentence on each."""
+    """Return the text of a table with a line per run, and a sentence on each below it."""
     first = comparisons[0]
     heads = ("run", f"{first.per}s/s", "bubble b", "r (removed)", "speed-up", "1/(1 - r*b)", f"compute/{first.per}")
     rows = [heads, (base["run"]["label"], f"{first.base_rate:.1f}", f"{first.base_bubble:.1%}", *"----")]
     rows += [_row(one) for one in comparisons]
     widths = [max(len(cell) for cell in column) for column in zip(*rows)]
     lines = [f"{name:{widths[0]}}" + "".join(f"  {c:>{w}}" for c, w in zip(rest, widths[1:])) for name, *rest in rows]
-    return "\n".join([*lines, *(line for one in comparisons for line in _told(one))])
+    return "\n".join([*lines, *(line for one in comparisons for line in _sentences(one))])
 
 
 def _row(one: Comparison) -> tuple[str, ...]:
@@ -121,7 +128,7 @@ def _row(one: Comparison) -> tuple[str, ...]:
     return (one.label, f"{one.rate:.1f}", f"{one.bubble:.1%}", *gain)
 
 
-def _told(one: Comparison) -> list[str]:
+def _sentences(one: Comparison) -> list[str]:
     gain = (
         f"{one.label}: r = {_share(one.removed)} of the base's b = {one.base_bubble:.1%} removed, speed-up {one.speed_up:.2f}x "
         f"(r and b alone give {_times(one.from_bubbles)}, the limit is {_times(one.limit)})"
@@ -164,7 +171,7 @@ def _comparison(base: Mapping[str, Any], other: Mapping[str, Any], per: str) -> 
 def _seconds(document: Mapping[str, Any], per: str) -> float:
     """Wall time per unit of work."""
     figures = document["summary"]
-    seconds = 1 / figures["samples_per_second"] if per == "sample" else figures["step_seconds"]
+    seconds = 1 / figures["samples_per_s"] if per == "sample" else figures["step_s"]
     if not seconds > 0:
-        raise ValueError(f"{document['run']['label']} has no wall time: step_seconds is {figures['step_seconds']}")
+        raise ValueError(f"{document['run']['label']} has no wall time: step_s is {figures['step_s']}")
     return float(seconds)

@@ -1,28 +1,28 @@
-"""The bubble report as a JSON document; ``schema.json`` says what is in it."""
+"""The bubble report as a JSON document: read, check and write one; ``schema.json`` says what is in it."""
 
 from __future__ import annotations
 
 import json
-import math
-import os
 from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from jsonschema import Draft202012Validator, ValidationError
 
-from lightning_freescale.profiling.analysis.breakdown import PART_NAMES
-from lightning_freescale.profiling.reporting.checking import FORMAT, VERSION, check
-from lightning_freescale.profiling.reporting.layout import readable
-
-if TYPE_CHECKING:
-    from lightning_freescale.profiling.reporting.report import BubbleReport
+from lightning_freescale.profiling.reporting.atomic_write import write_atomically
 
 Document = dict[str, Any]
+FORMAT = "lightning_freescale.bubble_report"
+VERSION = 1
+_WIDTH = 128
 
 
 def read(path: str | Path) -> Document:
-    """Read a document.
+    """Read a document and check it.
 
     Raises:
         OSError: the file cannot be read.
@@ -39,135 +39,93 @@ def read(path: str | Path) -> Document:
     return document
 
 
-def write(document: Document, path: str | Path) -> Path:
-    """Write a document; a reader finds the old file or the whole new one. Makes the folder if there is none."""
-    path = Path(path)
-    text = readable(document)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return path
-
-
-def of_report(report: BubbleReport) -> Document:
-    """The whole document.
+def write(document: Mapping[str, Any], path: str | Path) -> Path:
+    """Write a document; a reader finds the old file or the whole new one. Makes the folder if there is none.
 
     Raises:
+        OSError: the file cannot be written.
         ValueError: a figure is not finite.
     """
-    series = {
-        "columns": list(PART_NAMES),
-        "step": np.asarray(report.steps).tolist(),
-        "samples": report.samples.tolist(),
-    }
-    document = head(report)  # refuses what is not finite, which has no whole number of microseconds
-    return {**document, "series": {**series, "microseconds": np.rint(report.parts * 1e6).astype(np.int64).tolist()}}
+    return write_atomically(path, [_readable(document), "\n"])
 
 
-def head(report: BubbleReport) -> Document:
-    """The document without its series of steps."""
-    values = {
-        "format": FORMAT,
-        "version": VERSION,
-        "run": vars(report.about),
-        "status": _status(report),
-        "summary": _summary(report),
-        "ranks": [_rank(report, rank) for rank in range(report.parts.shape[1])],
-        "imbalance": _imbalance(report),
-        "what_if": [{name: getattr(case, name) for name in ("name", "speed_up", "limit", "note")} for case in report.what_if],
-        "exchanges": _exchanges(report),
-        "host": report.host,
-        "waiting": _waiting(report),
-        "overhead": _overhead(report),
-        "device_idle": report.device_idle,
-        "median_step": report.median_step,
-    }
-    return {name: _plain(value, name) for name, value in values.items()}
+def check(document: Any) -> None:
+    """Refuse what is no document of this version.
+
+    Raises:
+        ValueError: names a place, what stands there and what should.
+    """
+    found = document.get("format") if isinstance(document, dict) else None
+    if found != FORMAT:
+        raise ValueError(f"no bubble report: its format is {found!r}, not {FORMAT!r}")
+    version = document.get("version")
+    if type(version) is int and version > VERSION:
+        raise ValueError(f"version {version} is newer than this package reads ({VERSION}): update lightning-freescale")
+    wrong = next(_validator().iter_errors(_without_rows(document)), None)
+    if wrong is not None:
+        raise ValueError(_place_and_fix(wrong))
+    _check_rows(document)
 
 
-def _status(report: BubbleReport) -> Document:
-    status = report.status
-    covered = {"steps": len(report.steps), "first_step": report.steps[0]}
-    left_out = {"warmup": status.warmup, "not_exchanged": status.not_exchanged}
-    return {"complete": status.complete, "reason": status.reason, **covered, **left_out}
+@cache
+def _validator() -> Draft202012Validator:
+    return Draft202012Validator(json.loads(files(__package__).joinpath("schema.json").read_text(encoding="utf-8")))
 
 
-def _summary(report: BubbleReport) -> Document:
-    return {
-        "bubble": report.bubble,
-        "limit": report.limit,
-        "step_seconds": report.step_seconds,
-        "samples": report.samples.sum(),
-        "samples_per_second": report.samples_per_second,
-        "compute_imbalance": report.compute_imbalance,
-        "overlap_efficiency": report.overlap_efficiency,
-        "shares": report.shares,
-    }
+def _without_rows(document: Document) -> Document:
+    """Leave the rows of the series to :func:`_check_rows`: over the million cells of a long run a validator takes a minute."""
+    series = document.get("series")
+    if not isinstance(series, dict):
+        return document
+    emptied: Document = {name: [] for name in ("samples", "breakdown_s") if isinstance(series.get(name), list)}
+    return {**document, "series": {**series, **emptied}}
 
 
-def _rank(report: BubbleReport, rank: int) -> Document:
-    return {
-        "rank": rank,
-        "step_seconds": report.parts[:, rank, 0].mean(),
-        "shares": report.rank_shares(rank),
-        "score": None if report.imbalance is None else report.imbalance.scores[rank],
-        "last": report.last[rank] if len(report.last) else 0,
-    }
+def _place_and_fix(wrong: ValidationError) -> str:
+    place, rule = wrong.json_path[2:], wrong.validator_value
+    if wrong.validator == "required":
+        missing = next(name for name in rule if name not in wrong.instance)
+        return f"{place}{'.' * bool(place)}{missing} is missing"
+    return f"{place} is {wrong.instance!r:.60}, not of {wrong.validator} {rule!r}"
 
 
-def _imbalance(report: BubbleReport) -> Document | None:
-    if (imbalance := report.imbalance) is None:
-        return None
-    seconds = {f"{cause}_seconds": getattr(imbalance, cause) for cause in ("data", "hardware", "jitter")}
-    return {"basis": imbalance.basis, **seconds, "slow_ranks": imbalance.slow, "residual": imbalance.residual}
+def _check_rows(document: Document) -> None:
+    """The rows of the series are numbers, as many as there are steps, ranks and columns, which a schema cannot say."""
+    series = document["series"]
+    steps, ranks = document["status"]["steps"], len(document["ranks"])
+    expected = {"step": (steps,), "breakdown_s": (steps, ranks, len(series["columns"])), "samples": (steps, ranks)}
+    for name, shape in expected.items():
+        if (found := _shape(series[name])) != shape:
+            raise ValueError(f"series.{name} has the shape {found}, not {shape}, which status.steps and the ranks ask for")
+        cells = series[name]
+        for _ in shape[1:]:
+            cells = chain.from_iterable(cells)
+        kinds = {int, float} if name == "breakdown_s" else {int}
+        if unfit := {type(cell) for cell in cells} - kinds:
+            raise ValueError(f"series.{name} holds {unfit.pop().__name__} values, not {'whole ' * (len(kinds) == 1)}numbers")
 
 
-def _exchanges(report: BubbleReport) -> list[Document]:
-    waits = ("straggler_wait", "transfer", "hidden")
-    return [
-        {
-            "name": figures.name,
-            "per_step": figures.per_step,
-            **{f"{name}_seconds": getattr(figures, name) for name in waits},
-            "moved_bytes": figures.moved,
-            "last": figures.last,
-        }
-        for figures in report.exchanges
-    ]
+def _shape(rows: list[Any]) -> tuple[int, ...] | str:
+    try:
+        return np.shape(rows)
+    except ValueError:
+        return "of rows that differ in length"
 
 
-def _waiting(report: BubbleReport) -> Document:
-    waiting = report.waiting
-    how = {"method": waiting.method, "uncertainty_seconds": waiting.uncertainty, "reason": waiting.reason}
-    rest = {"bandwidth_bytes_per_second": waiting.bandwidth, "unsplit_seconds": waiting.unsplit}
-    return {**how, "clock": waiting.clock, **rest}
+def _readable(value: Any, indent: str = "") -> str:
+    """JSON in which a line holds what fits into it, or a list of plain values; all else is indented.
 
-
-def _overhead(report: BubbleReport) -> Document:
-    overhead = report.overhead
-    return {
-        "seconds_per_step": overhead.total,
-        "exchange_seconds_per_step": overhead.exchange,
-        "stamp_seconds_per_step": overhead.stamps,
-        "share": overhead.total / report.step_seconds if report.step_seconds else 0.0,
-    }
-
-
-def _plain(value: Any, at: str) -> Any:
-    """As JSON has it, and floats without the noise of their last digits."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner, f"{at}.{key}") for key, inner in value.items()}
-    if isinstance(value, (list, tuple, np.ndarray)):
-        return [_plain(inner, f"{at}[{k}]") for k, inner in enumerate(value)]
-    if isinstance(value, (float, np.floating)):
-        if not math.isfinite(value):
-            raise ValueError(f"{at} is {value}: a report holds finite figures only, None is for what is unknown")
-        return float(f"{value:.9g}")
-    return int(value) if isinstance(value, np.integer) else value
+    ``json.dumps(indent=...)`` would give every number of the series a line of its own.
+    """
+    line = json.dumps(value, allow_nan=False, ensure_ascii=False)
+    children = list(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
+    nested = isinstance(value, dict) or any(isinstance(child, (dict, list)) for child in children)
+    if not children or not nested or len(indent) + len(line) <= _WIDTH:
+        return line
+    deeper = indent + " "
+    names = [f"{json.dumps(name, ensure_ascii=False)}: " for name in value] if isinstance(value, dict) else [""] * len(children)
+    inner = ",\n".join(deeper + name + _readable(child, deeper) for name, child in zip(names, children))
+    return f"{line[0]}\n{inner}\n{indent}{line[-1]}"
 
 
 def _refuse(constant: str) -> None:

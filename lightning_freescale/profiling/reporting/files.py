@@ -1,4 +1,4 @@
-"""What a profile leaves in its folder."""
+"""The files that a profiled run leaves in its folder."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from lightning_freescale.profiling.recording.records import ResolvedStep
-from lightning_freescale.profiling.reporting import document
+from lightning_freescale.profiling.reporting.document import write
 from lightning_freescale.profiling.reporting.page import write_page
 from lightning_freescale.profiling.reporting.report import BubbleReport
 from lightning_freescale.profiling.reporting.trace.writer import write_trace
 
-_REFRESHING = 0.002
+_REFRESH_SHARE = 0.002
 """Share of the run that writing the report again and again may take."""
 
 
-class Files(dict[str, Path]):
+class ReportFiles(dict[str, Path]):
     """``report.json``, ``report.html`` and ``trace.json``, by ``"report"``, ``"page"`` and ``"trace"`` once they are written.
 
     A file that cannot be written is a warning, not the end of a training run.
@@ -32,39 +32,42 @@ class Files(dict[str, Path]):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
-        self._ended = self._took = 0.0
-        self._last, self._lock = False, threading.Lock()
+        self._refreshed_at = self._refresh_s = 0.0
+        self._final = False
+        self._lock = threading.Lock()  # the thread aside refreshes while the training thread may write the last report
 
     def problem(self) -> str | None:
-        """Why nothing can be written there; makes the folder."""
+        """Make the folder; return why nothing can be written there, None if files can."""
         probe = self.folder / ".writable"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             probe.touch()
             probe.unlink()
         except OSError as error:
-            return f"the profiler cannot write to folder={str(self.folder)!r}: {error}; pass another one"
+            return f"the profiler cannot write to dirpath={str(self.folder)!r}: {error}; pass another one"
         return None
 
     def write(self, report: BubbleReport, traced: Sequence[Sequence[ResolvedStep]], kineto: Sequence[Any] = ()) -> None:
-        """All of them, for the last time; no trace without steps."""
+        """Write all files, for the last time; no trace without steps."""
         with self._writing():
-            self._last, told = True, report.document()
-            self["report"] = document.write(told, self.folder / "report.json")
-            self["page"] = write_page(self.folder / "report.html", [told])
+            self._final = True
+            document = report.document()
+            self["report"] = write(document, self.folder / "report.json")
+            self["page"] = write_page(self.folder / "report.html", [document])
             if traced:
-                self["trace"] = write_trace(self.folder / "trace.json", traced, kineto)
+                aligned = report.wait_attribution.aligned
+                self["trace"] = write_trace(self.folder / "trace.json", traced, kineto, aligned=aligned)
 
     def refresh(self, report: Callable[[], BubbleReport]) -> None:
-        """The report alone, in case the run is killed; as often as costs next to nothing."""
+        """Write the report alone, in case the run is killed; as often as costs next to nothing."""
         began = time.perf_counter()
-        if began - self._ended < self._took / _REFRESHING:
+        if began - self._refreshed_at < self._refresh_s / _REFRESH_SHARE:
             return
         with self._writing():
-            if not self._last:
+            if not self._final:
                 self["report"] = report().write(self.folder / "report.json")
-        self._ended = time.perf_counter()
-        self._took = self._ended - began
+        self._refreshed_at = time.perf_counter()
+        self._refresh_s = self._refreshed_at - began
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

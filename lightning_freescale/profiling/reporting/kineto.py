@@ -1,11 +1,13 @@
-"""torch.profiler over a few steps, for the trace of all ranks."""
+"""torch.profiler over a few steps: events for the trace of all ranks, and how long a GPU ran no kernel."""
 
 from __future__ import annotations
 
 import gc
 import json
+import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,13 +15,33 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
-from lightning_freescale.profiling.reporting.idle import GPU, Breakdown, temporal_breakdown
-
 SHORTEST = 20e-6
 """Seconds; operators on the CPU that take less are left out."""
 LIMIT = 20_000
 """Slices of one rank; if there are more, GPU work is kept before operators, and the longest of each."""
+_ONE_PROFILER = (
+    "leave out torch_profiler_steps, or use a Trainer without profiler='pytorch' and no torch.profiler of your own meanwhile"
+)
 _CPU = ("cpu_op", "user_annotation")
+_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+"""Categories of what occupies a stream."""
+_NO_COMPUTE = re.compile(r"nccl.*Kernel|.*Memcpy|Memset|dma|.*Sync")
+"""Names of communication and memory kernels."""
+
+
+@dataclass(frozen=True)
+class TemporalBreakdown:
+    """Shares of the time from the first kernel's start to the last one's end; they add up to 1.
+
+    Attributes:
+        idle: no stream ran anything.
+        compute: at least one stream computed.
+        other: communication or memory that no compute hid. A rank that waits inside an NCCL kernel is here, not in ``idle``.
+    """
+
+    idle: float
+    compute: float
+    other: float
 
 
 class KinetoWindow:
@@ -36,7 +58,9 @@ class KinetoWindow:
 
     def __init__(self, steps: int, device: torch.device) -> None:
         if steps < 1:
-            raise ValueError(f"kineto_steps={steps}: a window of torch.profiler has at least one step; use None for no window")
+            raise ValueError(
+                f"torch_profiler_steps={steps}: a window of torch.profiler has at least one step; use None for no window"
+            )
         self.steps = steps
         self._activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
         self._profile: profile | None = None
@@ -45,7 +69,7 @@ class KinetoWindow:
 
     @property
     def running(self) -> bool:
-        """Whether it was started and not stopped."""
+        """Whether the window was started and not stopped."""
         return self._profile is not None
 
     def start(self) -> None:
@@ -56,8 +80,8 @@ class KinetoWindow:
         """
         if self.running or _in_use():
             raise RuntimeError(
-                "kineto_steps needs torch's profiler, but another one is active, and torch allows one per process: leave out "
-                "kineto_steps, or use a Trainer without profiler='pytorch' and no torch.profiler of your own meanwhile"
+                "torch_profiler_steps needs torch's profiler, but another one is active, and torch allows one per process: "
+                f"{_ONE_PROFILER}"
             )
         self._profile, self._slices = profile(activities=self._activities), None
         self._profile.start()
@@ -70,19 +94,19 @@ class KinetoWindow:
             RuntimeError: it was not started, or another profiler ended it.
         """
         if self._profile is None:
-            raise RuntimeError("the window of kineto_steps is not running: call start() before stop()")
+            raise RuntimeError("the window of torch_profiler_steps is not running: call start() before stop()")
         taken = not torch.autograd._profiler_enabled()
         stopped, self._profile = self._profile, None
         stopped.stop()
         if taken:
             raise RuntimeError(
-                "another torch profiler began inside the window of kineto_steps and ended it, nothing of it is left: leave out "
-                "kineto_steps, or use a Trainer without profiler='pytorch' and no torch.profiler of your own meanwhile"
+                "another torch profiler began inside the window of torch_profiler_steps and ended it, nothing of it is left: "
+                f"{_ONE_PROFILER}"
             )
         self._slices = _exported(stopped, self._ahead)
 
     def events(self, to_seconds: Callable[[float], float]) -> list[dict[str, Any]]:
-        """The window's slices for :func:`~lightning_freescale.profiling.reporting.trace.writer.write_trace`.
+        """Return the window's slices for :func:`~lightning_freescale.profiling.reporting.trace.writer.write_trace`.
 
         They are Chrome events but for ``tid``, which is the thread's name, and ``ts`` and ``dur``, which are seconds. Operators
         below :data:`SHORTEST` and slices beyond :data:`LIMIT` are left out, which one more event tells.
@@ -91,23 +115,23 @@ class KinetoWindow:
             to_seconds: from this host's ``time.perf_counter`` to the clock of the trace.
         """
         found = self._stopped()
-        kept = [event for event in found if event["cat"] in GPU or event["dur"] >= SHORTEST]
+        kept = [event for event in found if event["cat"] in _GPU or event["dur"] >= SHORTEST]
         short, beyond = len(found) - len(kept), max(0, len(kept) - LIMIT)
         if beyond:
-            kept = sorted(kept, key=lambda event: (event["cat"] not in GPU, -event["dur"]))[:LIMIT]
+            kept = sorted(kept, key=lambda event: (event["cat"] not in _GPU, -event["dur"]))[:LIMIT]
         if short or beyond:
             text = f"{short} operators below {SHORTEST * 1e6:.0f} us and {beyond} slices beyond {LIMIT} are left out"
             first = min(event["ts"] for event in found)
             kept.append({"ph": "i", "s": "t", "cat": "note", "name": text, "tid": "kineto: left out", "ts": first})
-        return [_moved(event, to_seconds) for event in kept]
+        return [_on_clock(event, to_seconds) for event in kept]
 
-    def breakdown(self) -> Breakdown | None:
-        """Where the GPU's time went in the window, of all of its kernels; None if none ran. Not tested on GPU."""
+    def breakdown(self) -> TemporalBreakdown | None:
+        """Return where the GPU's time went in the window, of all of its kernels; None if none ran. Not tested on GPU."""
         return temporal_breakdown(self._stopped())
 
     def _stopped(self) -> list[dict[str, Any]]:
         if self._slices is None:
-            raise RuntimeError("the window of kineto_steps holds nothing yet: call start() and stop() first")
+            raise RuntimeError("the window of torch_profiler_steps holds nothing yet: call start() and stop() first")
         return self._slices
 
 
@@ -142,23 +166,56 @@ def _exported(stopped: profile, ahead: int) -> list[dict[str, Any]]:
 
 
 def slices_of(events: Iterable[dict[str, Any]], base: float) -> list[dict[str, Any]]:
-    """GPU work and operators among Kineto's events, in seconds; ``base`` is when its clock of microseconds was zero."""
+    """Return GPU work and operators among Kineto's events, in seconds; ``base`` is when its clock of microseconds was zero."""
     return [
         {
             "ph": "X",
             "cat": event["cat"],
             "name": event["name"],
-            "tid": f"kineto: {'stream' if event['cat'] in GPU else 'thread'} {event['tid']}",
+            "tid": f"kineto: {'stream' if event['cat'] in _GPU else 'thread'} {event['tid']}",
             "ts": base + event["ts"] * 1e-6,
             "dur": event["dur"] * 1e-6,
         }
         for event in events
-        if event.get("cat") in (*_CPU, *GPU)
+        if event.get("cat") in (*_CPU, *_GPU)
     ]
 
 
-def _moved(event: dict[str, Any], to_seconds: Callable[[float], float]) -> dict[str, Any]:
+def _on_clock(event: dict[str, Any], to_seconds: Callable[[float], float]) -> dict[str, Any]:
     moved = {**event, "ts": to_seconds(event["ts"])}
     if "dur" in event:
         moved["dur"] = to_seconds(event["ts"] + event["dur"]) - moved["ts"]
     return moved
+
+
+def temporal_breakdown(events: Iterable[Mapping[str, Any]]) -> TemporalBreakdown | None:
+    """Return the shares that HolisticTraceAnalysis calls temporal breakdown, by its names of kernels.
+
+    Not tested on GPU: tested on events made up for the purpose.
+
+    Args:
+        events: slices of one rank with ``cat``, ``name``, ``ts`` and ``dur``; those not of a GPU are passed over.
+
+    Returns:
+        None if no kernel took any time.
+    """
+    kernels = [event for event in events if event.get("cat") in _GPU]
+    span = max((_end(k) for k in kernels), default=0.0) - min((k["ts"] for k in kernels), default=0.0)
+    if not span:
+        return None
+    busy = _union(kernels) / span
+    compute = _union(k for k in kernels if not _NO_COMPUTE.match(k["name"])) / span
+    return TemporalBreakdown(1 - busy, compute, busy - compute)
+
+
+def _union(kernels: Iterable[Mapping[str, Any]]) -> float:
+    """Time during which at least one of them ran."""
+    total, until = 0.0, float("-inf")
+    for kernel in sorted(kernels, key=lambda k: k["ts"]):
+        total += max(0.0, _end(kernel) - max(kernel["ts"], until))
+        until = max(until, _end(kernel))
+    return total
+
+
+def _end(kernel: Mapping[str, Any]) -> float:
+    return kernel["ts"] + kernel["dur"]

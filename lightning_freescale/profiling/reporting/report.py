@@ -2,127 +2,36 @@
 
 from __future__ import annotations
 
-import platform
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_freescale.profiling.analysis.breakdown import PART_NAMES, bubble, column
-from lightning_freescale.profiling.reporting import document, text
+from lightning_freescale.profiling.analysis.imbalance import Imbalance
+from lightning_freescale.profiling.analysis.what_if import WhatIf
+from lightning_freescale.profiling.reporting.document import FORMAT, VERSION, Document, write
+from lightning_freescale.profiling.reporting.facts import ExchangeFigures, Overhead, RunInfo, Status, WaitAttribution
+from lightning_freescale.profiling.reporting.text import summary
 
-if TYPE_CHECKING:
-    from lightning_freescale.profiling.analysis.imbalance import Imbalance
-    from lightning_freescale.profiling.analysis.what_if import WhatIf
-
+Floats = NDArray[np.float64]
 _SHARES = ("data_wait", "compute", *PART_NAMES[2:])
-
-
-@dataclass(frozen=True)
-class RunInfo:
-    """What ran. ``label`` names the run in comparisons; ``started`` is a time in ISO 8601; ``versions`` are of packages."""
-
-    label: str
-    model: str
-    parameters: int
-    world_size: int
-    strategy: str = "a plain loop"
-    device: str = "cpu"
-    accumulate_grad_batches: int = 1
-    started: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
-    versions: Mapping[str, str] = field(default_factory=lambda: _installed())
-
-
-@dataclass(frozen=True)
-class Status:
-    """How much of the run the report covers.
-
-    Attributes:
-        complete: the run came to its end.
-        reason: why it did not.
-        warmup: first steps left out.
-        not_exchanged: steps done whose records the ranks could not exchange any more.
-    """
-
-    complete: bool = True
-    reason: str | None = None
-    warmup: int = 0
-    not_exchanged: int = 0
-
-
-@dataclass(frozen=True)
-class WaitAttribution:
-    """How waits were split into straggler wait and transfer.
-
-    Attributes:
-        method: ``"arrival clocks"``, ``"bandwidth"`` or ``"one rank"``.
-        uncertainty: how far the turn from one to the other may be off, in seconds.
-        reason: why a method that is not the best was taken.
-        clock: how well the ranks' clocks were aligned, as in the document.
-        bandwidth: bytes per second that the split assumed.
-        unsplit: seconds per step of waits that could not be split.
-    """
-
-    method: str
-    uncertainty: float
-    reason: str | None = None
-    clock: Mapping[str, float] | None = None
-    bandwidth: float | None = None
-    unsplit: float = 0.0
-
-
-@dataclass(frozen=True)
-class Overhead:
-    """What the profiler itself took, in seconds per step: the ranks' ``exchange`` of records, and ``stamps``."""
-
-    exchange: float
-    stamps: float
-
-    @property
-    def total(self) -> float:
-        """Both."""
-        return self.exchange + self.stamps
-
-
-@dataclass(frozen=True)
-class ExchangeFigures:
-    """The exchanges of one name, per step and as a mean over the ranks.
-
-    Attributes:
-        name: of the exchanges.
-        per_step: how many a step has.
-        straggler_wait: seconds waited for the last rank.
-        transfer: seconds waited after that.
-        hidden: seconds behind compute.
-        moved: bytes that pass a rank's link; None if unknown.
-        last: how often each rank was the last to arrive, over all steps.
-    """
-
-    name: str
-    per_step: float
-    straggler_wait: float
-    transfer: float
-    hidden: float
-    moved: float | None
-    last: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class BubbleReport:
-    """Parts of every step on every rank, and what explains them.
+    """The breakdown of every step on every rank, and what explains it.
 
     Attributes:
-        parts: seconds, shape ``[steps, ranks, len(PART_NAMES)]``.
+        breakdown: seconds, shape ``[steps, ranks, len(PART_NAMES)]``.
         samples: samples of every step on every rank, shape ``[steps, ranks]``; zeros if unknown.
         steps: their numbers in the fit, shape ``[steps]``.
-        about: what ran.
-        waiting: how waits were split.
+        run: what ran.
+        wait_attribution: whether waits were divided.
         overhead: what the profiler took.
         status: whether the run is covered to its end.
         imbalance: why the ranks' compute differs; None if that was not looked into.
@@ -130,20 +39,20 @@ class BubbleReport:
         exchanges: figures by name of exchange.
         host: host overhead in seconds per step by section, mean over ranks.
         device_idle: how idle the devices were, from a profiler of the device, as in the document.
-        median_step: the pieces of a typical step, as in the document.
+        median_step: the intervals of a typical step, as in the document.
         last: how often each rank was the last to arrive at an exchange; empty if there is none.
 
     Raises:
         ValueError: the shapes do not fit together.
     """
 
-    parts: NDArray[np.float64]
+    breakdown: Floats
     samples: NDArray[np.int64]
     steps: NDArray[np.int64] | Sequence[int]
-    about: RunInfo
-    waiting: WaitAttribution
+    run: RunInfo
+    wait_attribution: WaitAttribution
     overhead: Overhead
-    status: Status = Status()
+    status: Status = field(default_factory=Status)
     imbalance: Imbalance | None = None
     what_if: Sequence[WhatIf] = ()
     exchanges: Sequence[ExchangeFigures] = ()
@@ -153,17 +62,18 @@ class BubbleReport:
     last: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        rows = (len(self.steps), *self.parts.shape[1:2])  # ranks may be fewer than the world: an interrupted run has but rank 0
-        if self.parts.shape != (*rows, len(PART_NAMES)) or self.samples.shape != rows or not self.parts.size:
+        # ranks may be fewer than the world: an interrupted run has but rank 0
+        rows = (len(self.steps), *self.breakdown.shape[1:2])
+        if self.breakdown.shape != (*rows, len(PART_NAMES)) or self.samples.shape != rows or not self.breakdown.size:
             raise ValueError(
-                f"BubbleReport(parts of shape {self.parts.shape}, samples of {self.samples.shape}, {len(self.steps)} steps): "
-                f"pass [steps, ranks, {len(PART_NAMES)}] and [steps, ranks], of one step and one rank at least"
+                f"BubbleReport(breakdown of shape {self.breakdown.shape}, samples of {self.samples.shape}, {len(self.steps)} "
+                f"steps): pass [steps, ranks, {len(PART_NAMES)}] and [steps, ranks], of one step and one rank at least"
             )
 
     @property
     def bubble(self) -> float:
         """1 - compute / wall over all ranks and steps."""
-        return bubble(self.parts)
+        return bubble(self.breakdown)
 
     @property
     def limit(self) -> float | None:
@@ -173,81 +83,166 @@ class BubbleReport:
     @property
     def shares(self) -> dict[str, float]:
         """Share of each part in the wall time, over all ranks and steps; of what is hidden, too."""
-        return _shares(self.parts)
+        return _shares(self.breakdown)
 
     def rank_shares(self, rank: int) -> dict[str, float]:
-        """The shares in one rank's wall time."""
-        return _shares(self.parts[:, rank])
+        """Share of each part in one rank's wall time."""
+        return _shares(self.breakdown[:, rank])
 
     @property
     def compute_imbalance(self) -> float:
         """Max over ranks of compute / mean, over all steps, each weighted by its compute."""
-        return _imbalance(self.parts)
+        return _compute_imbalance(self.breakdown)
 
     @property
-    def step_seconds(self) -> float:
-        """Mean wall time of a step."""
-        return float(self.parts[:, :, 0].mean())
+    def step_s(self) -> float:
+        """Mean wall time of a step in seconds."""
+        return float(self.breakdown[:, :, 0].mean())
 
     @property
-    def compute_seconds(self) -> float:
-        """Mean compute of a step and rank."""
-        return float(column(self.parts, "compute").mean())
+    def compute_s(self) -> float:
+        """Mean compute of a step and rank in seconds."""
+        return float(column(self.breakdown, "compute").mean())
 
     @property
-    def samples_per_second(self) -> float | None:
+    def samples_per_s(self) -> float | None:
         """Samples of all ranks per second of wall time; None if the samples are unknown."""
-        return _samples_per_second(self.parts, self.samples)
+        return _samples_per_s(self.breakdown, self.samples)
 
     @property
     def overlap_efficiency(self) -> float | None:
-        """Share of the exchanges' time that compute hid, straggler wait left out; None without exchanges."""
-        hidden, transfer = (float(column(self.parts, name).sum()) for name in ("hidden", "transfer"))
-        return hidden / (hidden + transfer) if hidden + transfer else None
+        """Share of the exchanges' time that compute hid, straggler wait left out; None without exchanges.
 
-    def scalars(self) -> dict[str, float]:
-        """For loggers, prefixed with ``freescale/``."""
-        return window_scalars(self.parts, self.samples)
+        Also None where waits were not divided: how much of them is transfer is not known then.
+        """
+        wait, transfer, hidden = (float(column(self.breakdown, name).sum()) for name in ("wait", "transfer", "hidden"))
+        return hidden / (hidden + transfer) if hidden + transfer and not wait else None
 
-    def document(self) -> document.Document:
-        """The report as the JSON document that ``schema.json`` describes."""
-        return document.of_report(self)
+    def document(self, series: bool = True) -> Document:
+        """Return the JSON document that ``schema.json`` describes; without ``series`` it lacks the single steps.
+
+        Raises:
+            ValueError: a figure is not finite.
+        """
+        waits, overhead = self.wait_attribution, self.overhead
+        share = overhead.total / self.step_s if self.step_s else 0.0
+        values: Document = {
+            "format": FORMAT,
+            "version": VERSION,
+            "run": vars(self.run),
+            "status": _status(self),
+            "summary": _summary(self),
+            "ranks": [_rank(self, rank) for rank in range(self.breakdown.shape[1])],
+            "imbalance": None if self.imbalance is None else _imbalance(self.imbalance),
+            "what_if": [vars(case) for case in self.what_if],
+            "exchanges": [_exchange(figures) for figures in self.exchanges],
+            "host_s": self.host,
+            "wait_attribution": {
+                "aligned": waits.aligned,
+                "uncertainty_s": waits.uncertainty,
+                "reason": waits.reason,
+                "clock": waits.clock,
+            },
+            "overhead": {
+                "total_s": overhead.total,
+                "exchange_s": overhead.exchange,
+                "stamps_s": overhead.stamps,
+                "share": share,
+            },
+            "device_idle": self.device_idle,
+            "median_step": self.median_step,
+        }
+        document = {name: _plain(value, name) for name, value in values.items()}
+        if series:
+            document["series"] = {
+                "columns": list(PART_NAMES),
+                "step": np.asarray(self.steps).tolist(),
+                "samples": self.samples.tolist(),
+                "breakdown_s": self.breakdown.round(6).tolist(),  # microseconds: more digits make a long file longer
+            }
+        return document
 
     def write(self, path: str | Path) -> Path:
         """Write the document; a reader finds the old file or the whole new one."""
-        return document.write(self.document(), path)
+        return write(self.document(), path)
 
     def __str__(self) -> str:
-        return text.summary(document.head(self))
+        return summary(self.document(series=False))
 
 
-def _installed() -> dict[str, str]:
-    names = ("lightning-freescale", "torch", "lightning")
-    found = {name.replace("-", "_"): version(name) for name in names if find_spec(name.replace("-", "_")) is not None}
-    return {**found, "python": platform.python_version()}
+def window_scalars(breakdown: Floats, samples: NDArray[np.int64]) -> dict[str, float]:
+    """Return what loggers get of some steps, by keys that begin with ``freescale/bubble/``.
 
-
-def window_scalars(parts: NDArray[np.float64], samples: NDArray[np.int64]) -> dict[str, float]:
-    """What loggers get of some steps: ``parts`` of shape ``[steps, ranks, parts]``, ``samples`` of ``[steps, ranks]``."""
-    values = {"bubble": bubble(parts), **_shares(parts), "compute_imbalance": _imbalance(parts)}
-    values["step_seconds"] = float(parts[:, :, 0].mean())
-    rate = _samples_per_second(parts, samples)
+    Args:
+        breakdown: seconds, shape ``[steps, ranks, len(PART_NAMES)]``.
+        samples: shape ``[steps, ranks]``; zeros if unknown, then there is no ``samples_per_s``.
+    """
+    values = {"fraction": bubble(breakdown), **_shares(breakdown), "compute_imbalance": _compute_imbalance(breakdown)}
+    values["step_s"] = float(breakdown[:, :, 0].mean())
+    rate = _samples_per_s(breakdown, samples)
     if rate is not None:
-        values["samples_per_second"] = rate
-    return {f"freescale/{name}": value for name, value in values.items()}
+        values["samples_per_s"] = rate
+    return {f"freescale/bubble/{name}": value for name, value in values.items()}
 
 
-def _shares(parts: NDArray[np.float64]) -> dict[str, float]:
-    total = parts.reshape(-1, len(PART_NAMES)).sum(axis=0)
+def _shares(breakdown: Floats) -> dict[str, float]:
+    total = breakdown.reshape(-1, len(PART_NAMES)).sum(axis=0)
     return {name: float(column(total, name) / total[0]) if total[0] else 0.0 for name in _SHARES}
 
 
-def _imbalance(parts: NDArray[np.float64]) -> float:
-    compute = column(parts, "compute")
+def _compute_imbalance(breakdown: Floats) -> float:
+    compute = column(breakdown, "compute")
     mean = float(compute.mean(axis=1).sum())
     return float(compute.max(axis=1).sum()) / mean if mean else 1.0
 
 
-def _samples_per_second(parts: NDArray[np.float64], samples: NDArray[np.int64]) -> float | None:
-    seconds = float(parts[:, :, 0].mean(axis=1).sum())
+def _samples_per_s(breakdown: Floats, samples: NDArray[np.int64]) -> float | None:
+    seconds = float(breakdown[:, :, 0].mean(axis=1).sum())
     return float(samples.sum()) / seconds if seconds and samples.any() else None
+
+
+def _status(report: BubbleReport) -> Document:
+    status = report.status
+    covered = {"steps": len(report.steps), "first_step": report.steps[0]}
+    left_out = {"warmup": status.warmup, "not_exchanged": status.not_exchanged}
+    return {"complete": status.complete, "reason": status.reason, **covered, **left_out}
+
+
+def _summary(report: BubbleReport) -> Document:
+    rates = ("step_s", "samples_per_s", "compute_imbalance", "overlap_efficiency", "shares")
+    figures = {name: getattr(report, name) for name in ("bubble", "limit", *rates)}
+    return {**figures, "samples": report.samples.sum()}
+
+
+def _rank(report: BubbleReport, rank: int) -> Document:
+    return {
+        "rank": rank,
+        "step_s": report.breakdown[:, rank, 0].mean(),
+        "shares": report.rank_shares(rank),
+        "score": None if report.imbalance is None else report.imbalance.scores[rank],
+        "last": report.last[rank] if len(report.last) else 0,
+    }
+
+
+def _imbalance(imbalance: Imbalance) -> Document:
+    seconds = {f"{cause}_s": getattr(imbalance, cause) for cause in ("data", "hardware", "jitter")}
+    return {"method": imbalance.method, **seconds, "slow_ranks": imbalance.slow, "residual": imbalance.residual}
+
+
+def _exchange(figures: ExchangeFigures) -> Document:
+    seconds = {f"{name}_s": getattr(figures, name) for name in ("straggler_wait", "transfer", "wait", "hidden")}
+    rest = {"moved_bytes": figures.moved, "last": figures.last}
+    return {"name": figures.name, "per_step": figures.per_step, **seconds, **rest}
+
+
+def _plain(value: Any, at: str) -> Any:
+    """As JSON has it, and floats without the noise of their last digits."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner, f"{at}.{key}") for key, inner in value.items()}
+    if isinstance(value, (list, tuple, np.ndarray)):
+        return [_plain(inner, f"{at}[{k}]") for k, inner in enumerate(value)]
+    if isinstance(value, (float, np.floating)):
+        if not math.isfinite(value):
+            raise ValueError(f"{at} is {value}: a report holds finite figures only, None is for what is unknown")
+        return float(f"{value:.9g}")
+    return int(value) if isinstance(value, np.integer) else value

@@ -9,12 +9,12 @@ from typing import Any
 _WIDTH = 120
 _ALL_RANKS = 8
 """With more ranks the table has the extremes only."""
-_COLUMNS = ("data wait", "compute", "straggler wait", "transfer", "host overhead", "unexplained", "hidden")
+_COLUMNS = ("data_wait", "compute", "straggler_wait", "transfer", "wait", "host_overhead", "unexplained", "hidden")
 
 
 def summary(document: Mapping[str, Any]) -> str:
-    """The text of a document; its series are not needed."""
-    sentences = (_bubble, _compute, _overlap, _what_if, _imbalance, _slow_ranks, _waiting, _overhead)
+    """Return the text of a document, no line wider than 120 characters; its series are not needed."""
+    sentences = (_bubble, _compute, _overlap, _what_if, _imbalance, _slow_ranks, _waits, _overhead)
     below = [sentence(document) for sentence in sentences]
     lines = [*_wrapped([_incomplete(document), _title(document)]), *_table(document), *_wrapped(below)]
     return "\n".join(lines)
@@ -55,21 +55,31 @@ def _table(document: Mapping[str, Any]) -> list[str]:
     rows.append(("all", {**document["summary"], "last": sum(rank["last"] for rank in ranks)}))
     exchanges = max(rows[-1][1]["last"], 1)
     wide = max(len(label) for label, _ in rows)
-    heading = "".join(f"{name:>{len(name) + 2}}" for name in _COLUMNS)
+    # waits are divided on most runs: the column of those that are not would hold zeros
+    columns = [name for name in _COLUMNS if name != "wait" or document["summary"]["shares"]["wait"]]
+    heading = "".join(f"{_label(name):>{_width(name)}}" for name in columns)
     return [
         f"{'rank' if many else '':{wide}}{'ms/step':>9}{heading}{'last':>8}",
-        *(f"{label:{wide}}{_cells(row)}{row['last'] / exchanges:>8.1%}" for label, row in rows),
+        *(f"{label:{wide}}{_cells(row, columns)}{row['last'] / exchanges:>8.1%}" for label, row in rows),
     ]
 
 
-def _cells(row: Mapping[str, Any]) -> str:
-    shares = (f"{row['shares'][name.replace(' ', '_')]:>{len(name) + 2}.1%}" for name in _COLUMNS)
-    return f"{row['step_seconds'] * 1e3:>9.1f}{''.join(shares)}"
+def _label(column: str) -> str:
+    return "wait for peers" if column == "wait" else column.replace("_", " ")
+
+
+def _width(column: str) -> int:
+    return len(_label(column)) + 2
+
+
+def _cells(row: Mapping[str, Any], columns: Iterable[str]) -> str:
+    shares = (f"{row['shares'][name]:>{_width(name)}.1%}" for name in columns)
+    return f"{row['step_s'] * 1e3:>9.1f}{''.join(shares)}"
 
 
 def _extremes(ranks: list[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
     def seconds(rank: Mapping[str, Any], name: str) -> float:
-        return float(rank["shares"][name] * rank["step_seconds"])
+        return float(rank["shares"][name] * rank["step_s"])
 
     chosen = {
         "most compute": max(ranks, key=lambda rank: seconds(rank, "compute")),
@@ -83,11 +93,11 @@ def _bubble(document: Mapping[str, Any]) -> str:
     figures = document["summary"]
     if figures["limit"] is None:
         return "bubble b = 100.0%: no compute was seen"
-    rate = figures["samples_per_second"]
+    rate = figures["samples_per_s"]
     speed = "" if rate is None else f", {rate:.1f} samples/s now"
     return (
         f"bubble b = {figures['bubble']:.1%}: removing it all would be at most {figures['limit']:.2f}x faster "
-        f"({_ms(figures['step_seconds'] / figures['limit'])} ms/step{speed})"
+        f"({_ms(figures['step_s'] / figures['limit'])} ms/step{speed})"
     )
 
 
@@ -104,16 +114,21 @@ def _overlap(document: Mapping[str, Any]) -> str | None:
 
 
 def _what_if(document: Mapping[str, Any]) -> str | None:
-    cases = [f"{c['name']} {c['speed_up']:.2f}x" + (f" ({c['note']})" if c["note"] else "") for c in document["what_if"]]
-    return f"what if: {', '.join(cases)}" if cases else None
+    cases = ", ".join(map(_case, document["what_if"]))
+    return f"what if: {cases}" if cases else None
+
+
+def _case(case: Mapping[str, Any]) -> str:
+    gain = "left out" if case["speed_up"] is None else f"{case['speed_up']:.2f}x"
+    return f"{case['name']} {gain}" + (f" ({case['note']})" if case["note"] else "")
 
 
 def _imbalance(document: Mapping[str, Any]) -> str | None:
     split = document["imbalance"]
     if split is None:
         return None
-    data, hardware, jitter = (split[f"{cause}_seconds"] for cause in ("data", "hardware", "jitter"))
-    if split["basis"] == "ranks":
+    data, hardware, jitter = (split[f"{cause}_s"] for cause in ("data", "hardware", "jitter"))
+    if split["method"] == "ranks":
         return (
             f"of {_ms(data + hardware + jitter)} ms that ranks differ per step, {_ms(hardware)} last from step to step, "
             f"{_ms(data + jitter)} do not"
@@ -130,28 +145,25 @@ def _slow_ranks(document: Mapping[str, Any]) -> str | None:
     if not slow:
         return None
     named = ", ".join(f"rank {rank} takes {score:.2f}x" for rank, score in slow.items())
-    if document["imbalance"]["basis"] == "cost model":
+    if document["imbalance"]["method"] == "cost model":
         return f"{named} what its samples explain: a slow or shared device?"
-    return f"{named} as long as the median rank, step after step: a slow device, or always longer histories? lengths_of= tells"
+    return f"{named} as long as the median rank, step after step: a slow device, or always longer histories? lengths_fn= tells"
 
 
-def _waiting(document: Mapping[str, Any]) -> str | None:
-    waiting = document["waiting"]
-    if waiting["method"] == "one rank":
+def _waits(document: Mapping[str, Any]) -> str | None:
+    waits = document["wait_attribution"]
+    if not waits["aligned"]:
+        return f"wait for peers is not divided into straggler wait and transfer: {waits['reason']}"
+    if document["run"]["world_size"] == 1:
         return None
-    reason = f" ({waiting['reason']})" if waiting["reason"] else ""
-    unsplit = f"; {_ms(waiting['unsplit_seconds'])} ms/step could not be split" if waiting["unsplit_seconds"] else ""
-    return (
-        f"straggler wait and transfer were told apart by {waiting['method']}{reason}, uncertain by "
-        f"{_ms(waiting['uncertainty_seconds'])} ms{unsplit}"
-    )
+    uncertain = _ms(waits["uncertainty_s"])
+    return f"straggler wait and transfer were told apart by the ranks' arrivals on one clock, uncertain by {uncertain} ms"
 
 
 def _overhead(document: Mapping[str, Any]) -> str:
     overhead = document["overhead"]
-    parts = (overhead[f"{part}_seconds_per_step"] for part in ("exchange", "stamp"))
-    exchange, stamps = (_ms(seconds) for seconds in parts)
+    total, exchange, stamps = (_ms(overhead[name]) for name in ("total_s", "exchange_s", "stamps_s"))
     return (
-        f"profiler overhead {_ms(overhead['seconds_per_step'])} ms/step, {overhead['share']:.2%} of a step ({exchange} for "
-        f"exchanges, on a thread aside; {stamps} for stamps)"
+        f"profiler overhead {total} ms/step, {overhead['share']:.2%} of a step ({exchange} for exchanges, on a thread aside; "
+        f"{stamps} for stamps)"
     )

@@ -44,7 +44,7 @@ def test_slow_rank_is_named_and_nobody_else(ranks: int) -> None:
     assert list(found.slow) == [1]
     assert found.slow[1] == pytest.approx(1.3, abs=0.05)
     assert found.scores[1] == found.slow[1]
-    assert found.basis == "cost model"
+    assert found.method == "cost model"
     assert found.hardware > 0 and found.data > 0
     assert found.residual == pytest.approx(0.6745 * 0.05, rel=0.2)
 
@@ -104,7 +104,7 @@ def test_without_a_cost_model_what_persists_is_hardware() -> None:
     rng = np.random.default_rng(0)
     steps = rng.uniform(1, 3, (100, 1))
     found = split_imbalance(steps * [1.0, 1.0, 1.5, 1.0])
-    assert found.basis == "ranks"
+    assert found.method == "ranks"
     assert found.hardware == pytest.approx((1.5 - 1.125) * steps.mean())
     assert (found.data, found.jitter) == (0, pytest.approx(0))
     assert found.slow == {2: pytest.approx(1.5)}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lightning_freescale.profiling.analysis.contention import Contention
 from lightning_freescale.profiling.analysis.segments import RankSegments
 from lightning_freescale.profiling.analysis.what_if import Replay, WhatIf, what_if
-from tests.helpers.profiled_runs import Rank, laps, meet, planned_run, random_run, wall
+from tests.helpers.profiled_runs import Rank, meet, planned_run, random_run, run_segments, wall
 
 sizes = st.tuples(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 10))
 
@@ -31,7 +31,7 @@ def _by_name(cases: tuple[WhatIf, ...]) -> dict[str, WhatIf]:
 @settings(deadline=None, max_examples=30)
 def test_unaltered_run_comes_out_as_measured(size: tuple[int, int, int]) -> None:
     """With subgroups, pauses, exchanges issued a step ahead, ends that are noticed late, and clocks that disagree."""
-    replay = Replay(laps(random_run(*size)))
+    replay = Replay(run_segments(random_run(*size)))
     assert replay.left_out == 0
     assert replay.error < 1e-9
     assert replay.speed_up() == pytest.approx(1.0, abs=1e-9)
@@ -40,7 +40,7 @@ def test_unaltered_run_comes_out_as_measured(size: tuple[int, int, int]) -> None
 @given(sizes)
 @settings(deadline=None, max_examples=30)
 def test_no_case_beats_its_limit_or_does_harm(size: tuple[int, int, int]) -> None:
-    run = laps(random_run(*size))
+    run = run_segments(random_run(*size))
     replay = Replay(run)
     even = np.broadcast_to(replay.compute.mean(axis=1, keepdims=True), replay.compute.shape)
     limit = replay.limit(replay.compute) + 1e-9
@@ -59,7 +59,7 @@ def test_no_case_beats_its_limit_or_does_harm(size: tuple[int, int, int]) -> Non
 @given(sizes)
 @settings(deadline=None, max_examples=25)
 def test_even_compute_cannot_hurt_ranks_that_are_alike_in_all_else(size: tuple[int, int, int]) -> None:
-    replay = Replay(laps(random_run(*size, simple=True)))
+    replay = Replay(run_segments(random_run(*size, simple=True)))
     even = np.broadcast_to(replay.compute.mean(axis=1, keepdims=True), replay.compute.shape)
     assert replay.speed_up(even) >= 1 - 1e-9
 
@@ -69,7 +69,7 @@ def test_even_compute_cannot_hurt_ranks_that_are_alike_in_all_else(size: tuple[i
 def test_altered_runs_take_what_was_foretold(size: tuple[int, int, int]) -> None:
     compute, data, transfer = _plan(*size)
     run = planned_run(compute, data, transfer)
-    cases = _by_name(what_if(laps(run)))
+    cases = _by_name(what_if(run_segments(run)))
     balanced = wall(planned_run(np.broadcast_to(compute.mean(axis=1, keepdims=True), compute.shape), data, transfer))
     assert cases["perfect balance"].speed_up == pytest.approx(max(1.0, wall(run) / balanced))
     assert cases["no data wait"].speed_up == pytest.approx(wall(run) / wall(planned_run(compute, 0 * data, transfer)))
@@ -77,7 +77,7 @@ def test_altered_runs_take_what_was_foretold(size: tuple[int, int, int]) -> None
 
 
 def test_long_compute_hides_all() -> None:
-    run = Replay(laps(planned_run(np.full((5, 2), 10.0), np.zeros((5, 2)), np.full((5, 2), 1.0))))
+    run = Replay(run_segments(planned_run(np.full((5, 2), 10.0), np.zeros((5, 2)), np.full((5, 2), 1.0))))
     assert 1 < run.speed_up(overlap=True) == pytest.approx(run.limit(run.compute))
 
 
@@ -89,7 +89,7 @@ def _blocking(compute: float, transfer: float) -> list[list[RankSegments]]:
             rank.work("forward", compute)
         meet(crew, str(step), [transfer] * 2)
         run.append([rank.step() for rank in crew])
-    return laps(run)
+    return run_segments(run)
 
 
 def test_what_exceeds_the_compute_stays_exposed() -> None:
@@ -106,7 +106,7 @@ def test_clocks_that_disagree_do_not_make_overlap_look_harmful() -> None:
             rank.work("forward", compute)
         meet(crew, str(step), [0.1, 0.1])
         run.append([rank.step() for rank in crew])
-    replay = Replay(laps(run))
+    replay = Replay(run_segments(run))
     assert replay.error < 1e-9
     assert 1 <= replay.speed_up(overlap=True) < 1.05
 
@@ -114,7 +114,7 @@ def test_clocks_that_disagree_do_not_make_overlap_look_harmful() -> None:
 def test_harmful_balance_counts_as_none_and_says_so() -> None:
     """The rank that computes less waits for data."""
     compute, data = np.tile([1.0, 3.0], (5, 1)), np.tile([2.0, 0.0], (5, 1))
-    cases = _by_name(what_if(laps(planned_run(compute, data, np.full((5, 2), 0.1)))))
+    cases = _by_name(what_if(run_segments(planned_run(compute, data, np.full((5, 2), 0.1)))))
     assert cases["perfect balance"].speed_up == 1
     assert "longer" in (cases["perfect balance"].note or "")
     assert cases["both"].speed_up >= cases["full overlap"].speed_up > 1
@@ -127,7 +127,7 @@ def test_rank_without_compute_gets_its_share() -> None:
         crew[0].work("data", 1.0)
         crew[1].work("forward", 2.0)
         run.append([rank.step() for rank in crew])
-    assert Replay(laps(run)).speed_up(np.ones((3, 2))) == pytest.approx(3 / 3)
+    assert Replay(run_segments(run)).speed_up(np.ones((3, 2))) == pytest.approx(3 / 3)
 
 
 def test_rank_that_arrives_while_it_waits_does_so_by_the_end_of_the_wait() -> None:
@@ -137,7 +137,7 @@ def test_rank_that_arrives_while_it_waits_does_so_by_the_end_of_the_wait() -> No
         rank.work("forward", 20.0)
     meet(crew, "first", [10.0, 10.0])
     meet(crew, "second", [8.0, 8.0], [25.0, 25.0])
-    assert Replay(laps([[rank.step() for rank in crew]])).speed_up(overlap=True) == pytest.approx(33 / 20)
+    assert Replay(run_segments([[rank.step() for rank in crew]])).speed_up(overlap=True) == pytest.approx(33 / 20)
 
 
 @pytest.mark.parametrize("gap", [0.0, 7.0])
@@ -154,7 +154,7 @@ def test_arrival_before_a_gap_is_not_moved(gap: float) -> None:
         rank.work("data", 1.0)
     meet(crew, "joined early", [gap + 5.0] * 2, joined)
     run.append([rank.step() for rank in crew])
-    replay = Replay(laps(run))
+    replay = Replay(run_segments(run))
     half = np.array([[2.0, 2.0], [0.0, 0.0]])
     assert replay.speed_up(half) == pytest.approx(9 / 7)
     assert replay.speed_up(data=False) == 1
@@ -172,6 +172,17 @@ def test_contention() -> None:
         what_if(steps, Contention(0.25, 0.01))
 
 
+def test_without_divided_waits_balance_and_overlap_are_left_out_and_say_why() -> None:
+    run = run_segments(planned_run(*_plan(3, 2, 6)))
+    hidden = np.full((6, 2), 0.1)
+    known, undivided = (_by_name(what_if(run, Contention(0.3, 0.01), hidden, divided=each)) for each in (True, False))
+    for name in ("perfect balance", "full overlap", "both"):
+        assert (undivided[name].speed_up, undivided[name].limit) == (None, None)
+        assert "clocks" in (undivided[name].note or "")
+    for name in ("no data wait", "no contention"):
+        assert undivided[name] == known[name]
+
+
 def _pausing(compute: np.ndarray) -> list[list[RankSegments]]:
     """The ranks meet at the end of the pause, which the replay is not told of."""
     crew, run = [Rank(), Rank()], []
@@ -183,7 +194,7 @@ def _pausing(compute: np.ndarray) -> list[list[RankSegments]]:
         if step != 1:
             meet(crew, str(step), [0.1, 0.1])
         run.append([rank.step() for rank in crew])
-    return laps(run)
+    return run_segments(run)
 
 
 def test_ranks_leave_a_pause_as_they_did() -> None:
@@ -204,14 +215,14 @@ def test_gap_between_steps_sets_the_clocks_anew() -> None:
             rank.work("forward", c)
         meet(crew, str(step), [0.0, 0.0])
         run.append([rank.step() for rank in crew])
-    replay = Replay(laps(run))
+    replay = Replay(run_segments(run))
     assert replay.error == pytest.approx(0)
     # before the gap 2 x 3 s, after it 8 s of which rank 1 waits for none; even: 2 x 2 s, and 7 + 2 s
     assert replay.speed_up(np.full((2, 2), 2.0)) == pytest.approx((6 + 11) / (4 + 9))
 
 
 def test_steps_without_a_common_order_are_left_out() -> None:
-    run = laps(planned_run(*_plan(1, 2, 6)))
+    run = run_segments(planned_run(*_plan(1, 2, 6)))
     rank = run[3][1]
     turned = replace(rank, keys=rank.keys[::-1])
     broken = [*run[:3], [run[3][0], turned], *run[4:]]
@@ -229,7 +240,7 @@ def test_steps_without_a_common_order_are_left_out() -> None:
 
 def test_inexact_replay_is_noted() -> None:
     """A rank missing from an exchange that the others waited for."""
-    run = laps([ranks[:1] for ranks in planned_run(*_plan(2, 2, 6))])
+    run = run_segments([ranks[:1] for ranks in planned_run(*_plan(2, 2, 6))])
     wrong = [[replace(rank, end=rank.end + 1.0, seconds=rank.seconds) for rank in step] for step in run]
     replay = Replay(wrong)
     assert replay.error > 0.1
@@ -240,4 +251,4 @@ def test_inexact_replay_is_noted() -> None:
 def test_nothing_to_replay() -> None:
     assert what_if([]) == ()
     idle = planned_run(np.zeros((2, 2)), np.ones((2, 2)), np.ones((2, 2)))
-    assert what_if(laps(idle)) == ()
+    assert what_if(run_segments(idle)) == ()

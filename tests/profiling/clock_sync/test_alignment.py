@@ -61,7 +61,7 @@ def synced(drifts, syncs, gap=GAP):
     for index in range(syncs):
         for clock in everyone:
             clock.skipped = gap * index
-        alignment.sync(dist.group.WORLD)
+        alignment.measure_offset(dist.group.WORLD)
         times.append(everyone[0].true())
     return alignment, everyone, np.array(times)
 
@@ -132,7 +132,7 @@ def test_uncertainty_grows_until_the_next_measurement():
         alignment, seen = Alignment(own), []
         for skipped in (0.0, GAP):
             own.skipped = skipped
-            alignment.sync(dist.group.WORLD)
+            alignment.measure_offset(dist.group.WORLD)
             seen.append(alignment.uncertainty)
             own.skipped += GAP / 2
             seen.append(alignment.uncertainty)
@@ -160,7 +160,7 @@ def test_rank_zero_keeps_its_own_clock():
 
     stamps, mapped, single, figures, uncertainty = run_distributed(rank, 2)[0]
     assert (stamps == mapped).all() and single == 5.0 and uncertainty == 0
-    assert figures == {"round_trip_seconds": 0.0, "syncs": 2, "rejected": 0, "drift": 0.0}
+    assert figures == {"round_trip_s": 0.0, "syncs": 2, "rejected": 0, "drift": 0.0}
 
 
 def test_arrays_and_floats_are_mapped_alike():
@@ -184,7 +184,7 @@ def late_sync(syncs, rounds=20):
         alignment, seen = Alignment(everyone[dist.get_rank()]), []
         for late in syncs:
             everyone[0].calls, everyone[0].late = 0, late
-            alignment.sync(dist.group.WORLD, rounds)
+            alignment.measure_offset(dist.group.WORLD, rounds)
             error, claim = claims(alignment, everyone, np.array([everyone[0].true()]))
             seen.append((float(error[0]), float(claim[0]), dict(alignment.figures())))
         return seen
@@ -196,7 +196,7 @@ def test_late_answers_do_not_move_the_offset():
     ((error, claim, figures),) = late_sync([lambda k: k % 4 != 0])
     assert error <= claim < LATE / 4  # one late answer alone is off by LATE / 2
     assert figures["rejected"] >= 15
-    assert figures["round_trip_seconds"] < LATE / 3
+    assert figures["round_trip_s"] < LATE / 3
 
 
 def test_a_measurement_under_load_is_not_used():
@@ -204,7 +204,7 @@ def test_a_measurement_under_load_is_not_used():
     assert loaded[0] <= loaded[1] < LATE / 4
     assert loaded[2]["syncs"] == 1
     assert loaded[2]["rejected"] == quiet[2]["rejected"] + 20
-    assert loaded[2]["round_trip_seconds"] == quiet[2]["round_trip_seconds"]
+    assert loaded[2]["round_trip_s"] == quiet[2]["round_trip_s"]
 
 
 def test_a_first_measurement_under_load_is_used_until_there_is_a_better_one():
@@ -225,7 +225,7 @@ def test_a_measurement_under_load_is_used_where_nothing_better_is_known():
             for clock in everyone:
                 clock.skipped = hours * HOUR
             everyone[0].calls, everyone[0].late = 0, lambda k, late=late: late
-            alignment.sync(dist.group.WORLD, 10)
+            alignment.measure_offset(dist.group.WORLD, 10)
         return *claims(alignment, everyone, np.array([everyone[0].true()])), dict(alignment.figures())
 
     error, claim, figures = run_distributed(rank, 2)[1]
@@ -245,7 +245,7 @@ def test_nobody_measures_before_all_are_here():
 
         time.sleep(0.5 if dist.get_rank() == 2 else 0.0)
         alignment = Alignment(clock)
-        alignment.sync(dist.group.WORLD, 5)
+        alignment.measure_offset(dist.group.WORLD, 5)
         now = time.perf_counter()
         return stamps, abs(alignment.to_rank_zero(now) - now), alignment.uncertainty_at(now)
 
@@ -260,7 +260,7 @@ def test_nobody_leaves_before_all_have_measured():
     def rank():
         clock = Late(0.0, 0.0)
         clock.late = lambda k: dist.get_rank() == 0
-        Alignment(clock).sync(dist.group.WORLD, 10)
+        Alignment(clock).measure_offset(dist.group.WORLD, 10)
         return time.perf_counter()
 
     _, first, second = run_distributed(rank, 3)
@@ -270,11 +270,11 @@ def test_nobody_leaves_before_all_have_measured():
 def test_one_rank_needs_no_group():
     def rank():
         alignment = Alignment()
-        alignment.sync(dist.group.WORLD)
+        alignment.measure_offset(dist.group.WORLD)
         return alignment.to_rank_zero(1.5)
 
     alignment = Alignment()
-    alignment.sync(None)
+    alignment.measure_offset(None)
     assert alignment.to_rank_zero(1.5) == 1.5 and alignment.uncertainty == 0
     assert (alignment.uncertainty_at(np.array([1.0, 1e9])) == 0).all()
     assert run_distributed(rank, 1) == [1.5]
@@ -288,7 +288,7 @@ def test_one_rank_asks_nobody(monkeypatch):
         def __getattr__(self, name):
             raise AssertionError(f"the group was asked for {name}")
 
-    Alignment().sync(Silent())
+    Alignment().measure_offset(Silent())
 
 
 def test_nothing_is_mapped_before_the_first_measurement():
@@ -296,12 +296,12 @@ def test_nothing_is_mapped_before_the_first_measurement():
     for ask in (lambda: alignment.to_rank_zero(1.0), lambda: alignment.uncertainty, lambda: alignment.uncertainty_at(1.0)):
         with pytest.raises(RuntimeError, match=r"call sync\(group\) first"):
             ask()
-    assert alignment.figures() == {"round_trip_seconds": 0.0, "syncs": 0, "rejected": 0, "drift": 0.0}
+    assert alignment.figures() == {"round_trip_s": 0.0, "syncs": 0, "rejected": 0, "drift": 0.0}
 
 
 def test_rounds_must_be_positive():
     with pytest.raises(ValueError, match=r"rounds=0.*1 or more"):
-        Alignment().sync(None, rounds=0)
+        Alignment().measure_offset(None, rounds=0)
 
 
 def failure(world_size, culprit, leave):
@@ -309,12 +309,12 @@ def failure(world_size, culprit, leave):
 
     def rank():
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2))
-        Alignment().sync(group, 2)
+        Alignment().measure_offset(group, 2)
         if dist.get_rank() == culprit:
             leave()
         began = time.perf_counter()
         try:
-            Alignment().sync(group)
+            Alignment().measure_offset(group)
         except RuntimeError as error:
             return str(error), time.perf_counter() - began
         return "no error", 0.0
@@ -347,6 +347,6 @@ def failure_raised(world_size, culprit):
             return time.perf_counter()
 
         calls = iter(range(1000))
-        Alignment(clock).sync(group)
+        Alignment(clock).measure_offset(group)
 
     return run_distributed(rank, world_size)

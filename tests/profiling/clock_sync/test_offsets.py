@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from lightning_freescale.profiling.clock_sync.offsets import WANDER, Offsets
+from lightning_freescale.profiling.clock_sync.alignment import WANDER, Offsets
 from lightning_freescale.profiling.clock_sync.ping_pong import WORST_DRIFT, Measurement
 
 
@@ -11,17 +11,19 @@ def at(time, offset, margin=1e-5):
 
 def test_one_measurement_holds_everywhere():
     offsets = Offsets([at(10.0, 3.0)])
-    assert offsets.at(np.array([-1e5, 10.0, 1e5])).tolist() == [3.0, 3.0, 3.0]
-    assert offsets.margin(np.array([0.0, 10.0, 30.0])) == pytest.approx(
+    assert offsets.offset_at(np.array([-1e5, 10.0, 1e5])).tolist() == [3.0, 3.0, 3.0]
+    assert offsets.margin_at(np.array([0.0, 10.0, 30.0])) == pytest.approx(
         [1e-5 + 10 * WORST_DRIFT, 1e-5, 1e-5 + 20 * WORST_DRIFT]
     )
 
 
 def test_pieces_between_and_the_drift_beyond():
     offsets = Offsets([at(0.0, 1.0), at(100.0, 1.01), at(200.0, 1.01)])
-    assert offsets.at(np.array([0.0, 50.0, 100.0, 150.0, 200.0])) == pytest.approx([1.0, 1.005, 1.01, 1.01, 1.01], abs=1e-12)
+    assert offsets.offset_at(np.array([0.0, 50.0, 100.0, 150.0, 200.0])) == pytest.approx(
+        [1.0, 1.005, 1.01, 1.01, 1.01], abs=1e-12
+    )
     assert offsets.drift == pytest.approx(5e-5)  # the first and the last are furthest apart
-    assert offsets.at(np.array([-100.0, 300.0])) == pytest.approx([0.995, 1.015], abs=1e-12)
+    assert offsets.offset_at(np.array([-100.0, 300.0])) == pytest.approx([0.995, 1.015], abs=1e-12)
 
 
 def test_the_drift_is_told_by_the_pair_that_leaves_least_doubt():
@@ -40,24 +42,24 @@ def test_a_drift_is_known_once_its_doubt_is_below_the_worst(apart, known):
 
 def test_margins_between_are_those_around_and_what_a_rate_may_wander():
     offsets = Offsets([at(0.0, 0.0, margin=1e-5), at(100.0, 0.0, margin=3e-5)])
-    assert offsets.margin(np.array([0.0, 25.0, 50.0, 75.0, 100.0])) == pytest.approx(
+    assert offsets.margin_at(np.array([0.0, 25.0, 50.0, 75.0, 100.0])) == pytest.approx(
         [1e-5, 1.5e-5 + 25 * WANDER, 2e-5 + 50 * WANDER, 2.5e-5 + 25 * WANDER, 3e-5]
     )
     doubt = 4e-5 / 100 + WANDER
-    assert offsets.margin(np.array([-10.0, 110.0])) == pytest.approx([1e-5 + 10 * doubt, 3e-5 + 10 * doubt])
+    assert offsets.margin_at(np.array([-10.0, 110.0])) == pytest.approx([1e-5 + 10 * doubt, 3e-5 + 10 * doubt])
 
 
 def test_a_rate_that_changes_shows_in_the_margin():
     """Off the line by 1 ms, of which the margins of the three measurements explain 20 us."""
     straight, bent = (Offsets([at(0.0, 0.0), at(50.0, middle), at(100.0, 0.0)]) for middle in (1.9e-5, 1e-3))
-    assert straight.margin(0.0) == pytest.approx(1e-5)
-    assert bent.margin(np.array([0.0, 50.0])) == pytest.approx([1e-5 + 9.8e-4] * 2)
+    assert straight.margin_at(0.0) == pytest.approx(1e-5)
+    assert bent.margin_at(np.array([0.0, 50.0])) == pytest.approx([1e-5 + 9.8e-4] * 2)
 
 
 def test_the_worst_margin_is_that_of_a_fine_grid():
     offsets = Offsets([at(0.0, 0.0), at(90.0, 0.0, margin=4e-5), at(100.0, 0.0)])
     for until in (100.0, 130.0):
-        assert offsets.worst_margin(until) == pytest.approx(offsets.margin(np.linspace(0, until, 13001)).max())
+        assert offsets.worst_margin(until) == pytest.approx(offsets.margin_at(np.linspace(0, until, 13001)).max())
 
 
 def test_whatever_the_clocks_do_within_the_bounds_the_margin_holds():
@@ -71,4 +73,4 @@ def test_whatever_the_clocks_do_within_the_bounds_the_margin_holds():
         margins = draw.uniform(1e-6, 1e-4, size=5)
         found = [at(grid[k], truth[k] + draw.uniform(-1, 1) * margin, margin) for k, margin in zip(chosen, margins)]
         offsets = Offsets(found)
-        assert (np.abs(offsets.at(grid) - truth) <= offsets.margin(grid)).all()
+        assert (np.abs(offsets.offset_at(grid) - truth) <= offsets.margin_at(grid)).all()

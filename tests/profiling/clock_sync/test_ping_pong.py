@@ -5,7 +5,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_freescale.profiling.clock_sync import ping_pong
-from lightning_freescale.profiling.clock_sync.ping_pong import WORST_DRIFT, evaluate
+from lightning_freescale.profiling.clock_sync.ping_pong import WORST_DRIFT, Measurement
 from lightning_freescale.testing import run_distributed
 
 OFFSET = 1000.0  # rank 0's clock minus ours
@@ -28,26 +28,26 @@ def stamps(*rounds, drift=0.0):
 
 
 def test_like_ways_give_the_offset_and_half_the_round_trip():
-    found = evaluate(stamps((4, 0, 4)))
+    found = Measurement.from_stamps(stamps((4, 0, 4)))
     assert (found.offset, found.margin, found.round_trip) == (OFFSET, units(4), 8 * UNIT)
     assert (found.time, found.rounds, found.rejected) == (4 * UNIT, 1, 0)
 
 
 def test_the_time_rank_zero_takes_to_answer_does_not_count():
-    found = evaluate(stamps((4, 100, 4)))
+    found = Measurement.from_stamps(stamps((4, 100, 4)))
     assert (found.offset, found.margin, found.round_trip) == (OFFSET, units(4), 8 * UNIT)
 
 
 def test_the_fastest_way_there_and_the_fastest_way_back_count_each():
     """Neither round alone is right: one's question was late, the other's answer."""
-    found = evaluate(stamps((6, 0, 4), (4, 0, 7)))
+    found = Measurement.from_stamps(stamps((6, 0, 4), (4, 0, 7)))
     assert (found.offset, found.margin, found.round_trip) == (OFFSET, units(4), 10 * UNIT)
     assert found.time == 10.5 * UNIT  # asked at 11, heard at 10
 
 
 @pytest.mark.parametrize("slow", [(30, 0, 2), (2, 0, 30)])
 def test_slow_rounds_are_rejected(slow):
-    found = evaluate(stamps((4, 0, 21), (4, 0, 4), (4, 0, 20), slow))
+    found = Measurement.from_stamps(stamps((4, 0, 21), (4, 0, 4), (4, 0, 20), slow))
     assert (found.rounds, found.rejected) == (4, 2)
     assert (found.offset, found.margin) == (OFFSET, units(4))  # not 1 off, from the way of 2
     assert found.time == 30 * UNIT  # the middle of the second, the best
@@ -59,7 +59,7 @@ def test_the_truth_is_within_the_margin_whatever_the_ways_take(drift):
     draw = np.random.default_rng(0)
     for _ in range(200):
         ways = draw.integers([0, 0, 1000], [2, 2, 1100], size=(draw.integers(1, 60), 3))[:, draw.permutation(3)]
-        found = evaluate(stamps(*ways.tolist(), drift=drift))
+        found = Measurement.from_stamps(stamps(*ways.tolist(), drift=drift))
         truth = OFFSET + found.time * drift
         assert abs(found.offset - truth) <= found.margin + 1e-9  # for rounding
 

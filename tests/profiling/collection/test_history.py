@@ -10,9 +10,10 @@ import pytest
 from lightning_freescale.profiling.analysis.breakdown import column
 from lightning_freescale.profiling.analysis.rank_window import ExchangeSums, RankWindow, window_of
 from lightning_freescale.profiling.collection.history import History
-from lightning_freescale.profiling.recording.records import ResolvedCollective, ResolvedSpan, ResolvedStep
-from lightning_freescale.profiling.reporting.report import BubbleReport, Overhead, Status, WaitAttribution
-from tests.helpers.reports import ABOUT
+from lightning_freescale.profiling.recording.records import Interval, ResolvedCollective, ResolvedStep
+from lightning_freescale.profiling.reporting.facts import Overhead, Status, WaitAttribution
+from lightning_freescale.profiling.reporting.report import BubbleReport
+from tests.helpers.reports import RUN
 
 FORWARD = ((1.0, 2.0), (2.0, 2.0))  # seconds in even and odd steps, of two ranks
 
@@ -21,7 +22,7 @@ def _step(index: int, rank: int) -> ResolvedStep:
     """It begins at ``10 * index``; the ranks meet when both have computed, for half a second."""
     start, compute = 10.0 * index, FORWARD[index % 2]
     arrive, last = start + compute[rank], start + max(compute)
-    spans = (ResolvedSpan("forward", "forward", start, arrive),)
+    spans = (Interval("forward", "forward", start, arrive),)
     meeting = ResolvedCollective("rows", f"rows:{index}", arrive, arrive, last + 0.5, last + 0.5, moved=100)
     return ResolvedStep(start, last + 1, index, 10 + rank, spans, (meeting,))
 
@@ -31,15 +32,15 @@ def _windows(indices: range, features: Any = ((1.0,), (1.0,))) -> list[RankWindo
     return [window_of([_step(i, rank) for i in indices], last, [features[rank]] * len(indices)) for rank in (0, 1)]
 
 
-def _history(*windows: list[RankWindow], keep_steps: int = 100, explain: Any = None) -> History:
-    history = History(ABOUT, keep_steps, explain)
+def _history(*windows: list[RankWindow], max_steps: int = 100, fit_costs: Any = None) -> History:
+    history = History(RUN, max_steps, fit_costs)
     for each in windows:
-        history.add(each)
+        history.add_windows(each)
     return history
 
 
 def _report(history: History, traced: Any = None, **options: Any) -> BubbleReport:
-    return history.report(Status(), WaitAttribution("arrival clocks", 1e-6), Overhead(1e-3, 1e-4), traced, **options)
+    return history.build_report(Status(), WaitAttribution(True, 1e-6), Overhead(1e-3, 1e-4), traced, **options)
 
 
 def _traced(indices: range) -> list[list[ResolvedStep]]:
@@ -50,16 +51,16 @@ def test_steps_ranks_and_parts_are_in_their_places() -> None:
     report = _report(_history(_windows(range(3, 5)), _windows(range(5, 6))))
     assert list(report.steps) == [3, 4, 5]
     assert report.samples.tolist() == [[10, 11]] * 3
-    assert column(report.parts, "forward").tolist() == [[2, 2], [1, 2], [2, 2]]
-    assert column(report.parts, "straggler_wait").tolist() == [[0, 0], [1, 0], [0, 0]]
-    assert (report.about, report.status.complete, report.overhead.total) == (ABOUT, True, pytest.approx(1.1e-3))
+    assert column(report.breakdown, "forward").tolist() == [[2, 2], [1, 2], [2, 2]]
+    assert column(report.breakdown, "straggler_wait").tolist() == [[0, 0], [1, 0], [0, 0]]
+    assert (report.run, report.status.complete, report.overhead.total) == (RUN, True, pytest.approx(1.1e-3))
 
 
 def test_only_the_last_steps_are_kept() -> None:
-    history = _history(_windows(range(4)), _windows(range(4, 7)), keep_steps=5)
+    history = _history(_windows(range(4)), _windows(range(4, 7)), max_steps=5)
     report = _report(history, _traced(range(5, 7)))
     assert list(report.steps) == [2, 3, 4, 5, 6]
-    assert report.parts.shape[:2] == report.samples.shape == (5, 2)
+    assert report.breakdown.shape[:2] == report.samples.shape == (5, 2)
     assert history.added == 7
     assert report.exchanges[0].per_step == 1, "figures are of all steps, per step"
 
@@ -68,8 +69,8 @@ def test_exchanges_of_windows_that_are_not_kept_are_forgotten() -> None:
     early = _windows(range(4))
     early[0].exchanges["early"] = ExchangeSums(count=1)
     early[1].host = {"early": 1.0}
-    assert "early" in _report(_history(early, _windows(range(4, 7)), keep_steps=4)).host, "a part of its steps is kept"
-    report = _report(_history(early, _windows(range(4, 7)), keep_steps=3))
+    assert "early" in _report(_history(early, _windows(range(4, 7)), max_steps=4)).host, "a part of its steps is kept"
+    report = _report(_history(early, _windows(range(4, 7)), max_steps=3))
     assert [figures.name for figures in report.exchanges] == ["rows"]
     assert "early" not in report.host
 
@@ -106,12 +107,12 @@ def test_host_overhead_is_a_mean_over_steps_and_ranks() -> None:
 
 def test_scalars_are_of_the_newest_steps() -> None:
     history = _history(_windows(range(8)), _windows(range(9, 10)))
-    assert history.newest_scalars()["freescale/compute_imbalance"] == 1, "an odd step alone"
-    assert history.newest_scalars()["freescale/samples_per_second"] == pytest.approx(21 / 3)
+    assert history.newest_scalars()["freescale/bubble/compute_imbalance"] == 1, "an odd step alone"
+    assert history.newest_scalars()["freescale/bubble/samples_per_s"] == pytest.approx(21 / 3)
     several = _history(_windows(range(8)), _windows(range(8, 11)))
-    assert several.newest_scalars()["freescale/compute_imbalance"] == pytest.approx((2 + 2 + 2) / (1.5 + 2 + 1.5))
-    forgetful = _history(_windows(range(8)), keep_steps=3)
-    assert forgetful.newest_scalars()["freescale/step_seconds"] == 3
+    assert several.newest_scalars()["freescale/bubble/compute_imbalance"] == pytest.approx((2 + 2 + 2) / (1.5 + 2 + 1.5))
+    forgetful = _history(_windows(range(8)), max_steps=3)
+    assert forgetful.newest_scalars()["freescale/bubble/step_s"] == 3
 
 
 def test_a_report_on_the_way_leaves_out_what_takes_time() -> None:
@@ -127,7 +128,7 @@ def test_a_report_on_the_way_leaves_out_what_takes_time() -> None:
     assert gains["perfect balance"] == pytest.approx((3 + 3) / (2.5 + 3))
 
 
-def test_replays_are_of_the_steps_they_have_the_laps_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replays_are_of_the_steps_they_have_the_segments_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_freescale.profiling.collection.history._REPLAYED", 3)
     assert _report(_history(_windows(range(8))), []).what_if
 
@@ -138,17 +139,17 @@ def test_the_median_step_is_the_one_of_median_length_without_pauses() -> None:
     for row in traced:
         for rank, step in enumerate(row):
             end = step.start + lengths[step.index][rank]
-            pause = (ResolvedSpan("pause", "validation", step.start + 3, step.start + 9),) if step.index == 1 else ()
+            pause = (Interval("pause", "validation", step.start + 3, step.start + 9),) if step.index == 1 else ()
             row[rank] = ResolvedStep(step.start, end, step.index, 1, step.spans + (pause if rank else ()), step.collectives)
     median = _report(_history(_windows(range(1, 4))), traced).median_step
     assert median["step"] == 2, "the slowest rank counts: 3, 4 and 5 seconds"
     first, second = median["ranks"]
     assert first[:3] == [
-        ["forward", "forward", 0, 1_000_000],
-        ["straggler_wait", "rows", 1_000_000, 2_000_000],
-        ["transfer", "rows", 2_000_000, 2_500_000],
+        ["forward", "forward", 0, 1.0],
+        ["straggler_wait", "rows", 1.0, 2.0],
+        ["transfer", "rows", 2.0, 2.5],
     ]
-    assert second[:2] == [["forward", "forward", 0, 2_000_000], ["transfer", "rows", 2_000_000, 2_500_000]]
+    assert second[:2] == [["forward", "forward", 0, 2.0], ["transfer", "rows", 2.0, 2.5]]
 
 
 def test_of_an_even_number_of_steps_the_lower_median_is_told_from_its_first_stamp() -> None:
@@ -158,46 +159,46 @@ def test_of_an_even_number_of_steps_the_lower_median_is_told_from_its_first_stam
     median = _report(_history(_windows(range(2))), traced).median_step
     assert median["step"] == 0
     assert median["ranks"][0][0][2] == 0
-    assert median["ranks"][1][0][2] == 250_000
+    assert median["ranks"][1][0][2] == 0.25
 
 
-def _explain(seen: list[Any]) -> Any:
-    def explain(features: np.ndarray, compute: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _fitting(seen: list[Any]) -> Any:
+    def fit_costs(features: np.ndarray, compute: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         seen.append((features, compute))
         return features[..., 0], np.array([1.0, 1.5])
 
-    return explain
+    return fit_costs
 
 
 def test_features_explain_the_imbalance() -> None:
     seen: list[Any] = []
-    report = _report(_history(_windows(range(4), ((1.0, 5.0), (2.0, 6.0))), explain=_explain(seen)))
+    report = _report(_history(_windows(range(4), ((1.0, 5.0), (2.0, 6.0))), fit_costs=_fitting(seen)))
     ((features, compute),) = seen
     assert features.shape == (4, 2, 2)
     assert features[0].tolist() == [[1, 5], [2, 6]]
     assert compute.tolist() == [[1, 2], [2, 2], [1, 2], [2, 2]]
-    assert report.imbalance.basis == "cost model"
+    assert report.imbalance.method == "cost model"
     assert report.imbalance.data == pytest.approx(0.5)
     assert report.imbalance.scores == (1.0, 1.5)
 
 
 def test_features_of_the_steps_that_are_kept() -> None:
     seen: list[Any] = []
-    _report(_history(_windows(range(4)), _windows(range(4, 7)), keep_steps=5, explain=_explain(seen)))
+    _report(_history(_windows(range(4)), _windows(range(4, 7)), max_steps=5, fit_costs=_fitting(seen)))
     assert [given.shape for given in seen[0]] == [(5, 2, 1), (5, 2)]
 
 
 @pytest.mark.parametrize("features", [((1.0,), None), (None, None)])
 def test_features_that_a_rank_does_not_know_explain_nothing(features: Any) -> None:
     seen: list[Any] = []
-    report = _report(_history(_windows(range(4), features), explain=_explain(seen)))
-    assert report.imbalance.basis == "ranks"
+    report = _report(_history(_windows(range(4), features), fit_costs=_fitting(seen)))
+    assert report.imbalance.method == "ranks"
     assert not seen
 
 
 def test_without_anybody_to_explain_them_or_with_a_refusal_it_is_the_ranks() -> None:
-    for explain in (None, lambda features, compute: None):
-        assert _report(_history(_windows(range(4)), explain=explain)).imbalance.basis == "ranks"
+    for fit_costs in (None, lambda features, compute: None):
+        assert _report(_history(_windows(range(4)), fit_costs=fit_costs)).imbalance.method == "ranks"
 
 
 def test_one_rank_has_no_imbalance() -> None:

@@ -12,13 +12,13 @@ import pytest
 import torch.distributed as dist
 
 from lightning_freescale.profiling.analysis.breakdown import column
+from lightning_freescale.profiling.analysis.intervals import WAITS
 from lightning_freescale.profiling.analysis.rank_window import RankWindow
 from lightning_freescale.profiling.collection import rank_exchange as module
 from lightning_freescale.profiling.collection.rank_exchange import RankExchange
-from lightning_freescale.profiling.options import Options
 from lightning_freescale.profiling.recording.clocks import HostClock
-from lightning_freescale.profiling.recording.records import ResolvedCollective, ResolvedSpan, ResolvedStep
-from lightning_freescale.profiling.reporting.report import WaitAttribution
+from lightning_freescale.profiling.recording.records import Interval, ResolvedCollective, ResolvedStep
+from lightning_freescale.profiling.reporting.facts import WaitAttribution
 from lightning_freescale.testing import run_distributed
 
 
@@ -38,19 +38,20 @@ def _step(arrivals: dict[str, float], wall: float = 1.0, index: int = 7, moved: 
 
 
 def _waits(windows: list[RankWindow], name: str = "straggler_wait") -> list[list[float]]:
-    return [column(window.parts, name).round(6).tolist() for window in windows]
+    return [column(window.breakdown, name).round(6).tolist() for window in windows]
 
 
 PAIRS = [{"pair:7.0": 0.1, "world:7.0": 0.5}, {"pair:7.0": 0.3, "world:7.0": 0.5}, {"world:7.0": 0.75, "own": 0.2}]
 
 
 def _subgroups() -> Any:
-    exchange = RankExchange(dist.group.WORLD, HostClock(), Options(split_waits_by="clocks"))
+    exchange = RankExchange(dist.group.WORLD, HostClock())
+    exchange.alignment.uncertainty_at = lambda _: 0.0  # however busy the machine is
     steps = [
         _step({key: at for key, at in PAIRS[dist.get_rank()].items() if key == only}) for only in ("pair:7.0", "world:7.0")
     ]
-    windows = exchange.together([*steps, _step({"own": 0.2})], [f"rank {dist.get_rank()}", None, None])
-    return windows, exchange.waiting()
+    windows = exchange.exchange_steps([*steps, _step({"own": 0.2})], [f"rank {dist.get_rank()}", None, None])
+    return windows, exchange.wait_attribution()
 
 
 def test_collectives_of_some_ranks_are_matched_by_key() -> None:
@@ -60,105 +61,86 @@ def test_collectives_of_some_ranks_are_matched_by_key() -> None:
     assert _waits(windows, "transfer") == [[0.6, 0.15, 0.7], [0.6, 0.15, 0.7], [0, 0.15, 0.7]]
     assert [window.features[0] for window in windows] == ["rank 0", "rank 1", "rank 2"]
     assert [window.exchanges["c"].last for window in windows] == [1, 2, 2]
-    assert waiting.method == "arrival clocks"
+    assert waiting.aligned
 
 
-def _uncertain(uncertainties: list[list[float]], walls: list[float], split: str) -> Any:
+def _uncertain(uncertainties: list[list[float]], walls: list[float]) -> Any:
     rank, answers = dist.get_rank(), []
-    exchange = RankExchange(dist.group.WORLD, HostClock(), Options(split_waits_by=split, link_bandwidth=1e9))
+    exchange = RankExchange(dist.group.WORLD, HostClock())
     exchange.spent_here = [0.25, 0.75][rank]
     for uncertainty in uncertainties:
         exchange.alignment.uncertainty_at = lambda _, mine=uncertainty[rank]: mine
         step = _step({"world:7.0": 0.1 + 0.5 * rank}, walls[rank] + 5, moved=10**8)
-        paused = replace(step, spans=(ResolvedSpan("pause", "validation", walls[rank], walls[rank] + 5),))
-        windows = exchange.together([paused] * 2, [None] * 2)
-        answers.append(None if windows is None else _waits(windows)[0][0])
-    return answers, exchange.waiting(), exchange.spent
+        paused = replace(step, spans=(Interval("pause", "validation", walls[rank], walls[rank] + 5),))
+        windows = exchange.exchange_steps([paused] * 2, [None] * 2)
+        answers.append(None if windows is None else [_waits(windows, name)[0][0] for name in WAITS])
+    return answers, exchange.wait_attribution(), exchange.spent
 
 
 def test_clocks_are_good_enough_up_to_two_percent_of_a_step_on_the_worst_rank() -> None:
     uncertainties = [[0, 0.0199], [0.01, 0.004]]
-    (answers, waiting, spent), other = run_distributed(_uncertain, 2, uncertainties, [1.1, 0.9], "auto")
-    assert answers == [0.5, 0.5]
-    assert (waiting.method, waiting.reason, waiting.uncertainty) == ("arrival clocks", None, 0.0199)
+    (answers, waiting, spent), other = run_distributed(_uncertain, 2, uncertainties, [1.1, 0.9])
+    assert answers == [[0.5, 0.3, 0.0]] * 2
+    assert (waiting.aligned, waiting.reason, waiting.uncertainty) == (True, None, 0.0199)
     assert spent == other[2] == 0.75
 
 
 def test_clocks_that_disagree_by_more_are_not_used() -> None:
-    first, second = run_distributed(_uncertain, 2, [[0, 0.001], [0, 0.0201], [0, 0.001]], [1.1, 0.9], "auto")
+    first, second = run_distributed(_uncertain, 2, [[0, 0.001], [0, 0.0201], [0, 0.001]], [1.1, 0.9])
     answers, waiting, _ = first
-    assert answers == [0.5, 0.7, 0.5], "0.1 s for its bytes"
-    assert (waiting.method, waiting.bandwidth) == ("bandwidth", 1e9)
+    assert answers == [[0.5, 0.3, 0.0], [0.0, 0.0, 0.8], [0.5, 0.3, 0.0]], "undivided"
+    assert (waiting.aligned, waiting.uncertainty) == (False, 0.0201)
     assert "agreed only within 20.10 ms" in waiting.reason
     assert waiting.reason.endswith(": 2 of 6 steps")
     assert second[1].reason == waiting.reason, "the ranks decide alike"
 
 
-@pytest.mark.parametrize(("split", "method", "wait"), [("clocks", "arrival clocks", 0.5), ("bandwidth", "bandwidth", 0.7)])
-def test_asked_for_it_is_done_however_well_clocks_agree(split: str, method: str, wait: float) -> None:
-    answers, waiting, _ = run_distributed(_uncertain, 2, [[5.0, 5.0]], [1.0, 1.0], split)[0]
-    assert answers == [wait]
-    assert waiting.method == method
-    assert (waiting.reason is not None) == (split == "bandwidth")
-
-
 def _clock() -> WaitAttribution:
-    exchange, rank = RankExchange(dist.group.WORLD, HostClock(), Options()), dist.get_rank()
-    assert exchange.waiting().clock is None, "nothing is known of the others"
-    exchange.alignment.figures = lambda: {"drift": [0.0, 1e-6, -5e-6][rank], "syncs": rank, "round_trip_seconds": 0.1 * rank}
-    exchange.together([_step({})], [None])
-    return exchange.waiting()
+    exchange, rank = RankExchange(dist.group.WORLD, HostClock()), dist.get_rank()
+    assert exchange.wait_attribution().clock is None, "nothing is known of the others"
+    exchange.alignment.figures = lambda: {"drift": [0.0, 1e-6, -5e-6][rank], "syncs": rank, "round_trip_s": 0.1 * rank}
+    exchange.exchange_steps([_step({})], [None])
+    return exchange.wait_attribution()
 
 
 def test_the_clocks_figures_are_the_worst_of_all_ranks() -> None:
-    assert run_distributed(_clock, 3)[0].clock == {"drift": -5e-6, "syncs": 2, "round_trip_seconds": 0.2}
+    assert run_distributed(_clock, 3)[0].clock == {"drift": -5e-6, "syncs": 2, "round_trip_s": 0.2}
 
 
-def test_what_could_not_be_split_is_told_per_step() -> None:
-    exchange = RankExchange(None, HostClock(), Options())
+def test_the_waits_of_a_rank_alone_are_undivided_and_it_says_why() -> None:
+    exchange = RankExchange(None, HostClock())
     exchange.group = SimpleNamespace()  # of others, which are not asked
-    window = exchange.alone([_step({"a": 0.5}), _step({"a": 0.7})], ["x", "y"], "because")
-    exchange.alone([_step({})] * 2, [None] * 2, "because")
-    waiting = exchange.waiting()
-    assert (waiting.method, waiting.reason, waiting.bandwidth) == ("bandwidth", "because", None)
-    assert waiting.unsplit == pytest.approx((0.4 + 0.2) / 4)
+    window = exchange.own_window([_step({"a": 0.5}), _step({"a": 0.7})], ["x", "y"], "because")
+    attribution = exchange.wait_attribution()
+    assert (attribution.aligned, attribution.reason) == (False, "because")
+    assert [_waits([window], name)[0] for name in WAITS] == [[0, 0], [0, 0], [0.4, 0.2]]
     assert window.features == ["x", "y"]
     assert [sums.last for sums in window.exchanges.values()] == [0]
 
 
-def test_a_few_exchanges_at_the_end_are_split_by_what_is_known() -> None:
-    exchange = RankExchange(None, HostClock(), Options())
-    exchange.group = SimpleNamespace()
-    exchange.alone([_step({"a": 0.8}, moved=10**8)] * 10, [None] * 10, "because")
-    window = exchange.alone([_step({"a": 0.3}, moved=10**8)], [None], "because")
-    assert _waits([window]) == [[pytest.approx(0.5)]]
-    assert exchange.waiting().bandwidth == pytest.approx(1e9)
-    assert exchange.waiting().unsplit == 0
-
-
 def test_one_rank_waits_for_nobody() -> None:
-    exchange = RankExchange(None, HostClock(), Options())
-    (window,) = exchange.together([_step({"a": 0.4})], [None])
+    exchange = RankExchange(None, HostClock())
+    (window,) = exchange.exchange_steps([_step({"a": 0.4})], [None])
     assert (_waits([window]), _waits([window], "transfer")) == ([[0]], [[0.5]])
     assert [sums.last for sums in window.exchanges.values()] == [0], "nor does anybody for it"
-    assert exchange.waiting() == WaitAttribution("one rank", 0.0)
+    assert exchange.wait_attribution() == WaitAttribution(True, 0.0)
 
 
 def _compared(monkeypatch: pytest.MonkeyPatch, between: Callable[[RankExchange], None]) -> tuple[list[tuple[int, bool]], int]:
     """Seconds at which clocks were compared in 250 exchanges, one a second, and whether with all rounds; ties."""
     now, seen, clock = [0], [], Ties()
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(module.Alignment, "sync", lambda self, group, rounds=40: seen.append((now[0], rounds == 40)))
+    monkeypatch.setattr(module.Alignment, "measure_offset", lambda self, group, rounds=40: seen.append((now[0], rounds == 40)))
     monkeypatch.setattr(module.Alignment, "uncertainty_at", lambda self, seconds: 0.0)
-    exchange = RankExchange(None, clock, Options())
+    exchange = RankExchange(None, clock)
     for now[0] in range(1, 251):
-        exchange.together([_step({})], [None])
+        exchange.exchange_steps([_step({})], [None])
         between(exchange)
     return seen, clock.count
 
 
 def test_clocks_are_compared_rarer_and_rarer_between_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, ties = _compared(monkeypatch, lambda exchange: exchange.sync_if_due())
+    seen, ties = _compared(monkeypatch, lambda exchange: exchange.sync_clocks_if_due())
     assert seen == [(second, True) for second in (0, 6, 17, 38, 79, 140, 201)]
     assert ties == len(seen), "the device is idle"
 
@@ -170,16 +152,17 @@ def test_without_epochs_it_is_done_with_the_next_exchange_in_short(monkeypatch: 
 
 
 def test_at_the_end_it_is_done_in_any_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, _ = _compared(monkeypatch, lambda exchange: exchange.sync())
+    seen, _ = _compared(monkeypatch, lambda exchange: exchange.sync_clocks())
     assert [second for second, _ in seen] == list(range(251)), "and it is not due then"
 
 
 def _due(mine: list[float]) -> int:
     module._FIRST_SYNC, count = mine[dist.get_rank()], []
-    exchange = RankExchange(dist.group.WORLD, HostClock(), Options())
-    sync, exchange.alignment.sync = exchange.alignment.sync, lambda *a: count.append(sync(*a))
-    exchange.together([_step({})], [None])
-    exchange.sync_if_due()
+    exchange = RankExchange(dist.group.WORLD, HostClock())
+    measure = exchange.alignment.measure_offset
+    exchange.alignment.measure_offset = lambda *a: count.append(measure(*a))
+    exchange.exchange_steps([_step({})], [None])
+    exchange.sync_clocks_if_due()
     return len(count)
 
 
@@ -189,7 +172,7 @@ def test_rank_0_says_when(mine: list[float], compared: int) -> None:
 
 
 def test_windows_hold_whole_steps() -> None:
-    exchange = RankExchange(None, HostClock(), Options())
-    (window,) = exchange.together([_step({}, index=i) for i in (4, 5)], [None, None])
+    exchange = RankExchange(None, HostClock())
+    (window,) = exchange.exchange_steps([_step({}, index=i) for i in (4, 5)], [None, None])
     assert window.steps == [4, 5]
-    assert np.shape(window.parts)[0] == 2
+    assert np.shape(window.breakdown)[0] == 2

@@ -101,17 +101,17 @@ def test_steps_beside_watched_ones_keep_their_ends(device: Device) -> None:
     """Watched steps are resolved first, and while others still have to be the events go on being used."""
     timeline = Timeline()
     timeline.enable(CUDA)
-    recorded = StepBuffer(timeline, 10)
+    buffer = StepBuffer(timeline, 10)
     timeline.open_step()
     for _ in range(2):
-        recorded.add(_step(device, timeline, 0.25))
+        buffer.add_step(_step(device, timeline, 0.25))
     watched = [_step(device, timeline, 0.5) for _ in range(2)]
-    recorded.add(_step(device, timeline, 1.0))
+    buffer.add_step(_step(device, timeline, 1.0))
     _step(device, timeline, 1.0)
-    seen = recorded.resolve_only(watched, lambda seconds: seconds)
+    seen = buffer.resolve_only(watched, lambda seconds: seconds)
     for _ in range(3):
         _step(device, timeline, 4.0)
-    steps = recorded.resolve(recorded.take(0), lambda seconds: seconds)
+    steps = buffer.resolve_taken(buffer.take_steps(0), lambda seconds: seconds)
     lengths = [[step.end - step.start for step in these] for these in (seen, steps)]
     assert lengths == [pytest.approx([0.5, 0.5]), pytest.approx([0.25, 0.25, 1.0])]
     assert [step.spans[0].end - step.spans[0].start for step in steps] == pytest.approx([0.25, 0.25, 1.0])

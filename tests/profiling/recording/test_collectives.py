@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.profiling.recording.collectives import NAMES, collectives_on
+from lightning_freescale.profiling.recording.collectives import NAMES, collectives_on, moved_bytes
 from lightning_freescale.profiling.recording.records import Collective, StepRecord
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.testing import run_distributed
@@ -21,10 +22,10 @@ from tests.comm.conftest import make_group, outcome
 GROUPS = {"freescale": {"transport": "auto"}, "native": {"transport": "native"}}
 
 
-def _watched(stack: ExitStack, leave: Any = ()) -> Timeline:
+def _watched(stack: ExitStack, ignored_groups: Any = ()) -> Timeline:
     timeline = Timeline()
     timeline.enable(torch.device("cpu"))
-    stack.enter_context(collectives_on(timeline, leave))
+    stack.enter_context(collectives_on(timeline, ignored_groups))
     dist.barrier()
     timeline.open_step()
     return timeline
@@ -137,7 +138,7 @@ def _unseen() -> dict[str, int]:
     rank, mine, counts = dist.get_rank(), make_group(), {}
     originals = {name: getattr(dist, name) for name in NAMES}
     with ExitStack() as stack:
-        timeline = _watched(stack, leave=[mine])
+        timeline = _watched(stack, ignored_groups=[mine])
         for work in [dist.isend(torch.ones(1), group_dst=1 - rank), dist.irecv(torch.ones(1))]:
             assert work is not None
             work.wait()
@@ -250,3 +251,52 @@ def _synchronized() -> int:
 
 def test_a_work_may_be_synchronized_instead() -> None:
     assert run_distributed(_synchronized, 2) == [1, 1]
+
+
+# -- bytes over a rank's link, of four ranks
+
+RANKS = 4
+FOUR = SimpleNamespace(size=lambda: RANKS)
+ROW = torch.zeros(8, dtype=torch.float64)  # 64 bytes
+WHOLE = torch.zeros(RANKS * 8, dtype=torch.float64)
+ROWS = [ROW] * RANKS
+
+BYTES: dict[str, tuple[tuple[Any, ...], int | None]] = {
+    "all_gather": ((ROWS, ROW), 192),
+    "all_gather_into_tensor": ((WHOLE, ROW), 192),
+    "all_gather_object": (([None] * RANKS, ROW), None),
+    "all_reduce": ((ROW,), 96),
+    "all_to_all": ((ROWS, ROWS), 192),
+    "all_to_all_single": ((WHOLE, WHOLE), 192),
+    "barrier": ((), 0),
+    "broadcast": ((ROW, 0), 64),
+    "broadcast_object_list": (([ROW], 0), None),
+    "gather": ((ROW, ROWS), 192),
+    "gather_object": ((ROW, None), None),
+    "reduce": ((ROW, 0), 64),
+    "reduce_scatter": ((ROW, ROWS), 192),
+    "reduce_scatter_tensor": ((ROW, WHOLE), 192),
+    "scatter": ((ROW, ROWS, 0), 192),
+    "scatter_object_list": (([None], [ROW], 0), None),
+}
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_bytes_of(name: str) -> None:
+    arguments, expected = BYTES[name]
+    assert moved_bytes(name, arguments, {"async_op": False, "group": None}, FOUR) == expected
+
+
+def test_uneven_splits_and_keywords() -> None:
+    kwargs = {"output": torch.zeros(100), "input": torch.zeros(40), "output_split_sizes": [25] * 4}
+    assert moved_bytes("all_to_all_single", (), kwargs, FOUR) == 300
+    assert moved_bytes("gather", (torch.zeros(0),), {"gather_list": []}, FOUR) == 0
+
+
+def test_one_rank_moves_nothing() -> None:
+    assert moved_bytes("all_reduce", (ROW,), {}, SimpleNamespace(size=lambda: 1)) == 0
+
+
+def test_without_a_group_it_is_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    assert moved_bytes("all_gather_into_tensor", (WHOLE, ROW), {}, None) == 128

@@ -43,7 +43,7 @@ def _inside_a_thread(work: object) -> None:
 
 
 def test_nothing_is_recorded_without_a_step(timeline: Timeline) -> None:
-    with timeline.span("forward", "forward"), timeline.collective("a"), timeline.elsewhere("b"):
+    with timeline.span("forward", "forward"), timeline.collective("a"), timeline.background_collective("b"):
         pass
     assert not timeline.recording
     assert timeline.arrive("a") is None
@@ -118,10 +118,10 @@ def test_a_second_wait_is_no_second_collective(timeline: Timeline) -> None:
 def test_a_collective_inside_another_is_a_part_of_it(timeline: Timeline) -> None:
     timeline.open_step()
     with timeline.collective("outer", moved=5):
-        assert timeline.inside
+        assert timeline.in_collective
         with timeline.collective("inner"):
             pass
-    assert not timeline.inside
+    assert not timeline.in_collective
     with timeline.collective("after"):
         pass
     seen = [(c.name, c.arrive, c.start, c.end, c.moved) for c in _closed(timeline).collectives]
@@ -146,15 +146,15 @@ def test_exchanges_of_other_threads_are_in_the_background(timeline: Timeline) ->
 
     def work() -> None:
         seen.append(timeline.is_training_thread)
-        with pytest.raises(KeyError), timeline.elsewhere("all_reduce", 12):
+        with pytest.raises(KeyError), timeline.background_collective("all_reduce", 12):
             raise KeyError
 
     timeline.open_step()
     _inside_a_thread(work)
     assert (seen, timeline.is_training_thread) == ([False], True)
-    (one,) = timeline.take_background()
+    (one,) = timeline.pop_background()
     assert (one.name, one.arrive, one.done, one.moved, one.start) == ("all_reduce", 1, 2, 12, None)
-    assert timeline.take_background() == []
+    assert timeline.pop_background() == []
     assert not _closed(timeline).collectives
 
 
@@ -177,9 +177,9 @@ def test_autograd_threads_work_for_the_one_that_trains(timeline: Timeline) -> No
 def test_disabled_it_forgets(timeline: Timeline) -> None:
     timeline.driven = True
     timeline.open_step()
-    with timeline.elsewhere("a"):
+    with timeline.background_collective("a"):
         pass
-    with timeline.elsewhere("still under way"):
+    with timeline.background_collective("still under way"):
         timeline.disable()
     assert (timeline.enabled, timeline.recording, timeline.driven) == (False, False, False)
     assert not timeline.background, "not even what ends afterwards"

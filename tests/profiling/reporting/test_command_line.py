@@ -13,7 +13,7 @@ import pytest
 from lightning_freescale.profiling.__main__ import main
 from lightning_freescale.profiling.reporting import page
 from lightning_freescale.profiling.reporting.document import read
-from lightning_freescale.profiling.reporting.report import Status
+from lightning_freescale.profiling.reporting.facts import Status
 from tests.helpers.reports import full_report, run_of
 
 DOCS = Path(__file__).parents[3] / "docs" / "report.md"

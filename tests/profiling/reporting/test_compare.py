@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_freescale.profiling.reporting.compare import DifferentWorkError, compare, differences, remarks, table
-from lightning_freescale.profiling.reporting.report import Status
+from lightning_freescale.profiling.reporting.facts import Status
 from tests.helpers.reports import VERSIONS, full_report, run_of
 
 
@@ -65,7 +65,7 @@ def test_where_there_is_no_bubble_or_no_compute() -> None:
     assert (idle.limit, idle.from_bubbles, idle.compute_change) == (None, None, None) and idle.removed == 1.0
     told = table(run_of().document(), [idle])
     assert "speed-up 2.00x (r and b alone give -, the limit is -)" in told and "compute per sample" not in told
-    with pytest.raises(ValueError, match="base has no wall time: step_seconds is 0"):
+    with pytest.raises(ValueError, match="base has no wall time: step_s is 0"):
         compare(_documents({"label": "base", "wall": 0.0, "compute": 0.0, "count": 0}, {}))
     with pytest.raises(ValueError, match="two reports or more, not 1"):
         compare(_documents({}))
@@ -121,6 +121,15 @@ def test_remarks() -> None:
     cut = full_report(status=Status(False, "KeyboardInterrupt", 5, 2)).document()
     assert "freescale did not come to its end: KeyboardInterrupt" in remarks(base, cut)
     assert "freescale did not come to its end: KeyboardInterrupt" in remarks(cut, base)
+
+
+def test_a_run_whose_waits_are_not_divided_is_told() -> None:
+    documents = _documents({"label": "a"}, {"label": "b"})
+    documents[1]["wait_attribution"].update(aligned=False, reason="the ranks' clocks agreed only within 3.00 ms")
+    assert differences(*documents) == []
+    assert remarks(*documents) == [
+        "waits of b are not divided into straggler wait and transfer: the ranks' clocks agreed only within 3.00 ms"
+    ]
 
 
 def test_table() -> None:

@@ -15,10 +15,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from lightning_freescale.profiling.analysis.breakdown import PART_NAMES
-from lightning_freescale.profiling.reporting import layout
-from lightning_freescale.profiling.reporting.checking import FORMAT, check
-from lightning_freescale.profiling.reporting.document import read, write
-from lightning_freescale.profiling.reporting.report import Overhead, WaitAttribution
+from lightning_freescale.profiling.reporting.document import FORMAT, check, read, write
+from lightning_freescale.profiling.reporting.facts import Overhead, WaitAttribution
 from tests.helpers.reports import full_report, report_of, run_of, step
 
 SCHEMA = json.loads(files("lightning_freescale.profiling.reporting").joinpath("schema.json").read_text())
@@ -29,7 +27,9 @@ Keys = tuple[Any, ...]
 
 def _bare() -> dict[str, Any]:
     """Null or empty wherever a report may be."""
-    return report_of(np.array([[step(2.0)]]), waiting=WaitAttribution("one rank", 0.0), overhead=Overhead(0.0, 0.0)).document()
+    return report_of(
+        np.array([[step(2.0)]]), wait_attribution=WaitAttribution(True, 0.0), overhead=Overhead(0.0, 0.0)
+    ).document()
 
 
 def _nodes(value: Any, at: Keys = ()) -> Iterator[tuple[Keys, Any]]:
@@ -56,7 +56,7 @@ def _properties(rule: dict[str, Any], at: str = "", once: bool = False) -> Itera
 
 def _names(document: dict[str, Any]) -> set[str]:
     """The paths of a document as the schema has them; maps with free keys count as one."""
-    free = ("run.versions", "imbalance.slow_ranks", "host")
+    free = ("run.versions", "imbalance.slow_ranks", "host_s")
     paths = ("".join("[]" if isinstance(key, int) else f".{key}" for key in at)[1:] for at, _ in _nodes(document))
     return {path for path in paths if not path.endswith("]") and not any(path.startswith(f"{name}.") for name in free)}
 
@@ -134,7 +134,7 @@ def _accepts(document: dict[str, Any]) -> bool:
 def test_figures_of_the_document() -> None:
     document = full_report().document()
     assert document["summary"]["bubble"] == 0.3 and document["summary"]["limit"] == pytest.approx(1 / 0.7)
-    assert document["summary"]["samples"] == 96 and document["summary"]["samples_per_second"] == pytest.approx(320)
+    assert document["summary"]["samples"] == 96 and document["summary"]["samples_per_s"] == pytest.approx(320)
     assert document["status"] == {
         "complete": True,
         "reason": None,
@@ -147,44 +147,45 @@ def test_figures_of_the_document() -> None:
         0,
         1,
     ]
-    assert document["imbalance"]["slow_ranks"] == {"1": 1.31} and document["imbalance"]["hardware_seconds"] == 0.0006
+    assert document["imbalance"]["slow_ranks"] == {"1": 1.31} and document["imbalance"]["hardware_s"] == 0.0006
     assert document["overhead"] == {
-        "seconds_per_step": 0.00012,
-        "exchange_seconds_per_step": 8e-5,
-        "stamp_seconds_per_step": 4e-5,
+        "total_s": 0.00012,
+        "exchange_s": 8e-5,
+        "stamps_s": 4e-5,
         "share": 0.0012,
     }
-    assert document["waiting"]["bandwidth_bytes_per_second"] == 1e9 and document["waiting"]["unsplit_seconds"] == 3e-4
-    assert document["waiting"]["clock"]["syncs"] == 3 and document["what_if"][1]["note"].startswith("exchanges")
+    waits = document["wait_attribution"]
+    assert (waits["aligned"], waits["uncertainty_s"], waits["reason"]) == (True, 5e-5, None)
+    assert waits["clock"]["syncs"] == 3 and document["what_if"][1]["note"].startswith("exchanges")
 
 
 def test_every_rank_has_its_own_figures() -> None:
     rows = [step(2.0, forward=1.0), step(4.0, forward=1.0, transfer=3.0)]
     zero, one = report_of(np.array([rows])).document()["ranks"]
-    assert (zero["rank"], zero["step_seconds"], zero["shares"]["forward"], zero["score"], zero["last"]) == (
+    assert (zero["rank"], zero["step_s"], zero["shares"]["forward"], zero["score"], zero["last"]) == (
         0,
         2.0,
         0.5,
         None,
         0,
     )
-    assert (one["rank"], one["step_seconds"], one["shares"]["transfer"]) == (1, 4.0, 0.75)
+    assert (one["rank"], one["step_s"], one["shares"]["transfer"]) == (1, 4.0, 0.75)
 
 
-def test_series_are_whole_microseconds() -> None:
+def test_series_are_rounded_to_microseconds() -> None:
     rows = np.array([[step(2.0000006, forward=1.0), step(3.0)], [step(4.0), step(5.0)]])
     series = report_of(rows, np.array([[1, 2], [3, 4]])).document()["series"]
     assert series["step"] == [5, 6] and series["samples"] == [[1, 2], [3, 4]] and series["columns"] == list(PART_NAMES)
-    assert [[rank[0] for rank in ranks] for ranks in series["microseconds"]] == [[2_000_001, 3_000_000], [4_000_000, 5_000_000]]
-    assert series["microseconds"][0][0][2] == 1_000_000 and type(series["microseconds"][0][0][2]) is int
+    assert [[rank[0] for rank in ranks] for ranks in series["breakdown_s"]] == [[2.000001, 3.0], [4.0, 5.0]]
+    assert series["breakdown_s"][0][0][2] == 1.0 and type(series["breakdown_s"][0][0][2]) is float
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_not_written(value: float, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     for report, at in (
-        (full_report(overhead=Overhead(value, 0.0)), "overhead.seconds_per_step"),
-        (full_report(host={"hooks": np.float64(value)}), "host.hooks"),
+        (full_report(overhead=Overhead(value, 0.0)), "overhead.total_s"),
+        (full_report(host={"hooks": np.float64(value)}), "host_s.hooks"),
         (full_report(parts=np.full((1, 2, len(PART_NAMES)), value)), "summary.bubble"),
         (full_report(device_idle={"steps": 3, "idle": [value], "compute": [], "other": []}), r"device_idle.idle\[0\]"),
     ):
@@ -225,16 +226,16 @@ def test_the_summary_stands_at_the_top(file: Path) -> None:
 def test_rows_of_the_series_stand_in_a_line(tmp_path: Path) -> None:
     rows = np.array([[step(1.0, forward=0.5)] * 8] * 300)
     text = report_of(rows).write(tmp_path / "report.json").read_text()
-    assert "[1000000, 0, 500000, 0, 0, 0, 0, 0, 500000, 0]" in text
+    assert "[1.0, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.5, 0.0]" in text
     start = text.index('"series"')
     assert text.count("\n", start) < 300 * 12, "a line per rank and step, and a few more"
-    assert len(text) - start < 300 * 8 * 60
+    assert len(text) - start < 300 * 8 * 70
 
 
-def test_layout_keeps_the_value() -> None:
+def test_layout_keeps_the_value(tmp_path: Path) -> None:
     for value in ({}, [], {"a": []}, {"a": [{"b": [1] * 90}, [[1] * 50] * 2], "c": {"d" * 90: "ü" * 90}}, [1, "x", None]):
-        assert json.loads(layout.readable(value)) == value
-    assert layout.readable({"für": 1}) == '{"für": 1}\n'
+        assert json.loads(write(value, tmp_path / "value.json").read_text(encoding="utf-8")) == value
+    assert write({"für": 1}, tmp_path / "value.json").read_text(encoding="utf-8") == '{"für": 1}\n'
 
 
 def _without(document: dict[str, Any], *path: Any) -> None:
@@ -252,19 +253,26 @@ def _without(document: dict[str, Any], *path: Any) -> None:
             lambda d: d.update(version=2, series=None),
             r"version 2 is newer than this package reads \(1\): update lightning-freescale",
         ),
-        (lambda d: d.update(version=0), "version is 0, not 1"),
-        (lambda d: d.update(version="2"), "version is '2', not a whole number"),
+        (lambda d: d.update(version=0), "version is 0, not of const 1"),
+        (lambda d: d.update(version="2"), "version is '2', not of type 'integer'"),
         (lambda d: _without(d, "summary"), "summary is missing"),
         (lambda d: _without(d, "ranks", 1, "shares", "hidden"), r"ranks\[1\].shares.hidden is missing"),
-        (lambda d: d["summary"].update(bubble="x"), "summary.bubble is 'x', not a number"),
-        (lambda d: d["summary"].update(bubble=True), "summary.bubble is True, not a number"),
-        (lambda d: d["summary"].update(samples_per_second="x"), "samples_per_second is 'x', not a number or null"),
-        (lambda d: d["waiting"].update(method="guess"), "waiting.method is 'guess', not 'arrival clocks' or 'bandwidth' or"),
+        (lambda d: d["summary"].update(bubble="x"), "summary.bubble is 'x', not of type 'number'"),
+        (lambda d: d["summary"].update(bubble=True), "summary.bubble is True, not of type 'number'"),
+        (lambda d: d["summary"].update(samples_per_s="x"), r"samples_per_s is 'x', not of type \['number', 'null'\]"),
+        (lambda d: d["wait_attribution"].update(aligned="yes"), "wait_attribution.aligned is 'yes', not of type 'boolean'"),
+        (
+            lambda d: d["median_step"]["ranks"][0][1].__setitem__(0, "guess"),
+            r"median_step.ranks\[0\]\[1\]\[0\] is 'guess', not of enum \['data', 'forward', ",
+        ),
+        (lambda d: d["median_step"]["ranks"][0][1].pop(), r"median_step.ranks\[0\]\[1\] is .*, not of minItems 4"),
+        (lambda d: d["series"]["samples"][0].__setitem__(1, True), "series.samples holds bool values, not whole numbers"),
+        (lambda d: d["series"]["breakdown_s"][0][1].__setitem__(3, "x"), "series.breakdown_s holds str values, not numbers"),
         (lambda d: d["series"]["columns"].reverse(), "series.columns is"),
         (lambda d: d["series"]["step"].pop(), r"series.step has the shape \(2,\), not \(3,\)"),
         (lambda d: d["series"]["samples"].pop(), r"series.samples has the shape \(2, 2\), not \(3, 2\)"),
-        (lambda d: d["series"]["microseconds"][0][1].pop(), "series.microseconds has the shape of rows that differ in length"),
-        (lambda d: d["ranks"].pop(), r"series.microseconds has the shape \(3, 2, 10\), not \(3, 1, 10\)"),
+        (lambda d: d["series"]["breakdown_s"][0][1].pop(), "series.breakdown_s has the shape of rows that differ in length"),
+        (lambda d: d["ranks"].pop(), r"series.breakdown_s has the shape \(3, 2, 11\), not \(3, 1, 11\)"),
     ],
 )
 def test_wrong_documents_are_refused(change: Any, message: str, file: Path) -> None:

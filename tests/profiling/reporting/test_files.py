@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,19 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_freescale.profiling.recording.records import ResolvedSpan, ResolvedStep
+from lightning_freescale.profiling.recording.records import Interval, ResolvedStep
 from lightning_freescale.profiling.reporting import files as module
 from lightning_freescale.profiling.reporting.document import read
-from lightning_freescale.profiling.reporting.files import Files
+from lightning_freescale.profiling.reporting.facts import WaitAttribution
+from lightning_freescale.profiling.reporting.files import ReportFiles
 from lightning_freescale.profiling.reporting.report import BubbleReport
 from tests.helpers.reports import report_of, step
 
 REPORT = report_of(np.array([[step(0.1, forward=0.07)] * 2] * 3))
-TRACED = [[ResolvedStep(0, 1, 3, 4, (ResolvedSpan("forward", "forward", 0, 0.5),))] * 2]
+TRACED = [[ResolvedStep(0, 1, 3, 4, (Interval("forward", "forward", 0, 0.5),))] * 2]
 
 
 def test_all_three(tmp_path: Path) -> None:
-    files = Files(tmp_path / "new" / "bubbles")
+    files = ReportFiles(tmp_path / "new" / "bubbles")
     assert (files, files.folder) == ({}, tmp_path / "new" / "bubbles")
     files.write(REPORT, TRACED)
     names = {"report": "report.json", "page": "report.html", "trace": "trace.json"}
@@ -33,17 +35,21 @@ def test_all_three(tmp_path: Path) -> None:
 
 
 def test_no_trace_without_steps(tmp_path: Path) -> None:
-    files = Files(tmp_path)
+    files = ReportFiles(tmp_path)
     files.write(REPORT, [])
     assert sorted(files) == ["page", "report"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "report.json"]
 
 
-def test_the_kineto_events_are_in_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("aligned", [True, False])
+def test_the_trace_has_the_kineto_events_and_divides_waits_as_the_report_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aligned: bool
+) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(module, "write_trace", lambda *arguments: given.append(arguments) or arguments[0])
-    Files(tmp_path).write(REPORT, TRACED, ["events"])
-    assert given == [(tmp_path / "trace.json", TRACED, ["events"])]
+    monkeypatch.setattr(module, "write_trace", lambda *arguments, **named: given.append((arguments, named)) or arguments[0])
+    waits = WaitAttribution(aligned, 0.0, None if aligned else "the clocks drift")
+    ReportFiles(tmp_path).write(replace(REPORT, wait_attribution=waits), TRACED, ["events"])
+    assert given == [((tmp_path / "trace.json", TRACED, ["events"]), {"aligned": aligned})]
 
 
 def test_the_report_alone_is_refreshed_as_often_as_costs_next_to_nothing(
@@ -57,7 +63,7 @@ def test_the_report_alone_is_refreshed_as_often_as_costs_next_to_nothing(
         now[0] += 0.25  # what it takes
         return REPORT
 
-    files = Files(tmp_path)
+    files = ReportFiles(tmp_path)
     for _ in range(400):
         files.refresh(report)
         now[0] += 1.0
@@ -68,7 +74,7 @@ def test_the_report_alone_is_refreshed_as_often_as_costs_next_to_nothing(
 
 
 def test_the_last_report_is_not_overwritten_by_one_on_the_way(tmp_path: Path) -> None:
-    files = Files(tmp_path)
+    files = ReportFiles(tmp_path)
     files.write(REPORT, [])
     files.refresh(lambda: report_of(np.array([[step(0.1)]])))
     assert len(read(files["report"])["ranks"]) == 2
@@ -76,7 +82,7 @@ def test_the_last_report_is_not_overwritten_by_one_on_the_way(tmp_path: Path) ->
 
 def test_files_that_cannot_be_written_are_a_warning(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
-    files = Files(tmp_path / "taken")
+    files = ReportFiles(tmp_path / "taken")
     assert str(tmp_path / "taken") in files.problem()
     with pytest.warns(UserWarning, match="could not write"):
         files.refresh(lambda: REPORT)
@@ -86,6 +92,6 @@ def test_files_that_cannot_be_written_are_a_warning(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_can_be_written_is_made(tmp_path: Path) -> None:
-    files = Files(tmp_path / "new" / "one")
+    files = ReportFiles(tmp_path / "new" / "one")
     assert files.problem() is None
     assert list(files.folder.iterdir()) == []

@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from lightning_freescale.profiling.recording.records import ResolvedStep
 from lightning_freescale.profiling.reporting import kineto
-from lightning_freescale.profiling.reporting.kineto import KinetoWindow, slices_of
+from lightning_freescale.profiling.reporting.kineto import KinetoWindow, TemporalBreakdown, slices_of, temporal_breakdown
 from lightning_freescale.profiling.reporting.trace.writer import write_trace
 from tests.helpers.chrome_trace import read_trace
 
@@ -195,7 +195,7 @@ def test_kernels_are_asked_for_on_cuda(device, kernels):
 
 @pytest.mark.parametrize("steps", [0, -1])
 def test_a_window_has_steps(steps):
-    with pytest.raises(ValueError, match=f"kineto_steps={steps}"):
+    with pytest.raises(ValueError, match=f"torch_profiler_steps={steps}"):
         KinetoWindow(steps, CPU)
 
 
@@ -218,7 +218,7 @@ def test_start_and_stop_come_in_order(window):
 
 def test_it_does_not_begin_beside_another_profiler(window):
     with profile(activities=[ProfilerActivity.CPU]) as other:
-        with pytest.raises(RuntimeError, match=r"kineto_steps.*profiler='pytorch'"):
+        with pytest.raises(RuntimeError, match=r"torch_profiler_steps.*profiler='pytorch'"):
             window.start()
         assert not window.running
         _mark("theirs", 0.0)
@@ -237,7 +237,7 @@ def test_it_does_not_begin_beside_a_profiler_of_another_thread(window):
     thread.start()
     try:
         assert started.wait(60)
-        with pytest.raises(RuntimeError, match="kineto_steps"):
+        with pytest.raises(RuntimeError, match="torch_profiler_steps"):
             window.start()
     finally:
         over.set()
@@ -246,7 +246,7 @@ def test_it_does_not_begin_beside_a_profiler_of_another_thread(window):
 
 def test_it_does_not_begin_beside_a_profiler_that_warms_up(window):
     with profile(activities=[ProfilerActivity.CPU], schedule=schedule(wait=0, warmup=1, active=1)) as other:
-        with pytest.raises(RuntimeError, match="kineto_steps"):
+        with pytest.raises(RuntimeError, match="torch_profiler_steps"):
             window.start()
         other.step()
         _mark("theirs", 0.0)
@@ -288,5 +288,70 @@ def test_a_window_that_another_profiler_took_over_says_so():
     """In a process of its own: where nobody looks, torch ends it."""
     done = subprocess.run([sys.executable, "-c", _TAKEN], capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
-    assert "told: another torch profiler began inside the window of kineto_steps" in done.stdout
-    assert "then: the window of kineto_steps holds nothing yet" in done.stdout
+    assert "told: another torch profiler began inside the window of torch_profiler_steps" in done.stdout
+    assert "then: the window of torch_profiler_steps holds nothing yet" in done.stdout
+
+
+# -- how long a GPU ran no kernel
+
+
+def _kernel(start, end, name="gemm", cat="kernel", stream=7):
+    return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": end - start, "tid": f"kineto: stream {stream}"}
+
+
+def _shares(*kernels):
+    found = temporal_breakdown(kernels)
+    return pytest.approx((found.idle, found.compute, found.other))
+
+
+def test_idle_is_what_no_stream_fills():
+    assert _shares(_kernel(10, 12), _kernel(11, 14, stream=8), _kernel(18, 20)) == (0.4, 0.6, 0.0)
+
+
+def test_time_outside_the_first_and_last_kernel_does_not_count():
+    operator = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 100.0}
+    assert _shares(operator, _kernel(10, 20)) == (0.0, 1.0, 0.0)
+
+
+def test_a_kernel_inside_a_longer_one_counts_once():
+    assert _shares(_kernel(0, 10), _kernel(2, 3), _kernel(4, 5), _kernel(15, 20)) == (0.25, 0.75, 0.0)
+
+
+def test_kernels_need_no_order():
+    assert _shares(_kernel(15, 20), _kernel(0, 10)) == (0.25, 0.75, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "cat"),
+    [
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "kernel"),
+        ("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclWorkElem)", "kernel"),
+        ("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy"),
+        ("Memset (Device)", "gpu_memset"),
+    ],
+)
+def test_communication_and_memory_count_where_no_compute_hides_them(name, cat):
+    assert _shares(_kernel(0, 6), _kernel(4, 10, name, cat, stream=20)) == (0.0, 0.6, 0.4)
+    assert _shares(_kernel(0, 10), _kernel(4, 10, name, cat, stream=20)) == (0.0, 1.0, 0.0)
+
+
+@pytest.mark.parametrize("name", ["void at::native::vectorized_elementwise_kernel<4>()", "sm90_xmma_gemm", "my_ncclKernel"])
+def test_everything_else_is_compute(name):
+    assert _shares(_kernel(0, 10, name)) == (0.0, 1.0, 0.0)
+
+
+def test_without_kernels_there_is_nothing_to_tell():
+    operator = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 100.0}
+    note = {"ph": "i", "cat": "note", "name": "note", "ts": 0.0}
+    assert temporal_breakdown([operator, note]) is None
+    assert temporal_breakdown([]) is None
+
+
+def test_a_window_of_no_length_has_no_shares():
+    assert temporal_breakdown([_kernel(5, 5)]) is None
+
+
+def test_shares_add_up():
+    found = temporal_breakdown([_kernel(0.1, 0.35), _kernel(0.3, 0.7, "Memcpy DtoH", "gpu_memcpy"), _kernel(0.9, 1.0)])
+    assert isinstance(found, TemporalBreakdown)
+    assert found.idle + found.compute + found.other == pytest.approx(1.0, abs=1e-15)

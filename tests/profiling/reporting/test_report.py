@@ -9,16 +9,10 @@ import pytest
 
 from lightning_freescale.profiling.analysis.breakdown import PART_NAMES
 from lightning_freescale.profiling.analysis.imbalance import Imbalance
-from lightning_freescale.profiling.reporting.report import (
-    BubbleReport,
-    ExchangeFigures,
-    Overhead,
-    RunInfo,
-    Status,
-    WaitAttribution,
-    window_scalars,
-)
-from tests.helpers.reports import ABOUT, full_report, report_of, step
+from lightning_freescale.profiling.analysis.what_if import WhatIf
+from lightning_freescale.profiling.reporting.facts import ExchangeFigures, Overhead, RunInfo, Status, WaitAttribution
+from lightning_freescale.profiling.reporting.report import BubbleReport, window_scalars
+from tests.helpers.reports import RUN, full_report, report_of, step
 
 
 def _two_ranks(**changes: Any) -> BubbleReport:
@@ -33,9 +27,9 @@ def _two_ranks(**changes: Any) -> BubbleReport:
 def test_figures() -> None:
     report = _two_ranks()
     assert report.bubble == pytest.approx(0.25) and report.limit == pytest.approx(4 / 3)
-    assert report.step_seconds == 2.0 and report.compute_seconds == pytest.approx(1.5)
+    assert report.step_s == 2.0 and report.compute_s == pytest.approx(1.5)
     assert report.compute_imbalance == pytest.approx(2 / 1.5)
-    assert report.samples_per_second == 2.0
+    assert report.samples_per_s == 2.0
     assert report.overlap_efficiency == pytest.approx(0.75), "hidden and transfer; straggler wait does not count"
     assert report.shares["compute"] == pytest.approx(0.75) and report.shares["forward"] == pytest.approx(0.35)
     assert report.shares["straggler_wait"] == pytest.approx(0.75 / 4)
@@ -51,41 +45,40 @@ def test_imbalance_weighs_steps_by_their_compute() -> None:
 
 def test_unknown_is_none() -> None:
     report = report_of(np.array([[step(2.0)]]))
-    assert report.samples_per_second is None and report.limit is None and report.overlap_efficiency is None
+    assert report.samples_per_s is None and report.limit is None and report.overlap_efficiency is None
     assert report.bubble == 1.0 and report.compute_imbalance == 1.0
     assert "no compute was seen" in str(report)
 
 
 def test_no_wall_time_is_no_division_by_zero() -> None:
     scalars = window_scalars(np.zeros((2, 2, len(PART_NAMES))), np.ones((2, 2), dtype=np.int64))
-    assert scalars["freescale/forward"] == 0.0 and "freescale/samples_per_second" not in scalars
+    assert scalars["freescale/bubble/forward"] == 0.0 and "freescale/bubble/samples_per_s" not in scalars
 
 
 def test_scalars() -> None:
     report = _two_ranks()
-    scalars = report.scalars()
-    assert scalars == window_scalars(report.parts, report.samples)
-    names = {"bubble", *report.shares, "compute_imbalance", "step_seconds", "samples_per_second"}
-    assert set(scalars) == {f"freescale/{name}" for name in names}
-    assert scalars["freescale/bubble"] == report.bubble and scalars["freescale/samples_per_second"] == 2.0
+    scalars = window_scalars(report.breakdown, report.samples)
+    names = {"fraction", *report.shares, "compute_imbalance", "step_s", "samples_per_s"}
+    assert set(scalars) == {f"freescale/bubble/{name}" for name in names}
+    assert scalars["freescale/bubble/fraction"] == report.bubble and scalars["freescale/bubble/samples_per_s"] == 2.0
     assert all(type(value) is float for value in scalars.values()), "loggers write these to JSON"
 
 
 @pytest.mark.parametrize(
     ("parts", "samples", "steps"),
     [
-        ((3, 2, 10), (3, 2), [1, 2]),
-        ((3, 2, 9), (3, 2), [1, 2, 3]),
-        ((3, 2, 10), (3, 1), [1, 2, 3]),
-        ((3, 10), (3, 2), [1, 2, 3]),
-        ((0, 2, 10), (0, 2), []),
-        ((3, 0, 10), (3, 0), [1, 2, 3]),
+        ((3, 2, 11), (3, 2), [1, 2]),
+        ((3, 2, 10), (3, 2), [1, 2, 3]),
+        ((3, 2, 11), (3, 1), [1, 2, 3]),
+        ((3, 11), (3, 2), [1, 2, 3]),
+        ((0, 2, 11), (0, 2), []),
+        ((3, 0, 11), (3, 0), [1, 2, 3]),
     ],
 )
 def test_shapes_must_fit(parts: tuple[int, ...], samples: tuple[int, ...], steps: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"pass \[steps, ranks, 10\] and \[steps, ranks\]"):
+    with pytest.raises(ValueError, match=r"pass \[steps, ranks, 11\] and \[steps, ranks\]"):
         BubbleReport(
-            np.ones(parts), np.ones(samples, dtype=np.int64), steps, ABOUT, WaitAttribution("one rank", 0.0), Overhead(0.0, 0.0)
+            np.ones(parts), np.ones(samples, dtype=np.int64), steps, RUN, WaitAttribution("one rank", 0.0), Overhead(0.0, 0.0)
         )
 
 
@@ -122,11 +115,30 @@ def test_text_explains() -> None:
         "(by the cost model, 3.0% off)",
         "rank 1 takes 1.31x what its samples explain: a slow or shared device?",
         "what if: perfect balance 1.25x, full overlap 1.10x (exchanges of 2 steps are unknown)",
-        "told apart by bandwidth (the clocks drift), uncertain by 0.05 ms; 0.3 ms/step could not be split",
+        "straggler wait and transfer were told apart by the ranks' arrivals on one clock, uncertain by 0.05 ms",
         "profiler overhead 0.12 ms/step, 0.12% of a step (0.08 for exchanges, on a thread aside; 0.04 for stamps)",
         "compute hid 66.7% of the time of the exchanges",
     ):
         assert part in " ".join(text.split()), part
+
+
+def test_text_of_waits_that_are_not_divided() -> None:
+    """They are a part of their own, which is not there where all waits are divided."""
+    parts = np.array([[step(2.0, forward=1.0, wait=0.5, hidden=0.5)] * 2])
+    report = report_of(parts, wait_attribution=WaitAttribution(False, 3e-3, "the ranks' clocks agreed only within 3.00 ms"))
+    lines = str(report).splitlines()
+    assert "wait for peers" in lines[1] and lines[2].split()[5:8] == ["0.0%", "0.0%", "25.0%"]
+    assert len({len(line) for line in lines[1:5]}) == 1, "columns are aligned"
+    told = "wait for peers is not divided into straggler wait and transfer: the ranks' clocks agreed only within 3.00 ms"
+    assert told in " ".join(lines) and "told apart" not in " ".join(lines)
+    assert report.overlap_efficiency is None, "how much of the wait is transfer is not known"
+    assert "wait for peers" not in str(full_report())
+
+
+def test_text_of_a_what_if_that_was_left_out() -> None:
+    left_out = WhatIf("full overlap", None, None, "the clocks were not aligned")
+    text = str(full_report(what_if=(left_out, WhatIf("no data wait", 1.2, 1.5))))
+    assert "what if: full overlap left out (the clocks were not aligned), no data wait 1.20x" in text
 
 
 def test_text_without_a_cost_model_blames_nobody() -> None:
@@ -138,7 +150,7 @@ def test_text_without_a_cost_model_blames_nobody() -> None:
 
 
 def test_text_says_nothing_of_what_is_not_known() -> None:
-    text = str(report_of(np.array([[step(2.0, forward=1.0)]]), waiting=WaitAttribution("one rank", 0.0)))
+    text = str(report_of(np.array([[step(2.0, forward=1.0)]]), wait_attribution=WaitAttribution(True, 0.0)))
     for word in ("what if", "differ", "told apart", "explain:", "samples/s", "hid ", "INCOMPLETE", "left out"):
         assert word not in text
     assert "1 rank on cpu, 1 step\n" in text
@@ -146,8 +158,8 @@ def test_text_says_nothing_of_what_is_not_known() -> None:
 
 def test_text_is_never_wider_than_a_terminal() -> None:
     rows = [step(12.0, forward=9.0, data_wait=1.0)] * 1024
-    about = {**vars(ABOUT), "world_size": 1024, "label": "a label " * 40, "model": "M" * 300}
-    report = full_report(parts=np.array([rows]), about=RunInfo(**about), status=Status(False, "a\nlong reason " * 30, 5, 37))
+    run = {**vars(RUN), "world_size": 1024, "label": "a label " * 40, "model": "M" * 300}
+    report = full_report(parts=np.array([rows]), run=RunInfo(**run), status=Status(False, "a\nlong reason " * 30, 5, 37))
     assert max(map(len, str(report).splitlines())) <= 120
 
 
@@ -155,7 +167,7 @@ def test_what_is_incomplete_says_so_first() -> None:
     report = full_report(status=Status(False, "KeyboardInterrupt", 5, 37))
     assert str(report).splitlines()[0] == "INCOMPLETE: KeyboardInterrupt; its last 37 steps are not in here"
     assert str(full_report(status=Status(False))).splitlines()[0] == "INCOMPLETE: the run did not come to its end"
-    alone = report_of(np.array([[step(2.0, forward=1.0)]]), about=RunInfo(**{**vars(ABOUT), "world_size": 8}))
+    alone = report_of(np.array([[step(2.0, forward=1.0)]]), run=RunInfo(**{**vars(RUN), "world_size": 8}))
     assert "8 ranks on cpu (only 1 of them in here)" in str(alone)
 
 
@@ -164,13 +176,14 @@ def test_overhead_is_the_sum() -> None:
 
 
 def test_exchange_figures_reach_the_document() -> None:
-    (written,) = full_report(exchanges=[ExchangeFigures("ids", 2.0, 0.1, 0.2, 0.3, None, (4, 5))]).document()["exchanges"]
+    (written,) = full_report(exchanges=[ExchangeFigures("ids", 2.0, 0.1, 0.2, 0.3, None, (4, 5), 0.4)]).document()["exchanges"]
     assert written == {
         "name": "ids",
         "per_step": 2.0,
-        "straggler_wait_seconds": 0.1,
-        "transfer_seconds": 0.2,
-        "hidden_seconds": 0.3,
+        "straggler_wait_s": 0.1,
+        "transfer_s": 0.2,
+        "wait_s": 0.4,
+        "hidden_s": 0.3,
         "moved_bytes": None,
         "last": [4, 5],
     }

@@ -1,12 +1,12 @@
 // Several runs against the first: bubble b, the share r of it that is gone, and the speed-up from end to end.
 
 const runLabel = ({ run }, index) => `${index + 1}. ${run.label}`;
-const rate = ({ samples_per_second: found }) => (!known(found) ? UNKNOWN : found >= 1e5 ? short(found) : grouped(Number(digits(found))));
+const rate = ({ samples_per_s: found }) => (!known(found) ? UNKNOWN : found >= 1e5 ? short(found) : grouped(Number(digits(found))));
 
 function ablation(body, reports, compared) {
   document.getElementById("ablation").hidden = !compared;
   if (!compared) return;
-  const slowest = reports.reduce((most, { summary }) => Math.max(most, summary.step_seconds), 0) || 1;
+  const slowest = reports.reduce((most, { summary }) => Math.max(most, summary.step_s), 0) || 1;
   const per = compared.runs[0].per;
   body.replaceChildren(table("Runs compared with the first", [["run"], ["parts of a step", null, "parts wide"], ["step"], ["samples/s", null, "wide"],
     ["bubble b"], ["reduction r", `Share of the first run’s bubble time per ${per} that is gone.`], ["speed-up", `Time per ${per} of the first run over that of this one.`],
@@ -19,10 +19,10 @@ function ablation(body, reports, compared) {
 
 function comparedRow(report, index, slowest, one) {
   const { run, summary, status } = report;
-  const seconds = Object.fromEntries(PARTS.map(({ name }) => [name, summary.shares[name] * summary.step_seconds]));
+  const seconds = Object.fromEntries(PARTS.map(({ name }) => [name, summary.shares[name] * summary.step_s]));
   const wide = (content) => el("td", { class: "wide" }, content);
   const change = one && known(one.compute_change) ? Math.round(one.compute_change * 1e3) / 1e3 : null;
   return row([runLabel(report, index), ...(status.complete ? [] : [" ", el("mark", {}, "interrupted")])], [
-    wide(stack(seconds, slowest, `Parts of a step of ${run.label}`, duration)), duration(summary.step_seconds), wide(rate(summary)), percent(summary.bubble),
+    wide(stack(seconds, slowest, `Parts of a step of ${run.label}`, duration)), duration(summary.step_s), wide(rate(summary)), percent(summary.bubble),
     one ? percent(one.removed) : UNKNOWN, one ? el("b", {}, times(one.speed_up)) : times(1), wide((change > 0 ? "+" : "") + percent(change))], { "data-run": index });
 }

@@ -1,16 +1,18 @@
 // Shares, what-ifs and the causes of imbalance as bars.
 
-function shares(body, { summary }) {
-  const seconds = (name) => duration(summary.shares[name] * summary.step_seconds);
-  const items = PARTS.map(({ name, label, text }) => el("li", { title: text, "data-part": name }, swatch(name), el("span", {}, label),
+function shares(body, report) {
+  const { summary, wait_attribution: waits } = report;
+  const parts = partsOf(report).map((part) => (part.name === "wait" ? { ...part, label: `${part.label} (not divided: ${waits.reason})` } : part));
+  const seconds = (name) => duration(summary.shares[name] * summary.step_s);
+  const items = parts.map(({ name, label, text }) => el("li", { title: text, "data-part": name }, swatch(name), el("span", {}, label),
     el("b", {}, percent(summary.shares[name])), el("span", { class: "quiet" }, seconds(name))));
   const efficiency = known(summary.overlap_efficiency)
     ? ` Overlap efficiency, hidden over hidden + transfer, is ${percent(summary.overlap_efficiency)}.` : "";
-  const spoken = PARTS.map(({ name, label }) => `${label} ${percent(summary.shares[name])}`).join(", ");
+  const spoken = parts.map(({ name, label }) => `${label} ${percent(summary.shares[name])}`).join(", ");
   body.replaceChildren(stack(summary.shares, 1, `Shares of wall time: ${spoken}`, percent), el("ul", { class: "legend" }, ...items),
     el("p", { class: "note", title: HIDDEN }, `Exchanges were hidden behind compute for ${percent(summary.shares.hidden)} of the wall time (${seconds("hidden")} per step).${efficiency}`),
     el("details", {}, el("summary", {}, "What the parts mean"),
-      el("dl", { class: "meanings" }, ...[...PARTS, { label: "hidden", text: HIDDEN }].flatMap(({ label, text }) => [el("dt", {}, label), el("dd", {}, text)]))));
+      el("dl", { class: "meanings" }, ...[...parts, { label: "hidden", text: HIDDEN }].flatMap(({ label, text }) => [el("dt", {}, label), el("dd", {}, text)]))));
 }
 
 const IDEAS = {
@@ -23,11 +25,11 @@ const IDEAS = {
 
 function whatIf(body, ideas) {
   if (!ideas.length) return body.replaceChildren(el("p", { class: "empty" }, "No what-if was worked out for this run."));
-  const end = Math.max(1.05, ...ideas.flatMap(({ speed_up, limit }) => [speed_up, limit]));
+  const end = Math.max(1.05, ...ideas.flatMap(({ speed_up, limit }) => [speed_up, limit]).filter(known));
   const place = (ratio) => `${(100 * Math.max(0, ratio - 1)) / (end - 1)}%`;
   const rows = ideas.map(({ name, speed_up, limit, note }) => el("tr", { "data-what-if": name },
     el("th", { scope: "row" }, name, el("small", {}, [IDEAS[name], note].filter(Boolean).join("; "))),
-    el("td", { class: "bar" }, el("div", { class: "gauge", "aria-hidden": "true" },
+    el("td", { class: "bar" }, !known(speed_up) ? "left out" : el("div", { class: "gauge", "aria-hidden": "true" },
       el("span", { class: "fill", style: { width: place(speed_up) } }), el("span", { class: "limit", style: { left: place(limit) } }))),
     el("td", {}, el("b", {}, times(speed_up))), el("td", {}, times(limit))));
   const whole = table("Speed-up of each what-if beside its limit", [["what if"], ["from 1× to the limit", null, "bar parts"], ["speed-up"], ["limit"]], rows);
@@ -36,9 +38,9 @@ function whatIf(body, ideas) {
 }
 
 const CAUSES = [
-  ["data_seconds", "data", "Samples that cost more: balancing them removes it."],
-  ["hardware_seconds", "hardware", "Ranks that are slower than their samples explain, step after step."],
-  ["jitter_seconds", "jitter", "What neither explains: it comes and goes."],
+  ["data_s", "data", "Samples that cost more: balancing them removes it."],
+  ["hardware_s", "hardware", "Ranks that are slower than their samples explain, step after step."],
+  ["jitter_s", "jitter", "What neither explains: it comes and goes."],
 ];
 
 function imbalance(body, found, ratio) {
@@ -56,7 +58,7 @@ function imbalance(body, found, ratio) {
     el("p", { class: "note" }, slow.length
       ? `Slow hardware: ${slow.map(([rank, score]) => `rank ${rank} takes ${score.toFixed(2)} times as long as its samples explain`).join(", ")}.`
       : "No rank stands out as slow hardware."),
-    found.hardware_seconds < 0 ? el("p", { class: "note" }, "Hardware counts less than nothing because slow ranks were given less work.") : "",
-    el("p", { class: "note" }, (found.basis === "ranks" ? "Told apart by ranks alone, without a cost model." : `Told apart by the ${found.basis}.`)
+    found.hardware_s < 0 ? el("p", { class: "note" }, "Hardware counts less than nothing because slow ranks were given less work.") : "",
+    el("p", { class: "note" }, (found.method === "ranks" ? "Told apart by ranks alone, without a cost model." : `Told apart by the ${found.method}.`)
       + (known(found.residual) ? ` Its median error is ${percent(found.residual)}.` : "")));
 }

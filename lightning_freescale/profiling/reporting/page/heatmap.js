@@ -72,9 +72,9 @@ function cellText(data, steps, ranks) {
   const mean = (name) => {
     let sum = 0;
     for (let s = steps[0]; s < steps[1]; s += 1) for (let r = ranks[0]; r < ranks[1]; r += 1) sum += data.part(s, r, name);
-    return duration(sum / count / 1e6);
+    return duration(sum / count);
   };
   const who = ranks[1] - ranks[0] === 1 ? `rank ${ranks[0]}` : `ranks ${ranks[0]}–${ranks[1] - 1}`;
   return { title: `${who}, ${stepsOf(data, steps)}`, rows: [["bubble", percent(cellBubble(data, steps, ranks))], ["wall", mean("wall")],
-    ...PARTS.map(({ name, label }) => [label, mean(name), name]), ["hidden", mean("hidden")]] };
+    ...data.parts.map(({ name, label }) => [label, mean(name), name]), ["hidden", mean("hidden")]] };
 }

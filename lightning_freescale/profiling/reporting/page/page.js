@@ -22,7 +22,7 @@ function header({ run, status, summary, what_if: ideas, ranks: there }) {
 function verdict(summary, ideas) {
   const [worst] = [...LOST].sort((a, b) => summary.shares[b.name] - summary.shares[a.name]);
   if (!(summary.shares[worst.name] > 0)) return "No time was lost.";
-  const [best] = ideas.filter(({ name }) => name !== "both").sort((a, b) => b.speed_up - a.speed_up);
+  const [best] = ideas.filter(({ name, speed_up }) => name !== "both" && known(speed_up)).sort((a, b) => b.speed_up - a.speed_up);
   const hope = best && best.speed_up >= 1.005 ? ` Of the what-ifs, ${best.name} gains most: ${times(best.speed_up)}.` : "";
   return `${percent(summary.shares.compute)} of the ranks’ time was compute. The largest loss is ${worst.label}, ${percent(summary.shares[worst.name])}.${hope}`;
 }
@@ -31,10 +31,10 @@ function figures({ summary, overhead }) {
   const list = [
     ["bubble", percent(summary.bubble), "1 − compute / wall time"],
     ["limit", times(summary.limit), "speed-up if all of it were gone"],
-    ["step time", duration(summary.step_seconds), "mean over ranks and steps"],
-    ["samples per second", rate(summary), known(summary.samples_per_second) ? `${grouped(summary.samples)} in all, all ranks` : "samples unknown"],
+    ["step time", duration(summary.step_s), "mean over ranks and steps"],
+    ["samples per second", rate(summary), known(summary.samples_per_s) ? `${grouped(summary.samples)} in all, all ranks` : "samples unknown"],
     ["compute imbalance", summary.compute_imbalance.toFixed(2), "slowest rank / mean rank, measured"],
-    ["profiler overhead", percent(overhead.share), `${duration(overhead.seconds_per_step)} per step`],
+    ["profiler overhead", percent(overhead.share), `${duration(overhead.total_s)} per step`],
   ];
   put("figures", ...list.map(([name, value, meaning]) => el("div", { "data-figure": name }, el("dt", {}, name), el("dd", {}, value), el("dd", { class: "quiet" }, meaning))));
 }
@@ -55,9 +55,9 @@ function show(report) {
   imbalance(body("imbalance"), report.imbalance, report.summary.compute_imbalance);
   ranks(body("ranks"), report);
   exchanges(body("exchanges"), report.exchanges);
-  host(body("host"), report.host, report.summary.step_seconds);
+  host(body("host"), report.host_s, report.summary.step_s);
   device(body("device"), report.device_idle);
-  waiting(body("waiting"), report.waiting, report.overhead);
+  certainty(body("certainty"), report);
   footer(report);
   paintAll();
 }

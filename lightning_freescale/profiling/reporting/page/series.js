@@ -1,16 +1,16 @@
 // Step time, bubble and shares over the steps. Where steps outnumber pixels a column is a mean, and a band shows its extremes.
 
 function series(body, data, summary) {
-  const wall = Array.from(data.totals.wall, (sum) => sum / data.ranks / 1e6);
+  const wall = Array.from(data.totals.wall, (sum) => sum / data.ranks);
   const bubbles = wall.map((_, s) => cellBubble(data, [s, s + 1], [0, data.ranks]));
   const note = el("p", { class: "note" });
-  const time = { name: "step time", values: wall, mean: summary.step_seconds, format: duration, axis: axisDuration };
+  const time = { name: "step time", values: wall, mean: summary.step_s, format: duration, axis: axisDuration };
   const bubble = { name: "bubble", values: bubbles, mean: summary.bubble, format: percent, axis: axisPercent };
   body.replaceChildren(
     figure("Step time, mean over ranks", meanAndMost(time), lines("time-canvas", data, time, note)),
     figure("Bubble", meanAndMost(bubble), lines("bubble-canvas", data, bubble, note)),
     figure("Shares of wall time", null, shareColumns(data)),
-    el("ul", { class: "keys" }, ...PARTS.map(({ name, label }) => el("li", {}, swatch(name), label))), note);
+    el("ul", { class: "keys" }, ...data.parts.map(({ name, label }) => el("li", {}, swatch(name), label))), note);
 }
 
 const largest = (values) => values.reduce((a, b) => Math.max(a, b), 0);
@@ -89,8 +89,8 @@ function shareColumns(data) {
     const { left, w } = axes(context, width, height, 1, data, columns, axisPercent);
     const sums = (name) => columns.map(([from, to]) => data.totals[name].subarray(from, to).reduce((a, b) => a + b, 0));
     const walls = sums("wall"), floor = new Float64Array(columns.length);
-    const shares = Object.fromEntries(PARTS.map(({ name }) => [name, sums(name).map((sum, i) => (walls[i] ? sum / walls[i] : 0))]));
-    for (const { name } of PARTS) {
+    const shares = Object.fromEntries(data.parts.map(({ name }) => [name, sums(name).map((sum, i) => (walls[i] ? sum / walls[i] : 0))]));
+    for (const { name } of data.parts) {
       context.fillStyle = colour(name);
       shares[name].forEach((share, i) => {
         const [x, across] = whole(left + i * w, w);
@@ -98,7 +98,7 @@ function shareColumns(data) {
         floor[i] += share;
       });
     }
-    reading(self, data, columns, left, w, height, (steps, i) => PARTS.map(({ name, label }) => [label, percent(shares[name][i]), name]));
+    reading(self, data, columns, left, w, height, (steps, i) => data.parts.map(({ name, label }) => [label, percent(shares[name][i]), name]));
   });
 }
 

@@ -2,29 +2,31 @@
 
 function ranks(body, report) {
   const slow = report.imbalance ? report.imbalance.slow_ranks : {};
-  const longest = report.ranks.reduce((most, { step_seconds }) => Math.max(most, step_seconds), 0) || 1;
-  const rows = report.ranks.map(({ rank, step_seconds, shares: parts, score, last }) => {
+  const lost = partsOf(report).filter((part) => LOST.includes(part));
+  const longest = report.ranks.reduce((most, { step_s }) => Math.max(most, step_s), 0) || 1;
+  const rows = report.ranks.map(({ rank, step_s, shares: parts, score, last }) => {
     const isSlow = String(rank) in slow;
-    const seconds = Object.fromEntries(PARTS.map(({ name }) => [name, parts[name] * step_seconds]));
+    const seconds = Object.fromEntries(PARTS.map(({ name }) => [name, parts[name] * step_s]));
     return row([String(rank), ...(isSlow ? [" ", el("mark", {}, "slow")] : [])], [
-      duration(step_seconds), stack(seconds, longest, `rank ${rank}`, duration), percent(1 - parts.compute),
-      ...["compute", ...LOST.map(({ name }) => name), "hidden"].map((name) => percent(parts[name])),
+      duration(step_s), stack(seconds, longest, `rank ${rank}`, duration), percent(1 - parts.compute),
+      ...["compute", ...lost.map(({ name }) => name), "hidden"].map((name) => percent(parts[name])),
       known(score) ? score.toFixed(2) : UNKNOWN, known(last) ? grouped(last) : UNKNOWN], { class: isSlow ? "slow" : null, "data-rank": rank });
   });
-  const explained = LOST.map(({ label, text }) => [label, text]);
+  const explained = lost.map(({ label, text }) => [label, text]);
   body.replaceChildren(table("Time of each rank, as shares of its wall time", [["rank"], ["step"], ["parts", null, "parts"], ["bubble"], ["compute", "Forward, backward and optimizer."],
     ...explained, ["hidden", HIDDEN], ["score"], ["last"]], rows));
 }
 
 function exchanges(body, list) {
   if (!list.length) return body.replaceChildren(el("p", { class: "empty" }, "No exchange was recorded."));
+  const undivided = list.some(({ wait_s: wait }) => wait > 0);
   const latest = (last) => {
     const total = last.reduce((a, b) => a + b, 0), most = last.reduce((a, b) => Math.max(a, b), 0);
     return total ? `rank ${last.indexOf(most)}, ${percent(most / total)}` : UNKNOWN;
   };
-  return body.replaceChildren(table("Exchanges between ranks, per step", [["exchange"], ["per step"], ["straggler wait"], ["transfer"], ["hidden"], ["bytes moved"], ["most often last"]],
-    list.map((one) => row(one.name, [Number.isInteger(one.per_step) ? String(one.per_step) : one.per_step.toFixed(2), duration(one.straggler_wait_seconds),
-      duration(one.transfer_seconds), duration(one.hidden_seconds), bytes(one.moved_bytes), latest(one.last)]))));
+  return body.replaceChildren(table("Exchanges between ranks, per step", [["exchange"], ["per step"], ["straggler wait"], ["transfer"], ...(undivided ? [["wait for peers"]] : []), ["hidden"], ["bytes moved"], ["most often last"]],
+    list.map((one) => row(one.name, [Number.isInteger(one.per_step) ? String(one.per_step) : one.per_step.toFixed(2), duration(one.straggler_wait_s),
+      duration(one.transfer_s), ...(undivided ? [duration(one.wait_s)] : []), duration(one.hidden_s), bytes(one.moved_bytes), latest(one.last)]))));
 }
 
 function host(body, sections, step) {
@@ -42,24 +44,17 @@ function device(body, idle) {
     idle.idle.map((share, rank) => row(String(rank), [percent(idle.compute[rank]), percent(idle.other[rank]), percent(share)]))));
 }
 
-const METHODS = {
-  "arrival clocks": "Every rank’s arrival at an exchange, on one clock: until the last arrival it is straggler wait, after it transfer.",
-  bandwidth: "Without a clock that the ranks share: an exchange is taken to transfer as long as its bytes need at the measured bandwidth, and the rest is straggler wait.",
-  "one rank": "With one rank there is nobody to wait for.",
-};
-
-function waiting(body, found, overhead) {
-  const { clock } = found;
+function certainty(body, { wait_attribution: waits, run, overhead }) {
+  const { clock } = waits;
+  const divided = run.world_size === 1 ? "With one rank there is nobody to wait for."
+    : "Divided by every rank’s arrival at an exchange, on one clock: until the last arrival it is straggler wait, after it transfer.";
   const facts = [
-    ["Waiting told from transferring by", `${found.method}. ${METHODS[found.method] ?? ""}`],
-    ["Why not by arrival clocks", found.reason],
-    ["Turn from wait to transfer off by", known(found.uncertainty_seconds) ? `± ${duration(found.uncertainty_seconds)}` : null],
-    ["Clocks", clock && `compared ${plural(clock.syncs, "time")}, best round trip ${duration(clock.round_trip_seconds)}, ${plural(clock.rejected, "measurement")} rejected, `
+    ["Wait for peers", waits.aligned ? divided : `Not divided into straggler wait and transfer: ${waits.reason}`],
+    ["Turn from wait to transfer off by", waits.aligned ? `± ${duration(waits.uncertainty_s)}` : null],
+    ["Clocks", clock && `compared ${plural(clock.syncs, "time")}, best round trip ${duration(clock.round_trip_s)}, ${plural(clock.rejected, "measurement")} rejected, `
       + `drift ${(clock.drift * 1e6).toFixed(2)} µs per second`],
-    ["Bandwidth", known(found.bandwidth_bytes_per_second) ? `${bytes(found.bandwidth_bytes_per_second)} per second` : null],
-    ["Not split", found.unsplit_seconds ? `${duration(found.unsplit_seconds)} per step of exchanges` : null],
-    ["The profiler’s own cost", `${percent(overhead.share)} of the step: ${duration(overhead.seconds_per_step)}, of which exchanging records ${duration(overhead.exchange_seconds_per_step)}, on a thread aside, `
-      + `and stamps ${duration(overhead.stamp_seconds_per_step)}, inside it`],
+    ["The profiler’s own cost", `${percent(overhead.share)} of the step: ${duration(overhead.total_s)}, of which exchanging records ${duration(overhead.exchange_s)}, on a thread aside, `
+      + `and stamps ${duration(overhead.stamps_s)}, inside it`],
   ].filter(([, value]) => known(value));
   body.replaceChildren(el("dl", { class: "facts" }, ...facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])));
 }

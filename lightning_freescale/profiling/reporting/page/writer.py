@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.resources import files
@@ -11,14 +10,15 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from lightning_freescale.profiling.reporting.checking import FORMAT, VERSION
+from lightning_freescale.profiling.reporting.atomic_write import write_atomically
 from lightning_freescale.profiling.reporting.compare import compare, differences, remarks
+from lightning_freescale.profiling.reporting.document import FORMAT, VERSION
 
 _SCRIPTS = ("figures", "parts", "chart", "heatmap", "waterfall", "series", "bars", "tables", "ablation", "page")
 """In this order: later ones use what earlier ones define."""
 
 
-def write_page(path: Path, documents: Sequence[Mapping[str, Any]]) -> Path:
+def write_page(path: str | Path, documents: Sequence[Mapping[str, Any]]) -> Path:
     """Write a page that shows the documents; the first is the one that others are compared with.
 
     The page holds its styles, its scripts and the documents, and its security policy forbids it to load anything.
@@ -38,18 +38,9 @@ def write_page(path: Path, documents: Sequence[Mapping[str, Any]]) -> Path:
         raise ValueError("documents is empty; pass at least one report, as read from a report.json")
     for index, document in enumerate(documents):
         _check(index, document)
-    text = Template(_read("page.html")).substitute(
-        style=_read("page.css"), content=_content(documents), script="\n".join(_read(f"{name}.js") for name in _SCRIPTS)
-    )
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return path
+    script = "\n".join(_read(f"{name}.js") for name in _SCRIPTS)
+    page = Template(_read("page.html")).substitute(style=_read("page.css"), content=_content(documents), script=script)
+    return write_atomically(path, [page])
 
 
 def _read(name: str) -> str:
@@ -83,8 +74,6 @@ def _compared(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         return None
     base, *others = documents
     runs = [asdict(one) for one in compare(documents, force=True)]
-    told = {"differences": differences, "remarks": remarks}
-    return {
-        "runs": runs,
-        **{name: list(dict.fromkeys(x for o in others for x in tell(base, o))) for name, tell in told.items()},
-    }
+    lines = {"differences": differences, "remarks": remarks}
+    unique = {name: list(dict.fromkeys(line for o in others for line in of(base, o))) for name, of in lines.items()}
+    return {"runs": runs, **unique}

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from lightning_freescale.profiling.analysis.breakdown import StepBreakdown, as_array, attribute, bubble
-from lightning_freescale.profiling.analysis.intervals import intervals_of
+from lightning_freescale.profiling.analysis.intervals import Arrival, arrivals_of, intervals_of, last_arrivals
 from lightning_freescale.profiling.recording.records import ResolvedStep
-from lightning_freescale.profiling.reporting.trace.arrows import Arrivals, Wait, arrows, last_arrivals, noticeable_waits
-from lightning_freescale.profiling.reporting.trace.chrome import Event, Process
-from lightning_freescale.profiling.reporting.trace.rank_tracks import RankTracks
+from lightning_freescale.profiling.reporting.atomic_write import write_atomically
+from lightning_freescale.profiling.reporting.trace.chrome import TICKS_PER_SECOND, Event, Process, Thread
+from lightning_freescale.profiling.reporting.trace.rank_tracks import NOTICEABLE, RankTracks
 
 _ORDER = {"X": 0, "C": 1, "i": 1, "s": 2, "f": 3}
 """Of events at one time: a slice is there before an arrow binds to it, and an arrow begins before it ends."""
@@ -24,7 +24,7 @@ def write_trace(
     path: str | Path,
     steps: Sequence[Sequence[ResolvedStep]],
     kineto: Sequence[Sequence[Mapping[str, Any]]] = (),
-    about: Mapping[str, Any] | None = None,
+    run: Mapping[str, Any] | None = None,
     *,
     aligned: bool = True,
 ) -> Path:
@@ -39,47 +39,47 @@ def write_trace(
         steps: for every step the records of all ranks.
         kineto: for every rank what :meth:`~lightning_freescale.profiling.reporting.kineto.KinetoWindow.events` gave on rank 0's
             clock; empty if there was no window. They become further threads of the rank.
-        about: facts about the run, kept under ``otherData``.
+        run: facts about the run, kept under ``otherData``.
         aligned: whether the ranks' clocks are comparable. If not, or if there is one rank only, nobody knows who was late:
             waits are not split and there are no arrows. Ranks that are not aligned begin at zero each.
 
     Raises:
         ValueError: a step, or ``kineto``, has another number of ranks than the first step.
     """
-    ranks = _ranks(steps, kineto)
+    ranks = _rank_count(steps, kineto)
     tids = count(1)
-    everybody = Process(ranks, "all ranks", tids, order=0)
+    all_ranks = Process(ranks, "all ranks", tids, order=0)
     tracks = [RankTracks(rank, origin, tids) for rank, origin in enumerate(_origins(steps, kineto, ranks, aligned))]
-    split = aligned and ranks > 1
-    waits: list[Wait] = []
+    waits: list[_Wait] = []
     events: list[Event] = []
     for row in steps:
-        arrivals = last_arrivals(row) if split else None
-        parts = [_add(track, step, arrivals) for track, step in zip(tracks, row)]
-        bubbles = {"ph": "C", **everybody["bubble"].place, "name": "bubble", "ts": tracks[0].tick(row[0].start) / 8}
-        events.append({**bubbles, "args": {"share": bubble(as_array(parts))}})
-        waits += noticeable_waits(row, arrivals, tracks[0].tick) if arrivals is not None else ()
-    for track, found in zip(tracks, kineto):
-        track.add_kineto(found)
+        arrivals = last_arrivals(map(arrivals_of, row)) if aligned and ranks > 1 else None
+        breakdowns = [_add_step(track, step, arrivals) for track, step in zip(tracks, row)]
+        counter = {"ph": "C", **all_ranks.thread("bubble").place, "name": "bubble", "ts": tracks[0].tick(row[0].start) / 8}
+        events.append({**counter, "args": {"share": bubble(as_array(breakdowns))}})
+        waits += () if arrivals is None else _noticeable_waits(row, arrivals, tracks[0].tick)
+    for track, seen in zip(tracks, kineto):
+        track.add_kineto_events(seen)
     for track in tracks:
-        track.settle()
+        track.nest_slices()
         events += track.events()
-    flows, left_out = arrows(waits, tracks)
-    events += flows
+    arrows, left_out = _arrows(waits, tracks)
+    events += arrows
     events.sort(key=lambda event: (event["ts"], _ORDER[event["ph"]]))  # stable: outer slices stay before inner ones
-    processes = [everybody, *(track.process for track in tracks)]
+    processes = [all_ranks, *(track.process for track in tracks)]
     metadata = [event for process in processes if process.threads for event in process.metadata()]
-    return _write(Path(path), [*metadata, *events], {**(about or {}), **({"arrows_left_out": left_out} if left_out else {})})
+    other = {**(run or {}), **({"arrows_left_out": left_out} if left_out else {})}
+    return write_atomically(path, _chunks([*metadata, *events], other))
 
 
-def _add(track: RankTracks, step: ResolvedStep, arrivals: Arrivals | None) -> StepBreakdown:
-    last = [c.arrive if arrivals is None else arrivals[c.key].seconds for c in step.collectives]
-    pieces = intervals_of(step, last)
-    track.add_step(step, pieces, arrivals)
-    return attribute(step, last, pieces)
+def _add_step(track: RankTracks, step: ResolvedStep, arrivals: Mapping[str, Arrival] | None) -> StepBreakdown:
+    last = None if arrivals is None else [arrivals[c.key].seconds for c in step.collectives]
+    intervals = intervals_of(step, last)
+    track.add_step(step, intervals, arrivals)
+    return attribute(step, last, intervals)
 
 
-def _ranks(steps: Sequence[Sequence[ResolvedStep]], kineto: Sequence[Sequence[Mapping[str, Any]]]) -> int:
+def _rank_count(steps: Sequence[Sequence[ResolvedStep]], kineto: Sequence[Sequence[Mapping[str, Any]]]) -> int:
     ranks = len(steps[0]) if steps else len(kineto)
     found = {len(row) for row in steps} | ({len(kineto)} if kineto else set())
     if found - {ranks}:
@@ -104,19 +104,67 @@ def _begins(step: ResolvedStep) -> float:
     return min([step.start, *(c.arrive for c in (*step.collectives, *step.hidden))])
 
 
-def _write(path: Path, events: Iterable[Event], about: Mapping[str, Any]) -> Path:
+def _chunks(events: Iterable[Event], other: Mapping[str, Any]) -> Iterator[str]:
     """Event by event, a line each."""
     encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode  # some readers know no \u
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with unfinished.open("w", encoding="utf-8") as file:
-            separator = '{"displayTimeUnit":"ms","traceEvents":[\n'
-            for event in events:
-                file.write(separator + encode(event))
-                separator = ",\n"
-            file.write(f'{separator if separator[0] == "{" else ""}\n],"otherData":{encode(about)}}}\n')
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return path
+    separator = '{"displayTimeUnit":"ms","traceEvents":[\n'
+    for event in events:
+        yield separator + encode(event)
+        separator = ",\n"
+    yield f'{separator if separator[0] == "{" else ""}\n],"otherData":{encode(other)}}}\n'
+
+
+# -- arrows from the rank that came late to the ranks that waited for it
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """``rank`` waited for ``late`` until after ``tick``."""
+
+    rank: int
+    late: int
+    name: str
+    tick: int
+
+
+def _noticeable_waits(
+    row: Sequence[ResolvedStep], arrivals: Mapping[str, Arrival], tick: Callable[[float], int]
+) -> Iterator[_Wait]:
+    """Straggler waits of one step that are worth an arrow; the tick is the last one of the wait."""
+    for rank, step in enumerate(row):
+        for c in step.collectives:
+            last = arrivals[c.key]
+            turn = min(last.seconds, c.end)
+            if turn - c.start > NOTICEABLE:
+                yield _Wait(rank, last.rank, c.name, tick(turn) - 1)
+
+
+def _arrows(waits: Iterable[_Wait], tracks: Sequence[RankTracks]) -> tuple[list[Event], int]:
+    """Flow events between nested slices, and how many had no slice to begin or to end in.
+
+    They begin in what the late rank did just before it arrived: the stage, or the step where no stage ran.
+    """
+    events: list[Event] = []
+    left_out = 0
+    for number, wait in enumerate(waits, 1):
+        end, begin = tracks[wait.rank].waits, _begin(tracks[wait.late], wait.tick)
+        slice_ = end.at(wait.tick)
+        if begin is None or slice_ is None or slice_.cat != "straggler_wait" or slice_.end <= wait.tick:
+            left_out += 1
+        else:
+            events += [_flow("s", number, wait, *begin), {**_flow("f", number, wait, end, wait.tick), "bp": "e"}]
+    return events, left_out
+
+
+def _begin(late: RankTracks, tick: int) -> tuple[Thread, int] | None:
+    """A slice and a tick within it; a stage that ended noticeably before is not what the rank was late for."""
+    for thread, since in ((late.stages, NOTICEABLE * TICKS_PER_SECOND), (late.steps, 0)):
+        slice_ = thread.at(tick)
+        if slice_ and slice_.end > tick - since:
+            return thread, min(tick, slice_.end - 1)
+    return None
+
+
+def _flow(phase: str, number: int, wait: _Wait, thread: Thread, tick: int) -> Event:
+    name = f"rank {wait.late} late for {wait.name}"
+    return {"ph": phase, "id": number, **thread.place, "cat": "late", "name": name, "ts": tick / 8}

@@ -1,25 +1,53 @@
+import shutil
+
 import pytest
+from playwright.sync_api import sync_playwright
 
 from lightning_freescale.profiling.reporting.page import write_page
-from tests.helpers.browser import Browser
+from tests.helpers.shown_page import PageWatch
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser():
-    with Browser() as browser:
+    executable = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if executable is None:
+        pytest.skip("no Chromium on this machine: apt-get install chromium")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=executable, args=["--disable-dev-shm-usage", "--disable-gpu"])
         yield browser
+        browser.close()
 
 
 @pytest.fixture
-def show(browser, tmp_path):
-    """Opens pages of documents. When the test is over, none of them may have complained or asked for anything."""
+def open_page(browser):
+    """Opens a file in a browser of its own and waits until it is drawn; returns the page and what it said and asked for."""
     pages = []
 
+    def open_page(path, width=1200, dark=False):
+        page = browser.new_page(
+            viewport={"width": width, "height": 900}, is_mobile=width < 600, color_scheme="dark" if dark else "light"
+        )
+        pages.append(page)
+        watch = PageWatch(page, path.resolve().as_uri())
+        page.goto(watch.address)
+        page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        return page, watch
+
+    yield open_page
+    for page in pages:
+        page.close()
+
+
+@pytest.fixture
+def show(open_page, tmp_path):
+    """Opens pages of documents. When the test is over, none of them may have complained or asked for anything."""
+    watches = []
+
     def show(*documents, width=1200, dark=False):
-        pages.append(browser.open_page(write_page(tmp_path / "report.html", documents), width, dark))
-        return pages[-1]
+        page, watch = open_page(write_page(tmp_path / "report.html", documents), width, dark)
+        watches.append(watch)
+        return page
 
     yield show
-    for page in pages:
-        browser.close_page(page)
-        assert (page.console, page.requests) == ([], [])
+    for watch in watches:
+        assert (watch.console, watch.requests) == ([], [])

@@ -17,6 +17,7 @@ DOCUMENTS = {
         )
     ],
     "strange strings": [hostile(), hostile()],
+    "undivided waits": [document(4, 30, divided=False)],
     "several": [document(8, 30), document(8, 30, pace=0.4), bare()],
 }
 
@@ -28,38 +29,41 @@ def test_every_report_is_shown_without_a_complaint(show, name, dark):
     assert words(page, "h1") == " ".join(DOCUMENTS[name][0]["run"]["label"].split())
     assert words(page, "#footer").endswith("report version 1")  # the last thing put there
     assert not [
-        word for word in ("undefined", "NaN", "Infinity", "null", "[object") if word in page.run("document.body.innerText")
+        word for word in ("undefined", "NaN", "Infinity", "null", "[object") if word in page.evaluate("document.body.innerText")
     ]
-    assert page.run("document.documentElement.scrollWidth <= innerWidth")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_a_narrow_page_is_not_wider_than_the_screen(show, name):
     page = show(*DOCUMENTS[name], width=390)
-    assert page.run("document.documentElement.scrollWidth") <= 390
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
 def test_strange_strings_stay_text(show):
     page = show(hostile(), hostile())
-    page.run("document.querySelectorAll('canvas').forEach(c => { c.focus(); })")
+    page.evaluate("document.querySelectorAll('canvas').forEach(c => { c.focus(); })")
     hover(page, "waterfall-canvas", 300, 10)
-    assert page.run("window.hacked") is None
-    assert page.run("document.querySelectorAll('img').length") == 0
-    assert page.run("document.querySelectorAll('script').length") == 2
-    text = page.run("document.querySelector('main').textContent + document.querySelector('header').textContent")
+    assert page.evaluate("window.hacked") is None
+    assert page.evaluate("document.querySelectorAll('img').length") == 0
+    assert page.evaluate("document.querySelectorAll('script').length") == 2
+    text = page.evaluate("document.querySelector('main').textContent + document.querySelector('header').textContent")
     # label twice in the selector, in the heading and in the ablation; model, strategy, device, reason; what-if and its note,
-    # exchange, section, method, reason of the method, basis, slow rank; the waterfall's list
+    # exchange, section, method, reason of the waits, method, slow rank; the waterfall's list
     assert text.count(HOSTILE) >= 14
-    assert page.run("document.getElementById('label').textContent") == HOSTILE
+    assert page.evaluate("document.getElementById('label').textContent") == HOSTILE
     assert rows(page, "exchanges")[0][0] == " ".join(HOSTILE.split())
 
 
 def test_it_can_be_read_without_seeing(show):
     page = show(*DOCUMENTS["several"])
-    assert page.run("document.documentElement.lang") == "en"
-    assert page.run("Array.from(document.querySelectorAll('h1')).length") == 1
-    assert page.run("Array.from(document.querySelectorAll('th')).filter(th => !['row', 'col'].includes(th.scope)).length") == 0
-    assert page.run("Array.from(document.querySelectorAll('table')).filter(t => !t.caption.textContent).length") == 0
+    assert page.evaluate("document.documentElement.lang") == "en"
+    assert page.evaluate("Array.from(document.querySelectorAll('h1')).length") == 1
+    assert (
+        page.evaluate("Array.from(document.querySelectorAll('th')).filter(th => !['row', 'col'].includes(th.scope)).length")
+        == 0
+    )
+    assert page.evaluate("Array.from(document.querySelectorAll('table')).filter(t => !t.caption.textContent).length") == 0
     labels = every(page, "canvas", "[e.id, e.getAttribute('role'), e.getAttribute('aria-label')]")
     assert [name for name, _, _ in labels] == [
         "heatmap-canvas",
@@ -77,14 +81,12 @@ def test_the_header_tells_the_run_and_its_figures(show):
     summary = {
         "bubble": 0.3,
         "limit": 1 / 0.7,
-        "step_seconds": 0.1034,
+        "step_s": 0.1034,
         "samples": 9440,
-        "samples_per_second": 195.14,
+        "samples_per_s": 195.14,
         "compute_imbalance": 1.344,
     }
-    page = show(
-        document(2, 6, summary=summary, overhead={"share": 0.00104, "seconds_per_step": 0.000107}, status={"steps": 295})
-    )
+    page = show(document(2, 6, summary=summary, overhead={"share": 0.00104, "total_s": 0.000107}, status={"steps": 295}))
     assert words(page, "#label") == "freescale"
     assert (
         words(page, "#run")
@@ -101,7 +103,7 @@ def test_the_header_tells_the_run_and_its_figures(show):
     }
     assert words(page, "#status") == ""
     assert words(page, "#footer").startswith("Started 2026-11-21 08:00 UTC · lightning_freescale 0.1.0 · torch 2.13.0")
-    assert page.run("document.title") == "freescale: bubble report"
+    assert page.evaluate("document.title") == "freescale: bubble report"
 
 
 def test_the_verdict_names_the_largest_loss_and_the_best_single_remedy(show):
@@ -125,7 +127,7 @@ def test_an_interrupted_run_says_so(show):
         "Interrupted: rank 1 raised RuntimeError: out of memory. The report covers 40 steps. "
         "7 further steps ran, but the ranks' records of them were not brought together."
     )
-    assert page.run("document.getElementById('status').checkVisibility()")
+    assert page.evaluate("document.getElementById('status').checkVisibility()")
     assert words(page, "#run").endswith("interrupted")
 
 
@@ -143,6 +145,6 @@ def test_a_long_run_on_many_ranks_is_shown(show):
     page = show(document(64, 2000))
     assert len(rows(page, "ranks")) == 64
     assert "2,000 steps in" in words(page, "#heatmap .note:last-child")
-    height = page.run("document.getElementById('heatmap-canvas').clientHeight") - 24
+    height = page.evaluate("document.getElementById('heatmap-canvas').clientHeight") - 24
     colours = {pixel(page, "heatmap-canvas", x, y) for x in (60, 500, 1000) for y in (2, height // 2, height - 3)}
     assert (0, 0, 0) not in colours and len(colours) > 2

@@ -7,7 +7,7 @@ from tests.helpers.shown_page import every, plain, rows, words
 def test_ranks_stand_in_a_table_and_slow_ones_stand_out(show):
     made = document(8, 30)
     made["ranks"][3]["shares"].update(compute=0.8, straggler_wait=0.015)
-    made["ranks"][3].update(step_seconds=0.1034, score=1.3, last=1234)
+    made["ranks"][3].update(step_s=0.1034, score=1.3, last=1234)
     made["ranks"][4]["score"] = None
     page = show(made)
     table = rows(page, "ranks")
@@ -22,14 +22,15 @@ def test_exchanges_and_host_overhead_stand_in_tables(show):
     one = {
         "name": "rows",
         "per_step": 1.0,
-        "straggler_wait_seconds": 0.0123,
-        "transfer_seconds": 0.00456,
-        "hidden_seconds": 0.0,
+        "straggler_wait_s": 0.0123,
+        "transfer_s": 0.00456,
+        "wait_s": 0.0,
+        "hidden_s": 0.0,
         "moved_bytes": 3_400_000,
         "last": [1, 3],
     }
     other = {**one, "name": "gradients", "per_step": 0.5, "moved_bytes": None, "last": [0, 0]}
-    page = show({**document(exchanges=[one, other]), "host": {}})
+    page = show({**document(exchanges=[one, other]), "host_s": {}})
     assert rows(page, "exchanges") == [
         ["rows", "1", "12.3 ms", "4.56 ms", "0 ms", "3.24 MiB", "rank 1, 75.0 %"],
         ["gradients", "0.50", "12.3 ms", "4.56 ms", "0 ms", "-", "-"],
@@ -38,8 +39,8 @@ def test_exchanges_and_host_overhead_stand_in_tables(show):
 
 
 def test_host_overhead_comes_largest_first(show):
-    made = document(summary={"step_seconds": 0.1})
-    made["host"] = {"small": 0.000004, "large": 0.002}
+    made = document(summary={"step_s": 0.1})
+    made["host_s"] = {"small": 0.000004, "large": 0.002}
     assert rows(show(made), "host") == [
         ["large", "2.00 ms", "2.0 %"],
         ["small", "4.00 µs", "0.00 %"],
@@ -66,10 +67,10 @@ def test_what_ifs_stand_beside_their_limits(show):
 
 def test_the_causes_of_imbalance_are_told(show):
     causes = {
-        "basis": "ranks",
-        "data_seconds": 0.006,
-        "hardware_seconds": 0.003,
-        "jitter_seconds": 0.001,
+        "method": "ranks",
+        "data_s": 0.006,
+        "hardware_s": 0.003,
+        "jitter_s": 0.001,
         "slow_ranks": {"3": 1.3},
         "residual": None,
     }
@@ -89,7 +90,7 @@ def test_the_causes_of_imbalance_are_told(show):
 
 
 def test_slow_ranks_with_less_work_make_hardware_count_less_than_nothing(show):
-    causes = {"data_seconds": 0.012, "hardware_seconds": -0.002, "jitter_seconds": 0.0, "slow_ranks": {}, "residual": 0.031}
+    causes = {"data_s": 0.012, "hardware_s": -0.002, "jitter_s": 0.0, "slow_ranks": {}, "residual": 0.031}
     page = show(document(imbalance=causes))
     legend = every(page, "#imbalance .legend li", "e.innerText")
     assert [" ".join(plain(line).split()) for line in legend][:2] == ["data 120.0 % 12.0 ms", "hardware -20.0 % -2.00 ms"]
@@ -101,7 +102,7 @@ def test_slow_ranks_with_less_work_make_hardware_count_less_than_nothing(show):
 def test_what_was_not_told_apart_is_said(show):
     page = show(document(imbalance=None, device_idle=None))
     assert words(page, "#imbalance .body") == "The causes were not told apart in this run."
-    assert not page.run("document.getElementById('device').checkVisibility()")
+    assert not page.evaluate("document.getElementById('device').checkVisibility()")
 
 
 def test_device_idle_is_shown_per_rank(show):
@@ -114,19 +115,45 @@ def test_device_idle_is_shown_per_rank(show):
 
 
 def test_how_waiting_was_measured_is_told(show):
-    changes = {
-        "method": "bandwidth",
-        "uncertainty_seconds": 0.0011,
-        "reason": "clocks drifted",
-        "clock": None,
-        "unsplit_seconds": 0.002,
-    }
-    page = show(document(waiting=changes))
-    text = words(page, "#waiting .body")
-    assert "bandwidth. Without a clock that the ranks share" in text
-    assert "Why not by arrival clocksclocks drifted" in text
-    assert "± 1.10 ms" in text and "23.8 MiB per second" in text and "2.00 ms per step of exchanges" in text
-    assert "round trip" not in text
-    clocks = words(show(document()), "#waiting .body")
+    text = words(show(document(divided=False)), "#certainty .body")
+    assert "Wait for peersNot divided into straggler wait and transfer: the ranks' clocks agreed only within 3.00 ms" in text
+    assert "Turn from wait to transfer" not in text
+    text = words(show(document(wait_attribution={"uncertainty_s": 0.0011, "clock": None})), "#certainty .body")
+    assert "Wait for peersDivided by every rank's arrival at an exchange, on one clock" in text
+    assert "± 1.10 ms" in text and "round trip" not in text
+    clocks = words(show(document()), "#certainty .body")
     assert "compared 3 times, best round trip 0.14 ms, 12 measurements rejected, drift 0.10 µs per second" in clocks
-    assert "Why not" not in clocks and "Not split" not in clocks
+    assert "Not divided" not in clocks
+    assert "With one rank there is nobody to wait for." in words(show(document(1, 3)), "#certainty .body")
+
+
+def test_waits_that_are_not_divided_are_a_part_of_their_own(show):
+    page = show(document(divided=False))
+    legend = every(page, "#shares .legend li", "[e.dataset.part, e.children[1].textContent]")
+    reason = "wait for peers (not divided: the ranks' clocks agreed only within 3.00 ms)"
+    assert {name: plain(label) for name, label in legend}["wait"] == reason
+    heads = {section: every(page, f"#{section} thead th", "e.textContent") for section in ("ranks", "exchanges")}
+    assert all("wait for peers" in head for head in heads.values())
+    cells = dict(zip(heads["exchanges"], rows(page, "exchanges")[0]))
+    assert (cells["straggler wait"], cells["transfer"]) == ("0 ms", "0 ms") and cells["wait for peers"] != "0 ms"
+    assert words(page, "#verdict").count("The largest loss is wait for peers") == 1
+    keys = every(page, "#waterfall .keys li", "e.textContent")
+    assert "wait for peers" in keys and not {"straggler wait", "transfer"} & set(keys)
+    assert every(page, "#waterfall .waits li", "e.textContent") == []
+
+
+def test_where_all_waits_are_divided_there_is_no_other_wait(show):
+    page = show(document())
+    assert "wait for peers" not in page.evaluate("document.querySelector('main').textContent")
+
+
+def test_a_what_if_that_was_left_out_says_why(show):
+    left_out = {"name": "full overlap", "speed_up": None, "limit": None, "note": "the clocks were not aligned"}
+    page = show(document(what_if=[left_out, {"name": "no data wait", "speed_up": 1.2, "limit": 1.5, "note": None}]))
+    assert rows(page, "what-if")[0] == [
+        "full overlap every transfer is hidden behind compute; the clocks were not aligned",
+        "left out",
+        "-",
+        "-",
+    ]
+    assert words(page, "#verdict").endswith("Of the what-ifs, no data wait gains most: 1.20x.")

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_freescale.profiling.reporting.trace.chrome import Slice, lanes, nested
+from lightning_freescale.profiling.reporting.trace.chrome import Slice, nested, rows_without_overlap
 
 _SLICES = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12)), max_size=12)
 
@@ -22,7 +22,7 @@ def test_slices_that_nest_or_touch_stay_as_they_are():
 
 def test_of_two_that_cross_the_earlier_is_cut_and_says_what_it_lasted():
     first, second = nested(_slices((0, 80), (40, 120)))
-    assert (first.end, first.args) == (40, {"lasted_us": 10.0})
+    assert (first.end, first.args) == (40, {"uncut_s": 10e-6})
     assert (second.start, second.end, second.args) == (40, 120, None)
 
 
@@ -48,7 +48,7 @@ def test_settled_slices_nest_and_none_is_lost(edges):
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), max_size=12))
 def test_lanes_do_not_overlap_and_are_as_few_as_can_be(edges):
     slices = _slices(*((start, start + length) for start, length in edges))
-    rows = lanes(slices)
+    rows = rows_without_overlap(slices)
     assert sorted(_edges(s for row in rows for s in row)) == sorted(_edges(slices))
     assert all(a.end <= b.start for row in rows for a, b in zip(row, row[1:]))
     busiest = max((sum(s.start <= t < s.end for s in slices) for t in range(45)), default=0)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_freescale.profiling.analysis.breakdown import as_array, attribute, bubble
-from lightning_freescale.profiling.recording.records import ResolvedCollective, ResolvedSpan, ResolvedStep
+from lightning_freescale.profiling.recording.records import Interval, ResolvedCollective, ResolvedStep
 from lightning_freescale.profiling.reporting.trace.writer import write_trace
 from tests.helpers.chrome_trace import read_trace
 
@@ -16,7 +16,7 @@ MS = 1e-3
 
 
 def _spans(*spans):
-    return tuple(ResolvedSpan(kind, name, ORIGIN + start * MS, ORIGIN + end * MS) for kind, name, start, end in spans)
+    return tuple(Interval(kind, name, ORIGIN + start * MS, ORIGIN + end * MS) for kind, name, start, end in spans)
 
 
 def _exchange(key, arrive, end, *, start=None, done=None, name="gradients", moved=None):
@@ -57,7 +57,7 @@ class Shown:
 
     def __init__(self, path):
         self.events = read_trace(path)
-        self.about = json.loads(path.read_text())["otherData"]
+        self.other = json.loads(path.read_text())["otherData"]
         names = {(e["name"], e["pid"], e["tid"]): e["args"].get("name") for e in self.events if e["ph"] == "M"}
         self._places = {
             place: (
@@ -117,8 +117,8 @@ def test_waits_are_split_at_the_last_arrival_and_say_who_it_was(tmp_path):
     shown = _written(tmp_path, [_two_ranks()])
     assert shown.slices("rank 0", "waits") == [("straggler wait: gradients", 70, 90), ("transfer: gradients", 90, 100)]
     assert shown.slices("rank 1", "waits") == [("transfer: gradients", 90, 100)]
-    assert shown.args("rank 0", "waits") == [{"moved_bytes": 4096, "last_rank": 1, "straggler_wait_ms": 20.0}] * 2
-    assert shown.args("rank 1", "waits") == [{"last_rank": 1, "straggler_wait_ms": 0.0}]
+    assert shown.args("rank 0", "waits") == [{"moved_bytes": 4096, "last_rank": 1, "straggler_wait_s": 0.02}] * 2
+    assert shown.args("rank 1", "waits") == [{"last_rank": 1, "straggler_wait_s": 0.0}]
 
 
 def test_a_stage_has_a_hole_where_the_rank_waits_inside_it(tmp_path):
@@ -181,14 +181,14 @@ def test_an_exchange_that_is_over_before_the_last_arrival_keeps_its_arrow(tmp_pa
     ]
     shown = _written(tmp_path, [row])
     assert shown.slices("rank 0", "waits") == [("straggler wait: gradients", 10, 19.8)]
-    assert shown.args("rank 0", "waits")[0]["straggler_wait_ms"] == 9.8
-    assert len(shown.arrows()) == 1 and shown.about == {}
+    assert shown.args("rank 0", "waits")[0]["straggler_wait_s"] == 0.0098
+    assert len(shown.arrows()) == 1 and shown.other == {}
 
 
 def test_an_arrow_that_can_begin_nowhere_is_told(tmp_path):
     row = [_step(0, 40, collectives=[_exchange("world/1", 10, 30)]), _step(25, 40, collectives=[_exchange("world/1", 20, 30)])]
     shown = _written(tmp_path, [row])
-    assert shown.arrows() == [] and shown.about == {"arrows_left_out": 1}
+    assert shown.arrows() == [] and shown.other == {"arrows_left_out": 1}
 
 
 def test_exchanges_are_matched_by_their_key(tmp_path):
@@ -227,7 +227,7 @@ def test_a_wait_inside_another_is_nobodys_arrow_and_told(tmp_path):
     shown = _written(tmp_path, [row])
     assert shown.slices("rank 0", "waits") == [("straggler wait: a", 10, 15), ("transfer: b", 15, 25), ("transfer: a", 25, 30)]
     assert [args.get("moved_bytes") for args in shown.args("rank 0", "waits")] == [None, 3, None]
-    assert [place[0] for _, place in shown.arrows()] == ["rank 1"] and shown.about == {"arrows_left_out": 1}
+    assert [place[0] for _, place in shown.arrows()] == ["rank 1"] and shown.other == {"arrows_left_out": 1}
 
 
 def test_exchanges_in_the_background_get_a_lane_each_where_they_overlap(tmp_path):
@@ -319,8 +319,8 @@ def test_without_steps_there_is_still_a_trace(tmp_path):
 
 def test_facts_and_names_are_kept_as_they_are(tmp_path):
     step = _step(0, 10, spans=[("forward", 'Vorwärts "\n', 0, 9)])
-    shown = _written(tmp_path, [[step]], about={"label": "großer Lauf"})
-    assert shown.about == {"label": "großer Lauf"}
+    shown = _written(tmp_path, [[step]], run={"label": "großer Lauf"})
+    assert shown.other == {"label": "großer Lauf"}
     assert shown.slices("rank 0", "stages") == [('Vorwärts "\n', 0, 9)]
     assert "\\u" not in (tmp_path / "trace.json").read_text(encoding="utf-8")  # which some readers refuse
 
@@ -337,7 +337,7 @@ def test_a_trace_that_fails_leaves_the_old_one(tmp_path):
     path = write_trace(tmp_path / "new" / "trace.json", [_two_ranks()])
     before = path.read_bytes()
     with pytest.raises(ValueError, match="not JSON compliant"):
-        write_trace(path, [_two_ranks()], about={"bubble": float("nan")})
+        write_trace(path, [_two_ranks()], run={"bubble": float("nan")})
     assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]
 
 

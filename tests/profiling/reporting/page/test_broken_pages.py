@@ -1,12 +1,6 @@
+"""What the other tests rely on: a page that is broken does not pass."""
+
 import pytest
-
-from tests.helpers.browser import Browser
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with Browser() as browser:
-        yield browser
 
 
 @pytest.mark.parametrize(
@@ -17,7 +11,7 @@ def browser():
         ("<script>Promise.reject(new Error('rejected'))</script>", "rejected", []),
         ("<script>console.error('said', 'so')</script>", "error: said so", []),
         ("<script>console.log('hello')</script>", "log: hello", []),
-        ("<script>1 +</script>", "SyntaxError", []),
+        ("<script>1 +</script>", "Unexpected", []),
         ("<img src='http://127.0.0.1:9/picture.png'>", "ERR_", ["http://127.0.0.1:9/picture.png"]),
         (
             "<meta http-equiv=Content-Security-Policy content=\"default-src 'none'\"><img src='http://127.0.0.1:9/x.png'>",
@@ -26,10 +20,9 @@ def browser():
         ),
     ],
 )
-def test_a_broken_page_is_noticed(browser, tmp_path, body, said, asked):
+def test_a_broken_page_is_noticed(open_page, tmp_path, body, said, asked):
     (tmp_path / "broken.html").write_text(f"<!doctype html><title>x</title>{body}")
-    page = browser.open_page(tmp_path / "broken.html")
-    page.run("new Promise(done => setTimeout(done, 200))")
-    browser.close_page(page)
-    assert any(said in line for line in page.console), page.console
-    assert page.requests == asked
+    page, watch = open_page(tmp_path / "broken.html")
+    page.wait_for_timeout(200)
+    assert any(said in line for line in watch.console), watch.console
+    assert watch.requests == asked

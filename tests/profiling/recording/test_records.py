@@ -7,8 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from lightning_freescale.profiling.recording.records import Collective, ResolvedCollective, ResolvedSpan, Span, StepRecord
-from lightning_freescale.profiling.recording.resolve import resolve, stamps_of
+from lightning_freescale.profiling.recording.records import (
+    Collective,
+    Interval,
+    ResolvedCollective,
+    Span,
+    StepRecord,
+    resolve,
+    stamps_of,
+)
 
 
 class Halves:
@@ -34,7 +41,7 @@ def test_every_stamp_finds_its_place() -> None:
     ]
     step, second = resolve([_step(spans=spans, collectives=collectives), _step(20, 22)], Halves())
     assert (step.start, step.end, step.index, step.samples) == (0, 10, 3, 4)
-    assert step.spans == (ResolvedSpan("forward", "f", 1, 2), ResolvedSpan("optimizer", "o", 7, 8))
+    assert step.spans == (Interval("forward", "f", 1, 2), Interval("optimizer", "o", 7, 8))
     assert step.collectives == (
         ResolvedCollective("seen apart", "a", 2, 3, 4, 3.5, 10),
         ResolvedCollective("plain", "c", 4.5, 5, 6, 6),
