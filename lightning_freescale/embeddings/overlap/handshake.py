@@ -31,38 +31,19 @@ _HEADER = 4
 
 
 @dataclass(frozen=True)
-class Proposal:
-    """What this rank tells the others.
-
-    Attributes:
-        state: what it knows of the ids.
-        request: the rows it needs.
-        updates: whether an optimizer step follows its current batch.
-        mode: how it comes to know ids ahead, see :class:`OverlappedCollection`.
-        features: the keys of its ids.
-        error: what is wrong with them.
-    """
-
-    state: IdState
-    request: RowRequest
-    updates: bool
-    mode: int
-    features: tuple[str, ...] = ()
-    error: Exception | None = None
-
-
-@dataclass(frozen=True)
 class Consensus:
-    """What all ranks have told.
+    """What all ranks have told, this one included.
 
     Attributes:
+        request: the rows that this rank needs.
         requested: for every rank whether ids come from it.
         counts: rows that each rank requests from this one, by slot; shape ``[ranks, slots]``.
         ended_ranks: those that have no such batch.
         from_all: whether ids come from every rank, and no two disagree on the features.
-        mode: the highest of any rank.
+        mode: the highest of any rank, see :class:`LookaheadMode`.
     """
 
+    request: RowRequest
     requested: list[bool]
     counts: Tensor
     ended_ranks: list[int]
@@ -85,45 +66,54 @@ class LookupHandshake:
         self._no_rows = RowRequest.empty(layout, dedup)
         self._features: tuple[str, ...] | None = None
 
-    def propose(
-        self, state: IdState, features: KeyedJaggedTensor | None = None, *, updates: bool = False, mode: int = 0
-    ) -> Proposal:
-        """Return what this rank will tell; an error in the ids becomes part of it. Without ``features`` it needs no rows."""
-        if features is None or state != IdState.REQUESTED:
-            return Proposal(state, self._no_rows, updates, mode)
-        keys = tuple(features.keys())
-        try:
-            self._check_order(keys)
-            return Proposal(state, RowRequest.from_features(features, self.layout, self.dedup), updates, mode, keys)
-        except ValueError as error:
-            return Proposal(IdState.FAILED, self._no_rows, updates, mode, keys, error)
-
-    def agree(self, proposal: Proposal, ahead: bool = False) -> Consensus:
-        """Tell all ranks and hear them. Collective.
+    def agree(
+        self,
+        state: IdState,
+        features: KeyedJaggedTensor | None = None,
+        *,
+        updates: bool = False,
+        mode: int = 0,
+        ahead: bool = False,
+    ) -> Consensus:
+        """Tell all ranks what this one knows, and hear them. Collective.
 
         Wrong ids that are only submitted ahead count as unknown: the model may never look them up.
+
+        Args:
+            state: what this rank knows of the ids.
+            features: the ids, if it requests rows.
+            updates: whether an optimizer step follows its current batch.
+            mode: how it comes to know ids ahead.
+            ahead: whether the model has not looked them up.
 
         Raises:
             ValueError: on every rank, if the ids of any rank are wrong or the ranks disagree on the features.
         """
-        headers, counts = self._exchange(proposal)
-        states, digests, updates, modes = headers.T.tolist()
-        self._refuse_other_windows(updates)
-        same_features = len({digest for digest in digests if digest}) <= 1
+        request, keys, wrong = self._no_rows, (), None
+        if features is not None and state == IdState.REQUESTED:
+            keys = tuple(features.keys())
+            try:
+                self._check_order(keys)
+                request = RowRequest.from_features(features, self.layout, self.dedup)
+            except ValueError as error:
+                state, wrong = IdState.FAILED, error.with_traceback(None)  # no circle through this frame
+        digest = zlib.crc32("\0".join(keys).encode()) + 1 if keys else 0
+        headers, counts = self._exchange([int(state), digest, int(updates), int(mode)], request.counts)
+        states, digests, updates_of, modes = headers.T.tolist()
+        self._refuse_other_windows(updates_of)
+        same_features = len({each for each in digests if each}) <= 1
         if IdState.FAILED in states and not ahead:
-            self._raise_errors(proposal)
+            self._raise_errors(wrong)
         if not same_features and not ahead:
-            self._raise_disagreement(proposal)
-        requested = [state == IdState.REQUESTED for state in states]
-        ended = [rank for rank, state in enumerate(states) if state == IdState.ENDED]
-        return Consensus(requested, counts, ended, same_features and all(requested), max(modes))
+            self._raise_disagreement(keys)
+        requested = [each == IdState.REQUESTED for each in states]
+        ended = [rank for rank, each in enumerate(states) if each == IdState.ENDED]
+        return Consensus(request, requested, counts, ended, same_features and all(requested), max(modes))
 
-    def _exchange(self, proposal: Proposal) -> tuple[Tensor, Tensor]:
+    def _exchange(self, header: list[int], counts: Tensor) -> tuple[Tensor, Tensor]:
         """Return headers and counts of all ranks, one row each."""
-        counts = proposal.request.counts
-        digest = zlib.crc32("\0".join(proposal.features).encode()) + 1 if proposal.features else 0
         sent = torch.empty(len(counts), _HEADER + counts.shape[1], dtype=torch.int64)
-        sent[:, :_HEADER] = torch.tensor([int(proposal.state), digest, int(proposal.updates), int(proposal.mode)])
+        sent[:, :_HEADER] = torch.tensor(header)
         sent[:, _HEADER:] = counts
         sent = sent.to(self.layout.device)
         received = torch.empty_like(sent)
@@ -148,14 +138,13 @@ class LookupHandshake:
                 "rank the same number of batches and the same accumulate_grad_batches"
             )
 
-    def _raise_errors(self, proposal: Proposal) -> None:
-        texts = self._gather(str(proposal.error) if proposal.error else None)
+    def _raise_errors(self, wrong: Exception | None) -> None:
+        texts = self._gather(str(wrong) if wrong else None)
         found = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
-        raise ValueError(f"embedding collection {self.path!r}, {'; '.join(found)}") from proposal.error
+        raise ValueError(f"embedding collection {self.path!r}, {'; '.join(found)}") from wrong
 
-    def _raise_disagreement(self, proposal: Proposal) -> None:
-        features = self._gather(proposal.features)
-        found = "; ".join(f"rank {rank} has {list(keys)}" for rank, keys in enumerate(features) if keys)
+    def _raise_disagreement(self, features: tuple[str, ...]) -> None:
+        found = "; ".join(f"rank {rank} has {list(keys)}" for rank, keys in enumerate(self._gather(features)) if keys)
         raise ValueError(
             f"embedding collection {self.path!r}: the ranks look up different features, {found}: pass the same on every rank, "
             "in the same order"

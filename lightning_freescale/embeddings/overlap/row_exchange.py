@@ -18,7 +18,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec.distributed.comm_ops import get_gradient_division
 
 from lightning_freescale.embeddings.overlap.batch_state import CollidingRows, GradientAccumulator, PipelinedBatch
-from lightning_freescale.embeddings.overlap.handshake import IdState, LookupHandshake
+from lightning_freescale.embeddings.overlap.handshake import Consensus, IdState, LookupHandshake
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout
@@ -66,15 +66,13 @@ class RowExchange:
     ) -> None:
         """Send the ids of the batch after ``current``; None if they are not known, or if there is none (``ended``)."""
         state = IdState.ENDED if ended else IdState.UNKNOWN if features is None else IdState.REQUESTED
-        proposal = self._handshake.propose(state, features, updates=current.updates, mode=mode)
-        consensus = self._handshake.agree(proposal, ahead=True)
+        consensus = self._handshake.agree(state, features, updates=current.updates, mode=mode, ahead=True)
         batch.mode, batch.ended_ranks = consensus.mode, consensus.ended_ranks
         batch.any_submitted, batch.all_submitted = any(consensus.requested), consensus.from_all
-        batch.submitted = proposal.state == IdState.REQUESTED
+        batch.submitted = consensus.requested[self.group.rank()]
         if batch.any_submitted:
-            batch.request = proposal.request
-            batch.incoming = self._exchange_ids(proposal.request, consensus.counts)
-            batch.rows = self._new_rows(proposal.request)
+            batch.request, batch.rows = consensus.request, self._new_rows(consensus.request)
+            batch.incoming = self._exchange_ids(consensus)
 
     def confirm_ids(self, batch: PipelinedBatch, features: KeyedJaggedTensor | None, predicted: bool) -> None:
         """Tell that the model has looked up the submitted ids (``predicted``), others, or none (None).
@@ -82,16 +80,14 @@ class RowExchange:
         Others are served anew before anybody sorts rows against this batch.
         """
         predicted = predicted and batch.submitted
-        proposal = self._handshake.propose(IdState.PREDICTED if predicted else IdState.REQUESTED, features)
-        consensus = self._handshake.agree(proposal)
+        state = IdState.PREDICTED if predicted else IdState.REQUESTED
+        consensus = self._handshake.agree(state, features)
         if not any(consensus.requested):
             return
+        new = self._exchange_ids(consensus)
+        rows = self._exchange_rows(self.local.read(new.rows), new.sizes, consensus.request.sizes, "colliding")
         if not predicted:
-            batch.request, batch.rows = proposal.request, self._new_rows(proposal.request)
-        new = self._exchange_ids(proposal.request, consensus.counts)
-        rows = self._exchange_rows(self.local.read(new.rows), new.sizes, proposal.request.sizes, "colliding")
-        if not predicted:
-            batch.rows.copy_(rows)
+            batch.request, batch.rows = consensus.request, rows
         batch.incoming = batch.incoming.replaced(new, consensus.requested)
 
     # -- rows
@@ -188,11 +184,11 @@ class RowExchange:
 
     # -- transport
 
-    def _exchange_ids(self, request: RowRequest, counts: Tensor) -> IncomingRows:
-        outgoing = list(request.rows.to(self._id_type).split(request.sizes))
-        received = [outgoing[0].new_empty(size) for size in counts.sum(dim=1).tolist()]
+    def _exchange_ids(self, consensus: Consensus) -> IncomingRows:
+        outgoing = list(consensus.request.rows.to(self._id_type).split(consensus.request.sizes))
+        received = [outgoing[0].new_empty(size) for size in consensus.counts.sum(dim=1).tolist()]
         self._exchange(outgoing, received, "ids")
-        return IncomingRows.from_ranks(received, counts)
+        return IncomingRows.from_ranks(received, consensus.counts)
 
     def _exchange_rows(self, values: Tensor, send_sizes: list[int], receive_sizes: list[int], kind: str) -> Tensor:
         received = values.new_empty(sum(receive_sizes), self.local.dim)
