@@ -62,7 +62,7 @@ class LookaheadLoader(LoaderWrapper):
 
 @dataclass
 class PrefetchedBatch:
-    """A batch, or the error that came instead of it, or the end.
+    """A batch, or the error that came instead of it; a StopIteration at the end.
 
     Attributes:
         state: the loader's before it was fetched.
@@ -71,7 +71,6 @@ class PrefetchedBatch:
 
     batch: Any = None
     error: Exception | None = None
-    end: bool = False
     state: Any = None
     handed_out: bool = False
 
@@ -92,7 +91,7 @@ class PrefetchQueue:
     def push(self, fetched: PrefetchedBatch) -> None:
         """Queue what came after the last one."""
         self.waiting.append(fetched)
-        self.ended = fetched.end
+        self.ended = isinstance(fetched.error, StopIteration)
         self._lost_track |= len(self.waiting) > _MOST_WAITING
         while self._lost_track and self.waiting[0].handed_out:
             self.waiting.popleft()
@@ -100,11 +99,8 @@ class PrefetchQueue:
     def hand_out(self, fetched: PrefetchedBatch) -> Any:
         """Return the batch of the last one, or raise its error. A batch stays here until training on it begins."""
         fetched.handed_out = True
-        if fetched.end or fetched.error is not None:
-            self.waiting.pop()
-        if fetched.end:
-            raise StopIteration
         if fetched.error is not None:
+            self.waiting.pop()
             raise fetched.error
         return fetched.batch
 
@@ -140,7 +136,7 @@ class _Batches(Iterator[Any]):
 
     def __next__(self) -> Any:
         fetched = self._queue.ahead or self._fetch()
-        if not fetched.end and fetched.error is None:
+        if fetched.error is None:
             if self._limit is None or self._handed_out + 1 < self._limit():
                 self._fetch()
             else:
@@ -154,7 +150,7 @@ class _Batches(Iterator[Any]):
         try:
             fetched.batch = next(self._batches)
         except StopIteration:
-            fetched.end = True
+            fetched.error = StopIteration()  # a new one: the loader's knows its frames
         except Exception as error:  # it belongs to this batch, and the one before it can still be trained on
             fetched.error = error
         self._queue.push(fetched)

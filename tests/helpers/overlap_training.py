@@ -1,4 +1,4 @@
-"""Fits for the tests of this folder: what a fit leaves behind, and modules that look ids up in their own ways."""
+"""Fits for the tests of the overlap: what a fit leaves behind, and modules that look ids up in their own ways."""
 
 from __future__ import annotations
 

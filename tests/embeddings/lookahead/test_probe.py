@@ -119,3 +119,22 @@ def test_failures_of_the_probe_are_not_counted_against_the_dry_run() -> None:
     probe.report(False)
     probe.report(False)
     assert probe.mode == LookaheadMode.DRY_RUN
+
+
+def test_the_proposal_is_the_mode_after_the_next_lookup() -> None:
+    probe, _ = _learned()
+    for predicted in (False, True, False, False, False):
+        expected = probe.proposal.mode if predicted else probe.proposal.if_mispredicted
+        probe.report(predicted)
+        assert probe.mode == expected
+    assert probe.mode == LookaheadMode.DRY_RUN
+
+
+def test_the_agreed_mode_is_that_of_the_rank_that_knows_least() -> None:
+    probe, _ = _learned()
+    probe.follow_agreed_mode(LookaheadMode.PROBE)
+    assert probe.known
+    probe.follow_agreed_mode(LookaheadMode.DRY_RUN)
+    assert probe.mode == LookaheadMode.DRY_RUN and not probe.known
+    probe.follow_agreed_mode(LookaheadMode.PROBE)
+    assert probe.mode == LookaheadMode.DRY_RUN
