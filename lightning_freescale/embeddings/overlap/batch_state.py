@@ -92,7 +92,10 @@ class PipelinedBatch:
 
 @dataclass
 class GradientAccumulator:
-    """Gradients that an owner holds until the next optimizer step: nothing, or one tensor of rows and one of their sums."""
+    """Gradients that an owner keeps until the next optimizer step: nothing, or one tensor of rows and one of their sums.
+
+    They arrive as non-colliding gradients do, and are applied with the last batch of the window.
+    """
 
     rows: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)

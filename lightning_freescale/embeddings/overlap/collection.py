@@ -42,7 +42,8 @@ class OverlappedCollection:
     """Stands in for the forward of TorchRec's module while it trains; everything else of the module stays.
 
     Shards, kernels, fused updates and state dicts are TorchRec's; the exchange of ids and rows and the routing of gradients
-    are ours. TorchRec's own pipeline for this is made for CUDA and fx-traceable models, and gives other numbers.
+    are ours. TorchRec's own pipeline for this is made for CUDA and fx-traceable models and gives other numbers; its exchange
+    of ids needs feature-wise bucketing.
 
     Args:
         collection: what is sharded.
@@ -275,7 +276,7 @@ class OverlappedCollection:
         return self._torchrec_forward(features)
 
     def _fall_back(self) -> None:
-        """A second lookup in a step is a second update in plain TorchRec: from here on, this collection is plain."""
+        """Leave the collection to plain TorchRec, for which a second lookup in a step is a second update: told, not refused."""
         if self._accumulating or not self._current.updates:
             errors.second_lookup_in_window(self.path)
         warnings.warn(
@@ -286,7 +287,7 @@ class OverlappedCollection:
         self.plain = True
 
     def _end_last_step(self) -> None:
-        """The second lookup's backward has updated the tables: what was sorted and fetched ahead is void."""
+        """End the step in which it fell back; what was sorted and fetched ahead is void, for TorchRec has updated the tables."""
         if not self._ids_sent:
             self._send_next_ids()
         self._worker.drain()
