@@ -105,14 +105,7 @@ class OverlappedCollection:
 
     # -- a step
 
-    def begin_step(
-        self,
-        updates: bool,
-        rates: Sequence[float | None],
-        step: int,
-        restart: bool = False,
-        mode: ModeProposal = ModeProposal(),  # noqa: B008 (immutable)
-    ) -> int:
+    def begin_step(self, updates: bool, rates: Sequence[float | None], step: int, restart: bool, mode: ModeProposal) -> int:
         """Begin the step of a batch, before its forward; see :meth:`OverlapEngine.begin_step`. Return the agreed mode."""
         self.end_step()
         self.module.freescale_lookups.begin_step()
@@ -163,7 +156,8 @@ class OverlappedCollection:
         with self.statistics.timed("exposed_s"), self._observed_wait():
             if batch.ready is not None:
                 self._worker.wait(batch.ready)
-            # where ids came from every rank, none has to wait for their confirmation: an error of one is an error of all
+            # confirmation matters only if these ids are others, or if some rank had submitted none: then an error of one rank
+            # is an error of all
             if not lookup.predicted or not batch.all_submitted:
                 self._worker.wait(confirmed)
         self._worker.hand_over(batch.rows, batch.request.inverse)
@@ -287,7 +281,7 @@ class OverlappedCollection:
         self.plain = True
 
     def _end_last_step(self) -> None:
-        """End the step in which it fell back; what was sorted and fetched ahead is void, for TorchRec has updated the tables."""
+        """End the step in which it fell back: TorchRec has updated the tables, what was sorted and fetched ahead is void."""
         if not self._ids_sent:
             self._send_next_ids()
         self._worker.drain()
