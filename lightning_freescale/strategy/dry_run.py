@@ -18,6 +18,7 @@ from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from lightning_freescale._lightning.loops import LightningModule
 from lightning_freescale.embeddings.collections import Collection, replace_everywhere
+from lightning_freescale.embeddings.overlap.row_layout import output_names
 from lightning_freescale.strategy.preserve_state import preserve_module_state
 
 
@@ -40,13 +41,8 @@ class CollectionOutput:
     @classmethod
     def from_collection(cls, collection: Collection, module: nn.Module) -> CollectionOutput:
         """Describe one that :func:`find_collections` has found."""
-        features = [feature for table in collection.tables for feature in table.features]
-        outputs = tuple(
-            # as TorchRec names it: a feature that two tables look up is there twice
-            (f"{feature}@{table.name}" if features.count(feature) > 1 else feature, feature, table.dim)
-            for table in collection.tables
-            for feature in table.features
-        )
+        features = [(feature, table.dim) for table in collection.tables for feature in table.features]
+        outputs = tuple((name, *feature) for name, feature in zip(output_names(collection), features))
         return cls(module, outputs, collection.pooled, bool(getattr(module, "_need_indices", False)))
 
 

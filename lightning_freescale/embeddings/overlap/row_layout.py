@@ -51,12 +51,10 @@ class RowLayout:
             for shard in range(-(-table.rows // block[index])):
                 counts[first_owner[index] + shard, index] = min(block[index], table.rows - shard * block[index])
         features = tuple((feature, i) for i, table in enumerate(collection.tables) for feature in table.features)
-        names = [feature for feature, _ in features]
-        outputs = tuple(f if names.count(f) == 1 else f"{f}@{collection.tables[i].name}" for f, i in features)
         first_row = torch.cumsum(counts, dim=1) - counts
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(counts.sum(dim=1), dim=0)])
         numbers = (torch.tensor(first_owner), torch.tensor(block), first_row, starts)
-        return cls(collection.tables, features, outputs, *(number.to(device) for number in numbers))
+        return cls(collection.tables, features, output_names(collection), *(number.to(device) for number in numbers))
 
     @property
     def device(self) -> torch.device:
@@ -77,6 +75,13 @@ class RowLayout:
     def first_keys(self) -> Tensor:
         """Return the first key of every (owner, table), shape ``[ranks * tables]``."""
         return (self.starts[:-1, None] + self.first_row).flatten()
+
+
+def output_names(collection: Collection) -> tuple[str, ...]:
+    """Return what TorchRec calls the result of each feature; one that two tables look up is there twice."""
+    features = [(feature, table.name) for table in collection.tables for feature in table.features]
+    names = [feature for feature, _ in features]
+    return tuple(feature if names.count(feature) == 1 else f"{feature}@{table}" for feature, table in features)
 
 
 def _blocks(table: Table, sharding: Any) -> tuple[int, int]:
