@@ -24,7 +24,6 @@ from lightning_freescale.embeddings.overlap.exchange_worker import ExchangeWorke
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
 from lightning_freescale.embeddings.overlap.row_exchange import RowExchange
-from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 from lightning_freescale.embeddings.overlap.row_requests import as_output
 
 
@@ -48,7 +47,6 @@ class OverlappedCollection:
     Args:
         collection: what is sharded.
         module: TorchRec's sharded module.
-        layout: where its rows live.
         local: this rank's rows.
         group: for this collection alone.
         optimizers: of its tables.
@@ -66,20 +64,19 @@ class OverlappedCollection:
         self,
         collection: Collection,
         module: Any,
-        layout: RowLayout,
         local: LocalRows,
         group: dist.ProcessGroup,
         optimizers: Sequence[TableOptimizer],
         dedup: bool,
     ) -> None:
-        self.path, self.module, self.layout, self.group = collection.path, module, layout, group
+        self.path, self.module, self.group = collection.path, module, group
         self.statistics = ExchangeStatistics()
         self.plain = False
         self.observer: WaitObserver | None = None
         self.lookup: Lookup | None = None
         # a thread and a group per collection: all that happens to its rows happens there
-        self._worker = ExchangeWorker(collection.path, layout.device)
-        self._exchange = RowExchange(collection.path, layout, local, group, dedup, self.statistics)
+        self._worker = ExchangeWorker(collection.path, local.layout.device)
+        self._exchange = RowExchange(collection.path, local, group, dedup, self.statistics)
         self._local = local
         self._by_row = any(optimizer.by_row for optimizer in optimizers)
         self._moves_without_gradient = any(optimizer.moves_without_gradient for optimizer in optimizers)
@@ -164,7 +161,7 @@ class OverlappedCollection:
         rows = batch.rows.index_select(0, batch.request.inverse)
         batch.rows = batch.rows.new_empty(0)  # memory: the next batch's rows come while this one computes
         rows = _join_graph(rows, partial(self._take_gradient, batch))
-        return as_output(features, rows, self.layout, self._need_ids)
+        return as_output(features, rows, self._local.layout, self._need_ids)
 
     def end_step(self) -> None:
         """Hand over, after backward, what backward has not, so that no rank waits for this one."""

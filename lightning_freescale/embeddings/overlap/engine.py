@@ -64,7 +64,7 @@ class OverlapEngine:
         group = dist.new_group(backend=BACKEND, timeout=self._timeout, pg_options=lane)
         dist.all_reduce(layout.starts.new_zeros(1), group=group)  # NCCL connects at the first collective: now, not in a step
         optimizers = [self.tables.optimizers[table.key] for table in collection.tables]
-        overlapped = OverlappedCollection(collection, module, layout, local, group, optimizers, self._dedup)
+        overlapped = OverlappedCollection(collection, module, local, group, optimizers, self._dedup)
         self.collections[collection.path] = overlapped
         self._parameter_groups[collection.path] = [kernel.group for kernel in local.kernels]
 

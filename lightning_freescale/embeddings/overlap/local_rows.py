@@ -90,7 +90,7 @@ class LocalRows:
     """This rank's rows of a collection, by their number in the layout.
 
     Args:
-        layout: of the collection.
+        layout: where the collection's rows live.
         rank: this rank.
         kernels: what updates them.
         dim: width of a row.
@@ -100,7 +100,7 @@ class LocalRows:
     """
 
     def __init__(self, layout: RowLayout, rank: int, kernels: Sequence[TableKernel], dim: int) -> None:
-        self.kernels, self.dim = list(kernels), dim
+        self.layout, self.kernels, self.dim = layout, list(kernels), dim
         self._tables = [table for kernel in self.kernels for table in kernel.tables.values()]
         self._first_rows = layout.first_row[rank].contiguous()
         self.count = layout.rows_of(rank)

@@ -21,7 +21,6 @@ from lightning_freescale.embeddings.overlap.batch_state import CollidingRows, Gr
 from lightning_freescale.embeddings.overlap.handshake import Consensus, IdState, LookupHandshake
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
-from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowMask, RowMembership, RowRequest
 
 
@@ -30,7 +29,6 @@ class RowExchange:
 
     Args:
         path: of the collection, for errors.
-        layout: of its tables.
         local: this rank's rows.
         group: process group of this collection alone.
         dedup: request each row once per rank and batch.
@@ -38,17 +36,12 @@ class RowExchange:
     """
 
     def __init__(
-        self,
-        path: str,
-        layout: RowLayout,
-        local: LocalRows,
-        group: dist.ProcessGroup,
-        dedup: bool,
-        statistics: ExchangeStatistics,
+        self, path: str, local: LocalRows, group: dist.ProcessGroup, dedup: bool, statistics: ExchangeStatistics
     ) -> None:
-        self.layout, self.local, self.group = layout, local, group
+        self.local, self.group = local, group
         self.dedup, self.statistics = dedup, statistics
         self.accumulator = GradientAccumulator()
+        layout = self.layout = local.layout
         self._handshake = LookupHandshake(path, group, layout, dedup)
         self._membership = RowMembership(local.count, layout.device)
         small = int(torch.diff(layout.starts).max()) < torch.iinfo(torch.int32).max
