@@ -45,7 +45,9 @@ class OverlapController:
 
     def start_batch(self, loader: Any, batch: Any, batch_idx: int) -> None:
         """Note that training on ``batch`` of ``loader`` begins, the ``batch_idx``-th of its epoch."""
-        self._batch, self._batch_idx = batch, batch_idx
+        # its own list of what the batch holds: the step may pop ids from the batch before they are looked for there
+        self._batch = batch.copy() if type(batch) in (dict, list) else batch
+        self._batch_idx = batch_idx
         if isinstance(loader, LookaheadLoader):
             self._next_batch = loader.start_batch()
         elif not self._warned:
