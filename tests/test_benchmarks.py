@@ -154,7 +154,7 @@ def test_overlap_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     figures = json.loads(written.read_text())["figures"]
     assert figures["plain_bytes"] == figures["pipeline_bytes"] == figures["plain_gloo_bytes"] > figures["dedup_bytes"]
     assert figures["ours_bytes"] == pytest.approx(figures["dedup_bytes"], rel=0.2)
-    assert 0 < figures["collision_rate"] < 1 and figures["ours_misses"] == 0
+    assert 0 < figures["collision_rate"] < 1 and figures["ours_mispredicted_lookups"] == 0
     assert {"reduction_vs_plain", "reduction_vs_dedup", "step_over_dedup"} <= figures.keys()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class LoaderWrapper:
-    """Looks like the loader it wraps; subclasses iterate.
+    """Looks like the loader it wraps; subclasses say how it iterates.
 
     Args:
         loader: the loader.

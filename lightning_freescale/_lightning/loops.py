@@ -1,4 +1,4 @@
-"""Everything that comes from Lightning. Private names stand here alone, each with its reason."""
+"""Lightning's names that the package uses. Private ones stand here alone, each with its reason."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ __all__ = [
 
 @contextmanager
 def around_validation(trainer: Trainer, around: Callable[[], Any]) -> Generator[None, None, None]:
-    """Meanwhile validation between training steps runs inside the context ``around()``, its loaders' start included.
+    """Let validation between training steps run inside the context ``around()``, its loaders' start included.
 
     The hooks begin later and end earlier than what it takes, so the loop's method is replaced on this instance.
     """
     loop = trainer.fit_loop.epoch_loop.val_loop
     run = loop.run
 
-    def paused() -> Any:
+    def run_inside() -> Any:
         with around():
             return run()
 
-    loop.run = paused  # type: ignore[method-assign]
+    loop.run = run_inside  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -69,7 +69,7 @@ def around_validation(trainer: Trainer, around: Callable[[], Any]) -> Generator[
 
 @contextmanager
 def counting_ahead(trainer: Trainer, updates: bool) -> Generator[None, None, None]:
-    """Meanwhile the Trainer counts steps and batches as it will in the next batch; ``updates`` if a step comes before it.
+    """Let the Trainer count steps and batches as it will in the next batch; ``updates`` if an optimizer step comes before.
 
     A trial run of that batch's ``training_step`` may ask for ``global_step``, to draw random numbers by it; the counters
     behind it have no public setter.
@@ -87,7 +87,7 @@ def counting_ahead(trainer: Trainer, updates: bool) -> Generator[None, None, Non
 
 
 def prepared_batch(trainer: Trainer, batch: Any) -> Any:
-    """What the loop makes of a batch before ``training_step``; it has no method for that, the dispatch of hooks is private."""
+    """Return what the loop makes of a batch before ``training_step``; it has no method for that, its hooks are private."""
     batch = trainer.precision_plugin.convert_input(batch)
     batch = trainer.lightning_module._on_before_batch_transfer(batch)  # the data module's hook, if it has one
     return trainer.strategy.batch_to_device(batch, trainer.strategy.root_device)

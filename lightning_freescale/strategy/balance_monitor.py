@@ -1,4 +1,4 @@
-"""What the strategy does with the plan of the steps while it trains: compare it between ranks, log its worth, calibrate it."""
+"""Watches the plan of the steps while it is trained on: equal on all ranks, how balanced, are its costs right?"""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_freescale.data import BalancedStreamLoader
 from lightning_freescale.data.map_style import MapStyleData
 from lightning_freescale.datamodule import FreeScaleDataModule
 from lightning_freescale.profiling.recording.timeline import Timeline
-from lightning_freescale.strategy.cost_calibrator import Calibrator
+from lightning_freescale.strategy.cost_calibrator import CostCalibrator
 
 
 class BalanceMonitor:
-    """Follows the sampler of a training loader; does nothing for loaders without a plan.
+    """Compares, logs and calibrates the plan of the training loader's sampler; does nothing for loaders without a plan.
 
     Args:
         trainer: the Trainer, with its loader in place.
@@ -33,47 +33,49 @@ class BalanceMonitor:
         self._sampler: Any = None
         self._epoch: int | None = None
         self._reported = False
-        self._sums, self._logged = BalanceSums(), -1
+        self._sums = BalanceSums()
+        self._logged_step = -1
         # its own gloo group: what is exchanged here must not queue behind training's collectives
         several = trainer.world_size > 1 and dist.is_initialized()
         self._group = dist.new_group(backend="gloo", timeout=timeout) if several else None
         data = calibrated_data(trainer)
-        self._calibrator = Calibrator(trainer, data, timeline, self._group) if data is not None else None
+        self._calibrator = CostCalibrator(trainer, data, timeline, self._group) if data is not None else None
 
-    def begin_step(self, step: int) -> float:
-        """Before ``training_step``; the factor for this rank's loss."""
+    def start_step(self, step: int) -> float:
+        """Follow the plan to its ``step``-th batch, before ``training_step``, and return the factor for this rank's loss."""
         sampler: Any = getattr(self.trainer.train_dataloader, "sampler", None)
         self._sampler = sampler
         if hasattr(sampler, "balance"):
             if sampler.epoch != self._epoch:
-                self._begin_epoch(sampler)
+                self._start_epoch(sampler)
             if self.trainer.is_global_zero:
-                self._log(sampler.balance(step))
+                self._log_step(sampler.balance(step))
         if self._calibrator is not None:
-            self._calibrator.begin_step(sampler, step)
+            self._calibrator.start_step(sampler, step)
         return float(sampler.loss_weight(step)) if hasattr(sampler, "loss_weight") else 1.0
 
-    def finish(self) -> None:
-        """At the end of training."""
+    def end_training(self) -> None:
+        """Report the last epoch, and stop."""
         self._end_epoch()
-        self.close()
+        self.stop()
 
-    def close(self) -> None:
-        """Also after training that failed."""
+    def stop(self) -> None:
+        """Give up group and calibration; also after training that failed."""
         if self._calibrator is not None:
-            self._calibrator.close()
+            self._calibrator.stop()
         if self._group is not None:
             dist.destroy_process_group(self._group)
         self._calibrator = self._group = None
 
-    def _begin_epoch(self, sampler: Any) -> None:
+    def _start_epoch(self, sampler: Any) -> None:
         self._end_epoch()
         self._epoch = sampler.epoch
         if self._group is not None and hasattr(sampler, "digest"):
-            self._verify(sampler, self._group)
+            # here and not in the loader: a collective in an iterator would hang whoever looks at a loader on one rank
+            self._compare_plans(sampler, self._group)
 
-    def _verify(self, sampler: Any, group: dist.ProcessGroup) -> None:
-        """All ranks must have the same plan, or samples would be lost and repeated."""
+    def _compare_plans(self, sampler: Any, group: dist.ProcessGroup) -> None:
+        """Raise if the ranks have not the same plan: samples would be lost and repeated."""
         digests: list[Any] = [None] * group.size()
         with self._timeline.collective("plan"):
             dist.all_gather_object(digests, sampler.digest(), group=group)
@@ -85,20 +87,20 @@ class BalanceMonitor:
                 "randomness"
             )
 
-    def _log(self, balance: StepBalance) -> None:
+    def _log_step(self, balance: StepBalance) -> None:
         self._sums.add_step(balance)
         trainer: Any = self.trainer
         due = trainer.log_every_n_steps and trainer.global_step % trainer.log_every_n_steps == 0
-        if due and trainer.global_step != self._logged:  # several batches may make one step
-            self._logged = trainer.global_step
-            self._write(BalanceReport.from_steps([balance]).scalars("step"))
+        if due and trainer.global_step != self._logged_step:  # several batches may make one step
+            self._logged_step = trainer.global_step
+            self._log_scalars(BalanceReport.from_steps([balance]).scalars("step"))
 
     def _end_epoch(self) -> None:
         sums, self._sums = self._sums, BalanceSums()
         if not sums.steps:
             return
         report = sums.report()
-        self._write(report.scalars("epoch"))
+        self._log_scalars(report.scalars("epoch"))
         if not self._reported:
             self._reported = True
             rank_zero_info(f"strategy 'freescale': predicted {report}")
@@ -118,13 +120,13 @@ class BalanceMonitor:
         options["outlier_window"] = sampler.outlier_window
         return advise(sampler.costs, sampler.num_replicas, sampler.batch_size, report, lengths, **options)
 
-    def _write(self, scalars: dict[str, float]) -> None:
+    def _log_scalars(self, scalars: dict[str, float]) -> None:
         for logger in self.trainer.loggers:
             logger.log_metrics(scalars, step=self.trainer.global_step)
 
 
 def calibrated_data(trainer: Trainer) -> FreeScaleDataModule | None:
-    """The data module, if it is ours and its costs are to be fitted."""
+    """Return the data module, if it is ours and its costs are to be fitted."""
     data = getattr(trainer, "datamodule", None)
     return data if isinstance(data, FreeScaleDataModule) and data.calibrate else None
 
@@ -133,6 +135,6 @@ def _advice_for_streams(loader: BalancedStreamLoader) -> str | None:
     if loader.exchange != "none" or loader.stream_bound() <= ACCEPTABLE_IMBALANCE:
         return None
     return (
-        f"In the long run no pool of a rank's own samples gets below {loader.stream_bound():.3f}, the dearest stream so far "
-        "over the mean one: that part only exchange='samples' removes"
+        f"In the long run no pool of a rank's own samples gets below {loader.stream_bound():.3f}, the most expensive stream so "
+        "far over the mean one: that part only exchange='samples' removes"
     )

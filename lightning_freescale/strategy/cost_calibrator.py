@@ -22,31 +22,33 @@ WINDOW = 15
 """Steps between two exchanges of measured times."""
 LAG = 3
 """The newest steps wait for the next exchange: they may still be running on a device."""
-JUDGED = 8
+COMPARED_STEPS = 8
 """Steps on which two cost models are compared."""
 
 
 @dataclass(frozen=True)
 class CalibrationResult:
-    """What rank 0 makes of the times so far.
+    """What rank 0 has found out from the times so far.
 
     Attributes:
         fit: the model that explains them.
-        now: imbalance of the plan in use, scored by the fit.
-        then: imbalance of a plan made with the fit.
-        replan: whether to use it from the next epoch on.
+        imbalance_current: of the plan in use, scored by the fit.
+        imbalance_fitted: of a plan made with the fit.
+        replan: whether to use that from the next epoch on.
         frozen: whether the fit is final.
     """
 
     fit: CostFit
-    now: float
-    then: float
+    imbalance_current: float
+    imbalance_fitted: float
     replan: bool
     frozen: bool
 
 
-class Calibrator:
+class CostCalibrator:
     """Measures every rank's compute time, fits on rank 0, and has the data module plan anew when that is worth it.
+
+    Only on request: it makes the plan depend on the clock, and a run that nobody asked to be so should repeat.
 
     Args:
         trainer: the Trainer.
@@ -56,18 +58,19 @@ class Calibrator:
     """
 
     def __init__(self, trainer: Trainer, data: Any, timeline: Timeline, group: dist.ProcessGroup | None) -> None:
-        self.trainer, self._data, self._timeline, self._group = trainer, data, timeline, group
+        self.trainer, self._data = trainer, data
+        self._timeline, self._group = timeline, group
         self._costs: SampleCosts = data.train.sample_costs
         self._calibration, self._replanned = Calibration(), False
         self._sums: list[NDArray[np.float64]] = []
         self._records: dict[int, StepRecord] = {}
-        self._drives, self._closed = not timeline.driven, False
-        self._slow: set[int] = set()
-        timeline.on_step = self._measured
+        self._drives, self._stopped = not timeline.driven, False
+        self._reported_slow: set[int] = set()
+        timeline.on_step = self._keep_record
 
-    def begin_step(self, sampler: Any, step: int) -> None:
-        """Before ``training_step``."""
-        if self._closed:
+    def start_step(self, sampler: Any, step: int) -> None:
+        """Measure the ``step``-th batch of ``sampler``; call it before ``training_step``."""
+        if self._stopped:
             return
         if self._drives:
             self._timeline.close_step()
@@ -75,37 +78,38 @@ class Calibrator:
             with self._timeline.span("pause", "calibration"):
                 self._exchange(sampler)
         self._sums.append(self._costs.features(sampler.plan(sampler.epoch, step)[sampler.rank]).sum(axis=0))
-        if self._drives and not self._closed:
+        if self._drives and not self._stopped:
             self._timeline.open_step()
 
-    def close(self) -> None:
-        """Stop measuring."""
-        self._closed, self._timeline.on_step = True, None
+    def stop(self) -> None:
+        """Stop measuring; the timeline goes off unless a profiler drives it."""
+        self._stopped, self._timeline.on_step = True, None
         if self._drives:
             self._timeline.disable()
 
-    def _measured(self, record: StepRecord) -> None:
+    def _keep_record(self, record: StepRecord) -> None:
         self._records[len(self._sums) - 1] = record
 
     def _exchange(self, sampler: Any) -> None:
-        """All ranks' window to rank 0, its verdict back to all."""
-        seconds = [self._compute(index) for index in range(WINDOW)]
+        """Gather all ranks' window on rank 0, and follow its result on all."""
+        seconds = [self._compute_seconds(index) for index in range(WINDOW)]
         everyone: list[Any] = [(np.stack(self._sums[:WINDOW]), np.array(seconds))]
         self._sums = self._sums[WINDOW:]
         self._records = {index - WINDOW: record for index, record in self._records.items() if index >= WINDOW}
         if self._group is not None:
             mine, everyone = everyone[0], [None] * self._group.size()
             dist.gather_object(mine, everyone if self.trainer.is_global_zero else None, dst=0, group=self._group)
-        verdict: list[Any] = [self._judged(everyone, sampler) if self.trainer.is_global_zero else None]
+        # least squares on another processor may differ in the last digit: rank 0 fits, and tells the others
+        result: list[Any] = [self._result_or_error(everyone, sampler) if self.trainer.is_global_zero else None]
         if self._group is not None:
-            dist.broadcast_object_list(verdict, src=0, group=self._group)
-        if isinstance(verdict[0], str):
-            raise RuntimeError(f"calibration failed on rank 0: {verdict[0]}")
-        if verdict[0] is not None:
-            self._follow(verdict[0], sampler)
+            dist.broadcast_object_list(result, src=0, group=self._group)
+        if isinstance(result[0], str):
+            raise RuntimeError(f"calibration failed on rank 0: {result[0]}")
+        if result[0] is not None:
+            self._follow(result[0], sampler)
 
-    def _compute(self, index: int) -> float:
-        """Seconds of this rank's step, 0 if it was not measured."""
+    def _compute_seconds(self, index: int) -> float:
+        """Return this rank's compute time in a step, 0 if it was not measured."""
         record, clock = self._records.get(index), self._timeline.clock
         if record is None or clock is None:
             return 0.0
@@ -113,20 +117,22 @@ class Calibrator:
         # the rank's own arrivals: whatever it waited for, it did not compute
         return attribute(step, [collective.arrive for collective in step.collectives]).compute
 
-    def _judged(self, everyone: list[Any], sampler: Any) -> CalibrationResult | str | None:
-        """A failure is a verdict, too: the other ranks wait for one."""
+    def _result_or_error(self, everyone: list[Any], sampler: Any) -> CalibrationResult | str | None:
+        """Return the traceback of a failure: the other ranks wait for an answer."""
         try:
-            return self._judge(everyone, sampler)
+            return self._fit(everyone, sampler)
         except Exception:
             return traceback.format_exc()
 
-    def _judge(self, everyone: list[Any], sampler: Any) -> CalibrationResult | None:
-        """On rank 0."""
+    def _fit(self, everyone: list[Any], sampler: Any) -> CalibrationResult | None:
+        """Fit the times of all ranks, on rank 0; None if there are too few."""
         sums, seconds = (np.stack(values, axis=1) for values in zip(*everyone))
         fit = self._calibration.add_window(sums, seconds)
         if fit is None:
             return None
-        batches = [sampler.global_batch(sampler.epoch, step) for step in range(sampler.first_step, len(sampler))[:JUDGED]]
+        batches = [
+            sampler.global_batch(sampler.epoch, step) for step in range(sampler.first_step, len(sampler))[:COMPARED_STEPS]
+        ]
         fitted = [self._costs.by(fit.model, batch) for batch in batches]
         used = [sampler.costs[batch] for batch in batches]
         options = {
@@ -138,40 +144,45 @@ class Calibrator:
                 zip(costs, fitted), fit.base, sampler.num_replicas, {**options, **changed}, fit.slowness
             )
 
-        now, then = imbalance(used), imbalance(fitted, **self._speeds(fit))
-        return CalibrationResult(fit, now, then, self._replanned or now > then * (1 + DISAGREEMENT), self._calibration.frozen)
+        current, best = imbalance(used), imbalance(fitted, **self._speeds(fit))
+        replan = self._replanned or current > best * (1 + DISAGREEMENT)
+        return CalibrationResult(fit, current, best, replan, self._calibration.frozen)
 
     def _speeds(self, fit: CostFit) -> dict[str, Any]:
-        """The option of the assignment that gives slow ranks less work, if that was asked for."""
+        """Return the option of the assignment that gives slow ranks less work, if the user wants it."""
         return {"rank_speeds": fit.rank_speeds} if self._data.slow_ranks == "rebalance" else {}
 
-    def _follow(self, verdict: CalibrationResult, sampler: Any) -> None:
-        """On every rank alike."""
-        fit = verdict.fit
-        if verdict.replan:
+    def _follow(self, result: CalibrationResult, sampler: Any) -> None:
+        """Do on every rank alike what the result says."""
+        fit = result.fit
+        if result.replan:
             self._replanned = True
             self._data.train.replan(sampler.epoch + 1, fit.model, **self._speeds(fit))
         if self.trainer.is_global_zero:
-            self._tell(verdict, sampler)
-        if verdict.frozen:
-            self.close()
+            self._log(result, sampler)
+        if result.frozen:
+            self.stop()
 
-    def _tell(self, verdict: CalibrationResult, sampler: Any) -> None:
-        fit = verdict.fit
-        scalars = {"cost_residual": fit.residual, "imbalance_plan_in_use": verdict.now, "imbalance_fitted_plan": verdict.then}
+    def _log(self, result: CalibrationResult, sampler: Any) -> None:
+        fit = result.fit
+        scalars = {
+            "freescale/calibration/residual": fit.residual,
+            "freescale/calibration/imbalance_current": result.imbalance_current,
+            "freescale/calibration/imbalance_fitted": result.imbalance_fitted,
+        }
         for logger in self.trainer.loggers:
-            logger.log_metrics({f"freescale/{name}": value for name, value in scalars.items()}, step=self.trainer.global_step)
-        if verdict.frozen or verdict.replan:
+            logger.log_metrics(scalars, step=self.trainer.global_step)
+        if result.frozen or result.replan:
             rank_zero_info(
                 f"strategy 'freescale': {fit.model} + {fit.base:.2g} s per step explains {fit.observations} times with "
-                f"a median error of {fit.residual:.1%}; by it the plan in use has imbalance {verdict.now:.3f}, one made with "
-                f"it {verdict.then:.3f}"
-                + (f": used from epoch {sampler.epoch + 1} on" if verdict.replan else "")
-                + ("; the fit is final" if verdict.frozen else "")
+                f"a median error of {fit.residual:.1%}; by it the plan in use has imbalance {result.imbalance_current:.3f}, "
+                f"one made with it {result.imbalance_fitted:.3f}"
+                + (f": used from epoch {sampler.epoch + 1} on" if result.replan else "")
+                + ("; the fit is final" if result.frozen else "")
             )
         for rank, times in fit.slow_ranks(sampler.options.get("rank_speeds")).items():
-            if rank not in self._slow:
-                self._slow.add(rank)
+            if rank not in self._reported_slow:
+                self._reported_slow.add(rank)
                 rank_zero_warn(
                     f"rank {rank} takes {times:.2f} times what its samples explain: a slow or shared device? "
                     "FreeScaleDataModule(slow_ranks='rebalance') would give it less work"

@@ -1,4 +1,7 @@
-"""Run a training step ahead of time, only to see which ids it looks up."""
+"""A trial run of a training step ahead of time, only to see which ids it looks up.
+
+fx tracing would tell them, too, but fails on LightningModules: ``self.log``, control flow, dict batches.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,13 @@ from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from lightning_freescale._lightning.loops import LightningModule
 from lightning_freescale.embeddings.collections import Collection, replace_everywhere
+from lightning_freescale.embeddings.overlap.row_layout import output_names
 from lightning_freescale.strategy.preserve_state import preserve_module_state
 
 
 @dataclass(frozen=True)
 class CollectionOutput:
-    """A collection as a ghost needs it.
+    """What stands in for a collection must know of it.
 
     Attributes:
         module: what stands in the LightningModule.
@@ -35,21 +39,16 @@ class CollectionOutput:
     need_indices: bool = False
 
     @classmethod
-    def of(cls, collection: Collection, module: nn.Module) -> CollectionOutput:
-        """Of what :func:`find_collections` has found."""
-        features = [feature for table in collection.tables for feature in table.features]
-        outputs = tuple(
-            # as TorchRec names it: a feature that two tables look up is there twice
-            (f"{feature}@{table.name}" if features.count(feature) > 1 else feature, feature, table.dim)
-            for table in collection.tables
-            for feature in table.features
-        )
+    def from_collection(cls, collection: Collection, module: nn.Module) -> CollectionOutput:
+        """Describe one that :func:`find_collections` has found."""
+        features = [(feature, table.dim) for table in collection.tables for feature in table.features]
+        outputs = tuple((name, *feature) for name, feature in zip(output_names(collection), features))
         return cls(module, outputs, collection.pooled, bool(getattr(module, "_need_indices", False)))
 
 
 @dataclass(frozen=True)
 class DryRunResult:
-    """What a ghost has seen.
+    """What a trial run has seen.
 
     Attributes:
         features: ids by the name of the collection; empty after an error.
@@ -62,13 +61,13 @@ class DryRunResult:
 
 def dry_run_ids(
     module: LightningModule,
-    collections: Mapping[str, CollectionOutput],
+    outputs: Mapping[str, CollectionOutput],
     args: tuple[Any, ...],
     device: torch.device,
     wanted: Group[str] | None = None,
     prepare: Callable[[Any], Any] | None = None,
 ) -> DryRunResult:
-    """The ids that ``module.training_step(*args)`` would look up, without gradients, exchange or a trace of it.
+    """Return the ids that ``module.training_step(*args)`` would look up, without gradients, exchange or a trace of it.
 
     The step runs on a copy of ``args`` until every wanted collection was called; until then collections return zeros, so ids
     that depend on embeddings come out wrong. Their hooks do not run, nothing is logged by ``self.log``, and the module and
@@ -77,7 +76,7 @@ def dry_run_ids(
 
     Args:
         module: the user's; DDP has no part in this. Autocast is the caller's.
-        collections: all of its collections by name.
+        outputs: all of its collections by name.
         args: as for ``training_step``, on the device unless ``prepare`` brings the batch there.
         device: where it runs.
         wanted: names of the collections to wait for; all if not given.
@@ -89,12 +88,12 @@ def dry_run_ids(
     if not module.automatic_optimization:
         return DryRunResult(error=RuntimeError("with automatic_optimization=False training_step would update the parameters"))
     seen: dict[str, KeyedJaggedTensor] = {}
-    needed = frozenset(collections if wanted is None else wanted)
-    inside = {inner for lookup in collections.values() for inner in lookup.module.modules()}
+    needed = frozenset(outputs if wanted is None else wanted)
+    inside = {inner for output in outputs.values() for inner in output.module.modules()}
     try:
         given = copy.deepcopy(args)  # a step may pop from its batch, or change it in place
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), preserve_module_state(module, device, skip=inside):
-            _install_stand_ins(module, collections, seen, needed)
+            _install_stand_ins(module, outputs, seen, needed)
             batch = given[0] if prepare is None else prepare(given[0])
             with suppress(_AllSeen):
                 module.training_step(batch, *given[1:])
@@ -109,13 +108,13 @@ class _AllSeen(BaseException):
 
 def _install_stand_ins(
     module: LightningModule,
-    collections: Mapping[str, CollectionOutput],
+    outputs: Mapping[str, CollectionOutput],
     seen: dict[str, KeyedJaggedTensor],
     needed: frozenset[str],
 ) -> None:
     """Put stand-ins where the collections are, and stop the logging; ``preserve_module_state`` puts everything back."""
-    for name, lookup in collections.items():
-        replace_everywhere(module, lookup.module, _StandIn(name, lookup, seen, needed))
+    for name, output in outputs.items():
+        replace_everywhere(module, output.module, _StandIn(name, output, seen, needed))
     for inner in module.modules():
         if isinstance(inner, LightningModule):
             vars(inner).update(log=_ignore, log_dict=_ignore, print=_ignore)
@@ -128,13 +127,13 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
 class _StandIn(nn.Module):
     """Looks like the collection, remembers the ids and returns zeros."""
 
-    def __init__(self, name: str, lookup: CollectionOutput, seen: dict[str, KeyedJaggedTensor], needed: frozenset[str]) -> None:
+    def __init__(self, name: str, output: CollectionOutput, seen: dict[str, KeyedJaggedTensor], needed: frozenset[str]) -> None:
         super().__init__()
         # past nn.Module, for which the collection would be a child
-        vars(self).update(name=name, lookup=lookup, seen=seen, needed=needed)
+        vars(self).update(name=name, output=output, seen=seen, needed=needed)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["lookup"].module, name)
+        return getattr(vars(self)["output"].module, name)
 
     def forward(self, features: KeyedJaggedTensor) -> Any:
         if not isinstance(features, KeyedJaggedTensor):
@@ -142,23 +141,23 @@ class _StandIn(nn.Module):
         self.seen.setdefault(self.name, features)
         if self.needed <= self.seen.keys():
             raise _AllSeen
-        return _pooled_zeros(self.lookup, features) if self.lookup.pooled else _zeros(self.lookup, features)
+        return _pooled_zeros(self.output, features) if self.output.pooled else _zeros(self.output, features)
 
 
-def _zeros(lookup: CollectionOutput, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+def _zeros(output: CollectionOutput, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
     split = features.to_dict()  # on CUDA the host waits here for the lengths
     return {
         name: JaggedTensor(
             values=_blank(features, len(split[feature].values()), width),
             lengths=split[feature].lengths(),
-            weights=split[feature].values() if lookup.need_indices else None,
+            weights=split[feature].values() if output.need_indices else None,
         )
-        for name, feature, width in lookup.outputs
+        for name, feature, width in output.outputs
     }
 
 
-def _pooled_zeros(lookup: CollectionOutput, features: KeyedJaggedTensor) -> KeyedTensor:
-    names, widths = [name for name, _, _ in lookup.outputs], [width for _, _, width in lookup.outputs]
+def _pooled_zeros(output: CollectionOutput, features: KeyedJaggedTensor) -> KeyedTensor:
+    names, widths = [name for name, _, _ in output.outputs], [width for _, _, width in output.outputs]
     return KeyedTensor(names, widths, _blank(features, features.stride(), sum(widths)))
 
 

@@ -221,7 +221,7 @@ class FreeScaleStrategy(CheckpointedStrategy):
     def teardown(self) -> None:
         watch, self._watch = self._watch, None
         if watch is not None:
-            watch.close()
+            watch.stop()
         self._observing.close()
         if self.overlapping is not None:
             self.overlapping.engine.close()
@@ -269,7 +269,7 @@ class FreeScaleStrategy(CheckpointedStrategy):
     def on_train_end(self) -> None:
         self.finish_overlap()
         if self._watch is not None:
-            self._watch.finish()
+            self._watch.end_training()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -278,9 +278,9 @@ class FreeScaleStrategy(CheckpointedStrategy):
         if self.tables is not None:
             refuse_accumulation(trainer, self._updated_in_backward())
         if self.overlapping is not None:
-            self.overlapping.begin_batch(batch, batch_idx)
+            self.overlapping.start_batch(trainer.train_dataloader, batch, batch_idx)
         assert self._watch is not None
-        self._loss_weight = self._watch.begin_step(batch_idx)
+        self._loss_weight = self._watch.start_step(batch_idx)
 
     def _updated_in_backward(self) -> list[str]:
         """Collections that are left to TorchRec."""
@@ -296,7 +296,7 @@ class FreeScaleStrategy(CheckpointedStrategy):
                 leave = overlapping.engine.overlapped() if overlapping is not None else ()
                 self.tables.prepare_update(self.groups.learning_rate, self.groups.step, leave)
                 if overlapping is not None:
-                    overlapping.begin_step(not self._accumulating, self.groups.learning_rate, self.groups.step)
+                    overlapping.before_forward(not self._accumulating, self.groups.learning_rate, self.groups.step)
         output = super().training_step(*args, **kwargs)
         if overlapping is not None:
             with self.timeline.span("host", "embeddings: ids of the next step"):
@@ -349,7 +349,7 @@ class FreeScaleStrategy(CheckpointedStrategy):
             self.groups.step += 1
         if self.overlapping is not None:
             with self.timeline.span("host", "embeddings: logging"):
-                self.overlapping.end_step()
+                self.overlapping.log_step()
         return output
 
     def finish_overlap(self) -> OverlapReport | None:

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
 
 from lightning_freescale._lightning.loader_wrapper import LoaderWrapper
-from lightning_freescale.data.fetched import ENDED, UNKNOWN, PrefetchedBatch, PrefetchQueue
 
-__all__ = ["ENDED", "UNKNOWN", "LookaheadLoader"]
+_MOST_WAITING = 4
+"""More batches than this do not wait between loader and step: then nobody tells which of them have been trained on."""
+
+
+class _NoBatch(Enum):
+    ENDED = "ended"
+    UNKNOWN = "unknown"
+
+
+ENDED: Final = _NoBatch.ENDED
+"""No batch follows in this iteration."""
+UNKNOWN: Final = _NoBatch.UNKNOWN
+"""Whether a batch follows, and which, cannot be said yet."""
 
 
 class LookaheadLoader(LoaderWrapper):
@@ -27,40 +41,108 @@ class LookaheadLoader(LoaderWrapper):
     """
 
     def __init__(self, loader: Any, limit: Callable[[], float] | None = None) -> None:
-        current = _Current(loader)
-        super().__init__(loader, current, _limit=limit, _current=current)
+        resumable = _ResumableLoader(loader)
+        super().__init__(loader, resumable, _limit=limit, _resumable=resumable)
 
     def __iter__(self) -> Iterator[Any]:
         # not a generator: the loader draws its workers' seed from the global state now, as it would without this one
-        self._current.line = line = PrefetchQueue()
-        return _Batches(iter(self._loader), line, self._limit, self._loader if "state_dict" in vars(self) else None)
+        self._resumable.queue = queue = PrefetchQueue()
+        return _Batches(iter(self._loader), queue, self._limit, self._loader if "state_dict" in vars(self) else None)
 
-    def begin(self, batch: Any) -> None:
-        """Training on ``batch``, handed out earlier, begins. Call it for every batch but None, in order."""
-        self._current.line.begin()
+    def start_batch(self) -> Any:
+        """Take note that training on a batch begins, and return the :attr:`next_batch`. Call it for every batch but None."""
+        self._resumable.queue.start_batch()
+        return self.next_batch
 
     @property
-    def upcoming(self) -> Any:
+    def next_batch(self) -> Any:
         """The batch that training begins with next, as it was handed out, or :data:`ENDED`, or :data:`UNKNOWN`."""
-        return self._current.line.upcoming
+        return self._resumable.queue.next_batch
+
+
+@dataclass
+class PrefetchedBatch:
+    """A batch, or the error that came instead of it; a StopIteration at the end.
+
+    Attributes:
+        state: the loader's before it was fetched.
+        handed_out: whether the training loop has it.
+    """
+
+    batch: Any = None
+    error: Exception | None = None
+    state: Any = None
+    handed_out: bool = False
+
+
+class PrefetchQueue:
+    """What one iteration has fetched and training has not begun on, in order; the last may wait to be handed out."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[PrefetchedBatch] = deque()
+        self.ended = False
+        self._started = self._lost_track = False
+
+    @property
+    def ahead(self) -> PrefetchedBatch | None:
+        """What is handed out next."""
+        return self.waiting[-1] if self.waiting and not self.waiting[-1].handed_out else None
+
+    def push(self, fetched: PrefetchedBatch) -> None:
+        """Queue what came after the last one."""
+        self.waiting.append(fetched)
+        self.ended = isinstance(fetched.error, StopIteration)
+        self._lost_track |= len(self.waiting) > _MOST_WAITING
+        while self._lost_track and self.waiting[0].handed_out:
+            self.waiting.popleft()
+
+    def hand_out(self, fetched: PrefetchedBatch) -> Any:
+        """Return the batch of the last one, or raise its error. A batch stays here until training on it begins."""
+        fetched.handed_out = True
+        if fetched.error is not None:
+            self.waiting.pop()
+            raise fetched.error
+        return fetched.batch
+
+    def start_batch(self) -> None:
+        """Remove the first batch, because training on it begins."""
+        self._started = True
+        while not self._lost_track and self.waiting and self.waiting[0].handed_out:
+            if self.waiting.popleft().batch is not None:
+                return  # Lightning passes over batches that are None
+
+    @property
+    def next_batch(self) -> Any:
+        """The first batch that training has not begun on, or ENDED, or UNKNOWN."""
+        if self._lost_track:
+            return UNKNOWN
+        otherwise = ENDED if self.ended else UNKNOWN
+        return next((fetched.batch for fetched in self.waiting if fetched.batch is not None), otherwise)
+
+    @property
+    def resume_at(self) -> PrefetchedBatch | None:
+        """The first one that training has not begun on, or, if nobody says when it begins, that was not handed out."""
+        follows = self._started and not self._lost_track
+        return next((fetched for fetched in self.waiting if follows or not fetched.handed_out), None)
 
 
 class _Batches(Iterator[Any]):
     """One iteration. Dropping it drops the loader's iterator, and with it the workers."""
 
-    def __init__(self, batches: Iterator[Any], line: PrefetchQueue, limit: Callable[[], float] | None, stateful: Any) -> None:
-        self._batches, self._line, self._limit, self._stateful = batches, line, limit, stateful
-        self._given = 0
+    def __init__(self, batches: Iterator[Any], queue: PrefetchQueue, limit: Callable[[], float] | None, stateful: Any) -> None:
+        self._batches, self._queue = batches, queue
+        self._limit, self._stateful = limit, stateful
+        self._handed_out = 0
 
     def __next__(self) -> Any:
-        fetched = self._line.ahead or self._fetch()
-        if not fetched.end and fetched.error is None:
-            if self._limit is None or self._given + 1 < self._limit():
+        fetched = self._queue.ahead or self._fetch()
+        if fetched.error is None:
+            if self._limit is None or self._handed_out + 1 < self._limit():
                 self._fetch()
             else:
-                self._line.ended = True
-            self._given += 1
-        return self._line.take(fetched)
+                self._queue.ended = True
+            self._handed_out += 1
+        return self._queue.hand_out(fetched)
 
     def _fetch(self) -> PrefetchedBatch:
         # a copy, because a loader may hand out the very object that it counts in
@@ -68,25 +150,25 @@ class _Batches(Iterator[Any]):
         try:
             fetched.batch = next(self._batches)
         except StopIteration:
-            fetched.end = True
+            fetched.error = StopIteration()  # a new one: the loader's knows its frames
         except Exception as error:  # it belongs to this batch, and the one before it can still be trained on
             fetched.error = error
-        self._line.add(fetched)
+        self._queue.push(fetched)
         return fetched
 
 
-class _Current:
-    """The iteration that runs, and a state that counts no batch that was only fetched. Does not hold the wrapper."""
+class _ResumableLoader:
+    """The loader's state, with no batch counted that was only fetched. Does not hold the wrapper: no circle."""
 
     def __init__(self, loader: Any) -> None:
-        self._loader, self.line = loader, PrefetchQueue()
+        self._loader, self.queue = loader, PrefetchQueue()
 
     def state_dict(self) -> Any:
-        """Where to resume: the loader's state as it was, or as it is if nothing waits."""
-        fetched = self.line.resume_at
+        """Return where to resume: the loader's state before the batch fetched ahead, or as it is if none is."""
+        fetched = self.queue.resume_at
         return self._loader.state_dict() if fetched is None else fetched.state
 
     def load_state_dict(self, state: Any) -> None:
-        """Hand it to the loader. What was fetched before counts no more."""
-        self.line = PrefetchQueue()
+        """Hand ``state`` to the loader. What was fetched before counts no more."""
+        self.queue = PrefetchQueue()
         self._loader.load_state_dict(state)

@@ -9,7 +9,7 @@ from typing import Any
 from torchrec import KeyedJaggedTensor
 
 from lightning_freescale._lightning.loops import Trainer, counting_ahead, prepared_batch, rank_zero_info, rank_zero_warn
-from lightning_freescale.embeddings.lookahead.probe import MODES, Probe
+from lightning_freescale.embeddings.lookahead.probe import LookaheadMode, Probe
 from lightning_freescale.embeddings.overlap import OverlapEngine, OverlapReport
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.strategy.dry_run import CollectionOutput, DryRunResult, dry_run_ids
@@ -17,7 +17,7 @@ from lightning_freescale.strategy.lookahead_loader import ENDED, UNKNOWN, Lookah
 
 
 class OverlapController:
-    """One fit.
+    """Runs the engine in one fit. Ids go one way: from the loader to the probes, from them to the engine.
 
     Args:
         trainer: the Trainer.
@@ -27,26 +27,29 @@ class OverlapController:
 
     def __init__(self, trainer: Trainer, engine: OverlapEngine, timeline: Timeline) -> None:
         self.trainer, self.engine = trainer, engine
-        self._batch: Any = None
-        self._index = 0
-        self._upcoming: Any = UNKNOWN
         self._probes = {path: Probe(path) for path in engine.collections}
-        self._lookups = {collection.path: CollectionOutput.of(collection, held) for collection, held in engine.tables.modules}
-        self._warned = self._updates = False
+        self._outputs = {
+            collection.path: CollectionOutput.from_collection(collection, module)
+            for collection, module in engine.tables.modules
+        }
+        self._batch: Any = None
+        self._next_batch: Any = UNKNOWN
+        self._batch_idx = 0
+        self._updates = self._warned = False
+        self._agreed_modes: dict[str, int] = {}
         self._logged: dict[str, float] | None = None
-        for path, collection in engine.collections.items():
-            collection.asked, collection.observer = partial(self._asked, path), timeline
-            collection.mode = partial(self._mode, path)
+        for collection in engine.collections.values():
+            collection.observer = timeline
         for path, reason in engine.plain.items():
             rank_zero_info(f"strategy 'freescale': the exchange of {path!r} is not overlapped with compute: {reason}")
 
-    def begin_batch(self, batch: Any, index: int) -> None:
-        """Training on ``batch``, the ``index``-th of its epoch, begins."""
-        self._batch, self._index = batch, index
-        loader = self.trainer.train_dataloader
+    def start_batch(self, loader: Any, batch: Any, batch_idx: int) -> None:
+        """Note that training on ``batch`` of ``loader`` begins, the ``batch_idx``-th of its epoch."""
+        # its own list of what the batch holds: the step may pop ids from the batch before they are looked for there
+        self._batch = batch.copy() if type(batch) in (dict, list) else batch
+        self._batch_idx = batch_idx
         if isinstance(loader, LookaheadLoader):
-            loader.begin(batch)
-            self._upcoming = loader.upcoming
+            self._next_batch = loader.start_batch()
         elif not self._warned:
             self._warned = True
             rank_zero_warn(
@@ -54,67 +57,82 @@ class OverlapController:
                 "embedding exchange is not overlapped with compute. Use one DataLoader"
             )
 
-    def end_step(self) -> None:
-        """After the optimizer step: log what was moved and waited for since the last time, of rank 0."""
+    def before_forward(self, updates: bool, rate_of_group: Callable[[int], float], step: int) -> None:
+        """Submit the ids that stand in the next batch, and how this rank comes to know them."""
+        self._updates = updates
+        restart = self._batch_idx % self.trainer.accumulate_grad_batches == 0  # where Lightning zeroes the dense gradients
+        known = self._known_ids()
+        self._agreed_modes = self.engine.begin_step(
+            known,
+            updates=updates,
+            rate_of_group=rate_of_group,
+            step=step,
+            restart=restart,
+            modes={path: probe.proposal for path, probe in self._probes.items()},
+        )
+
+    def after_forward(self, args: tuple[Any, ...]) -> None:
+        """Learn from what the model looked up; where ids do not stand in the batch, a trial run tells the next ones.
+
+        It runs after the forward, when the random state is what the next step will start from.
+        """
+        for path, lookup in self.engine.lookups().items():
+            probe = self._probes[path]
+            if lookup.predicted is not None:
+                probe.report(lookup.predicted)
+            elif not probe.known:
+                probe.learn(self._batch, lookup.features)
+        for path, mode in self._agreed_modes.items():
+            self._probes[path].follow_agreed_mode(mode)
+        found = self._dry_run(args)
+        self.engine.submit_next_ids(found, {path: probe.mode for path, probe in self._probes.items()})
+
+    def log_step(self) -> None:
+        """After an optimizer step, log what was moved and waited for since the last time, of rank 0."""
         trainer: Any = self.trainer
         every = trainer.log_every_n_steps
         if not every or trainer.global_step % every or not trainer.is_global_zero:
             return
         totals = self.engine.statistics()
-        window, self._logged = OverlapReport.of(totals, self._logged), totals
-        scalars = window.scalars() if window is not None else {}
+        report, self._logged = OverlapReport.from_totals(totals, self._logged), totals
+        scalars = report.scalars() if report is not None else {}
         for logger in trainer.loggers if scalars else []:
             logger.log_metrics(scalars, step=trainer.global_step)
 
     def report(self) -> OverlapReport | None:
-        """Means over all ranks and steps so far. Collective; drain first."""
-        return OverlapReport.of(self.engine.mean_statistics()) if self.engine.collections else None
+        """Return the means over all ranks and steps so far. Collective; drain first."""
+        return OverlapReport.from_totals(self.engine.mean_statistics()) if self.engine.collections else None
 
-    def begin_step(self, updates: bool, rate_of_group: Callable[[int], float], step: int) -> None:
-        """Before the forward of that batch."""
-        self._updates = updates
-        restart = self._index % self.trainer.accumulate_grad_batches == 0  # where Lightning zeroes the dense gradients
-        self.engine.begin_step(self._known(), updates=updates, rate_of_group=rate_of_group, step=step, restart=restart)
-
-    def after_forward(self, args: tuple[Any, ...]) -> None:
-        """Before its backward: where ids do not stand in the batch, a trial run of ``training_step`` tells them."""
-        agreed = {path: collection.agreed_mode for path, collection in self.engine.collections.items()}
-        for path, mode in agreed.items():
-            self._probes[path].join(mode)
-        wanted = [path for path, mode in agreed.items() if MODES[mode] == "ghost"]
-        if not wanted or self._upcoming is ENDED or self._upcoming is UNKNOWN:
-            return
-        ghost = self._ghost(wanted, args)
-        self.engine.announce({path: ids for path, ids in ghost.features.items() if path in wanted})
-        for path in wanted:
-            if path not in ghost.features:
-                self._probes[path].give_up(f"a trial run of training_step: {ghost.error or 'it does not look them up'}")
-
-    def _ghost(self, wanted: list[str], args: tuple[Any, ...]) -> DryRunResult:
-        trainer, module = self.trainer, self.trainer.lightning_module
-        device = trainer.strategy.root_device
-        later = (value + 1 if isinstance(value, int) else value for value in args[1:])  # batch_idx, if it takes one
-        with counting_ahead(trainer, self._updates), trainer.precision_plugin.train_step_context():
-            return dry_run_ids(
-                module, self._lookups, (self._upcoming, *later), device, wanted, partial(prepared_batch, trainer)
-            )
-
-    def _known(self) -> dict[str, KeyedJaggedTensor] | None:
-        if self._upcoming is ENDED:
+    def _known_ids(self) -> dict[str, KeyedJaggedTensor] | None:
+        """Return the ids that stand in the next batch, by collection; None if there is no next batch."""
+        if self._next_batch is ENDED:
             return None
-        if self._upcoming is UNKNOWN:
+        if self._next_batch is UNKNOWN:
             return {}
-        found = {path: probe.ids_of(self._upcoming) for path, probe in self._probes.items()}
+        found = {path: probe.ids_of(self._next_batch) for path, probe in self._probes.items()}
         device = self.trainer.strategy.root_device
         return {path: ids.to(device, non_blocking=True) for path, ids in found.items() if ids is not None}
 
-    def _mode(self, path: str) -> int:
-        return MODES.index(self._probes[path].mode)
+    def _dry_run(self, args: tuple[Any, ...]) -> dict[str, KeyedJaggedTensor]:
+        """Return the ids of the collections that all ranks have agreed to learn from a trial run."""
+        wanted = [path for path, mode in self._agreed_modes.items() if mode == LookaheadMode.DRY_RUN]
+        if not wanted or self._next_batch is ENDED or self._next_batch is UNKNOWN:
+            return {}
+        result = self._dry_run_step(wanted, args)
+        for path in wanted:
+            if path not in result.features:
+                self._probes[path].give_up(f"a trial run of training_step: {result.error or 'it does not look them up'}")
+        return {path: ids for path, ids in result.features.items() if path in wanted}
 
-    def _asked(self, path: str, features: KeyedJaggedTensor, same: bool | None) -> None:
-        """The model has asked for ids that were announced rightly or wrongly, or not at all (None)."""
-        probe = self._probes[path]
-        if same is not None:
-            probe.report(same)
-        elif not probe.known:
-            probe.learn(self._batch, features)
+    def _dry_run_step(self, wanted: list[str], args: tuple[Any, ...]) -> DryRunResult:
+        trainer = self.trainer
+        later = (value + 1 if isinstance(value, int) else value for value in args[1:])  # batch_idx, if it takes one
+        with counting_ahead(trainer, self._updates), trainer.precision_plugin.train_step_context():
+            return dry_run_ids(
+                trainer.lightning_module,
+                self._outputs,
+                (self._next_batch, *later),
+                trainer.strategy.root_device,
+                wanted,
+                partial(prepared_batch, trainer),
+            )

@@ -23,7 +23,7 @@ _COPIED = (np.ndarray, np.random.Generator, np.random.RandomState, random.Random
 def preserve_module_state(
     root: nn.Module, device: torch.device, skip: Container[nn.Module] = ()
 ) -> Generator[None, None, None]:
-    """Meanwhile the modules of ``root`` have copies of their attributes, afterwards they have their own back.
+    """Give the modules of ``root`` copies of their attributes inside the block, and their own back afterwards.
 
     Copied are buffers and other tensors, lists, dicts, sets, arrays and random generators, so counters, lists of losses,
     metrics and batch statistics stay as they were; the originals are not touched, so autograd may hold on to them. The price
@@ -38,61 +38,61 @@ def preserve_module_state(
         RuntimeError: a parameter was changed meanwhile, and stays changed; names it.
     """
     modules = {name: module for name, module in root.named_modules() if module not in skip}
-    own = [(module, dict(vars(module))) for module in modules.values()]
+    originals = [(module, dict(vars(module))) for module in modules.values()]
     parameters = {
-        f"{name}.{own_name}".lstrip("."): (parameter, _stamp(parameter))
-        for name, module in modules.items()
-        for own_name, parameter in module._parameters.items()
+        f"{path}.{name}".lstrip("."): (parameter, _write_stamp(parameter))
+        for path, module in modules.items()
+        for name, parameter in module._parameters.items()
         if parameter is not None
     }
     copies: dict[int, Any] = {}
     try:
         with _random_states(device):
-            for module, attributes in own:
+            for module, attributes in originals:
                 vars(module).update({name: _copy(value, copies) for name, value in attributes.items()})
             yield
     finally:
-        for module, attributes in own:
+        for module, attributes in originals:
             vars(module).update(attributes)
             for name in vars(module).keys() - attributes.keys():
                 del vars(module)[name]
-    changed = [name for name, (parameter, stamp) in parameters.items() if _stamp(parameter) != stamp]
+    changed = [name for name, (parameter, stamp) in parameters.items() if _write_stamp(parameter) != stamp]
     if changed:
         raise RuntimeError(f"parameter {changed[0]!r} was changed, once more than it should have been")
 
 
-def _stamp(parameter: Tensor) -> tuple[int, int]:
+def _write_stamp(parameter: Tensor) -> tuple[int, int]:
     return parameter._version, parameter.data_ptr()
 
 
 @contextmanager
 def _random_states(device: torch.device) -> Generator[None, None, None]:
-    python, numbers = random.getstate(), np.random.get_state()
+    python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             yield
     finally:
         random.setstate(python)
-        np.random.set_state(numbers)
+        np.random.set_state(numpy)
 
 
 def _copy(value: Any, copies: dict[int, Any]) -> Any:
-    """A copy that can be changed in value's place; what is shared stays shared."""
+    """Return a copy that can be changed in value's place; what is shared stays shared."""
     if type(value) in _ATOMS:
         return value
     if id(value) not in copies:
-        copies[id(value)] = _fresh(value, copies)
+        copies[id(value)] = _new_copy(value, copies)
     return copies[id(value)]
 
 
-def _fresh(value: Any, copies: dict[int, Any]) -> Any:
+def _new_copy(value: Any, copies: dict[int, Any]) -> Any:
     if type(value) in _LISTS:
         return value.copy()
     if type(value) in _DICTS:
-        shadow = copies[id(value)] = value.copy()  # before its values: it may hold itself
+        copied = copies[id(value)] = value.copy()  # before its values: it may hold itself
         for key, inner in value.items():
-            shadow[key] = _copy(inner, copies)
-        return shadow
+            copied[key] = _copy(inner, copies)
+        return copied
     if isinstance(value, Tensor):
         return value if isinstance(value, nn.Parameter) else value.detach().clone()
     if isinstance(value, torch.Generator):

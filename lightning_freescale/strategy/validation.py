@@ -1,4 +1,4 @@
-"""What cannot be trained exactly: refused before training starts."""
+"""Refuses what cannot be trained exactly, before training starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BECAUSE = "strategy 'freescale' updates the embedding tables during backward"
 
 
 def refuse_unsupported(trainer: Trainer) -> None:
-    """Check a fit of a module with embedding collections.
+    """Refuse a fit of a module with embedding collections that would not be exact.
 
     Raises:
         ValueError: a Trainer argument or a feature of the module does not go with fused updates; names it and the fix.
@@ -41,7 +41,7 @@ def refuse_unsupported(trainer: Trainer) -> None:
 
 
 def refuse_options(start_method: str, model_averaging_period: int | None) -> None:
-    """Options of DDPStrategy that do not go with sharded tables."""
+    """Refuse options of DDPStrategy that do not go with sharded tables, by a ValueError."""
     if start_method != "popen":
         raise ValueError(
             f"FreeScaleStrategy(start_method={start_method!r}) would bring shards back to the main process, which cannot hold "
@@ -55,7 +55,7 @@ def refuse_options(start_method: str, model_averaging_period: int | None) -> Non
 
 
 def refuse_trainer(trainer: Trainer, calibrate: bool, loss_reduction: str, mode: str) -> None:
-    """A Trainer that does not do what the data module counts on.
+    """Refuse a Trainer that does not do what the data module counts on.
 
     Raises:
         ValueError: it replaces the sampler, or its strategy neither weighs losses nor measures times.
@@ -80,7 +80,7 @@ def refuse_trainer(trainer: Trainer, calibrate: bool, loss_reduction: str, mode:
 
 
 def refuse_sampler(sampler: Any, world_size: int) -> None:
-    """A sampler that plans for another number of ranks."""
+    """Refuse a sampler that plans for another number of ranks, by a ValueError."""
     if isinstance(sampler, BalancedSampler) and sampler.num_replicas != world_size:
         raise ValueError(
             f"the loader's BalancedSampler plans for num_replicas={sampler.num_replicas}, the Trainer has {world_size} ranks: "
@@ -90,7 +90,7 @@ def refuse_sampler(sampler: Any, world_size: int) -> None:
 
 
 def refuse_second_backward(update_due: bool) -> None:
-    """A backward whose gradients no optimizer step has used yet: somebody accumulates."""
+    """Refuse a backward while the gradients of the last one wait for an optimizer step: somebody accumulates."""
     if update_due:
         raise ValueError(
             f"a second backward without an optimizer step between (an own optimizer_step that skips some?): {_BECAUSE}, so "
@@ -99,16 +99,16 @@ def refuse_second_backward(update_due: bool) -> None:
 
 
 def refuse_accumulation(trainer: Trainer, plain: Sequence[str]) -> None:
-    """Accumulated gradients, where TorchRec updates the collections ``plain`` during backward.
+    """Refuse accumulated gradients, where TorchRec updates the collections ``plain`` during backward.
 
-    Also during training, where a callback may change it.
+    Call it during training as well, where a callback may change the Trainer's.
     """
     schedules = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
     if not plain or (trainer.accumulate_grad_batches == 1 and not schedules):
         return
-    asked = type(schedules[0]).__name__ if schedules else f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})"
+    cause = type(schedules[0]).__name__ if schedules else f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})"
     raise ValueError(
-        f"{asked}: collections {list(plain)} are updated during backward, so their gradients cannot be accumulated; only those "
+        f"{cause}: collections {list(plain)} are updated during backward, so their gradients cannot be accumulated; only those "
         "can whose exchange is overlapped (FreeScaleStrategy(overlap=True), EmbeddingCollections sharded by rows or tables). "
         "Use accumulate_grad_batches=1 and a larger batch_size"
     )

@@ -1,4 +1,4 @@
-"""Fits for the tests of this folder: what a fit leaves behind, and modules that look ids up in their own ways."""
+"""Fits for the tests of the overlap: what a fit leaves behind, and modules that look ids up in their own ways."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ class Run:
     threads: list[str] = field(default_factory=list)
 
     def looked_ahead(self) -> tuple[int, int, int]:
-        """Lookups whose ids were announced rightly, not at all, and wrongly."""
-        return tuple(int(self.statistics[name]) for name in ("announced", "unknown", "misses"))
+        """Return the numbers of lookups whose ids were predicted, not predicted, and mispredicted."""
+        return tuple(
+            int(self.statistics[name]) for name in ("predicted_lookups", "unpredicted_lookups", "mispredicted_lookups")
+        )
 
 
-class Watched(Recommender):
+class CountingModel(Recommender):
     """Keeps what the engine has counted."""
 
     def __init__(self, optimizer: str = "adagrad") -> None:
@@ -53,7 +55,7 @@ def exchange_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("freescale")]
 
 
-def fit(module: Watched, loader: Any, validation: Any = None, ckpt_path: Any = None, **options: Any) -> Run:
+def fit(module: CountingModel, loader: Any, validation: Any = None, ckpt_path: Any = None, **options: Any) -> Run:
     """Fit on the ranks of ``run_distributed``."""
     fitting = trainer(**{"devices": int(os.environ["WORLD_SIZE"]), **options})
     with warnings.catch_warnings(record=True) as caught:
@@ -145,17 +147,17 @@ def as_tensors(batch: Batch) -> Batch:
 # -- modules
 
 
-class OfRecords(Watched):
+class OfRecords(CountingModel):
     def training_step(self, batch: Record, batch_idx: int) -> Tensor:
         return super().training_step({"features": batch.features, "label": batch.label}, batch_idx)
 
 
-class OfTuples(Watched):
+class OfTuples(CountingModel):
     def training_step(self, batch: tuple[Tensor, list[KeyedJaggedTensor]]) -> Tensor:
         return super().training_step({"features": batch[1][0], "label": batch[0]}, 0)
 
 
-class OfTensors(Watched):
+class OfTensors(CountingModel):
     """Makes the KeyedJaggedTensor of tensors that stand in the batch."""
 
     def ids(self, batch: Batch) -> Tensor:
@@ -194,7 +196,7 @@ class DrawsUnforeseen(Draws):
         torch.rand(3)
 
 
-class TwoCollections(Watched):
+class TwoCollections(CountingModel):
     """The second one holds a single tiny table."""
 
     def __init__(self, optimizer: str = "adagrad") -> None:
@@ -215,7 +217,7 @@ def with_tags(batch: Batch) -> Batch:
     return {**batch, "tags": tags}
 
 
-class Schedules(Watched):
+class Schedules(CountingModel):
     """Another learning rate in every step."""
 
     def configure_optimizers(self) -> Any:
@@ -224,7 +226,7 @@ class Schedules(Watched):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-class Skips(Watched):
+class Skips(CountingModel):
     """Some steps have no loss."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
@@ -232,7 +234,7 @@ class Skips(Watched):
         return None if batch_idx in (2, 3) else loss
 
 
-class Iterates(Watched):
+class Iterates(CountingModel):
     """Takes its batches out of the loader itself."""
 
     def training_step(self, dataloader_iter: Any) -> Tensor:
@@ -242,7 +244,7 @@ class Iterates(Watched):
         return loss
 
 
-class OfSeveralLoaders(Watched):
+class OfSeveralLoaders(CountingModel):
     def training_step(self, batch: dict[str, Batch], batch_idx: int) -> Tensor:
         return super().training_step(batch["main"], batch_idx)
 
@@ -266,7 +268,7 @@ class ChangesInPlace(OfTensors):
         return batch
 
 
-class StepsAfterClosure(Watched):
+class StepsAfterClosure(CountingModel):
     """Calls the closure itself, and the optimizer without it."""
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
@@ -274,7 +276,7 @@ class StepsAfterClosure(Watched):
         optimizer.step()
 
 
-class CutsShort(Watched):
+class CutsShort(CountingModel):
     """Its epochs end before the loader does."""
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
@@ -287,7 +289,7 @@ class LooksUpMore(TwoCollections):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         with torch.no_grad():
             before = self.net(batch["features"])
-        loss = super().training_step(batch, batch_idx) if batch_idx % 3 else Watched.training_step(self, batch, batch_idx)
+        loss = super().training_step(batch, batch_idx) if batch_idx % 3 else CountingModel.training_step(self, batch, batch_idx)
         with torch.no_grad():
             after = self.net(batch["features"])
         self.losses += [float(before.sum()), float(after.sum())]
@@ -303,7 +305,7 @@ class DiffersByRank(DrawsUnforeseen):
         return Computes.ids(self, batch) if self.global_rank == 1 else super().ids(batch)
 
 
-class Evaluates(Watched):
+class Evaluates(CountingModel):
     """Looks up between steps."""
 
     gradients = False
@@ -319,7 +321,7 @@ class TrainsBetween(Evaluates):
     gradients = True
 
 
-class Freezes(Watched):
+class Freezes(CountingModel):
     """One table stays as it is."""
 
     def configure_optimizers(self) -> Any:

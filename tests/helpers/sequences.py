@@ -29,8 +29,8 @@ OPTIMIZERS = {
 PATHS = ("items", "tags")
 Batch = dict[str, Any]
 Rate = Callable[[int], float]
-Announced = dict[str, KeyedJaggedTensor]
-Announce = Callable[[int, Batch | None], tuple[Announced | None, Announced]]
+NextIds = dict[str, KeyedJaggedTensor]
+SubmitIds = Callable[[int, Batch | None], tuple[NextIds | None, NextIds]]
 Between = Callable[[int, ShardedTables, OverlapEngine | None], None]
 
 
@@ -148,22 +148,22 @@ def train_overlapped(
     optimizer: TableOptimizer,
     data: list[Batch],
     dedup: bool = False,
-    announce: Announce | None = None,
+    submit: SubmitIds | None = None,
     rate: Rate | None = None,
     plan: Any = None,
     between: Between | None = None,
 ) -> Run:
-    """The engine; ``announce`` says what it is told of the next batch, before and after the forward."""
+    """The engine; ``submit`` says which ids it is given of the next batch, before and after the forward."""
     with sharded(optimizer, plan) as (model, ddp, tables, dense):
         engine = OverlapEngine(tables, dedup=dedup)
         losses = []
         for step, batch in enumerate(data):
             following = data[step + 1] if step + 1 < len(data) else None
-            early, late = announce(step, following) if announce is not None else (known(following), {})
+            early, late = submit(step, following) if submit is not None else (known(following), {})
             engine.begin_step(early, rate_of_group=rate_at(rate, optimizer, step))
             dense.zero_grad()
             loss = ddp(batch)
-            engine.announce(late)
+            engine.submit_next_ids(late)
             loss.backward()
             engine.end_backward()
             dense.step()
@@ -178,7 +178,7 @@ def train_overlapped(
         return run
 
 
-def known(following: Batch | None) -> Announced | None:
+def known(following: Batch | None) -> NextIds | None:
     """All ids of a batch; None at the end."""
     return None if following is None else {"items": following["ids"], "tags": following["tags"]}
 

@@ -152,7 +152,7 @@ def _calibrated(profile: bool = False, slow: int | None = None, epochs: int = 2,
     fit.fit(Sleeper(slow), module)
     return {
         "plans": reports,
-        "imbalance": logger.of("freescale/cost_residual"),
+        "imbalance": logger.of("freescale/calibration/residual"),
         "lengths": data.lengths.numpy().astype(float),
         "refits": module.train.refits,
         "timeline": fit.strategy.timeline.enabled,
@@ -174,7 +174,7 @@ def test_a_wrong_cost_model_is_replaced_from_the_next_epoch_on(profile: bool) ->
     )
     assert fitted < best + 0.3 * (start - best), "nearly all of what the wrong model lost is won back"
     seen = first["imbalance"][0]
-    assert seen["freescale/imbalance_plan_in_use"] > 1.05 * seen["freescale/imbalance_fitted_plan"]
+    assert seen["freescale/calibration/imbalance_current"] > 1.05 * seen["freescale/calibration/imbalance_fitted"]
     assert list(first["refits"]) == [1, 2]
     assert not first["timeline"]
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 from lightning_freescale.embeddings.collections import find_collections
-from lightning_freescale.embeddings.lookahead.probe import same_features
+from lightning_freescale.embeddings.lookahead.kjt_snapshot import same_features
 from lightning_freescale.strategy.dry_run import CollectionOutput, DryRunResult, dry_run_ids
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def _batch(seed: int = 0) -> dict[str, Any]:
 
 
 class Model(L.LightningModule):
-    """Two lookups; everything before the second one is what a ghost runs."""
+    """Two lookups; everything before the second one is what a dry run executes."""
 
     def __init__(self, between: Callable[[Model, dict[str, Any]], Any] = lambda model, batch: None) -> None:
         super().__init__()
@@ -78,10 +78,12 @@ class Model(L.LightningModule):
 
 
 def _lookups(model: nn.Module) -> dict[str, CollectionOutput]:
-    return {collection.path: CollectionOutput.of(collection, module) for collection, module in find_collections(model)}
+    return {
+        collection.path: CollectionOutput.from_collection(collection, module) for collection, module in find_collections(model)
+    }
 
 
-def _ghost(model: Model, batch: dict[str, Any] | None = None, **options: Any) -> DryRunResult:
+def _dry_run(model: Model, batch: dict[str, Any] | None = None, **options: Any) -> DryRunResult:
     return dry_run_ids(model, _lookups(model), (batch or _batch(), 0), CPU, **options)
 
 
@@ -100,40 +102,40 @@ def _seen_in_a_real_step(model: Model, batch: dict[str, Any]) -> dict[str, Keyed
 
 def test_sees_what_the_step_looks_up() -> None:
     model, batch = Model(), _batch()
-    ghost = _ghost(model, batch)
-    assert ghost.error is None and set(ghost.features) == {"items", "bags"}
+    result = _dry_run(model, batch)
+    assert result.error is None and set(result.features) == {"items", "bags"}
     assert model.after == 0, "the step goes no further than its last lookup"
     for path, features in _seen_in_a_real_step(model, batch).items():
-        assert same_features(ghost.features[path], features)
-        assert ghost.features[path] is not features
+        assert same_features(result.features[path], features)
+        assert result.features[path] is not features
     assert model.after == 1
 
 
 def test_stops_at_the_last_one_wanted() -> None:
     ran: list[bool] = []
-    ghost = _ghost(Model(lambda model, batch: ran.append(True)), wanted=["items"])
-    assert set(ghost.features) == {"items"} and not ran
+    result = _dry_run(Model(lambda model, batch: ran.append(True)), wanted=["items"])
+    assert set(result.features) == {"items"} and not ran
 
 
 def test_the_first_of_two_lookups_counts() -> None:
     model, batch = Model(lambda model, batch: model.items(batch["more"])), _batch()
     batch["more"] = KeyedJaggedTensor(["clicked", "shown"], torch.arange(2), lengths=torch.ones(2, dtype=torch.int64))
-    assert torch.equal(_ghost(model, batch).features["items"].values(), batch["ids"])
+    assert torch.equal(_dry_run(model, batch).features["items"].values(), batch["ids"])
 
 
 def test_without_gradients_and_without_copies_of_the_tables() -> None:
     found: list[Any] = []
     model = Model(lambda model, batch: found.extend([torch.is_grad_enabled(), model.items.state, model.queue]))
     model.items.register_buffer("state", torch.zeros(3))
-    assert _ghost(model).error is None
+    assert _dry_run(model).error is None
     assert found[0] is False and found[1] is model.items.state and found[2] is not model.queue
 
 
 def test_a_collection_that_the_step_does_not_call() -> None:
     model = Model()
     model.idle = _items()
-    ghost = _ghost(model)
-    assert set(ghost.features) == {"items", "bags"} and ghost.error is None
+    result = _dry_run(model)
+    assert set(result.features) == {"items", "bags"} and result.error is None
     assert model.after == 0 and model.losses == [0.5], "it ran to its end, without a trace"
 
 
@@ -153,9 +155,9 @@ def test_zeros_of_the_shape_that_the_collection_returns() -> None:
     model.idle = _items()
     model.training_step(_batch(), 0)
     found, pooled, dim = KEPT
-    assert _ghost(model).error is None
-    blank, blank_pooled, ghost_dim = KEPT
-    assert dim == ghost_dim == DIM
+    assert _dry_run(model).error is None
+    blank, blank_pooled, dim_in_dry_run = KEPT
+    assert dim == dim_in_dry_run == DIM
     assert blank.keys() == found.keys()
     for name, jagged in blank.items():
         assert not jagged.values().any()
@@ -226,8 +228,8 @@ def test_leaves_no_trace(name: str) -> None:
     before, attributes = _trace(model, batch), {key: id(value) for key, value in vars(model).items()}
     children = [id(module) for module in model.modules()]
     versions = [buffer._version for buffer in model.buffers()]
-    ghost = _ghost(model, batch)
-    assert ghost.error is None and ran
+    result = _dry_run(model, batch)
+    assert result.error is None and ran
     assert _trace(model, batch) == before
     assert {key: id(value) for key, value in vars(model).items()} == attributes
     assert [id(module) for module in model.modules()] == children
@@ -250,8 +252,8 @@ def _raise(model: Model, batch: dict[str, Any]) -> None:
 def test_an_error_of_the_step_is_returned() -> None:
     model, batch = Model(_raise), _batch()
     before = _trace(model, batch)
-    ghost = _ghost(model, batch)
-    assert ghost.features == {} and isinstance(ghost.error, ValueError)
+    result = _dry_run(model, batch)
+    assert result.features == {} and isinstance(result.error, ValueError)
     assert _trace(model, batch) == before
 
 
@@ -263,7 +265,7 @@ def test_an_interrupt_passes_and_leaves_no_trace() -> None:
     model, batch = Model(interrupt), _batch()
     before = _trace(model, batch)
     with pytest.raises(KeyboardInterrupt):
-        _ghost(model, batch)
+        _dry_run(model, batch)
     assert _trace(model, batch) == before
 
 
@@ -276,15 +278,15 @@ def test_a_changed_parameter_is_told(how: str) -> None:
             with torch.no_grad():
                 model.teacher.add_(1)
 
-    ghost = _ghost(Model(update))
-    assert isinstance(ghost.error, RuntimeError) and "'teacher'" in str(ghost.error)
+    result = _dry_run(Model(update))
+    assert isinstance(result.error, RuntimeError) and "'teacher'" in str(result.error)
 
 
 def test_manual_optimization_is_not_run() -> None:
     ran: list[bool] = []
     model = Model(lambda model, batch: ran.append(True))
     model.automatic_optimization = False
-    assert "automatic_optimization" in str(_ghost(model).error) and not ran
+    assert "automatic_optimization" in str(_dry_run(model).error) and not ran
 
 
 def test_no_hook_of_a_collection_fires_and_a_forward_of_its_own_stays() -> None:
@@ -294,8 +296,8 @@ def test_no_hook_of_a_collection_fires_and_a_forward_of_its_own_stays() -> None:
     model = Model()
     model.items.register_forward_pre_hook(refuse)
     model.bags.forward = refuse
-    ghost = _ghost(model)
-    assert ghost.error is None and set(ghost.features) == {"items", "bags"}
+    result = _dry_run(model)
+    assert result.error is None and set(result.features) == {"items", "bags"}
     assert model.bags.forward is refuse and len(model.items._forward_pre_hooks) == 1
 
 
@@ -311,8 +313,8 @@ def test_a_step_that_catches_everything(caught: type[BaseException]) -> None:
                 noticed.append(error)
                 return None
 
-    ghost = _ghost(Careful())
-    assert ghost.error is None and set(ghost.features) == {"items", "bags"}
+    result = _dry_run(Careful())
+    assert result.error is None and set(result.features) == {"items", "bags"}
     assert bool(noticed) == (caught is BaseException)
 
 
@@ -321,22 +323,22 @@ def test_what_is_shared_stays_shared() -> None:
     model = Model(lambda model, batch: found.extend([model.alias is model.losses, model.norm.shared is model.queue]))
     model.alias = model.losses
     model.norm.register_buffer("shared", model.queue)
-    assert _ghost(model).error is None
+    assert _dry_run(model).error is None
     assert found == [True, True]
 
 
 def test_a_table_held_twice() -> None:
     model = Model(lambda model, batch: model.nested["again"](batch["users"]))
     model.nested = nn.ModuleDict({"again": model.bags})
-    ghost = _ghost(model)
-    assert ghost.error is None and set(ghost.features) == {"items", "bags"}
+    result = _dry_run(model)
+    assert result.error is None and set(result.features) == {"items", "bags"}
 
 
 def test_weights_that_need_gradients_and_a_backward_that_waits() -> None:
     model = Model(lambda model, batch: model.norm(batch["dense"]))
     model.norm.eval()
     waiting = (model.norm(torch.rand(2, 3)) * model.queue).sum()
-    assert _ghost(model).error is None
+    assert _dry_run(model).error is None
     waiting.backward()
     assert model.norm.weight.grad is not None and torch.is_grad_enabled()
 
@@ -360,7 +362,7 @@ def test_a_compiled_model_is_neither_compiled_again_nor_run() -> None:
     model.between = lambda model, batch: model.tower(batch["dense"])
     model.tower(_batch()["dense"])
     graphs = len(compiled)
-    assert graphs and _ghost(model).error is None
+    assert graphs and _dry_run(model).error is None
     model.tower(_batch()["dense"])
     assert len(compiled) == graphs
 
@@ -369,11 +371,11 @@ def test_a_compiled_model_is_neither_compiled_again_nor_run() -> None:
 
 
 class Ahead(L.Callback):
-    """Runs another batch's ghost before every step."""
+    """Runs a dry run of another batch before every step."""
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        ghost = _ghost(module, {**_batch(100 + batch_idx), "ahead": True})
-        assert ghost.error is None and set(ghost.features) == {"items", "bags"}
+        result = _dry_run(module, {**_batch(100 + batch_idx), "ahead": True})
+        assert result.error is None and set(result.features) == {"items", "bags"}
 
 
 def _fit(path: Any, callbacks: list[L.Callback]) -> tuple[dict[str, Tensor], str]:
@@ -381,8 +383,8 @@ def _fit(path: Any, callbacks: list[L.Callback]) -> tuple[dict[str, Tensor], str
         model.log("early", model.metric(nn.functional.dropout(model.norm(batch["dense"]))), on_epoch=True)
         model.log_dict({"random": random.random(), "numpy": np.random.rand()})
         if "ahead" in batch:
-            model.log("ghostly", 1.0)
-            model.log_dict({"ghostlier": 1.0})
+            model.log("dry", 1.0)
+            model.log_dict({"drier": 1.0})
 
     L.seed_everything(1, verbose=False)
     logger = CSVLogger(path)
@@ -393,7 +395,7 @@ def _fit(path: Any, callbacks: list[L.Callback]) -> tuple[dict[str, Tensor], str
     return model.state_dict(), (logger.experiment.metrics_file_path and open(logger.experiment.metrics_file_path).read())
 
 
-def test_training_with_ghosts_is_training_without(tmp_path: Any) -> None:
-    (plain, logged), (ghosts, logged_with_ghosts) = _fit(tmp_path / "plain", []), _fit(tmp_path / "ghosts", [Ahead()])
-    assert all(torch.equal(plain[name], ghosts[name]) for name in plain)
-    assert logged == logged_with_ghosts and "early" in logged
+def test_training_with_dry_runs_is_training_without(tmp_path: Any) -> None:
+    (plain, logged), (dry_runs, logged_with_dry_runs) = _fit(tmp_path / "plain", []), _fit(tmp_path / "dry runs", [Ahead()])
+    assert all(torch.equal(plain[name], dry_runs[name]) for name in plain)
+    assert logged == logged_with_dry_runs and "early" in logged

@@ -67,15 +67,14 @@ def test_the_same_batches_each_fetched_one_early() -> None:
 
 def test_upcoming_is_the_next_batch_until_the_end() -> None:
     loader = LookaheadLoader([10, 11, 12])
-    assert loader.upcoming is UNKNOWN
+    assert loader.next_batch is UNKNOWN
     for _ in range(2):  # a new iteration starts anew
         upcoming = []
-        for batch in loader:
-            loader.begin(batch)
-            upcoming.append(loader.upcoming)
+        for _ in loader:
+            upcoming.append(loader.start_batch())
         assert upcoming == [11, 12, ENDED]
         iter(loader)
-        assert loader.upcoming is UNKNOWN
+        assert loader.next_batch is UNKNOWN
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
@@ -86,8 +85,8 @@ def test_in_step_with_a_consumer_that_prefetches(prefetch: int) -> None:
         held.append(next(batches))
     for _ in range(6):
         held.extend([batch for batch in [next(batches, None)] if batch is not None])
-        loader.begin(held.pop(0))
-        upcoming.append(loader.upcoming)
+        held.pop(0)
+        upcoming.append(loader.start_batch())
     assert upcoming == [1, 2, 3, 4, 5, ENDED]
 
 
@@ -96,8 +95,7 @@ def test_batches_that_are_none_are_passed_over() -> None:
     upcoming = []
     for batch in loader:
         if batch is not None:
-            loader.begin(batch)
-            upcoming.append(loader.upcoming)
+            upcoming.append(loader.start_batch())
     assert upcoming == [UNKNOWN, 4, ENDED]
 
 
@@ -106,29 +104,34 @@ def test_nothing_is_fetched_beyond_the_limit() -> None:
     loader = LookaheadLoader(inner, limit=lambda: 2)
     batches, upcoming = iter(loader), []
     for _ in range(2):
-        loader.begin(next(batches))
-        upcoming.append(loader.upcoming)
+        next(batches)
+        loader.start_batch()
+        upcoming.append(loader.next_batch)
     assert upcoming == [1, ENDED] and inner.counts["next"] == 2
-    loader.begin(next(batches))  # asked for all the same
-    assert loader.upcoming is ENDED and inner.counts["next"] == 3
+    next(batches)  # asked for all the same
+    loader.start_batch()
+    assert loader.next_batch is ENDED and inner.counts["next"] == 3
 
 
 def test_a_limit_that_grows() -> None:
     limits = iter([1, 9, 9])
     loader = LookaheadLoader(Counting(4, bad={2: None}), limit=lambda: next(limits))
     batches = iter(loader)
-    loader.begin(next(batches))
-    assert loader.upcoming is ENDED
-    loader.begin(next(batches))
-    assert loader.upcoming is UNKNOWN, "the next one is None, and what follows it was not fetched"
+    next(batches)
+    loader.start_batch()
+    assert loader.next_batch is ENDED
+    next(batches)
+    loader.start_batch()
+    assert loader.next_batch is UNKNOWN, "the next one is None, and what follows it was not fetched"
 
 
 def test_one_begin_too_many_loses_no_batch() -> None:
     loader = LookaheadLoader([0, 1, 2])
     batches = iter(loader)
-    loader.begin(next(batches))
-    loader.begin(0)
-    assert loader.upcoming == 1 and list(batches) == [1, 2]
+    next(batches)
+    loader.start_batch()
+    loader.start_batch()
+    assert loader.next_batch == 1 and list(batches) == [1, 2]
 
 
 def test_an_error_comes_with_its_own_batch() -> None:
@@ -136,9 +139,9 @@ def test_an_error_comes_with_its_own_batch() -> None:
     loader = LookaheadLoader(inner)
     batches = iter(loader)
     assert [next(batches), next(batches)] == [0, 1]
-    loader.begin(0)
-    loader.begin(1)
-    assert loader.upcoming is UNKNOWN
+    loader.start_batch()
+    loader.start_batch()
+    assert loader.next_batch is UNKNOWN
     with pytest.raises(ValueError, match="broken batch"):
         next(batches)
     assert list(batches) == [], "the inner generator has ended with its error"
@@ -148,7 +151,8 @@ def test_an_interrupt_passes_at_once_and_loses_no_batch() -> None:
     inner = Resumable(4, bad={2: KeyboardInterrupt()})
     loader = LookaheadLoader(inner)
     batches = iter(loader)
-    loader.begin(next(batches))
+    next(batches)
+    loader.start_batch()
     with pytest.raises(KeyboardInterrupt):
         next(batches)
     assert loader.state_dict() == {"next": 1}
@@ -167,7 +171,7 @@ def test_the_state_is_that_without_looking_ahead(begins: bool, observed: bool) -
         batch = next(batches)
         assert batch == next(expected)
         if begins:
-            loader.begin(batch)
+            loader.start_batch()
         assert loader.state_dict() == plain.state_dict()
     assert next(expected, "end") == next(batches, "end") == "end"
     assert loader.state_dict() == plain.state_dict() == {"next": 0}
@@ -176,23 +180,24 @@ def test_the_state_is_that_without_looking_ahead(begins: bool, observed: bool) -
 def test_a_batch_that_waits_to_be_trained_on_is_loaded_again() -> None:
     loader = LookaheadLoader(Resumable(6))
     batches = iter(loader)
-    first, _, _ = next(batches), next(batches), next(batches)
-    loader.begin(first)
+    assert [next(batches), next(batches), next(batches)] == [0, 1, 2]
+    loader.start_batch()
     state = copy.deepcopy(loader.state_dict())
     assert state == {"next": 1}
     loader.load_state_dict(state)
-    assert loader.upcoming is UNKNOWN and loader.state_dict() == state
+    assert loader.next_batch is UNKNOWN and loader.state_dict() == state
     assert list(loader) == [1, 2, 3, 4, 5]
 
 
 def test_the_state_does_not_stand_still_if_nobody_begins_any_more() -> None:
     plain, loader = Resumable(20), LookaheadLoader(Resumable(20))
     expected, batches = iter(plain), iter(loader)
-    loader.begin(next(batches))
+    next(batches)
+    loader.start_batch()
     next(expected)
     for _ in range(9):
         assert next(batches) == next(expected)
-    assert loader.state_dict() == plain.state_dict() and loader.upcoming is UNKNOWN
+    assert loader.state_dict() == plain.state_dict() and loader.next_batch is UNKNOWN
 
 
 def test_an_abandoned_iteration_says_nothing_about_the_new_one() -> None:
@@ -200,8 +205,8 @@ def test_an_abandoned_iteration_says_nothing_about_the_new_one() -> None:
     old, new = iter(loader), iter(loader)
     next(new)
     next(old)
-    loader.begin(1)
-    assert loader.upcoming == 2
+    loader.start_batch()
+    assert loader.next_batch == 2
 
 
 @pytest.mark.parametrize("observed", [False, True])
@@ -260,12 +265,12 @@ def test_keeps_one_batch_more_and_no_other(begins: bool) -> None:
             del batch
 
     loader, most = LookaheadLoader(batches()), 0
-    for batch in loader:
+    for _ in loader:
         if begins:
-            loader.begin(batch)
+            loader.start_batch()
         most = max(most, len(alive))
     assert most <= (2 if begins else 6)  # nobody who begins: a few, then it stops following
-    assert begins or loader.upcoming is UNKNOWN
+    assert begins or loader.next_batch is UNKNOWN
 
 
 def test_dropping_the_iteration_drops_the_loaders() -> None:

@@ -32,9 +32,8 @@ class Lookahead(SingleDeviceStrategy):
         return dataloader
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.loader.begin(batch)
         self.trained.append(batch.flatten().tolist())
-        upcoming = self.loader.upcoming
+        upcoming = self.loader.start_batch()
         self.upcoming.append(upcoming.flatten().tolist() if isinstance(upcoming, Tensor) else upcoming)
 
 

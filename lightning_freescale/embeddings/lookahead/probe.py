@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, Literal
+from enum import IntEnum
+from typing import Any, NamedTuple
 
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale.embeddings.lookahead.kjt_path import KJTPath, find_path, follow
-from lightning_freescale.embeddings.lookahead.kjt_snapshot import KJTSnapshot, same_features
+from lightning_freescale.embeddings.lookahead.kjt_path import KJTPath, find_path, follow_path
 
-__all__ = ["MODES", "KJTPath", "KJTSnapshot", "Probe", "find_path", "follow", "same_features"]
-
-Mode = Literal["probe", "ghost", "none"]
-MODES: tuple[Mode, ...] = ("probe", "ghost", "none")
 _PATIENCE = 3
 """Failures in a row after which a way to know the ids is given up."""
+
+
+class LookaheadMode(IntEnum):
+    """How the next ids are known; the ranks take the highest of any, so that all know them alike."""
+
+    PROBE = 0  # they stand in the batch
+    DRY_RUN = 1  # a trial run of training_step tells them
+    NONE = 2  # not at all
+
+
+class ModeProposal(NamedTuple):
+    """The mode that a rank proposes to the others, before it has compared the current batch's ids.
+
+    Attributes:
+        mode: if they turn out as predicted, or were not predicted.
+        if_mispredicted: if they turn out to be others.
+    """
+
+    mode: int = 0
+    if_mispredicted: int = 0
 
 
 class Probe:
@@ -25,72 +41,77 @@ class Probe:
         name: of the collection, for the warning.
 
     Attributes:
-        mode: how the next ids are known: ``"probe"``, they stand in the batch; ``"ghost"``, a trial run of the step tells;
-            ``"none"``, not at all.
+        mode: how the next ids are known.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.mode: Mode = "probe"
+        self.mode = LookaheadMode.PROBE
         self._path: KJTPath | None = None
         self._failures, self._reasons = 0, ["they do not stand in the batch"]
 
     @property
     def known(self) -> bool:
         """Whether :meth:`ids_of` has a place to look at."""
-        return self.mode == "probe" and self._path is not None
+        return self._path is not None
+
+    @property
+    def proposal(self) -> ModeProposal:
+        """The mode after the lookup that comes next, for either outcome."""
+        last = self.mode == LookaheadMode.PROBE and self._failures + 1 >= _PATIENCE
+        return ModeProposal(self.mode, LookaheadMode.DRY_RUN if last else self.mode)
 
     def learn(self, batch: Any, features: KeyedJaggedTensor) -> None:
-        """``features`` were looked up in a step on ``batch`` and had not been announced."""
-        if self.mode != "probe":
+        """Learn where in ``batch`` the ids stand that were looked up in a step on it, if they were not known ahead."""
+        if self.mode != LookaheadMode.PROBE:
             return
         path = find_path(batch, features)
         if path is not None:
             self._path = path
         elif self._path is None:
-            self._next_mode()
+            self._set_mode(LookaheadMode.DRY_RUN)
 
     def ids_of(self, batch: Any) -> KeyedJaggedTensor | None:
-        """The ids in another batch; None if they are not known. Ask once per batch: finding nothing counts as a failure."""
-        if self.mode != "probe" or self._path is None:
+        """Return the ids in another batch; None if they are not known. Ask once per batch: finding none is a failure."""
+        if self._path is None:
             return None
-        found = follow(batch, self._path)
+        found = follow_path(batch, self._path)
         if found is None:
-            self._failed("batches differ in where they stand")
+            self._count_failure("batches differ in where they stand")
         return found
 
-    def report(self, matched: bool) -> None:
-        """Whether ids that were announced, in either mode, were those looked up."""
-        if matched:
+    def report(self, predicted: bool) -> None:
+        """Count whether ids that were submitted ahead, in either mode, were those looked up."""
+        if predicted:
             self._failures = 0
         else:
-            self._failed("the model looks up others than those that stand in the batch")
+            self._count_failure("the model looks up others than those that stand in the batch")
 
     def give_up(self, reason: str) -> None:
-        """A trial run did not tell the ids: stop trying, and say why."""
-        if self.mode == "none":
+        """Stop trying because a trial run did not tell the ids, and warn with the reason."""
+        if self.mode == LookaheadMode.NONE:
             return
-        self.mode, self._path = "none", None
+        self._set_mode(LookaheadMode.NONE)
         warnings.warn(
             f"collection {self.name!r}: the next batch's ids cannot be known ahead ({'; '.join([*self._reasons, reason])}): "
             "its exchange is not overlapped. Pass the KeyedJaggedTensor as it stands in the batch",
             stacklevel=2,
         )
 
-    def join(self, mode: int) -> None:
-        """Some rank is at this place in :data:`MODES`: a trial run may contain collectives, so all ranks do it or none."""
-        if mode > MODES.index(self.mode):
-            self.mode, self._path, self._failures = MODES[mode], None, 0
+    def follow_agreed_mode(self, mode: int) -> None:
+        """Do what the rank does that knows least: a trial run may contain collectives, so all ranks do it or none."""
+        if mode > self.mode:
+            self._set_mode(LookaheadMode(mode))
 
-    def _failed(self, reason: str) -> None:
+    def _count_failure(self, reason: str) -> None:
         self._failures += 1
         if self._failures < _PATIENCE:
             return
-        if self.mode == "probe":
+        if self.mode == LookaheadMode.PROBE:
             self._reasons = [reason]
-            self._next_mode()
+            self._set_mode(LookaheadMode.DRY_RUN)
         else:
             self.give_up("a trial run of training_step looks up others than the step itself")
 
-    def _next_mode(self) -> None:
-        self.mode, self._path, self._failures = "ghost", None, 0
+    def _set_mode(self, mode: LookaheadMode) -> None:
+        self.mode, self._path, self._failures = mode, None, 0

@@ -15,242 +15,261 @@ from torch import Tensor
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from lightning_freescale.embeddings.collections import Collection
-from lightning_freescale.embeddings.lookahead.probe import KJTSnapshot
+from lightning_freescale.embeddings.lookahead.kjt_snapshot import KJTSnapshot
+from lightning_freescale.embeddings.lookahead.probe import ModeProposal
 from lightning_freescale.embeddings.optimizer import TableOptimizer
-from lightning_freescale.embeddings.overlap import errors as refusals
-from lightning_freescale.embeddings.overlap.batch_state import PipelinedBatch
-from lightning_freescale.embeddings.overlap.inject import inject
-from lightning_freescale.embeddings.overlap.lane import Lane
+from lightning_freescale.embeddings.overlap import errors
+from lightning_freescale.embeddings.overlap.batch_state import Lookup, PipelinedBatch
+from lightning_freescale.embeddings.overlap.exchange_worker import ExchangeWorker
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
+from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
 from lightning_freescale.embeddings.overlap.row_exchange import RowExchange
-from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 from lightning_freescale.embeddings.overlap.row_requests import as_output
-from lightning_freescale.embeddings.overlap.statistics import ExchangeStatistics
 
 
-class Observer(Protocol):
-    """What it needs of a timeline."""
+class WaitObserver(Protocol):
+    """The part of a timeline that records waits for rows."""
 
     def stamp(self) -> Any:
-        """Now."""
+        """Return a stamp of now."""
 
     def awaited(self, name: str, arrived: Any) -> AbstractContextManager[None]:
-        """Around a wait for rows, of this rank which had done its part at ``arrived``."""
+        """Record the block as a wait for others, by a rank which had done its part at ``arrived``."""
 
 
 class OverlappedCollection:
     """Stands in for the forward of TorchRec's module while it trains; everything else of the module stays.
 
+    Shards, kernels, fused updates and state dicts are TorchRec's; the exchange of ids and rows and the routing of gradients
+    are ours. TorchRec's own pipeline for this is made for CUDA and fx-traceable models and gives other numbers; its exchange
+    of ids needs feature-wise bucketing.
+
     Args:
         collection: what is sharded.
         module: TorchRec's sharded module.
-        layout: where its rows live.
         local: this rank's rows.
         group: for this collection alone.
         optimizers: of its tables.
-        dedup: ask for each row once per rank and batch.
+        dedup: request each row once per rank and batch.
 
     Attributes:
         group: process group of this collection alone.
         statistics: totals since it was made.
         plain: whether it has fallen back to plain TorchRec.
-        mode: how this rank comes to know the next ids, as a number; the highest of all ranks is ``agreed_mode``.
         observer: told when training waits for rows.
-        asked: called with the ids that the model asks for, and whether they were announced; None if none were.
+        lookup: what the model has looked up in this step; None before and after it.
     """
 
     def __init__(
         self,
         collection: Collection,
         module: Any,
-        layout: RowLayout,
         local: LocalRows,
         group: dist.ProcessGroup,
         optimizers: Sequence[TableOptimizer],
         dedup: bool,
     ) -> None:
-        self.path, self.module, self.layout, self.statistics = collection.path, module, layout, ExchangeStatistics()
-        self._lane = Lane(collection.path, layout.first.device)
-        self._exchanges = RowExchange(collection.path, layout, local, group, dedup, self.statistics)
+        self.path, self.module, self.group = collection.path, module, group
+        self.statistics = ExchangeStatistics()
+        self.plain = False
+        self.observer: WaitObserver | None = None
+        self.lookup: Lookup | None = None
+        # a thread and a group per collection: all that happens to its rows happens there
+        self._worker = ExchangeWorker(collection.path, local.layout.device)
+        self._exchange = RowExchange(collection.path, local, group, dedup, self.statistics)
+        self._local = local
         self._by_row = any(optimizer.by_row for optimizer in optimizers)
-        self._moves_anyway = any(optimizer.moves_without_gradient for optimizer in optimizers)
-        self.group, self._local = group, local
-        self._late: Tensor | None = None
-        self._upcoming: tuple[KeyedJaggedTensor | None, bool] | None = None
-        self.observer: Observer | None = None
-        self._arrived: Any = None
-        self._written: list[int] | None = None
-        self.asked: Callable[[KeyedJaggedTensor, bool | None], None] | None = None
+        self._moves_without_gradient = any(optimizer.moves_without_gradient for optimizer in optimizers)
         self._need_ids = bool(getattr(module, "_need_indices", False))
-        self._now, self._next = self._exchanges.flight(), self._exchanges.flight()
+        # this step, and what it has submitted of the next one
+        self._current, self._following = self._exchange.new_batch(), self._exchange.new_batch()
+        self._in_step = self._accumulating = False
         self._rates: list[float | None] = []
         self._step = 0
-        self._updated: Future[Any] | None = None
-        self._announcement: Future[Any] | None = None
-        self.mode: Callable[[], int] = lambda: 0
-        self._in_step = self._announced = self._window = self.plain = False
-        self._plain_forward = module.forward
+        self._next_ids: KeyedJaggedTensor | None = None
+        self._ended = self._ids_sent = False
+        self._mode = ModeProposal()
+        self._late_gradient: Tensor | None = None
+        # jobs and marks that outlive a step
+        self._ids_job: Future[Any] | None = None
+        self._update_job: Future[Any] | None = None
+        self._arrived: Any = None
+        self._write_counts: list[int] | None = None
+        self._torchrec_forward = module.forward
         module.forward = self.forward
-        self._reading = module.register_state_dict_pre_hook(lambda *_: self.drain())
+        self._state_dict_hook = module.register_state_dict_pre_hook(lambda *_: self.drain())
         module.freescale_ids.on = False  # wrong ids are an error on every rank, which the ranks tell each other
 
     # -- a step
 
-    def begin_step(self, updates: bool, rates: Sequence[float | None], step: int, restart: bool = False) -> None:
-        """Before the forward of a batch; see :meth:`OverlapEngine.begin_step`."""
-        self.finish_step()
+    def begin_step(self, updates: bool, rates: Sequence[float | None], step: int, restart: bool, mode: ModeProposal) -> int:
+        """Begin the step of a batch, before its forward; see :meth:`OverlapEngine.begin_step`. Return the agreed mode."""
+        self.end_step()
         self.module.freescale_lookups.begin_step()
         self._rates, self._step = list(rates), step
         if self.plain:
-            return
+            return self._current.mode
         self._refuse_writes()
         self._refuse_uneven_end(step)
-        kept = not self._now.updates
-        if kept and restart:
-            self._lane.submit(self._exchanges.discard)
-        self._window = kept and not restart
-        self._now, self._next = self._next, self._exchanges.flight()
-        self._now.updates, self._now.rates, self._now.step = updates, self._rates, step
-        self._in_step, self._announced, self._upcoming = True, False, None
+        accumulated = not self._current.updates
+        if accumulated and restart:
+            self._worker.submit(self._exchange.discard_accumulated)
+        self._accumulating = accumulated and not restart
+        self._current, self._following = self._following, self._exchange.new_batch()
+        self._current.updates, self._current.rates, self._current.step = updates, self._rates, step
+        self._next_ids, self._ended, self._ids_sent = None, False, False
+        self._mode, self._in_step = mode, True
         self.statistics.count("steps")
+        return self._current.mode
 
-    def announce(self, upcoming: KeyedJaggedTensor | None, ended: bool = False) -> None:
-        """The ids of the batch after the current one, once per step; None if there is none (``ended``) or nobody knows."""
-        if not self._in_step or self._announced or self._upcoming is not None:
+    def submit_next_ids(self, features: KeyedJaggedTensor) -> None:
+        """Submit the ids of the batch after the current one, before backward; the first ones of a step count."""
+        if not self._in_step or self._ids_sent or self._ended or self._next_ids is not None:
             return
-        self._upcoming = (upcoming, ended)
-        if self._now.looked_up:
-            self._send_announcement()
+        self._next_ids = features
+        if self._current.looked_up:
+            self._send_next_ids()
+
+    def submit_end(self) -> None:
+        """Submit that there is no batch after the current one."""
+        self._ended = self._in_step and not self._ids_sent
+
+    def propose_mode(self, mode: int) -> None:
+        """Set the mode that goes to the other ranks with the next ids, if it is known after the forward only."""
+        self._mode = ModeProposal(mode, mode)
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """The rows of a batch, as the unsharded collection would return them."""
+        """Return the rows of a batch, as the unsharded collection would."""
         if not self._in_step or not torch.is_grad_enabled():
-            return self._plain_lookup(features)
-        if self._now.looked_up:
-            self._give_up()
-            return self._plain_lookup(features)
-        flight, same = self._now, self._is_announced(features)
-        verified = self._verify(features, same)
-        if self._upcoming is not None:
-            self._send_announcement()
-        with self.statistics.exposed(), self._observed():
-            if flight.ready is not None:
-                self._lane.wait(flight.ready)
-            if not same or not flight.sound:  # where ids came from every rank, none has to wait for their confirmation
-                self._lane.wait(verified)
-        self._lane.hand_over(flight.rows, flight.request.place)
-        rows = flight.rows.index_select(0, flight.request.place)
-        flight.rows = flight.rows.new_empty(0)  # memory: the next batch's rows come while this one computes
-        rows = inject(rows, partial(self._take_gradient, flight))
-        return as_output(features, rows, self.layout, self._need_ids)
+            return self._torchrec_lookup(features)
+        batch = self._current
+        if batch.looked_up:
+            self._fall_back()
+            return self._torchrec_lookup(features)
+        self.lookup = lookup = self._compare(features)
+        confirmed = self._confirm_ids(features, bool(lookup.predicted))
+        if self._next_ids is not None:
+            self._send_next_ids()
+        with self.statistics.timed("exposed_s"), self._observed_wait():
+            if batch.ready is not None:
+                self._worker.wait(batch.ready)
+            # confirmation matters only if these ids are others, or if some rank had submitted none: then an error of one rank
+            # is an error of all
+            if not lookup.predicted or not batch.all_submitted:
+                self._worker.wait(confirmed)
+        self._worker.hand_over(batch.rows, batch.request.inverse)
+        rows = batch.rows.index_select(0, batch.request.inverse)
+        batch.rows = batch.rows.new_empty(0)  # memory: the next batch's rows come while this one computes
+        rows = _join_graph(rows, partial(self._take_gradient, batch))
+        return as_output(features, rows, self._local.layout, self._need_ids)
 
-    def finish_step(self) -> None:
-        """After backward: hand over what backward has not, so that no rank waits for this one."""
+    def end_step(self) -> None:
+        """Hand over, after backward, what backward has not, so that no rank waits for this one."""
         if not self._in_step:
             return
-        if not self._now.looked_up:
-            self._verify(None, same=False)
-        elif self._moves_anyway and not self._now.sent and self._late is None and len(self._now.request.rows):
-            refusals.no_gradient(self.path)
+        if not self._current.looked_up:
+            self._confirm_ids(None, predicted=False)
+        elif (
+            self._moves_without_gradient
+            and not self._current.gradient_sent
+            and self._late_gradient is None
+            and len(self._current.request.rows)
+        ):
+            errors.no_gradient(self.path)
         if self.plain:
-            self._finish_last_step()
-        elif not self._now.sent:
-            self._send_gradient(self._now, None, self._next)
-        self._in_step, self._late = False, None
-
-    @property
-    def agreed_mode(self) -> int:
-        """The highest ``mode`` of any rank, as of the last step."""
-        return self._now.mode
+            self._end_last_step()
+        elif not self._current.gradient_sent:
+            self._send_gradient(self._current, None, self._following)
+        self._in_step, self._late_gradient, self.lookup = False, None, None
 
     # -- between steps
 
     def drain(self) -> None:
-        """Wait until every update of the steps before is in the tables. No rank need call it for another."""
-        if self._updated is not None:
-            self._lane.wait(self._updated)
+        """Wait until every update of the steps before is in the tables.
+
+        It waits for a job that is queued already: no collective, no rank need call it for another.
+        """
+        if self._update_job is not None:
+            self._worker.wait(self._update_job)
 
     @property
     def error(self) -> Exception | None:
         """What has gone wrong in the background, on this rank or another."""
-        return self._lane.error
+        return self._worker.error
 
-    def forget(self) -> None:
-        """The tables have been written: rows that were fetched ahead are void. To be called on every rank, after a drain."""
-        self._next, self._written = self._exchanges.flight(), None
+    def discard_prefetched(self) -> None:
+        """Throw away rows fetched ahead, because the tables have been written. Call it on every rank, after a drain."""
+        self._following, self._write_counts = self._exchange.new_batch(), None
 
     def close(self) -> None:
         """Give TorchRec's forward back; without waiting for ranks that may be gone."""
         del self.module.forward
-        self._reading.remove()
+        self._state_dict_hook.remove()
         self.module.freescale_ids.on = True
-        if self._lane.close():
+        if self._worker.stop(timeout=1.0):
             dist.destroy_process_group(self.group)
         else:  # its exchange waits for a rank that may be gone
             self.group.abort()
 
     # -- parts of a step
 
-    def _is_announced(self, features: KeyedJaggedTensor) -> bool:
-        captured = self._now.captured
-        same = captured is not None and captured.matches(features)
-        self.statistics.count("announced" if same else "unknown" if captured is None else "misses")
-        if self.asked is not None:
-            self.asked(features, None if captured is None else same)
-        return same
+    def _compare(self, features: KeyedJaggedTensor) -> Lookup:
+        snapshot = self._current.snapshot
+        predicted = None if snapshot is None else snapshot.matches(features)
+        kind = {None: "unpredicted_lookups", True: "predicted_lookups", False: "mispredicted_lookups"}[predicted]
+        self.statistics.count(kind)
+        return Lookup(features, predicted)
 
-    def _verify(self, features: KeyedJaggedTensor | None, same: bool) -> Future[Any]:
-        self._now.looked_up = True
-        return self._lane.submit(self._exchanges.verify, self._now, features, same)
+    def _confirm_ids(self, features: KeyedJaggedTensor | None, predicted: bool) -> Future[Any]:
+        self._current.looked_up = True
+        return self._worker.submit(self._exchange.confirm_ids, self._current, features, predicted)
 
-    def _send_announcement(self) -> None:
-        upcoming, ended = self._upcoming or (None, False)
-        self._announced, self._upcoming = True, None
-        self._next.captured = None if upcoming is None else KJTSnapshot(upcoming)
-        self._announcement = self._lane.submit(self._exchanges.announce, self._next, self._now, upcoming, ended, self.mode())
-        self._lane.submit(self._exchanges.prefetch, self._next, self._now)
+    def _send_next_ids(self) -> None:
+        features, self._next_ids, self._ids_sent = self._next_ids, None, True
+        self._following.snapshot = None if features is None else KJTSnapshot(features)
+        mispredicted = self.lookup is not None and self.lookup.predicted is False
+        mode = self._mode.if_mispredicted if mispredicted else self._mode.mode
+        job = (self._exchange.send_ids, self._following, self._current, features, self._ended, mode)
+        self._ids_job = self._worker.submit(*job)
+        self._worker.submit(self._exchange.prefetch, self._following, self._current)
 
-    def _send_gradient(self, flight: PipelinedBatch, gradient: Tensor | None, following: PipelinedBatch) -> None:
-        if not self._announced:
-            self._send_announcement()
-        flight.sent = True
+    def _send_gradient(self, batch: PipelinedBatch, gradient: Tensor | None, following: PipelinedBatch) -> None:
+        if not self._ids_sent:
+            self._send_next_ids()
+        batch.gradient_sent = True
         self._arrived = None if self.observer is None else self.observer.stamp()
-        following.ready = self._lane.submit(self._exchanges.colliding, flight, following, gradient)
-        self._updated = self._lane.submit(self._exchanges.non_colliding, flight)
+        following.ready = self._worker.submit(self._exchange.exchange_colliding, batch, following, gradient)
+        self._update_job = self._worker.submit(self._exchange.exchange_non_colliding, batch)
 
-    def _take_gradient(self, flight: PipelinedBatch, gradient: Tensor) -> None:
-        if flight.sent or self._late is not None:
-            refusals.second_backward(self.path)
+    def _take_gradient(self, batch: PipelinedBatch, gradient: Tensor) -> None:
+        if batch.gradient_sent or self._late_gradient is not None:
+            errors.second_backward(self.path)
         if self.plain:
-            self._late = gradient
+            self._late_gradient = gradient
         else:
-            self._send_gradient(flight, gradient, self._next)
+            self._send_gradient(batch, gradient, self._following)
 
-    def _observed(self) -> AbstractContextManager[None]:
+    def _observed_wait(self) -> AbstractContextManager[None]:
         arrived, self._arrived = self._arrived, None
         return nullcontext() if self.observer is None else self.observer.awaited("embedding rows", arrived)
 
-    # -- leaving the path
+    # -- falling back to TorchRec
 
-    def _plain_lookup(self, features: KeyedJaggedTensor) -> Any:
+    def _torchrec_lookup(self, features: KeyedJaggedTensor) -> Any:
         self.drain()
         self.module.freescale_ids.check(features)
-        if torch.is_grad_enabled():
-            self._prepare_plain_update()
-        return self._plain_forward(features)
+        if torch.is_grad_enabled():  # TorchRec will update the tables in this lookup's backward
+            if self._by_row:
+                errors.second_update(self.path)
+            self._local.prepare_update(self._rates, self._step)
+            if not self._in_step:  # what was fetched ahead was so before that update
+                self._following = self._exchange.new_batch()
+        return self._torchrec_forward(features)
 
-    def _prepare_plain_update(self) -> None:
-        """TorchRec will update the tables in this lookup's backward."""
-        if self._by_row:
-            refusals.second_update(self.path)
-        self._local.prepare(self._rates, self._step)
-        if not self._in_step:  # what was fetched ahead was so before that update
-            self._next = self._exchanges.flight()
-
-    def _give_up(self) -> None:
-        """A second lookup in a step is a second update in plain TorchRec: from here on, this collection is plain."""
-        if self._window or not self._now.updates:
-            refusals.second_lookup_in_window(self.path)
+    def _fall_back(self) -> None:
+        """Leave the collection to plain TorchRec, for which a second lookup in a step is a second update: told, not refused."""
+        if self._accumulating or not self._current.updates:
+            errors.second_lookup_in_window(self.path)
         warnings.warn(
             f"embedding collection {self.path!r} is looked up several times in one step: its exchange is not overlapped from "
             "here on. Look all features up in one call",
@@ -258,24 +277,45 @@ class OverlappedCollection:
         )
         self.plain = True
 
-    def _finish_last_step(self) -> None:
-        """The second lookup's backward has updated the tables: what was sorted and fetched ahead is void."""
-        if not self._announced:
-            self._send_announcement()
-        self._lane.drain()
-        self._now.after = None
-        self._send_gradient(self._now, self._late, self._exchanges.flight())
-        self._lane.drain()
+    def _end_last_step(self) -> None:
+        """End the step in which it fell back: TorchRec has updated the tables, what was sorted and fetched ahead is void."""
+        if not self._ids_sent:
+            self._send_next_ids()
+        self._worker.drain()
+        self._current.shared_with_next = None
+        self._send_gradient(self._current, self._late_gradient, self._exchange.new_batch())
+        self._worker.drain()
 
     def _refuse_uneven_end(self, step: int) -> None:
-        if self._announcement is not None:  # long done: the backward that the ranks ended together came after it
-            with self.statistics.exposed():
-                self._lane.wait(self._announcement)
-        if self._next.ended and self._next.announced:
-            refusals.uneven_ends(self._next.ended, step)
+        if self._ids_job is not None:  # long done: the backward that the ranks ended together came after it
+            with self.statistics.timed("exposed_s"):
+                self._worker.wait(self._ids_job)
+        if self._following.ended_ranks and self._following.any_submitted:
+            errors.uneven_ends(self._following.ended_ranks, step)
 
     def _refuse_writes(self) -> None:
-        written = self._local.written()
-        if self._written is not None and written != self._written:
-            refusals.unannounced_write(self.path)
-        self._written = written
+        # noticed, not followed: what was fetched ahead sits on other ranks
+        counts = self._local.write_counts()
+        if self._write_counts is not None and counts != self._write_counts:
+            errors.unannounced_write(self.path)
+        self._write_counts = counts
+
+
+def _join_graph(rows: Tensor, take: Callable[[Tensor], None]) -> Tensor:
+    """Return ``rows`` as part of the autograd graph; backward calls ``take`` with their gradient."""
+    return _GraphEntry.apply(rows, torch.empty(0, device=rows.device, requires_grad=True), take)
+
+
+class _GraphEntry(torch.autograd.Function):
+    # Its backward hands the gradient to the worker, so the colliding rows travel while DDP still waits for its last bucket
+    # and the dense optimizer steps.
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, anchor: Tensor, take: Callable[[Tensor], None]) -> Tensor:
+        ctx.take = take
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.take(gradient.contiguous())
+        return None, None, None

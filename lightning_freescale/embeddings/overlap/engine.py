@@ -13,10 +13,12 @@ from torchrec import KeyedJaggedTensor
 
 from lightning_freescale.comm import BACKEND, LaneOptions
 from lightning_freescale.embeddings.collections import Collection
+from lightning_freescale.embeddings.lookahead.probe import ModeProposal
+from lightning_freescale.embeddings.overlap.batch_state import Lookup
 from lightning_freescale.embeddings.overlap.collection import OverlappedCollection
-from lightning_freescale.embeddings.overlap.kernels import local_rows
+from lightning_freescale.embeddings.overlap.local_rows import LocalRows
+from lightning_freescale.embeddings.overlap.report import COUNTS
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout
-from lightning_freescale.embeddings.overlap.statistics import COUNTS
 from lightning_freescale.embeddings.shards import ShardedTables
 
 
@@ -46,23 +48,25 @@ class OverlapEngine:
     def __init__(
         self, tables: ShardedTables, dedup: bool = True, timeout: timedelta | None = None, transport: str = "auto"
     ) -> None:
-        self.tables, self._steps, self._timeout, self._transport = tables, 0, timeout, transport
+        self.tables, self._steps = tables, 0
+        self._dedup, self._timeout, self._transport = dedup, timeout, transport
         self.collections: dict[str, OverlappedCollection] = {}
         self.plain: dict[str, str] = {}
-        self._groups: dict[str, list[int | None]] = {}
+        self._parameter_groups: dict[str, list[int | None]] = {}
         layouts = [(collection, module, self._layout(collection, module)) for collection, module in tables.modules]
         for collection, module, layout in layouts:
             if layout is not None:
-                self._take_over(collection, module, layout, dedup)
+                self._take_over(collection, module, layout)
 
-    def _take_over(self, collection: Collection, module: Any, layout: RowLayout, dedup: bool) -> None:
-        local = local_rows(layout, collection, module, self.tables)
+    def _take_over(self, collection: Collection, module: Any, layout: RowLayout) -> None:
+        local = LocalRows.from_module(layout, collection, module, self.tables)
         lane = LaneOptions(self._transport, name=collection.path)
         group = dist.new_group(backend=BACKEND, timeout=self._timeout, pg_options=lane)
         dist.all_reduce(layout.starts.new_zeros(1), group=group)  # NCCL connects at the first collective: now, not in a step
         optimizers = [self.tables.optimizers[table.key] for table in collection.tables]
-        self.collections[collection.path] = OverlappedCollection(collection, module, layout, local, group, optimizers, dedup)
-        self._groups[collection.path] = [kernel.group for kernel in local.kernels]
+        overlapped = OverlappedCollection(collection, module, local, group, optimizers, self._dedup)
+        self.collections[collection.path] = overlapped
+        self._parameter_groups[collection.path] = [kernel.group for kernel in local.kernels]
 
     def _layout(self, collection: Collection, module: Any) -> RowLayout | None:
         if collection.pooled:
@@ -72,7 +76,7 @@ class OverlapEngine:
             self.plain[collection.path] = "its ids are remapped by the model, so that rows cannot be told before"
             return None
         try:
-            return RowLayout.of(collection, module.freescale.plan, self.tables.group.size(), self.tables.device)
+            return RowLayout.from_plan(collection, module.freescale.plan, self.tables.group.size(), self.tables.device)
         except ValueError as error:
             own = [table.name for table in collection.tables if self.tables.optimizers[table.key].by_row]
             if own:
@@ -91,42 +95,56 @@ class OverlapEngine:
         rate_of_group: Callable[[int], float] | None = None,
         step: int | None = None,
         restart: bool = False,
-    ) -> None:
-        """Before the forward of a batch.
+        modes: Mapping[str, ModeProposal] | None = None,
+    ) -> dict[str, int]:
+        """Begin the step of a batch, before its forward.
 
         Args:
-            upcoming: ids of the next batch by collection; None if there is no next batch. Collections that are left out may
-                be told by :meth:`announce` before backward.
+            upcoming: ids of the next batch by collection; None if there is no next batch. Those of collections that are left
+                out may be given to :meth:`submit_next_ids` before backward.
             updates: whether an optimizer step follows this batch; else its gradients are added to those of the next.
             rate_of_group: learning rate of each parameter group; without it tables keep the rates they were sharded with.
-            restart: forget gradients that were kept for an optimizer step which did not come.
             step: optimizer steps done so far; counted here if not given.
+            restart: forget gradients that were kept for an optimizer step which did not come.
+            modes: how this rank comes to know ids, by collection; for loops in which ranks must do so alike.
+
+        Returns:
+            The highest mode that any rank proposed in the step before, by collection.
         """
         step = self._steps if step is None else step
         self._steps = step + updates
+        agreed = {}
         for path, collection in self.collections.items():
-            groups = self._groups[path]
+            groups = self._parameter_groups[path]
             rates = [None if group is None or rate_of_group is None else rate_of_group(group) for group in groups]
-            collection.begin_step(updates, rates, step, restart)
+            mode = (modes or {}).get(path, ModeProposal())
+            agreed[path] = collection.begin_step(updates, rates, step, restart, mode)
         if upcoming is None:
             for collection in self.collections.values():
-                collection.announce(None, ended=True)
+                collection.submit_end()
         else:
-            self.announce(upcoming)
+            self.submit_next_ids(upcoming)
+        return agreed
 
-    def announce(self, upcoming: Mapping[str, KeyedJaggedTensor]) -> None:
-        """Ids of the next batch by collection, where :meth:`begin_step` was not told."""
+    def lookups(self) -> dict[str, Lookup]:
+        """Return what the model has looked up in this step so far, by collection."""
+        return {path: each.lookup for path, each in self.collections.items() if each.lookup is not None}
+
+    def submit_next_ids(self, upcoming: Mapping[str, KeyedJaggedTensor], modes: Mapping[str, int] | None = None) -> None:
+        """Submit ids of the next batch that were not known before the forward, and the modes that its lookups led to."""
+        for path, mode in (modes or {}).items():
+            self.collections[path].propose_mode(mode)
         for path, features in upcoming.items():
             if path in self.collections:
-                self.collections[path].announce(features)
+                self.collections[path].submit_next_ids(features)
 
     def end_backward(self) -> None:
-        """After backward: what it has not handed over goes now."""
+        """Hand over, after backward, what it has not handed over itself."""
         for collection in self.collections.values():
-            collection.finish_step()
+            collection.end_step()
 
     def raise_errors(self) -> None:
-        """After anything has failed: raise what has gone wrong in an exchange, which may be its cause on another rank."""
+        """After anything has failed, raise what has gone wrong in an exchange: it may be the cause, on another rank."""
         for collection in self.collections.values():
             if collection.error is not None:
                 raise collection.error
@@ -137,19 +155,19 @@ class OverlapEngine:
             collection.drain()
 
     def overlapped(self) -> frozenset[str]:
-        """Paths of the collections that are not left to plain TorchRec, nor have fallen back to it."""
+        """Return the paths of the collections that are not left to plain TorchRec, nor have fallen back to it."""
         return frozenset(path for path, collection in self.collections.items() if not collection.plain)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Around writes to the tables by anybody else: updates under way come first, rows fetched ahead are thrown away.
+        """Let anybody else write to the tables inside: updates under way come first, rows fetched ahead are thrown away.
 
-        To be entered on every rank.
+        Enter it on every rank.
         """
         self.drain()
         yield
         for collection in self.collections.values():
-            collection.forget()
+            collection.discard_prefetched()
 
     def close(self) -> None:
         """Give the collections back to TorchRec. Drain first; what is under way is lost."""
@@ -158,7 +176,7 @@ class OverlapEngine:
         self.collections = {}
 
     def mean_statistics(self) -> dict[str, float]:
-        """What :meth:`statistics` returns, as the mean over all ranks. Collective; drain first."""
+        """Return what :meth:`statistics` returns, as the mean over all ranks. Collective; drain first."""
         mine = self.statistics()
         if not self.collections:
             return mine
@@ -168,6 +186,6 @@ class OverlapEngine:
         return dict(zip(mine, (mean / group.size()).tolist()))
 
     def statistics(self) -> dict[str, float]:
-        """Totals on this rank since the start, over all collections; see :data:`COUNTS`."""
+        """Return totals on this rank since the start, over all collections; see :data:`report.COUNTS`."""
         totals = [collection.statistics.totals() for collection in self.collections.values()]
         return {name: sum(total[name] for total in totals) for name in COUNTS}

@@ -1,4 +1,4 @@
-"""What cannot be done exactly, or would leave ranks waiting: each as an error that says what and how else."""
+"""Errors of what cannot be done exactly, or would leave ranks waiting: each says what, and how else."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NoReturn
 
 
 def second_backward(path: str) -> NoReturn:
-    """The gradient of rows came again, or too late."""
+    """Raise because the gradient of rows came again, or too late."""
     raise ValueError(
         f"embedding collection {path!r}: a second backward through the rows of one lookup, or one after its step has ended. "
         "Call backward once per batch, on the sum of the losses"
@@ -14,7 +14,7 @@ def second_backward(path: str) -> NoReturn:
 
 
 def second_update(path: str) -> NoReturn:
-    """TorchRec's backward would have to run an optimizer that it does not have."""
+    """Raise because TorchRec's backward would have to run an optimizer that it does not have."""
     raise ValueError(
         f"embedding collection {path!r} is looked up outside of a step, or twice in one, and its optimizer on CPU updates a "
         "table once per step: look all features up in one call, or use SGD, Adagrad or RowWiseAdagrad for it"
@@ -22,7 +22,7 @@ def second_update(path: str) -> NoReturn:
 
 
 def second_lookup_in_window(path: str) -> NoReturn:
-    """TorchRec's backward would update while gradients are accumulated."""
+    """Raise because TorchRec's backward would update while gradients are accumulated."""
     raise ValueError(
         f"embedding collection {path!r} is looked up twice in a step while gradients are accumulated, which plain TorchRec "
         "cannot: look all features up in one call"
@@ -30,7 +30,7 @@ def second_lookup_in_window(path: str) -> NoReturn:
 
 
 def no_gradient(path: str) -> NoReturn:
-    """Rows were looked up for nothing, and would move."""
+    """Raise because rows were looked up for nothing, and would move."""
     raise ValueError(
         f"embedding collection {path!r} was looked up, but no gradient came back: its optimizer would move the rows all the "
         "same. Look it up under torch.no_grad() where the loss does not need it"
@@ -38,7 +38,7 @@ def no_gradient(path: str) -> NoReturn:
 
 
 def unannounced_write(path: str) -> NoReturn:
-    """Somebody has written the tables."""
+    """Raise because somebody has written the tables."""
     raise RuntimeError(
         f"the tables of embedding collection {path!r} were written while updates were still under way or rows fetched ahead: "
         "write them inside `with trainer.strategy.writing_tables():`, or `with engine.writing():` in a loop of your own, on "
@@ -47,7 +47,7 @@ def unannounced_write(path: str) -> NoReturn:
 
 
 def uneven_ends(ended: list[int], step: int) -> NoReturn:
-    """Some ranks have another batch, some have not."""
+    """Raise because some ranks have another batch, and some have not."""
     raise RuntimeError(
         f"ranks {ended} have no batch after step {step}, others have: give every rank the same number of batches"
     )

@@ -1,4 +1,4 @@
-"""What the ranks tell each other before ids travel: who asks for how many rows, who has no next batch, who has an error."""
+"""What the ranks tell each other before ids travel: who needs how many rows, who has no next batch, who has an error."""
 
 from __future__ import annotations
 
@@ -16,62 +16,39 @@ from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 from lightning_freescale.embeddings.overlap.row_requests import RowRequest
 
 
-class State(IntEnum):
-    """What a rank has to say."""
+class IdState(IntEnum):
+    """What a rank knows of the ids of a batch."""
 
-    UNKNOWN = 0  # the ids of the next batch cannot be known ahead
-    ENDED = 1  # there is no next batch
-    ASKS = 2  # here are ids
-    SAME = 3  # the ids are those announced
-    FAILED = 4  # the ids are wrong, the error follows
-
-
-_HEAD = 4
+    UNKNOWN = 0  # they cannot be known ahead
+    ENDED = 1  # there is no such batch
+    REQUESTED = 2  # they follow
+    PREDICTED = 3  # they are those that were submitted ahead
+    FAILED = 4  # they are wrong, the error follows
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """What this rank says.
-
-    Attributes:
-        state: what it knows of the ids.
-        request: the rows it needs, if it asks.
-        updates: whether an optimizer step follows its current batch.
-        mode: how it comes to know ids ahead, see :class:`OverlappedCollection`.
-        features: the keys of its ids.
-        error: what is wrong with them.
-    """
-
-    state: State
-    request: RowRequest
-    updates: int
-    mode: int
-    features: tuple[str, ...] = ()
-    error: Exception | None = None
+_HEADER = 4
+"""Numbers before the counts: state, digest of the features, whether a step follows, mode."""
 
 
 @dataclass(frozen=True)
 class Consensus:
-    """What all ranks have said.
+    """What all ranks have told, this one included.
 
     Attributes:
-        anew: for every rank whether ids come from it.
-        counts: rows that each rank wants from this one, by slot; shape ``[ranks, slots]``.
-        ended: ranks that have no next batch.
-        mode: the highest of any rank.
-        sound: whether ids come from every rank, and no two disagree on the features.
+        request: the rows that this rank needs.
+        requested: for every rank whether ids come from it.
+        counts: rows that each rank requests from this one, by slot; shape ``[ranks, slots]``.
+        ended_ranks: those that have no such batch.
+        from_all: whether ids come from every rank, and no two disagree on the features.
+        mode: the highest of any rank, see :class:`LookaheadMode`.
     """
 
-    anew: list[bool]
+    request: RowRequest
+    requested: list[bool]
     counts: Tensor
-    ended: list[int]
-    sound: bool
+    ended_ranks: list[int]
+    from_all: bool
     mode: int
-
-    @property
-    def somebody_asks(self) -> bool:
-        """Whether any ids travel."""
-        return any(self.anew)
 
 
 class LookupHandshake:
@@ -81,56 +58,68 @@ class LookupHandshake:
         path: of the collection, for errors.
         group: process group of this collection alone.
         layout: of its tables.
-        dedup: as in :meth:`RowRequest.of`.
+        dedup: as in :meth:`RowRequest.from_features`.
     """
 
     def __init__(self, path: str, group: dist.ProcessGroup, layout: RowLayout, dedup: bool) -> None:
         self.path, self.group, self.layout, self.dedup = path, group, layout, dedup
-        self._nothing = RowRequest.none(layout, dedup)
+        self._no_rows = RowRequest.empty(layout, dedup)
         self._features: tuple[str, ...] | None = None
 
-    def ask(self, state: State, features: KeyedJaggedTensor | None = None, *, updates: bool = False, mode: int = 0) -> Proposal:
-        """What this rank will say; an error in the ids becomes part of it. Without ``features`` it asks for nothing."""
-        told = (int(updates), mode)
-        if features is None or state != State.ASKS:
-            return Proposal(state, self._nothing, *told)
-        keys = tuple(features.keys())
-        try:
-            self._check_order(keys)
-            return Proposal(state, RowRequest.of(features, self.layout, self.dedup), *told, keys)
-        except ValueError as error:
-            return Proposal(State.FAILED, self._nothing, *told, keys, error)
+    def agree(
+        self,
+        state: IdState,
+        features: KeyedJaggedTensor | None = None,
+        *,
+        updates: bool = False,
+        mode: int = 0,
+        ahead: bool = False,
+    ) -> Consensus:
+        """Tell all ranks what this one knows, and hear them. Collective.
 
-    def reach(self, asking: Proposal, ahead: bool = False) -> Consensus:
-        """Tell all ranks and hear them. Collective.
+        Wrong ids that are only submitted ahead count as unknown: the model may never look them up.
 
-        Wrong ids that are only announced (``ahead``) count as unknown: the model may never ask for them.
+        Args:
+            state: what this rank knows of the ids.
+            features: the ids, if it requests rows.
+            updates: whether an optimizer step follows its current batch.
+            mode: how it comes to know ids ahead.
+            ahead: whether the model has not looked them up.
 
         Raises:
             ValueError: on every rank, if the ids of any rank are wrong or the ranks disagree on the features.
         """
-        heads = self._exchange(asking)
-        states, digests = heads[:, 0].tolist(), heads[:, 1].tolist()
-        self._refuse_other_windows(heads[:, 2].tolist())
-        agreed = len({digest for digest in digests if digest}) <= 1
-        if State.FAILED in states and not ahead:
-            self._raise_errors(asking)
-        if not agreed and not ahead:
-            self._raise_disagreement(asking)
-        anew = [state == State.ASKS for state in states]
-        ended = [rank for rank, state in enumerate(states) if state == State.ENDED]
-        return Consensus(anew, heads[:, _HEAD:], ended, agreed and all(anew), int(heads[:, 3].max()))
+        request, keys, wrong = self._no_rows, (), None
+        if features is not None and state == IdState.REQUESTED:
+            keys = tuple(features.keys())
+            try:
+                self._check_order(keys)
+                request = RowRequest.from_features(features, self.layout, self.dedup)
+            except ValueError as error:
+                state, wrong = IdState.FAILED, error.with_traceback(None)  # no circle through this frame
+        digest = zlib.crc32("\0".join(keys).encode()) + 1 if keys else 0
+        headers, counts = self._exchange([int(state), digest, int(updates), int(mode)], request.counts)
+        states, digests, updates_of, modes = headers.T.tolist()
+        self._refuse_other_windows(updates_of)
+        same_features = len({each for each in digests if each}) <= 1
+        if IdState.FAILED in states and not ahead:
+            self._raise_errors(wrong)
+        if not same_features and not ahead:
+            self._raise_disagreement(keys)
+        requested = [each == IdState.REQUESTED for each in states]
+        ended = [rank for rank, each in enumerate(states) if each == IdState.ENDED]
+        return Consensus(request, requested, counts, ended, same_features and all(requested), max(modes))
 
-    def _exchange(self, asking: Proposal) -> Tensor:
-        counts = asking.request.counts
-        digest = zlib.crc32("\0".join(asking.features).encode()) + 1 if asking.features else 0
-        told = torch.empty(len(counts), _HEAD + counts.shape[1], dtype=torch.int64)
-        told[:, :_HEAD] = torch.tensor([int(asking.state), digest, asking.updates, asking.mode])
-        told[:, _HEAD:] = counts
-        told = told.to(self.layout.first.device)
-        heard = torch.empty_like(told)
-        dist.all_to_all(list(heard), list(told), group=self.group)
-        return heard.cpu()
+    def _exchange(self, header: list[int], counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return headers and counts of all ranks, one row each."""
+        sent = torch.empty(len(counts), _HEADER + counts.shape[1], dtype=torch.int64)
+        sent[:, :_HEADER] = torch.tensor(header)
+        sent[:, _HEADER:] = counts
+        sent = sent.to(self.layout.device)
+        received = torch.empty_like(sent)
+        dist.all_to_all(list(received), list(sent), group=self.group)
+        received = received.cpu()
+        return received[:, :_HEADER], received[:, _HEADER:]
 
     def _check_order(self, keys: tuple[str, ...]) -> None:
         self._features = self._features or keys
@@ -149,16 +138,15 @@ class LookupHandshake:
                 "rank the same number of batches and the same accumulate_grad_batches"
             )
 
-    def _raise_errors(self, asking: Proposal) -> None:
-        texts = self._gather(str(asking.error) if asking.error else None)
+    def _raise_errors(self, wrong: Exception | None) -> None:
+        texts = self._gather(str(wrong) if wrong else None)
         found = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
-        raise ValueError(f"embedding collection {self.path!r}, {'; '.join(found)}") from asking.error
+        raise ValueError(f"embedding collection {self.path!r}, {'; '.join(found)}") from wrong
 
-    def _raise_disagreement(self, asking: Proposal) -> None:
-        given = self._gather(asking.features)
-        told = "; ".join(f"rank {rank} has {list(features)}" for rank, features in enumerate(given) if features)
+    def _raise_disagreement(self, features: tuple[str, ...]) -> None:
+        found = "; ".join(f"rank {rank} has {list(keys)}" for rank, keys in enumerate(self._gather(features)) if keys)
         raise ValueError(
-            f"embedding collection {self.path!r}: the ranks look up different features, {told}: pass the same on every rank, "
+            f"embedding collection {self.path!r}: the ranks look up different features, {found}: pass the same on every rank, "
             "in the same order"
         )
 

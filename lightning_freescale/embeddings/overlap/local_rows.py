@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_freescale.embeddings.collections import Collection
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout
+from lightning_freescale.embeddings.shards import ShardedTables, kernels
 from lightning_freescale.embeddings.sparse_adam import update_rows
 
 
@@ -19,12 +21,12 @@ class LocalTable:
 
     Attributes:
         index: the table's place in the layout.
-        base: number of its first row here.
+        first_row: number of its first row here.
         weight: live view, shape ``[rows, dim]``.
     """
 
     index: int
-    base: int
+    first_row: int
     weight: Tensor
 
 
@@ -33,37 +35,37 @@ class TableKernel:
 
     Args:
         module: FBGEMM's module.
-        tables: its tables in the order of its features, once per feature.
-        held: its tables by their place in the layout.
+        features: the table of each of its features, by its place in the layout.
+        tables: its tables by their place in the layout.
         group: the parameter group that sets its learning rate, if one does.
     """
 
-    def __init__(self, module: Any, tables: Sequence[int], held: dict[int, LocalTable], group: int | None) -> None:
-        self.module, self.held, self.group = module, held, group
-        self._places = {index: tables.index(index) for index in tables}
-        self._features = len(tables)
+    def __init__(self, module: Any, features: Sequence[int], tables: dict[int, LocalTable], group: int | None) -> None:
+        self.module, self.tables, self.group = module, tables, group
+        self._feature_of = {index: features.index(index) for index in features}
+        self._features = len(features)
 
     def update(self, rows: dict[int, tuple[Tensor, Tensor]], rate: float | None, step: int) -> None:
-        """One update of all rows given, by table; gradients of a row that is there several times are added up in order."""
-        given = sorted((self._places[index], index) for index in rows)
+        """Update all rows given by table, once each; gradients of a row that is there several times are added up in order."""
+        given = sorted((self._feature_of[index], index) for index in rows)
         counts = torch.zeros(self._features + 1, dtype=torch.int64)
-        for place, index in given:
-            counts[place + 1] = len(rows[index][0])
-        ids = torch.cat([rows[index][0] - self.held[index].base for _, index in given])
+        for feature, index in given:
+            counts[feature + 1] = len(rows[index][0])
+        ids = torch.cat([rows[index][0] - self.tables[index].first_row for _, index in given])
         gradients = torch.cat([rows[index][1] for _, index in given])
-        self.prepare(rate, step)
+        self.prepare_update(rate, step)
         with torch.enable_grad():
             self.module(indices=ids, offsets=counts.cumsum(0).to(ids.device)).backward(gradients)
 
-    def prepare(self, rate: float | None, step: int) -> None:
-        """Set learning rate and number of updates done."""
+    def prepare_update(self, rate: float | None, step: int) -> None:
+        """Set the learning rate, and the number of updates done: FBGEMM would count forwards."""
         if rate is not None:
             self.module.set_learning_rate(rate)
         self.module.iter.fill_(step)
 
 
 class AdamKernel(TableKernel):
-    """Tables that are updated by Adam on CPU; FBGEMM's module only holds them.
+    """Tables that are updated by Adam on CPU, where FBGEMM has none: its module only holds the rows.
 
     Args:
         states: of each table, by its place in the layout.
@@ -76,19 +78,19 @@ class AdamKernel(TableKernel):
         self._states, self._arguments = states, arguments
 
     def update(self, rows: dict[int, tuple[Tensor, Tensor]], rate: float | None, step: int) -> None:
-        """One update of all rows given, by table."""
-        for index, (given, gradients) in rows.items():
-            merged, place = torch.unique(given - self.held[index].base, return_inverse=True)
-            sums = gradients.new_zeros(len(merged), gradients.shape[1]).index_add_(0, place, gradients)
-            rate = self._arguments["lr"] if rate is None else rate
-            update_rows(self.held[index].weight, self._states[index], merged, sums, self._arguments, rate, step)
+        """Update all rows given by table, once each."""
+        rate = self._arguments["lr"] if rate is None else rate
+        for index, (numbers, gradients) in rows.items():
+            merged, inverse = torch.unique(numbers - self.tables[index].first_row, return_inverse=True)
+            sums = gradients.new_zeros(len(merged), gradients.shape[1]).index_add_(0, inverse, gradients)
+            update_rows(self.tables[index].weight, self._states[index], merged, sums, self._arguments, rate, step)
 
 
 class LocalRows:
     """This rank's rows of a collection, by their number in the layout.
 
     Args:
-        layout: of the collection.
+        layout: where the collection's rows live.
         rank: this rank.
         kernels: what updates them.
         dim: width of a row.
@@ -97,32 +99,54 @@ class LocalRows:
         count: rows owned.
     """
 
-    def __init__(self, layout: RowLayout, rank: int, kernels: Sequence[Any], dim: int) -> None:
-        self.kernels, self.dim = list(kernels), dim
-        self._held = [held for kernel in self.kernels for held in kernel.held.values()]
-        self._edges = layout.base[rank].contiguous()
+    def __init__(self, layout: RowLayout, rank: int, kernels: Sequence[TableKernel], dim: int) -> None:
+        self.layout, self.kernels, self.dim = layout, list(kernels), dim
+        self._tables = [table for kernel in self.kernels for table in kernel.tables.values()]
+        self._first_rows = layout.first_row[rank].contiguous()
         self.count = layout.rows_of(rank)
 
-    def prepare(self, rates: Sequence[float | None], step: int) -> None:
-        """Before TorchRec's own backward updates rows: what :meth:`update` would be given."""
+    @classmethod
+    def from_module(cls, layout: RowLayout, collection: Collection, module: Any, tables: ShardedTables) -> LocalRows:
+        """Return what TorchRec's sharded ``module`` holds of ``collection`` on this rank."""
+        rank = tables.group.rank()
+        index_of = {table.name: index for index, table in enumerate(collection.tables)}
+        found: list[TableKernel] = []
+        for kernel in kernels(module):
+            specs = kernel._config.embedding_tables
+            held = {}
+            for spec, weight in zip(specs, kernel.emb_module.split_embedding_weights()):
+                index = index_of[spec.name]
+                held[index] = LocalTable(index, int(layout.first_row[rank, index]), weight)
+            features = [index_of[spec.name] for spec in specs for _ in spec.feature_names]
+            optimizer = tables.optimizers[collection.tables[features[0]].key]
+            arguments = (kernel.emb_module, features, held, optimizer.group)
+            if optimizer.by_row:
+                states = {index_of[name]: state for name, state in kernel.freescale_states.items()}
+                found.append(AdamKernel(states, optimizer.arguments, *arguments))
+            else:
+                found.append(TableKernel(*arguments))
+        return cls(layout, rank, found, collection.tables[0].dim)
+
+    def prepare_update(self, rates: Sequence[float | None], step: int) -> None:
+        """Before TorchRec's own backward updates rows, set what :meth:`update` would be given."""
         for kernel, rate in zip(self.kernels, rates):
-            kernel.prepare(rate, step)
+            kernel.prepare_update(rate, step)
 
     @torch.no_grad()
     def read(self, rows: Tensor) -> Tensor:
-        """Their current values, float32 of shape ``[rows, dim]``."""
-        if len(self._held) == 1:
-            return self._held[0].weight.index_select(0, rows).float()
+        """Return the current values of ``rows``, float32 of shape ``[rows, dim]``."""
+        if len(self._tables) == 1:
+            return self._tables[0].weight.index_select(0, rows).float()
         values = torch.empty(len(rows), self.dim, device=rows.device)
-        table = self._table_of(rows)
-        for held in self._held:
-            here = (table == held.index).nonzero().squeeze(1)
+        table_of_row = self._table_of(rows)
+        for table in self._tables:
+            here = (table_of_row == table.index).nonzero().squeeze(1)
             if len(here):
-                values[here] = held.weight.index_select(0, rows[here] - held.base).float()
+                values[here] = table.weight.index_select(0, rows[here] - table.first_row).float()
         return values
 
     def update(self, rows: Tensor, gradients: Tensor, rates: Sequence[float | None], step: int) -> None:
-        """One optimizer step for these rows.
+        """Do one optimizer step for these rows.
 
         Args:
             rows: shape ``[rows]``; a row that is there several times gets the sum, added up in this order.
@@ -132,24 +156,27 @@ class LocalRows:
         """
         if not len(rows):
             return
-        found = self._by_table(rows, gradients)
+        by_table = self._by_table(rows, gradients)
         for kernel, rate in zip(self.kernels, rates):
-            parts = {index: found[index] for index in kernel.held if index in found}
-            if parts:
-                kernel.update(parts, rate, step)
+            given = {index: by_table[index] for index in kernel.tables if index in by_table}
+            if given:
+                kernel.update(given, rate, step)
 
-    def written(self) -> list[int]:
-        """Where somebody has written the tables: torch's counts of writes, which the kernels' own updates do not raise."""
-        return [held.weight._version for held in self._held]
+    def write_counts(self) -> list[int]:
+        """Return torch's count of writes to each table.
+
+        FBGEMM's updates do not raise a tensor's version and ours go past it, so any change is somebody else's.
+        """
+        return [table.weight._version for table in self._tables]
 
     def _by_table(self, rows: Tensor, gradients: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
-        """The tables that have any of ``rows``, each with its part."""
-        if len(self._held) == 1:
-            return {self._held[0].index: (rows, gradients)}
-        table = self._table_of(rows)
-        masks = {held.index: table == held.index for held in self._held}
+        """Return the tables that have any of ``rows``, each with its rows and gradients."""
+        if len(self._tables) == 1:
+            return {self._tables[0].index: (rows, gradients)}
+        table_of_row = self._table_of(rows)
+        masks = {table.index: table_of_row == table.index for table in self._tables}
         return {index: (rows[here], gradients[here]) for index, here in masks.items() if here.any()}
 
     def _table_of(self, rows: Tensor) -> Tensor:
         # tables without rows here share their first number with the next one: the last of them holds the row
-        return torch.bucketize(rows, self._edges, right=True) - 1
+        return torch.bucketize(rows, self._first_rows, right=True) - 1

@@ -1,9 +1,66 @@
-"""What overlapping the exchange was worth, from the engine's totals."""
+"""What the exchanges have moved, and what overlapping them was worth."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_freescale.embeddings.overlap.row_requests import RowRequest
+
+_LOOKUPS = ("steps", "predicted_lookups", "unpredicted_lookups", "mispredicted_lookups", "tokens", "rows")
+_ROWS = ("incoming_rows", "colliding_incoming_rows")
+_BYTES = ("torchrec_bytes", "dedup_bytes", "ids_bytes", "colliding_bytes", "non_colliding_bytes")
+COUNTS = (*_LOOKUPS, *_ROWS, *_BYTES, "transfer_s", "exposed_s")
+"""Names of the totals."""
+
+
+class ExchangeStatistics:
+    """Totals of one collection on this rank, by the names in ``COUNTS``; counted by two threads."""
+
+    def __init__(self) -> None:
+        self._totals = dict.fromkeys(COUNTS, 0.0)
+        self._lock = threading.Lock()
+
+    def count(self, name: str, amount: float = 1) -> None:
+        """Add ``amount`` to the total of that name."""
+        with self._lock:
+            self._totals[name] += amount
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the block's seconds to the total of that name."""
+        began = time.perf_counter()
+        yield
+        self.count(name, time.perf_counter() - began)
+
+    def count_lookup(self, request: RowRequest, rank: int, dim: int) -> None:
+        """Count what this rank has looked up, and what plain TorchRec would have moved for it."""
+        start = sum(request.sizes[:rank])
+        end = start + request.sizes[rank]
+        local = int(((request.inverse >= start) & (request.inverse < end)).sum())
+        per_row = 8 + 2 * 4 * dim  # an id of 64 bits, there the row and back its gradient
+        self.count("tokens", len(request.inverse))
+        self.count("rows", len(request.rows))
+        self.count("torchrec_bytes", (len(request.inverse) - local) * per_row)
+        self.count("dedup_bytes", (len(request.rows) - (end - start)) * per_row)
+
+    def count_collisions(self, rows: Tensor, colliding: Tensor) -> None:
+        """Count the different rows requested from an owner, and the colliding ones among them; one batch in eight."""
+        if self._totals["steps"] % 8 != 1:  # telling them apart takes time
+            return
+        self.count("incoming_rows", len(torch.unique(rows)))
+        self.count("colliding_incoming_rows", len(torch.unique(rows[colliding])))
+
+    def totals(self) -> dict[str, float]:
+        """Return all totals so far."""
+        with self._lock:
+            return dict(self._totals)
 
 
 @dataclass(frozen=True)
@@ -13,58 +70,57 @@ class OverlapReport:
     Attributes:
         steps: how many.
         collision_rate: share of the rows of a global batch that the batch before it updates as well.
-        hidden_ms: time that exchanges took while training went on.
-        exposed_ms: time that training waited for rows.
+        hidden_s: seconds that exchanges took while training went on.
+        exposed_s: seconds that training waited for rows.
         tokens: ids looked up.
-        rows: rows asked for, each once with dedup.
-        plain_bytes: what plain TorchRec would have moved: each id, its row and its gradient.
+        rows: rows requested, each once with dedup.
+        torchrec_bytes: what plain TorchRec would have moved: each id, its row and its gradient.
         dedup_bytes: the same for each row once.
         ids_bytes: sent to agree on rows.
         colliding_bytes: rows and gradients sent that training waited for.
         non_colliding_bytes: rows and gradients sent behind compute.
-        unknown: lookups whose ids nobody knew ahead.
-        misses: lookups of other ids than were expected.
+        unpredicted_lookups: lookups whose ids nobody knew ahead.
+        mispredicted_lookups: lookups of other ids than were expected.
     """
 
     steps: int
     collision_rate: float
-    hidden_ms: float
-    exposed_ms: float
+    hidden_s: float
+    exposed_s: float
     tokens: float
     rows: float
-    plain_bytes: float
+    torchrec_bytes: float
     dedup_bytes: float
     ids_bytes: float
     colliding_bytes: float
     non_colliding_bytes: float
-    unknown: float
-    misses: float
+    unpredicted_lookups: float
+    mispredicted_lookups: float
 
     @classmethod
-    def of(cls, totals: Mapping[str, float], before: Mapping[str, float] | None = None) -> OverlapReport | None:
-        """From totals, or what they have grown by since ``before``; None if there was no step."""
+    def from_totals(cls, totals: Mapping[str, float], before: Mapping[str, float] | None = None) -> OverlapReport | None:
+        """Return the means of totals, or of what they have grown by since ``before``; None if there was no step."""
         grown = {name: value - (before or {}).get(name, 0.0) for name, value in totals.items()}
-        steps = grown["steps"]
+        steps, incoming = grown.pop("steps"), grown["incoming_rows"]
         if not steps:
             return None
-        served = grown["served_rows"]
-        seconds = {"exposed_ms": grown["exposed_s"], "hidden_ms": max(0.0, grown["transfer_s"] - grown["exposed_s"])}
-        others = {name: grown[name] / steps for name in cls.__annotations__ if name in grown and name != "steps"}
-        milliseconds = {name: 1000 * value / steps for name, value in seconds.items()}
-        rate = grown["colliding_served_rows"] / served if served else 0.0
-        return cls(steps=int(steps), collision_rate=rate, **milliseconds, **others)
+        grown["hidden_s"] = max(0.0, grown["transfer_s"] - grown["exposed_s"])
+        means = {name: grown[name] / steps for name in cls.__annotations__ if name in grown}
+        rate = grown["colliding_incoming_rows"] / incoming if incoming else 0.0
+        return cls(steps=int(steps), collision_rate=rate, **means)
 
     def scalars(self) -> dict[str, float]:
-        """For loggers."""
+        """Return the means by the names that loggers show."""
         return {f"freescale/overlap/{name}": value for name, value in vars(self).items() if name != "steps"}
 
     def __str__(self) -> str:
         moved = self.ids_bytes + self.colliding_bytes + self.non_colliding_bytes
-        total = self.hidden_ms + self.exposed_ms
-        hidden = self.hidden_ms / total if total else 0.0
-        fallbacks = (self.unknown + self.misses) * self.steps
+        total = self.hidden_s + self.exposed_s
+        hidden = self.hidden_s / total if total else 0.0
+        others = (self.unpredicted_lookups + self.mispredicted_lookups) * self.steps
         return (
-            f"embedding exchange: {hidden:.0%} of its {total:.1f} ms per step hidden, {self.exposed_ms:.1f} ms waited for; "
-            f"collision rate {self.collision_rate:.0%}; {moved / 1e6:.3g} MB sent per step ({self.colliding_bytes / 1e6:.3g} "
-            f"waited for), plain {self.plain_bytes / 1e6:.3g}; {fallbacks:.0f} lookups of unexpected ids"
+            f"embedding exchange: {hidden:.0%} of its {1e3 * total:.1f} ms per step hidden, {1e3 * self.exposed_s:.1f} ms "
+            f"waited for; collision rate {self.collision_rate:.0%}; {moved / 1e6:.3g} MB sent per step "
+            f"({self.colliding_bytes / 1e6:.3g} waited for), plain TorchRec {self.torchrec_bytes / 1e6:.3g}; {others:.0f} "
+            "lookups of unexpected ids"
         )

@@ -1,10 +1,10 @@
-"""The exchanges of a collection: what its thread does with every batch, in the same order on every rank.
+"""The exchanges of a collection: what its worker does with every batch, in the same order on every rank.
 
-For batch t, while batch t-1 computes: ``announce`` sends its ids to the owners, ``prefetch`` sorts its rows into those that
-batch t-1 still updates (colliding) and all others (non-colliding), and fetches the non-colliding ones. ``colliding`` sends
-the gradients of batch t-1 for the colliding rows; their owners apply them and send the new values without being asked again.
-``non_colliding`` sends the gradients that nobody waits for. ``verify`` stands between: a rank whose model asks for other ids
-than were announced says so, and all ranks serve it anew.
+For the batch that follows, while the current one computes: ``send_ids`` sends its ids to the owners, ``prefetch`` sorts its
+rows into those that the current batch still updates (colliding) and all others (non-colliding), and fetches the non-colliding
+ones. ``exchange_colliding`` sends the current batch's gradients for the colliding rows; their owners apply them and send the
+new values without being asked again. ``exchange_non_colliding`` sends the gradients that nobody waits for. ``confirm_ids``
+stands between: a rank whose model looks up other ids than were submitted says so, and all ranks serve it anew.
 """
 
 from __future__ import annotations
@@ -18,207 +18,181 @@ from torchrec import KeyedJaggedTensor
 from torchrec.distributed.comm_ops import get_gradient_division
 
 from lightning_freescale.embeddings.overlap.batch_state import CollidingRows, GradientAccumulator, PipelinedBatch
-from lightning_freescale.embeddings.overlap.handshake import LookupHandshake, State
+from lightning_freescale.embeddings.overlap.handshake import Consensus, IdState, LookupHandshake
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
-from lightning_freescale.embeddings.overlap.row_layout import RowLayout
-from lightning_freescale.embeddings.overlap.row_requests import RowRequest
-from lightning_freescale.embeddings.overlap.served import IncomingRows, RowMask, RowMembership
-from lightning_freescale.embeddings.overlap.statistics import ExchangeStatistics
+from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
+from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowMask, RowMembership, RowRequest
 
 
 class RowExchange:
-    """Runs on the lane's thread only.
+    """Runs on the collection's worker only, so that its rows need no lock.
 
     Args:
         path: of the collection, for errors.
-        layout: of its tables.
         local: this rank's rows.
         group: process group of this collection alone.
-        dedup: ask for each row once per rank and batch.
+        dedup: request each row once per rank and batch.
         statistics: what to count in.
     """
 
     def __init__(
-        self,
-        path: str,
-        layout: RowLayout,
-        local: LocalRows,
-        group: dist.ProcessGroup,
-        dedup: bool,
-        statistics: ExchangeStatistics,
+        self, path: str, local: LocalRows, group: dist.ProcessGroup, dedup: bool, statistics: ExchangeStatistics
     ) -> None:
-        self.layout, self.local, self.group, self.dedup, self.statistics = layout, local, group, dedup, statistics
-        self._agreement = LookupHandshake(path, group, layout, dedup)
-        self._touched = RowMembership(local.count, layout.first.device)
-        self._window = GradientAccumulator()
+        self.local, self.group = local, group
+        self.dedup, self.statistics = dedup, statistics
+        self.accumulator = GradientAccumulator()
+        layout = self.layout = local.layout
+        self._handshake = LookupHandshake(path, group, layout, dedup)
+        self._membership = RowMembership(local.count, layout.device)
         small = int(torch.diff(layout.starts).max()) < torch.iinfo(torch.int32).max
         self._id_type = torch.int32 if small else torch.int64
 
-    def flight(self) -> PipelinedBatch:
-        """Of a batch that nothing is known of."""
-        nothing = RowRequest.none(self.layout, self.dedup)
-        return PipelinedBatch(nothing, IncomingRows(nothing.rows, nothing.counts), self._room(nothing))
+    def new_batch(self) -> PipelinedBatch:
+        """Return the state of a batch that nothing is known of."""
+        request = RowRequest.empty(self.layout, self.dedup)
+        return PipelinedBatch(request, IncomingRows(request.rows, request.counts), self._new_rows(request))
 
     # -- ids
 
-    def announce(
-        self, flight: PipelinedBatch, now: PipelinedBatch, features: KeyedJaggedTensor | None, ended: bool, mode: int
+    def send_ids(
+        self, batch: PipelinedBatch, current: PipelinedBatch, features: KeyedJaggedTensor | None, ended: bool, mode: int
     ) -> None:
-        """Send the ids of the batch after the current one; None if they are not known, or if there is none (``ended``)."""
-        state = State.ENDED if ended else State.UNKNOWN if features is None else State.ASKS
-        asking = self._agreement.ask(state, features, updates=now.updates, mode=mode)
-        answer = self._agreement.reach(asking, ahead=True)
-        flight.mode = answer.mode
-        flight.announced, flight.sound, flight.ended = answer.somebody_asks, answer.sound, answer.ended
-        flight.known = asking.state == State.ASKS
-        if flight.announced:
-            flight.request = asking.request
-            flight.served = IncomingRows.of(self._exchange_ids(asking.request, answer.counts), answer.counts)
-            flight.rows = self._room(asking.request)
+        """Send the ids of the batch after ``current``; None if they are not known, or if there is none (``ended``)."""
+        state = IdState.ENDED if ended else IdState.UNKNOWN if features is None else IdState.REQUESTED
+        consensus = self._handshake.agree(state, features, updates=current.updates, mode=mode, ahead=True)
+        batch.mode, batch.ended_ranks = consensus.mode, consensus.ended_ranks
+        batch.any_submitted, batch.all_submitted = any(consensus.requested), consensus.from_all
+        batch.submitted = consensus.requested[self.group.rank()]
+        if batch.any_submitted:
+            batch.request, batch.rows = consensus.request, self._new_rows(consensus.request)
+            batch.incoming = self._exchange_ids(consensus)
 
-    def verify(self, flight: PipelinedBatch, features: KeyedJaggedTensor | None, same: bool) -> None:
-        """The model has asked: for the announced ids (``same``), for others, or not at all (None)."""
-        same = same and flight.known
-        asking = self._agreement.ask(State.SAME if same else State.ASKS, features)
-        answer = self._agreement.reach(asking)
-        if not answer.somebody_asks:
+    def confirm_ids(self, batch: PipelinedBatch, features: KeyedJaggedTensor | None, predicted: bool) -> None:
+        """Tell that the model has looked up the submitted ids (``predicted``), others, or none (None).
+
+        Others are served anew before anybody sorts rows against this batch.
+        """
+        predicted = predicted and batch.submitted
+        state = IdState.PREDICTED if predicted else IdState.REQUESTED
+        consensus = self._handshake.agree(state, features)
+        if not any(consensus.requested):
             return
-        if not same:
-            flight.request, flight.rows = asking.request, self._room(asking.request)
-        parts = self._exchange_ids(asking.request, answer.counts)
-        new = IncomingRows.of(parts, answer.counts)
-        self._serve(asking.request, new, flight.rows if not same else None)
-        flight.served = self._merged(flight.served, new, answer.anew)
-
-    def _merged(self, old: IncomingRows, new: IncomingRows, anew: Sequence[bool]) -> IncomingRows:
-        """Of every rank what it asked for last."""
-        pairs = zip(old.parts(), new.parts(), anew)
-        counts = torch.where(torch.tensor(anew)[:, None], new.counts, old.counts)
-        return IncomingRows.of([b if again else a for a, b, again in pairs], counts)
-
-    def _serve(self, request: RowRequest, served: IncomingRows, into: Tensor | None) -> None:
-        rows = self._exchange_rows(self.local.read(served.rows), served.sizes, request.sizes, "colliding")
-        if into is not None:
-            into.copy_(rows)
+        new = self._exchange_ids(consensus)
+        rows = self._exchange_rows(self.local.read(new.rows), new.sizes, consensus.request.sizes, "colliding")
+        if not predicted:
+            batch.request, batch.rows = consensus.request, rows
+        batch.incoming = batch.incoming.replaced(new, consensus.requested)
 
     # -- rows
 
-    def prefetch(self, flight: PipelinedBatch, now: PipelinedBatch) -> None:
-        """Sort the rows of the announced batch against those that are updated before it, and fetch the non-colliding ones."""
-        if not flight.announced:
+    def prefetch(self, batch: PipelinedBatch, current: PipelinedBatch) -> None:
+        """Sort the submitted rows of ``batch`` against those that are updated before it, and fetch the non-colliding ones."""
+        if not batch.any_submitted:
             return
-        if now.updates:
-            flight.before, now.after = self._contention(flight, now)
+        if current.updates:
+            batch.shared_with_previous, current.shared_with_next = self._find_collisions(batch, current)
         else:
-            flight.before = self._nothing(flight)
-        self._fetch(flight, flight.before.others(flight.request, flight.served), "non_colliding")
+            batch.shared_with_previous = batch.no_rows()
+        self._fetch(batch, batch.shared_with_previous.complement(batch.request, batch.incoming), "non_colliding")
 
-    def _contention(self, flight: PipelinedBatch, now: PipelinedBatch) -> tuple[CollidingRows, CollidingRows]:
-        before = self._touched.among(flight.served.rows, [now.served.rows, *self._window.rows])
-        after = self._touched.among(now.served.rows, [flight.served.rows])
-        self.statistics.collisions(flight.served.rows, before)
-        outgoing = [
-            torch.cat(pair).to(torch.uint8) for pair in zip(before.split(flight.served.sizes), after.split(now.served.sizes))
-        ]
-        ahead, here = flight.request.sizes, now.request.sizes
-        incoming = [outgoing[0].new_empty(sum(pair)) for pair in zip(ahead, here)]
-        self._exchange(outgoing, incoming, "ids")
-        told = [part.bool().split([a, b]) for part, a, b in zip(incoming, ahead, here)]
-        first, second = (torch.cat(list(parts)) for parts in zip(*told))
+    def _find_collisions(self, batch: PipelinedBatch, current: PipelinedBatch) -> tuple[CollidingRows, CollidingRows]:
+        """Return the rows of ``batch`` that are updated before it, and those of ``current`` that ``batch`` needs."""
+        # with accumulated gradients a row is colliding if any batch of the window has it
+        previous = self._membership.isin(batch.incoming.rows, [current.incoming.rows, *self.accumulator.rows])
+        following = self._membership.isin(current.incoming.rows, [batch.incoming.rows])
+        self.statistics.count_collisions(batch.incoming.rows, previous)
+        sizes = list(zip(batch.request.sizes, current.request.sizes))
+        masks = zip(previous.split(batch.incoming.sizes), following.split(current.incoming.sizes))
+        outgoing = [torch.cat(pair).to(torch.uint8) for pair in masks]
+        received = [outgoing[0].new_empty(sum(pair)) for pair in sizes]
+        self._exchange(outgoing, received, "ids")
+        both = zip(*(mask.bool().split(pair) for mask, pair in zip(received, sizes)))
+        of_batch, of_current = (torch.cat(list(masks)) for masks in both)
         return (
-            CollidingRows(RowMask.of(first, ahead), RowMask.of(before, flight.served.sizes)),
-            CollidingRows(RowMask.of(second, here), RowMask.of(after, now.served.sizes)),
+            CollidingRows(RowMask.from_mask(of_batch, batch.request.sizes), RowMask.from_mask(previous, batch.incoming.sizes)),
+            CollidingRows(
+                RowMask.from_mask(of_current, current.request.sizes), RowMask.from_mask(following, current.incoming.sizes)
+            ),
         )
 
-    def _fetch(self, flight: PipelinedBatch, rows: CollidingRows, kind: str) -> None:
-        """Some rows of a batch, from all owners."""
-        values = self.local.read(flight.served.rows[rows.served.mask])
-        flight.rows[rows.mine.mask] = self._exchange_rows(values, rows.served.sizes, rows.mine.sizes, kind)
-
-    def _nothing(self, flight: PipelinedBatch) -> CollidingRows:
-        device = flight.rows.device
-        return CollidingRows(RowMask.none(flight.request.sizes, device), RowMask.none(flight.served.sizes, device))
+    def _fetch(self, batch: PipelinedBatch, rows: CollidingRows, kind: str) -> None:
+        """Fetch some rows of a batch from all owners."""
+        values = self.local.read(batch.incoming.rows[rows.incoming.mask])
+        batch.rows[rows.requested.mask] = self._exchange_rows(values, rows.incoming.sizes, rows.requested.sizes, kind)
 
     # -- gradients
 
-    def colliding(self, now: PipelinedBatch, following: PipelinedBatch, gradient: Tensor | None) -> None:
+    def exchange_colliding(self, current: PipelinedBatch, following: PipelinedBatch, gradient: Tensor | None) -> None:
         """Sum up the gradient (shape ``[ids, dim]``; None is zero), send what the next batch waits for, and fetch that."""
-        now.gradient = self._per_row(now, gradient)
-        if now.after is None or following.before is None:
+        current.gradient = self._sum_per_row(current, gradient)
+        if current.shared_with_next is None or following.shared_with_previous is None:
             return
-        rows, gradients = self._gather(now, now.after, "colliding")
-        kept = self._touched.among(self._window.rows[0], [following.served.rows]) if self._window.rows else None
-        self._update(now, rows, gradients, kept)
-        self._fetch(following, following.before, "colliding")
+        rows, gradients = self._exchange_gradients(current, current.shared_with_next, "colliding")
+        kept = self.accumulator.rows
+        due = self._membership.isin(kept[0], [following.incoming.rows]) if kept else None
+        self._update(current, rows, gradients, due)
+        self._fetch(following, following.shared_with_previous, "colliding")
 
-    def discard(self) -> None:
-        """Forget the gradients kept for an optimizer step that does not come."""
-        self._window.take()
-
-    def non_colliding(self, now: PipelinedBatch) -> None:
-        """Send the gradients that nobody waits for, and apply them if an optimizer step follows."""
-        shared = now.after or self._nothing(now)
-        rows, gradients = self._gather(now, shared.others(now.request, now.served), "non_colliding")
-        now.gradient = None
-        if now.updates:
-            self._update(now, rows, gradients, None)
+    def exchange_non_colliding(self, current: PipelinedBatch) -> None:
+        """Send the gradients that nobody waits for; their owners apply them, or keep them until an optimizer step follows."""
+        sent = current.shared_with_next or current.no_rows()
+        others = sent.complement(current.request, current.incoming)
+        rows, gradients = self._exchange_gradients(current, others, "non_colliding")
+        current.gradient = None
+        if current.updates:
+            self._update(current, rows, gradients, None)
         else:
-            self._window.add(rows, gradients)
+            self.accumulator.accumulate(rows, gradients)
 
-    def _per_row(self, now: PipelinedBatch, gradient: Tensor | None) -> Tensor:
-        rows = torch.zeros(len(now.request.rows), self.local.dim, device=now.request.rows.device)
+    def discard_accumulated(self) -> None:
+        """Forget the gradients kept for an optimizer step that does not come."""
+        self.accumulator.pop()
+
+    def _sum_per_row(self, current: PipelinedBatch, gradient: Tensor | None) -> Tensor:
+        request = current.request
+        sums = torch.zeros(len(request.rows), self.local.dim, device=request.rows.device)
         if gradient is None:
-            return rows
-        self._count_needs(now.request)
+            return sums
+        self.statistics.count_lookup(request, self.group.rank(), self.local.dim)
         if not self.dedup:
-            rows[now.request.place] = gradient
-            return rows
-        return rows.index_add_(0, now.request.place, gradient)
+            sums[request.inverse] = gradient
+            return sums
+        return sums.index_add_(0, request.inverse, gradient)
 
-    def _count_needs(self, request: RowRequest) -> None:
-        """What the batch needs, and what plain TorchRec would move for it."""
-        start = sum(request.sizes[: self.group.rank()])
-        end = start + request.sizes[self.group.rank()]
-        mine = int(((request.place >= start) & (request.place < end)).sum())
-        per_row = 8 + 2 * 4 * self.local.dim  # an id of 64 bits, there the row and back its gradient
-        self.statistics.count("tokens", len(request.place))
-        self.statistics.count("rows", len(request.rows))
-        self.statistics.count("plain_bytes", (len(request.place) - mine) * per_row)
-        self.statistics.count("dedup_bytes", (len(request.rows) - (end - start)) * per_row)
-
-    def _gather(self, now: PipelinedBatch, rows: CollidingRows, kind: str) -> tuple[Tensor, Tensor]:
-        """Some rows that this rank owns, and their gradients, in the order of summation."""
-        assert now.gradient is not None
-        gradients = self._exchange_rows(now.gradient[rows.mine.mask], rows.mine.sizes, rows.served.sizes, kind)
+    def _exchange_gradients(self, current: PipelinedBatch, rows: CollidingRows, kind: str) -> tuple[Tensor, Tensor]:
+        """Return some rows that this rank owns, and their gradients, in the order of summation."""
+        assert current.gradient is not None
+        mine = current.gradient[rows.requested.mask]
+        gradients = self._exchange_rows(mine, rows.requested.sizes, rows.incoming.sizes, kind)
         if get_gradient_division():
             gradients /= self.group.size()
-        order = now.served.by_slot(rows.served.mask)
-        return now.served.rows[rows.served.mask][order], gradients[order]
+        order = current.incoming.order_by_slot(rows.incoming.mask)
+        return current.incoming.rows[rows.incoming.mask][order], gradients[order]
 
-    def _update(self, now: PipelinedBatch, rows: Tensor, gradients: Tensor, kept: Tensor | None) -> None:
-        if self._window.rows:
-            held = self._window.take(kept)
-            rows, gradients = torch.cat([*held[0], rows]), torch.cat([*held[1], gradients])
-        self.local.update(rows, gradients, now.rates, now.step)
+    def _update(self, current: PipelinedBatch, rows: Tensor, gradients: Tensor, due: Tensor | None) -> None:
+        if self.accumulator.rows:
+            kept_rows, kept_gradients = self.accumulator.pop(due)
+            rows, gradients = torch.cat([*kept_rows, rows]), torch.cat([*kept_gradients, gradients])
+        self.local.update(rows, gradients, current.rates, current.step)
 
     # -- transport
 
-    def _exchange_ids(self, request: RowRequest, counts: Tensor) -> list[Tensor]:
-        outgoing = list(request.rows.to(self._id_type).split(request.sizes))
-        incoming = [outgoing[0].new_empty(size) for size in counts.sum(dim=1).tolist()]
-        self._exchange(outgoing, incoming, "ids")
-        return incoming
+    def _exchange_ids(self, consensus: Consensus) -> IncomingRows:
+        outgoing = list(consensus.request.rows.to(self._id_type).split(consensus.request.sizes))
+        received = [outgoing[0].new_empty(size) for size in consensus.counts.sum(dim=1).tolist()]
+        self._exchange(outgoing, received, "ids")
+        return IncomingRows.from_ranks(received, consensus.counts)
 
-    def _exchange_rows(self, values: Tensor, gives: list[int], gets: list[int], kind: str) -> Tensor:
-        received = values.new_empty(sum(gets), self.local.dim)
-        self._exchange(values.contiguous().split(gives), received.split(gets), kind)
+    def _exchange_rows(self, values: Tensor, send_sizes: list[int], receive_sizes: list[int], kind: str) -> Tensor:
+        received = values.new_empty(sum(receive_sizes), self.local.dim)
+        self._exchange(values.contiguous().split(send_sizes), received.split(receive_sizes), kind)
         return received
 
-    def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], kind: str) -> None:
-        with self.statistics.transfer():
-            dist.all_to_all(list(incoming), list(outgoing), group=self.group)
+    def _exchange(self, outgoing: Sequence[Tensor], received: Sequence[Tensor], kind: str) -> None:
+        with self.statistics.timed("transfer_s"):
+            dist.all_to_all(list(received), list(outgoing), group=self.group)
         rank = self.group.rank()
         self.statistics.count(f"{kind}_bytes", sum(part.nbytes for peer, part in enumerate(outgoing) if peer != rank))
 
-    def _room(self, request: RowRequest) -> Tensor:
+    def _new_rows(self, request: RowRequest) -> Tensor:
         return torch.empty(len(request.rows), self.local.dim, device=request.rows.device)

@@ -1,4 +1,4 @@
-"""Where the rows of a collection's tables live, as numbers: from (table, id) to (owner, row) and back to tables."""
+"""Where the rows of a collection's tables live: from (table, id) to a number that says owner and row."""
 
 from __future__ import annotations
 
@@ -17,75 +17,83 @@ from lightning_freescale.embeddings.planning import OVERLAPPED_KERNELS, OVERLAPP
 class RowLayout:
     """The rows of all tables of a collection, numbered through on each owner: table after table.
 
+    So one sorted list of numbers says owner, table and row, ``unique`` gives the order in which rows travel for nothing, and
+    row-wise and table-wise tables take one path.
+
     Attributes:
         tables: the tables.
         features: ``(feature, index of its table)``, in the order of the collection.
         outputs: what TorchRec calls the result of each of ``features``.
-        first: first owner of each table, shape ``[tables]``.
+        first_owner: first owner of each table, shape ``[tables]``.
         block: rows of a table per owner, shape ``[tables]``.
-        base: number of each table's first row on each owner, shape ``[ranks, tables]``.
+        first_row: number of each table's first row on each owner, shape ``[ranks, tables]``.
         starts: number of each owner's first row if owners are numbered through as well, shape ``[ranks + 1]``.
     """
 
     tables: tuple[Table, ...]
     features: tuple[tuple[str, int], ...]
     outputs: tuple[str, ...]
-    first: Tensor
+    first_owner: Tensor
     block: Tensor
-    base: Tensor
+    first_row: Tensor
     starts: Tensor
 
     @classmethod
-    def of(cls, collection: Collection, plan: Mapping[str, Any], ranks: int, device: torch.device) -> RowLayout:
-        """The layout of a collection whose tables are split by rows or not at all.
+    def from_plan(cls, collection: Collection, plan: Mapping[str, Any], ranks: int, device: torch.device) -> RowLayout:
+        """Return the layout of a collection whose tables are split by rows or not at all.
 
         Raises:
             ValueError: a table is split otherwise, or its kernel keeps rows where they cannot be read; says which.
         """
-        first, block = zip(*(_blocks(table, plan[table.name]) for table in collection.tables))
-        held = torch.zeros(ranks, len(collection.tables), dtype=torch.int64)
+        first_owner, block = zip(*(_blocks(table, plan[table.name]) for table in collection.tables))
+        counts = torch.zeros(ranks, len(collection.tables), dtype=torch.int64)
         for index, table in enumerate(collection.tables):
-            for part in range(-(-table.rows // block[index])):
-                held[first[index] + part, index] = min(block[index], table.rows - part * block[index])
+            for shard in range(-(-table.rows // block[index])):
+                counts[first_owner[index] + shard, index] = min(block[index], table.rows - shard * block[index])
         features = tuple((feature, i) for i, table in enumerate(collection.tables) for feature in table.features)
-        names = [feature for feature, _ in features]
-        outputs = tuple(f if names.count(f) == 1 else f"{f}@{collection.tables[i].name}" for f, i in features)
-        base = torch.cumsum(held, dim=1) - held
-        starts = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(held.sum(dim=1), dim=0)])
-        numbers = (torch.tensor(first), torch.tensor(block), base, starts)
-        return cls(collection.tables, features, outputs, *(number.to(device) for number in numbers))
+        first_row = torch.cumsum(counts, dim=1) - counts
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(counts.sum(dim=1), dim=0)])
+        numbers = (torch.tensor(first_owner), torch.tensor(block), first_row, starts)
+        return cls(collection.tables, features, output_names(collection), *(number.to(device) for number in numbers))
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the numbers, and of the rows."""
+        return self.starts.device
 
     def rows_of(self, rank: int) -> int:
-        """How many rows a rank owns."""
+        """Return how many rows a rank owns."""
         return int(self.starts[rank + 1] - self.starts[rank])
 
     def keys(self, ids: Tensor, table: Tensor) -> Tensor:
-        """For every id of the table beside it its row's number, owners numbered through; all of shape ``[ids]``."""
+        """Return for every id of the table beside it its row's number, owners numbered through; all of shape ``[ids]``."""
         block = self.block[table]
-        part = torch.div(ids, block, rounding_mode="floor")
-        owner = self.first[table] + part
-        return self.starts[owner] + self.base[owner, table] + ids - part * block
+        shard = torch.div(ids, block, rounding_mode="floor")
+        owner = self.first_owner[table] + shard
+        return self.starts[owner] + self.first_row[owner, table] + ids - shard * block
 
-    def edges(self) -> Tensor:
-        """First key of every (owner, table), shape ``[ranks * tables]``."""
-        return (self.starts[:-1, None] + self.base).flatten()
+    def first_keys(self) -> Tensor:
+        """Return the first key of every (owner, table), shape ``[ranks * tables]``."""
+        return (self.starts[:-1, None] + self.first_row).flatten()
+
+
+def output_names(collection: Collection) -> tuple[str, ...]:
+    """Return what TorchRec calls the result of each feature; one that two tables look up is there twice."""
+    features = [(feature, table.name) for table in collection.tables for feature in table.features]
+    names = [feature for feature, _ in features]
+    return tuple(feature if names.count(feature) == 1 else f"{feature}@{table}" for feature, table in features)
 
 
 def _blocks(table: Table, sharding: Any) -> tuple[int, int]:
-    """First owner, and rows per owner."""
+    """Return a table's first owner and its rows per owner."""
     kind, kernel = sharding.sharding_type, sharding.compute_kernel
     if kernel not in OVERLAPPED_KERNELS or kind not in OVERLAPPED_TYPES:
         raise ValueError(f"table {table.name!r} has sharding_type={kind!r} and compute_kernel={kernel!r}")
     shards = sharding.sharding_spec.shards
-    block, first = int(shards[0].shard_sizes[0]), int(shards[0].placement.rank())
+    block, first_owner = int(shards[0].shard_sizes[0]), int(shards[0].placement.rank())
     for index, shard in enumerate(shards):
-        whole = shard.shard_sizes[1] == table.dim
         start = min(index * block, table.rows)
-        size = min(block, table.rows - start)
-        if (
-            not whole
-            or (*shard.shard_offsets, shard.shard_sizes[0]) != (start, 0, size)
-            or shard.placement.rank() != first + index
-        ):
+        expected = (start, 0, min(block, table.rows - start), table.dim, first_owner + index)
+        if (*shard.shard_offsets, *shard.shard_sizes, shard.placement.rank()) != expected:
             raise ValueError(f"the rows of table {table.name!r} are not in equal blocks on consecutive ranks")
-    return first, block
+    return first_owner, block

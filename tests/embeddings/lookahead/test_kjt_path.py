@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
-from lightning_freescale.embeddings.lookahead.probe import KJTSnapshot, find_path, follow, same_features
+from lightning_freescale.embeddings.lookahead.kjt_path import find_path, follow_path
+from lightning_freescale.embeddings.lookahead.kjt_snapshot import KJTSnapshot, same_features
 from tests.helpers.jagged import KEYS, LABEL, make_features, rewrapped
 
 
@@ -66,7 +67,7 @@ def test_the_object_itself(kind: str, weighted: bool) -> None:
     make, here, there = BATCHES[kind], make_features(0, weighted), make_features(1, weighted)
     path = find_path(make(here), here)
     assert path is not None
-    assert follow(make(there), path) is there
+    assert follow_path(make(there), path) is there
     assert find_path(make(here), there) is None
 
 
@@ -77,14 +78,14 @@ def test_another_object_over_the_same_memory(weighted: bool, offsets: bool) -> N
     path = find_path({"wrong": make_features(3, weighted, offsets), "ids": here}, rewrapped(here))
     assert path is not None and path.whole is not None
     there = make_features(1)
-    assert follow({"wrong": here, "ids": there}, path) is there
+    assert follow_path({"wrong": here, "ids": there}, path) is there
 
 
 def test_the_object_itself_comes_before_another_over_its_memory() -> None:
     here = make_features()
     path = find_path({"other": rewrapped(here), "ids": here}, here)
     assert path is not None
-    assert follow({"other": make_features(1), "ids": here}, path) is here
+    assert follow_path({"other": make_features(1), "ids": here}, path) is here
 
 
 def test_the_same_memory_under_other_keys_or_weights_is_another() -> None:
@@ -134,7 +135,7 @@ def test_made_of_tensors_in_the_batch(kind: str, weighted: bool) -> None:
     here, there = _tensors(kind, 0, weighted), _tensors(kind, 1, weighted)
     path = find_path(here, step(here))
     assert path is not None and path.whole is None
-    ids = follow(there, path)
+    ids = follow_path(there, path)
     assert ids is not None and ids.keys() == KEYS and ids.keys() is not KEYS
     assert same_features(ids, step(there))
     assert ids.values() is there["inner"][0]
@@ -148,7 +149,7 @@ def test_made_of_the_parts_of_a_jagged_tensor() -> None:
     here, there = ({"jagged": JaggedTensor(torch.arange(n), lengths=torch.tensor([1, n - 1]))} for n in (3, 5))
     path = find_path(here, step(here))
     assert path is not None
-    ids = follow(there, path)
+    ids = follow_path(there, path)
     assert ids is not None and same_features(ids, step(there))
 
 
@@ -178,7 +179,7 @@ def test_empty_tensors_are_found_as_themselves_only() -> None:
     other = {"other": empty(), "lengths": here.lengths()}
     assert find_path(other, here) is None
     path = find_path({**other, "values": here.values()}, here)
-    assert path is not None and dict(path.parts)["values"][0].key == "values"
+    assert path is not None and dict(path.tensors)["values"][0].key == "values"
 
 
 def test_variable_strides_are_never_made_but_found() -> None:
@@ -198,17 +199,17 @@ def test_a_batch_without_that_place() -> None:
     path = find_path({"a": [label, ids]}, ids)
     assert path is not None
     batches = [{}, {"a": [label]}, {"a": [label, label]}, {"a": {1: label}}, {"b": [label, ids]}, None, label, {"a": None}, []]
-    assert [follow(batch, path) for batch in batches] == [None] * len(batches)
+    assert [follow_path(batch, path) for batch in batches] == [None] * len(batches)
     missing = defaultdict(list)
-    assert follow(missing, path) is None and not missing
+    assert follow_path(missing, path) is None and not missing
     tensors = {"values": ids.values(), "lengths": ids.lengths()}
     made = find_path(tensors, rewrapped(ids))
     assert made is not None and made.whole is None
-    assert follow({"values": ids.values()}, made) is None
-    assert follow({"values": ids.values(), "lengths": [1, 2]}, made) is None
+    assert follow_path({"values": ids.values()}, made) is None
+    assert follow_path({"values": ids.values(), "lengths": [1, 2]}, made) is None
     attribute = find_path(Record(label, ids), ids)
-    assert attribute is not None and follow(Record(label, None), attribute) is None
-    assert follow({"inputs": ids}, attribute) is None
+    assert attribute is not None and follow_path(Record(label, None), attribute) is None
+    assert follow_path({"inputs": ids}, attribute) is None
 
 
 def test_does_not_look_into_modules_or_forever() -> None:

@@ -1,4 +1,4 @@
-"""Whether the ids announced are those looked up."""
+"""Whether the ids looked up are those submitted ahead."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale.embeddings.lookahead.probe import KJTSnapshot, same_features
+from lightning_freescale.embeddings.lookahead.kjt_snapshot import KJTSnapshot, same_features
 from tests.helpers.jagged import KEYS, copy_of, make_features, rewrapped
 
 

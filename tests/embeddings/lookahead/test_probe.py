@@ -1,4 +1,4 @@
-"""When a probe or a ghost stops trying."""
+"""When a probe or a trial run stops trying."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale.embeddings.lookahead.probe import Probe
+from lightning_freescale.embeddings.lookahead.probe import LookaheadMode, Probe
 from tests.helpers.jagged import LABEL, make_features
 
 
 def _learned() -> tuple[Probe, KeyedJaggedTensor]:
     probe, ids = Probe("net.tables"), make_features()
-    assert probe.mode == "probe" and not probe.known and probe.ids_of({"ids": ids}) is None
+    assert probe.mode == LookaheadMode.PROBE and not probe.known and probe.ids_of({"ids": ids}) is None
     probe.learn({"ids": ids}, ids)
     assert probe.known
     return probe, ids
@@ -26,7 +26,7 @@ def test_learns_and_tells() -> None:
     assert probe.ids_of({"ids": there}) is there
     for _ in range(5):
         probe.report(True)
-    assert probe.mode == "probe"
+    assert probe.mode == LookaheadMode.PROBE
 
 
 def test_two_collections_in_one_batch() -> None:
@@ -38,13 +38,13 @@ def test_two_collections_in_one_batch() -> None:
     assert {name: probe.ids_of(later) for name, probe in probes.items()} == later
 
 
-def test_nothing_found_is_a_case_for_a_ghost() -> None:
+def test_nothing_found_is_a_case_for_a_dry_run() -> None:
     probe = Probe("net.tables")
     probe.learn({"label": LABEL}, make_features())
-    assert probe.mode == "ghost" and not probe.known
+    assert probe.mode == LookaheadMode.DRY_RUN and not probe.known
     assert probe.ids_of({"ids": make_features()}) is None
     probe.learn({"ids": (ids := make_features())}, ids)
-    assert probe.mode == "ghost", "it stays one"
+    assert probe.mode == LookaheadMode.DRY_RUN, "it stays one"
 
 
 def _miss(probe: Probe) -> None:
@@ -60,10 +60,10 @@ def test_three_failures_in_a_row_end_a_probe(fail: Callable[[Probe], None]) -> N
     probe, _ = _learned()
     for failures in (2, 2, 3):
         probe.report(True)
-        assert probe.mode == "probe"
+        assert probe.mode == LookaheadMode.PROBE
         for _ in range(failures):
             fail(probe)
-    assert probe.mode == "ghost" and not probe.known
+    assert probe.mode == LookaheadMode.DRY_RUN and not probe.known
 
 
 def test_learns_another_place_and_keeps_the_old_one_if_there_is_none() -> None:
@@ -71,7 +71,7 @@ def test_learns_another_place_and_keeps_the_old_one_if_there_is_none() -> None:
     probe.learn({"other": ids}, ids)
     assert probe.ids_of({"other": ids}) is ids
     probe.learn({"label": LABEL}, ids)
-    assert probe.mode == "probe" and probe.ids_of({"other": ids}) is ids
+    assert probe.mode == LookaheadMode.PROBE and probe.ids_of({"other": ids}) is ids
 
 
 def test_a_place_that_moves_with_every_batch_ends_a_probe_too() -> None:
@@ -80,20 +80,20 @@ def test_a_place_that_moves_with_every_batch_ends_a_probe_too() -> None:
         batch = {f"step {step}": ids}
         assert probe.ids_of(batch) is None
         probe.learn(batch, ids)
-    assert probe.mode == "ghost"
+    assert probe.mode == LookaheadMode.DRY_RUN
 
 
-def test_three_failures_in_a_row_end_a_ghost_with_one_warning() -> None:
+def test_three_failures_in_a_row_end_a_dry_run_with_one_warning() -> None:
     probe = Probe("net.tables")
     probe.learn({"label": LABEL}, make_features())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for matched in (False, False, True, False, False):
             probe.report(matched)
-    assert probe.mode == "ghost"
+    assert probe.mode == LookaheadMode.DRY_RUN
     with pytest.warns(UserWarning, match="do not stand in the batch; a trial run of training_step looks up others") as caught:
         probe.report(False)
-    assert probe.mode == "none" and "'net.tables'" in str(caught[0].message)
+    assert probe.mode == LookaheadMode.NONE and "'net.tables'" in str(caught[0].message)
     assert "its exchange is not overlapped" in str(caught[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -101,21 +101,40 @@ def test_three_failures_in_a_row_end_a_ghost_with_one_warning() -> None:
             probe.report(False)
         probe.give_up("again")
         probe.learn({"ids": (ids := make_features())}, ids)
-    assert probe.mode == "none" and not probe.known
+    assert probe.mode == LookaheadMode.NONE and not probe.known
 
 
-def test_a_ghost_that_sees_nothing_ends_at_once() -> None:
+def test_a_dry_run_that_sees_nothing_ends_at_once() -> None:
     probe = Probe("net.tables")
     probe.learn({"label": LABEL}, make_features())
     with pytest.warns(UserWarning, match="training_step raised KeyError") as caught:
         probe.give_up("training_step raised KeyError")
-    assert probe.mode == "none" and len(caught) == 1
+    assert probe.mode == LookaheadMode.NONE and len(caught) == 1
 
 
-def test_failures_of_the_probe_are_not_counted_against_the_ghost() -> None:
+def test_failures_of_the_probe_are_not_counted_against_the_dry_run() -> None:
     probe, _ = _learned()
     for _ in range(3):
         probe.report(False)
     probe.report(False)
     probe.report(False)
-    assert probe.mode == "ghost"
+    assert probe.mode == LookaheadMode.DRY_RUN
+
+
+def test_the_proposal_is_the_mode_after_the_next_lookup() -> None:
+    probe, _ = _learned()
+    for predicted in (False, True, False, False, False):
+        expected = probe.proposal.mode if predicted else probe.proposal.if_mispredicted
+        probe.report(predicted)
+        assert probe.mode == expected
+    assert probe.mode == LookaheadMode.DRY_RUN
+
+
+def test_the_agreed_mode_is_that_of_the_rank_that_knows_least() -> None:
+    probe, _ = _learned()
+    probe.follow_agreed_mode(LookaheadMode.PROBE)
+    assert probe.known
+    probe.follow_agreed_mode(LookaheadMode.DRY_RUN)
+    assert probe.mode == LookaheadMode.DRY_RUN and not probe.known
+    probe.follow_agreed_mode(LookaheadMode.PROBE)
+    assert probe.mode == LookaheadMode.DRY_RUN

@@ -103,11 +103,11 @@ def test_ranks_that_disagree_on_the_features() -> None:
         assert "rank 2 has ['candidate', 'history', 'category']" in told
 
 
-def _announced_only() -> float:
+def _submitted_only() -> float:
     """Wrong ids that the model never asks for."""
     data = batches(dist.get_rank(), 5)
 
-    def announce(step: int, following: Batch | None) -> Any:
+    def submit(step: int, following: Batch | None) -> Any:
         told = known(following)
         if told is not None and step == 2:
             wrong = dict(following or {})
@@ -115,11 +115,11 @@ def _announced_only() -> float:
             told["items"] = wrong["ids"]
         return told, {}
 
-    return train_overlapped(SGD, data, announce=announce).statistics["misses"]
+    return train_overlapped(SGD, data, submit=submit).statistics["mispredicted_lookups"]
 
 
-def test_wrong_ids_that_are_only_announced_are_no_error() -> None:
-    assert run_distributed(_announced_only, 2) == [1.0, 1.0]
+def test_wrong_ids_that_are_only_submitted_ahead_are_no_error() -> None:
+    assert run_distributed(_submitted_only, 2) == [1.0, 1.0]
 
 
 def _uneven() -> str:

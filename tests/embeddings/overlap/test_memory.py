@@ -11,10 +11,15 @@ from lightning_freescale.testing import run_distributed
 from tests.helpers.sequences import DIM, OPTIMIZERS, batches, known, sharded
 
 
-def _held(flight: Any) -> int:
+def _held(batch: Any) -> int:
     """Bytes of all tensors that belong to a batch."""
-    shared = [side.mask for both in (flight.before, flight.after) if both for side in (both.mine, both.served)]
-    tensors = [flight.rows, flight.request.rows, flight.request.place, flight.served.rows, *shared]
+    shared = [
+        rows.mask
+        for both in (batch.shared_with_previous, batch.shared_with_next)
+        if both
+        for rows in (both.requested, both.incoming)
+    ]
+    tensors = [batch.rows, batch.request.rows, batch.request.inverse, batch.incoming.rows, *shared]
     return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
 
 
@@ -28,11 +33,11 @@ def _most() -> tuple[int, int]:
             engine.begin_step(known(following))
             loss = ddp(batch)
             engine.drain()
-            held = [(_held(each._now), _held(each._next)) for each in engine.collections.values()]
+            held = [(_held(each._current), _held(each._following)) for each in engine.collections.values()]
             most = max(most, sum(now + upcoming for now, upcoming in held))
             loss.backward()
             engine.end_backward()
-            assert all(len(each._exchanges._window.rows) == 0 for each in engine.collections.values())
+            assert all(len(each._exchange.accumulator.rows) == 0 for each in engine.collections.values())
         return most, max(sizes)
 
 

@@ -37,10 +37,12 @@ def _outputs() -> bool:
     ids = KeyedJaggedTensor(
         keys=["unused", "own", "both"], values=torch.tensor([99, 8, 3, 3, 6, 0]), lengths=torch.tensor([1, 0, 2, 1, 0, 2])
     )
-    for _ in range(2):
+    for predicted in (None, True):
         engine.begin_step({"tables": ids})
+        assert engine.lookups() == {}
         expected, found = whole(ids), root["tables"](ids)
         assert _parts(found) == _parts(expected)
+        assert engine.lookups()["tables"].features is ids and engine.lookups()["tables"].predicted is predicted
         engine.end_backward()
     engine.drain()
     return True

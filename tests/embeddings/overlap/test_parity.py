@@ -36,6 +36,6 @@ def test_same_as_plain_torchrec(optimizer: str, ranks: int) -> None:
             other = {**dedup.tables, **dedup.dense}[name]
             assert (other - value).norm() <= 1e-6 * value.norm() + 1e-9, name
         for run in (exact, dedup):
-            assert run.statistics["announced"] == 2 * (STEPS - 1)
-            assert run.statistics["unknown"] == 2
-            assert run.statistics["misses"] == 0
+            assert run.statistics["predicted_lookups"] == 2 * (STEPS - 1)
+            assert run.statistics["unpredicted_lookups"] == 2
+            assert run.statistics["mispredicted_lookups"] == 0

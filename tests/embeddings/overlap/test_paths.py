@@ -15,8 +15,8 @@ from lightning_freescale.embeddings.shards import ShardedTables
 from lightning_freescale.testing import run_distributed
 from tests.helpers.sequences import (
     OPTIMIZERS,
-    Announced,
     Batch,
+    NextIds,
     Run,
     batches,
     known,
@@ -40,14 +40,14 @@ def _others(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(features.keys(), (features.values() + 1) % 3, lengths=features.lengths())
 
 
-def _ways(step: int, following: Batch | None) -> tuple[Announced | None, Announced]:
+def _ways(step: int, following: Batch | None) -> tuple[NextIds | None, NextIds]:
     """By turns and by rank: early, late, wrong, empty, half, nothing."""
     told = known(following)
     if told is None:
         return None, {}
     items, tags = {"items": told["items"]}, {"tags": told["tags"]}
     wrong = {"items": _others(told["items"])}
-    ways: list[tuple[Announced | None, Announced]] = [
+    ways: list[tuple[NextIds | None, NextIds]] = [
         (told, {}),
         ({}, told),
         (wrong, tags),
@@ -60,7 +60,7 @@ def _ways(step: int, following: Batch | None) -> tuple[Announced | None, Announc
 
 def _mixed() -> dict[str, Run]:
     data = batches(dist.get_rank(), STEPS)
-    return {"plain": train_plain(HOW, data), "mixed": train_overlapped(HOW, data, announce=_ways)}
+    return {"plain": train_plain(HOW, data), "mixed": train_overlapped(HOW, data, submit=_ways)}
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -68,7 +68,7 @@ def test_ids_that_are_late_wrong_or_unknown(ranks: int) -> None:
     results = run_distributed(_mixed, ranks)
     for runs in results:
         same(runs["plain"], runs["mixed"])
-    for name in ("misses", "unknown", "announced"):
+    for name in ("mispredicted_lookups", "unpredicted_lookups", "predicted_lookups"):
         assert sum(runs["mixed"].statistics[name] for runs in results) > 4 * ranks, name
 
 
@@ -159,13 +159,13 @@ def _looked_up_again(engine: bool) -> tuple[Run, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if engine:
-            run = train_overlapped(HOW, data, announce=_early_or_late, rate=_schedule)
+            run = train_overlapped(HOW, data, submit=_early_or_late, rate=_schedule)
         else:
             run = train_plain(HOW, data, rate=_schedule)
     return run, [str(warning.message) for warning in caught]
 
 
-def _early_or_late(step: int, following: Batch | None) -> tuple[Announced | None, Announced]:
+def _early_or_late(step: int, following: Batch | None) -> tuple[NextIds | None, NextIds]:
     """One rank knows the ids before the forward, the other after it."""
     told = known(following)
     return (told, {}) if dist.get_rank() == 0 or told is None else ({}, told)

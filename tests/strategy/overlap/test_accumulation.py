@@ -13,7 +13,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.testing import run_distributed
 from tests.helpers import overlap_training as training
-from tests.helpers.overlap_training import Run, Watched, as_tensors, assert_same, changed_loader, fit, my_loader
+from tests.helpers.overlap_training import CountingModel, Run, as_tensors, assert_same, changed_loader, fit, my_loader
 from tests.helpers.recommender import DIM, ITEMS, OPTIMIZERS
 
 STEPS = 7  # the last window of an epoch is shorter
@@ -30,7 +30,7 @@ def _three(make: Any, loader: Any, **options: Any) -> list[Run]:
 
 
 def _every_optimizer(**options: Any) -> list[list[Run]]:
-    return [_three(lambda name=name: Watched(name), lambda: my_loader(STEPS), **options) for name in OPTIMIZERS]
+    return [_three(lambda name=name: CountingModel(name), lambda: my_loader(STEPS), **options) for name in OPTIMIZERS]
 
 
 def _assert_as_ddp(ranks: list[list[Run]]) -> None:
@@ -60,8 +60,8 @@ def test_as_under_ddp(options: dict[str, Any]) -> None:
     for runs in ranks:
         for _, *mine in runs:
             for run in mine:
-                announced, unknown, misses = run.looked_ahead()
-                assert (unknown, misses) == (3, 0) and announced == len(run.losses) - 3
+                predicted, unpredicted, mispredicted = run.looked_ahead()
+                assert (unpredicted, mispredicted) == (3, 0) and predicted == len(run.losses) - 3
 
 
 class SchedulesAndComputes(training.Schedules, training.Computes):
@@ -88,7 +88,7 @@ def _validating() -> list[Run]:
     for strategy in ("ddp", "freescale"):
         torch.manual_seed(0)
         options = {"accumulate_grad_batches": 3, "val_check_interval": 2, "max_epochs": 2, "strategy": strategy}
-        runs.append(fit(Watched("adagrad"), my_loader(STEPS), my_loader(2), **options))
+        runs.append(fit(CountingModel("adagrad"), my_loader(STEPS), my_loader(2), **options))
     return runs
 
 
@@ -105,14 +105,14 @@ def test_a_window_that_its_epoch_cuts_short() -> None:
     _assert_as_ddp(run_distributed(_cut_short, 2))
 
 
-class Pooled(Watched):
+class Pooled(CountingModel):
     def __init__(self) -> None:
         super().__init__("sgd")
         config = EmbeddingBagConfig(name="bag", num_embeddings=ITEMS, embedding_dim=DIM, feature_names=["history"])
         self.bags = EmbeddingBagCollection(tables=[config])
 
 
-class LooksUpTwice(Watched):
+class LooksUpTwice(CountingModel):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) + 0 * self.net(batch["features"]).sum()
 
@@ -129,9 +129,13 @@ def _refused(make: Any, **options: Any) -> str:
     ("make", "options", "message"),
     [
         (Pooled, {}, r"Trainer(accumulate_grad_batches=2): collections ['bags'] are updated during backward"),
-        (Watched, {"strategy": FreeScaleStrategy(overlap=False)}, "collections ['net.embeddings'] are updated during backward"),
         (
-            Watched,
+            CountingModel,
+            {"strategy": FreeScaleStrategy(overlap=False)},
+            "collections ['net.embeddings'] are updated during backward",
+        ),
+        (
+            CountingModel,
             {
                 "strategy": FreeScaleStrategy(overlap=False),
                 "accumulate_grad_batches": 1,
@@ -147,7 +151,7 @@ def test_refused_where_tables_are_updated_in_backward(make: Any, options: dict[s
         assert message in told
 
 
-class SkipsSteps(Watched):
+class SkipsSteps(CountingModel):
     """Accumulates by hand."""
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:

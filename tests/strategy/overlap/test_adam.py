@@ -16,7 +16,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.testing import run_distributed
 from tests.checkpoint.test_resume import Seen, StopAt
-from tests.helpers.overlap_training import Run, Watched, assert_same, fit
+from tests.helpers.overlap_training import CountingModel, Run, assert_same, fit
 from tests.helpers.recommender import CATEGORIES, ITEMS, Recommender, Samples, collate, trainer
 
 SAMPLES = 14  # of a global batch
@@ -72,14 +72,14 @@ def _rest(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [parameter for name, parameter in module.named_parameters() if "embeddings" not in name]
 
 
-class WithAdam(Watched):
+class WithAdam(CountingModel):
     """One optimizer over everything."""
 
     def configure_optimizers(self) -> Any:
         return KINDS[self.optimizer](self.parameters())
 
 
-class InGroups(Watched):
+class InGroups(CountingModel):
     """Each table in a group of its own."""
 
     def configure_optimizers(self) -> Any:
@@ -89,7 +89,7 @@ class InGroups(Watched):
         )
 
 
-class InBackward(Watched):
+class InBackward(CountingModel):
     """An optimizer of its own for the tables."""
 
     def __init__(self, optimizer: str) -> None:
@@ -148,7 +148,7 @@ def test_as_one_rank_where_most_rows_are_not() -> None:
 
 
 def _refused(arguments: dict[str, Any]) -> str:
-    module = Watched()
+    module = CountingModel()
     apply_optimizer_in_backward(torch.optim.Adam, _tables(module), {"lr": 0.1, **arguments})
     try:
         fit(module, _loader(2, True))

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.helpers.overlap_training import (
+    CountingModel,
     Run,
     TwoCollections,
-    Watched,
     changed_loader,
     exchange_threads,
     fit,
@@ -29,7 +29,9 @@ SOON = 60.0
 
 def _uneven(extra: int, epochs: int, validates: bool) -> Run:
     steps = 4 + (extra if os.environ["RANK"] == "1" else 0)
-    return fit(Watched(), my_loader(steps), my_loader(2) if validates else None, max_epochs=epochs, num_sanity_val_steps=0)
+    return fit(
+        CountingModel(), my_loader(steps), my_loader(2) if validates else None, max_epochs=epochs, num_sanity_val_steps=0
+    )
 
 
 @pytest.mark.parametrize("validates", [False, True])
@@ -44,7 +46,7 @@ def test_loaders_of_unequal_length(extra: int, epochs: int, validates: bool) -> 
     assert "give every rank the same number of batches" in str(failure.value)
 
 
-class Normalizes(Watched):
+class Normalizes(CountingModel):
     """DDP copies its buffers to all ranks before every forward."""
 
     def __init__(self) -> None:
@@ -64,7 +66,7 @@ def test_loaders_of_unequal_length_and_buffers() -> None:
         run_distributed(_uneven_with_buffers, 2, timeout=8.0)
 
 
-class Fails(Watched):
+class Fails(CountingModel):
     """One rank raises or dies in its third step, before or after its lookup."""
 
     def __init__(self, how: str, after_lookup: bool) -> None:
@@ -118,7 +120,7 @@ def test_nothing_is_left_of_a_fit() -> None:
         assert len({groups for _, groups in left}) == 1
 
 
-class RaisesAlone(Watched):
+class RaisesAlone(CountingModel):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         if batch_idx == 3:
             raise KeyError("the needle")
@@ -132,7 +134,7 @@ def _raises_then_trains() -> tuple[list[str], int, list[float], list[float]]:
     threads, groups = exchange_threads(), _groups() - before
     for _ in range(2):
         torch.manual_seed(0)
-        losses.append(fit(Watched(), my_loader(4)).losses)
+        losses.append(fit(CountingModel(), my_loader(4)).losses)
     return threads, groups, *losses
 
 

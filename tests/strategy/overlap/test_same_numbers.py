@@ -16,8 +16,8 @@ from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.testing import run_distributed
 from tests.helpers import overlap_training as training
 from tests.helpers.overlap_training import (
+    CountingModel,
     Run,
-    Watched,
     as_record,
     as_tensors,
     as_tuple,
@@ -31,7 +31,7 @@ from tests.helpers.overlap_training import (
 )
 
 STEPS, EPOCHS = 6, 2
-# announced, not announced, announced wrongly
+# lookups that were predicted, not predicted, mispredicted
 KNOWN = (STEPS * EPOCHS - EPOCHS - 1, EPOCHS + 1, 0)
 """All but the first step of an epoch, and the second one of all: then it has just been learned how they are known."""
 NEVER = (0, STEPS * EPOCHS, 0)
@@ -70,11 +70,11 @@ class Case:
     """One way to train.
 
     Attributes:
-        ahead: lookups that were announced rightly, not at all, and wrongly.
+        ahead: lookups that were predicted, not predicted, and mispredicted.
         said: part of a warning that comes once, from whichever rank.
     """
 
-    module: Callable[..., Watched] = Watched
+    module: Callable[..., CountingModel] = CountingModel
     loader: Callable[[], Any] = _plain
     ahead: tuple[int, int, int] = KNOWN
     options: dict[str, Any] = field(default_factory=dict)
@@ -184,7 +184,7 @@ def _twice(path: Path) -> list[tuple[Run, Run]]:
     runs = []
     for index, strategy in enumerate(strategies()):
         torch.manual_seed(0)
-        module = Watched()
+        module = CountingModel()
         saving = L.pytorch.callbacks.ModelCheckpoint(path / str(index), every_n_train_steps=4, save_top_k=-1, save_last=True)
         options = {"callbacks": [saving], "enable_checkpointing": True}
         first = fit(module, my_loader(STEPS), max_epochs=9, max_steps=9, strategy=strategy, **options)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.testing import run_distributed
-from tests.helpers.overlap_training import Run, Watched, assert_bitwise, assert_same, fit, my_loader, strategies
+from tests.helpers.overlap_training import CountingModel, Run, assert_bitwise, assert_same, fit, my_loader, strategies
 
 STEPS = 5
 
@@ -63,7 +63,7 @@ def _fits(*callbacks: Callable[[], L.Callback], **options: Any) -> list[tuple[Ru
         torch.manual_seed(0)
         made = [make() for make in callbacks]
         chosen = {"max_epochs": 2, "callbacks": made, "strategy": strategy, **options}
-        run = fit(Watched(), my_loader(STEPS), **chosen)
+        run = fit(CountingModel(), my_loader(STEPS), **chosen)
         found.append((run, [getattr(callback, "read", None) for callback in made]))
     return found
 
@@ -112,7 +112,7 @@ def test_a_last_update_that_is_late_for_the_end_of_the_fit() -> None:
 
 def _writes_unannounced(writes: Callable[[Any], None]) -> str:
     try:
-        fit(Watched(), my_loader(STEPS), callbacks=[Writes(2, writes)])
+        fit(CountingModel(), my_loader(STEPS), callbacks=[Writes(2, writes)])
     except RuntimeError as error:
         return str(error)
     return "nothing"
@@ -124,7 +124,7 @@ def test_writing_unannounced_is_an_error(writes: Callable[[Any], None]) -> None:
         assert "with trainer.strategy.writing_tables()" in told and "'net.embeddings'" in told
 
 
-class Half(Watched):
+class Half(CountingModel):
     """Under "ddp" there is no strategy to ask."""
 
     def __init__(self) -> None:

@@ -1,0 +1,84 @@
+"""The thread that runs a collection's exchanges, one after the other in the same order on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_freescale._worker import WorkerThread
+
+
+class ExchangeWorker(WorkerThread):
+    """A worker with a CUDA stream of its own, that ends with the first error.
+
+    Its queue is the agreed order of the exchanges: every rank gives the same five jobs per step in the same order, so no rank
+    has to ask another. One queue for all collections would have to know in which order the model calls them.
+
+    Args:
+        path: of the collection, for errors.
+        device: on CUDA the jobs run on the stream (not tested on GPU).
+
+    Attributes:
+        error: what a job has raised.
+    """
+
+    def __init__(self, path: str, device: torch.device) -> None:
+        super().__init__(f"freescale-{path}")
+        self.error: Exception | None = None
+        self._path = path
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._last: Future[Any] | None = None
+
+    def submit(self, job: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Queue a job; work that the current CUDA stream has been given so far comes before it."""
+        issued = None
+        if self._stream is not None:
+            for argument in args:
+                if isinstance(argument, Tensor):
+                    argument.record_stream(self._stream)
+            issued = torch.cuda.current_stream(self._stream.device).record_event()
+        self._last = super().submit(self._run_in_order, issued, job, *args)
+        return self._last
+
+    def wait(self, future: Future[Any]) -> None:
+        """Wait for a job; on CUDA the current stream waits for what it has queued.
+
+        Raises:
+            Exception: what the job, or one before it, raised.
+        """
+        queued = future.result()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(queued)
+
+    def drain(self) -> None:
+        """Wait for all jobs given so far; raises as :meth:`wait`."""
+        if self._last is not None:
+            self.wait(self._last)
+
+    def hand_over(self, *tensors: Tensor) -> None:
+        """Let ``tensors`` that a job made be used on the current stream from now on."""
+        if self._stream is not None:
+            for tensor in tensors:
+                tensor.record_stream(torch.cuda.current_stream(self._stream.device))
+
+    def _run_in_order(self, issued: Any, job: Callable[..., Any], *args: Any) -> Any:
+        if self.error is not None:  # a job failed, so the peers of those behind it cannot be in step
+            raise self.error
+        try:
+            if self._stream is None:
+                job(*args)
+                return None
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(issued)
+                job(*args)
+                return self._stream.record_event()
+        except ValueError as error:  # says by itself what is wrong
+            self.error = error
+        except BaseException as error:  # any: somebody waits for the job
+            self.error = RuntimeError(f"embedding exchange of collection {self._path!r}: {error}")
+            self.error.__cause__ = error
+        raise self.error

@@ -1,0 +1,31 @@
+"""A collection's worker: after a failure nothing more is run."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import pytest
+import torch
+
+from lightning_freescale.embeddings.overlap.exchange_worker import ExchangeWorker
+
+
+def _fail(error: BaseException) -> NoReturn:
+    raise error
+
+
+@pytest.mark.parametrize("error", [ValueError("wrong ids"), OSError("connection closed"), KeyboardInterrupt("stop")])
+def test_jobs_behind_a_failed_one_fail_alike_without_being_run(error: BaseException) -> None:
+    worker, ran = ExchangeWorker("items", torch.device("cpu")), []
+    done = worker.submit(ran.append, 1)
+    failed, behind = worker.submit(_fail, error), worker.submit(ran.append, 2)
+    worker.wait(done)
+    raised = [future.exception(timeout=5.0) for future in (failed, behind)]
+    assert raised[0] is raised[1] is worker.error and ran == [1]
+    with pytest.raises(type(raised[0])):
+        worker.drain()
+    if isinstance(error, ValueError):
+        assert raised[0] is error, "it says by itself what is wrong"
+    else:
+        assert str(raised[0]) == f"embedding exchange of collection 'items': {error}" and raised[0].__cause__ is error
+    assert worker.stop(timeout=5.0)
