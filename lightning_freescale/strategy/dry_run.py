@@ -44,7 +44,7 @@ class CollectionOutput:
             for table in collection.tables
             for feature in table.features
         )
-        return cls(module, outputs, collection.pooled, bool(getattr(module, "_need_indices", False)))
+        return cls(module, outputs, collection.pooled, collection.need_indices)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_freescale import FreeScaleDataModule
-from lightning_freescale.embeddings.optimizer import derive
+from lightning_freescale.embeddings.optimizer import TableOptimizer
 from lightning_freescale.testing import run_distributed
 from tests.helpers.recommender import Recommender, Samples, collate, trainer
 
@@ -39,7 +39,7 @@ WEIGHT = torch.nn.Parameter(torch.zeros(3, 2))
     ],
 )
 def test_derived_on_gpu(optimizer: Any, fused: type, arguments: dict[str, Any]) -> None:
-    derived = derive(optimizer, 0, "table", CUDA)
+    derived = TableOptimizer.from_parameter_group(optimizer, 0, "table", CUDA)
     assert (derived.fused_class, derived.arguments, derived.group) == (fused, arguments, 0)
 
 
@@ -54,7 +54,7 @@ def test_derived_on_gpu(optimizer: Any, fused: type, arguments: dict[str, Any]) 
 )
 def test_refused_on_gpu(optimizer: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        derive(optimizer, 0, "table", CUDA)
+        TableOptimizer.from_parameter_group(optimizer, 0, "table", CUDA)
 
 
 class InBackward(Recommender):

@@ -72,7 +72,7 @@ class OverlappedCollection:
         self.path, self.module, self.layout, self.statistics = collection.path, module, layout, ExchangeStatistics()
         self._lane = Lane(collection.path, layout.first.device)
         self._exchanges = RowExchange(collection.path, layout, local, group, dedup, self.statistics)
-        self._by_row = any(optimizer.by_row for optimizer in optimizers)
+        self._by_row = any(optimizer.sparse_adam for optimizer in optimizers)
         self._moves_anyway = any(optimizer.moves_without_gradient for optimizer in optimizers)
         self.group, self._local = group, local
         self._late: Tensor | None = None
@@ -81,7 +81,7 @@ class OverlappedCollection:
         self._arrived: Any = None
         self._written: list[int] | None = None
         self.asked: Callable[[KeyedJaggedTensor, bool | None], None] | None = None
-        self._need_ids = bool(getattr(module, "_need_indices", False))
+        self._need_ids = collection.need_indices
         self._now, self._next = self._exchanges.flight(), self._exchanges.flight()
         self._rates: list[float | None] = []
         self._step = 0
@@ -92,14 +92,14 @@ class OverlappedCollection:
         self._plain_forward = module.forward
         module.forward = self.forward
         self._reading = module.register_state_dict_pre_hook(lambda *_: self.drain())
-        module.freescale_ids.on = False  # wrong ids are an error on every rank, which the ranks tell each other
+        module.freescale_sharding.checks.ids = False  # wrong ids are an error on every rank, which the ranks tell each other
 
     # -- a step
 
     def begin_step(self, updates: bool, rates: Sequence[float | None], step: int, restart: bool = False) -> None:
         """Before the forward of a batch; see :meth:`OverlapEngine.begin_step`."""
         self.finish_step()
-        self.module.freescale_lookups.begin_step()
+        self.module.freescale_sharding.checks.reset_count()
         self._rates, self._step = list(rates), step
         if self.plain:
             return
@@ -183,7 +183,7 @@ class OverlappedCollection:
         """Give TorchRec's forward back; without waiting for ranks that may be gone."""
         del self.module.forward
         self._reading.remove()
-        self.module.freescale_ids.on = True
+        self.module.freescale_sharding.checks.ids = True
         if self._lane.close():
             dist.destroy_process_group(self.group)
         else:  # its exchange waits for a rank that may be gone
@@ -234,7 +234,7 @@ class OverlappedCollection:
 
     def _plain_lookup(self, features: KeyedJaggedTensor) -> Any:
         self.drain()
-        self.module.freescale_ids.check(features)
+        self.module.freescale_sharding.checks.check_ids(features)
         if torch.is_grad_enabled():
             self._prepare_plain_update()
         return self._plain_forward(features)
