@@ -24,19 +24,52 @@ _ROWS_PER_MESSAGE = 1 << 20
 
 
 def module_state_dict(tables: ShardedTables, sharded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the unsharded form of a module's state dict on rank 0; other ranks get its dense part. Collective."""
-    whole, keys, maps = gather_weights(tables), tables.state_dict_keys(), gather_id_remappings(tables)
-    dense = {name: value for name, value in sharded.items() if name not in keys.keys() | id_remapping_keys(tables)}
-    return dense | {name: whole[key] for name, key in keys.items() if key in whole} | maps
+    """Return the unsharded form of a module's state dict on rank 0; other ranks get its dense part. Collective.
+
+    Args:
+        tables: the sharded tables of the module.
+        sharded: its state dict as it is.
+    """
+    own = [(_placement_of(shard, (shard.table.key,), shard.weight), shard.weight) for shard in tables.shards()]
+    names = {name: (key,) for name, key in tables.state_dict_keys().items()}
+    for remapping in id_remappings(tables):
+        by_row = remapping.row_tensors()
+        for name, value in remapping.tensors().items():
+            key = (remapping.prefixes[0] + name,)
+            names |= {f"{prefix}{name}": key for prefix in remapping.prefixes}
+            if name in by_row:
+                own.append((_Placement(key, (remapping.ends[-1], *value.shape[1:]), (remapping.rows,), value.dtype), value))
+            elif remapping.rank == 0:
+                own.append((_Placement(key, tuple(value.shape), (), value.dtype), value))
+    whole = dict(_gather(tables, own))
+    dense = {name: value for name, value in sharded.items() if name not in names}
+    return dense | {name: whole[key] for name, key in names.items() if key in whole}
 
 
+@torch.no_grad()
 def load_module_state_dict(module: nn.Module, tables: ShardedTables, whole: Mapping[str, Any], strict: bool) -> None:
-    """Load an unsharded state dict; errors are those of ``torch.nn.Module.load_state_dict``."""
-    scatter_weights(tables, {key: whole[name] for name, key in tables.state_dict_keys().items() if name in whole})
-    maps = scatter_id_remappings(tables, whole)
+    """Load an unsharded state dict into a sharded module, each rank its part of the tables.
+
+    Raises:
+        RuntimeError: as ``torch.nn.Module.load_state_dict`` raises it; also if a table or an id map has another size.
+        ValueError: the id map of a table with managed collisions cannot be cut for this number of ranks.
+    """
+    weights = {key: whole[name] for name, key in tables.state_dict_keys().items() if name in whole}
+    for table in tables.tables:
+        if table.key in weights and weights[table.key].shape != (table.rows, table.dim):
+            raise RuntimeError(
+                f"size mismatch for {table.key}: the checkpoint has {tuple(weights[table.key].shape)}, the table is "
+                f"({table.rows}, {table.dim})"
+            )
+    for shard in tables.shards():
+        if shard.table.key in weights:
+            shard.weight.copy_(weights[shard.table.key][shard.rows, shard.columns])
+    for remapping in id_remappings(tables):
+        for prefix in remapping.prefixes:
+            remapping.load({name: whole[prefix + name] for name in remapping.tensors() if prefix + name in whole})
     # all is in place: torch gets the shards, so that it finds missing and unexpected keys as it always does
-    shards = {name: value for name, value in tables.sharded_weights().items() if name in whole} | maps
-    module.load_state_dict({**whole, **shards}, strict=strict)
+    loaded = {name: value for name, value in tables.sharded_state_dict().items() if name in whole}
+    module.load_state_dict({**whole, **loaded}, strict=strict)
 
 
 def optimizer_state_dict(
@@ -46,18 +79,28 @@ def optimizer_state_dict(
 
     Returns:
         That state dict, and what has no place in it: the number of updates, the states of the tables that have an optimizer
-        of their own, and the ids that managed collisions have seen since they last let new ones in.
+        of their own, and for every rank the ids that its maps have seen since they last let new ones in.
     """
-    states = gather_states(tables)
-    own = {key: states.pop(key) for key in groups.in_backward if key in states}
-    merged = merge(dense, groups.layout(), groups.tables, states, groups.step)
-    return merged, {"updates": groups.step, "in_backward_states": own, "id_maps": gather_input_histories(tables)}
+    states: dict[str, dict[str, Tensor]] = {}
+    own = [
+        (_placement_of(shard, (shard.table.key, name), value), value)
+        for shard in tables.shards()
+        for name, value in shard.state.items()
+    ]
+    for (key, name), whole in _gather(tables, own):
+        states.setdefault(key, {})[name] = whole
+    in_backward = {key: states.pop(key) for key in groups.in_backward if key in states}
+    histories = {remapping.prefixes[0]: get_input_history(remapping.mc_module) for remapping in id_remappings(tables)}
+    extra = {"updates": groups.step, "in_backward_states": in_backward}
+    extra["id_maps"] = gather_objects(histories, tables.group) if histories else []
+    return merge(dense, groups.layout(), groups.tables, states, groups.step), extra
 
 
+@torch.no_grad()
 def load_optimizer_state_dict(
     tables: ShardedTables, groups: ParameterGroups, full: dict[str, Any], extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Load what :func:`optimizer_state_dict` returned into the tables.
+    """Load what :func:`optimizer_state_dict` returned into the tables, each rank its part.
 
     Args:
         tables: the sharded tables.
@@ -69,7 +112,7 @@ def load_optimizer_state_dict(
         What is left for the dense optimizer.
 
     Raises:
-        ValueError: the checkpoint has updates but no state for a table whose optimizer keeps one.
+        ValueError: the checkpoint has updates but no state for a table whose optimizer keeps remapping.
     """
     dense, states, step = split(full, groups.layout(), groups.tables)
     groups.step = extra.get("updates", step)
@@ -80,9 +123,20 @@ def load_optimizer_state_dict(
                 f"the checkpoint has no optimizer state for table {shard.table.key!r}, which has seen {groups.step} updates: "
                 "load its weights alone with model.load_state_dict, or resume from a checkpoint that was saved during fit"
             )
-    scatter_states(tables, states)
-    if "id_maps" in extra:
-        scatter_input_histories(tables, extra["id_maps"])
+    for shard in tables.shards():
+        for name, value in shard.state.items():
+            source = states.get(shard.table.key, {}).get(name)
+            if source is not None:
+                value.copy_(source[_place_in(shard, source.shape)].reshape(value.shape))
+    remappings, ranks, histories = id_remappings(tables), tables.group.size(), extra.get("id_maps", [])
+    if remappings and "id_maps" in extra and len(histories) != ranks:
+        warnings.warn(
+            f"the checkpoint holds what the id maps of {len(histories)} ranks had seen since they last let ids in, this run "
+            f"has {ranks}: those counts start anew",
+            stacklevel=2,
+        )
+    for remapping in remappings if len(histories) == ranks else ():
+        set_input_history(remapping.mc_module, histories[tables.group.rank()].get(remapping.prefixes[0]))
     return dense
 
 
@@ -157,7 +211,7 @@ def split(
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Placement:
     """Where a tensor of one rank belongs: all that rank 0 must know to receive it.
 
     Attributes:
@@ -167,150 +221,41 @@ class _Part:
         dtype: of both.
     """
 
-    key: tuple[str, str]
+    key: tuple[str, ...]
     shape: tuple[int, ...]
     place: tuple[slice, ...]
     dtype: torch.dtype
 
 
-def gather_weights(tables: ShardedTables) -> dict[str, Tensor]:
-    """Return whole weights on the CPU of rank 0, by state-dict key; empty on other ranks. Collective."""
-    parts = [(_part_of(shard, "weight", shard.weight), shard.weight) for shard in tables.shards()]
-    return {key: whole for (key, _), whole in _gather(tables, parts)}
-
-
-def gather_states(tables: ShardedTables) -> dict[str, dict[str, Tensor]]:
-    """Return whole optimizer states on the CPU of rank 0, by table key and torch's state name. Collective.
-
-    A row-wise state has one column, as that of ``torchrec.optim.RowWiseAdagrad`` has. Empty on other ranks.
-    """
-    parts = [(_part_of(shard, name, value), value) for shard in tables.shards() for name, value in shard.state.items()]
-    found: dict[str, dict[str, Tensor]] = {}
-    for (key, name), whole in _gather(tables, parts):
-        found.setdefault(key, {})[name] = whole
-    return found
-
-
-@torch.no_grad()
-def scatter_weights(tables: ShardedTables, whole: Mapping[str, Tensor]) -> None:
-    """Copy each rank's part of ``whole`` (by state-dict key) into its shards; keys that are missing are left alone.
-
-    Raises:
-        RuntimeError: a tensor has another shape than its table.
-    """
-    for table in tables.tables:
-        source = whole.get(table.key)
-        if source is not None and source.shape != (table.rows, table.dim):
-            raise RuntimeError(
-                f"size mismatch for {table.key}: the checkpoint has {tuple(source.shape)}, the table is "
-                f"({table.rows}, {table.dim})"
-            )
-    for shard in tables.shards():
-        if shard.table.key in whole:
-            shard.weight.copy_(whole[shard.table.key][shard.rows, shard.columns])
-
-
-@torch.no_grad()
-def scatter_states(tables: ShardedTables, whole: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Copy each rank's part of the optimizer states (by table key and state name) into its shards."""
-    for shard in tables.shards():
-        for name, value in shard.state.items():
-            source = whole.get(shard.table.key, {}).get(name)
-            if source is not None:
-                value.copy_(source[_place_in(shard, source.shape)].reshape(value.shape))
-
-
-def gather_id_remappings(tables: ShardedTables) -> dict[str, Tensor]:
-    """Return whole maps on the CPU of rank 0, by state-dict key, under all their names; empty on other ranks. Collective."""
-    maps, parts = id_remappings(tables), []
-    for one in maps:
-        for name, value in one.row_tensors().items():
-            shape = (one.ends[-1], *value.shape[1:])
-            parts.append((_Part((one.prefixes[0], name), shape, (one.rows,), value.dtype), value))
-    whole = dict(_gather(tables, parts)) if maps else {}
-    found = {}
-    for one in maps if tables.group.rank() == 0 else ():
-        for name, value in one.tensors().items():
-            gathered = whole.get((one.prefixes[0], name))
-            found.update({f"{prefix}{name}": value.cpu().clone() if gathered is None else gathered for prefix in one.prefixes})
-    return found
-
-
-def id_remapping_keys(tables: ShardedTables) -> set[str]:
-    """Return every name that a state dict has for a tensor of a map."""
-    return {f"{prefix}{name}" for one in id_remappings(tables) for prefix in one.prefixes for name in one.tensors()}
-
-
-def scatter_id_remappings(tables: ShardedTables, whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy each rank's part of ``whole`` (by state-dict key) into its maps.
-
-    Returns:
-        What ``load_state_dict`` of the sharded module takes instead, for the keys that ``whole`` has.
-
-    Raises:
-        ValueError: a map cannot be cut for this number of ranks.
-        RuntimeError: a map has another size than its table.
-    """
-    for one in id_remappings(tables):
-        for prefix in one.prefixes:
-            one.load({name: whole[prefix + name] for name in one.tensors() if prefix + name in whole})
-    found = {}
-    for collection, module in tables.modules:
-        if collection.managed:
-            state = module.state_dict()
-            for path in (collection.path, *collection.aliases):
-                found.update({f"{path}.{name}" if path else name: value for name, value in state.items()})
-    return {key: found[key] for key in id_remapping_keys(tables) if key in whole}
-
-
-def gather_input_histories(tables: ShardedTables) -> list[dict[str, Any]]:
-    """Return for every rank the ids that its maps have seen since they last let new ones in; empty without maps. Collective."""
-    maps = id_remappings(tables)
-    return gather_objects({one.prefixes[0]: get_input_history(one.mc_module) for one in maps}, tables.group) if maps else []
-
-
-def scatter_input_histories(tables: ShardedTables, histories: Sequence[dict[str, Any]]) -> None:
-    """Put back what :func:`gather_input_histories` returned; on another number of ranks warn and start the counting anew."""
-    maps, ranks = id_remappings(tables), tables.group.size()
-    if maps and len(histories) != ranks:
-        warnings.warn(
-            f"the checkpoint holds what the id maps of {len(histories)} ranks had seen since they last let ids in, this run "
-            f"has {ranks}: those counts start anew",
-            stacklevel=2,
-        )
-        return
-    for one in maps:
-        set_input_history(one.mc_module, histories[tables.group.rank()].get(one.prefixes[0]))
-
-
-def _part_of(shard: Shard, name: str, value: Tensor) -> _Part:
+def _placement_of(shard: Shard, key: tuple[str, ...], value: Tensor) -> _Placement:
+    # a row-wise state has one column in the checkpoint, as that of torchrec.optim.RowWiseAdagrad has
     shape = (shard.table.rows, 1 if value.dim() == 1 else shard.table.dim)
-    return _Part((shard.table.key, name), shape, _place_in(shard, shape), value.dtype)
+    return _Placement(key, shape, _place_in(shard, shape), value.dtype)
 
 
 def _place_in(shard: Shard, shape: Sequence[int]) -> tuple[slice, ...]:
     return (shard.rows,) if shape[1] == 1 else (shard.rows, shard.columns)
 
 
-def _gather(tables: ShardedTables, mine: Sequence[tuple[_Part, Tensor]]) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """Yield whole tensors on rank 0, one after the other by key; nothing on other ranks."""
+def _gather(tables: ShardedTables, own: Sequence[tuple[_Placement, Tensor]]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """Yield whole tensors on the CPU of rank 0, one after the other by key; nothing on other ranks. Collective."""
     rank = tables.group.rank()
-    parts: list[list[_Part]] = gather_objects([part for part, _ in mine], tables.group)
-    for key in sorted({part.key for of_rank in parts for part in of_rank}):
+    placements: list[list[_Placement]] = gather_objects([placement for placement, _ in own], tables.group)
+    for key in sorted({placement.key for of_rank in placements for placement in of_rank}):
         whole: Tensor | None = None
-        for owner, of_owner in enumerate(parts):
-            for index, part in enumerate(of_owner):
-                if part.key != key:
+        for owner, of_owner in enumerate(placements):
+            for index, placement in enumerate(of_owner):
+                if placement.key != key:
                     continue
                 if rank == 0:
-                    whole = torch.empty(part.shape, dtype=part.dtype) if whole is None else whole
-                    place = whole[part.place]
+                    whole = torch.empty(placement.shape, dtype=placement.dtype) if whole is None else whole
+                    place = whole[placement.place]
                     if owner == 0:
-                        place.copy_(mine[index][1].reshape(place.shape))
+                        place.copy_(own[index][1].reshape(place.shape))
                     else:
                         _receive(tables, owner, place)
                 elif owner == rank:
-                    _send(tables, mine[index][1])
+                    _send(tables, own[index][1])
         if whole is not None:
             yield key, whole
 

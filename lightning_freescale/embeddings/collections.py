@@ -65,6 +65,10 @@ class Collection:
     managed: bool
     need_indices: bool
 
+    def names(self, inner: str) -> tuple[str, ...]:
+        """Return what the whole module calls something that the collection calls ``inner``, first as it is at ``path``."""
+        return tuple(f"{path}.{inner}" if path else inner for path in (self.path, *self.aliases))
+
 
 def find_collections(root: nn.Module) -> list[tuple[Collection, Any]]:
     """Return every collection under ``root`` that can be sharded, each with the module that stands there now.
@@ -110,8 +114,8 @@ def unsupported_collections(root: nn.Module, found: Sequence[tuple[Collection, A
         root: the module.
         found: what :func:`find_collections` has found in it.
     """
-    shardable = {collection.path for collection, _ in found}
-    return [path for path, module in root.named_modules() if isinstance(module, _KINDS) and path not in shardable]
+    shardable = {inner for _, module in found for inner in module.modules()}
+    return [path for path, module in root.named_modules() if isinstance(module, _KINDS) and module not in shardable]
 
 
 def replace_everywhere(root: nn.Module, old: nn.Module, new: nn.Module) -> None:

@@ -116,8 +116,7 @@ def fill_id_remappings(collection: Collection, module: Any, original: Any) -> No
 def _shards(collection: Collection, module: Any) -> list[IdRemappingShard]:
     found, rank = [], module._env.rank
     for table, mc_module in sorted(mc_modules(module).items()):
-        inner = f"_managed_collision_collection._managed_collision_modules.{table}."
-        prefixes = tuple(f"{path}.{inner}" if path else inner for path in (collection.path, *collection.aliases))
+        prefixes = collection.names(f"_managed_collision_collection._managed_collision_modules.{table}.")
         placed = module.freescale_sharding.plan[table].sharding_spec.shards
         ends = (*(shard.shard_offsets[0] for shard in placed), placed[-1].shard_offsets[0] + placed[-1].shard_sizes[0])
         found.append(IdRemappingShard(table, prefixes, mc_module, ends, rank))

@@ -80,10 +80,9 @@ def mc_modules(module: Any) -> dict[str, Any]:
     return dict(module._managed_collision_collection._managed_collision_modules.items())
 
 
-def id_parameters(path: str, module: Any) -> dict[str, nn.Parameter]:
-    """Return the parameters in which TorchRec keeps ids, by their names under ``path``; no optimizer updates them."""
-    maps = module._managed_collision_collection
-    return {f"{path}._managed_collision_collection.{name}".lstrip("."): value for name, value in maps.named_parameters()}
+def id_parameters(module: Any) -> dict[str, nn.Parameter]:
+    """Return the parameters in which TorchRec keeps ids, by their names in ``module``; no optimizer updates them."""
+    return dict(module._managed_collision_collection.named_parameters(prefix="_managed_collision_collection"))
 
 
 def managed_blueprint(module: Any) -> Callable[[], nn.Module]:

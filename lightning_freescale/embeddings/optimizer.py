@@ -62,11 +62,7 @@ class TableOptimizer:
     ) -> TableOptimizer | None:
         """Return the optimizer that the user gave a table by TorchRec's ``apply_optimizer_in_backward``; None if none.
 
-        Args:
-            weight: the table's unsharded weight.
-            table: its name for errors.
-            device: where the table will live.
-            sparse_adam: whether the overlap engine can update the table.
+        It stands on the table's unsharded ``weight``. ``sparse_adam`` tells whether the overlap engine can update the table.
 
         Raises:
             ValueError: there are several, or FBGEMM has none that does the same on ``device``.
@@ -99,12 +95,7 @@ class TableOptimizer:
     ) -> TableOptimizer:
         """Return the fused optimizer that does what ``optimizer`` does for a table of its parameter group ``group``.
 
-        Args:
-            optimizer: the user's.
-            group: index of the parameter group.
-            table: the table's name for errors.
-            device: where the table will live.
-            sparse_adam: whether the overlap engine can update the table.
+        ``sparse_adam`` tells whether the overlap engine can update the table.
 
         Raises:
             ValueError: no fused optimizer does the same; the message names the table, the setting and the fix.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ class TableSharding:
             weights = dict(table_weights(blueprint))
             self.parameters |= {table.key: weights[table.name] for table in collection.tables}
             if collection.managed:
-                self.parameters |= id_parameters(collection.path, blueprint)
+                self.parameters |= {collection.names(name)[0]: p for name, p in id_parameters(blueprint).items()}
             if hasattr(module, "freescale_sharding"):
                 self.in_backward |= module.freescale_sharding.in_backward
             else:
@@ -193,34 +193,27 @@ def _fill_shards(
     shards: Iterable[Shard], collection: Collection, original: Any, optimizers: Mapping[str, TableOptimizer]
 ) -> None:
     """Set weights and states of a collection's shards to what its first step should find."""
-    earlier: dict[tuple[str, int, int], Shard] | None = None
-    whole: dict[str, nn.Parameter] = {}
-    in_backward: Container[str] = ()
-    if hasattr(original, "freescale_sharding"):
-        earlier = {_position(shard): shard for shard in shards_of(collection, original)}
-        in_backward = original.freescale_sharding.in_backward
-    else:
-        whole = dict(table_weights(original))
+    record = getattr(original, "freescale_sharding", None)
+    earlier = {_position(shard): shard for shard in shards_of(collection, original)} if record is not None else {}
+    whole = dict(table_weights(original)) if record is None else {}
     for shard in shards:
+        name, key = shard.table.name, shard.table.key
         if "sum" in shard.state:
-            shard.state["sum"].fill_(optimizers[shard.table.key].initial_state)
-        if earlier is not None:
-            _copy_shard(shard, earlier.get(_position(shard)), shard.table.key in in_backward)
-        elif whole[shard.table.name].is_meta:
+            shard.state["sum"].fill_(optimizers[key].initial_state)
+        if record is not None:
+            source = earlier.get(_position(shard))
+            if source is None or source.weight.shape != shard.weight.shape:
+                raise ValueError(
+                    f"table {name!r} is sharded already, by another plan: save a checkpoint and load it into a new module to "
+                    "use this one"
+                )
+            shard.weight.copy_(source.weight)
+            for state, value in shard.state.items() if key in record.in_backward else ():
+                value.copy_(source.state[state])
+        elif whole[name].is_meta:
             shard.table.init(shard.weight)
         else:
-            shard.weight.copy_(whole[shard.table.name][shard.rows, shard.columns])
-
-
-def _copy_shard(shard: Shard, earlier: Shard | None, with_state: bool) -> None:
-    if earlier is None or earlier.weight.shape != shard.weight.shape:
-        raise ValueError(
-            f"table {shard.table.name!r} is sharded already, by another plan: save a checkpoint and load it into a new "
-            "module to use this one"
-        )
-    shard.weight.copy_(earlier.weight)
-    for name, value in shard.state.items() if with_state else ():
-        value.copy_(earlier.state[name])
+            shard.weight.copy_(whole[name][shard.rows, shard.columns])
 
 
 def _position(shard: Shard) -> tuple[str, int, int]:

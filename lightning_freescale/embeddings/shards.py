@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.optim.fused import FusedOptimizerModule
 
 from lightning_freescale.embeddings.collections import Collection, Table
@@ -92,26 +91,24 @@ class ShardedTables:
         for collection, module in self.modules:
             if collection.managed:
                 tensors = [*module.named_parameters(), *module.named_buffers()]
-                found += [f"{collection.path}.{name}" if collection.path else name for name, _ in tensors]
+                found += [collection.names(name)[0] for name, _ in tensors]
         return found
 
     def state_dict_keys(self) -> dict[str, str]:
         """Return the key of every table by every name it has in the module's state dict, also where it is held again."""
-        found = {}
+        found: dict[str, str] = {}
         for collection, _ in self.modules:
             for table in collection.tables:
-                inner = table.key.removeprefix(f"{collection.path}.")
-                for path in (collection.path, *collection.aliases):
-                    found[f"{path}.{inner}" if path else inner] = table.key
+                found |= dict.fromkeys(collection.names(table.key.removeprefix(f"{collection.path}.")), table.key)
         return found
 
-    def sharded_weights(self) -> dict[str, ShardedTensor]:
-        """Return every table's weight as a ShardedTensor, under every name it has in the module's state dict."""
-        by_key = {}
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """Return what TorchRec's sharded modules have in the module's state dict, under every name it has there."""
+        found: dict[str, Any] = {}
         for collection, module in self.modules:
-            state = module.state_dict()
-            by_key.update({t.key: state[t.key.removeprefix(f"{collection.path}.")] for t in collection.tables})
-        return {name: by_key[key] for name, key in self.state_dict_keys().items()}
+            for name, value in module.state_dict().items():
+                found |= dict.fromkeys(collection.names(name), value)
+        return found
 
     def prepare_update(self, rate_of_group: Callable[[int], float], step: int, skip: Container[str] = ()) -> None:
         """Set what the update of a training step needs, before its forward.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from lightning_freescale.checkpoint.random_state import gather_random_states, se
 if TYPE_CHECKING:
     from lightning_freescale.embeddings.optimizer import ParameterGroups
     from lightning_freescale.embeddings.shards import ShardedTables
+    from lightning_freescale.strategy.overlap import OverlapController
 
 _EXTRA = "freescale"
 """Checkpoint key of what an ordinary checkpoint has no place for."""
@@ -35,16 +35,23 @@ class UnshardedCheckpointStrategy(DDPStrategy):
         super().__init__(**ddp_options)
         self.tables: ShardedTables | None = None
         self.groups: ParameterGroups | None = None
+        self._overlap_controller: OverlapController | None = None
         self._extra: dict[str, Any] = {}
         self._random_states: list[dict[str, Any]] = []
 
-    @abstractmethod
     def drain(self) -> None:
-        """Bring the tables up to date before they are read."""
+        """Wait until every update of the steps so far is in the tables: before reading them by hand."""
+        if self._overlap_controller is not None:
+            self._overlap_controller.engine.drain()
 
-    @abstractmethod
-    def writing_tables(self) -> AbstractContextManager[None]:
-        """Return a context to write the tables in."""
+    @contextmanager
+    def writing_tables(self) -> Generator[None, None, None]:
+        """Enter this around writes to the tables by hand, on every rank.
+
+        Updates under way come first, rows fetched ahead are void.
+        """
+        with self._overlap_controller.engine.writing() if self._overlap_controller is not None else nullcontext():
+            yield
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

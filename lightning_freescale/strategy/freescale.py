@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager, nullcontext
-from importlib.util import find_spec
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -20,24 +18,24 @@ from lightning_freescale._lightning.loops import (
     TrainerFn,
     optimizers_to_device,
     rank_zero_info,
-    rank_zero_warn,
     throttle_sigterm_broadcast,
 )
 from lightning_freescale._lightning.stages import stages_on
-from lightning_freescale.comm import BACKEND, FreeScaleGroup, LaneOptions
+from lightning_freescale.comm import FreeScaleGroup, LaneOptions
 from lightning_freescale.profiling.recording.collectives import collectives_on
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.strategy.balance_monitor import BalanceMonitor, calibrated_data
 from lightning_freescale.strategy.checkpointing import UnshardedCheckpointStrategy
-from lightning_freescale.strategy.dense import materialize, sync_dense, wrap_dense
 from lightning_freescale.strategy.lookahead_loader import LookaheadLoader
-from lightning_freescale.strategy.validation import (
-    refuse_accumulation,
-    refuse_options,
-    refuse_sampler,
-    refuse_second_backward,
-    refuse_unsupported,
+from lightning_freescale.strategy.module_setup import (
+    collections_of,
+    embedding_group,
+    materialize,
+    refuse_collections,
+    sync_dense,
+    wrap_dense,
 )
+from lightning_freescale.strategy.validation import refuse_accumulation, refuse_options, refuse_sampler, refuse_second_backward
 
 if TYPE_CHECKING:
     from lightning_freescale.embeddings.collections import Collection
@@ -88,16 +86,13 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         super().__init__(**ddp_options)
         if sigterm_every_n_steps < 1:
             raise ValueError(f"sigterm_every_n_steps={sigterm_every_n_steps!r}: pass a number of steps, at least 1")
-        self.plan = plan
-        self.planner = planner
+        self.plan, self.planner = plan, planner
         self.transport = LaneOptions(transport).transport
-        self.overlap = overlap
-        self.dedup = dedup
+        self.overlap, self.dedup = overlap, dedup
         self.sigterm_every_n_steps = sigterm_every_n_steps
         self.timeline = Timeline()
         self.overlap_report: OverlapReport | None = None
         self._recording = ExitStack()
-        self._overlap_controller: OverlapController | None = None
         self._balance_monitor: BalanceMonitor | None = None
         self._loss_weight = 1.0
         self._accumulating = False
@@ -128,7 +123,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        return bool(_find_collections(self.lightning_module))
+        return bool(collections_of(self.lightning_module))
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -140,12 +135,13 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self.tables = self.overlap_report = None
         if fitting or self.groups is None or self.groups.root is not module:
             self.groups = None  # else a checkpoint after validate or test still is one of the fit before
-        found = _find_collections(module, warn=True)
+        found = collections_of(module, warn=True)
         if not found:
             rank_zero_info("strategy 'freescale': no embedding collection to shard in the module, it trains as with 'ddp'")
             super().setup(trainer)
             return
-        self._refuse(trainer, found, fitting)
+        refuse_collections(trainer, found, self.root_device, fitting, self.overlap)
+        refuse_options(self._start_method, self._model_averaging_period)
         self.accelerator.setup(trainer)
         materialize(module, self.root_device, leave={child for _, held in found for child in held.modules()})
         if fitting and self._layer_sync:
@@ -291,19 +287,6 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             self.overlap_report = self._overlap_controller.report()
         return self.overlap_report
 
-    @override
-    def drain(self) -> None:
-        """Wait until every update of the steps so far is in the tables: before reading them by hand."""
-        if self._overlap_controller is not None:
-            self._overlap_controller.engine.drain()
-
-    @contextmanager
-    @override
-    def writing_tables(self) -> Generator[None, None, None]:
-        """Around writes to the tables by hand, on every rank: updates under way come first, rows fetched ahead are void."""
-        with self._overlap_controller.engine.writing() if self._overlap_controller is not None else nullcontext():
-            yield
-
     # -- parts of the set-up, in their order
 
     def _record_steps(self) -> None:
@@ -312,21 +295,6 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             self.timeline.enable(self.root_device)
             self._recording.enter_context(stages_on(self.timeline, self))
             self._recording.enter_context(collectives_on(self.timeline))
-
-    def _refuse(self, trainer: Trainer, found: list[tuple[Collection, Any]], fitting: bool) -> None:
-        """Raise ValueError for what would not be exact, before anything is changed."""
-        from lightning_freescale.embeddings.id_checks import check_num_embeddings
-        from lightning_freescale.embeddings.managed_collision import refuse_device
-
-        needed = getattr(getattr(trainer, "datamodule", None), "feature_rows", {})
-        check_num_embeddings([collection for collection, _ in found], needed)
-        for collection, held in found:
-            if collection.managed:
-                refuse_device(collection.path, held, self.root_device, fitting)
-        if fitting:
-            refuse_unsupported(trainer)
-            refuse_accumulation(trainer, [c.path for c, _ in found if not self.overlap or c.pooled or c.managed])
-        refuse_options(self._start_method, self._model_averaging_period)
 
     def _shard(self, trainer: Trainer, module: nn.Module, found: list[tuple[Collection, Any]], fitting: bool) -> ShardedTables:
         from lightning_freescale.embeddings.optimizer import ParameterGroups
@@ -346,7 +314,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
                 )
                 optimizers = self.groups.optimizers
             return sharding.shard(
-                group=self._embedding_group(earlier),
+                group=embedding_group(earlier, self.transport, self.root_device, self._timeout),
                 local_world_size=self.num_processes,
                 plan=self.plan,
                 planner=self.planner,
@@ -355,17 +323,6 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         except BaseException:
             sharding.restore()
             raise
-
-    def _embedding_group(self, earlier: ShardedTables | None) -> dist.ProcessGroup:
-        """Return the group of the embedding exchange; the default one stays as Lightning made it."""
-        group = earlier.group if earlier is not None else None
-        # training waits for TorchRec's own exchanges and nothing computes beside them: NCCL is faster then. The transports are
-        # for the overlapped exchange, whose collections have groups of their own
-        native = self.transport == "auto" and self.root_device.type == "cuda"
-        lane = LaneOptions("native" if native else self.transport, name="embedding", priority=1)
-        if not isinstance(group, FreeScaleGroup) or group.options != lane:
-            group = dist.new_group(backend=BACKEND, timeout=self._timeout, pg_options=lane)
-        return group
 
     def _wrap(self, module: nn.Module, tables: ShardedTables, fitting: bool) -> None:
         """Wrap the LightningModule itself in DDP, without the tables."""
@@ -396,15 +353,3 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         if self._overlap_controller is not None:
             with self.timeline.span("host", "embeddings: gradients handed over"):
                 self._overlap_controller.engine.end_backward()
-
-
-def _find_collections(module: nn.Module | None, warn: bool = False) -> list[tuple[Collection, Any]]:
-    """Return the embedding collections of a module; none without TorchRec. Warns of those that cannot be sharded, if asked."""
-    if module is None or find_spec("torchrec") is None:
-        return []
-    from lightning_freescale.embeddings.collections import find_collections, unsupported_collections
-
-    found = find_collections(module)
-    for path in unsupported_collections(module, found) if warn else ():
-        rank_zero_warn(f"embedding collection {path!r} is of a kind that cannot be sharded: it is replicated as with 'ddp'")
-    return found
