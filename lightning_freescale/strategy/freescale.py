@@ -95,8 +95,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self._recording = ExitStack()
         self._balance_monitor: BalanceMonitor | None = None
         self._loss_weight = 1.0
-        self._accumulating = False
-        self._update_due = False
+        self._accumulating = self._update_due = False
 
     @classmethod
     @override
@@ -276,10 +275,9 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     # -- for callbacks and users
 
     def finish_overlap(self) -> OverlapReport | None:
-        """Bring the tables up to date at the end of training, and return what the overlap was worth. Collective.
+        """Bring the tables up to date, and return what the overlap was worth: means over all ranks and steps. Collective.
 
-        Returns:
-            Means over all ranks and steps; None without overlap.
+        None without overlap.
         """
         if self._overlap_controller is not None:
             self._end_backward()

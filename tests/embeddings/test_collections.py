@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection
-from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
@@ -22,18 +21,22 @@ def _bags(weighted: bool = False) -> EmbeddingBagCollection:
     return EmbeddingBagCollection(tables=[config], is_weighted=weighted)
 
 
-def _root() -> nn.ModuleDict:
-    processed: EmbeddingBagCollectionInterface = FeatureProcessedEmbeddingBagCollection(
-        _bags(weighted=True), PositionWeightedModuleCollection({"history": 3})
-    )
-    root = nn.ModuleDict({"items": EmbeddingCollection(tables=tables(), need_indices=True), "bags": _bags()})
-    root.update({"again": nn.ModuleList([root["items"]]), "managed": managed_collection()})
-    root.update({"own": Own(tables=tables()), "processed": processed})
-    return root
+class Root(nn.Module):
+    """Holds a collection twice, and some that cannot be sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = EmbeddingCollection(tables=tables(), need_indices=True)
+        self.bags = _bags()
+        self.again = nn.ModuleList([self.items])
+        self.managed = managed_collection()
+        self.own = Own(tables=tables())
+        positions = PositionWeightedModuleCollection({"history": 3})
+        self.processed = FeatureProcessedEmbeddingBagCollection(_bags(weighted=True), positions)
 
 
 def test_every_collection_is_found_once_with_all_its_places() -> None:
-    found = {collection.path: collection for collection, _ in find_collections(_root())}
+    found = {collection.path: collection for collection, _ in find_collections(Root())}
     assert list(found) == ["items", "bags", "managed"]
     assert found["items"].names("embeddings") == ("items.embeddings", "again.0.embeddings")
     assert [table.key for table in found["managed"].tables] == [
@@ -44,7 +47,7 @@ def test_every_collection_is_found_once_with_all_its_places() -> None:
 
 
 def test_what_stays_replicated_is_listed() -> None:
-    root = _root()
+    root = Root()
     assert unsupported_collections(root, find_collections(root)) == ["own", "processed._embedding_bag_collection"]
 
 
