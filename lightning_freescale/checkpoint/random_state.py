@@ -1,4 +1,4 @@
-"""The random states of all ranks, so that dropout after a resume is dropout without it."""
+"""The random states of all ranks in a checkpoint: without them dropout after a resume would not be dropout without it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from lightning_freescale._objects import gather_objects
+
 
 def gather_random_states(device: torch.device) -> list[dict[str, Any]]:
-    """The states of torch, ``device``, numpy and Python on every rank, by rank. Collective on the default group."""
+    """Return the states of torch, ``device``, numpy and Python on every rank, by rank. Collective on the default group."""
     numpy_state: Any = np.random.get_state()
     _, keys, position, has_gauss, gauss = numpy_state
     mine = {
@@ -21,9 +23,7 @@ def gather_random_states(device: torch.device) -> list[dict[str, Any]]:
         "numpy": (torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss),
         "python": random.getstate(),
     }
-    states: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(states, mine)
-    return states
+    return gather_objects(mine)
 
 
 def set_random_state(states: list[dict[str, Any]], device: torch.device) -> None:

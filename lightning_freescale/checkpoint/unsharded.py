@@ -1,65 +1,120 @@
-"""Checkpoints of a sharded module that look as if nothing were sharded."""
+"""Checkpoints of a sharded module that look as if nothing were sharded.
+
+That costs a gather, and gives files that any other strategy and the plain module can read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from lightning_freescale.checkpoint.managed_collision import (
-    cut_keys,
-    gather_maps,
-    gather_pending,
-    scatter_maps,
-    scatter_pending,
-)
-from lightning_freescale.checkpoint.optimizer_state import merge, split
-from lightning_freescale.checkpoint.tables import gather_states, gather_weights, scatter_states, scatter_weights
-from lightning_freescale.embeddings.parameter_groups import TableGroups
-from lightning_freescale.embeddings.shards import ShardedTables
+from lightning_freescale._objects import gather_objects
+from lightning_freescale.embeddings.id_remapping import id_remappings
+from lightning_freescale.embeddings.managed_collision import get_input_history, set_input_history
+from lightning_freescale.embeddings.optimizer import ParameterGroups
+from lightning_freescale.embeddings.shards import Shard, ShardedTables
+
+_ROWS_PER_MESSAGE = 1 << 20
 
 
-def state_dict(tables: ShardedTables, sharded: Mapping[str, Any]) -> dict[str, Any]:
-    """The unsharded form of a module's state dict on rank 0; other ranks get its dense part. Collective."""
-    whole, keys, maps = gather_weights(tables), tables.keys(), gather_maps(tables)
-    dense = {name: value for name, value in sharded.items() if name not in keys.keys() | cut_keys(tables)}
-    return dense | {name: whole[key] for name, key in keys.items() if key in whole} | maps
+def module_state_dict(tables: ShardedTables, sharded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the unsharded form of a module's state dict on rank 0; other ranks get its dense part. Collective.
+
+    Args:
+        tables: the sharded tables of the module.
+        sharded: its state dict as it is.
+    """
+    own = [(_placement_of(shard, (shard.table.key,), shard.weight), shard.weight) for shard in tables.shards()]
+    names = {name: (key,) for name, key in tables.state_dict_keys().items()}
+    for remapping in id_remappings(tables):
+        by_row = remapping.row_tensors()
+        for name, value in remapping.tensors().items():
+            key = (remapping.prefixes[0] + name,)
+            names |= {f"{prefix}{name}": key for prefix in remapping.prefixes}
+            if name in by_row:
+                own.append((_Placement(key, (remapping.ends[-1], *value.shape[1:]), (remapping.rows,), value.dtype), value))
+            elif remapping.rank == 0:
+                own.append((_Placement(key, tuple(value.shape), (), value.dtype), value))
+    whole = dict(_gather(tables, own))
+    dense = {name: value for name, value in sharded.items() if name not in names}
+    return dense | {name: whole[key] for name, key in names.items() if key in whole}
 
 
-def load_state_dict(module: nn.Module, tables: ShardedTables, whole: Mapping[str, Any], strict: bool) -> None:
-    """Load an unsharded state dict; errors are those of ``torch.nn.Module.load_state_dict``."""
-    scatter_weights(tables, {key: whole[name] for name, key in tables.keys().items() if name in whole})
-    maps = scatter_maps(tables, whole)
+@torch.no_grad()
+def load_module_state_dict(module: nn.Module, tables: ShardedTables, whole: Mapping[str, Any], strict: bool) -> None:
+    """Load an unsharded state dict into a sharded module, each rank its part of the tables.
+
+    Raises:
+        RuntimeError: as ``torch.nn.Module.load_state_dict`` raises it; also if a table or an id map has another size.
+        ValueError: the id map of a table with managed collisions cannot be cut for this number of ranks.
+    """
+    weights = {key: whole[name] for name, key in tables.state_dict_keys().items() if name in whole}
+    for table in tables.tables:
+        if table.key in weights and weights[table.key].shape != (table.rows, table.dim):
+            raise RuntimeError(
+                f"size mismatch for {table.key}: the checkpoint has {tuple(weights[table.key].shape)}, the table is "
+                f"({table.rows}, {table.dim})"
+            )
+    for shard in tables.shards():
+        if shard.table.key in weights:
+            shard.weight.copy_(weights[shard.table.key][shard.rows, shard.columns])
+    for remapping in id_remappings(tables):
+        for prefix in remapping.prefixes:
+            remapping.load({name: whole[prefix + name] for name in remapping.tensors() if prefix + name in whole})
     # all is in place: torch gets the shards, so that it finds missing and unexpected keys as it always does
-    shards = {name: value for name, value in tables.sharded_weights().items() if name in whole} | maps
-    module.load_state_dict({**whole, **shards}, strict=strict)
+    loaded = {name: value for name, value in tables.sharded_state_dict().items() if name in whole}
+    module.load_state_dict({**whole, **loaded}, strict=strict)
 
 
-def optimizer_state(tables: ShardedTables, groups: TableGroups, dense: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state dict of the user's optimizer with its tables in it, whole on rank 0. Collective.
+def optimizer_state_dict(
+    tables: ShardedTables, groups: ParameterGroups, dense: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the state dict of the user's optimizer with its tables in it, whole on rank 0. Collective.
 
     Returns:
         That state dict, and what has no place in it: the number of updates, the states of the tables that have an optimizer
-        of their own, and what managed collisions have seen since they last let ids in.
+        of their own, and for every rank the ids that its maps have seen since they last let new ones in.
     """
-    states = gather_states(tables)
-    own = {key: states.pop(key) for key in groups.given if key in states}
-    merged = merge(dense, groups.current_layout(), groups.tables, states, groups.step)
-    return merged, {"updates": groups.step, "in_backward_states": own, "id_maps": gather_pending(tables)}
+    states: dict[str, dict[str, Tensor]] = {}
+    own = [
+        (_placement_of(shard, (shard.table.key, name), value), value)
+        for shard in tables.shards()
+        for name, value in shard.state.items()
+    ]
+    for (key, name), whole in _gather(tables, own):
+        states.setdefault(key, {})[name] = whole
+    in_backward = {key: states.pop(key) for key in groups.in_backward if key in states}
+    histories = {remapping.prefixes[0]: get_input_history(remapping.mc_module) for remapping in id_remappings(tables)}
+    extra = {"updates": groups.step, "in_backward_states": in_backward}
+    extra["id_maps"] = gather_objects(histories, tables.group) if histories else []
+    return merge(dense, groups.layout(), groups.tables, states, groups.step), extra
 
 
-def load_optimizer_state(
-    tables: ShardedTables, groups: TableGroups, full: dict[str, Any], extra: Mapping[str, Any]
+@torch.no_grad()
+def load_optimizer_state_dict(
+    tables: ShardedTables, groups: ParameterGroups, full: dict[str, Any], extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Load what :func:`optimizer_state` returned into the tables; returns what is left for the dense optimizer.
+    """Load what :func:`optimizer_state_dict` returned into the tables, each rank its part.
 
-    A checkpoint of another strategy has no ``extra``.
+    Args:
+        tables: the sharded tables.
+        groups: the user's parameter groups.
+        full: the state dict with the tables in it.
+        extra: what had no place in it; empty for a checkpoint of another strategy.
+
+    Returns:
+        What is left for the dense optimizer.
 
     Raises:
-        ValueError: the checkpoint has updates but no state for a table whose optimizer keeps one.
+        ValueError: the checkpoint has updates but no state for a table whose optimizer keeps remapping.
     """
-    dense, states, step = split(full, groups.current_layout(), groups.tables)
+    dense, states, step = split(full, groups.layout(), groups.tables)
     groups.step = extra.get("updates", step)
     states |= extra.get("in_backward_states", {})
     for shard in tables.shards():
@@ -68,7 +123,152 @@ def load_optimizer_state(
                 f"the checkpoint has no optimizer state for table {shard.table.key!r}, which has seen {groups.step} updates: "
                 "load its weights alone with model.load_state_dict, or resume from a checkpoint that was saved during fit"
             )
-    scatter_states(tables, states)
-    if "id_maps" in extra:
-        scatter_pending(tables, extra["id_maps"])
+    for shard in tables.shards():
+        for name, value in shard.state.items():
+            source = states.get(shard.table.key, {}).get(name)
+            if source is not None:
+                value.copy_(source[_place_in(shard, source.shape)].reshape(value.shape))
+    remappings, ranks, histories = id_remappings(tables), tables.group.size(), extra.get("id_maps", [])
+    if remappings and "id_maps" in extra and len(histories) != ranks:
+        warnings.warn(
+            f"the checkpoint holds what the id maps of {len(histories)} ranks had seen since they last let ids in, this run "
+            f"has {ranks}: those counts start anew",
+            stacklevel=2,
+        )
+    for remapping in remappings if len(histories) == ranks else ():
+        set_input_history(remapping.mc_module, histories[tables.group.rank()].get(remapping.prefixes[0]))
     return dense
+
+
+def merge(
+    dense: dict[str, Any], layout: list[list[str]], tables: Collection[str], states: Mapping[str, Any], step: int
+) -> dict[str, Any]:
+    """Return the state dict that the user's optimizer would have if it had updated the tables too.
+
+    Args:
+        dense: state dict of the optimizer that holds the dense parameters only.
+        layout: parameter names of every group in the order the user gave them, tables included.
+        tables: names in ``layout`` that are tables.
+        states: states of the tables by name.
+        step: updates done so far.
+    """
+    if "param_groups" not in dense:  # Lightning's stand-in for a module without optimizer
+        return dense
+    merged, groups, index = {}, [], 0
+    for group, names in zip(dense["param_groups"], layout):
+        old, new = iter(group["params"]), []
+        for name in names:
+            if name not in tables:
+                state = dense["state"].get(next(old))
+            else:
+                state = {"step": torch.tensor(float(step)), **states[name]} if name in states else None
+            if state is not None:
+                merged[index] = state
+            new.append(index)
+            index += 1
+        groups.append({**group, "params": new})
+    return {"state": merged, "param_groups": groups}
+
+
+def split(
+    full: dict[str, Any], layout: list[list[str]], tables: Collection[str]
+) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]], int]:
+    """Take a state dict of :func:`merge` apart.
+
+    Returns:
+        The state dict for the dense optimizer, the states of the tables by name, and the number of updates done.
+
+    Raises:
+        ValueError: the checkpoint's parameter groups are not those of this optimizer.
+    """
+    if "param_groups" not in full:
+        return full, {}, 0
+    sizes, expected = [len(g["params"]) for g in full["param_groups"]], [len(names) for names in layout]
+    if sizes != expected:
+        raise ValueError(
+            f"the checkpoint's optimizer has parameter groups of {sizes} parameters, configure_optimizers returned one with "
+            f"{expected}: resume with the optimizer that wrote the checkpoint"
+        )
+    dense: dict[str, Any] = {"state": {}, "param_groups": []}
+    states: dict[str, dict[str, Tensor]] = {}
+    step, index = 0, 0
+    for group, names in zip(full["param_groups"], layout):
+        kept = []
+        for name, old in zip(names, group["params"]):
+            state = full["state"].get(old)
+            if state and "step" in state:
+                step = max(step, int(state["step"]))
+            if name in tables:
+                if state:
+                    states[name] = {key: value for key, value in state.items() if key != "step"}
+                continue
+            if state is not None:
+                dense["state"][index] = state
+            kept.append(index)
+            index += 1
+        dense["param_groups"].append({**group, "params": kept})
+    return dense, states, step
+
+
+@dataclass(frozen=True)
+class _Placement:
+    """Where a tensor of one rank belongs: all that rank 0 must know to receive it.
+
+    Attributes:
+        key: of the whole tensor.
+        shape: of the whole tensor.
+        place: which part of it this is.
+        dtype: of both.
+    """
+
+    key: tuple[str, ...]
+    shape: tuple[int, ...]
+    place: tuple[slice, ...]
+    dtype: torch.dtype
+
+
+def _placement_of(shard: Shard, key: tuple[str, ...], value: Tensor) -> _Placement:
+    # a row-wise state has one column in the checkpoint, as that of torchrec.optim.RowWiseAdagrad has
+    shape = (shard.table.rows, 1 if value.dim() == 1 else shard.table.dim)
+    return _Placement(key, shape, _place_in(shard, shape), value.dtype)
+
+
+def _place_in(shard: Shard, shape: Sequence[int]) -> tuple[slice, ...]:
+    return (shard.rows,) if shape[1] == 1 else (shard.rows, shard.columns)
+
+
+def _gather(tables: ShardedTables, own: Sequence[tuple[_Placement, Tensor]]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """Yield whole tensors on the CPU of rank 0, one after the other by key; nothing on other ranks. Collective."""
+    rank = tables.group.rank()
+    placements: list[list[_Placement]] = gather_objects([placement for placement, _ in own], tables.group)
+    for key in sorted({placement.key for of_rank in placements for placement in of_rank}):
+        whole: Tensor | None = None
+        for owner, of_owner in enumerate(placements):
+            for index, placement in enumerate(of_owner):
+                if placement.key != key:
+                    continue
+                if rank == 0:
+                    whole = torch.empty(placement.shape, dtype=placement.dtype) if whole is None else whole
+                    place = whole[placement.place]
+                    if owner == 0:
+                        place.copy_(own[index][1].reshape(place.shape))
+                    else:
+                        _receive(tables, owner, place)
+                elif owner == rank:
+                    _send(tables, own[index][1])
+        if whole is not None:
+            yield key, whole
+
+
+def _send(tables: ShardedTables, value: Tensor) -> None:
+    for rows in value.contiguous().split(_ROWS_PER_MESSAGE):
+        if rows.numel():
+            dist.send(rows, 0, group=tables.group)
+
+
+def _receive(tables: ShardedTables, owner: int, place: Tensor) -> None:
+    for rows in place.split(_ROWS_PER_MESSAGE):
+        if rows.numel():
+            buffer = torch.empty(rows.shape, dtype=place.dtype, device=tables.device)
+            dist.recv(buffer, owner, group=tables.group)
+            rows.copy_(buffer)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
 from torchrec.distributed.types import ModuleSharder, ShardedModule
 
-from lightning_freescale.embeddings.managed_collision import blueprint, is_managed, refuse_unknown
+from lightning_freescale.embeddings.managed_collision import is_managed, managed_blueprint, refuse_unshardable
 
-_META = torch.device("meta")
+_KINDS = (EmbeddingCollection, EmbeddingBagCollection)
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Collection:
         sharder: TorchRec's sharder for it.
         pooled: whether it is an EmbeddingBagCollection.
         managed: whether TorchRec remaps its ids before it looks them up, so that any id has a row.
+        need_indices: whether it returns the ids as the weights of its JaggedTensors.
     """
 
     path: str
@@ -60,11 +62,16 @@ class Collection:
     tables: tuple[Table, ...]
     sharder: ModuleSharder[Any]
     pooled: bool
-    managed: bool = False
+    managed: bool
+    need_indices: bool
+
+    def names(self, inner: str) -> tuple[str, ...]:
+        """Return what the whole module calls something that the collection calls ``inner``, first as it is at ``path``."""
+        return tuple(f"{path}.{inner}" if path else inner for path in (self.path, *self.aliases))
 
 
-def find_collections(root: nn.Module) -> list[tuple[Collection, nn.Module]]:
-    """Every collection under ``root`` that can be sharded, each with the module that stands there now.
+def find_collections(root: nn.Module) -> list[tuple[Collection, Any]]:
+    """Return every collection under ``root`` that can be sharded, each with the module that stands there now.
 
     That is the user's unsharded one, or the sharded one that an earlier call of the strategy left. Collections inside
     other TorchRec modules belong to those and are not returned, except that one with managed collisions is one collection.
@@ -72,20 +79,24 @@ def find_collections(root: nn.Module) -> list[tuple[Collection, nn.Module]]:
     Raises:
         ValueError: a module is sharded already, or manages collisions and cannot be sharded.
     """
-    found: list[tuple[Collection, nn.Module]] = []
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(path)
+    found: list[tuple[Collection, Any]] = []
     inside: str | None = None
-    for path, module in root.named_modules():
+    for module, (path, *aliases) in paths.items():
         if inside is not None and path.startswith(inside):
             continue
         inside = None
-        if hasattr(module, "freescale"):
-            found.append((module.freescale.collection, module))
+        record = getattr(module, "freescale_sharding", None)
+        if record is not None:
+            found.append((record.collection, module))
             inside = f"{path}." if path else ""
         elif is_managed(module):
-            refuse_unknown(path, module)
-            found.append((_describe_managed(path, module, _other_paths(root, path, module)), module))
-        elif type(module) in (EmbeddingCollection, EmbeddingBagCollection):
-            found.append((_describe(path, module, _other_paths(root, path, module)), module))
+            refuse_unshardable(path, module)
+            found.append((_describe(path, tuple(aliases), module), module))
+        elif type(module) in _KINDS:
+            found.append((_describe(path, tuple(aliases), module), module))
         elif isinstance(module, ShardedModule):
             raise ValueError(
                 f"module {path!r} is already sharded ({type(module).__name__}): strategy 'freescale' shards by itself, pass "
@@ -96,11 +107,15 @@ def find_collections(root: nn.Module) -> list[tuple[Collection, nn.Module]]:
     return found
 
 
-def unsupported_collections(root: nn.Module) -> list[str]:
-    """Paths of embedding collections that stay replicated: subclasses, and those inside other TorchRec modules."""
-    mine = {collection.path for collection, _ in find_collections(root)}
-    kinds = (EmbeddingCollection, EmbeddingBagCollection)
-    return [path for path, module in root.named_modules() if isinstance(module, kinds) and path not in mine]
+def unsupported_collections(root: nn.Module, found: Sequence[tuple[Collection, Any]]) -> list[str]:
+    """Return the paths of collections that stay replicated: subclasses, and those inside other TorchRec modules.
+
+    Args:
+        root: the module.
+        found: what :func:`find_collections` has found in it.
+    """
+    shardable = {inner for _, module in found for inner in module.modules()}
+    return [path for path, module in root.named_modules() if isinstance(module, _KINDS) and module not in shardable]
 
 
 def replace_everywhere(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
@@ -111,52 +126,35 @@ def replace_everywhere(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
                 parent._modules[name] = new
 
 
-def weights(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The table name and weight of every table of an unsharded collection."""
+def table_weights(module: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the table name and weight of every table of an unsharded collection."""
     inner = module._embedding_module if is_managed(module) else module
-    bags = inner.embeddings if isinstance(inner, EmbeddingCollection) else inner.embedding_bags  # type: ignore[union-attr]
-    for name, table in bags.items():  # type: ignore[operator, union-attr]
+    for name, table in (inner.embeddings if isinstance(inner, EmbeddingCollection) else inner.embedding_bags).items():
         yield name, table.weight
 
 
-def _other_paths(root: nn.Module, path: str, module: nn.Module) -> tuple[str, ...]:
-    return tuple(other for other, held in root.named_modules(remove_duplicate=False) if held is module and other != path)
-
-
-def _describe(path: str, module: nn.Module, aliases: tuple[str, ...]) -> Collection:
-    prefix = f"{path}." if path else ""
-    if isinstance(module, EmbeddingCollection):
-        configs, holder = module.embedding_configs(), "embeddings"
-        needed = {"need_indices": module.need_indices()}
-        return _collection(path, aliases, EmbeddingCollection, configs, needed, prefix + holder, EmbeddingCollectionSharder())
-    assert isinstance(module, EmbeddingBagCollection)
-    configs, holder = module.embedding_bag_configs(), "embedding_bags"
-    needed = {"is_weighted": module.is_weighted()}
-    return _collection(path, aliases, EmbeddingBagCollection, configs, needed, prefix + holder, EmbeddingBagCollectionSharder())
-
-
-def _describe_managed(path: str, module: Any, aliases: tuple[str, ...]) -> Collection:
-    holder = f"{path}._embedding_module.embeddings" if path else "_embedding_module.embeddings"
-    tables = _tables(module._embedding_module.embedding_configs(), holder)
-    sharder: Any = ManagedCollisionEmbeddingCollectionSharder()
-    return Collection(path, aliases, blueprint(module), tables, sharder, pooled=False, managed=True)
-
-
-def _tables(configs: list[Any], holder: str) -> tuple[Table, ...]:
-    return tuple(
+def _describe(path: str, aliases: tuple[str, ...], module: Any) -> Collection:
+    managed = is_managed(module)
+    pooled = isinstance(module, EmbeddingBagCollection)
+    configs = (
+        module.embedding_bag_configs() if pooled else (module._embedding_module if managed else module).embedding_configs()
+    )
+    need_indices = not managed and not pooled and module.need_indices()
+    meta = torch.device("meta")
+    blueprint: Callable[[], nn.Module]
+    sharder: Any
+    if managed:
+        holder, sharder = "_embedding_module.embeddings", ManagedCollisionEmbeddingCollectionSharder()
+        blueprint = managed_blueprint(module)
+    elif pooled:
+        holder, sharder = "embedding_bags", EmbeddingBagCollectionSharder()
+        blueprint = partial(EmbeddingBagCollection, tables=configs, device=meta, is_weighted=module.is_weighted())
+    else:
+        holder, sharder = "embeddings", EmbeddingCollectionSharder()
+        blueprint = partial(EmbeddingCollection, tables=configs, device=meta, need_indices=need_indices)
+    holder = f"{path}.{holder}" if path else holder
+    tables = tuple(
         Table(c.name, f"{holder}.{c.name}.weight", c.num_embeddings, c.embedding_dim, tuple(c.feature_names), c.init_fn)
         for c in configs
     )
-
-
-def _collection(
-    path: str,
-    aliases: tuple[str, ...],
-    kind: Any,
-    configs: list[Any],
-    options: dict[str, Any],
-    holder: str,
-    sharder: ModuleSharder[Any],
-) -> Collection:
-    pooled, tables = kind is EmbeddingBagCollection, _tables(configs, holder)
-    return Collection(path, aliases, lambda: kind(tables=configs, device=_META, **options), tables, sharder, pooled)
+    return Collection(path, aliases, blueprint, tables, sharder, pooled, managed, need_indices)

@@ -1,23 +1,27 @@
-"""Watch the lookups: refuse ids that no row exists for, and tell when a table is looked up twice in a step."""
+"""Check what is looked up: refuse ids that no row exists for, and tell when a table is looked up twice in a step."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale.embeddings.collections import Collection
+from lightning_freescale.embeddings.collections import Collection, Table
 from lightning_freescale.embeddings.optimizer import TableOptimizer
 
 _UNBOUNDED = torch.iinfo(torch.int64).max
 
 
-def check_rows(collections: list[Collection], needed: dict[str, int]) -> None:
-    """Before training: does each feature's table have the rows that the data set needs?
+def check_num_embeddings(collections: Sequence[Collection], needed: Mapping[str, int]) -> None:
+    """Check before training that each feature's table has the rows that the data set needs.
+
+    Args:
+        collections: the collections of a module; those with managed collisions have a row for any id.
+        needed: number of different ids by feature; features that it misses are not checked.
 
     Raises:
         ValueError: a table is too small; names feature, table and the size it needs.
@@ -32,79 +36,82 @@ def check_rows(collections: list[Collection], needed: dict[str, int]) -> None:
                     )
 
 
-def check_ids(collection: Collection, module: Any) -> None:
-    """Check the ids of every batch that ``module`` looks up. Row-wise sharding would map an id beyond the table to another row.
+def check_id_range(feature: str, table: Table, ids: Tensor) -> None:
+    """Check that ``table`` has a row for each of a feature's ids; the host waits for the device.
 
-    On CPU the error names feature, id and table; on a GPU a device-side assertion fires, so that nobody waits for a check
-    (not tested on GPU).
+    Raises:
+        ValueError: an id has no row; names feature, id and table.
     """
-    module.freescale_ids = _Check(collection)
-    module.register_forward_pre_hook(module.freescale_ids, with_kwargs=True)
+    if not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < table.rows):
+        return
+    outside = ids[(ids < 0) | (ids >= table.rows)]
+    raise ValueError(
+        f"feature {feature!r} holds id {outside[0].item()}, but table {table.name!r} has num_embeddings={table.rows}, ids 0 "
+        f"to {table.rows - 1}: remap the ids or enlarge the table"
+    )
 
 
-class LookupCount:
-    """Warns, once, when a table with a stateful optimizer is looked up more than once in a step.
+class LookupChecks:
+    """Checks every lookup of a sharded collection, as its forward pre-hook: its ids, and how many a step makes.
 
-    Each lookup's backward updates the table by itself, as in plain TorchRec, where an unsharded module adds the gradients up
-    first. For SGD that is the same.
+    Row-wise sharding would map an id beyond the table to another table's row. On CPU the error names feature, id and table;
+    on a GPU a device-side assertion fires, so that the host need not wait for the device (not tested on GPU).
+
+    A second lookup in a step is warned of, once, if a table has a stateful optimizer: each lookup's backward updates the
+    table by itself, where an unsharded module adds the gradients up first. It is not refused, because plain TorchRec does the
+    same, which is what exact means here.
+
+    Attributes:
+        ids: whether ids are checked. Those of managed collisions have a row, whatever they are.
     """
 
     def __init__(self, collection: Collection, optimizers: Mapping[str, TableOptimizer]) -> None:
-        self.path, self.lookups, self.warned = collection.path, 0, False
-        self.stateful = sorted({o.fused_class.__name__ for o in optimizers.values() if o.fused_class is not torch.optim.SGD})
+        self.ids = not collection.managed
+        self._path = collection.path
+        self._tables = {feature: table for table in collection.tables for feature in table.features}
+        self._limits: dict[tuple[str, ...], Tensor] = {}
+        self._stateful = sorted({o.fused_class.__name__ for o in optimizers.values() if o.fused_class is not torch.optim.SGD})
+        self._lookups = 0
+        self._warned = False
 
-    def begin_step(self) -> None:
-        """A training step begins."""
-        self.lookups = 0
+    def reset_count(self) -> None:
+        """Count lookups from 0 again, at the beginning of a training step."""
+        self._lookups = 0
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Before a lookup."""
-        self.lookups += torch.is_grad_enabled()
-        if self.lookups > 1 and self.stateful and not self.warned:
-            self.warned = True
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check a lookup that is about to run, as :meth:`torch.nn.Module.register_forward_pre_hook` calls it."""
+        if self.ids:
+            self.check_ids(args[0] if args else kwargs.get("features"))
+        self._lookups += torch.is_grad_enabled()
+        if self._lookups > 1 and self._stateful and not self._warned:
+            self._warned = True
             warnings.warn(
-                f"collection {self.path!r} is looked up {self.lookups} times in one step: {', '.join(self.stateful)} updates "
-                "its tables once per lookup, as in plain TorchRec, not once per step. Look all features up in one call",
+                f"collection {self._path!r} is looked up {self._lookups} times in one step: {', '.join(self._stateful)} "
+                "updates its tables once per lookup, as in plain TorchRec, not once per step. Look all features up in one call",
                 stacklevel=2,
             )
 
+    def check_ids(self, features: Any) -> None:
+        """Check the ids of one lookup; features that the collection has no table for are passed over.
 
-class _Check:
-    def __init__(self, collection: Collection) -> None:
-        self.rows = {feature: table.rows for table in collection.tables for feature in table.features}
-        self.tables = {feature: table.name for table in collection.tables for feature in table.features}
-        self.limits: dict[tuple[str, ...], Tensor] = {}
-        self.on = True
-        """Whether to check every lookup."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.on:
-            self.check(args[0] if args else kwargs.get("features"))
-
-    def check(self, features: Any) -> None:
-        """Check one lookup."""
+        Raises:
+            ValueError: an id on the CPU has no row.
+        """
         if not isinstance(features, KeyedJaggedTensor):
             return
         if features.values().is_cuda:
-            torch._assert_async(self._inside(features).all())
+            torch._assert_async(self.in_range(features).all())
             return
-        for key in features.keys():  # noqa: SIM118 (a KeyedJaggedTensor is no dict)
-            self._check_feature(key, features)
+        for feature in features.keys():  # noqa: SIM118 (a KeyedJaggedTensor is no dict)
+            if feature in self._tables:
+                check_id_range(feature, self._tables[feature], features[feature].values())
 
-    def _check_feature(self, key: str, features: KeyedJaggedTensor) -> None:
-        ids, rows = features[key].values(), self.rows.get(key, _UNBOUNDED)
-        outside = ids[(ids < 0) | (ids >= rows)]
-        if key in self.rows and outside.numel():
-            raise ValueError(
-                f"feature {key!r} holds id {outside[0].item()}, but table {self.tables[key]!r} has num_embeddings={rows}, ids "
-                f"0 to {rows - 1}: remap the ids or enlarge the table"
-            )
-
-    def _inside(self, features: KeyedJaggedTensor) -> Tensor:
-        """Without a word from device to host: splitting the values by feature would need one."""
+    def in_range(self, features: KeyedJaggedTensor) -> Tensor:
+        """Return whether each id has a row, as booleans of shape ``[ids]``, without a copy from device to host."""
         keys, values = tuple(features.keys()), features.values()
-        if keys not in self.limits:
-            self.limits[keys] = torch.tensor([self.rows.get(key, _UNBOUNDED) for key in keys], device=values.device)
-        per_key = features.lengths().view(len(keys), -1).sum(dim=1)
-        limit = torch.repeat_interleave(self.limits[keys], per_key, output_size=values.numel())
+        if keys not in self._limits:
+            rows = [self._tables[key].rows if key in self._tables else _UNBOUNDED for key in keys]
+            self._limits[keys] = torch.tensor(rows, device=values.device)
+        per_key = features.lengths().view(len(keys), -1).sum(dim=1)  # splitting the values by feature would need that copy
+        limit = torch.repeat_interleave(self._limits[keys], per_key, output_size=values.numel())
         return (values >= 0) & (values < limit)

@@ -1,4 +1,4 @@
-"""The maps from ids to rows of managed-collision collections: this rank's part of them, and how whole ones are cut."""
+"""The id remapping of managed-collision collections: this rank's shard of each table's map, and how a whole map is cut."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_freescale.embeddings.collections import Collection
-from lightning_freescale.embeddings.managed_collision import managers
-from lightning_freescale.embeddings.pending_ids import get_pending, set_pending
+from lightning_freescale.embeddings.managed_collision import get_input_history, mc_modules, set_input_history
 from lightning_freescale.embeddings.shards import ShardedTables
 
 _FREE = torch.iinfo(torch.int64).max
@@ -21,66 +20,65 @@ _SAME_EVERYWHERE = (_SEGMENTS, _BUCKETS, "_current_iter_tensor")
 
 
 @dataclass(frozen=True)
-class IdRemapping:
-    """The map of one table.
+class IdRemappingShard:
+    """This rank's shard of the map of one table.
 
     Attributes:
         table: the table's name.
-        keys: where the state dict of the whole module has its tensors: a prefix for each place that holds the collection.
-        manager: TorchRec's module for the rows of this rank.
+        prefixes: what the map's tensors are called before their names in the whole module's state dict, once for each place
+            that holds the collection.
+        mc_module: TorchRec's module for the rows of this rank.
         ends: the first row of every rank, and the number of rows.
         rank: which of them is this rank's.
     """
 
     table: str
-    keys: tuple[str, ...]
-    manager: Any
+    prefixes: tuple[str, ...]
+    mc_module: Any
     ends: tuple[int, ...]
     rank: int
 
     @property
     def rows(self) -> slice:
-        """The rows of this rank."""
+        """The rows of the table that this rank owns."""
         return slice(self.ends[self.rank], self.ends[self.rank + 1])
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that a checkpoint holds of it, by name: live, ``[rows, ...]`` of this rank except for the shared ones."""
-        return {name: value.detach() for name, value in self.manager.state_dict().items()}
+        """Return all that a checkpoint holds of it, by name: live, ``[rows, ...]`` of this rank except for the shared ones."""
+        return {name: value.detach() for name, value in self.mc_module.state_dict().items()}
 
-    def cut(self) -> list[str]:
-        """Names of the tensors that have one entry per row."""
-        return [name for name in self.tensors() if name not in _SAME_EVERYWHERE]
+    def row_tensors(self) -> dict[str, Tensor]:
+        """Return those of :meth:`tensors` that have one entry per row."""
+        return {name: value for name, value in self.tensors().items() if name not in _SAME_EVERYWHERE}
 
     @torch.no_grad()
     def load(self, whole: Mapping[str, Tensor]) -> None:
-        """Take this rank's part of a whole map; names that are missing are left alone.
+        """Copy this rank's entries of a whole map; names that are missing are left alone.
 
         Raises:
-            ValueError: the map cannot be cut for this number of ranks, or has another size.
+            ValueError: the map cannot be cut for this number of ranks.
+            RuntimeError: the map has another size than the table.
         """
-        mine, part = self.tensors(), self._part(whole)
+        mine, entries = self.tensors(), self._own_entries(whole)
         for name in whole.keys() & mine.keys():
             if name == _SEGMENTS:  # those of this run: they say how the map is cut now
                 continue
             source = whole[name]
             if name not in _SAME_EVERYWHERE:
-                source = source[part.to(source.device)]
+                source = source[entries.to(source.device)]
             elif name == _BUCKETS and not torch.equal(source, mine[name].to(source.device)):
-                raise ValueError(
-                    f"{self._named}: the checkpoint has {int(source)} buckets, total_num_buckets={int(mine[name])}"
-                )
+                raise ValueError(f"{self}: the checkpoint has {int(source)} buckets, total_num_buckets={int(mine[name])}")
             mine[name].copy_(source)
-        set_pending(self.manager, None)
+        set_input_history(self.mc_module, None)
 
-    @property
-    def _named(self) -> str:
-        return f"managed collisions of table {self.table!r} ({self.keys[0]})"
+    def __str__(self) -> str:
+        return f"managed collisions of table {self.table!r} ({self.prefixes[0]})"
 
-    def _part(self, whole: Mapping[str, Tensor]) -> Tensor:
-        """Which entries are this rank's. Entries of one rank keep their order, also if sorting has mixed the ranks'."""
-        for name in self.cut():
+    def _own_entries(self, whole: Mapping[str, Tensor]) -> Tensor:
+        """Return which entries are this rank's. Those of one rank keep their order, also if sorting has mixed the ranks'."""
+        for name in self.row_tensors():
             if name in whole and len(whole[name]) != self.ends[-1]:
-                raise RuntimeError(f"size mismatch for {self._named}: {name} has {len(whole[name])} rows, not {self.ends[-1]}")
+                raise RuntimeError(f"size mismatch for {self}: {name} has {len(whole[name])} rows, not {self.ends[-1]}")
         if not {"_mch_remapped_ids_mapping", "_mch_sorted_raw_ids"} <= whole.keys():
             return torch.arange(self.rows.start, self.rows.stop)
         slots, ids = whole["_mch_remapped_ids_mapping"].cpu(), whole["_mch_sorted_raw_ids"].cpu()
@@ -88,58 +86,46 @@ class IdRemapping:
         taken = ids != _FREE
         sizes = [end - start for start, end in pairwise(self.ends)]
         fits = torch.bincount(owners, minlength=len(sizes)).tolist() == sizes
-        if not fits or not torch.equal(owners[taken], _ranks_of(ids[taken], self.manager, len(sizes))):
+        if not fits or not torch.equal(owners[taken], _ranks_of(ids[taken], self.mc_module, len(sizes))):
             before = int((whole[_SEGMENTS] >= 0).sum()) - 1 if _SEGMENTS in whole else "another number of"
             raise ValueError(
-                f"{self._named}: its ids were given rows by {before} ranks, and on {len(sizes)} ranks they would be looked for "
-                f"in other rows. Use {before} ranks, or start with new tables"
+                f"{self}: its ids were given rows by {before} ranks, and on {len(sizes)} ranks they would be looked for in "
+                f"other rows. Use {before} ranks, or start with new tables"
             )
         return (owners == self.rank).nonzero().flatten()
 
 
-def id_maps(tables: ShardedTables) -> list[IdRemapping]:
-    """The maps of all managed-collision collections, in the same order on every rank."""
-    return [found for collection, module in tables.modules if collection.managed for found in _maps_of(collection, module)]
+def id_remappings(tables: ShardedTables) -> list[IdRemappingShard]:
+    """Return this rank's shards of the maps of all managed-collision collections, in the same order on every rank."""
+    return [shard for collection, module in tables.modules if collection.managed for shard in _shards(collection, module)]
 
 
-def held_by_torchrec(tables: ShardedTables) -> list[str]:
-    """Names of parameters and buffers of managed-collision collections, all of which DDP must leave alone."""
-    found = []
-    for collection, module in tables.modules:
-        if collection.managed:
-            tensors = [*module.named_parameters(), *module.named_buffers()]
-            found += [f"{collection.path}.{name}" if collection.path else name for name, _ in tensors]
-    return found
+def fill_id_remappings(collection: Collection, module: Any, original: Any) -> None:
+    """Copy the maps of a managed-collision collection from ``original``: the unsharded one, or its earlier shards."""
+    for shard in _shards(collection, module):
+        source = mc_modules(original)[shard.table]
+        values = {name: value.detach() for name, value in source.state_dict().items()}
+        if hasattr(original, "freescale_sharding"):
+            for name, value in shard.tensors().items():
+                value.copy_(values[name])
+            set_input_history(shard.mc_module, get_input_history(source))
+        else:
+            shard.load({name: value for name, value in values.items() if not value.is_meta})
 
 
-def fill_maps(tables: ShardedTables, sources: Mapping[str, Any]) -> None:
-    """Take the maps from the collections that were sharded, or from their earlier shards, by the collections' paths."""
-    for collection, module in tables.modules:
-        for target in _maps_of(collection, module) if collection.managed else []:
-            source = managers(sources[collection.path])[target.table]
-            values = {name: value.detach() for name, value in source.state_dict().items()}
-            if hasattr(sources[collection.path], "freescale"):
-                for name, value in target.tensors().items():
-                    value.copy_(values[name])
-                set_pending(target.manager, get_pending(source))
-            else:
-                target.load({name: value for name, value in values.items() if not value.is_meta})
-
-
-def _maps_of(collection: Collection, module: Any) -> list[IdRemapping]:
+def _shards(collection: Collection, module: Any) -> list[IdRemappingShard]:
     found, rank = [], module._env.rank
-    for name, manager in sorted(managers(module).items()):
-        inner = f"_managed_collision_collection._managed_collision_modules.{name}."
-        keys = tuple(f"{path}.{inner}" if path else inner for path in (collection.path, *collection.aliases))
-        shards = module.freescale.plan[name].sharding_spec.shards
-        ends = (*(shard.shard_offsets[0] for shard in shards), shards[-1].shard_offsets[0] + shards[-1].shard_sizes[0])
-        found.append(IdRemapping(name, keys, manager, ends, rank))
+    for table, mc_module in sorted(mc_modules(module).items()):
+        prefixes = collection.names(f"_managed_collision_collection._managed_collision_modules.{table}.")
+        placed = module.freescale_sharding.plan[table].sharding_spec.shards
+        ends = (*(shard.shard_offsets[0] for shard in placed), placed[-1].shard_offsets[0] + placed[-1].shard_sizes[0])
+        found.append(IdRemappingShard(table, prefixes, mc_module, ends, rank))
     return found
 
 
-def _ranks_of(ids: Tensor, manager: nn.Module, ranks: int) -> Tensor:
-    """To which rank TorchRec sends each id, by the kernel that sends them."""
-    size, blocks = manager.input_size(), manager.buckets()  # type: ignore[operator]
+def _ranks_of(ids: Tensor, mc_module: nn.Module, ranks: int) -> Tensor:
+    """Return to which rank TorchRec sends each id, by the kernel that sends them."""
+    size, blocks = mc_module.input_size(), mc_module.buckets()  # type: ignore[operator]
     lengths, *_, place = torch.ops.fbgemm.block_bucketize_sparse_features(
         torch.tensor([len(ids)]),
         ids,

@@ -1,8 +1,11 @@
-"""Collections with managed collisions: which of them can be sharded, and how to build them anew without memory."""
+"""Collections with managed collisions: which can be sharded, how to build them anew without memory, what they have seen.
+
+TorchRec's managed-collision module (MC module) of a table remaps ids to rows, and keeps for it what is called a map here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,21 +20,20 @@ from torchrec.modules.mc_embedding_modules import (
 )
 from torchrec.modules.mc_modules import ManagedCollisionCollection, ManagedCollisionModule, MCHManagedCollisionModule
 
-_META = torch.device("meta")
 _KNOWN = (MCHManagedCollisionModule, HashZchManagedCollisionModule)
 _OWNERS = (BaseManagedCollisionEmbeddingCollection, ManagedCollisionCollection, ManagedCollisionModule)
 
 
 def is_managed(module: nn.Module) -> bool:
-    """Whether it remaps ids by a map that training changes; replicas of such a map would not stay the same."""
+    """Return whether a module remaps ids by a map that training changes."""
     return isinstance(module, _OWNERS)
 
 
-def refuse_unknown(path: str, module: Any) -> None:
+def refuse_unshardable(path: str, module: Any) -> None:
     """Check that TorchRec can shard a module for which :func:`is_managed` holds.
 
     Raises:
-        ValueError: it cannot; names the path and the fix.
+        ValueError: it cannot, and replicas of a map would not stay the same; names the path and the fix.
     """
     because = f"module {path!r} ({type(module).__name__}) maps ids to rows, and its map must be sharded with the table"
     if type(module) is not ManagedCollisionEmbeddingCollection:
@@ -44,10 +46,10 @@ def refuse_unknown(path: str, module: Any) -> None:
         raise ValueError(f"{because}: its collection is a {type(inner).__name__}, use a plain torchrec.EmbeddingCollection")
     seen: dict[str, str] = {}
     for config in inner.embedding_configs():
-        manager = module._managed_collision_collection._managed_collision_modules[config.name]
-        if type(manager) not in _KNOWN:
+        mc_module = mc_modules(module)[config.name]
+        if type(mc_module) not in _KNOWN:
             raise ValueError(
-                f"{because}: that of table {config.name!r} is a {type(manager).__name__}, use one of "
+                f"{because}: that of table {config.name!r} is a {type(mc_module).__name__}, use one of "
                 f"{[kind.__name__ for kind in _KNOWN]}"
             )
         for feature in config.feature_names:
@@ -58,32 +60,36 @@ def refuse_unknown(path: str, module: Any) -> None:
             seen[feature] = config.name
 
 
-def refuse_device(collection: Any, module: Any, device: torch.device, training: bool) -> None:
-    """Raise ValueError if a collection has a map that does not work on ``device``; names table and fix."""
-    for name, manager in managers(module).items() if collection.managed and device.type == "cpu" else ():
-        evicts = getattr(manager, "_eviction_policy_name", None) is not None
-        if isinstance(manager, HashZchManagedCollisionModule) and (training or evicts):
+def refuse_device(path: str, module: Any, device: torch.device, training: bool) -> None:
+    """Check that the maps of a managed-collision collection work on ``device``.
+
+    Raises:
+        ValueError: one does not; names table and fix.
+    """
+    for table, mc_module in mc_modules(module).items() if device.type == "cpu" else ():
+        evicts = getattr(mc_module, "_eviction_policy_name", None) is not None
+        if isinstance(mc_module, HashZchManagedCollisionModule) and (training or evicts):
             raise ValueError(
-                f"table {name!r} of collection {collection.path!r} uses HashZchManagedCollisionModule, but FBGEMM's "
+                f"table {table!r} of collection {path!r} uses HashZchManagedCollisionModule, but FBGEMM's "
                 "zero_collision_hash neither adds nor evicts ids on CPU: use a GPU, or MCHManagedCollisionModule"
             )
 
 
-def managers(module: Any) -> dict[str, Any]:
-    """The map of every table, by the table's name, of a sharded or unsharded collection."""
+def mc_modules(module: Any) -> dict[str, Any]:
+    """Return TorchRec's MC module of every table, by the table's name, of a sharded or unsharded collection."""
     return dict(module._managed_collision_collection._managed_collision_modules.items())
 
 
-def frozen(path: str, module: Any) -> dict[str, nn.Parameter]:
-    """The parameters in which TorchRec keeps ids, by their names under ``path``; they are not trained."""
-    maps = module._managed_collision_collection
-    return {f"{path}._managed_collision_collection.{name}".lstrip("."): value for name, value in maps.named_parameters()}
+def id_parameters(module: Any) -> dict[str, nn.Parameter]:
+    """Return the parameters in which TorchRec keeps ids, by their names in ``module``; no optimizer updates them."""
+    return dict(module._managed_collision_collection.named_parameters(prefix="_managed_collision_collection"))
 
 
-def blueprint(module: Any) -> Callable[[], nn.Module]:
-    """What builds an unsharded copy on the meta device, without keeping ``module`` alive."""
+def managed_blueprint(module: Any) -> Callable[[], nn.Module]:
+    """Return a function that builds an unsharded copy on the meta device; it does not keep ``module`` alive."""
+    meta = torch.device("meta")
     inner, configs = module._embedding_module, module._embedding_module.embedding_configs()
-    empty = {name: _empty(manager) for name, manager in managers(module).items()}
+    empty = {table: _empty_mc_module(mc_module, meta) for table, mc_module in mc_modules(module).items()}
     needs_indices, preprocess = inner.need_indices(), module._managed_collision_collection.need_preprocess
     options = {
         "return_remapped_features": module._return_remapped_features,
@@ -91,33 +97,68 @@ def blueprint(module: Any) -> Callable[[], nn.Module]:
     }
 
     def build() -> nn.Module:
-        tables = EmbeddingCollection(tables=configs, device=_META, need_indices=needs_indices)
-        maps = ManagedCollisionCollection({name: _empty(manager) for name, manager in empty.items()}, configs, preprocess)
-        return ManagedCollisionEmbeddingCollection(tables, maps, **options)
+        tables = EmbeddingCollection(tables=configs, device=meta, need_indices=needs_indices)
+        fresh = {table: _empty_mc_module(mc_module, meta) for table, mc_module in empty.items()}
+        return ManagedCollisionEmbeddingCollection(tables, ManagedCollisionCollection(fresh, configs, preprocess), **options)
 
     return build
 
 
-def complete(module: Any) -> None:
-    """Finish a sharded collection in place.
-
-    FBGEMM resets the row-wise states of evicted rows on CUDA only, and counts features where TorchRec tells it tables: of two
-    tables in one kernel, the first with two features, it would reset the first for the second.
-    """
+def patch_sharded(module: Any) -> None:
+    """Correct a sharded collection of TorchRec in place."""
     module._lookups = module._embedding_module._lookups  # where every other sharded collection has them
     for kernel, _ in module._table_to_tbe_and_index.values():
+        # FBGEMM resets the row-wise states of evicted rows on CUDA only, and counts features where TorchRec tells it tables:
+        # of two tables in one kernel, the first with two features, it would reset the first for the second
         if kernel.optimizer is EmbOptimType.EXACT_ROWWISE_ADAGRAD:
             kernel.reset_embedding_weight_momentum = partial(_reset_states, kernel)
 
 
-def _empty(manager: Any) -> Any:
-    size = manager.output_size()
-    copy = manager.rebuild_with_output_id_range((0, size), [0, size], _META)
+def get_input_history(mc_module: Any) -> dict[str, Any] | None:
+    """Return the ids that a map has seen since it last let new ones in; None if it keeps none.
+
+    TorchRec leaves them out of the state dict, but a resumed run needs them.
+    """
+    if not isinstance(mc_module, MCHManagedCollisionModule) or mc_module._input_history_buffer_size < 0:
+        return None
+    used = slice(mc_module._current_history_buffer_offset)
+    return {
+        "size": mc_module._input_history_buffer_size,
+        "last_eviction": mc_module._last_eviction_iter,
+        "ids": mc_module._history_accumulator[used].cpu(),
+        "metadata": {name: value[used].cpu() for name, value in mc_module._history_metadata.items()},
+    }
+
+
+def set_input_history(mc_module: Any, history: Mapping[str, Any] | None) -> None:
+    """Put back what :func:`get_input_history` returned; None to forget it, as a new module has."""
+    if not isinstance(mc_module, MCHManagedCollisionModule):
+        return
+    mc_module._input_history_buffer_size = mc_module._current_iter = mc_module._last_eviction_iter = -1
+    mc_module._current_history_buffer_offset = 0
+    if history is None:
+        return
+    mc_module._current_iter = int(mc_module._current_iter_tensor)
+    mc_module._last_eviction_iter = history["last_eviction"]
+    mc_module._input_history_buffer_size = history["size"]
+    mc_module._current_history_buffer_offset = used = len(history["ids"])
+    mc_module._history_accumulator = torch.zeros(history["size"], dtype=torch.int64, device=mc_module.device)
+    mc_module._history_accumulator[:used] = history["ids"]
+    for name, value in history["metadata"].items():
+        buffer = torch.zeros(history["size"], dtype=torch.int64, device=mc_module.device)
+        buffer[:used] = value
+        mc_module.register_buffer(f"_history_{name}", buffer, persistent=False)
+        mc_module._history_metadata[name] = buffer
+
+
+def _empty_mc_module(mc_module: Any, device: torch.device) -> Any:
+    size = mc_module.output_size()
+    copy = mc_module.rebuild_with_output_id_range((0, size), [0, size], device)
     if isinstance(copy, MCHManagedCollisionModule):
         copy._buckets = 0  # sharding makes one per rank, whatever there was; the planner must find no remainder
     return copy
 
 
 def _reset_states(kernel: Any, pruned_indices: Tensor, logical_table_ids: Tensor, **rest: Any) -> None:
-    """TorchRec draws the rows' weights itself, after this."""
+    """Reset the state alone: TorchRec draws the rows' weights itself, after this."""
     kernel.get_optimizer_state()[int(logical_table_ids[0])]["sum"][pruned_indices] = 0

@@ -1,12 +1,14 @@
-"""Derive the optimizer that updates a sharded table from the one the user configured for it."""
+"""Which optimizer updates a sharded table: derived from the user's optimizer, whose parameter groups go on driving it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
 from torch.optim import Optimizer
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
@@ -35,100 +37,172 @@ class TableOptimizer:
         arguments: its arguments, in FBGEMM's words.
         group: which of the user's parameter groups holds the table and sets its learning rate; None if none does.
         initial_state: value the accumulated squares start from.
-        by_row: whether the overlap engine updates the table, because FBGEMM cannot.
+        sparse_adam: whether the overlap engine updates the table by :mod:`.sparse_adam`, because FBGEMM cannot.
     """
 
     fused_class: type[Optimizer]
     arguments: dict[str, Any] = field(default_factory=dict)
     group: int | None = None
     initial_state: float = 0.0
-    by_row: bool = False
+    sparse_adam: bool = False
 
     @property
     def moves_without_gradient(self) -> bool:
         """Whether an update by a gradient of zero changes a row or its state."""
         return self.fused_class not in (torch.optim.SGD, torch.optim.Adagrad, RowWiseAdagrad)
 
+    @property
+    def has_row_wise_state(self) -> bool:
+        """Whether its state has one value per row."""
+        return "rowwise" in self.fused_class.__name__.lower()
+
+    @classmethod
+    def from_applied_in_backward(
+        cls, weight: Any, table: str, device: torch.device, sparse_adam: bool = False
+    ) -> TableOptimizer | None:
+        """Return the optimizer that the user gave a table by TorchRec's ``apply_optimizer_in_backward``; None if none.
+
+        It stands on the table's unsharded ``weight``. ``sparse_adam`` tells whether the overlap engine can update the table.
+
+        Raises:
+            ValueError: there are several, or FBGEMM has none that does the same on ``device``.
+        """
+        if not hasattr(weight, "_optimizer_classes"):
+            return None
+        classes, arguments = weight._optimizer_classes, dict(weight._optimizer_kwargs[0])
+        names = [kind.__name__ for kind in classes]
+        if len(classes) != 1:
+            raise ValueError(f"table {table!r} has several optimizers applied in backward, {names}: apply one")
+        told = f"{names[0]}, applied in backward to table {table!r}"
+        try:
+            kind = optimizer_type_to_emb_opt_type(classes[0])
+        except ValueError as error:
+            raise ValueError(f"{told}, has no fused form in FBGEMM: {error}") from error
+        if device.type == "cpu" and sparse_adam and classes[0] in _NOT_ON_CPU:
+            for name in ("amsgrad", "maximize"):
+                if arguments.get(name):
+                    raise ValueError(f"{names[0]}({name}=True), applied in backward to table {table!r}: leave it out on CPU")
+            if "betas" in arguments:
+                arguments["beta1"], arguments["beta2"] = arguments.pop("betas")
+            return cls(classes[0], {"lr": 1e-3, **arguments}, sparse_adam=True)
+        if device.type == "cpu" and kind not in _ON_CPU:
+            raise ValueError(f"{told}, is not there in FBGEMM on CPU: apply SGD, Adagrad or RowWiseAdagrad, or train on a GPU")
+        return cls(classes[0], arguments)
+
+    @classmethod
+    def from_parameter_group(
+        cls, optimizer: Optimizer, group: int, table: str, device: torch.device, sparse_adam: bool = False
+    ) -> TableOptimizer:
+        """Return the fused optimizer that does what ``optimizer`` does for a table of its parameter group ``group``.
+
+        ``sparse_adam`` tells whether the overlap engine can update the table.
+
+        Raises:
+            ValueError: no fused optimizer does the same; the message names the table, the setting and the fix.
+        """
+        kind, settings = type(optimizer), optimizer.param_groups[group]
+        if kind not in _DEMANDS:
+            raise ValueError(
+                f"{kind.__name__} holds the embedding table {table!r}, and no fused optimizer does what it does. Use SGD, "
+                "Adagrad, RowWiseAdagrad, Adam or AdamW for the table's parameters, or give the table an optimizer of its own "
+                "with torchrec.optim.apply_optimizer_in_backward"
+            )
+        for name, demanded in _DEMANDS[kind].items():
+            if settings.get(name, demanded) != demanded:
+                raise ValueError(
+                    f"{kind.__name__}({name}={settings[name]!r}) holds the embedding table {table!r}, which is updated row by "
+                    f"row during backward: put the table into a parameter group with {name}={demanded!r}"
+                )
+        without_fused = device.type == "cpu" and kind in _NOT_ON_CPU
+        if without_fused and not sparse_adam:
+            raise ValueError(
+                f"{kind.__name__} holds the embedding table {table!r}, but FBGEMM has no Adam on CPU, and only an "
+                "EmbeddingCollection under FreeScaleStrategy(overlap=True) does without. Put the table's parameters into SGD, "
+                "Adagrad or RowWiseAdagrad (torchrec.optim.RowWiseAdagrad), or train on a GPU"
+            )
+        arguments = {"lr": float(settings["lr"])}
+        if "eps" in settings:
+            arguments["eps"] = settings["eps"]
+        if kind in _NOT_ON_CPU:
+            arguments["beta1"], arguments["beta2"] = settings["betas"]
+            arguments["weight_decay"] = settings["weight_decay"]
+        initial = optimizer.defaults.get("initial_accumulator_value", 0.0)  # torch ignores a parameter group's own
+        return cls(_FUSED.get(kind, kind), arguments, group, initial, without_fused)
+
 
 FROZEN = TableOptimizer(torch.optim.SGD, {"lr": 0.0})
 
 
-def has_row_wise_state(optimizer: TableOptimizer) -> bool:
-    """Whether its state has one value per row."""
-    return "rowwise" in optimizer.fused_class.__name__.lower()
+class ParameterGroups:
+    """The parameter groups of the user's optimizer, which of them drives which table, and how many updates are done.
 
+    The tables are updated during backward, so creating this takes them out of the optimizer; but its parameter groups go on
+    setting their learning rates, and checkpoints list its parameters as the user gave them.
 
-def applied_in_backward(
-    classes: list[Any], arguments: list[Any], table: str, device: torch.device, by_row: bool = False
-) -> TableOptimizer:
-    """An optimizer that the user applied in backward; ``by_row`` if the overlap engine may update the table.
+    Args:
+        optimizer: built over the unsharded parameters; its tables are removed.
+        root: the module, for the names of its parameters.
+        tables: weight of every table by its key.
+        in_backward: optimizers that the user has applied in backward, by table key; they stay.
+        device: where the tables will live.
+        sparse_adam: keys of the tables that the overlap engine can update.
 
-    Raises:
-        ValueError: there are several, or FBGEMM has none that does the same on ``device``.
-    """
-    names = [kind.__name__ for kind in classes]
-    if len(classes) != 1:
-        raise ValueError(f"table {table!r} has several optimizers applied in backward, {names}: apply one")
-    try:
-        kind = optimizer_type_to_emb_opt_type(classes[0])
-    except ValueError as error:
-        raise ValueError(f"{names[0]}, applied in backward to table {table!r}, has no fused form in FBGEMM: {error}") from error
-    if device.type == "cpu" and by_row and classes[0] in _NOT_ON_CPU:
-        for name in ("amsgrad", "maximize"):
-            if arguments[0].get(name):
-                raise ValueError(f"{names[0]}({name}=True), applied in backward to table {table!r}: leave it out on CPU")
-        return TableOptimizer(classes[0], _in_fbgemms_words(dict(arguments[0])), by_row=True)
-    if device.type == "cpu" and kind not in _ON_CPU:
-        raise ValueError(
-            f"{names[0]}, applied in backward to table {table!r}, is not there in FBGEMM on CPU: apply SGD, Adagrad or "
-            "RowWiseAdagrad, or train on a GPU"
-        )
-    return TableOptimizer(classes[0], dict(arguments[0]))
-
-
-def derive(optimizer: Optimizer, group: int, table: str, device: torch.device, by_row: bool = False) -> TableOptimizer:
-    """The fused optimizer that does what ``optimizer`` does for the tables of its parameter group ``group``.
-
-    ``by_row`` if the overlap engine may update the table.
+    Attributes:
+        optimizers: how each table is updated, by table key; tables that nobody updates are missing.
+        in_backward: keys of the tables that keep an optimizer of their own.
+        step: updates done so far. FBGEMM's own count is of forwards, also of those in validation.
 
     Raises:
-        ValueError: no fused optimizer does the same; the message names the table, the setting and the fix.
+        ValueError: no fused optimizer does what the user's does.
     """
-    kind, settings = type(optimizer), optimizer.param_groups[group]
-    if kind not in _DEMANDS:
-        raise ValueError(
-            f"{kind.__name__} holds the embedding table {table!r}, and no fused optimizer does what it does. Use SGD, "
-            "Adagrad, RowWiseAdagrad, Adam or AdamW for the table's parameters, or give the table an optimizer of its own "
-            "with torchrec.optim.apply_optimizer_in_backward"
-        )
-    for name, demanded in _DEMANDS[kind].items():
-        if settings.get(name, demanded) != demanded:
-            raise ValueError(
-                f"{kind.__name__}({name}={settings[name]!r}) holds the embedding table {table!r}, which is updated row by row "
-                f"during backward: put the table into a parameter group with {name}={demanded!r}"
-            )
-    here = device.type == "cpu" and kind in _NOT_ON_CPU
-    if here and not by_row:
-        raise ValueError(
-            f"{kind.__name__} holds the embedding table {table!r}, but FBGEMM has no Adam on CPU, and only an "
-            "EmbeddingCollection under FreeScaleStrategy(overlap=True) does without. Put the table's parameters into SGD, "
-            "Adagrad or RowWiseAdagrad (torchrec.optim.RowWiseAdagrad), or train on a GPU"
-        )
-    initial = optimizer.defaults.get("initial_accumulator_value", 0.0)  # torch ignores a parameter group's own
-    return TableOptimizer(_FUSED.get(kind, kind), _arguments(kind, settings), group, initial, by_row=here)
 
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        root: nn.Module,
+        tables: Mapping[str, nn.Parameter],
+        in_backward: Mapping[str, TableOptimizer],
+        device: torch.device,
+        sparse_adam: Set[str] = frozenset(),
+    ) -> None:
+        names = {parameter: name for name, parameter in root.named_parameters()}
+        key_of = {weight: key for key, weight in tables.items()}
+        self.root = root
+        self.step = 0
+        self.tables = frozenset(tables)
+        self.in_backward = frozenset(in_backward)
+        self.optimizers = dict(in_backward)
+        self._optimizer = optimizer
+        self._layout = [[names.get(p, "") for p in group["params"]] for group in optimizer.param_groups]
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                key = key_of.get(parameter)
+                if key is not None and key not in in_backward and parameter.requires_grad:
+                    derived = TableOptimizer.from_parameter_group(optimizer, index, key, device, key in sparse_adam)
+                    self.optimizers[key] = derived
+        for group in optimizer.param_groups:
+            for parameter in [p for p in group["params"] if p in key_of]:
+                optimizer.state.pop(parameter, None)
+            group["params"] = [p for p in group["params"] if p not in key_of]
 
-def _arguments(kind: type[Optimizer], settings: dict[str, Any]) -> dict[str, Any]:
-    arguments = {"lr": float(settings["lr"])}
-    if "eps" in settings:
-        arguments["eps"] = settings["eps"]
-    if kind in _NOT_ON_CPU:
-        arguments["beta1"], arguments["beta2"] = settings["betas"]
-        arguments["weight_decay"] = settings["weight_decay"]
-    return arguments
+    def layout(self) -> list[list[str]]:
+        """Return the parameter names of every group as the user gave them, tables included.
 
+        After them come the groups that a callback has added since, such as Lightning's finetuning callbacks.
 
-def _in_fbgemms_words(arguments: dict[str, Any]) -> dict[str, Any]:
-    if "betas" in arguments:
-        arguments["beta1"], arguments["beta2"] = arguments.pop("betas")
-    return {"lr": 1e-3, **arguments}
+        Raises:
+            ValueError: a group has gained or lost parameters.
+        """
+        groups = self._optimizer.param_groups
+        for index, (names, group) in enumerate(zip(self._layout, groups)):
+            dense = sum(name not in self.tables for name in names)
+            if dense != len(group["params"]):
+                raise ValueError(
+                    f"parameter group {index} of {type(self._optimizer).__name__} had {dense} dense parameters when training "
+                    f"began and has {len(group['params'])} now: add parameters as a new group"
+                )
+        return self._layout + [[""] * len(group["params"]) for group in groups[len(self._layout) :]]
+
+    def learning_rate(self, group: int) -> float:
+        """Return the rate that the user's schedulers have set for a parameter group."""
+        return float(self._optimizer.param_groups[group]["lr"])

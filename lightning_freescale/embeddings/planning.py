@@ -11,18 +11,18 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 from torchrec.distributed.planner.types import KernelConfig, TopologyFactory, TrainerConfig
 
 from lightning_freescale.embeddings.collections import Collection, Table
-from lightning_freescale.embeddings.optimizer import TableOptimizer, has_row_wise_state
+from lightning_freescale.embeddings.optimizer import TableOptimizer
 
 OVERLAPPED_TYPES = ("row_wise", "table_wise")
 OVERLAPPED_KERNELS = ("fused", "fused_uvm")
-"""What the overlap engine can serve: whole rows, where they can be read."""
+"""The kernels, and with them the types, that the overlap engine can serve: whole rows, where they can be read."""
 _FUSED = ("fused", "fused_uvm", "fused_uvm_caching")
 
 
 def row_wise_planner(
     collections: list[Collection], device: torch.device, world_size: int, local_world_size: int
 ) -> EmbeddingShardingPlanner:
-    """TorchRec's planner, held to row-wise sharding with the optimizer fused into backward.
+    """Return TorchRec's planner, held to row-wise sharding with the optimizer fused into backward.
 
     EmbeddingBagCollections may be sharded table-wise as well: on CPU, TorchRec plans nothing else for them. Tables too small
     to give every rank a row are sharded table-wise.
@@ -46,12 +46,12 @@ def row_wise_planner(
 
 
 def check_plan(collection: Collection, plan: Mapping[str, Any], optimizers: Mapping[str, TableOptimizer]) -> None:
-    """Refuse what cannot be trained or checkpointed as if it were unsharded.
+    """Check that a plan can be trained and checkpointed as if the tables were unsharded.
 
     Raises:
         ValueError: names the table, what the plan says of it, and the fix.
     """
-    by_row = [table.key for table in collection.tables if optimizers[table.key].by_row]
+    adam = [table.key for table in collection.tables if optimizers[table.key].sparse_adam]
     for table in collection.tables:
         kind, kernel = plan[table.name].sharding_type, plan[table.name].compute_kernel
         if collection.managed and kind != "row_wise":
@@ -69,13 +69,13 @@ def check_plan(collection: Collection, plan: Mapping[str, Any], optimizers: Mapp
                 f"the sharding plan gives table {table.name!r} sharding_type={kind!r} and compute_kernel={kernel!r}: tables "
                 'are updated by fused kernels, use compute_kernel="fused" and a type other than data_parallel'
             )
-        if by_row and (kernel not in OVERLAPPED_KERNELS or kind not in OVERLAPPED_TYPES):
+        if adam and (kernel not in OVERLAPPED_KERNELS or kind not in OVERLAPPED_TYPES):
             raise ValueError(
                 f"the sharding plan gives table {table.name!r} sharding_type={kind!r} and compute_kernel={kernel!r}, but the "
-                f"optimizer {optimizers[by_row[0]].fused_class.__name__} of {by_row[0]!r} on CPU needs row_wise or table_wise "
+                f"optimizer {optimizers[adam[0]].fused_class.__name__} of {adam[0]!r} on CPU needs row_wise or table_wise "
                 'sharding and compute_kernel="fused" for all tables of the collection'
             )
-        if ("column" in kind or "grid" in kind) and has_row_wise_state(optimizers[table.key]):
+        if ("column" in kind or "grid" in kind) and optimizers[table.key].has_row_wise_state:
             raise ValueError(
                 f"the sharding plan splits the columns of table {table.name!r} (sharding_type={kind!r}), but its optimizer "
                 f"{optimizers[table.key].fused_class.__name__} keeps one state per row: use row_wise or table_wise"

@@ -2,75 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
-from lightning_freescale.embeddings.collections import Collection, find_collections, replace_everywhere, weights
-from lightning_freescale.embeddings.id_checks import LookupCount, check_ids
-from lightning_freescale.embeddings.id_remapping import fill_maps
-from lightning_freescale.embeddings.managed_collision import complete, frozen
-from lightning_freescale.embeddings.optimizer import FROZEN, TableOptimizer, applied_in_backward
+from lightning_freescale.embeddings.collections import Collection, find_collections, replace_everywhere, table_weights
+from lightning_freescale.embeddings.id_checks import LookupChecks
+from lightning_freescale.embeddings.id_remapping import fill_id_remappings
+from lightning_freescale.embeddings.managed_collision import id_parameters, patch_sharded
+from lightning_freescale.embeddings.optimizer import FROZEN, TableOptimizer
 from lightning_freescale.embeddings.planning import check_plan, row_wise_planner
-from lightning_freescale.embeddings.shards import Shard, ShardedTables, ShardingRecord, kernels
+from lightning_freescale.embeddings.shards import Shard, ShardedTables, ShardingRecord, kernels, shards_of
 from lightning_freescale.embeddings.sparse_adam import new_state
 
 
 class TableSharding:
     """Takes the embedding collections out of a module, and puts TorchRec's sharded ones in their places.
 
-    Creating it replaces every collection under ``root`` by a copy on the meta device, so that optimizers can be built over
-    the unsharded parameters without their memory. Then either :meth:`shard` or :meth:`restore` must follow.
+    Creating it replaces every collection under ``root`` by its blueprint, a copy on the meta device. So an optimizer can be
+    built over the unsharded parameters, with their names and groups and without memory for tables, and tells which group
+    drives which table. Then either :meth:`shard` or :meth:`restore` must follow.
 
     Args:
         root: the module, changed in place.
         device: where the shards will live.
         overlap: whether the overlap engine will run, which updates some tables that FBGEMM cannot.
+        collections: what :func:`.find_collections` has found under ``root``, for who has asked already.
 
     Attributes:
-        given: optimizers that the user has applied in backward, by table key.
-        by_row: keys of the tables that the overlap engine can update.
+        parameters: meta-device weight of every table by its key in the state dict of ``root``, and the parameters in which
+            TorchRec keeps ids, which no optimizer updates.
+        in_backward: optimizers that the user has applied in backward, by table key.
+        sparse_adam: keys of the tables that the overlap engine can update.
 
     Raises:
         ValueError: an optimizer that the user has applied in backward cannot update a sharded table on ``device``.
     """
 
-    def __init__(self, root: nn.Module, device: torch.device, overlap: bool = False) -> None:
-        self.root, self.device = root, device
-        self._originals: list[tuple[Collection, Any]] = list(find_collections(root))
-        able = [collection for collection, _ in self._originals if overlap and not (collection.pooled or collection.managed)]
-        self.by_row = frozenset(table.key for collection in able for table in collection.tables)
+    def __init__(
+        self,
+        root: nn.Module,
+        device: torch.device,
+        overlap: bool = False,
+        collections: Sequence[tuple[Collection, Any]] | None = None,
+    ) -> None:
+        self.root = root
+        self.device = device
+        self._originals = find_collections(root) if collections is None else list(collections)
+        overlapped = [
+            collection for collection, _ in self._originals if overlap and not (collection.pooled or collection.managed)
+        ]
+        self.sparse_adam = frozenset(table.key for collection in overlapped for table in collection.tables)
+        self.in_backward: dict[str, TableOptimizer] = {}
+        self.parameters: dict[str, nn.Parameter] = {}
         self._blueprints: dict[str, nn.Module] = {}
-        self.given: dict[str, TableOptimizer] = {}
         for collection, module in self._originals:
-            self.given.update(_given(collection, module, device, self.by_row))
             blueprint = self._blueprints[collection.path] = collection.blueprint()
-            if not hasattr(module, "freescale"):
-                for (_, old), (_, new) in zip(weights(module), weights(blueprint)):
-                    new.requires_grad_(old.requires_grad)
+            weights = dict(table_weights(blueprint))
+            self.parameters |= {table.key: weights[table.name] for table in collection.tables}
+            if collection.managed:
+                self.parameters |= {collection.names(name)[0]: p for name, p in id_parameters(blueprint).items()}
+            if hasattr(module, "freescale_sharding"):
+                self.in_backward |= module.freescale_sharding.in_backward
+            else:
+                self._read_weights(collection, dict(table_weights(module)))
             replace_everywhere(root, module, blueprint)
 
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """The meta-device weight of every table, under its key in the state dict of ``root``.
-
-        With them the parameters in which TorchRec keeps ids, which no optimizer updates.
-        """
-        found = {}
-        for collection, _ in self._originals:
-            if collection.managed:
-                found.update(frozen(collection.path, self._blueprints[collection.path]))
-            by_name = dict(weights(self._blueprints[collection.path]))
-            found.update({table.key: by_name[table.name] for table in collection.tables})
-        return found
-
     def restore(self) -> None:
-        """Put the collections back that were there before."""
+        """Put the collections back that were there before, if an optimizer was refused."""
         for collection, module in self._originals:
             replace_everywhere(self.root, self._blueprints[collection.path], module)
 
@@ -83,7 +86,7 @@ class TableSharding:
         planner: Any = None,
         optimizers: Mapping[str, TableOptimizer] | None = None,
     ) -> ShardedTables:
-        """Shard every collection, keeping its weights.
+        """Shard every collection, keeping its weights. Collective.
 
         Nothing unsharded is built on the device: shards are created empty there and filled from the unsharded weights, from
         the shards of an earlier call, or, for collections on the meta device, by each table's own initialiser.
@@ -98,35 +101,39 @@ class TableSharding:
         Raises:
             ValueError: the plan misses a collection or a table, or differs from the one that sharded them earlier.
         """
-        collections, device = [collection for collection, _ in self._originals], self.device
+        collections = [collection for collection, _ in self._originals]
         chosen = {table.key: (optimizers or {}).get(table.key, FROZEN) for c in collections for table in c.tables}
         plan = plan or self._earlier_plan()
         if plan is None:
-            planner = planner or row_wise_planner(collections, device, group.size(), local_world_size)
-            plan = planner.collective_plan(self.root, [c.sharder for c in collections], group)
-        # creating shards draws random numbers that an unsharded run would not draw
-        with torch.random.fork_rng(devices=[device.index] if device.type == "cuda" else []):
-            torch.manual_seed(torch.initial_seed() + 1 + group.rank())  # shards must not start as copies of each other
+            planner = planner or row_wise_planner(collections, self.device, group.size(), local_world_size)
+            plan = planner.collective_plan(self.root, [collection.sharder for collection in collections], group)
+        # an unsharded run would not draw the random numbers that shards are created with: dropout must stay what it was
+        with torch.random.fork_rng(devices=[self.device.index] if self.device.type == "cuda" else []):
+            torch.manual_seed(torch.initial_seed() + 1 + group.rank())  # else shards would start as copies of each other
             env = ShardingEnv.from_process_group(group)
-            modules = [(c, self._shard_one(c, plan, chosen, env, device)) for c in collections]
-            tables = ShardedTables(modules, chosen)
-            _fill(tables, {collection.path: _Source.of(collection, module) for collection, module in self._originals})
-            fill_maps(tables, {collection.path: module for collection, module in self._originals})
+            modules = [(collection, self._shard_collection(collection, plan, chosen, env)) for collection in collections]
+            for (collection, module), (_, original) in zip(modules, self._originals):
+                _fill_shards(shards_of(collection, module), collection, original, chosen)
+                if collection.managed:
+                    fill_id_remappings(collection, module, original)
         for collection, module in modules:
             replace_everywhere(self.root, self._blueprints[collection.path], module)
-        return tables
+        return ShardedTables(modules, chosen)
+
+    def _read_weights(self, collection: Collection, weights: dict[str, nn.Parameter]) -> None:
+        for table in collection.tables:
+            weight = weights[table.name]
+            self.parameters[table.key].requires_grad_(weight.requires_grad)
+            given = TableOptimizer.from_applied_in_backward(weight, table.key, self.device, table.key in self.sparse_adam)
+            if given is not None:
+                self.in_backward[table.key] = given
 
     def _earlier_plan(self) -> ShardingPlan | None:
-        placed = {c.path: getattr(module, "freescale", None) for c, module in self._originals}
-        return ShardingPlan({path: p.plan for path, p in placed.items() if p}) if all(placed.values()) else None
+        records = {collection.path: getattr(module, "freescale_sharding", None) for collection, module in self._originals}
+        return ShardingPlan({path: r.plan for path, r in records.items() if r}) if all(records.values()) else None
 
-    def _shard_one(
-        self,
-        collection: Collection,
-        plan: ShardingPlan,
-        chosen: Mapping[str, TableOptimizer],
-        env: ShardingEnv,
-        device: torch.device,
+    def _shard_collection(
+        self, collection: Collection, plan: ShardingPlan, optimizers: Mapping[str, TableOptimizer], env: ShardingEnv
     ) -> Any:
         tables: Any = plan.plan.get(collection.path)
         if tables is None or any(table.name not in tables for table in collection.tables):
@@ -134,114 +141,80 @@ class TableSharding:
                 f"the sharding plan has no entry for collection {collection.path!r} with tables "
                 f"{[table.name for table in collection.tables]}, only for {sorted(plan.plan)}: add it, or leave out plan="
             )
+        chosen = {table.key: optimizers[table.key] for table in collection.tables}
+        check_plan(collection, tables, chosen)
         blueprint = self._blueprints[collection.path]
-        mine = {table.key: chosen[table.key] for table in collection.tables}
-        check_plan(collection, tables, mine)
-        _attach_optimizers(collection, blueprint, mine)
-        module: Any = collection.sharder.shard(blueprint, tables, env, device)
-        _add_states(collection, module, mine)
-        module.freescale = ShardingRecord(collection, tables, mine, {key: self.given[key] for key in mine if key in self.given})
+        _attach_optimizers(collection, blueprint, chosen)
+        # TorchRec's sharder, and no DistributedModelParallel: the strategy's model stays a DDP, as Lightning expects and with
+        # the user's options, and a collection can be sharded anew for a second fit
+        module: Any = collection.sharder.shard(blueprint, tables, env, self.device)
         if collection.managed:
-            complete(module)
-        else:
-            check_ids(collection, module)
-        module.freescale_lookups = LookupCount(collection, mine)
-        module.register_forward_pre_hook(module.freescale_lookups)
-        module.register_forward_hook(_wait)
+            patch_sharded(module)
+        _add_sparse_adam_states(collection, module, chosen)
+        in_backward = {key: self.in_backward[key] for key in chosen if key in self.in_backward}
+        checks = LookupChecks(collection, chosen)
+        module.freescale_sharding = ShardingRecord(collection, tables, chosen, in_backward, checks)
+        module.register_forward_pre_hook(checks, with_kwargs=True)
+        module.register_forward_hook(_wait_for_output)
         return module
 
 
-def _wait(module: nn.Module, args: Any, output: Any) -> Any:
-    # TorchRec's lazy result is no dict, and a rank that never looks at it would leave the others waiting
+def _attach_optimizers(collection: Collection, blueprint: nn.Module, chosen: Mapping[str, TableOptimizer]) -> None:
+    by_name: dict[str, Any] = dict(table_weights(blueprint))
+    for table in collection.tables:
+        weight, optimizer = by_name[table.name], chosen[table.key]
+        # TorchRec reads these two attributes. A kernel has one learning rate, so tables of different parameter groups must
+        # not share one: _batch_key, which TorchRec strips, keeps them apart
+        weight._optimizer_classes = [torch.optim.SGD if optimizer.sparse_adam else optimizer.fused_class]
+        arguments = {"lr": 0.0} if optimizer.sparse_adam else optimizer.arguments
+        own = sorted(optimizer.arguments.items()) if optimizer.sparse_adam else ""
+        weight._optimizer_kwargs = [{**arguments, "_batch_key": f"{optimizer.group} {own}"}]
+
+
+def _add_sparse_adam_states(collection: Collection, module: Any, chosen: Mapping[str, TableOptimizer]) -> None:
+    keys = {table.name: table.key for table in collection.tables}
+    for kernel in kernels(module):
+        names = [spec.name for spec in kernel._config.embedding_tables]
+        if chosen[keys[names[0]]].sparse_adam:  # FBGEMM's kernel only holds the rows, the moments are beside it
+            held = kernel.emb_module.split_embedding_weights()
+            kernel.sparse_adam_states = {name: new_state(weight) for name, weight in zip(names, held)}
+
+
+def _wait_for_output(module: nn.Module, args: Any, output: Any) -> Any:
+    # TorchRec's lazy result is no dict, and a rank that never looks at it would leave the others waiting. The price, an
+    # exchange that could have run behind the lookup of the next, is paid only by collections that are not overlapped
     if isinstance(output, tuple):
         return tuple(part.wait() if hasattr(part, "wait") else part for part in output)
     return output.wait() if hasattr(output, "wait") else output
 
 
-def _given(collection: Collection, module: Any, device: torch.device, by_row: Set[str]) -> dict[str, TableOptimizer]:
-    if hasattr(module, "freescale"):
-        return dict(module.freescale.given)
-    by_name: dict[str, Any] = dict(weights(module))
-    return {
-        table.key: applied_in_backward(
-            by_name[table.name]._optimizer_classes,
-            by_name[table.name]._optimizer_kwargs,
-            table.key,
-            device,
-            table.key in by_row,
-        )
-        for table in collection.tables
-        if hasattr(by_name[table.name], "_optimizer_classes")
-    }
-
-
-def _attach_optimizers(collection: Collection, blueprint: nn.Module, chosen: Mapping[str, TableOptimizer]) -> None:
-    by_name: dict[str, Any] = dict(weights(blueprint))
-    for table in collection.tables:
-        weight, optimizer = by_name[table.name], chosen[table.key]
-        # TorchRec reads these two attributes; _batch_key keeps the tables of different parameter groups in different
-        # kernels, each of which has one learning rate
-        weight._optimizer_classes = [torch.optim.SGD if optimizer.by_row else optimizer.fused_class]
-        arguments = {"lr": 0.0} if optimizer.by_row else optimizer.arguments
-        own = sorted(optimizer.arguments.items()) if optimizer.by_row else ""
-        weight._optimizer_kwargs = [{**arguments, "_batch_key": f"{optimizer.group} {own}"}]
-
-
-def _add_states(collection: Collection, module: Any, chosen: Mapping[str, TableOptimizer]) -> None:
-    """Optimizer state that FBGEMM does not hold."""
-    keys = {table.name: table.key for table in collection.tables}
-    for kernel in kernels(module):
-        names = [spec.name for spec in kernel._config.embedding_tables]
-        if chosen[keys[names[0]]].by_row:
-            weights_here = kernel.emb_module.split_embedding_weights()
-            kernel.freescale_states = {name: new_state(weight) for name, weight in zip(names, weights_here)}
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Where the weights of a collection come from: whole tables, or shards already cut the same way.
-
-    ``given`` are the tables that keep an optimizer of their own, and with it its state.
-    """
-
-    whole: dict[str, Tensor]
-    shards: dict[tuple[str, int, int], Shard]
-    given: frozenset[str]
-
-    @classmethod
-    def of(cls, collection: Collection, module: Any) -> _Source:
-        if hasattr(module, "freescale"):
-            old = ShardedTables([(collection, module)], {})
-            shards = {(s.table.name, s.rows.start, s.columns.start): s for s in old.shards()}
-            return cls({}, shards, frozenset(module.freescale.given))
-        return cls({name: weight.detach() for name, weight in weights(module) if not weight.is_meta}, {}, frozenset())
-
-    def fill(self, shard: Shard, initial_state: float) -> None:
-        """The shard's weight and state as its first step should find them."""
-        if "sum" in shard.state:
-            shard.state["sum"].fill_(initial_state)
-        if self.shards:
-            self._copy(shard)
-        elif shard.table.name in self.whole:
-            shard.weight.copy_(self.whole[shard.table.name][shard.rows, shard.columns])
-        else:
-            shard.table.init(shard.weight)
-
-    def _copy(self, shard: Shard) -> None:
-        old = self.shards.get((shard.table.name, shard.rows.start, shard.columns.start))
-        if old is None or old.weight.shape != shard.weight.shape:
-            raise ValueError(
-                f"table {shard.table.name!r} is sharded already, by another plan: save a checkpoint and load it into a new "
-                "module to use this one"
-            )
-        shard.weight.copy_(old.weight)
-        if shard.table.key in self.given:
-            for name, value in shard.state.items():
-                value.copy_(old.state[name])
-
-
 @torch.no_grad()
-def _fill(tables: ShardedTables, sources: dict[str, _Source]) -> None:
-    path_of = {table.key: collection.path for collection, _ in tables.modules for table in collection.tables}
-    for shard in tables.shards():
-        sources[path_of[shard.table.key]].fill(shard, tables.optimizers[shard.table.key].initial_state)
+def _fill_shards(
+    shards: Iterable[Shard], collection: Collection, original: Any, optimizers: Mapping[str, TableOptimizer]
+) -> None:
+    """Set weights and states of a collection's shards to what its first step should find."""
+    record = getattr(original, "freescale_sharding", None)
+    earlier = {_position(shard): shard for shard in shards_of(collection, original)} if record is not None else {}
+    whole = dict(table_weights(original)) if record is None else {}
+    for shard in shards:
+        name, key = shard.table.name, shard.table.key
+        if "sum" in shard.state:
+            shard.state["sum"].fill_(optimizers[key].initial_state)
+        if record is not None:
+            source = earlier.get(_position(shard))
+            if source is None or source.weight.shape != shard.weight.shape:
+                raise ValueError(
+                    f"table {name!r} is sharded already, by another plan: save a checkpoint and load it into a new module to "
+                    "use this one"
+                )
+            shard.weight.copy_(source.weight)
+            for state, value in shard.state.items() if key in record.in_backward else ():
+                value.copy_(source.state[state])
+        elif whole[name].is_meta:
+            shard.table.init(shard.weight)
+        else:
+            shard.weight.copy_(whole[name][shard.rows, shard.columns])
+
+
+def _position(shard: Shard) -> tuple[str, int, int]:
+    return shard.table.name, shard.rows.start, shard.columns.start

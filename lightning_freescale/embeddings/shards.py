@@ -1,18 +1,18 @@
-"""The sharded tables of a module: what of them this rank owns, and how backward updates them."""
+"""The sharded tables of a module: what of them this rank owns, and what drives their updates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch import Tensor
 from torchrec.optim.fused import FusedOptimizerModule
 
-from lightning_freescale.embeddings.collections import Collection, Table, find_collections
+from lightning_freescale.embeddings.collections import Collection, Table
+from lightning_freescale.embeddings.id_checks import LookupChecks
 from lightning_freescale.embeddings.optimizer import TableOptimizer
 
 
@@ -37,109 +37,122 @@ class Shard:
 
 @dataclass(frozen=True)
 class ShardingRecord:
-    """What a sharded collection carries along (as its attribute ``freescale``), for the next time it is sharded.
+    """What TorchRec's sharded module carries as its attribute ``freescale_sharding``, also for the next time it is sharded.
 
     Attributes:
         collection: what it was made from.
         plan: TorchRec's plan for its tables.
         optimizers: how each table is updated, by table key.
-        given: those of ``optimizers`` that the user applied in backward.
+        in_backward: those of ``optimizers`` that the user applied in backward.
+        checks: of its lookups.
     """
 
     collection: Collection
     plan: Any
     optimizers: dict[str, TableOptimizer]
-    given: dict[str, TableOptimizer]
+    in_backward: dict[str, TableOptimizer]
+    checks: LookupChecks
 
 
 class ShardedTables:
     """All sharded tables of a module.
 
     Attributes:
-        modules: the sharded collections.
+        modules: the sharded collections, each with TorchRec's sharded module.
         tables: their tables.
         optimizers: how each table is updated, by table key.
         group: process group of the embedding exchange.
         device: where the shards live.
     """
 
-    def __init__(self, modules: list[tuple[Collection, Any]], optimizers: Mapping[str, TableOptimizer]) -> None:
-        self.modules, self.optimizers = modules, dict(optimizers)
+    def __init__(self, modules: Sequence[tuple[Collection, Any]], optimizers: Mapping[str, TableOptimizer]) -> None:
+        self.modules = list(modules)
+        self.optimizers = dict(optimizers)
         self.tables = [table for collection, _ in modules for table in collection.tables]
         self.group: dist.ProcessGroup = modules[0][1]._env.process_group
         self.device: torch.device = modules[0][1]._device
 
     @classmethod
-    def found_in(cls, root: nn.Module) -> ShardedTables | None:
-        """The tables that were sharded earlier under ``root``; None if any collection is unsharded or there is none."""
-        found: list[tuple[Collection, Any]] = list(find_collections(root))
-        if not found or not all(hasattr(module, "freescale") for _, module in found):
+    def from_collections(cls, found: Sequence[tuple[Collection, Any]]) -> ShardedTables | None:
+        """Return the tables of collections that were sharded earlier; None if any is unsharded, or there is none."""
+        if not found or not all(hasattr(module, "freescale_sharding") for _, module in found):
             return None
-        return cls(found, {key: how for _, module in found for key, how in module.freescale.optimizers.items()})
+        optimizers = {key: how for _, module in found for key, how in module.freescale_sharding.optimizers.items()}
+        return cls(found, optimizers)
 
     def shards(self) -> Iterator[Shard]:
-        """Every shard that this rank owns."""
+        """Yield every shard that this rank owns."""
         for collection, module in self.modules:
-            tables = {table.name: table for table in collection.tables}
-            for kernel in kernels(module):
-                specs = kernel._config.embedding_tables
-                states = _states(kernel, [spec.name for spec in specs])
-                for spec, weight, state in zip(specs, kernel.emb_module.split_embedding_weights(), states):
-                    place = zip(spec.local_metadata.shard_offsets, spec.local_metadata.shard_sizes)
-                    rows, columns = (slice(start, start + size) for start, size in place)
-                    kept = {name: value for name, value in state.items() if value.numel()}
-                    yield Shard(tables[spec.name], weight, kept, rows, columns)
+            yield from shards_of(collection, module)
 
-    def keys(self) -> dict[str, str]:
-        """The key of every table by every name it has in the module's state dict, also where it is held a second time."""
-        found = {}
-        for collection, _ in self.modules:
-            for table in collection.tables:
-                inner = table.key.removeprefix(f"{collection.path}.")
-                found.update(
-                    {f"{path}.{inner}" if path else inner: table.key for path in (collection.path, *collection.aliases)}
-                )
+    def names_in_module(self) -> list[str]:
+        """Return the names of all parameters and buffers of the module that DDP must leave alone, because they are sharded."""
+        found = [table.key for table in self.tables]
+        for collection, module in self.modules:
+            if collection.managed:
+                tensors = [*module.named_parameters(), *module.named_buffers()]
+                found += [collection.names(name)[0] for name, _ in tensors]
         return found
 
-    def sharded_weights(self) -> dict[str, ShardedTensor]:
-        """Every table's weight as a ShardedTensor, under every name it has in the module's state dict."""
-        by_key = {}
+    def state_dict_keys(self) -> dict[str, str]:
+        """Return the key of every table by every name it has in the module's state dict, also where it is held again."""
+        found: dict[str, str] = {}
+        for collection, _ in self.modules:
+            for table in collection.tables:
+                found |= dict.fromkeys(collection.names(table.key.removeprefix(f"{collection.path}.")), table.key)
+        return found
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """Return what TorchRec's sharded modules have in the module's state dict, under every name it has there."""
+        found: dict[str, Any] = {}
         for collection, module in self.modules:
-            state = module.state_dict()
-            by_key.update({t.key: state[t.key.removeprefix(f"{collection.path}.")] for t in collection.tables})
-        return {name: by_key[key] for name, key in self.keys().items()}
+            for name, value in module.state_dict().items():
+                found |= dict.fromkeys(collection.names(name), value)
+        return found
 
-    def prepare_update(self, rate_of_group: Callable[[int], float], step: int, leave: Container[str] = ()) -> None:
-        """Before a forward in training: the learning rate of each table's parameter group, and the number of updates so far.
+    def prepare_update(self, rate_of_group: Callable[[int], float], step: int, skip: Container[str] = ()) -> None:
+        """Set what the update of a training step needs, before its forward.
 
-        FBGEMM counts forwards, also those of validation; its bias corrections need the updates. The collections whose paths
-        are in ``leave`` are updated by somebody else.
+        Args:
+            rate_of_group: learning rate of each of the user's parameter groups.
+            step: updates done so far.
+            skip: paths of the collections that somebody else updates.
         """
         for collection, module in self.modules:
-            if collection.path in leave:
+            if collection.path in skip:
                 continue
-            module.freescale_lookups.begin_step()
+            module.freescale_sharding.checks.reset_count()
             keys = {table.name: table.key for table in collection.tables}
             for kernel in kernels(module):
                 optimizer = self.optimizers[keys[kernel._config.embedding_tables[0].name]]
                 if optimizer.group is not None:
                     kernel.emb_module.set_learning_rate(rate_of_group(optimizer.group))
+                # FBGEMM counts forwards, also those of validation; Adam's bias correction needs the updates
                 kernel.emb_module.iter.fill_(step)
 
-    def update_counts(self) -> list[int]:
-        """FBGEMM's count of updates, one per kernel."""
-        return [int(kernel.emb_module.iter) for _, module in self.modules for kernel in kernels(module)]
 
-
-def _states(kernel: Any, tables: list[str]) -> list[dict[str, Tensor]]:
-    if hasattr(kernel, "freescale_states"):
-        return [kernel.freescale_states[table] for table in tables]
-    return kernel.emb_module.get_optimizer_state() or [{}] * len(tables)
+def shards_of(collection: Collection, module: Any) -> Iterator[Shard]:
+    """Yield every shard of a collection that this rank owns; ``module`` is TorchRec's sharded module."""
+    tables = {table.name: table for table in collection.tables}
+    for kernel in kernels(module):
+        specs = kernel._config.embedding_tables
+        states = _states(kernel, [spec.name for spec in specs])
+        for spec, weight, state in zip(specs, kernel.emb_module.split_embedding_weights(), states):
+            place = zip(spec.local_metadata.shard_offsets, spec.local_metadata.shard_sizes)
+            rows, columns = (slice(start, start + size) for start, size in place)
+            kept = {name: value for name, value in state.items() if value.numel()}
+            yield Shard(tables[spec.name], weight, kept, rows, columns)
 
 
 def kernels(module: Any) -> Iterator[Any]:
-    """The fused kernels of a sharded collection on this rank, each with some of its tables."""
+    """Yield the fused kernels of a sharded collection on this rank, each with some of its tables."""
     for lookup in module._lookups:
         for kernel in lookup.modules():
             if isinstance(kernel, FusedOptimizerModule):
                 yield kernel
+
+
+def _states(kernel: Any, tables: list[str]) -> list[dict[str, Tensor]]:
+    if hasattr(kernel, "sparse_adam_states"):
+        return [kernel.sparse_adam_states[table] for table in tables]
+    return kernel.emb_module.get_optimizer_state() or [{}] * len(tables)

@@ -1,10 +1,9 @@
-"""Checkpoints of a strategy with sharded tables: one ordinary file, as if nothing were sharded."""
+"""DDP whose checkpoints hold sharded tables as if nothing were sharded: one ordinary file."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -13,18 +12,19 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_freescale._lightning.loops import DDPStrategy
-from lightning_freescale.checkpoint import random_state
+from lightning_freescale.checkpoint.random_state import gather_random_states, set_random_state
 
 if TYPE_CHECKING:
-    from lightning_freescale.embeddings.parameter_groups import TableGroups
+    from lightning_freescale.embeddings.optimizer import ParameterGroups
     from lightning_freescale.embeddings.shards import ShardedTables
+    from lightning_freescale.strategy.overlap import OverlapController
 
 _EXTRA = "freescale"
 """Checkpoint key of what an ordinary checkpoint has no place for."""
 
 
-class CheckpointedStrategy(DDPStrategy):
-    """Saves and loads the sharded tables, their optimizer states and the ranks' random states.
+class UnshardedCheckpointStrategy(DDPStrategy):
+    """DDP that saves and loads sharded tables, their optimizer states and the ranks' random states.
 
     Attributes:
         tables: the sharded tables; None if the module has none.
@@ -34,24 +34,31 @@ class CheckpointedStrategy(DDPStrategy):
     def __init__(self, **ddp_options: Any) -> None:
         super().__init__(**ddp_options)
         self.tables: ShardedTables | None = None
-        self.groups: TableGroups | None = None
+        self.groups: ParameterGroups | None = None
+        self._overlap_controller: OverlapController | None = None
         self._extra: dict[str, Any] = {}
         self._random_states: list[dict[str, Any]] = []
 
-    @abstractmethod
     def drain(self) -> None:
-        """Bring the tables up to date before they are read."""
+        """Wait until every update of the steps so far is in the tables: before reading them by hand."""
+        if self._overlap_controller is not None:
+            self._overlap_controller.engine.drain()
 
-    @abstractmethod
-    def writing_tables(self) -> AbstractContextManager[None]:
-        """Around writes to the tables."""
+    @contextmanager
+    def writing_tables(self) -> Generator[None, None, None]:
+        """Enter this around writes to the tables by hand, on every rank.
+
+        Updates under way come first, rows fetched ahead are void.
+        """
+        with self._overlap_controller.engine.writing() if self._overlap_controller is not None else nullcontext():
+            yield
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The unsharded state dict on rank 0, one table gathered at a time; other ranks get the dense part. Collective."""
+        """Return the unsharded state dict on rank 0, one table gathered at a time, and the dense part on others. Collective."""
         self.drain()
         state = super().lightning_module_state_dict()
-        return state if self.tables is None else _unsharded().state_dict(self.tables, state)
+        return state if self.tables is None else _unsharded().module_state_dict(self.tables, state)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -59,22 +66,22 @@ class CheckpointedStrategy(DDPStrategy):
             super().load_model_state_dict(checkpoint, strict)
         else:
             with self.writing_tables():
-                _unsharded().load_state_dict(self.lightning_module, self.tables, checkpoint["state_dict"], strict)
+                _unsharded().load_module_state_dict(self.lightning_module, self.tables, checkpoint["state_dict"], strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state dict that the user's optimizer would have unsharded; whole on rank 0. Collective."""
+        """Return the state dict that the user's optimizer would have unsharded; whole on rank 0. Collective."""
         self.drain()
         state = super().optimizer_state(optimizer)
         if self.tables is None or self.groups is None:
             return state
-        state, self._extra = _unsharded().optimizer_state(self.tables, self.groups, state)
+        state, self._extra = _unsharded().optimizer_state_dict(self.tables, self.groups, state)
         return state
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if "optimizer_states" in checkpoint:
-            checkpoint[_EXTRA] = {**self._extra, "random_states": random_state.gather_random_states(self.root_device)}
+            checkpoint[_EXTRA] = {**self._extra, "random_states": gather_random_states(self.root_device)}
         self._extra = {}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -85,10 +92,18 @@ class CheckpointedStrategy(DDPStrategy):
         if self.tables is not None and self.groups is not None:
             full = checkpoint["optimizer_states"][0]
             with self.writing_tables():
-                checkpoint = {"optimizer_states": [_unsharded().load_optimizer_state(self.tables, self.groups, full, extra)]}
+                dense = _unsharded().load_optimizer_state_dict(self.tables, self.groups, full, extra)
+            checkpoint = {"optimizer_states": [dense]}
         super().load_optimizer_state_dict(checkpoint)
+
+    @override
+    def on_train_start(self) -> None:
+        # not where the checkpoint is loaded: what Lightning does until here draws random numbers
+        if self._random_states:
+            set_random_state(self._random_states, self.root_device)
+            self._random_states = []
 
 
 def _unsharded() -> ModuleType:
-    """The checkpoint format; imported where it is needed because it imports TorchRec."""
+    """Return the checkpoint format; it is imported where it is needed because it imports TorchRec."""
     return import_module("lightning_freescale.checkpoint.unsharded")

@@ -43,7 +43,7 @@ class CollectionOutput:
         """Describe one that :func:`find_collections` has found."""
         features = [(feature, table.dim) for table in collection.tables for feature in table.features]
         outputs = tuple((name, *feature) for name, feature in zip(output_names(collection), features))
-        return cls(module, outputs, collection.pooled, bool(getattr(module, "_need_indices", False)))
+        return cls(module, outputs, collection.pooled, collection.need_indices)
 
 
 @dataclass(frozen=True)

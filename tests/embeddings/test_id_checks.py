@@ -7,7 +7,7 @@ from torch import nn
 from torchrec import EmbeddingCollection, KeyedJaggedTensor
 
 from lightning_freescale.embeddings.collections import find_collections
-from lightning_freescale.embeddings.id_checks import _Check
+from lightning_freescale.embeddings.id_checks import LookupChecks
 from tests.helpers.recommender import tables
 
 
@@ -19,4 +19,4 @@ def test_the_device_side_check_finds_the_same_ids() -> None:
         values=torch.tensor([49, 50, 10**9, -1, 12, 13]),
         lengths=torch.tensor([2, 0, 1, 0, 1, 2]),
     )
-    assert _Check(collection)._inside(features).tolist() == [True, False, True, False, True, False]
+    assert LookupChecks(collection, {}).in_range(features).tolist() == [True, False, True, False, True, False]

@@ -22,7 +22,7 @@ from torchrec.modules.mc_modules import LFU_EvictionPolicy, ManagedCollisionColl
 
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.embeddings.collections import find_collections
-from lightning_freescale.embeddings.id_checks import check_rows
+from lightning_freescale.embeddings.id_checks import check_num_embeddings
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.helpers.managed_tables import (
     CPU,
@@ -262,9 +262,9 @@ def test_collection_held_twice() -> None:
 def test_data_may_have_more_ids_than_rows() -> None:
     collections = [collection for collection, _ in find_collections(ManagedRecommender())]
     assert [collection.managed for collection in collections] == [True, False]
-    check_rows(collections, {"history": 10**6})
+    check_num_embeddings(collections, {"history": 10**6})
     with pytest.raises(ValueError, match="'cat'"):
-        check_rows(collections, {"category": 10**6})
+        check_num_embeddings(collections, {"category": 10**6})
 
 
 class Kinds(ManagedRecommender):

@@ -12,7 +12,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_freescale import FreeScaleDataModule
-from lightning_freescale.embeddings.optimizer import derive
+from lightning_freescale.embeddings.optimizer import TableOptimizer
 from lightning_freescale.testing import run_distributed
 from tests.helpers.recommender import Recommender, Samples, collate, trainer
 
@@ -39,7 +39,7 @@ WEIGHT = torch.nn.Parameter(torch.zeros(3, 2))
     ],
 )
 def test_derived_on_gpu(optimizer: Any, fused: type, arguments: dict[str, Any]) -> None:
-    derived = derive(optimizer, 0, "table", CUDA)
+    derived = TableOptimizer.from_parameter_group(optimizer, 0, "table", CUDA)
     assert (derived.fused_class, derived.arguments, derived.group) == (fused, arguments, 0)
 
 
@@ -54,7 +54,7 @@ def test_derived_on_gpu(optimizer: Any, fused: type, arguments: dict[str, Any]) 
 )
 def test_refused_on_gpu(optimizer: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        derive(optimizer, 0, "table", CUDA)
+        TableOptimizer.from_parameter_group(optimizer, 0, "table", CUDA)
 
 
 class InBackward(Recommender):
@@ -79,7 +79,7 @@ def _fit(strategy: str, epochs: int, path: str, resume: bool = False) -> dict[st
     return {"losses": module.losses}
 
 
-def test_given_optimizer_stays_and_resumes(tmp_path: Path) -> None:
+def test_optimizer_applied_in_backward_stays_and_resumes(tmp_path: Path) -> None:
     """A frozen table does not move, one with its own optimizer does, and its state is in the checkpoint."""
     whole = run_distributed(_fit, 2, "freescale", 2, str(tmp_path / "whole.ckpt"))[0]
     half = run_distributed(_fit, 2, "freescale", 1, str(tmp_path / "half.ckpt"))[0]
@@ -116,7 +116,7 @@ def _fit_twice(path: str) -> list[float]:
     return sums
 
 
-def test_given_optimizer_goes_on_in_a_second_fit(tmp_path: Path) -> None:
+def test_optimizer_applied_in_backward_goes_on_in_a_second_fit(tmp_path: Path) -> None:
     """With the squares it has accumulated; and a module without any optimizer of its own can be saved."""
     path = str(tmp_path / "x.ckpt")
     for first, second in run_distributed(_fit_twice, 2, path):

@@ -78,9 +78,9 @@ class OverlappedCollection:
         self._worker = ExchangeWorker(collection.path, local.layout.device)
         self._exchange = RowExchange(collection.path, local, group, dedup, self.statistics)
         self._local = local
-        self._by_row = any(optimizer.by_row for optimizer in optimizers)
+        self._sparse_adam = any(optimizer.sparse_adam for optimizer in optimizers)
         self._moves_without_gradient = any(optimizer.moves_without_gradient for optimizer in optimizers)
-        self._need_ids = bool(getattr(module, "_need_indices", False))
+        self._need_ids = collection.need_indices
         # this step, and what it has submitted of the next one
         self._current, self._following = self._exchange.new_batch(), self._exchange.new_batch()
         self._in_step = self._accumulating = False
@@ -98,14 +98,14 @@ class OverlappedCollection:
         self._torchrec_forward = module.forward
         module.forward = self.forward
         self._state_dict_hook = module.register_state_dict_pre_hook(lambda *_: self.drain())
-        module.freescale_ids.on = False  # wrong ids are an error on every rank, which the ranks tell each other
+        module.freescale_sharding.checks.ids = False  # wrong ids are an error on every rank, which the ranks tell each other
 
     # -- a step
 
     def begin_step(self, updates: bool, rates: Sequence[float | None], step: int, restart: bool, mode: ModeProposal) -> int:
         """Begin the step of a batch, before its forward; see :meth:`OverlapEngine.begin_step`. Return the agreed mode."""
         self.end_step()
-        self.module.freescale_lookups.begin_step()
+        self.module.freescale_sharding.checks.reset_count()
         self._rates, self._step = list(rates), step
         if self.plain:
             return self._current.mode
@@ -205,7 +205,7 @@ class OverlappedCollection:
         """Give TorchRec's forward back; without waiting for ranks that may be gone."""
         del self.module.forward
         self._state_dict_hook.remove()
-        self.module.freescale_ids.on = True
+        self.module.freescale_sharding.checks.ids = True
         if self._worker.stop(timeout=1.0):
             dist.destroy_process_group(self.group)
         else:  # its exchange waits for a rank that may be gone
@@ -257,9 +257,9 @@ class OverlappedCollection:
 
     def _torchrec_lookup(self, features: KeyedJaggedTensor) -> Any:
         self.drain()
-        self.module.freescale_ids.check(features)
+        self.module.freescale_sharding.checks.check_ids(features)
         if torch.is_grad_enabled():  # TorchRec will update the tables in this lookup's backward
-            if self._by_row:
+            if self._sparse_adam:
                 errors.second_update(self.path)
             self._local.prepare_update(self._rates, self._step)
             if not self._in_step:  # what was fetched ahead was so before that update

@@ -76,9 +76,9 @@ class OverlapEngine:
             self.plain[collection.path] = "its ids are remapped by the model, so that rows cannot be told before"
             return None
         try:
-            return RowLayout.from_plan(collection, module.freescale.plan, self.tables.group.size(), self.tables.device)
+            return RowLayout.from_plan(collection, module.freescale_sharding.plan, self.tables.group.size(), self.tables.device)
         except ValueError as error:
-            own = [table.name for table in collection.tables if self.tables.optimizers[table.key].by_row]
+            own = [table.name for table in collection.tables if self.tables.optimizers[table.key].sparse_adam]
             if own:
                 raise ValueError(
                     f"only the overlap engine can run the optimizer of tables {own} on CPU, but in collection "

@@ -120,8 +120,8 @@ class LocalRows:
             features = [index_of[spec.name] for spec in specs for _ in spec.feature_names]
             optimizer = tables.optimizers[collection.tables[features[0]].key]
             arguments = (kernel.emb_module, features, held, optimizer.group)
-            if optimizer.by_row:
-                states = {index_of[name]: state for name, state in kernel.freescale_states.items()}
+            if optimizer.sparse_adam:
+                states = {index_of[name]: state for name, state in kernel.sparse_adam_states.items()}
                 found.append(AdamKernel(states, optimizer.arguments, *arguments))
             else:
                 found.append(TableKernel(*arguments))

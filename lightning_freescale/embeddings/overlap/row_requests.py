@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
+from lightning_freescale.embeddings.id_checks import check_id_range
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 
 
@@ -179,19 +180,9 @@ def _checked_ids(features: KeyedJaggedTensor, layout: RowLayout) -> tuple[Tensor
         )
     values = [features[name].values() for name, _ in layout.features]
     for (name, table), ids in zip(layout.features, values):
-        _check(name, layout.tables[table].name, layout.tables[table].rows, ids)
+        if ids.is_floating_point() or ids.dtype == torch.bool:
+            raise ValueError(f"feature {name!r} of table {layout.tables[table].name!r} has ids of {ids.dtype}: pass integers")
+        check_id_range(name, layout.tables[table], ids)
     ids = torch.cat(values).long()
     sizes = torch.tensor([len(part) for part in values], device=ids.device)
     return ids, torch.repeat_interleave(torch.arange(len(values), device=ids.device), sizes, output_size=len(ids))
-
-
-def _check(feature: str, table: str, rows: int, ids: Tensor) -> None:
-    if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(f"feature {feature!r} of table {table!r} has ids of {ids.dtype}: pass integers")
-    if not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < rows):
-        return
-    outside = ids[(ids < 0) | (ids >= rows)]
-    raise ValueError(
-        f"feature {feature!r} holds id {outside[0].item()}, but table {table!r} has num_embeddings={rows}, ids 0 to "
-        f"{rows - 1}: remap the ids or enlarge the table"
-    )

@@ -182,7 +182,7 @@ def test_a_rank_that_never_comes() -> None:
     assert "timed out" in told[0].lower() or "timeout" in told[0].lower()
 
 
-ADAM = TableOptimizer(torch.optim.Adam, {"lr": 0.05}, by_row=True)
+ADAM = TableOptimizer(torch.optim.Adam, {"lr": 0.05}, sparse_adam=True)
 
 
 def _steps(optimizer: TableOptimizer, act: Callable[[Any, Any, Batch, OverlapEngine], None], **options: Any) -> str:

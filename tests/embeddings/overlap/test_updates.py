@@ -18,7 +18,7 @@ from lightning_freescale.testing import run_distributed
 from tests.helpers.sequences import OPTIMIZERS, Batch, Run, Sequences, batches, known, result_of, sharded
 
 STEPS = 21
-ADAM = TableOptimizer(torch.optim.Adam, {"lr": 0.05, "eps": 1e-12}, by_row=True)
+ADAM = TableOptimizer(torch.optim.Adam, {"lr": 0.05, "eps": 1e-12}, sparse_adam=True)
 
 
 def _unsharded(ranks: int, every: int, make: Callable[[Any], torch.optim.Optimizer], sparse: bool = False) -> list[float]:
@@ -160,7 +160,8 @@ def _two_rates() -> dict[str, float]:
     model = Sequences()
     sharding = TableSharding(model, torch.device("cpu"), overlap=True)
     optimizers = {
-        key: TableOptimizer(torch.optim.Adam, {"lr": rates[key.split(".")[-2]]}, by_row=True) for key in sharding.parameters
+        key: TableOptimizer(torch.optim.Adam, {"lr": rates[key.split(".")[-2]]}, sparse_adam=True)
+        for key in sharding.parameters
     }
     tables = sharding.shard(group=dist.new_group(), local_world_size=2, optimizers=optimizers)
     before = {shard.table.name: shard.weight.clone() for shard in tables.shards()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_freescale.checkpoint.optimizer_state import merge, split
+from lightning_freescale.checkpoint.unsharded import merge, split
 
 LAYOUT = [["a", "table", "b"], ["other"]]
 TABLES = {"table", "other"}

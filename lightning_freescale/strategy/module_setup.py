@@ -1,0 +1,115 @@
+"""What the strategy does with a module before it trains: find and check its collections, wrap the part that is not sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Collection as Group
+from datetime import timedelta
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.utils import _sync_module_states
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_freescale._lightning.loops import Trainer, rank_zero_warn
+from lightning_freescale.comm import BACKEND, FreeScaleGroup, LaneOptions
+from lightning_freescale.strategy.validation import refuse_accumulation, refuse_unsupported
+
+if TYPE_CHECKING:
+    from lightning_freescale.embeddings.collections import Collection
+    from lightning_freescale.embeddings.shards import ShardedTables
+
+
+def collections_of(module: nn.Module | None, warn: bool = False) -> list[tuple[Collection, Any]]:
+    """Return the embedding collections of a module, see :func:`.find_collections`; none without TorchRec.
+
+    If asked to ``warn``, it warns of collections that cannot be sharded.
+    """
+    if module is None or find_spec("torchrec") is None:
+        return []
+    from lightning_freescale.embeddings.collections import find_collections, unsupported_collections
+
+    found = find_collections(module)
+    for path in unsupported_collections(module, found) if warn else ():
+        rank_zero_warn(f"embedding collection {path!r} is of a kind that cannot be sharded: it is replicated as with 'ddp'")
+    return found
+
+
+def refuse_collections(
+    trainer: Trainer, found: list[tuple[Collection, Any]], device: torch.device, fitting: bool, overlap: bool
+) -> None:
+    """Check that a run with these collections will be exact, before anything is changed.
+
+    Raises:
+        ValueError: the data has more ids than a table has rows, a collection does not work on ``device``, or a fit asks for
+            what does not go with tables that are updated during backward.
+    """
+    from lightning_freescale.embeddings.id_checks import check_num_embeddings
+    from lightning_freescale.embeddings.managed_collision import refuse_device
+
+    needed = getattr(getattr(trainer, "datamodule", None), "feature_rows", {})
+    check_num_embeddings([collection for collection, _ in found], needed)
+    for collection, held in found:
+        if collection.managed:
+            refuse_device(collection.path, held, device, fitting)
+    if fitting:
+        refuse_unsupported(trainer)
+        refuse_accumulation(trainer, [c.path for c, _ in found if not overlap or c.pooled or c.managed])
+
+
+def embedding_group(
+    earlier: ShardedTables | None, transport: str, device: torch.device, timeout: timedelta | None
+) -> dist.ProcessGroup:
+    """Return the process group of TorchRec's own exchanges, if it fits that of ``earlier``; else creating it is collective.
+
+    The default group stays as Lightning made it.
+    """
+    # training waits for these exchanges and nothing computes beside them: NCCL is faster then. The other transports are for
+    # the overlapped exchange, whose collections have groups of their own
+    native = transport == "auto" and device.type == "cuda"
+    lane = LaneOptions("native" if native else transport, name="embedding", priority=1)
+    group = earlier.group if earlier is not None else None
+    if not isinstance(group, FreeScaleGroup) or group.options != lane:
+        group = dist.new_group(backend=BACKEND, timeout=timeout, pg_options=lane)
+    return group
+
+
+def materialize(module: nn.Module, device: torch.device, leave: Group[nn.Module]) -> None:
+    """Give parameters and buffers on the meta device memory on ``device``, and initialise them by ``reset_parameters``.
+
+    The submodules in ``leave`` stay as they are; tables among them are initialised in shards.
+
+    Raises:
+        ValueError: a submodule on the meta device has no ``reset_parameters``.
+    """
+    for path, child in module.named_modules():
+        own = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
+        if child in leave or not any(tensor.is_meta for tensor in own):
+            continue
+        if not callable(getattr(child, "reset_parameters", None)):
+            raise ValueError(
+                f"module {path!r} ({type(child).__name__}) is on the meta device and has no reset_parameters() to initialise "
+                "it: add that method, or build it on the CPU"
+            )
+        child.to_empty(device=device, recurse=False)
+        child.reset_parameters()
+
+
+def wrap_dense(module: nn.Module, sharded: Group[str], device_ids: list[int] | None, options: dict[str, Any]) -> nn.Module:
+    """Wrap ``module`` into DistributedDataParallel on the default group, leaving out the parameters named ``sharded``.
+
+    A module whose only trainable parameters are sharded is returned as it is.
+    """
+    if not any(p.requires_grad for name, p in module.named_parameters() if name not in sharded):
+        return module
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(sharded))
+    return DistributedDataParallel(module, device_ids=device_ids, **options)
+
+
+def sync_dense(module: nn.Module, sharded: Group[str]) -> None:
+    """Copy rank 0's dense parameters and buffers to all ranks, where no DistributedDataParallel does it. Collective."""
+    group = dist.group.WORLD
+    assert group is not None
+    _sync_module_states(module, group, 250 * 1024 * 1024, 0, set(sharded))
