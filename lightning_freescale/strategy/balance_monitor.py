@@ -112,8 +112,8 @@ class BalanceMonitor:
             return _advice_for_streams(sampler)
         if not getattr(sampler, "balance_steps", False):
             return None
-        planned = data.train if isinstance(data, FreeScaleDataModule) else None
-        lengths = planned.sample_costs.lengths if isinstance(planned, MapStyleData) else None
+        train = data.train if isinstance(data, FreeScaleDataModule) else None
+        lengths = train.lengths if isinstance(train, MapStyleData) else None
         options = {name: sampler.options[name] for name in ("mode", "count_slack") if name in sampler.options}
         return advise(
             sampler.costs, sampler.num_replicas, sampler.batch_size, report, lengths, window=sampler.outlier_window, **options
@@ -127,13 +127,13 @@ class BalanceMonitor:
 def calibrated_data(trainer: Trainer) -> FreeScaleDataModule | None:
     """The data module, if it is ours and its costs are to be fitted."""
     data = getattr(trainer, "datamodule", None)
-    return data if isinstance(data, FreeScaleDataModule) and data.calibrate else None
+    return data if isinstance(data, FreeScaleDataModule) and data.balance_options.calibrate else None
 
 
 def _advice_for_streams(loader: BalancedStreamLoader) -> str | None:
-    if loader.exchange != "none" or loader.stream_bound() <= ENOUGH:
+    if loader.stream_balancing != "local" or loader.stream_bound() <= ENOUGH:
         return None
     return (
         f"In the long run no pool of a rank's own samples gets below {loader.stream_bound():.3f}, the dearest stream so far "
-        "over the mean one: that part only exchange='samples' removes"
+        "over the mean one: that part only stream_balancing='global' removes"
     )

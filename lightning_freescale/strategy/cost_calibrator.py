@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lightning_freescale._lightning.loops import Trainer, rank_zero_info, rank_zero_warn
 from lightning_freescale.balance.calibration import DISAGREEMENT, Calibration, imbalance_seen, slow_ranks, speeds_of
 from lightning_freescale.balance.fit import CostFit
-from lightning_freescale.data.sample_costs import SampleCosts
+from lightning_freescale.data.map_style import MapStyleData
 from lightning_freescale.profiling.analysis.breakdown import attribute
 from lightning_freescale.profiling.recording.records import StepRecord
 from lightning_freescale.profiling.recording.resolve import resolve
@@ -51,14 +51,14 @@ class Calibrator:
 
     Args:
         trainer: the Trainer.
-        data: its data module: ``slow_ranks``, and its ``train``.
+        data: its data module: ``balance_options``, and its ``train``.
         timeline: records the steps, which are opened and closed here unless a profiler does it.
         group: a gloo group of all ranks, or None if there is one rank.
     """
 
     def __init__(self, trainer: Trainer, data: Any, timeline: Timeline, group: dist.ProcessGroup | None) -> None:
         self.trainer, self._data, self._timeline, self._group = trainer, data, timeline, group
-        self._costs: SampleCosts = data.train.sample_costs
+        self._costs: MapStyleData = data.train
         self._calibration, self._replanned = Calibration(), False
         self._sums: list[NDArray[np.float64]] = []
         self._records: dict[int, StepRecord] = {}
@@ -128,7 +128,7 @@ class Calibrator:
         if fit is None:
             return None
         batches = [sampler.global_batch(sampler.epoch, step) for step in range(sampler.first_step, len(sampler))[:JUDGED]]
-        fitted = [self._costs.by(fit.model, batch) for batch in batches]
+        fitted = [self._costs.costs_by(fit.model, batch) for batch in batches]
         used = [sampler.costs[batch] for batch in batches]
         options = {name: value for name, value in sampler.options.items() if name in ("mode", "count_slack", "rank_speeds")}
 
@@ -140,7 +140,7 @@ class Calibrator:
 
     def _speeds(self, fit: CostFit) -> dict[str, Any]:
         """The option of the assignment that gives slow ranks less work, if that was asked for."""
-        return {"rank_speeds": speeds_of(fit)} if self._data.slow_ranks == "rebalance" else {}
+        return {"rank_speeds": speeds_of(fit)} if self._data.balance_options.slow_ranks == "rebalance" else {}
 
     def _follow(self, verdict: CalibrationResult, sampler: Any) -> None:
         """On every rank alike."""
@@ -171,5 +171,5 @@ class Calibrator:
                 self._slow.add(rank)
                 rank_zero_warn(
                     f"rank {rank} takes {times:.2f} times what its samples explain: a slow or shared device? "
-                    "FreeScaleDataModule(slow_ranks='rebalance') would give it less work"
+                    "BalanceOptions(slow_ranks='rebalance') would give it less work"
                 )
