@@ -35,9 +35,9 @@ class BalanceOptions:
     assignment_mode: Literal["fixed", "slack", "free", "zigzag"] = "fixed"
     count_slack: float = 0.25
     max_tokens_per_rank: float | None = None
-    tokens: ArrayLike | None = None
+    tokens: ArrayLike | Sequence[float] | None = None
     rank_speeds: Sequence[float] | None = None
-    keep_together: ArrayLike | None = None
+    keep_together: ArrayLike | Sequence[int] | None = None
     outlier_window: int = 1
     calibrate: bool = False
     slow_ranks: Literal["report", "rebalance"] = "report"
