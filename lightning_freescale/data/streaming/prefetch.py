@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+_END: Any = object()
 
 
 class PrefetchThread(Generic[T]):
@@ -17,11 +19,11 @@ class PrefetchThread(Generic[T]):
     number perform the same collectives, also when all of them stop early.
 
     Args:
-        items: what to iterate; closed by the thread, if it is a generator.
+        items: what to iterate; closed by the thread.
         ahead: item ``k + ahead`` is made once item ``k`` was used.
     """
 
-    def __init__(self, items: Iterator[T], ahead: int) -> None:
+    def __init__(self, items: Generator[T, None, None], ahead: int) -> None:
         self._items = items
         self._allowed = ahead  # items that may still be made
         self._ready: deque[T] = deque()
@@ -57,33 +59,20 @@ class PrefetchThread(Generic[T]):
 
     def _run(self) -> None:
         try:
-            while self._wait_for_permission():
-                item = next(self._items)
-                with self._change:
-                    self._ready.append(item)
-                    self._change.notify_all()
-        except StopIteration:
-            pass
+            # a generator that fails or is left early ends its workers here, not on whichever thread drops it
+            with contextlib.closing(self._items) as items:
+                while self._wait_for_permission() and (item := next(items, _END)) is not _END:
+                    with self._change:
+                        self._ready.append(item)
+                        self._change.notify_all()
         except BaseException as error:
             self._error = error
-        finally:
-            self._mark_done()
+        with self._change:
+            self._done = True
+            self._change.notify_all()
 
     def _wait_for_permission(self) -> bool:
         with self._change:
             self._change.wait_for(lambda: self._allowed or self._stopping)
-            if not self._allowed:
-                return False
             self._allowed -= 1
-            return True
-
-    def _mark_done(self) -> None:
-        try:
-            items: Any = self._items
-            if hasattr(items, "close"):
-                items.close()
-        except BaseException as error:
-            self._error = self._error or error
-        with self._change:
-            self._done = True
-            self._change.notify_all()
+            return self._allowed >= 0

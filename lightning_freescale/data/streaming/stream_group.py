@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -114,7 +114,7 @@ class StreamGroup:
         incoming[own] = outgoing[own]
         return incoming
 
-    def report_failure(self, items: Iterator[T]) -> Iterator[T]:
+    def report_failure(self, items: Iterator[T]) -> Generator[T, None, None]:
         """Yield the items; if making one fails here, tell the other ranks, so that they do not wait for this one."""
         try:
             yield from items

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
@@ -192,7 +192,7 @@ class BalancedStreamLoader:
 
     # -- the thread
 
-    def _make_batches(self, state: dict[str, Any] | None) -> Iterator[tuple[Any, StreamStep]]:
+    def _make_batches(self, state: dict[str, Any] | None) -> Generator[tuple[Any, StreamStep], None, None]:
         """Start the workers here; everything else happens where the result is iterated."""
         # not drawn from the global state: a run that resumes inside an epoch would draw once more than one that goes on
         seed = torch.initial_seed() + 1_000_003 * self.epoch + self.rank
