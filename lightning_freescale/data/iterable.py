@@ -142,11 +142,7 @@ def _sample_cost_fn(lengths: Any, cost_fn: Any) -> Callable[[Any], float]:
             raise ValueError(
                 f"FreeScaleDataModule({name}={type(value).__name__}): samples of a stream are not known before; pass a function"
             )
-    return partial(_cost_of_sample, lengths, cost_fn)
-
-
-def _cost_of_sample(lengths: Callable[[Any], float] | None, cost_fn: Callable[[Any], Any] | None, sample: Any) -> float:
     if lengths is None:
-        assert cost_fn is not None
-        return float(cost_fn(sample))
-    return float((cost_fn or CostModel())(lengths(sample)))
+        return lambda sample: float(cost_fn(sample))
+    cost_of_length = cost_fn or CostModel()
+    return lambda sample: float(cost_of_length(lengths(sample)))

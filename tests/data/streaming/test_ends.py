@@ -109,7 +109,7 @@ def test_samples_that_cannot_be_sent() -> None:
         with pytest.raises(Exception) as caught:  # noqa: PT011 (which one is the answer)
             list(loader)
         both = torch.ones(1)
-        dist.all_reduce(both, group=loader._group)
+        dist.all_reduce(both, group=loader.group)
         assert both == 2, "the ranks are still in step"
         return f"{caught.type.__name__}: {caught.value}"
 
