@@ -142,7 +142,8 @@ def _sample_cost_fn(lengths: Any, cost_fn: Any) -> Callable[[Any], float]:
             raise ValueError(
                 f"FreeScaleDataModule({name}={type(value).__name__}): samples of a stream are not known before; pass a function"
             )
-    if lengths is None:
-        return lambda sample: float(cost_fn(sample))
-    cost_of_length = cost_fn or CostModel()
-    return lambda sample: float(cost_of_length(lengths(sample)))
+    return partial(_cost_of_sample, lengths, cost_fn or CostModel())  # not a lambda: Lightning may pickle the data module
+
+
+def _cost_of_sample(lengths: Callable[[Any], float] | None, cost_fn: Callable[[Any], Any], sample: Any) -> float:
+    return float(cost_fn(sample if lengths is None else lengths(sample)))

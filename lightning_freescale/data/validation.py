@@ -83,7 +83,7 @@ def loss_weight_fn(loss_reduction: str, lengths: Any, target_counts: Any) -> Cal
     if loss_weights(loss_reduction, [0.0], None if target_counts is None else [0.0], 1) is None:
         return None
     if loss_reduction == "unweighted":
-        return lambda sample: 0.0
+        return _weigh_nothing
     weight_fn = lengths if target_counts is None else target_counts
     if not callable(weight_fn):
         raise ValueError(
@@ -91,6 +91,10 @@ def loss_weight_fn(loss_reduction: str, lengths: Any, target_counts: Any) -> Cal
             "a function from a sample to its number of prediction targets"
         )
     return cast("Callable[[Any], float]", weight_fn)
+
+
+def _weigh_nothing(sample: Any) -> float:
+    return 0.0
 
 
 def refuse_unused(context: str, **given: bool) -> None:
