@@ -51,7 +51,9 @@ class _Losses(L.Callback):
 def _losses(balance: bool, steps: int) -> list[float]:
     demo.quiet()
     L.seed_everything(0, verbose=False)
-    data = FreeScaleDataModule.from_interactions(demo.RATINGS, **demo.COLUMNS, batch_size=16, cost=demo.COST, balance=balance)
+    data = FreeScaleDataModule.from_interactions(
+        demo.RATINGS, **demo.COLUMNS, batch_size=16, cost_fn=demo.COST, balance=balance
+    )
     losses = _Losses()
     trainer = L.Trainer(
         strategy="freescale",

@@ -1,8 +1,8 @@
 """What sending samples between ranks adds to the step: nothing, as long as the step takes longer than the transfer.
 
 Run it on shaped links: ``python benchmarks/netlab.py --hosts 4 --rate 200mbit -- python benchmarks/exchange_hidden.py``. A step
-is a sleep, for the device's work, and an all-reduce of one number, for the wait that training makes at its end. Rounds without
-and with exchange, and without any loader (the floor), take turns in the same processes.
+is a sleep, for the device's work, and an all-reduce of one number, for the wait that training makes at its end. Rounds with
+local and global balancing, and without any loader (the floor), take turns in the same processes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_freescale.balance import CostModel
 from lightning_freescale.data import BalancedStreamLoader
 
 BATCH = 32
-WAYS = ("floor", "none", "samples")
+WAYS = ("floor", "local", "global")
 
 
 class Histories(IterableDataset[Any]):
@@ -61,22 +61,22 @@ def main() -> None:
         rate = os.environ.get("NETLAB_RATE", "unknown rate")
         print(f"{dist.get_world_size()} ranks, links of {rate}, steps of {options.step_ms:g} ms")
         print(f"a step's samples: {sent / 1e6:.2f} MB sent per rank, {alone:.0f} ms when nothing else runs")
-        for way, label in zip(WAYS, ("no loader (floor)", "own pool, no exchange", "samples exchanged")):
+        for way, label in zip(WAYS, ("no loader (floor)", "local: own pool", "global: samples sent")):
             low, high = np.percentile(times[way], [25, 75])
             print(f"{label:<24}{medians[way]:8.1f} ms per step (half within {low:.1f} to {high:.1f})")
         figures = {f"{way}_ms": value for way, value in medians.items()}
-        figures |= {"transfer_ms": alone, "samples_over_none": medians["samples"] / medians["none"]}
+        figures |= {"transfer_ms": alone, "global_over_local": medians["global"] / medians["local"]}
         harness.finish(figures, options)
     dist.destroy_process_group()
 
 
-def _loader(exchange: Any, group: dist.ProcessGroup, options: Any) -> BalancedStreamLoader:
+def _loader(balancing: Any, group: dist.ProcessGroup, options: Any) -> BalancedStreamLoader:
     rank, size = dist.get_rank(), dist.get_world_size()
     return BalancedStreamLoader(
         Histories(rank, options.steps + 8, options.width),
         BATCH,
-        cost=lambda sample: float(CostModel()(len(sample))),
-        exchange=exchange,
+        cost_fn=lambda sample: float(CostModel()(len(sample))),
+        stream_balancing=balancing,
         rank=rank,
         world_size=size,
         group=group,
@@ -101,7 +101,7 @@ def _round(way: str, group: dist.ProcessGroup, options: Any) -> list[float]:
 
 def _transfer(group: dist.ProcessGroup, options: Any) -> tuple[float, float]:
     """Bytes that a rank sends in a step, and milliseconds that a step's exchange takes with nothing to hide behind."""
-    loader = _loader("samples", group, options)
+    loader = _loader("global", group, options)
     sizes, marks = [], []
     for batch in loader:
         sizes.append(sum(sample.nbytes for sample in batch))

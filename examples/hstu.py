@@ -182,4 +182,4 @@ class HSTURecommender(L.LightningModule):
     def _score(self, stage: str, batch: dict[str, Any]) -> None:
         metric = self.scores[stage]
         metric.update(self._rate(batch), batch["target"])
-        self.log_dict({f"{stage}_{name}": value for name, value in metric.parts().items()}, on_epoch=True, prog_bar=True)
+        self.log_dict({f"{stage}_{name}": value for name, value in metric.by_name().items()}, on_epoch=True, prog_bar=True)

@@ -26,7 +26,7 @@ class _AtK(Metric):
         self.samples += len(target)
 
     def compute(self) -> Tensor:
-        """The mean so far."""
+        """Return the mean gain so far."""
         return (self.gain / self.samples).float()
 
     def _gain(self, rank: Tensor) -> Tensor:
@@ -59,6 +59,6 @@ class FullRank(torch.nn.Module):
         self.hit_rate.update(rated, target)
         self.ndcg.update(rated, target)
 
-    def parts(self) -> dict[str, Metric]:
-        """The metrics by name, for ``log_dict``."""
+    def by_name(self) -> dict[str, Metric]:
+        """Return the metrics by name, for ``log_dict``."""
         return {f"HR@{self.k}": self.hit_rate, f"NDCG@{self.k}": self.ndcg}

@@ -10,51 +10,49 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset, IterableDataset
 
-from lightning_freescale._lightning.loops import LightningDataModule, TrainerFn, rank_zero_info, reload_train_loader
+from lightning_freescale._lightning.loops import (
+    LightningDataModule,
+    Trainer,
+    TrainerFn,
+    rank_zero_info,
+    reload_train_loader,
+)
 from lightning_freescale.balance import BalancedSampler
+from lightning_freescale.data.balanced_loader import BalancedDataLoader
 from lightning_freescale.data.iterable import IterableData
-from lightning_freescale.data.loader import BalancedDataLoader
 from lightning_freescale.data.map_style import MapStyleData
+from lightning_freescale.data.options import BalanceOptions, StreamOptions
 from lightning_freescale.data.streaming import BalancedStreamLoader
-from lightning_freescale.data.validation import LOADING, LossReduction, size_of
-from lightning_freescale.strategy.validation import refuse_trainer
+from lightning_freescale.data.validation import LossReduction, check_loader_options, refuse_unused, size_of
 
 
 class FreeScaleDataModule(LightningDataModule):
     """Loads training batches whose samples are assigned to the ranks so that all finish together.
 
     Args:
-        dataset: training data set: map-style, or an ``IterableDataset`` that yields this rank's own stream.
+        train_dataset: map-style, or an ``IterableDataset`` that yields this rank's own stream.
         lengths: history length of every training sample, shape ``[samples]``; for a stream a function of one sample.
         batch_size: samples per rank and step.
-        cost: predicted compute time: a function of the array of lengths (and of ``unique_ids``, if given); or instead of
+        cost_fn: predicted compute time: a function of the array of lengths (and of ``unique_ids``, if given); or instead of
             ``lengths`` a function of one sample (reads a map-style data set once) or the costs themselves, shape
             ``[samples]``. ``CostModel()`` of the lengths by default.
         unique_ids: number of unique ids in every training sample, shape ``[samples]``, if they cost time.
-        calibrate: fit a :class:`~lightning_freescale.balance.CostModel` to the compute times that the strategy measures, and
-            plan by it from the next epoch on if that lowers the imbalance by more than 5 %. The plan, not the gradient, then
-            depends on the clock. Every fifth of the first 50 steps is dealt as drawn, to tell the coefficients apart.
-        slow_ranks: what to do, while calibrating, about ranks that are slow for reasons the costs do not explain:
-            ``"report"`` them, or ``"rebalance"``: give them less work from the next epoch on.
         collate_fn: turns the list of samples of a step into a batch; torch's default if not given.
-        validate, test, predict: map-style data sets for the other stages, loaded in order, every sample once.
-        balance: assign samples by cost; ``False`` deals them as drawn. The samples of a step are the same either way.
-        mode, count_slack, max_tokens_per_rank, rank_speeds: as in :func:`lightning_freescale.balance.assign`.
-        tokens: tokens of every sample, shape ``[samples]``; ``lengths`` if not given.
-        keep_together: group of every sample, shape ``[samples]``; samples of a group that share a step go to one rank.
-        outlier_window: exchange samples between this many consecutive steps so that those that dominate a step come together.
-            Not gradient-identical: it changes which samples share a step. 1 for no exchange.
-        exchange, pool_batches, max_age: for a stream, as in :class:`lightning_freescale.data.BalancedStreamLoader`.
+        val_dataset, test_dataset, predict_dataset: map-style, loaded in order, every sample once.
+        balance: assign samples by cost, in the way that :class:`~lightning_freescale.data.BalanceOptions` tell; ``False``
+            leaves them to the ranks as drawn. The samples of a step are the same either way.
+        stream: how the ranks of an ``IterableDataset`` share its samples; ``StreamOptions()`` if not given.
         loss_reduction: what the loss that ``training_step`` returns averages over: the rank's samples, or its targets. The
             strategy scales it so that the gradient is that of the mean over the global batch, also when ranks hold unequal
             numbers. ``"sum"`` gives the gradient of the sum over the global batch. ``"unweighted"`` leaves the losses as
             they are, for strategies that weigh nothing.
-        targets: prediction targets per sample for ``"target_mean"``, shape ``[samples]``, for a stream a function of one
-            sample; ``lengths`` if not given.
+        target_counts: prediction targets per sample for ``"target_mean"``, shape ``[samples]``, for a stream a function of
+            one sample; ``lengths`` if not given.
         drop_last: leave out an incomplete last step.
         shuffle: draw a new order every epoch; a stream comes in its own.
         seed: seeds the order.
-        num_workers, pin_memory, persistent_workers: as in ``torch.utils.data.DataLoader``.
+        **loader_options: further options of ``torch.utils.data.DataLoader``, such as ``num_workers`` and ``pin_memory``; for
+            an ``IterableDataset`` only ``num_workers``.
 
     Attributes:
         train: the training data: how it is planned, and where a run stands in it.
@@ -62,65 +60,83 @@ class FreeScaleDataModule(LightningDataModule):
 
     Raises:
         ValueError: an argument does not fit; names it, its value and the fix.
+        TypeError: there is no such argument.
     """
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        train_dataset: Dataset[Any],
         lengths: ArrayLike | Callable[[Any], float] | None = None,
         batch_size: int = 32,
         *,
-        cost: Callable[..., Any] | Sequence[float] | NDArray[Any] | None = None,
+        cost_fn: Callable[..., Any] | Sequence[float] | NDArray[Any] | None = None,
         unique_ids: ArrayLike | None = None,
-        calibrate: bool = False,
-        slow_ranks: Literal["report", "rebalance"] = "report",
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        validate: Dataset[Any] | None = None,
-        test: Dataset[Any] | None = None,
-        predict: Dataset[Any] | None = None,
-        balance: bool = True,
-        mode: Literal["fixed", "slack", "free", "zigzag"] = "fixed",
-        count_slack: float = 0.25,
-        max_tokens_per_rank: float | None = None,
-        rank_speeds: Sequence[float] | None = None,
-        tokens: ArrayLike | None = None,
-        keep_together: ArrayLike | None = None,
-        outlier_window: int = 1,
+        val_dataset: Dataset[Any] | None = None,
+        test_dataset: Dataset[Any] | None = None,
+        predict_dataset: Dataset[Any] | None = None,
+        balance: bool | BalanceOptions = True,
+        stream: StreamOptions | None = None,
         loss_reduction: LossReduction = "sample_mean",
-        targets: ArrayLike | Callable[[Any], float] | None = None,
-        exchange: Literal["none", "samples"] = "samples",
-        pool_batches: int = 8,
-        max_age: int | None = 32,
+        target_counts: ArrayLike | Callable[[Any], float] | None = None,
         drop_last: bool = False,
         shuffle: bool = True,
         seed: int = 0,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-        persistent_workers: bool = False,
+        **loader_options: Any,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
         if batch_size < 1:
             raise ValueError(f"FreeScaleDataModule(batch_size={batch_size!r}): pass the samples per rank, at least 1")
-        if slow_ranks not in ("report", "rebalance"):
-            raise ValueError(f"FreeScaleDataModule(slow_ranks={slow_ranks!r}): choose 'report' or 'rebalance'")
-        if slow_ranks == "rebalance" and not calibrate:
-            raise ValueError("FreeScaleDataModule(slow_ranks='rebalance') needs calibrate=True, which finds the slow ranks")
-        if calibrate and (lengths is None or not balance):
-            raise ValueError(
-                f"FreeScaleDataModule(calibrate=True, balance={balance!r}) fits the cost to the lengths and plans by it: pass "
-                "lengths= and leave balance as it is"
-            )
-        self.batch_size, self.mode, self.loss_reduction = batch_size, mode, loss_reduction
-        self.calibrate, self.slow_ranks = calibrate, slow_ranks
-        self.stages = {"validate": validate, "test": test, "predict": predict}
+        if not isinstance(balance, (bool, BalanceOptions)):
+            raise ValueError(f"FreeScaleDataModule(balance={balance!r}): pass True, False or BalanceOptions(...)")
+        if not isinstance(stream, (StreamOptions, type(None))):
+            raise ValueError(f"FreeScaleDataModule(stream={stream!r}): pass StreamOptions(...) or None")
+        check_loader_options(loader_options, isinstance(train_dataset, IterableDataset))
+        self.val_dataset = val_dataset
+        self.test_dataset = test_dataset
+        self.predict_dataset = predict_dataset
+        self.batch_size = batch_size
+        self.collate_fn = collate_fn
+        self.loss_reduction = loss_reduction
+        self.balance_options = balance if isinstance(balance, BalanceOptions) else BalanceOptions()
         self.feature_rows: dict[str, int] = {}
         self.histories: Any = None
-        self._loader_options = {name: given[name] for name in LOADING}
+        self._loader_options = loader_options
         self._reload_every: int | None = None
-        self.train = (
-            IterableData.of(dataset, given) if isinstance(dataset, IterableDataset) else MapStyleData.of(dataset, given)
-        )
+        self.train: IterableData | MapStyleData
+        if isinstance(train_dataset, IterableDataset):
+            context = "an IterableDataset, whose samples are not known before they arrive"
+            refuse_unused(context, unique_ids=unique_ids is not None, shuffle=not shuffle, seed=seed != 0)
+            self.train = IterableData(
+                train_dataset,
+                lengths,
+                batch_size,
+                cost_fn=cost_fn,
+                collate_fn=collate_fn,
+                balance=balance is not False,
+                options=self.balance_options,
+                stream=stream or StreamOptions(),
+                loss_reduction=loss_reduction,
+                target_counts=target_counts,
+                drop_last=drop_last,
+                num_workers=loader_options.get("num_workers", 0),
+            )
+        else:
+            refuse_unused("a map-style data set, whose steps are planned without a pool", stream=stream is not None)
+            self.train = MapStyleData(
+                train_dataset,
+                lengths,
+                batch_size,
+                cost_fn=cost_fn,
+                unique_ids=unique_ids,
+                balance=balance is not False,
+                options=self.balance_options,
+                loss_reduction=loss_reduction,
+                target_counts=target_counts,
+                drop_last=drop_last,
+                shuffle=shuffle,
+                seed=seed,
+            )
 
     @classmethod
     def from_interactions(
@@ -137,7 +153,7 @@ class FreeScaleDataModule(LightningDataModule):
         loss_reduction: LossReduction = "target_mean",
         **options: Any,
     ) -> FreeScaleDataModule:
-        """Histories from a CSV or Parquet file (or a pyarrow table), split leave-one-out.
+        """Read histories from a CSV or Parquet file (or a pyarrow table), and split them leave-one-out.
 
         Each user's last item is for test, the one before for validation, the rest for training. Batches are those of
         :func:`lightning_freescale.data.collate_histories`.
@@ -162,9 +178,9 @@ class FreeScaleDataModule(LightningDataModule):
             train.lengths,
             batch_size,
             collate_fn=collate_histories,
-            validate=HistoryDataset(histories, users, "validate", max_length),
-            test=HistoryDataset(histories, users, "test", max_length),
-            predict=HistoryDataset(histories, users, "predict", max_length),
+            val_dataset=HistoryDataset(histories, users, "validate", max_length),
+            test_dataset=HistoryDataset(histories, users, "test", max_length),
+            predict_dataset=HistoryDataset(histories, users, "predict", max_length),
             loss_reduction=loss_reduction,
             **options,
         )
@@ -177,41 +193,58 @@ class FreeScaleDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         """Forget the previous fit's progress; a checkpoint brings its own afterwards."""
         if stage == "fit":
-            self.train.forget()
+            self.train.reset_progress()
             self._reload_every = None  # of a Trainer whose fit failed
 
     def teardown(self, stage: str) -> None:
         """Leave nothing behind: no process group, no setting of the Trainer."""
         if isinstance(self.train, IterableData):
-            self.train.close()
+            self.train.destroy_group()
         self._reload_next_epoch(False)
 
     def train_dataloader(self) -> BalancedDataLoader | BalancedStreamLoader:
-        """The balanced loader of this rank."""
+        """Return the balanced loader of this rank."""
+        epoch = 0
         if self.trainer is not None:
-            refuse_trainer(self.trainer, self.calibrate, self.loss_reduction, self.mode)
-        epoch = 0 if self.trainer is None else self.trainer.current_epoch
+            _refuse_trainer(self.trainer, self.balance_options, self.loss_reduction)
+            epoch = self.trainer.current_epoch
         if isinstance(self.train, IterableData):
             timeout = None if self.trainer is None else getattr(self.trainer.strategy, "_timeout", None)
-            return self.train.loader(*self._world(), epoch, timeout)
-        loader = self.train.loader(*self._world(), epoch)
+            return self.train.loader(*self._rank_and_world_size(), epoch, timeout)
+        sampler = self.train.resumed_sampler(*self._rank_and_world_size(), epoch)
         self._reload_next_epoch(self.train.epoch_is_cut_anew)
-        return loader
+        return BalancedDataLoader.from_sampler(self.train.dataset, sampler, self.collate_fn, **self._loader_options)
 
     def val_dataloader(self) -> BalancedDataLoader | list[Any]:
-        """Every validation sample once, in order."""
-        return self._stage_loader("validate")
+        """Return a loader of this rank's part of the validation samples, each once, in order."""
+        return self._evaluation_loader("val_dataset")
 
     def test_dataloader(self) -> BalancedDataLoader | list[Any]:
-        """Every test sample once, in order."""
-        return self._stage_loader("test")
+        """Return a loader of this rank's part of the test samples, each once, in order."""
+        return self._evaluation_loader("test_dataset")
 
     def predict_dataloader(self) -> BalancedDataLoader | list[Any]:
-        """Every sample to predict once, in order; each rank returns its own part."""
-        return self._stage_loader("predict")
+        """Return a loader of this rank's part of the samples to predict, each once, in order."""
+        return self._evaluation_loader("predict_dataset")
+
+    def _evaluation_loader(self, name: str) -> BalancedDataLoader | list[Any]:
+        dataset = getattr(self, name)
+        if dataset is None:
+            return []
+        rank, world_size = self._rank_and_world_size()
+        costs = np.zeros(size_of(dataset, name))
+        sampler = BalancedSampler(costs, self.batch_size, num_replicas=world_size, rank=rank, shuffle=False, balance=False)
+        return BalancedDataLoader.from_sampler(dataset, sampler, self.collate_fn, **self._loader_options)
+
+    def _rank_and_world_size(self) -> tuple[int, int]:
+        return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
 
     def sampler(self, rank: int, world_size: int) -> BalancedSampler:
-        """The training plan of one of ``world_size`` ranks, for a map-style data set."""
+        """Return the training plan of one of ``world_size`` ranks.
+
+        Raises:
+            ValueError: the training data is a stream.
+        """
         if isinstance(self.train, IterableData):
             raise ValueError("the steps of a stream cannot be planned before its samples have arrived")
         return self.train.sampler(rank, world_size)
@@ -219,37 +252,64 @@ class FreeScaleDataModule(LightningDataModule):
     # -- resume
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training stands in its data; the same on every rank. Collective for streams."""
+        """Return where training stands in its data; the same on every rank. Collective for streams."""
         loop: Any = cast(Any, self.trainer).fit_loop
         epochs = loop.epoch_progress.current
         inside = epochs.ready > epochs.processed  # else the batches counted are those of the epoch before
         batches = loop.epoch_loop.batch_progress.current.processed if inside else 0
-        return self.train.state_dict(epochs.processed, batches, self._world()[1])
+        return self.train.state_dict(epochs.processed, batches, self._rank_and_world_size()[1])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the samples that the checkpoint's run has consumed."""
+        """Go on after the samples that the checkpoint's run has consumed.
+
+        Raises:
+            ValueError: the checkpoint was made with another kind of data set, or inside an epoch of another order.
+        """
         if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
             return  # validation and test load the weights of a checkpoint, not its place in the training data
-        self.train.load_state_dict(state, *self._world())
+        kinds = ["a map-style data set", "an IterableDataset"]
+        streamed = isinstance(self.train, IterableData)
+        if streamed != ("streams" in state):
+            raise ValueError(
+                f"the checkpoint was made with {kinds[not streamed]}, this run has {kinds[streamed]}: its place in the one "
+                "means nothing in the other. Load the weights alone, or use the same kind of data set"
+            )
+        self.train.load_state_dict(state, *self._rank_and_world_size())
         if self.trainer is not None:
             reload_train_loader(self.trainer)  # somebody may have asked for it before the checkpoint was read
 
     def _reload_next_epoch(self, needed: bool) -> None:
-        """An epoch that was cut anew has another length than the next one: Lightning has to ask for the loader again."""
+        # Lightning asks for loaders once per fit, but an epoch that was cut anew has another number of steps than the next
         trainer: Any = self.trainer
         if needed and trainer is not None and self._reload_every is None:
-            self._reload_every, trainer.reload_dataloaders_every_n_epochs = trainer.reload_dataloaders_every_n_epochs, 1
+            self._reload_every = trainer.reload_dataloaders_every_n_epochs
+            trainer.reload_dataloaders_every_n_epochs = 1
         elif not needed and self._reload_every is not None:
-            trainer.reload_dataloaders_every_n_epochs, self._reload_every = self._reload_every, None
+            trainer.reload_dataloaders_every_n_epochs = self._reload_every
+            self._reload_every = None
 
-    def _world(self) -> tuple[int, int]:
-        return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
 
-    def _stage_loader(self, stage: str) -> BalancedDataLoader | list[Any]:
-        dataset = self.stages[stage]
-        if dataset is None:
-            return []
-        rank, world_size = self._world()
-        costs = np.zeros(size_of(dataset, f"{stage}="))
-        sampler = BalancedSampler(costs, self.batch_size, num_replicas=world_size, rank=rank, shuffle=False, balance=False)
-        return BalancedDataLoader.of(dataset, sampler, **self._loader_options)
+def _refuse_trainer(trainer: Trainer, options: BalanceOptions, loss_reduction: str) -> None:
+    """Refuse a Trainer that replaces the sampler, or whose strategy neither weighs losses nor measures times.
+
+    Raises:
+        ValueError: names what does not go together, and the fix.
+    """
+    overfit = getattr(trainer, "overfit_batches", 0)
+    if overfit:
+        raise ValueError(
+            f"Trainer(overfit_batches={overfit}) replaces the sampler and with it the plan of the steps. Use "
+            "limit_train_batches= with FreeScaleDataModule(shuffle=False)"
+        )
+    if getattr(trainer.strategy, "weighs_loss", False):
+        return
+    if options.calibrate:
+        raise ValueError("BalanceOptions(calibrate=True) needs Trainer(strategy='freescale'), which measures the times")
+    mode = options.assignment_mode
+    weighed = loss_reduction in ("target_mean", "sum") or (loss_reduction == "sample_mean" and mode in ("slack", "free"))
+    if trainer.world_size > 1 and weighed:
+        raise ValueError(
+            f"FreeScaleDataModule(loss_reduction={loss_reduction!r}) with BalanceOptions(assignment_mode={mode!r}) needs "
+            "Trainer(strategy='freescale') to weigh each rank's loss; this strategy averages the ranks' losses as they are. "
+            "Use loss_reduction='unweighted' if that is what you want"
+        )

@@ -69,15 +69,16 @@ trainer:
   enable_progress_bar: false
 """
 AS_NAME = CONFIG + "  strategy: freescale\n"
+DATA = "data: {balance: {assignment_mode: slack}, num_workers: 1}\n"
 AS_CLASS = CONFIG + (
     "  strategy: {class_path: lightning_freescale.FreeScaleStrategy, init_args: {sigterm_every_n_steps: 2}}\n"
     "  callbacks: [{class_path: lightning_freescale.BubbleProfiler, init_args: {warmup_steps: 0, trace_steps: 0}}]\n"
 )
 
 
-def _cli(tmp_path: Path, config: str, command: str = "fit") -> subprocess.CompletedProcess:
+def _cli(tmp_path: Path, config: str, command: str = "fit", data: str = "") -> subprocess.CompletedProcess:
     path = tmp_path / "override.yaml"
-    path.write_text(config + f"  default_root_dir: {tmp_path}\n")
+    path.write_text(config + f"  default_root_dir: {tmp_path}\n" + data)
     example = ROOT / "examples" / "train.py"
     line = [sys.executable, str(example), command, "--config", str(ROOT / "examples/configs/ml-latest-small.yaml")]
     return subprocess.run([*line, "--config", str(path)], capture_output=True, text=True, timeout=240, cwd=ROOT)
@@ -85,13 +86,21 @@ def _cli(tmp_path: Path, config: str, command: str = "fit") -> subprocess.Comple
 
 @pytest.mark.parametrize(("config", "command"), [(AS_NAME, "fit"), (AS_CLASS, "fit"), (AS_NAME, "test")])
 def test_command_line_with_yaml(config: str, command: str, tmp_path: Path) -> None:
-    done = _cli(tmp_path, config, command)
+    done = _cli(tmp_path, config, command, DATA)
     assert done.returncode == 0, done.stderr[-3000:]
     if config == AS_CLASS:
         assert "2 ranks on cpu, 3 steps" in done.stdout
 
 
-def test_command_line_refuses_an_unknown_key(tmp_path: Path) -> None:
-    done = _cli(tmp_path, AS_CLASS.replace("sigterm_every_n_steps", "no_such_option"))
+@pytest.mark.parametrize(
+    ("config", "data"),
+    [
+        (AS_CLASS.replace("sigterm_every_n_steps", "no_such_option"), ""),
+        (AS_NAME, "data: {no_such_option: 1}\n"),
+        (AS_NAME, "data: {balance: {no_such_option: 1}}\n"),
+    ],
+)
+def test_command_line_refuses_an_unknown_key(config: str, data: str, tmp_path: Path) -> None:
+    done = _cli(tmp_path, config, data=data)
     assert done.returncode != 0
     assert "no_such_option" in done.stderr

@@ -34,7 +34,7 @@ class LocalPool:
     Args:
         batch_size: samples of a batch.
         pool_batches: the pool holds this many times ``batch_size`` samples. A bigger one meets its targets more closely.
-        max_age: a sample leaves at the latest this many batches after the first that it could have been in; ``None``: no
+        max_pool_age: a sample leaves at the latest this many batches after the first that it could have been in; ``None``: no
             bound.
 
     Attributes:
@@ -45,15 +45,15 @@ class LocalPool:
         ValueError: a pool as big as that could not keep the age bound.
     """
 
-    def __init__(self, batch_size: int, pool_batches: int = 8, max_age: int | None = 32) -> None:
+    def __init__(self, batch_size: int, pool_batches: int = 8, max_pool_age: int | None = 32) -> None:
         if batch_size < 1 or pool_batches < 1:
             raise ValueError(f"LocalPool(batch_size={batch_size!r}, pool_batches={pool_batches!r}): both must be at least 1")
-        if max_age is not None and max_age < pool_batches - 1:
+        if max_pool_age is not None and max_pool_age < pool_batches - 1:
             raise ValueError(
-                f"max_age={max_age!r} cannot be kept with pool_batches={pool_batches}: the pool alone is worth more batches. "
-                f"Use max_age={pool_batches - 1} or more, or pool_batches={max(max_age, 0) + 1}."
+                f"max_pool_age={max_pool_age!r} cannot be kept with pool_batches={pool_batches}: the pool alone is worth more "
+                f"batches. Use max_pool_age={pool_batches - 1} or more, or pool_batches={max(max_pool_age, 0) + 1}."
             )
-        self.batch_size, self.pool_batches, self.max_age = batch_size, pool_batches, max_age
+        self.batch_size, self.pool_batches, self.max_pool_age = batch_size, pool_batches, max_pool_age
         self.costs: Floats = np.empty(0)
         self.numbers: Ints = np.empty(0, dtype=np.int64)
         self._arrived: Ints = np.empty(0, dtype=np.int64)  # how many batches had left before
@@ -75,9 +75,9 @@ class LocalPool:
     @property
     def due(self) -> int:
         """How many of the oldest must leave with the next batch, or the age bound could not be kept later."""
-        if self.max_age is None or not len(self):
+        if self.max_pool_age is None or not len(self):
             return 0
-        within = np.bincount(self._batches_left(), minlength=self.max_age + 1).cumsum()
+        within = np.bincount(self._batches_left(), minlength=self.max_pool_age + 1).cumsum()
         return int(max(0, (within - self.batch_size * np.arange(len(within))).max()))
 
     def add_samples(self, costs: ArrayLike) -> None:
@@ -118,7 +118,7 @@ class LocalPool:
 
     def _batches_left(self) -> Ints:
         """Return how many batches each sample may still let pass."""
-        return (_NEVER if self.max_age is None else self.max_age) - (self._batches - self._arrived)
+        return (_NEVER if self.max_pool_age is None else self.max_pool_age) - (self._batches - self._arrived)
 
     def _steady_target(self, target: float, count: int) -> float:
         """Return the target, moved against what the content of the pool exceeds ``len(self)`` average samples by."""
@@ -139,7 +139,7 @@ class LocalPool:
         outlier = (costs + np.sort(costs)[: count - 1].sum() > 1.01 * target) & ~chosen
         # Without communication the ranks cannot agree on a step for their outliers, but they can count: outliers leave with
         # every so many-th batch, the same on all ranks, which start together. So one expensive step pays for many outliers.
-        longest = 4 * self.pool_batches if self.max_age is None else self.max_age + 1
+        longest = 4 * self.pool_batches if self.max_pool_age is None else self.max_pool_age + 1
         period = max(1, longest // _OUTLIER_BATCHES)
         if self._batches % period == period - 1:
             least = int(costs[chosen].sum() <= _EXPENSIVE * target)
@@ -147,7 +147,7 @@ class LocalPool:
         locked, outlier = chosen.copy(), outlier & ~chosen
         _fill(chosen, costs, outlier, target, count - int(chosen.sum()))
         ascending = np.argsort(costs, kind="stable")
-        waited = (self._batches - self._arrived) / (self.max_age or 4 * self.pool_batches)
+        waited = (self._batches - self._arrived) / (self.max_pool_age or 4 * self.pool_batches)
         _swap_towards(chosen, costs, ascending[~(locked | outlier)[ascending]], target, waited / count)
         return chosen
 

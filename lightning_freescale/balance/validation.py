@@ -22,13 +22,14 @@ def is_non_negative(values: Any) -> Any:
     return np.isfinite(values) & (np.asarray(values) >= 0)
 
 
-def non_negative(name: str, values: ArrayLike, size: int | None = None) -> Floats:
+def non_negative(name: str, values: ArrayLike, size: int | None = None, first: int = 0) -> Floats:
     """Return ``values`` as float64, one per sample: shape ``[samples]``, finite, >= 0, also in sum.
 
     Args:
         name: what errors call the values, such as ``"assign(costs=...)"``.
         values: numbers, one per sample.
         size: how many samples there are; any number if not given.
+        first: number of the first sample, for errors.
 
     Raises:
         ValueError: the shape is another, an entry is negative or not finite, or the sum overflows.
@@ -39,8 +40,9 @@ def non_negative(name: str, values: ArrayLike, size: int | None = None) -> Float
         raise ValueError(f"{name} has shape {array.shape}: pass one number per sample, shape [{wanted}]")
     bad = np.flatnonzero(~is_non_negative(array))
     if bad.size:
-        count = f"; {bad.size} of {len(array)} are not" if bad.size > 1 else ""
-        raise ValueError(f"{name}: {array[bad[0]]} of sample {bad[0]} is not a finite number >= 0, pass only such{count}")
+        raise ValueError(
+            f"{name}[{first + bad[0]}] is {array[bad[0]]}: every entry must be a finite number >= 0 ({bad.size} are not)"
+        )
     if array.max(initial=0.0) > np.finfo(np.float64).max / max(1, len(array)):
         raise ValueError(f"{name}: numbers up to {array.max():g} overflow when they are summed. Use a larger unit")
     return array

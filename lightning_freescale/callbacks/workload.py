@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from lightning_freescale._lightning.loops import LightningModule, Trainer
 from lightning_freescale.balance import CostModel
 from lightning_freescale.balance.cost import sample_features
+from lightning_freescale.data.map_style import MapStyleData
 from lightning_freescale.profiling.reporting.facts import RunInfo
 
 Floats = NDArray[np.float64]
@@ -53,9 +54,9 @@ def samples_and_features(
         count = sampler.counts(index)[sampler.rank]
         return count, np.array([count, sampler.costs(index)[sampler.rank], 0.0, 0.0])
     mine = sampler.plan(sampler.epoch, index)[sampler.rank]
-    costs = getattr(getattr(getattr(trainer, "datamodule", None), "train", None), "sample_costs", None)
-    if costs is not None and costs.lengths is not None:
-        return len(mine), costs.features(mine).sum(axis=0)
+    train = getattr(getattr(trainer, "datamodule", None), "train", None)
+    if isinstance(train, MapStyleData) and train.lengths is not None:
+        return len(mine), train.features(mine).sum(axis=0)
     return len(mine), np.array([len(mine), sampler.costs[mine].sum(), 0.0, 0.0])
 
 

@@ -1,15 +1,18 @@
 """From an interactions file, any map-style data set or a stream to balanced batches."""
 
+from lightning_freescale.data.balanced_loader import BalancedDataLoader
 from lightning_freescale.data.histories import HistoryDataset, collate_histories
 from lightning_freescale.data.interactions import Histories, read_interactions
-from lightning_freescale.data.loader import BalancedDataLoader
+from lightning_freescale.data.options import BalanceOptions, StreamOptions
 from lightning_freescale.data.streaming import BalancedStreamLoader
 
 __all__ = [
+    "BalanceOptions",
     "BalancedDataLoader",
     "BalancedStreamLoader",
     "Histories",
     "HistoryDataset",
+    "StreamOptions",
     "collate_histories",
     "read_interactions",
 ]

@@ -1,23 +1,22 @@
-"""Training data whose samples are all known: every step is planned."""
+"""Training data whose samples are all known: what they cost, how every step is planned, and where a run stands in them."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from lightning_freescale.balance import BalancedSampler, CostModel
+from lightning_freescale.balance.cost import sample_features
 from lightning_freescale.balance.sampler import EXPLORATION_STEPS
-from lightning_freescale.data.loader import BalancedDataLoader
-from lightning_freescale.data.progress import Progress
-from lightning_freescale.data.sample_costs import SampleCosts
-from lightning_freescale.data.validation import LOADING, loss_weights, numbers, refuse_unused, size_of
-
-_PLAN = ("balance", "drop_last", "keep_together", "max_tokens_per_rank", "count_slack", "rank_speeds")
-"""Arguments of the data module that go to the sampler as they are."""
+from lightning_freescale.balance.validation import non_negative
+from lightning_freescale.data.options import BalanceOptions
+from lightning_freescale.data.validation import loss_weights, refuse_unused, size_of
 
 
 class MapStyleData:
@@ -25,144 +24,179 @@ class MapStyleData:
 
     Args:
         dataset: map-style.
-        sample_costs: lengths, unique ids and costs of its samples.
-        batch_size: samples per rank and step.
-        seed: seeds the order.
-        shuffle: draw a new order every epoch.
-        outlier_window: see :class:`BalancedSampler`.
-        plan_options: further arguments of :class:`BalancedSampler`.
-        loader_options: arguments of :class:`BalancedDataLoader`.
+        balance: assign samples by cost, as ``options`` say; else each rank computes a run of the drawn order.
+        **others: as in :class:`~lightning_freescale.FreeScaleDataModule`.
 
     Attributes:
+        lengths, unique_ids: shape ``[samples]``, or None.
+        costs: predicted compute time, shape ``[samples]``.
         refits: from which epoch on a cost model fitted while training is in use, with the options that came with it.
+
+    Raises:
+        ValueError: an argument does not fit, or would have no effect.
     """
 
     def __init__(
         self,
         dataset: Dataset[Any],
-        sample_costs: SampleCosts,
+        lengths: Any,
         batch_size: int,
         *,
-        seed: int,
+        cost_fn: Any,
+        unique_ids: Any,
+        balance: bool,
+        options: BalanceOptions,
+        loss_reduction: str,
+        target_counts: Any,
+        drop_last: bool,
         shuffle: bool,
-        outlier_window: int,
-        plan_options: dict[str, Any],
-        loader_options: dict[str, Any],
+        seed: int,
     ) -> None:
-        self.dataset, self.sample_costs, self.batch_size, self.seed = dataset, sample_costs, batch_size, seed
-        self.shuffle, self.outlier_window = shuffle, outlier_window
-        self._plan_options, self._loader_options, self._given_seed = plan_options, loader_options, seed
-        self.forget()
-
-    @classmethod
-    def of(cls, dataset: Dataset[Any], given: Mapping[str, Any]) -> MapStyleData:
-        """From the arguments of :class:`FreeScaleDataModule` by name.
-
-        Raises:
-            ValueError: one does not fit, or would have no effect.
-        """
-        what = "a map-style data set, whose steps are planned without a pool"
-        refuse_unused(what, given, exchange="samples", pool_batches=8, max_age=32)
-        if given["mode"] != "slack":
-            refuse_unused(f"mode={given['mode']!r}", given, count_slack=0.25)
-        if not given["calibrate"] and not callable(given["cost"]):
-            refuse_unused(
-                "costs that do not depend on it: pass a cost function of lengths and unique ids", given, unique_ids=None
+        if options.calibrate and lengths is None:
+            raise ValueError(
+                "FreeScaleDataModule(balance=BalanceOptions(calibrate=True)) fits the cost to the lengths and plans by it: "
+                "pass lengths="
             )
-        if not given["balance"]:
-            refuse_unused("balance=False", given, mode="fixed", max_tokens_per_rank=None, keep_together=None, rank_speeds=None)
-        size, lengths, reduction = size_of(dataset), given["lengths"], given["loss_reduction"]
-        costs = SampleCosts(dataset, lengths, given["unique_ids"], given["cost"], size)
-        plan_options = {name: given[name] for name in _PLAN}
-        plan_options |= {
-            "assignment_mode": given["mode"],
-            "loss_is_sum": reduction == "sum",
-            "loss_weights": loss_weights(reduction, lengths, given["targets"], size),
-            "tokens": lengths if given["tokens"] is None else numbers("tokens", given["tokens"], size),
-            "exploration_steps": EXPLORATION_STEPS if given["calibrate"] else 0,
+        if not options.calibrate and not callable(cost_fn):
+            context = "costs that do not depend on it: pass a cost function of lengths and unique ids"
+            refuse_unused(context, unique_ids=unique_ids is not None)
+        if unique_ids is not None and lengths is None:
+            raise ValueError("unique_ids= goes with lengths=: pass the history length of every sample, too")
+        size = size_of(dataset, "train_dataset")
+        self.dataset = dataset
+        self.lengths = None if lengths is None else non_negative("lengths", lengths, size)
+        self.unique_ids = None if unique_ids is None else non_negative("unique_ids", unique_ids, size)
+        self.costs = self._given_costs(cost_fn, size)
+        self._new_sampler = partial(
+            BalancedSampler,
+            self.costs,
+            batch_size,
+            shuffle=shuffle,
+            balance=balance,
+            drop_last=drop_last,
+            loss_weights=loss_weights(loss_reduction, lengths, target_counts, size),
+            loss_is_sum=loss_reduction == "sum",
+            exploration_steps=EXPLORATION_STEPS if options.calibrate else 0,
+            tokens=lengths if options.tokens is None else non_negative("tokens", options.tokens, size),
+            keep_together=options.keep_together,
+            outlier_window=options.outlier_window,
+            assignment_mode=options.assignment_mode,
+            count_slack=options.count_slack,
+            max_tokens_per_rank=options.max_tokens_per_rank,
+            rank_speeds=options.rank_speeds,
+        )
+        # what the order of an epoch follows from, beside the seed; from the last three only with an outlier window
+        pooled = options.outlier_window > 1
+        self._order_facts = {
+            "samples": size,
+            "shuffle": int(shuffle),
+            "outlier_window": options.outlier_window,
+            "batch_size": batch_size,
+            "drop_last": int(drop_last),
+            "costs": hashlib.sha256(self.costs.tobytes()).hexdigest() if pooled else "",
         }
-        rest = {name: given[name] for name in ("batch_size", "seed", "shuffle", "outlier_window")}
-        loader_options = {name: given[name] for name in LOADING}
-        return cls(dataset, costs, **rest, plan_options=plan_options, loader_options=loader_options)
+        self._given_seed = seed
+        self.reset_progress()
 
-    def forget(self) -> None:
-        """A new fit starts at the beginning."""
+    def reset_progress(self) -> None:
+        """Forget an earlier fit: a new one starts at the beginning."""
         self.seed = self._given_seed
         self._resume: tuple[int, int, int | None] = (0, 0, None)
         self.refits: dict[int, tuple[CostModel, dict[str, Any]]] = {}
         self._sampler: BalancedSampler | None = None
 
-    def sampler(self, rank: int, world_size: int) -> BalancedSampler:
-        """The plan of one of ``world_size`` ranks, from the first epoch on."""
-        return BalancedSampler(
-            self.sample_costs.costs,
-            self.batch_size,
-            num_replicas=world_size,
-            rank=rank,
-            seed=self.seed,
-            shuffle=self.shuffle,
-            outlier_window=self.outlier_window,
-            **self._plan_options,
-        )
+    # -- what samples cost
 
-    def loader(self, rank: int, world_size: int, epoch: int) -> BalancedDataLoader:
-        """The loader of a rank, from where a checkpoint left it on."""
+    def _given_costs(self, cost_fn: Any, size: int) -> NDArray[np.float64]:
+        if cost_fn is not None and not callable(cost_fn):
+            return non_negative("cost_fn", cost_fn, size)
+        if self.lengths is not None:
+            return self.costs_by(cost_fn or CostModel())
+        if cost_fn is None:
+            raise ValueError(
+                "FreeScaleDataModule(lengths=None) cannot balance: pass lengths=, the history length of every sample, or "
+                "cost_fn=, a function of a sample or the costs themselves"
+            )
+        dataset: Any = self.dataset
+        return non_negative("cost_fn(sample)", [cost_fn(dataset[index]) for index in range(size)], size)
+
+    def costs_by(self, cost_fn: Callable[..., Any], samples: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
+        """Return the costs by another function of the lengths and, if given, the unique ids; of ``samples`` or of all."""
+        known = self._lengths_and_ids(samples)
+        return non_negative("cost_fn(lengths)", cost_fn(*known), len(known[0]))
+
+    def features(self, samples: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return :func:`sample_features` of ``samples``, shape ``[samples, 4]``."""
+        return sample_features(*self._lengths_and_ids(samples))
+
+    def _lengths_and_ids(self, samples: NDArray[np.int64] | None) -> list[NDArray[np.float64]]:
+        assert self.lengths is not None
+        known = [self.lengths] if self.unique_ids is None else [self.lengths, self.unique_ids]
+        return known if samples is None else [values[samples] for values in known]
+
+    # -- the plan
+
+    def sampler(self, rank: int, world_size: int) -> BalancedSampler:
+        """Return the plan of one of ``world_size`` ranks, from the first epoch on."""
+        return self._new_sampler(num_replicas=world_size, rank=rank, seed=self.seed)
+
+    def resumed_sampler(self, rank: int, world_size: int, epoch: int) -> BalancedSampler:
+        """Return the plan of a rank from where a checkpoint left it on; :meth:`replan` changes it."""
         sampler = self._sampler = self.sampler(rank, world_size)
         for start, (model, options) in sorted(self.refits.items()):
-            sampler.replan(start, partial(self.sample_costs.by, model), **options)
+            sampler.replan(start, partial(self.costs_by, model), **options)
         sampler.resume(*self._resume)
         sampler.set_epoch(max(epoch, self._resume[0]))  # the loader may be asked for before the Trainer knows its epoch
-        return BalancedDataLoader.of(self.dataset, sampler, **self._loader_options)
+        return sampler
 
     def replan(self, epoch: int, model: CostModel, **options: Any) -> None:
-        """From ``epoch`` on plan by another cost model; call it with the same arguments on every rank."""
+        """Plan by another cost model from ``epoch`` on; call it with the same arguments on every rank."""
         self.refits[epoch] = (model, options)
         if self._sampler is not None:
-            self._sampler.replan(epoch, partial(self.sample_costs.by, model), **options)
+            self._sampler.replan(epoch, partial(self.costs_by, model), **options)
 
     @property
     def epoch_is_cut_anew(self) -> bool:
         """Whether the epoch at hand has other steps than the ones after it."""
         return self._sampler is not None and len(self._sampler) != self._sampler.steps_per_epoch
 
+    # -- resume
+
     def state_dict(self, epoch: int, batches: int, world_size: int) -> dict[str, Any]:
-        """After ``batches`` steps of ``epoch``; the same on every rank."""
+        """Return the progress after ``batches`` steps of ``epoch``, in plain values; the same on every rank."""
+        consumed = 0 if self._sampler is None else self._sampler.consumed(epoch, batches)
+        state = {"seed": self.seed, "epoch": epoch, "batches": batches, "consumed": consumed, "ranks": world_size}
         refits = {start: (vars(model), options) for start, (model, options) in self.refits.items()}
-        return {**self._progress(epoch, batches, world_size).state(), "refits": refits}
+        return {**state, **self._order_facts, "refits": refits}
 
     def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> None:
         """Go on after the samples that the checkpoint's run has consumed.
 
         Raises:
-            ValueError: inside an epoch, this run's order is another; or the checkpoint is of another kind of data.
+            ValueError: inside an epoch, this run's order is another: samples would be lost or repeated.
         """
-        if "samples" not in state:
-            raise ValueError(
-                "the checkpoint was made with an IterableDataset, this run has a map-style data set: its place in the one "
-                "means nothing in the other. Load the weights alone, or use the same kind of data set"
-            )
-        if state["refits"] and self.sample_costs.lengths is None:
+        if state["refits"] and self.lengths is None:
             raise ValueError(
                 "the checkpoint's costs were fitted to lengths: pass lengths= to FreeScaleDataModule to go on with it"
             )
-        then = Progress.resumed(state, self._progress(0, 0, world_size))
-        self.seed, self._resume = then.seed, (then.epoch, then.batches, then.consumed)
-        same_ranks = then.ranks == world_size  # else the speeds are those of others
+        if state["batches"]:
+            self._refuse_another_order(state, world_size)
+        self.seed = state["seed"]
+        self._resume = (state["epoch"], state["batches"], state["consumed"])
+        same_ranks = state["ranks"] == world_size  # else the speeds are those of others
         self.refits = {
             epoch: (CostModel(**model), options if same_ranks else {}) for epoch, (model, options) in state["refits"].items()
         }
 
-    def _progress(self, epoch: int, batches: int, world_size: int) -> Progress:
-        return Progress(
-            seed=self.seed,
-            epoch=epoch,
-            batches=batches,
-            consumed=0 if self._sampler is None else self._sampler.consumed(epoch, batches),
-            samples=len(self.sample_costs.costs),
-            shuffle=int(self.shuffle),
-            outlier_window=self.outlier_window,
-            batch_size=self.batch_size,
-            ranks=world_size,
-            drop_last=int(self._plan_options.get("drop_last", False)),
-            costs=hashlib.sha256(self.sample_costs.costs.tobytes()).hexdigest() if self.outlier_window > 1 else "",
-        )
+    def _refuse_another_order(self, state: dict[str, Any], world_size: int) -> None:
+        now = {**self._order_facts, "ranks": world_size}
+        names = ["samples", "shuffle", "outlier_window"]
+        if now["outlier_window"] != 1:
+            names += ["batch_size", "ranks", "drop_last", "costs"]
+        for name in names:
+            if state[name] != now[name]:
+                raise ValueError(
+                    f"the checkpoint stopped inside an epoch with {name}={state[name]}, this run has {name}={now[name]}: "
+                    "samples would be lost or repeated. Keep it as it was, or resume from a checkpoint made at the end of an "
+                    "epoch."
+                )

@@ -1,99 +1,118 @@
-"""What a data module is given, checked: sizes and weights."""
+"""Checks of what a data module is given: sizes, numbers, weights, and options that would have no effect."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import DataLoader
 
-LOADING = ("collate_fn", "num_workers", "pin_memory", "persistent_workers")
-"""Arguments of the data module that go to torch's loader."""
+from lightning_freescale.balance.validation import non_negative
+
 LossReduction = Literal["sample_mean", "target_mean", "sum", "unweighted"]
 
+_LOADER_DEFAULTS = {name: option.default for name, option in inspect.signature(DataLoader.__init__).parameters.items()}
+_SET_BY_PACKAGE = ("self", "dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator")
 
-def size_of(dataset: Any, argument: str = "dataset=") -> int:
-    """Samples of a map-style data set; errors call it ``argument``.
+
+def size_of(dataset: Any, argument: str) -> int:
+    """Return the number of samples of a map-style data set; errors call it ``argument``.
 
     Raises:
         ValueError: it is not map-style, or empty.
     """
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise ValueError(f"{argument}{type(dataset).__name__} is not map-style: it needs __len__ and __getitem__")
+        raise ValueError(f"{argument}={type(dataset).__name__} is not map-style: it needs __len__ and __getitem__")
     if not len(dataset):
-        raise ValueError(f"{argument}{type(dataset).__name__} is empty: pass at least one sample per rank")
+        raise ValueError(f"{argument}={type(dataset).__name__} is empty: pass at least one sample per rank")
     return len(dataset)
 
 
-def numbers(argument: str, values: Any, size: int) -> NDArray[np.float64]:
-    """``values`` as an array of shape ``[size]``; errors call it ``argument``.
-
-    Raises:
-        ValueError: the shape is another, or an entry is negative or not finite.
-    """
-    array = np.asarray(values, dtype=np.float64)
-    if array.shape != (size,):
-        raise ValueError(f"{argument} has shape {array.shape}, the data set {size} samples: pass one number per sample")
-    bad = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
-    if bad.size:
-        raise ValueError(
-            f"{argument}[{bad[0]}] is {array[bad[0]]}: every entry must be a finite number >= 0 ({bad.size} are not)"
-        )
-    return array
-
-
-def loss_weights(loss_reduction: str, lengths: Any, targets: Any, size: int) -> NDArray[np.float64] | None:
-    """Weight of every sample in the mean loss, shape ``[size]``; None if all weigh the same.
+def loss_weights(loss_reduction: str, lengths: Any, target_counts: Any, size: int) -> NDArray[np.float64] | None:
+    """Return the weight of every sample in the mean loss, shape ``[size]``; None if all weigh the same.
 
     If nothing weighs anything, no loss is scaled: that is ``"unweighted"``.
 
     Raises:
-        ValueError: there is no such ``loss_reduction``, or ``targets`` does not go with it.
+        ValueError: there is no such ``loss_reduction``, or ``target_counts`` does not go with it.
     """
     if loss_reduction not in get_args(LossReduction):
         raise ValueError(f"loss_reduction={loss_reduction!r}: choose 'sample_mean', 'target_mean', 'sum' or 'unweighted'")
     if loss_reduction != "target_mean":
-        if targets is not None:
-            raise ValueError(f"targets= is for loss_reduction='target_mean', not {loss_reduction!r}: leave it out")
+        if target_counts is not None:
+            raise ValueError(f"target_counts= is for loss_reduction='target_mean', not {loss_reduction!r}: leave it out")
         return np.zeros(size) if loss_reduction == "unweighted" else None
-    targets = lengths if targets is None else targets
-    if targets is None:
-        raise ValueError("loss_reduction='target_mean' needs targets=, the prediction targets of every sample, or lengths=")
-    return numbers("targets", targets, size)
+    target_counts = lengths if target_counts is None else target_counts
+    if target_counts is None:
+        raise ValueError(
+            "loss_reduction='target_mean' needs target_counts=, the prediction targets of every sample, or lengths="
+        )
+    return non_negative("target_counts", target_counts, size)
 
 
-def stream_weight(loss_reduction: str, lengths: Any, targets: Any) -> Callable[[Any], float] | None:
-    """The same for a stream: a function of one sample; None if all weigh the same.
+def loss_weight_fn(loss_reduction: str, lengths: Any, target_counts: Any) -> Callable[[Any], float] | None:
+    """Return a function from a sample of a stream to its weight in the mean loss; None if all weigh the same.
 
     Raises:
-        ValueError: as above, or ``targets`` is no function.
+        ValueError: as in :func:`loss_weights`, or ``target_counts`` is no function.
     """
-    if loss_weights(loss_reduction, [0.0], None if targets is None else [0.0], 1) is None:
+    if loss_weights(loss_reduction, [0.0], None if target_counts is None else [0.0], 1) is None:
         return None
     if loss_reduction == "unweighted":
-        return _nothing
-    weight = lengths if targets is None else targets
-    if not callable(weight):
+        return _weigh_nothing
+    weight_fn = lengths if target_counts is None else target_counts
+    if not callable(weight_fn):
         raise ValueError(
-            f"loss_reduction='target_mean' with targets={targets!r}: for a stream pass targets= or lengths=, a function from a "
-            "sample to its number of prediction targets"
+            f"loss_reduction='target_mean' with target_counts={target_counts!r}: for a stream pass target_counts= or lengths=, "
+            "a function from a sample to its number of prediction targets"
         )
-    return cast("Callable[[Any], float]", weight)
+    return cast("Callable[[Any], float]", weight_fn)
 
 
-def _nothing(sample: Any) -> float:
+def _weigh_nothing(sample: Any) -> float:
     return 0.0
 
 
-def refuse_unused(what: str, given: Mapping[str, Any], **defaults: Any) -> None:
-    """Arguments that would have no effect with ``what``, by their names and defaults.
+def refuse_unused(context: str, **given: bool) -> None:
+    """Refuse arguments of the data module that are given (true) although ``context`` makes no use of them.
 
     Raises:
-        ValueError: one is not its default.
+        ValueError: names the first.
     """
-    for name, default in defaults.items():
-        value = given[name]
-        plain = value is None or isinstance(value, (bool, int, float, str))
+    for name, is_given in given.items():
+        if is_given:
+            raise ValueError(f"FreeScaleDataModule({name}=...) has no meaning for {context}: leave it out")
+
+
+def refuse_options(context: str, options: Any, *names: str) -> None:
+    """Refuse those fields ``names`` of a dataclass that are not their defaults although ``context`` makes no use of them.
+
+    Raises:
+        ValueError: names the first.
+    """
+    for name in names:
+        value, default = getattr(options, name), getattr(type(options), name)
+        plain = value is None or isinstance(value, (bool, int, float, str))  # others, such as arrays, are no defaults
         if not plain or value != default:
-            raise ValueError(f"FreeScaleDataModule({name}=...) has no meaning for {what}: leave it out")
+            raise ValueError(f"{type(options).__name__}({name}=...) has no meaning for {context}: leave it out")
+
+
+def check_loader_options(loader_options: Mapping[str, Any], streamed: bool) -> None:
+    """Check the options that go through to ``torch.utils.data.DataLoader``; of a stream, only ``num_workers`` does.
+
+    Raises:
+        TypeError: torch's loader has no such option.
+        ValueError: the package sets that option itself, or has no use for it.
+    """
+    for name, value in loader_options.items():
+        if name not in _LOADER_DEFAULTS:
+            raise TypeError(
+                f"FreeScaleDataModule({name}=...): there is no such argument, neither here nor in torch.utils.data.DataLoader"
+            )
+        if name in _SET_BY_PACKAGE:
+            raise ValueError(f"FreeScaleDataModule({name}=...) is not yours to set: the plan of the steps does. Leave it out")
+        if streamed and name != "num_workers" and value != _LOADER_DEFAULTS[name]:
+            refuse_unused("an IterableDataset, of whose loader only num_workers= can be set", **{name: True})

@@ -114,8 +114,8 @@ class BalanceMonitor:
             return _advice_for_streams(sampler)
         if not getattr(sampler, "balance_steps", False):
             return None
-        planned = data.train if isinstance(data, FreeScaleDataModule) else None
-        lengths = planned.sample_costs.lengths if isinstance(planned, MapStyleData) else None
+        train = data.train if isinstance(data, FreeScaleDataModule) else None
+        lengths = train.lengths if isinstance(train, MapStyleData) else None
         options = {name: sampler.options[name] for name in ("assignment_mode", "count_slack") if name in sampler.options}
         options["outlier_window"] = sampler.outlier_window
         return advise(sampler.costs, sampler.num_replicas, sampler.batch_size, report, lengths, **options)
@@ -128,13 +128,13 @@ class BalanceMonitor:
 def calibrated_data(trainer: Trainer) -> FreeScaleDataModule | None:
     """Return the data module, if it is ours and its costs are to be fitted."""
     data = getattr(trainer, "datamodule", None)
-    return data if isinstance(data, FreeScaleDataModule) and data.calibrate else None
+    return data if isinstance(data, FreeScaleDataModule) and data.balance_options.calibrate else None
 
 
 def _advice_for_streams(loader: BalancedStreamLoader) -> str | None:
-    if loader.exchange != "none" or loader.stream_bound() <= ACCEPTABLE_IMBALANCE:
+    if loader.stream_balancing != "local" or loader.stream_bound() <= ACCEPTABLE_IMBALANCE:
         return None
     return (
         f"In the long run no pool of a rank's own samples gets below {loader.stream_bound():.3f}, the most expensive stream so "
-        "far over the mean one: that part only exchange='samples' removes"
+        "far over the mean one: that part only stream_balancing='global' removes"
     )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lightning_freescale._lightning.loops import Trainer, rank_zero_info, rank_zero_warn
 from lightning_freescale.balance.calibration import DISAGREEMENT, Calibration, imbalance_by_true_costs
 from lightning_freescale.balance.cost import CostFit
-from lightning_freescale.data.sample_costs import SampleCosts
+from lightning_freescale.data.map_style import MapStyleData
 from lightning_freescale.profiling.analysis.breakdown import attribute
 from lightning_freescale.profiling.recording.records import StepRecord, resolve
 from lightning_freescale.profiling.recording.timeline import Timeline
@@ -52,7 +52,7 @@ class CostCalibrator:
 
     Args:
         trainer: the Trainer.
-        data: its data module: ``slow_ranks``, and its ``train``.
+        data: its data module: ``balance_options``, and its ``train``.
         timeline: records the steps, which are opened and closed here unless a profiler does it.
         group: a gloo group of all ranks, or None if there is one rank.
     """
@@ -60,7 +60,7 @@ class CostCalibrator:
     def __init__(self, trainer: Trainer, data: Any, timeline: Timeline, group: dist.ProcessGroup | None) -> None:
         self.trainer, self._data = trainer, data
         self._timeline, self._group = timeline, group
-        self._costs: SampleCosts = data.train.sample_costs
+        self._costs: MapStyleData = data.train
         self._calibration, self._replanned = Calibration(), False
         self._sums: list[NDArray[np.float64]] = []
         self._records: dict[int, StepRecord] = {}
@@ -133,7 +133,7 @@ class CostCalibrator:
         batches = [
             sampler.global_batch(sampler.epoch, step) for step in range(sampler.first_step, len(sampler))[:COMPARED_STEPS]
         ]
-        fitted = [self._costs.by(fit.model, batch) for batch in batches]
+        fitted = [self._costs.costs_by(fit.model, batch) for batch in batches]
         used = [sampler.costs[batch] for batch in batches]
         options = {
             name: value for name, value in sampler.options.items() if name in ("assignment_mode", "count_slack", "rank_speeds")
@@ -150,7 +150,7 @@ class CostCalibrator:
 
     def _speeds(self, fit: CostFit) -> dict[str, Any]:
         """Return the option of the assignment that gives slow ranks less work, if the user wants it."""
-        return {"rank_speeds": fit.rank_speeds} if self._data.slow_ranks == "rebalance" else {}
+        return {"rank_speeds": fit.rank_speeds} if self._data.balance_options.slow_ranks == "rebalance" else {}
 
     def _follow(self, result: CalibrationResult, sampler: Any) -> None:
         """Do on every rank alike what the result says."""
@@ -185,5 +185,5 @@ class CostCalibrator:
                 self._reported_slow.add(rank)
                 rank_zero_warn(
                     f"rank {rank} takes {times:.2f} times what its samples explain: a slow or shared device? "
-                    "FreeScaleDataModule(slow_ranks='rebalance') would give it less work"
+                    "BalanceOptions(slow_ranks='rebalance') would give it less work"
                 )

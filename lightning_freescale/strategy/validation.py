@@ -54,31 +54,6 @@ def refuse_options(start_method: str, model_averaging_period: int | None) -> Non
         )
 
 
-def refuse_trainer(trainer: Trainer, calibrate: bool, loss_reduction: str, mode: str) -> None:
-    """Refuse a Trainer that does not do what the data module counts on.
-
-    Raises:
-        ValueError: it replaces the sampler, or its strategy neither weighs losses nor measures times.
-    """
-    overfit = getattr(trainer, "overfit_batches", 0)
-    if overfit:
-        raise ValueError(
-            f"Trainer(overfit_batches={overfit}) replaces the sampler and with it the plan of the steps. Use "
-            "limit_train_batches= with FreeScaleDataModule(shuffle=False)"
-        )
-    if getattr(trainer.strategy, "weighs_loss", False):
-        return
-    if calibrate:
-        raise ValueError("FreeScaleDataModule(calibrate=True) needs Trainer(strategy='freescale'), which measures the times")
-    weighed = loss_reduction in ("target_mean", "sum") or (loss_reduction == "sample_mean" and mode in ("slack", "free"))
-    if trainer.world_size > 1 and weighed:
-        raise ValueError(
-            f"FreeScaleDataModule(loss_reduction={loss_reduction!r}, mode={mode!r}) needs Trainer(strategy='freescale') to "
-            "weigh each rank's loss; this strategy averages the ranks' losses as they are. Use loss_reduction='unweighted' if "
-            "that is what you want"
-        )
-
-
 def refuse_sampler(sampler: Any, world_size: int) -> None:
     """Refuse a sampler that plans for another number of ranks, by a ValueError."""
     if isinstance(sampler, BalancedSampler) and sampler.num_replicas != world_size:

@@ -239,8 +239,8 @@ def test_any_unit(scale: float) -> None:
     [
         ({"costs": [1.0], "ranks": 2}, "1 samples for 2 ranks"),
         ({"costs": [1.0], "ranks": 0}, "ranks=0"),
-        ({"costs": [1.0, -1.0]}, "-1.0 of sample 1"),
-        ({"costs": [float("nan")]}, "nan of sample 0"),
+        ({"costs": [1.0, -1.0]}, r"costs=\.\.\.\)\[1\] is -1\.0"),
+        ({"costs": [float("nan")]}, r"costs=\.\.\.\)\[0\] is nan"),
         ({"costs": [[1.0]]}, r"shape \(1, 1\)"),
         ({"assignment_mode": "best"}, "assignment_mode='best'"),
         (

@@ -136,9 +136,12 @@ def test_goes_on_from_its_state() -> None:
     ("build", "message"),
     [
         (lambda: LocalPool(0), "batch_size=0"),
-        (lambda: LocalPool(4, pool_batches=8, max_age=6), r"max_age=6 .* Use max_age=7 or more, or pool_batches=7"),
+        (
+            lambda: LocalPool(4, pool_batches=8, max_pool_age=6),
+            r"max_pool_age=6 .* Use max_pool_age=7 or more, or pool_batches=7",
+        ),
         (lambda: LocalPool(2, 1).add_samples([1.0, 2.0, 3.0]), "room for 2 samples"),
-        (lambda: LocalPool(2, 1).add_samples([1.0, float("inf")]), r"costs=\.\.\.\): inf of sample 1"),
+        (lambda: LocalPool(2, 1).add_samples([1.0, float("inf")]), r"costs=\.\.\.\)\[1\] is inf"),
     ],
 )
 def test_bad_input(build, message: str) -> None:

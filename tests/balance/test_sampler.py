@@ -147,7 +147,7 @@ def test_replan_from_the_next_epoch_on() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"costs": [float("nan")] * 103}, r"BalancedSampler\(costs=...\): nan of sample 0"),
+        ({"costs": [float("nan")] * 103}, r"BalancedSampler\(costs=...\)\[0\] is nan"),
         ({"loss_weights": [1.0]}, r"loss_weights=...\) has shape"),
         ({"batch_size": 0}, r"batch_size=0"),
         ({"num_replicas": 0}, r"num_replicas=0"),

@@ -23,8 +23,8 @@ def test_a_single_number(value: float) -> None:
 @pytest.mark.parametrize(
     ("values", "size", "message"),
     [
-        ([1.0, -2.0], None, r"^lengths: -2\.0 of sample 1 is not a finite number >= 0, pass only such$"),
-        ([float("nan"), -2.0, 1.0], 3, r"^lengths: nan of sample 0 .*; 2 of 3 are not$"),
+        ([1.0, -2.0], None, r"^lengths\[1\] is -2\.0: every entry must be a finite number >= 0 \(1 are not\)$"),
+        ([float("nan"), -2.0, 1.0], 3, r"^lengths\[0\] is nan: .* \(2 are not\)$"),
         ([[1.0]], None, r"^lengths has shape \(1, 1\): pass one number per sample, shape \[samples\]$"),
         ([1.0], 2, r"^lengths has shape \(1,\): pass one number per sample, shape \[2\]$"),
         ([1.7e308, 1.7e308], None, r"^lengths: numbers up to 1\.7e\+308 overflow when they are summed\. Use a larger unit$"),

@@ -68,7 +68,7 @@ def _profile(module_class: type[Recommender], data_class: type[Samples], folder:
     torch.manual_seed(0)
     module, data = module_class("adagrad"), data_class(8 * STEPS)
     profiler = BubbleProfiler(every_n_steps=4, warmup_steps=2, verbose=False)
-    loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, validate=Samples(8))
+    loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, val_dataset=Samples(8))
     logger = CSVLogger(folder)
     fit = trainer(devices=2, callbacks=[profiler], logger=logger, log_every_n_steps=1, **options)
     fit.fit(module, loader)

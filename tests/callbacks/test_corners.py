@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
+from lightning_freescale.data import BalanceOptions
 from lightning_freescale.profiling.analysis.breakdown import column
 from lightning_freescale.profiling.reporting.document import read
 from lightning_freescale.testing import run_distributed
@@ -172,7 +173,7 @@ class Patched(L.Callback):
 
 def _calibrates() -> tuple[bool, bool]:
     data, patched = Samples(64), Patched()
-    module = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, calibrate=True)
+    module = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, balance=BalanceOptions(calibrate=True))
     trainer(devices=2, strategy=FreeScaleStrategy(overlap=False), callbacks=[patched]).fit(Recommender(), module)
     return patched.seen, dist.all_reduce is patched.original
 

@@ -17,6 +17,7 @@ from lightning_freescale.balance import CostModel
 from lightning_freescale.balance.cost import sample_features
 from lightning_freescale.callbacks import workload as module
 from lightning_freescale.callbacks.workload import describe_run, fit_costs, samples_and_features, samples_in
+from lightning_freescale.data import BalanceOptions
 from lightning_freescale.testing import run_distributed
 from tests.data.streaming.test_training import Stream
 from tests.helpers.recommender import Recommender, Samples, collate, trainer
@@ -32,6 +33,9 @@ class Telling(L.Callback):
         self.told.append((*samples_and_features(trainer, batch, batch_idx), batch["index"].tolist()))
 
 
+FREE = BalanceOptions(assignment_mode="free")
+
+
 def _lengths(sample: dict[str, Any]) -> int:
     return len(sample["history"])
 
@@ -39,9 +43,9 @@ def _lengths(sample: dict[str, Any]) -> int:
 def _told(kind: str) -> list[Any]:
     data, telling = Samples(50), Telling()
     loaders = {
-        "lengths": lambda: FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, mode="free"),
-        "costs": lambda: FreeScaleDataModule(data, None, 4, cost=data.lengths.tolist(), collate_fn=collate, mode="free"),
-        "stream": lambda: FreeScaleDataModule(Stream(), _lengths, 4, collate_fn=collate, mode="free"),
+        "lengths": lambda: FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, balance=FREE),
+        "costs": lambda: FreeScaleDataModule(data, None, 4, cost_fn=data.lengths.tolist(), collate_fn=collate, balance=FREE),
+        "stream": lambda: FreeScaleDataModule(Stream(), _lengths, 4, collate_fn=collate, balance=FREE),
     }
     trainer(devices=2, max_epochs=2, callbacks=[telling]).fit(Recommender(), loaders[kind]())
     return telling.told

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_freescale import FreeScaleDataModule
+from lightning_freescale.data import BalanceOptions
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.helpers.recommender import OPTIMIZERS, Recommender, Samples, collate, trainer
 
@@ -149,7 +150,9 @@ def test_a_failed_fit_leaves_nothing_to_the_next(tmp_path: Path) -> None:
 
 def _resume_pooled(path: str, cost: Any, stop_at: int | None = None) -> None:
     data = Samples(80)
-    loader = FreeScaleDataModule(data, data.lengths, 4, cost=cost, collate_fn=collate, outlier_window=8)
+    loader = FreeScaleDataModule(
+        data, data.lengths, 4, cost_fn=cost, collate_fn=collate, balance=BalanceOptions(outlier_window=8)
+    )
     fit = trainer(devices=1, max_epochs=1, callbacks=[StopAt(stop_at, path)] if stop_at else [])
     fit.fit(Plain("sgd"), loader, ckpt_path=None if stop_at else path)
 
@@ -236,7 +239,7 @@ def _fit_without_dropout(strategy: str, optimizer: str, resume: str) -> list[flo
 
 def _test_with_checkpoint(path: str) -> float:
     data = Samples(64)
-    loader = FreeScaleDataModule(data, data.lengths, 8, collate_fn=collate, test=Samples(32))
+    loader = FreeScaleDataModule(data, data.lengths, 8, collate_fn=collate, test_dataset=Samples(32))
     return trainer(devices=2).test(Recommender("adagrad"), loader, ckpt_path=path, verbose=False)[0]["test"]
 
 
@@ -253,7 +256,7 @@ def test_mid_epoch_checkpoint_serves_test_with_another_batch_size(tmp_path: Path
 
 def _fit_then_test(path: str) -> None:
     module, data = Seen("adagrad"), Samples(64)
-    loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, test=Samples(16))
+    loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, test_dataset=Samples(16))
     fit = trainer(devices=2)
     fit.fit(module, loader)
     fit.save_checkpoint(f"{path}.fit")

@@ -92,14 +92,14 @@ def _module(**options: object) -> FreeScaleDataModule:
 
 def test_leave_one_out() -> None:
     module = _module()
-    train, validate, test = module.train.dataset, module.stages["validate"], module.stages["test"]
+    train, validate, test = module.train.dataset, module.val_dataset, module.test_dataset
     assert isinstance(train, HistoryDataset)
     assert len(train) == 2, "three interactions leave no training target"
     assert train[0]["item"].tolist() == [0, 1, 2]
     assert train[0]["target"].tolist() == [1, 2, 3]
     assert (validate[0]["item"].tolist(), validate[0]["target"].tolist()) == ([0, 1, 2, 3], [4])
     assert (test[0]["item"].tolist(), test[0]["target"].tolist()) == ([0, 1, 2, 3, 4], [0])
-    predict = module.stages["predict"]
+    predict = module.predict_dataset
     assert (predict[0]["item"].tolist(), predict[0]["target"].tolist()) == ([0, 1, 2, 3, 4, 0], [])
     for dataset in (train, validate, test, predict):
         assert dataset.lengths.tolist() == [len(dataset[index]["item"]) for index in range(2)]

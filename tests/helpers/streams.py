@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
-from lightning_freescale.data.streaming.loader import BalancedStreamLoader
+from lightning_freescale.data.streaming.stream_loader import BalancedStreamLoader
 
 COSTS = np.random.RandomState(0).lognormal(4, 1.0, size=2000).round(3)
 
@@ -77,7 +77,7 @@ def loader_of(sizes: list[int], kind: type[Part] = Part, breaks_at: int = -1, **
     return BalancedStreamLoader(
         dataset,
         4,
-        **{"cost": sample_cost, "rank": rank, "world_size": len(sizes), "group": group, "collate_fn": list, **options},
+        **{"cost_fn": sample_cost, "rank": rank, "world_size": len(sizes), "group": group, "collate_fn": list, **options},
     )
 
 
@@ -91,7 +91,9 @@ def run_streams(sizes: list[int], count: int | None = None, **options: Any) -> d
     loader = loader_of(sizes, **options)
     batches = list(islice(loader, count))
     steps = range(len(batches))
-    told = {name: [getattr(loader, name)(step) for step in steps] for name in ("counts", "costs", "drawn", "loss_weight")}
+    told = {
+        name: [getattr(loader, name)(step) for step in steps] for name in ("counts", "costs", "unbalanced_costs", "loss_weight")
+    }
     return {"batches": batches, "bound": loader.stream_bound(), "threads": stream_threads(), **told}
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_freescale import FreeScaleDataModule
+from lightning_freescale.data import BalanceOptions
 from lightning_freescale.testing import run_distributed
 from tests.helpers.recommender import OPTIMIZERS, Recommender, Samples, collate, fixed_loader, trainer
 
@@ -57,12 +58,19 @@ def test_balancing_keeps_the_gradient(samples: int, loss_reduction: str) -> None
         assert not torch.equal(weight, initial[name])
 
 
-@pytest.mark.parametrize("options", [{"mode": "slack"}, {"mode": "free"}, {"rank_speeds": [1.0, 0.4], "mode": "free"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"assignment_mode": "slack"},
+        {"assignment_mode": "free"},
+        {"rank_speeds": [1.0, 0.4], "assignment_mode": "free"},
+    ],
+)
 @pytest.mark.parametrize("loss_reduction", ["sample_mean", "target_mean"])
 def test_unequal_counts_keep_the_gradient(options: dict[str, Any], loss_reduction: str) -> None:
     plain, unequal = (
-        run_distributed(_after_one_step, 2, "freescale", 16, 8, loss_reduction=loss_reduction, **chosen)[0]
-        for chosen in ({}, options)
+        run_distributed(_after_one_step, 2, "freescale", 16, 8, loss_reduction=loss_reduction, balance=balance)[0]
+        for balance in (True, BalanceOptions(**options))
     )
     if loss_reduction == "target_mean":  # the test module means over samples, which target_mean then weighs by their lengths
         assert any(not torch.equal(weight, unequal[name]) for name, weight in plain.items())

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule
 from lightning_freescale.balance import BalancedSampler, CostModel
 from lightning_freescale.balance.calibration import imbalance_by_true_costs
+from lightning_freescale.data import BalanceOptions
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.checkpoint.test_resume import StopAt
 from tests.helpers.recommender import Recommender, Samples, collate, trainer
@@ -140,7 +141,8 @@ class Sleeper(L.LightningModule):
 
 def _calibrated(profile: bool = False, slow: int | None = None, epochs: int = 2, **options: Any) -> dict[str, Any]:
     data, logger, reports = Lengths(), Kept(), []
-    module = FreeScaleDataModule(data, data.lengths, 8, cost=CostModel(linear=1.0, quadratic=0.0), calibrate=True, **options)
+    balance = BalanceOptions(calibrate=True, **options)
+    module = FreeScaleDataModule(data, data.lengths, 8, cost_fn=CostModel(linear=1.0, quadratic=0.0), balance=balance)
 
     class Planned(L.Callback):
         def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -181,7 +183,8 @@ def test_a_wrong_cost_model_is_replaced_from_the_next_epoch_on(profile: bool) ->
 
 def _interrupted(path: str, stop_at: int | None, batch_size: int) -> tuple[list[int], np.ndarray]:
     data = Lengths()
-    module = FreeScaleDataModule(data, data.lengths, batch_size, cost=CostModel(quadratic=0.0), calibrate=True)
+    balance = BalanceOptions(calibrate=True)
+    module = FreeScaleDataModule(data, data.lengths, batch_size, cost_fn=CostModel(quadratic=0.0), balance=balance)
     fit = trainer(devices=2, max_epochs=2, callbacks=[StopAt(stop_at, path)] if stop_at else [])
     fit.fit(Sleeper(), module, ckpt_path=None if stop_at else path)
     return sorted(module.train.refits), fit.train_dataloader.sampler.costs.copy()

@@ -83,7 +83,7 @@ class Keeps(Recommender):
 
 def _fit_uneven(samples: int) -> list[int]:
     module, data = Keeps(), Samples(samples)
-    stages = {"validate": Samples(samples)}
+    stages = {"val_dataset": Samples(samples)}
     trainer(devices=3).fit(module, FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, **stages))
     return module.seen
 

@@ -23,7 +23,7 @@ from tests.helpers.recommender import Net, Recommender, Samples, collate, tables
 
 def _data(samples: int = 37, **options: Any) -> FreeScaleDataModule:
     data = Samples(samples)
-    stages = {stage: Samples(samples, seed=1) for stage in ("validate", "test", "predict")}
+    stages = {stage: Samples(samples, seed=1) for stage in ("val_dataset", "test_dataset", "predict_dataset")}
     return FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, **stages, **options)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -18,45 +19,71 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.balance import CostModel
+from lightning_freescale.data import BalanceOptions, StreamOptions
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.helpers.recommender import Recommender, Samples, collate, trainer
 
 DATA = Samples(8)
 
 
+LENGTHS = {"lengths": DATA.lengths}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, r"lengths=None.*pass lengths="),
-        ({"lengths": [1, 2]}, r"lengths has shape \(2,\), the data set 8 samples"),
-        ({"lengths": [1, 2, 3, 4, 5, 6, 7, -8]}, r"lengths\[7\] is -8.0"),
-        ({"lengths": [1, 2, 3, float("nan"), 5, 6, 7, 8]}, r"lengths\[3\] is nan"),
-        ({"cost": [1.0] * 7}, r"cost has shape \(7,\)"),
-        ({"lengths": DATA.lengths, "cost": lambda lengths: -lengths}, r"cost\(lengths\)\[0\] is -"),
-        ({"lengths": DATA.lengths, "targets": [1.0] * 8}, r"targets= is for loss_reduction='target_mean'"),
-        ({"lengths": [1.0], "cost": [1.0] * 8}, r"lengths has shape \(1,\)"),
-        ({"cost": lambda sample: float("inf")}, r"cost\(sample\)\[0\] is inf"),
-        ({"lengths": DATA.lengths, "batch_size": 0}, r"batch_size=0.*at least 1"),
-        ({"lengths": DATA.lengths, "loss_reduction": "mean"}, r"loss_reduction='mean'.*'target_mean'"),
-        ({"cost": [1.0] * 8, "loss_reduction": "target_mean"}, r"'target_mean' needs targets="),
-        ({"cost": [1.0] * 8, "calibrate": True}, r"calibrate=True.*pass lengths="),
-        ({"lengths": DATA.lengths, "calibrate": True, "balance": False}, r"balance=False.*leave balance as it is"),
-        ({"lengths": DATA.lengths, "slow_ranks": "rebalance"}, r"slow_ranks='rebalance'.*needs calibrate=True"),
-        ({"lengths": DATA.lengths, "pool_batches": 2}, r"pool_batches=...\) has no meaning for a map-style data set"),
-        ({"lengths": DATA.lengths, "exchange": "none"}, r"exchange=...\) has no meaning for a map-style data set"),
-        ({"lengths": DATA.lengths, "count_slack": 0.9}, r"count_slack=...\) has no meaning for mode='fixed'"),
-        ({"lengths": DATA.lengths, "unique_ids": [1] * 8}, r"unique_ids=...\) has no meaning for costs"),
-        ({"lengths": DATA.lengths, "balance": False, "mode": "slak"}, r"mode=...\) has no meaning for balance=False"),
-        ({"lengths": DATA.lengths, "balance": False, "keep_together": DATA.lengths}, r"keep_together=...\) has no meaning"),
-        ({"lengths": DATA.lengths, "slow_ranks": "ignore"}, r"slow_ranks='ignore'.*'rebalance'"),
-        ({"cost": len, "unique_ids": [1] * 8}, r"unique_ids= goes with lengths="),
-        ({"lengths": DATA.lengths, "cost": CostModel(unique=1.0), "unique_ids": [1] * 7}, r"unique_ids has shape \(7,\)"),
-        ({"lengths": DATA.lengths, "cost": CostModel(unique=1.0)}, r"unique=1.0.*pass unique="),
+        (dict, r"lengths=None.*pass lengths="),
+        (lambda: {"lengths": [1, 2]}, r"lengths has shape \(2,\): pass one number per sample, shape \[8\]"),
+        (lambda: {"lengths": [1, 2, 3, 4, 5, 6, 7, -8]}, r"lengths\[7\] is -8.0"),
+        (lambda: {"lengths": [1, 2, 3, float("nan"), 5, 6, 7, 8]}, r"lengths\[3\] is nan"),
+        (lambda: {"cost_fn": [1.0] * 7}, r"cost_fn has shape \(7,\)"),
+        (lambda: {**LENGTHS, "cost_fn": lambda lengths: -lengths}, r"cost_fn\(lengths\)\[0\] is -"),
+        (lambda: {**LENGTHS, "target_counts": [1.0] * 8}, r"target_counts= is for loss_reduction='target_mean'"),
+        (lambda: {"lengths": [1.0], "cost_fn": [1.0] * 8}, r"lengths has shape \(1,\)"),
+        (lambda: {"cost_fn": lambda sample: float("inf")}, r"cost_fn\(sample\)\[0\] is inf"),
+        (lambda: {**LENGTHS, "batch_size": 0}, r"batch_size=0.*at least 1"),
+        (lambda: {**LENGTHS, "loss_reduction": "mean"}, r"loss_reduction='mean'.*'target_mean'"),
+        (lambda: {"cost_fn": [1.0] * 8, "loss_reduction": "target_mean"}, r"'target_mean' needs target_counts="),
+        (lambda: {"cost_fn": [1.0] * 8, "balance": BalanceOptions(calibrate=True)}, r"calibrate=True.*pass lengths="),
+        (
+            lambda: {**LENGTHS, "balance": {"assignment_mode": "slack"}},
+            r"balance=\{.*pass True, False or BalanceOptions",
+        ),
+        (
+            lambda: {**LENGTHS, "balance": BalanceOptions(slow_ranks="rebalance")},
+            r"slow_ranks='rebalance'.*needs calibrate=True",
+        ),
+        (lambda: {**LENGTHS, "stream": StreamOptions()}, r"stream=...\) has no meaning for a map-style data set"),
+        (
+            lambda: {**LENGTHS, "balance": BalanceOptions(count_slack=0.9)},
+            r"count_slack=...\) has no meaning for assignment_mode='fixed'",
+        ),
+        (lambda: {**LENGTHS, "unique_ids": [1] * 8}, r"unique_ids=...\) has no meaning for costs"),
+        (lambda: {**LENGTHS, "balance": BalanceOptions(slow_ranks="ignore")}, r"slow_ranks='ignore'.*'rebalance'"),
+        (lambda: {**LENGTHS, "balance": BalanceOptions(tokens=[1.0])}, r"tokens has shape \(1,\)"),
+        (lambda: {"cost_fn": len, "unique_ids": [1] * 8}, r"unique_ids= goes with lengths="),
+        (lambda: {**LENGTHS, "cost_fn": CostModel(unique=1.0), "unique_ids": [1] * 7}, r"unique_ids has shape \(7,\)"),
+        (lambda: {**LENGTHS, "cost_fn": CostModel(unique=1.0)}, r"unique=1.0.*pass unique="),
+        (lambda: {**LENGTHS, "batch_sampler": [[0]]}, r"batch_sampler=...\) is not yours to set"),
+        (lambda: {**LENGTHS, "generator": torch.Generator()}, r"generator=...\) is not yours to set"),
     ],
 )
-def test_data_module_arguments(arguments: dict[str, Any], message: str) -> None:
+def test_data_module_arguments(arguments: Callable[[], dict[str, Any]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        FreeScaleDataModule(DATA, **arguments)
+        FreeScaleDataModule(DATA, **arguments())
+
+
+def test_an_argument_that_neither_the_data_module_nor_torchs_loader_has() -> None:
+    with pytest.raises(TypeError, match=r"FreeScaleDataModule\(num_worker=...\): there is no such argument"):
+        FreeScaleDataModule(DATA, DATA.lengths, num_worker=2)
+
+
+def test_options_of_torchs_loader_reach_every_loader() -> None:
+    options: dict[str, Any] = {"num_workers": 1, "prefetch_factor": 3, "multiprocessing_context": "fork"}
+    data = FreeScaleDataModule(DATA, DATA.lengths, 2, collate_fn=collate, val_dataset=DATA, **options)
+    for loader in (data.train_dataloader(), data.val_dataloader()):
+        assert (loader.num_workers, loader.prefetch_factor) == (1, 3)
+        assert sorted(i for batch in loader for i in batch["index"].tolist()) == list(range(8))
 
 
 class Empty(Dataset):
@@ -68,7 +95,7 @@ class Empty(Dataset):
 
 
 def test_empty_dataset() -> None:
-    with pytest.raises(ValueError, match=r"dataset=Empty is empty"):
+    with pytest.raises(ValueError, match=r"train_dataset=Empty is empty"):
         FreeScaleDataModule(Empty(), lengths=[])
 
 
@@ -234,13 +261,13 @@ def _resume_after_change(changed: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "slack"}, r"mode='slack'\) needs Trainer\(strategy='freescale'\)"),
+        ({"balance": {"assignment_mode": "slack"}}, r"mode='slack'\) needs Trainer\(strategy='freescale'\)"),
         ({"loss_reduction": "target_mean"}, r"loss_reduction='target_mean'.*loss_reduction='unweighted'"),
-        ({"calibrate": True}, r"calibrate=True\) needs Trainer\(strategy='freescale'\)"),
-        ({"outlier_window": 0}, r"outlier_window=0"),
-        ({"mode": "best"}, r"mode='best'"),
-        ({"rank_speeds": [1.0]}, r"rank_speeds=\[1.0\].*shape \[2\]"),
-        ({"max_tokens_per_rank": 1}, r"max_tokens_per_rank=1"),
+        ({"balance": {"calibrate": True}}, r"calibrate=True\) needs Trainer\(strategy='freescale'\)"),
+        ({"balance": {"outlier_window": 0}}, r"outlier_window=0"),
+        ({"balance": {"assignment_mode": "best"}}, r"mode='best'"),
+        ({"balance": {"rank_speeds": [1.0]}}, r"rank_speeds=\[1.0\].*shape \[2\]"),
+        ({"balance": {"max_tokens_per_rank": 1}}, r"max_tokens_per_rank=1"),
     ],
 )
 def test_plans_that_do_not_go_with_ddp_or_at_all(options: dict[str, Any], message: str) -> None:
@@ -249,20 +276,23 @@ def test_plans_that_do_not_go_with_ddp_or_at_all(options: dict[str, Any], messag
 
 
 def _fit_under_ddp(options: dict[str, Any]) -> None:
+    if "balance" in options:
+        options = {**options, "balance": BalanceOptions(**options["balance"])}
     data = FreeScaleDataModule(DATA, DATA.lengths, 2, collate_fn=collate, **options)
     trainer(strategy="ddp", devices=2, max_steps=1).fit(Recommender(), data)
 
 
 def test_unweighted_scales_no_loss() -> None:
+    free = BalanceOptions(assignment_mode="free")
     for reduction, scaled in (("sample_mean", True), ("unweighted", False)):
-        data = FreeScaleDataModule(Samples(60), Samples(60).lengths, 4, mode="free", loss_reduction=reduction)
+        data = FreeScaleDataModule(Samples(60), Samples(60).lengths, 4, balance=free, loss_reduction=reduction)
         sampler = data.sampler(0, 3)
         weights = {sampler.loss_weight(step) for step in range(len(sampler))}
         assert (weights != {1.0}) == scaled
 
 
 def test_unweighted_goes_with_ddp() -> None:
-    run_distributed(_fit_under_ddp, 2, {"mode": "slack", "loss_reduction": "unweighted"})
+    run_distributed(_fit_under_ddp, 2, {"balance": {"assignment_mode": "slack"}, "loss_reduction": "unweighted"})
 
 
 @pytest.mark.parametrize(("name", "value"), [("samples", 7), ("shuffle", 0), ("outlier_window", 4)])

@@ -1,10 +1,10 @@
-"""Balanced batches from streams: a source per rank, a thread that works ahead, and two ways to share the samples.
+"""Balanced batches from streams, made in a thread ahead of the training step.
 
-A :class:`~lightning_freescale.data.streaming.source.Source` reads the user's data set in chunks, a ``Reader`` numbers and holds
-its samples, ``PooledSteps`` or ``ExchangedSteps`` pick those of a step together with the other ``Ranks``, and a ``Producer``
-runs all that ahead of the training step for the :class:`BalancedStreamLoader`.
+On every rank a :class:`~lightning_freescale.data.streaming.reader.StreamReader` reads the user's data set. ``AssignedSteps`` or
+``PooledSteps`` pick the samples of a step together with the other ranks of the ``StreamGroup``, and a ``PrefetchThread`` runs
+all that for the :class:`BalancedStreamLoader`.
 """
 
-from lightning_freescale.data.streaming.loader import BalancedStreamLoader
+from lightning_freescale.data.streaming.stream_loader import BalancedStreamLoader
 
 __all__ = ["BalancedStreamLoader"]

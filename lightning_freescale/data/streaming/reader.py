@@ -1,16 +1,24 @@
-"""The samples of a stream by number, those that are still to be used held, and a way back to them."""
+"""One rank's stream: read in chunks, numbered, held until used, and taken up again where a checkpoint left it."""
 
 from __future__ import annotations
 
-import math
+import copy
+import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
-from lightning_freescale.data.streaming.source import Source, after
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lightning_freescale.balance.validation import non_negative
+
+_log = logging.getLogger(__name__)
 
 
-class Reader:
+class StreamReader:
     """Reads a source, numbers its samples from 0 in each epoch, and holds those that were read and not yet used.
 
     Its state holds no samples: it tells a place in the source before the oldest sample held, and which of those that follow
@@ -18,97 +26,230 @@ class Reader:
 
     Args:
         source: what to read.
-        cost: predicted compute time of a sample.
-        weight: weight of a sample in the mean loss; one if not given.
+        cost_fn: predicted compute time of a sample.
+        weight_fn: weight of a sample in the mean loss; one if not given.
         epoch: told to the source.
         seed: of the workers' random numbers.
-        state: where to go on, see :meth:`state_dict`; then call :meth:`restore` before anything else.
+        state: where to go on, see :meth:`state_dict`; then call :meth:`reread_held_samples` before anything else.
+
+    Attributes:
+        read: samples read in this epoch, which is the number of the next one.
+        cost: what they cost together.
     """
 
     def __init__(
         self,
-        source: Source,
-        cost: Callable[[Any], float],
-        weight: Callable[[Any], float] | None = None,
+        source: StreamSource,
+        cost_fn: Callable[[Any], float],
+        weight_fn: Callable[[Any], float] | None = None,
         *,
         epoch: int = 0,
         seed: int = 0,
         state: dict[str, Any] | None = None,
     ) -> None:
-        state = state or {"place": source.start(), "first": 0, "held": [], "read": 0, "cost": 0.0}
-        self._cost, self._weight, self._state = cost, weight, state
-        self._chunks = source.read(state["place"], epoch, seed)
+        state = state or {"place": source.first_place(), "first": 0, "held": [], "read": 0, "cost": 0.0}
+        self._cost_fn = cost_fn
+        self._weight_fn = weight_fn
+        self._state = state
+        self._chunks = source.read_chunks(state["place"], epoch, seed)
         self._places = deque([(state["first"], state["place"])])
-        self._rest: deque[Any] = deque()
+        self._unnumbered: deque[Any] = deque()
         self._held: dict[int, tuple[Any, float, float]] = {}
         self.read: int = state["first"]
-        """Samples read in this epoch, which is the number of the next one."""
         self.cost: float = state["cost"]
-        """What they cost together."""
 
-    def restore(self) -> None:
-        """Read the samples that the state holds; discard those between them."""
+    def reread_held_samples(self) -> None:
+        """Read the samples that the state holds again; discard those between them.
+
+        Raises:
+            ValueError: the data set ends before.
+        """
         held = set(self._state["held"])
-        while self.read < self._state["read"] and self._load():
-            if self.read in held:
-                self._hold(self._rest[0])
-            self._rest.popleft()
-            self.read += 1
-        if self.read < self._state["read"]:
-            raise ValueError(
-                f"the data set ended before sample {self._state['read'] - 1}, which the checkpoint's run had read: to resume "
-                "inside an epoch a stream must give the same samples again"
-            )
+        while self.read < self._state["read"]:
+            first, samples = self.read, self._next_samples(1)
+            if not samples:
+                raise ValueError(
+                    f"the data set ended before sample {self._state['read'] - 1}, which the checkpoint's run had read: to "
+                    "resume inside an epoch a stream must give the same samples again"
+                )
+            if first in held:
+                self._hold(first, samples)
 
-    def next(self, count: int) -> range:
-        """Numbers of the next ``count`` samples, of fewer if the stream ends."""
-        first = self.read
-        while self.read < first + count and self._load():
-            self.cost += self._hold(self._rest.popleft())
-            self.read += 1
+    def read_samples(self, count: int) -> range:
+        """Read and hold the next ``count`` samples, fewer if the stream ends; return their numbers.
+
+        Raises:
+            ValueError: a cost or weight is negative or not finite.
+        """
+        first, samples = self.read, self._next_samples(count)
+        for cost in self._hold(first, samples):
+            self.cost += cost
         return range(first, self.read)
 
     def costs(self, numbers: Any) -> list[float]:
-        """What each of these samples costs."""
+        """Return what each of these samples costs."""
         return [self._held[int(number)][1] for number in numbers]
 
     def weights(self, numbers: Any) -> list[float]:
-        """What each of these samples weighs."""
+        """Return what each of these samples weighs in the mean loss."""
         return [self._held[int(number)][2] for number in numbers]
 
-    def use(self, numbers: Any) -> list[Any]:
-        """These samples, in this order; they are no longer held."""
+    def pop_samples(self, numbers: Any) -> list[Any]:
+        """Return these samples, in this order; they are no longer held."""
         return [self._held.pop(int(number))[0] for number in numbers]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where to go on, without samples. Old places are forgotten."""
+        """Return where to go on, without samples. Places that no held sample needs are forgotten."""
         oldest = min(self._held, default=self.read)
         while len(self._places) > 1 and self._places[1][0] <= oldest:
             self._places.popleft()
         first, place = self._places[0]
         return {"place": place, "first": first, "held": sorted(self._held), "read": self.read, "cost": self.cost}
 
-    def close(self) -> None:
+    def stop_workers(self) -> None:
         """End the source's workers."""
         self._chunks.close()
 
-    def _load(self) -> bool:
-        """Have at least one more sample at hand; False at the end of the stream."""
-        while not self._rest:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                return False
-            self._rest.extend(chunk.samples)
-            self._places.append((self.read + len(self._rest), after(self._places[-1][1], chunk)))
-        return True
+    def _next_samples(self, count: int) -> list[Any]:
+        samples: list[Any] = []
+        while len(samples) < count:
+            while not self._unnumbered:
+                chunk = next(self._chunks, None)
+                if chunk is None:
+                    return samples
+                self._unnumbered.extend(chunk.samples)
+                self._places.append((self.read + len(self._unnumbered), place_after(self._places[-1][1], chunk)))
+            samples.append(self._unnumbered.popleft())
+            self.read += 1
+        return samples
 
-    def _hold(self, sample: Any) -> float:
-        cost = self._number("cost", self._cost(sample))
-        self._held[self.read] = (sample, cost, 1.0 if self._weight is None else self._number("weight", self._weight(sample)))
-        return cost
+    def _hold(self, first: int, samples: Sequence[Any]) -> list[float]:
+        """Hold samples that were just read, the first of number ``first``; return their costs."""
+        costs = non_negative("cost_fn(sample)", [float(self._cost_fn(sample)) for sample in samples], first=first).tolist()
+        weights = [1.0] * len(samples)
+        if self._weight_fn is not None:
+            values = [float(self._weight_fn(sample)) for sample in samples]
+            weights = non_negative("weight_fn(sample)", values, first=first).tolist()
+        self._held.update(enumerate(zip(samples, costs, weights), first))
+        return costs
 
-    def _number(self, name: str, value: Any) -> float:
-        number = float(value)
-        if not (math.isfinite(number) and number >= 0):
-            raise ValueError(f"{name}(sample) is {number} for sample {self.read} of this rank: return a finite number >= 0")
-        return number
+
+@dataclass(frozen=True)
+class Chunk:
+    """Samples that one worker read.
+
+    Attributes:
+        samples: at most as many as the source's chunk size; fewer, also none, when the worker's stream ends.
+        worker: who read them.
+        state: the data set's state after them, None if it keeps none.
+        read: samples that this worker has read in the epoch so far.
+        ended: its stream has no more.
+    """
+
+    samples: list[Any]
+    worker: int
+    state: Any
+    read: int
+    ended: bool
+
+
+@dataclass(eq=False)
+class StreamSource(IterableDataset[Any]):
+    """Reads an iterable data set in chunks, with or without loader workers, always in the same order.
+
+    A place in the stream is a dictionary: what each worker has read, the state of its copy of the data set, and whose turn it
+    is. A data set with ``state_dict`` and ``load_state_dict`` is put back to that state: ``state_dict`` must tell the place
+    after the sample that its iterator returned last, and ``iter`` start anew unless a state was just loaded. Any other is
+    read again from the start of the epoch, and what was read before is discarded. Either way it must give the same samples
+    in the same order again.
+
+    Args:
+        dataset: the user's; with several workers each reads its own copy, and the data set divides the samples among them by
+            ``torch.utils.data.get_worker_info()``. ``set_epoch`` is called if it has one.
+        chunk_size: samples that a worker reads at a time.
+        num_workers: as in ``torch.utils.data.DataLoader``.
+        place: where iterating over the source starts, in each worker with its own part; the start of the epoch if not given.
+    """
+
+    dataset: IterableDataset[Any]
+    chunk_size: int
+    num_workers: int = 0
+    place: dict[str, Any] | None = None
+
+    @property
+    def seekable(self) -> bool:
+        """Whether the data set keeps states."""
+        return hasattr(self.dataset, "state_dict") and hasattr(self.dataset, "load_state_dict")
+
+    def first_place(self) -> dict[str, Any]:
+        """Return the place at the start of an epoch."""
+        workers = max(1, self.num_workers)
+        return {"states": [None] * workers, "read": [0] * workers, "ended": [False] * workers, "turn": 0}
+
+    def read_chunks(self, place: dict[str, Any] | None = None, epoch: int = 0, seed: int = 0) -> Generator[Chunk, None, None]:
+        """Yield the chunks of all workers from ``place`` to the end of the epoch.
+
+        Workers start at once, in the calling thread, and end with the generator.
+
+        Args:
+            place: what :meth:`first_place` or :func:`place_after` gave; the start of the epoch if not given.
+            epoch: told to the data set.
+            seed: of the workers' random numbers.
+
+        Raises:
+            ValueError: the place is one of another number of workers.
+        """
+        place = place or self.first_place()
+        if len(place["read"]) != max(1, self.num_workers):
+            raise ValueError(
+                f"num_workers={self.num_workers}, but the state to resume from was made with {len(place['read'])} reader(s): "
+                "the samples would come in another order. Use the same num_workers, or resume at the end of an epoch."
+            )
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        self._warn_of_rereading(place)
+        # a generator of its own, because starting the workers would draw from the global state
+        generator = torch.Generator().manual_seed(seed % 2**63)
+        source = replace(self, place=place)
+        loader = iter(DataLoader(source, batch_size=None, num_workers=self.num_workers, generator=generator))
+        return (chunk for chunk in loader if chunk is not None)
+
+    def _warn_of_rereading(self, place: dict[str, Any]) -> None:
+        again = sum(place["read"])
+        if again and not self.seekable:
+            _log.warning(
+                "%s has no state_dict and load_state_dict: to resume, the %d samples that were read before are read again and "
+                "discarded. With the two methods it would go on where it was.",
+                type(self.dataset).__name__,
+                again,
+            )
+
+    def __iter__(self) -> Iterator[Chunk | None]:
+        dataset: Any = self.dataset
+        place = self.place or self.first_place()
+        info = get_worker_info()
+        worker = 0 if info is None else info.id
+        if place["ended"][worker]:
+            return
+        if worker < place["turn"]:
+            yield None  # the loader asks worker 0 first: let the one go first whose turn it was
+        read, ended = place["read"][worker], False
+        if read and self.seekable:
+            dataset.load_state_dict(copy.deepcopy(place["states"][worker]))
+        samples = iter(dataset)
+        if not self.seekable:
+            for _ in islice(samples, read):
+                pass
+        while not ended:
+            chunk = list(islice(samples, self.chunk_size))
+            read, ended = read + len(chunk), len(chunk) < self.chunk_size
+            # a copy: a worker pickles it later, when the data set may be elsewhere already
+            state = copy.deepcopy(dataset.state_dict()) if self.seekable else None
+            yield Chunk(chunk, worker, state, read, ended)
+
+
+def place_after(place: dict[str, Any], chunk: Chunk) -> dict[str, Any]:
+    """Return the place after ``chunk``, which was read at ``place``."""
+    states, read, ended = list(place["states"]), list(place["read"]), list(place["ended"])
+    states[chunk.worker], read[chunk.worker], ended[chunk.worker] = chunk.state, chunk.read, chunk.ended
+    return {"states": states, "read": read, "ended": ended, "turn": (chunk.worker + 1) % len(read)}

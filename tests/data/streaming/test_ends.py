@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 
 from lightning_freescale.balance.assign import assign
-from lightning_freescale.data.streaming.loader import BalancedStreamLoader
+from lightning_freescale.data.streaming.stream_loader import BalancedStreamLoader
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.helpers.streams import Part, SlowOnOne, loader_of, sample_cost, stream_threads
 
 
-@pytest.mark.parametrize("exchange", ["none", "samples"])
-def test_stopping_early_leaves_no_thread(exchange: str) -> None:
+@pytest.mark.parametrize("balancing", ["local", "global"])
+def test_stopping_early_leaves_no_thread(balancing: str) -> None:
     def run() -> tuple[list[list[Any]], int, int]:
-        loader, threads = loader_of([400, 400], kind=SlowOnOne, exchange=exchange), []
+        loader, threads = loader_of([400, 400], kind=SlowOnOne, stream_balancing=balancing), []
         batches = []
         for step, batch in enumerate(loader):
             threads.append(stream_threads())
@@ -49,7 +49,9 @@ def test_works_ahead_but_not_further() -> None:
             read.append(number)
             return super()._sample(number)
 
-    loader = BalancedStreamLoader(Watched(0, 400), 4, cost=sample_cost, exchange="samples", collate_fn=list, ahead=3)
+    loader = BalancedStreamLoader(
+        Watched(0, 400), 4, cost_fn=sample_cost, stream_balancing="global", collate_fn=list, prefetch_batches=3
+    )
     batches = iter(loader)
     for taken in range(1, 6):
         next(batches)
@@ -64,11 +66,11 @@ def test_works_ahead_but_not_further() -> None:
     assert stream_threads() == threads
 
 
-@pytest.mark.parametrize("exchange", ["none", "samples"])
+@pytest.mark.parametrize("balancing", ["local", "global"])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_of_one_rank_ends_all(exchange: str, workers: int) -> None:
+def test_an_error_of_one_rank_ends_all(balancing: str, workers: int) -> None:
     def run() -> tuple[str, int, int]:
-        loader, taken = loader_of([400, 400, 400], breaks_at=100, exchange=exchange, num_workers=workers), 0
+        loader, taken = loader_of([400, 400, 400], breaks_at=100, stream_balancing=balancing, num_workers=workers), 0
         try:
             for _ in loader:
                 taken += 1
@@ -103,11 +105,11 @@ def test_samples_that_cannot_be_sent() -> None:
             return (lambda: number) if self.rank == 1 and number == 41 else self.rank, number, cost
 
     def run() -> str:
-        loader = loader_of([80, 80], kind=Unpicklable, exchange="samples", assign=_swap)
+        loader = loader_of([80, 80], kind=Unpicklable, stream_balancing="global", assign_fn=_swap)
         with pytest.raises(Exception) as caught:  # noqa: PT011 (which one is the answer)
             list(loader)
         both = torch.ones(1)
-        dist.all_reduce(both, group=loader._group)
+        dist.all_reduce(both, group=loader.group)
         assert both == 2, "the ranks are still in step"
         return f"{caught.type.__name__}: {caught.value}"
 

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from lightning_freescale.data.streaming.loader import BalancedStreamLoader
+from lightning_freescale.data.streaming.stream_loader import BalancedStreamLoader
 from lightning_freescale.testing import run_distributed
 from tests.helpers.streams import Part, SeekablePart, loader_of, sample_cost
 
 
 @pytest.mark.parametrize("kind", [Part, SeekablePart])
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("exchange", ["none", "samples"])
-def test_resume_gives_the_batches_that_were_to_come(exchange: str, workers: int, kind: type[Part]) -> None:
+@pytest.mark.parametrize("balancing", ["local", "global"])
+def test_resume_gives_the_batches_that_were_to_come(balancing: str, workers: int, kind: type[Part]) -> None:
     def run() -> None:
-        options = {"exchange": exchange, "num_workers": workers, "kind": kind, "pool_batches": 3, "max_age": 6}
+        options = {"stream_balancing": balancing, "num_workers": workers, "kind": kind, "pool_batches": 3, "max_pool_age": 6}
         whole = loader_of([70, 64], **options)
         whole.set_epoch(1)
         batches = list(whole)
@@ -32,7 +32,7 @@ def test_resume_gives_the_batches_that_were_to_come(exchange: str, workers: int,
             for step in range(consumed, len(batches)):
                 assert resumed.counts(step) == whole.counts(step)
                 assert resumed.costs(step).tolist() == whole.costs(step).tolist()
-                assert resumed.drawn(step).tolist() == whole.drawn(step).tolist()
+                assert resumed.unbalanced_costs(step).tolist() == whole.unbalanced_costs(step).tolist()
                 assert resumed.loss_weight(step) == whole.loss_weight(step)
             assert resumed.state_after(consumed) == state
             if consumed < len(batches):
@@ -64,16 +64,16 @@ def test_resume_is_for_its_epoch() -> None:
 
 
 def test_old_steps_are_forgotten() -> None:
-    loader = loader_of([4 * 300], exchange="samples")
+    loader = loader_of([4 * 300], stream_balancing="global")
     list(loader)
     assert loader.counts(199) == [4]
     with pytest.raises(ValueError, match="step=150"):
         loader.state_after(151)
 
 
-@pytest.mark.parametrize("exchange", ["none", "samples"])
-def test_state_is_small(exchange: str) -> None:
-    loader = loader_of([4 * 200], kind=SeekablePart, exchange=exchange)
+@pytest.mark.parametrize("balancing", ["local", "global"])
+def test_state_is_small(balancing: str) -> None:
+    loader = loader_of([4 * 200], kind=SeekablePart, stream_balancing=balancing)
     list(loader)
     state = loader.state_after(150)
     assert len(json.dumps(state)) < 2000
@@ -83,12 +83,15 @@ def test_state_is_small(exchange: str) -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"batch_size": 5}, "batch_size=4, this loader has batch_size=5"), ({"exchange": "samples"}, "exchange='none'")],
+    [
+        ({"batch_size": 5}, "batch_size=4, this loader has batch_size=5"),
+        ({"stream_balancing": "global"}, "stream_balancing='local'"),
+    ],
 )
 def test_state_of_another_loader(change: dict[str, Any], message: str) -> None:
     loader = loader_of([100])
     list(islice(loader, 3))
-    other = BalancedStreamLoader(Part(0, 100), **{"batch_size": 4, "cost": sample_cost, **change})
+    other = BalancedStreamLoader(Part(0, 100), **{"batch_size": 4, "cost_fn": sample_cost, **change})
     with pytest.raises(ValueError, match=message):
         other.load_state_dict(loader.state_after(2))
     other.load_state_dict(loader.state_after(0))  # nothing was consumed: nothing can be lost
@@ -100,3 +103,12 @@ def test_a_stream_that_has_become_shorter() -> None:
     other.load_state_dict(loader.state_after(20))
     with pytest.raises(ValueError, match="the data set ended before sample 99"):
         list(other)
+
+
+def test_a_state_with_the_former_names_of_the_options() -> None:
+    loader, other = loader_of([100]), loader_of([100])
+    batches = list(loader)
+    state = loader.state_after(5)
+    former = {name: value for name, value in state.items() if name not in ("stream_balancing", "max_pool_age")}
+    other.load_state_dict({**former, "exchange": "none", "max_age": state["max_pool_age"]})
+    assert list(other) == batches[5:]

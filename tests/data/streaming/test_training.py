@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import torch
 from torch.utils.data import IterableDataset
 
 from lightning_freescale import FreeScaleDataModule
+from lightning_freescale.data import BalanceOptions, StreamOptions
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.checkpoint.test_resume import Seen, StopAt
 from tests.helpers.recommender import Recommender, Samples, collate, trainer
 
-EXCHANGES = ["none", "samples"]
+BALANCING = ["local", "global"]
 
 
 class Stream(IterableDataset):
@@ -43,40 +45,45 @@ def _length(sample: dict[str, Any]) -> int:
     return len(sample["history"])
 
 
-def _data(exchange: str, **options: Any) -> FreeScaleDataModule:
-    options = {**({"pool_batches": 2, "max_age": 8} if exchange == "none" else {}), **options}
-    return FreeScaleDataModule(Stream(), _length, 4, collate_fn=collate, exchange=exchange, **options)
+STREAM_OPTIONS = {
+    "local": StreamOptions(stream_balancing="local", pool_batches=2, max_pool_age=8),
+    "global": StreamOptions(stream_balancing="global"),
+}
 
 
-def _fit(exchange: str, path: str | None = None, stop_at: int | None = None, **options: Any) -> dict[str, Any]:
+def _data(balancing: str, **options: Any) -> FreeScaleDataModule:
+    return FreeScaleDataModule(Stream(), _length, 4, collate_fn=collate, stream=STREAM_OPTIONS[balancing], **options)
+
+
+def _fit(balancing: str, path: str | None = None, stop_at: int | None = None, **options: Any) -> dict[str, Any]:
     torch.manual_seed(0 if stop_at or path is None else 7)
     module = Seen("sgd")
     stop: list[L.Callback] = [StopAt(stop_at, str(path))] if stop_at else []
     fit = trainer(devices=2, max_epochs=2, callbacks=stop)
-    fit.fit(module, _data(exchange, **options), ckpt_path=None if stop_at else path)
+    fit.fit(module, _data(balancing, **options), ckpt_path=None if stop_at else path)
     weights = fit._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"]
     return {"seen": module.seen, "losses": module.losses, "weights": weights}
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_every_sample_once_per_epoch(exchange: str) -> None:
-    ranks = run_distributed(_fit, 2, exchange)
+@pytest.mark.parametrize("balancing", BALANCING)
+def test_every_sample_once_per_epoch(balancing: str) -> None:
+    ranks = run_distributed(_fit, 2, balancing)
     steps = len(ranks[0]["seen"])
     assert steps == len(ranks[1]["seen"])
     for first in (0, steps // 2):
         epoch = [i for rank in ranks for step in rank["seen"][first : first + steps // 2] for i in step]
         assert sorted(epoch) == list(range(50))
     moved = {i for step in ranks[0]["seen"] for i in step if i % 2}
-    assert bool(moved) == (exchange == "samples")
+    assert bool(moved) == (balancing == "global")
 
 
-@pytest.mark.parametrize(("exchange", "workers"), [("none", 0), ("samples", 0), ("samples", 2)])
+@pytest.mark.parametrize(("balancing", "workers"), [("local", 0), ("global", 0), ("global", 2)])
 @pytest.mark.parametrize("stop_at", [4, 9])
-def test_resume_is_bitwise(exchange: str, workers: int, stop_at: int, tmp_path: Path) -> None:
+def test_resume_is_bitwise(balancing: str, workers: int, stop_at: int, tmp_path: Path) -> None:
     path = str(tmp_path / "half.ckpt")
-    whole = run_distributed(_fit, 2, exchange, num_workers=workers)
-    first = run_distributed(_fit, 2, exchange, path, stop_at, num_workers=workers)
-    second = run_distributed(_fit, 2, exchange, path, num_workers=workers)
+    whole = run_distributed(_fit, 2, balancing, num_workers=workers)
+    first = run_distributed(_fit, 2, balancing, path, stop_at, num_workers=workers)
+    second = run_distributed(_fit, 2, balancing, path, num_workers=workers)
     for rank in range(2):
         assert first[rank]["seen"] + second[rank]["seen"] == whole[rank]["seen"]
         assert first[rank]["losses"] + second[rank]["losses"] == whole[rank]["losses"]
@@ -84,12 +91,12 @@ def test_resume_is_bitwise(exchange: str, workers: int, stop_at: int, tmp_path: 
         torch.testing.assert_close(second[0]["weights"][name], weight, rtol=0, atol=0)
     if stop_at == 4:
         with pytest.raises(RankFailed, match=r"epoch of 2 streams, this run has 1 ranks"):
-            run_distributed(_fit_on_one, 1, exchange, path)
+            run_distributed(_fit_on_one, 1, balancing, path)
 
 
 def _validate_then_save(path: str) -> None:
     fit = trainer(devices=2, max_epochs=1)
-    module, data = Recommender(), _data("samples", validate=Samples(8))
+    module, data = Recommender(), _data("global", val_dataset=Samples(8))
     fit.fit(module, data)
     fit.validate(module, data, verbose=False)
     fit.save_checkpoint(path)
@@ -109,46 +116,67 @@ def test_a_checkpoint_made_after_validation_and_of_another_kind_of_data(tmp_path
         run_distributed(_fit_planned, 2, path)
 
 
-def _fit_on_one(exchange: str, path: str) -> None:
-    trainer(devices=1).fit(Recommender(), _data(exchange), ckpt_path=path)
+def _fit_on_one(balancing: str, path: str) -> None:
+    trainer(devices=1).fit(Recommender(), _data(balancing), ckpt_path=path)
 
 
-def _one_step(exchange: str, devices: int, batch_size: int, balance: bool = True) -> dict[str, torch.Tensor]:
+def _one_step(devices: int, batch_size: int, balance: bool = True) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    data = FreeScaleDataModule(Stream(16), _length, batch_size, collate_fn=collate, exchange=exchange, balance=balance)
+    data = FreeScaleDataModule(Stream(16), _length, batch_size, collate_fn=collate, balance=balance)
     fit = trainer(devices=devices, max_steps=1)
     fit.fit(Recommender("sgd"), data)
     return fit._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"]
 
 
-def test_exchange_keeps_the_gradient() -> None:
+def test_global_balancing_keeps_the_gradient() -> None:
     """Against one rank that computes the whole global batch alone, and against the ranks' batches as read."""
-    exchanged = run_distributed(_one_step, 2, "samples", 2, 8)[0]
-    for other in (run_distributed(_one_step, 1, "samples", 1, 16)[0], run_distributed(_one_step, 2, "samples", 2, 8, False)[0]):
-        for name, weight in exchanged.items():
+    balanced = run_distributed(_one_step, 2, 2, 8)[0]
+    for other in (run_distributed(_one_step, 1, 1, 16)[0], run_distributed(_one_step, 2, 2, 8, False)[0]):
+        for name, weight in balanced.items():
             torch.testing.assert_close(weight, other[name], rtol=1e-6, atol=1e-7)
+
+
+LOCAL = StreamOptions(stream_balancing="local")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lengths": [1.0]}, r"lengths=list\).*pass a function"),
-        ({"lengths": None}, r"cannot balance a stream: pass lengths="),
-        ({"cost": [1.0]}, r"cost=list\).*pass a function"),
-        ({"calibrate": True}, r"calibrate=\.\.\.\) has no meaning for an IterableDataset"),
-        ({"outlier_window": 4}, r"outlier_window=\.\.\.\) has no meaning"),
-        ({"tokens": [1.0]}, r"tokens=\.\.\.\) has no meaning"),
-        ({"seed": 1}, r"seed=\.\.\.\) has no meaning"),
-        ({"exchange": "none", "mode": "slack"}, r"mode=\.\.\.\) has no meaning for exchange='none'"),
-        ({"exchange": "all"}, r"exchange='all'"),
-        ({"exchange": "none", "max_age": 1}, r"max_age=1 cannot be kept with pool_batches=8"),
-        ({"count_slack": 0.5}, r"count_slack=\.\.\.\) has no meaning for mode='fixed'"),
-        ({"pool_batches": 3}, r"pool_batches=\.\.\.\) has no meaning for streams without a pool"),
-        ({"balance": False, "mode": "slack"}, r"mode=\.\.\.\) has no meaning for balance=False"),
-        ({"loss_reduction": "target_mean", "targets": [1.0]}, r"for a stream pass targets= or lengths=, a function"),
-        ({"mode": "best", "exchange": "samples"}, r"mode='best'"),
+        (lambda: {"lengths": [1.0]}, r"lengths=list\).*pass a function"),
+        (lambda: {"lengths": None}, r"cannot balance a stream: pass lengths="),
+        (lambda: {"cost_fn": [1.0]}, r"cost_fn=list\).*pass a function"),
+        (lambda: {"balance": BalanceOptions(calibrate=True)}, r"calibrate=\.\.\.\) has no meaning for an IterableDataset"),
+        (lambda: {"balance": BalanceOptions(outlier_window=4)}, r"outlier_window=\.\.\.\) has no meaning"),
+        (lambda: {"balance": BalanceOptions(tokens=[1.0])}, r"tokens=\.\.\.\) has no meaning"),
+        (lambda: {"seed": 1}, r"seed=\.\.\.\) has no meaning"),
+        (lambda: {"shuffle": False}, r"shuffle=\.\.\.\) has no meaning"),
+        (lambda: {"pin_memory": True}, r"pin_memory=\.\.\.\) has no meaning for an IterableDataset.* num_workers="),
+        (
+            lambda: {"stream": LOCAL, "balance": BalanceOptions(assignment_mode="slack")},
+            r"assignment_mode=\.\.\.\) has no meaning for stream_balancing='local'",
+        ),
+        (lambda: {"stream": StreamOptions(stream_balancing="all")}, r"stream_balancing='all'"),
+        (
+            lambda: {"stream": StreamOptions(stream_balancing="local", max_pool_age=1)},
+            r"max_(pool_)?age=1 cannot be kept with pool_batches=8",
+        ),
+        (
+            lambda: {"balance": BalanceOptions(count_slack=0.5)},
+            r"count_slack=\.\.\.\) has no meaning for assignment_mode='fixed'",
+        ),
+        (lambda: {"stream": StreamOptions(pool_batches=3)}, r"pool_batches=\.\.\.\) has no meaning for streams without a pool"),
+        (
+            lambda: {"balance": False, "stream": StreamOptions(stream_balancing="local", pool_batches=3)},
+            r"pool_batches=\.\.\.\) has no meaning for balance=False",
+        ),
+        (lambda: {"stream": "global"}, r"stream='global'\): pass StreamOptions"),
+        (
+            lambda: {"loss_reduction": "target_mean", "target_counts": [1.0]},
+            r"for a stream pass target_counts= or lengths=, a function",
+        ),
+        (lambda: {"balance": BalanceOptions(assignment_mode="best")}, r"mode='best'"),
     ],
 )
-def test_arguments(options: dict[str, Any], message: str) -> None:
+def test_arguments(options: Callable[[], dict[str, Any]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        FreeScaleDataModule(Stream(), **{"lengths": _length, **options})
+        FreeScaleDataModule(Stream(), **{"lengths": _length, **options()})

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from lightning_freescale.data.streaming.loader import BalancedStreamLoader
+from lightning_freescale.data.streaming.stream_loader import BalancedStreamLoader
 from lightning_freescale.testing import run_distributed
 from tests.helpers.streams import Part, loader_of, sample_cost
 
 
 def test_summed_loss() -> None:
-    loader = loader_of([10], summed=True)
+    loader = loader_of([10], loss_is_sum=True)
     list(loader)
     assert loader.loss_weight(0) == 1.0
 
@@ -21,29 +21,29 @@ def test_summed_loss() -> None:
     ("options", "message"),
     [
         ({"batch_size": 0}, "batch_size=0"),
-        ({"ahead": 0}, "ahead=0"),
-        ({"exchange": "all"}, "exchange='all'"),
+        ({"prefetch_batches": 0}, "prefetch_batches=0"),
+        ({"stream_balancing": "all"}, "stream_balancing='all'"),
         ({"world_size": 2}, "world_size=2, group=None"),
-        ({"max_age": 3}, "max_age=3 cannot be kept with pool_batches=8"),
+        ({"max_pool_age": 3}, "max_(pool_)?age=3 cannot be kept with pool_batches=8"),
         ({"dataset": [1]}, "dataset=list"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        BalancedStreamLoader(**{"dataset": Part(0, 9), "batch_size": 4, "cost": sample_cost, **options})
+        BalancedStreamLoader(**{"dataset": Part(0, 9), "batch_size": 4, "cost_fn": sample_cost, **options})
 
 
-@pytest.mark.parametrize("name", ["cost", "weight"])
+@pytest.mark.parametrize("name", ["cost_fn", "weight_fn"])
 def test_bad_numbers(name: str) -> None:
     loader = loader_of([40], **{name: lambda sample: -1.0 if sample[1] == 17 else 1.0})
-    with pytest.raises(ValueError, match=rf"{name}\(sample\) is -1.0 for sample 17"):
+    with pytest.raises(ValueError, match=rf"{name}\(sample\)\[17\] is -1.0"):
         list(loader)
 
 
-@pytest.mark.parametrize("exchange", ["none", "samples"])
-def test_too_few_samples(exchange: str) -> None:
+@pytest.mark.parametrize("balancing", ["local", "global"])
+def test_too_few_samples(balancing: str) -> None:
     def run() -> None:
         with pytest.raises(ValueError, match=r"stream of rank 1 has 0 samples|streams have 1 samples"):
-            list(loader_of([1, 0], exchange=exchange))
+            list(loader_of([1, 0], stream_balancing=balancing))
 
     run_distributed(run, 2)

@@ -20,7 +20,7 @@ class Noise(Dataset):
 def _epoch(epoch: int, rank: int = 0, workers: int = 1) -> list[list[float]]:
     sampler = BalancedSampler([1.0] * 8, 2, num_replicas=2, rank=rank)
     sampler.set_epoch(epoch)
-    return [batch.tolist() for batch in BalancedDataLoader.of(Noise(), sampler, num_workers=workers)]
+    return [batch.tolist() for batch in BalancedDataLoader.from_sampler(Noise(), sampler, num_workers=workers)]
 
 
 def test_workers_draw_anew_in_every_epoch_and_on_every_rank() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from lightning_freescale.data.streaming.source import Chunk, Source, after
+from lightning_freescale.data.streaming.reader import Chunk, StreamSource, place_after
 
 
 class Counted(IterableDataset):
@@ -67,11 +67,11 @@ def _flat(chunks: list[Chunk]) -> list[int]:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_every_sample_once_in_the_same_order(kind: type[Counted], workers: int) -> None:
     dataset = kind()
-    chunks = list(Source(dataset, 4, workers).read(epoch=2))
+    chunks = list(StreamSource(dataset, 4, workers).read_chunks(epoch=2))
     read = _flat(chunks)
     expected = range(50) if not workers else [n for n in range(50) if n < 25 or n % 2]
     assert sorted(read) == [2000 + number for number in expected]
-    assert read == _flat(list(Source(kind(), 4, workers).read(epoch=2)))
+    assert read == _flat(list(StreamSource(kind(), 4, workers).read_chunks(epoch=2)))
     assert all(len(chunk.samples) == 4 for chunk in chunks if not chunk.ended)
     assert [chunk.worker for chunk in chunks[:5]] == ([0, 1, 0, 1, 0] if workers else [0] * 5)
 
@@ -79,12 +79,12 @@ def test_every_sample_once_in_the_same_order(kind: type[Counted], workers: int) 
 @KINDS
 @pytest.mark.parametrize("workers", [0, 2])
 def test_goes_on_at_any_place(kind: type[Counted], workers: int) -> None:
-    whole, place = list(Source(kind(), 4, workers).read(epoch=1)), Source(kind(), 4, workers).start()
+    whole, place = list(StreamSource(kind(), 4, workers).read_chunks(epoch=1)), StreamSource(kind(), 4, workers).first_place()
     stops = {1, 2, 7, 8, 11, len(whole) - 1, len(whole)} if workers else set(range(len(whole) + 1))
     for index, chunk in enumerate(whole, 1):
-        place = after(place, chunk)
+        place = place_after(place, chunk)
         if index in stops:
-            resumed = list(Source(kind(), 4, workers).read(place, epoch=1))
+            resumed = list(StreamSource(kind(), 4, workers).read_chunks(place, epoch=1))
             assert [(c.samples, c.worker, c.read, c.ended) for c in resumed] == [
                 (c.samples, c.worker, c.read, c.ended) for c in whole[index:]
             ]
@@ -92,25 +92,25 @@ def test_goes_on_at_any_place(kind: type[Counted], workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_seeks_without_reading_again(workers: int, caplog: pytest.LogCaptureFixture) -> None:
-    source = Source(Seekable(), 4, workers)
-    place = source.start()
-    for chunk in islice(source.read(), 4):
-        place = after(place, chunk)
+    source = StreamSource(Seekable(), 4, workers)
+    place = source.first_place()
+    for chunk in islice(source.read_chunks(), 4):
+        place = place_after(place, chunk)
     fresh = Seekable()
     with caplog.at_level(logging.INFO):
-        (first, *_) = Source(fresh, 4, workers).read(place)
+        (first, *_) = StreamSource(fresh, 4, workers).read_chunks(place)
     assert first.state["pulled"] == first.read == place["read"][first.worker] + 4
     assert not caplog.records
 
 
 def test_replay_says_how_much_and_how_to_avoid_it(caplog: pytest.LogCaptureFixture) -> None:
-    source = Source(Counted(), 4)
-    place = source.start()
-    for chunk in islice(source.read(), 6):
-        place = after(place, chunk)
+    source = StreamSource(Counted(), 4)
+    place = source.first_place()
+    for chunk in islice(source.read_chunks(), 6):
+        place = place_after(place, chunk)
     dataset = Counted()
     with caplog.at_level(logging.INFO):
-        next(Source(dataset, 4).read(place))
+        next(StreamSource(dataset, 4).read_chunks(place))
     assert dataset.drawn == 28
     (record,) = caplog.records
     assert "Counted has no state_dict and load_state_dict" in record.getMessage()
@@ -118,14 +118,18 @@ def test_replay_says_how_much_and_how_to_avoid_it(caplog: pytest.LogCaptureFixtu
 
 
 def test_a_place_can_be_used_twice() -> None:
-    source = Source(Seekable(), 4)
-    place = after(source.start(), next(source.read()))
-    assert _flat(list(Source(Seekable(), 4).read(place))) == _flat(list(Source(Seekable(), 4).read(place))) == [*range(4, 50)]
+    source = StreamSource(Seekable(), 4)
+    place = place_after(source.first_place(), next(source.read_chunks()))
+    assert (
+        _flat(list(StreamSource(Seekable(), 4).read_chunks(place)))
+        == _flat(list(StreamSource(Seekable(), 4).read_chunks(place)))
+        == [*range(4, 50)]
+    )
 
 
 def test_another_number_of_workers() -> None:
     with pytest.raises(ValueError, match=r"num_workers=2, .* made with 1 reader"):
-        Source(Counted(), 4, 2).read(Source(Counted(), 4).start())
+        StreamSource(Counted(), 4, 2).read_chunks(StreamSource(Counted(), 4).first_place())
 
 
 class Broken(Counted):
@@ -137,7 +141,7 @@ class Broken(Counted):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_of_the_data_set_is_raised(workers: int) -> None:
     with pytest.raises(KeyError, match="the needle"):
-        list(Source(Broken(), 4, workers).read())
+        list(StreamSource(Broken(), 4, workers).read_chunks())
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -145,7 +149,7 @@ def test_leaves_the_global_random_state_alone(workers: int) -> None:
     torch.manual_seed(1)
     expected = float(torch.rand(()))
     torch.manual_seed(1)
-    list(Source(Counted(), 4, workers).read())
+    list(StreamSource(Counted(), 4, workers).read_chunks())
     assert float(torch.rand(())) == expected
 
 
@@ -155,5 +159,5 @@ class Noise(IterableDataset):
 
 
 def test_workers_draw_by_the_seed() -> None:
-    first, again, other = (_flat(list(Source(Noise(), 4, 1).read(seed=seed))) for seed in (1, 1, 2))
+    first, again, other = (_flat(list(StreamSource(Noise(), 4, 1).read_chunks(seed=seed))) for seed in (1, 1, 2))
     assert first == again != other

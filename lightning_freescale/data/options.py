@@ -1,0 +1,74 @@
+"""Options of :class:`~lightning_freescale.FreeScaleDataModule` that belong together; in YAML a mapping under ``balance:``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from numpy.typing import ArrayLike
+
+from lightning_freescale.data.validation import refuse_options
+
+
+# eq=False: options may hold arrays, of which == gives no single answer
+@dataclass(frozen=True, eq=False)
+class BalanceOptions:
+    """How the samples of a step are assigned to the ranks, and by which costs.
+
+    Args:
+        assignment_mode, count_slack, max_tokens_per_rank, rank_speeds: as in :func:`lightning_freescale.balance.assign`.
+        tokens: tokens of every sample, shape ``[samples]``; ``lengths`` if not given.
+        keep_together: group of every sample, shape ``[samples]``; samples of a group that share a step go to one rank.
+        outlier_window: exchange samples between this many consecutive steps so that those that dominate a step come together.
+            Not gradient-identical: it changes which samples share a step. 1 for no exchange.
+        calibrate: fit a :class:`~lightning_freescale.balance.CostModel` to the compute times that the strategy measures, and
+            plan by it from the next epoch on if that lowers the imbalance by more than 5 %. The plan, not the gradient, then
+            depends on the clock. Every fifth of the first 50 steps is computed as drawn, to tell the coefficients apart.
+        slow_ranks: what to do, while calibrating, about ranks that are slow for reasons the costs do not explain:
+            ``"report"`` them, or ``"rebalance"``: give them less work from the next epoch on.
+
+    Raises:
+        ValueError: an option does not fit, or would have no effect.
+    """
+
+    assignment_mode: Literal["fixed", "slack", "free", "zigzag"] = "fixed"
+    count_slack: float = 0.25
+    max_tokens_per_rank: float | None = None
+    tokens: ArrayLike | Sequence[float] | None = None
+    rank_speeds: Sequence[float] | None = None
+    keep_together: ArrayLike | Sequence[int] | None = None
+    outlier_window: int = 1
+    calibrate: bool = False
+    slow_ranks: Literal["report", "rebalance"] = "report"
+
+    def __post_init__(self) -> None:
+        if self.slow_ranks not in ("report", "rebalance"):
+            raise ValueError(f"BalanceOptions(slow_ranks={self.slow_ranks!r}): choose 'report' or 'rebalance'")
+        if self.slow_ranks == "rebalance" and not self.calibrate:
+            raise ValueError("BalanceOptions(slow_ranks='rebalance') needs calibrate=True, which finds the slow ranks")
+        if self.assignment_mode != "slack":
+            refuse_options(f"assignment_mode={self.assignment_mode!r}", self, "count_slack")
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """How the ranks share the samples of their streams.
+
+    Args:
+        stream_balancing: ``"global"``: the samples that the ranks read side by side are assigned as one global batch and sent
+            to the rank that computes them. ``"local"``: each rank picks its batches from a pool of its own samples.
+        pool_batches: for ``"local"``: batches that the pool holds.
+        max_pool_age: for ``"local"``: batches that a sample waits in the pool at most; ``None``: as long as it takes.
+
+    Raises:
+        ValueError: an option would have no effect.
+    """
+
+    stream_balancing: Literal["global", "local"] = "global"
+    pool_batches: int = 8
+    max_pool_age: int | None = 32
+
+    def __post_init__(self) -> None:
+        if self.stream_balancing == "global":
+            refuse_options("streams without a pool (stream_balancing='global')", self, "pool_batches", "max_pool_age")

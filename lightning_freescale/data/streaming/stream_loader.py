@@ -1,0 +1,218 @@
+"""Balanced batches from a data set that can only be iterated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.utils.data import IterableDataset, default_collate
+
+from lightning_freescale.balance.assign import Assignment, assign
+from lightning_freescale.balance.pool import LocalPool
+from lightning_freescale.balance.report import StepBalance
+from lightning_freescale.balance.sampler import rank_loss_weight
+from lightning_freescale.data.streaming.prefetch import PrefetchThread
+from lightning_freescale.data.streaming.reader import StreamReader, StreamSource
+from lightning_freescale.data.streaming.steps import POOLED_ROW_WIDTH, AssignedSteps, PooledSteps
+from lightning_freescale.data.streaming.stream_group import StreamGroup, StreamStep
+
+_KNOWN_STEPS = 100
+"""Steps that can still be asked about; the loop may be that far behind the loader."""
+
+
+@dataclass(eq=False)
+class BalancedStreamLoader:
+    """Yields the collated batches of one rank, all ranks' batches of a step costing nearly the same.
+
+    Every rank reads its own stream, in a thread that works behind the running step. What a sample costs is known when it
+    arrives; there is no pass over the data before. The ranks perform the same number of steps.
+
+    Iterate it once per epoch, on all ranks, at the same time. The data set is read in that thread (or in loader workers), so
+    it must not draw from the global random state.
+
+    Args:
+        dataset: the rank's stream; see :class:`~lightning_freescale.data.streaming.reader.StreamSource` on workers and on
+            what resuming needs.
+        batch_size: samples per rank and step.
+        cost_fn: predicted compute time of a sample, in any unit.
+        weight_fn: weight of a sample in the mean loss; every sample weighs 1 if not given.
+        loss_is_sum: the loss of a rank is a sum over its samples, not a mean.
+        stream_balancing, pool_batches, max_pool_age: as in :class:`~lightning_freescale.data.StreamOptions`.
+        rank: the own rank.
+        world_size: number of ranks.
+        group: of all ranks, of backend freescale or gloo, used by nobody else; needed for more than one rank. The loader does
+            not destroy it.
+        collate_fn: turns the list of samples of a step into a batch; torch's default if not given.
+        num_workers: as in ``torch.utils.data.DataLoader``.
+        drop_last: leave out the samples of an incomplete last step.
+        prefetch_batches: batches made ahead of the running step, at least 1.
+        assign_fn: for ``"global"``: gives an assignment from the costs of a global batch and the number of ranks.
+
+    Raises:
+        ValueError: an argument does not fit; names it, its value and the fix.
+    """
+
+    dataset: IterableDataset[Any]
+    batch_size: int
+    _: KW_ONLY
+    cost_fn: Callable[[Any], float]
+    weight_fn: Callable[[Any], float] | None = None
+    loss_is_sum: bool = False
+    stream_balancing: Literal["global", "local"] = "local"
+    rank: int = 0
+    world_size: int = 1
+    group: dist.ProcessGroup | None = None
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    num_workers: int = 0
+    pool_batches: int = 8
+    max_pool_age: int | None = 32
+    drop_last: bool = False
+    prefetch_batches: int = 2
+    assign_fn: Callable[[NDArray[np.float64], int], Assignment] = assign
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dataset, IterableDataset):
+            given = type(self.dataset).__name__
+            raise ValueError(f"BalancedStreamLoader(dataset={given}): pass a torch.utils.data.IterableDataset")
+        if self.batch_size < 1 or self.prefetch_batches < 1:
+            given = f"batch_size={self.batch_size!r}, prefetch_batches={self.prefetch_batches!r}"
+            raise ValueError(f"BalancedStreamLoader({given}): both must be at least 1")
+        if self.stream_balancing not in ("global", "local"):
+            raise ValueError(f"BalancedStreamLoader(stream_balancing={self.stream_balancing!r}): choose 'global' or 'local'")
+        if self.world_size > 1 and self.group is None:
+            raise ValueError(f"BalancedStreamLoader(world_size={self.world_size}, group=None): pass a gloo group of all ranks")
+        LocalPool(self.batch_size, self.pool_batches, self.max_pool_age)  # tells what does not fit
+        self.num_replicas = self.world_size  # as torch's samplers call it, for who asks a loader's sampler
+        self.epoch = 0
+        self._source = StreamSource(self.dataset, self.batch_size, self.num_workers)
+        self._steps: dict[int, StreamStep] = {}
+        self._resume: dict[str, Any] | None = None
+
+    @property
+    def sampler(self) -> BalancedStreamLoader:
+        """The loader itself: it plans its own steps, and the strategy asks a loader's sampler for their weights."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch that the data set is told at the start of the next iteration."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        resume = self._resume if self._resume is not None and self._resume["epoch"] == self.epoch else None
+        self._steps = {}
+        batches = PrefetchThread(self._make_batches(None if resume is None else resume["stream"]), self.prefetch_batches)
+        try:
+            for batch, step in batches:
+                self._steps[step.step] = step
+                self._steps.pop(step.step - _KNOWN_STEPS - self.prefetch_batches, None)
+                yield batch
+        finally:
+            batches.stop()
+
+    # -- what the steps are
+
+    def counts(self, step: int) -> list[int]:
+        """Return the number of samples of every rank in a step of this epoch."""
+        return self._step(step).counts
+
+    def costs(self, step: int) -> NDArray[np.float64]:
+        """Return the cost of every rank's batch in a step, shape ``[ranks]``."""
+        return self._step(step).costs
+
+    def unbalanced_costs(self, step: int) -> NDArray[np.float64]:
+        """Return what every rank's batch of a step would have cost as read, shape ``[ranks]``."""
+        return self._step(step).unbalanced_costs
+
+    def loss_weight(self, step: int) -> float:
+        """Return the factor for this rank's loss that makes the mean over ranks the mean (or sum) over the global batch."""
+        weights = self._step(step).weights
+        return float(self.world_size) if self.loss_is_sum else rank_loss_weight(weights.tolist(), self.rank)
+
+    def balance(self, step: int) -> StepBalance:
+        """Return what balancing a step is worth."""
+        return self._step(step).balance
+
+    def stream_bound(self) -> float:
+        """Return max over ranks / mean over ranks of the mean cost of what each has read so far; 1.0 before the first step.
+
+        In the long run no pool of a rank's own samples gets below it: a stream of costlier samples needs another rank's help.
+        """
+        if not self._steps:
+            return 1.0
+        cost, samples = self._steps[max(self._steps)].read.T
+        means = cost / np.maximum(samples, 1)
+        return float(means.max() / means.mean()) if means.any() else 1.0
+
+    def _step(self, step: int) -> StreamStep:
+        if step not in self._steps:
+            known = f"{min(self._steps)} to {max(self._steps)}" if self._steps else "none"
+            raise ValueError(f"step={step} of this epoch is not known: only those just loaded are ({known})")
+        return self._steps[step]
+
+    # -- resume
+
+    def state_after(self, batches: int) -> dict[str, Any]:
+        """Return where this rank's stream goes on after that many batches of the epoch, in plain values, without samples.
+
+        Raises:
+            ValueError: it is too long ago, or those batches were not loaded yet.
+        """
+        if self._resume is not None and self._resume["epoch"] == self.epoch and self._resume["batches"] == batches:
+            return self._resume
+        stream = self._step(batches - 1).state if batches else None
+        return {"epoch": self.epoch, "batches": batches, "stream": stream, **self._steps_depend_on()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Start the state's epoch after its batches; any other epoch starts at its beginning.
+
+        Raises:
+            ValueError: the state is one of another rank, or of a loader whose steps would be others.
+        """
+        if "exchange" in state:  # the names that stood in checkpoints before these options had their present ones
+            balancing = {"samples": "global", "none": "local"}[state["exchange"]]
+            state = {**state, "stream_balancing": balancing, "max_pool_age": state.get("max_age")}
+        for name, value in self._steps_depend_on().items():
+            if state["stream"] is not None and state[name] != value:
+                raise ValueError(
+                    f"the checkpoint stopped inside an epoch with {name}={state[name]!r}, this loader has {name}={value!r}: "
+                    "samples would be lost or repeated. Keep it as it was, or resume from the end of an epoch."
+                )
+        self._resume = state
+
+    def _steps_depend_on(self) -> dict[str, Any]:
+        """Return what the steps of an epoch follow from, beside the stream."""
+        names = ["rank", "batch_size", "stream_balancing", "drop_last", "world_size", "num_workers"]
+        names += ["pool_batches", "max_pool_age"] if self.stream_balancing == "local" else []
+        return {name: getattr(self, name) for name in names}
+
+    # -- the thread
+
+    def _make_batches(self, state: dict[str, Any] | None) -> Generator[tuple[Any, StreamStep], None, None]:
+        """Start the workers here; everything else happens where the result is iterated."""
+        # not drawn from the global state: a run that resumes inside an epoch would draw once more than one that goes on
+        seed = torch.initial_seed() + 1_000_003 * self.epoch + self.rank
+        reader_state = None if state is None else state["reader"]
+        reader = StreamReader(self._source, self.cost_fn, self.weight_fn, epoch=self.epoch, seed=seed, state=reader_state)
+        local = self.stream_balancing == "local"
+        row_width = POOLED_ROW_WIDTH if local else AssignedSteps.row_width(self.batch_size)
+        group = StreamGroup(self.rank, self.world_size, self.group if self.world_size > 1 else None, row_width)
+        steps: PooledSteps | AssignedSteps
+        if local:
+            pool = LocalPool(self.batch_size, self.pool_batches, self.max_pool_age)
+            steps = PooledSteps(reader, group, pool, self.drop_last, state)
+        else:
+            steps = AssignedSteps(reader, group, self.batch_size, self.assign_fn, self.drop_last, state)
+        return group.report_failure(self._collate(reader, steps))
+
+    def _collate(self, reader: StreamReader, steps: Iterable[tuple[list[Any], StreamStep]]) -> Iterator[tuple[Any, StreamStep]]:
+        collate = self.collate_fn or default_collate
+        try:
+            for samples, step in steps:
+                yield collate(samples), step
+        finally:
+            reader.stop_workers()
