@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_freescale.testing import run_distributed
-from tests.comm.conftest import SOON, Outcome, everyone_sends, make_group, nothing_left, outcome
+from tests.helpers.comm_groups import SOON, Outcome, everyone_sends, make_group, nothing_left, outcome
 
 Call = Callable[[Any, bool], Any]
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_freescale.comm.priority import TRAFFIC
 from lightning_freescale.testing import run_distributed
-from tests.comm.conftest import SOON, Outcome, everyone_sends, make_group, nothing_left, outcome
+from tests.helpers.comm_groups import SOON, Outcome, everyone_sends, make_group, nothing_left, outcome
 
 TIMEOUT = 1.5
 

@@ -19,7 +19,7 @@ from lightning_freescale.comm.transports.selection import decide, refusal
 from lightning_freescale.comm.transports.station import RankHardware
 from lightning_freescale.comm.transports.topology import Topology, choose
 from lightning_freescale.testing import run_distributed
-from tests.comm.conftest import everyone_sends, make_group, outcome
+from tests.helpers.comm_groups import everyone_sends, make_group, outcome
 from tests.helpers.fake_gpu import on_ranks
 
 _NEEDS_GPU = ("peer", "nccl-zero-cta", "two-level")
