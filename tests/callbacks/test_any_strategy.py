@@ -55,6 +55,7 @@ def test_ddp_on_a_plain_module(tmp_path: Path) -> None:
     assert list(report.imbalance.slow) == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "steps"),
     [
@@ -79,6 +80,7 @@ def test_any_loop(options: dict[str, Any], steps: int, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("used", [SimpleProfiler, PyTorchProfiler])
 def test_beside_a_profiler_of_the_users(used: type, tmp_path: Path) -> None:
     def run() -> tuple[int, str]:
@@ -96,6 +98,7 @@ def test_two_torch_profilers_are_refused(tmp_path: Path) -> None:
         run_distributed(_ddp, 2, str(tmp_path), {"kineto_steps": 2}, profiler=PyTorchProfiler(dirpath=str(tmp_path)))
 
 
+@pytest.mark.slow
 def test_a_kineto_window_is_in_the_trace_and_not_in_the_report(tmp_path: Path) -> None:
     report = run_distributed(_ddp, 2, str(tmp_path), {"kineto_steps": 3})[0]
     assert len(report.steps) == 13 - 3
@@ -130,6 +133,7 @@ def _split_by_bandwidth(folder: str) -> BubbleReport | None:
     return _ddp(folder, {"split_waits_by": "bandwidth", "link_bandwidth": 1e9}, steps=20)
 
 
+@pytest.mark.slow
 def test_waits_split_by_bandwidth(tmp_path: Path) -> None:
     report = run_distributed(_split_by_bandwidth, 2, str(tmp_path))[0]
     assert (report.waiting.method, report.waiting.bandwidth) == ("bandwidth", pytest.approx(1e9))

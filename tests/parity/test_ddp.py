@@ -57,6 +57,7 @@ def test_balancing_keeps_the_gradient(samples: int, loss_reduction: str) -> None
         assert not torch.equal(weight, initial[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"mode": "slack"}, {"mode": "free"}, {"rank_speeds": [1.0, 0.4], "mode": "free"}])
 @pytest.mark.parametrize("loss_reduction", ["sample_mean", "target_mean"])
 def test_unequal_counts_keep_the_gradient(options: dict[str, Any], loss_reduction: str) -> None:

@@ -341,6 +341,7 @@ def test_weights_that_need_gradients_and_a_backward_that_waits() -> None:
     assert model.norm.weight.grad is not None and torch.is_grad_enabled()
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_neither_compiled_again_nor_run() -> None:
     compiled: list[Any] = []
 
@@ -393,6 +394,7 @@ def _fit(path: Any, callbacks: list[L.Callback]) -> tuple[dict[str, Tensor], str
     return model.state_dict(), (logger.experiment.metrics_file_path and open(logger.experiment.metrics_file_path).read())
 
 
+@pytest.mark.slow
 def test_training_with_ghosts_is_training_without(tmp_path: Any) -> None:
     (plain, logged), (ghosts, logged_with_ghosts) = _fit(tmp_path / "plain", []), _fit(tmp_path / "ghosts", [Ahead()])
     assert all(torch.equal(plain[name], ghosts[name]) for name in plain)

@@ -71,7 +71,7 @@ def test_every_sample_once_per_epoch(exchange: str) -> None:
 
 
 @pytest.mark.parametrize(("exchange", "workers"), [("none", 0), ("samples", 0), ("samples", 2)])
-@pytest.mark.parametrize("stop_at", [4, 9])
+@pytest.mark.parametrize("stop_at", [4, pytest.param(9, marks=pytest.mark.slow)])
 def test_resume_is_bitwise(exchange: str, workers: int, stop_at: int, tmp_path: Path) -> None:
     path = str(tmp_path / "half.ckpt")
     whole = run_distributed(_fit, 2, exchange, num_workers=workers)
@@ -101,6 +101,7 @@ def _fit_planned(path: str) -> None:
     trainer(devices=2, max_epochs=2).fit(Recommender(), data, ckpt_path=path)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_made_after_validation_and_of_another_kind_of_data(tmp_path: Path) -> None:
     path = str(tmp_path / "after.ckpt")
     run_distributed(_validate_then_save, 2, path)
