@@ -194,9 +194,12 @@ def _fit_on(world: int, workers: int, path: str, batch_size: int = 4, stop_at: i
     return {"seen": module.seen, "epochs": epochs, "steps": fit.global_step, "reload": fit.reload_dataloaders_every_n_epochs}
 
 
+FURTHER = [(2, 1, 12, 0, 4), (2, 3, 12, 2, 4), (2, 2, 4, 0, 3)]
+
+
 @pytest.mark.parametrize(
     ("then", "now", "stop_at", "workers", "batch_size"),
-    [(2, 3, 4, 0, 4), (3, 2, 2, 0, 4), (2, 1, 12, 0, 4), (2, 3, 12, 2, 4), (2, 2, 4, 0, 3)],
+    [(2, 3, 4, 0, 4), (3, 2, 2, 0, 4), *(pytest.param(*case, marks=pytest.mark.slow) for case in FURTHER)],
 )
 def test_resume_inside_an_epoch_on_other_ranks(
     then: int, now: int, stop_at: int, workers: int, batch_size: int, tmp_path: Path
