@@ -133,7 +133,6 @@ def _split_by_bandwidth(folder: str) -> BubbleReport | None:
     return _ddp(folder, {"split_waits_by": "bandwidth", "link_bandwidth": 1e9}, steps=20)
 
 
-@pytest.mark.slow
 def test_waits_split_by_bandwidth(tmp_path: Path) -> None:
     report = run_distributed(_split_by_bandwidth, 2, str(tmp_path))[0]
     assert (report.waiting.method, report.waiting.bandwidth) == ("bandwidth", pytest.approx(1e9))

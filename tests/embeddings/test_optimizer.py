@@ -116,7 +116,6 @@ def _fit_twice(path: str) -> list[float]:
     return sums
 
 
-@pytest.mark.slow
 def test_given_optimizer_goes_on_in_a_second_fit(tmp_path: Path) -> None:
     """With the squares it has accumulated; and a module without any optimizer of its own can be saved."""
     path = str(tmp_path / "x.ckpt")

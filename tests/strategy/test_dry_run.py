@@ -394,7 +394,6 @@ def _fit(path: Any, callbacks: list[L.Callback]) -> tuple[dict[str, Tensor], str
     return model.state_dict(), (logger.experiment.metrics_file_path and open(logger.experiment.metrics_file_path).read())
 
 
-@pytest.mark.slow
 def test_training_with_ghosts_is_training_without(tmp_path: Any) -> None:
     (plain, logged), (ghosts, logged_with_ghosts) = _fit(tmp_path / "plain", []), _fit(tmp_path / "ghosts", [Ahead()])
     assert all(torch.equal(plain[name], ghosts[name]) for name in plain)
