@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS = 1
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test test-fast lint clean
 
 setup: .venv/.ready
 
@@ -15,6 +15,10 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+# without the tests marked slow: every contract once
+test-fast: setup
+	$(BIN)/python -m pytest -m "not slow" --durations=10
 
 lint: setup
 	$(BIN)/ruff check .

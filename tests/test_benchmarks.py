@@ -103,6 +103,7 @@ def test_balance_contest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert "predicted" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_long_search_finds_a_planted_plan() -> None:
     pytest.importorskip("numba")
     from long_search import search
@@ -114,6 +115,7 @@ def test_long_search_finds_a_planted_plan() -> None:
     assert search(cost, worse, 4, (4, 4), 1.0, seconds=20) == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_long_search_keeps_the_limits_on_the_counts() -> None:
     pytest.importorskip("numba")
     from long_search import search
@@ -146,6 +148,7 @@ def _exit_code(main: Callable[[], Any]) -> int:
     return stopped.value.code
 
 
+@pytest.mark.slow
 def test_overlap_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = tmp_path / "figures.json"
     size = ["--rows", "5000", "--batch", "4", "--dim", "8", "--steps", "6", "--rounds", "1", "--compute-ms", "3"]
@@ -175,6 +178,7 @@ def test_hard_batches_are_the_latest_items_of_users() -> None:
     assert all(np.array_equal(*pair) for pair in zip(draw(3, 1), (ids, lengths)))
 
 
+@pytest.mark.slow
 def test_exchange_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = tmp_path / "figures.json"
     monkeypatch.setattr(exchange, "LOW", 1024 * 1024)

@@ -128,6 +128,7 @@ def test_finds_a_group_that_is_wrong() -> None:
     assert "all-to-all, uneven, torch.float32" in differing and "all-to-all, empty, torch.float32" not in differing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("end", "error"), [("_die", ProcessExitedException), ("_raise", ProcessRaisedException)])
 def test_a_peer_that_ends_ends_the_run(end: str, error: type[Exception]) -> None:
     start = time.monotonic()
@@ -136,6 +137,7 @@ def test_a_peer_that_ends_ends_the_run(end: str, error: type[Exception]) -> None
     assert time.monotonic() - start < 30
 
 
+@pytest.mark.slow
 def test_a_run_that_hangs_is_ended() -> None:
     with pytest.raises(TimeoutError, match="did not finish within 3 s"):
         sm_free_pair.run(_hang, timeout=3)

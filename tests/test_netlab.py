@@ -67,6 +67,7 @@ def test_two_hosts_send_over_a_slow_link() -> None:
     assert "host 1 0 eth0" in done.stdout
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_ranks_of_gloo_find_each_other() -> None:
     done = _lab("--hosts", "2", "--rate", "none", "--ranks-per-host", "2", code=REDUCE)
@@ -89,6 +90,7 @@ def test_the_exit_code_comes_back_at_once(code: str, flags: list[str], expected:
     assert done.returncode == expected, done.stderr
 
 
+@pytest.mark.slow
 @needs_namespaces
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_behind(how: signal.Signals, tmp_path: Path) -> None:

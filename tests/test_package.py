@@ -84,7 +84,14 @@ def _cli(tmp_path: Path, config: str, command: str = "fit", data: str = "") -> s
     return subprocess.run([*line, "--config", str(path)], capture_output=True, text=True, timeout=240, cwd=ROOT)
 
 
-@pytest.mark.parametrize(("config", "command"), [(AS_NAME, "fit"), (AS_CLASS, "fit"), (AS_NAME, "test")])
+@pytest.mark.parametrize(
+    ("config", "command"),
+    [
+        pytest.param(AS_NAME, "fit", marks=pytest.mark.slow),
+        (AS_CLASS, "fit"),
+        pytest.param(AS_NAME, "test", marks=pytest.mark.slow),
+    ],
+)
 def test_command_line_with_yaml(config: str, command: str, tmp_path: Path) -> None:
     done = _cli(tmp_path, config, command, DATA)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -11,7 +11,7 @@ from concurrent.futures import wait
 import pytest
 
 from lightning_freescale._worker import WorkerThread
-from tests.comm.conftest import lane_threads
+from tests.helpers.comm_groups import lane_threads
 
 
 @pytest.fixture

@@ -204,6 +204,7 @@ def test_numba_finds_the_identical_plan(options: dict, monkeypatch: pytest.Monke
     assert used == [True, False] * 2
 
 
+@pytest.mark.slow
 def test_same_plan_in_another_process() -> None:
     code = "import numpy as np; from lightning_freescale.balance import assign;"
     code += "print(assign(np.random.RandomState(1).rand(500) ** 4, 7).rank_of_sample.tolist())"

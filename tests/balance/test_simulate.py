@@ -184,6 +184,7 @@ def test_missing_matplotlib_is_told_before_the_work(
     assert "pip install 'lightning-freescale[plot]'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_command_without_torchrec_or_lightning(tmp_path: Path) -> None:
     block = "import sys, runpy, importlib.util as u; found = u.find_spec; hidden = ('lightning', 'torchrec', 'fbgemm_gpu')\n"
     block += "u.find_spec = lambda name, *a: None if name in hidden else found(name, *a)\n"

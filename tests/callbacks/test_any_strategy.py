@@ -55,6 +55,7 @@ def test_ddp_on_a_plain_module(tmp_path: Path) -> None:
     assert list(report.imbalance.slow) == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "steps"),
     [
@@ -81,6 +82,7 @@ def test_any_loop(options: dict[str, Any], steps: int, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("used", [SimpleProfiler, PyTorchProfiler])
 def test_beside_a_profiler_of_the_users(used: type, tmp_path: Path) -> None:
     def run() -> tuple[int, str]:
@@ -98,6 +100,7 @@ def test_two_torch_profilers_are_refused(tmp_path: Path) -> None:
         run_distributed(_ddp, 2, str(tmp_path), {"torch_profiler_steps": 2}, profiler=PyTorchProfiler(dirpath=str(tmp_path)))
 
 
+@pytest.mark.slow
 def test_a_kineto_window_is_in_the_trace_and_not_in_the_report(tmp_path: Path) -> None:
     report = run_distributed(_ddp, 2, str(tmp_path), {"torch_profiler_steps": 3})[0]
     assert len(report.steps) == 13 - 3

@@ -93,6 +93,7 @@ def _median(result: dict[str, Any], rank: int) -> dict[str, float]:
     return {"wall": parts[0], "compute": float(np.median(column(result["breakdown"][:, rank], "compute"))), **others}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "data", "found"),
     [
@@ -134,6 +135,7 @@ def test_parts_sum_to_wall_time_and_are_reported(tmp_path: Path) -> None:
     assert any("background" in name for name in result["exchanges"]), "the lane's exchanges run behind compute"
 
 
+@pytest.mark.slow
 def test_the_files_are_there_and_readable(tmp_path: Path) -> None:
     files = run_distributed(_profile, 2, Recommender, Samples, str(tmp_path))[0]["files"]
     assert {name: path.name for name, path in files.items()} == {
@@ -151,6 +153,7 @@ def test_the_files_are_there_and_readable(tmp_path: Path) -> None:
     assert document["run"]["model"] in files["page"].read_text()
 
 
+@pytest.mark.slow
 def test_validation_is_not_part_of_a_step(tmp_path: Path) -> None:
     result = run_distributed(_profile, 2, SlowValidation, Samples, str(tmp_path), val_check_interval=3)[0]
     # it comes after every third step; a single step may be slow for reasons of the machine
@@ -206,6 +209,7 @@ class _Save(L.Callback):
             trainer.save_checkpoint(self.path)
 
 
+@pytest.mark.slow
 def test_profiles_a_run_that_resumed_inside_an_epoch(tmp_path: Path) -> None:
     assert run_distributed(_resumed_report, 2, str(tmp_path / "x.ckpt"))[0] >= STEPS - 3 - 2
 

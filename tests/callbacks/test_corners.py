@@ -50,6 +50,7 @@ class Vanishing(L.Callback):
             self.folder.touch()
 
 
+@pytest.mark.slow
 def test_a_disk_that_fails_later_is_a_warning(tmp_path: Path) -> None:
     def run() -> tuple[bool, int]:
         callback, folder = profiler(tmp_path / "bubbles"), tmp_path / "bubbles"
@@ -76,6 +77,7 @@ def _then_validation_fails(folder: str) -> bool:
     return callback.report is not None
 
 
+@pytest.mark.slow
 def test_a_failure_after_the_fit_leaves_its_report(tmp_path: Path) -> None:
     assert run_distributed(_then_validation_fails, 2, str(tmp_path)) == [True, False]
     assert read(tmp_path / "report.json")["status"]["complete"]
@@ -113,6 +115,7 @@ def _normed(folder: str) -> Any:
     return callback.report
 
 
+@pytest.mark.slow
 def test_ddps_wait_for_buffers_is_not_compute(tmp_path: Path) -> None:
     report = run_distributed(_normed, 2, str(tmp_path))[0]
     waited, computed = (np.median(column(report.breakdown, name), axis=0) for name in ("straggler_wait", "compute"))
@@ -153,6 +156,7 @@ def _validates(folder: str) -> Any:
     return callback.report
 
 
+@pytest.mark.slow
 def test_validation_is_out_of_steps_and_exchanges(tmp_path: Path) -> None:
     report = run_distributed(_validates, 2, str(tmp_path))[0]
     assert np.quantile(column(report.breakdown, "wall"), 0.9) < DELAY
@@ -178,5 +182,6 @@ def _calibrates() -> tuple[bool, bool]:
     return patched.seen, dist.all_reduce is patched.original
 
 
+@pytest.mark.slow
 def test_calibration_alone_does_not_take_waits_for_compute() -> None:
     assert run_distributed(_calibrates, 2) == [(True, True)] * 2

@@ -67,6 +67,7 @@ def test_after_exchanges(how: Any, tmp_path: Path) -> None:
     assert status["reason"] in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_before_any_exchange_the_steps_are_rank_0s(tmp_path: Path) -> None:
     run_distributed(_run, 2, str(tmp_path), _raise, 4, init=False)
     document = read(tmp_path / "report.json")
@@ -91,6 +92,7 @@ def test_one_rank_raises(tmp_path: Path) -> None:
     assert not document["status"]["complete"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_the_report_so_far(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="died"):
         run_distributed(_run, 2, str(tmp_path), _kill, 12, init=False)
@@ -108,6 +110,7 @@ def _twice(folder: str) -> list[int]:
     return steps
 
 
+@pytest.mark.slow
 def test_the_next_fit_is_not_bothered(tmp_path: Path) -> None:
     assert run_distributed(_twice, 2, str(tmp_path), init=False)[0] == [13, 13]
     assert read(tmp_path / "report.json")["status"]["complete"]

@@ -51,6 +51,7 @@ def _told(kind: str) -> list[Any]:
     return telling.told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lengths", "costs", "stream"])
 def test_what_a_data_module_knows_of_its_steps(kind: str) -> None:
     lengths = Samples(50).lengths.numpy()

@@ -41,7 +41,9 @@ def _fit(kind: str, steps: int, save: tuple[int, str] | None, resume: str | None
     return {"losses": module.losses, "weights": weights, "warned": [str(w.message) for w in caught]}
 
 
-@pytest.mark.parametrize("step", [5, 6, 7])  # the tables let ids in at every second and at every third step
+@pytest.mark.parametrize(
+    "step", [5, pytest.param(6, marks=pytest.mark.slow), pytest.param(7, marks=pytest.mark.slow)]
+)  # the tables let ids in at every second and at every third step
 @pytest.mark.parametrize("kind", KINDS)
 def test_resume_is_bitwise(kind: str, step: int, tmp_path: Path) -> None:
     path = str(tmp_path / "mid.ckpt")
@@ -90,6 +92,7 @@ def _through_unsharded(path: str) -> None:
     torch.save(checkpoint, path)
 
 
+@pytest.mark.slow
 def test_resume_after_the_unsharded_module_has_sorted_the_ids(tmp_path: Path) -> None:
     path = str(tmp_path / "mid.ckpt")
     whole = run_distributed(_fit, 2, "sgd", STEPS, (5, path))
@@ -98,7 +101,7 @@ def test_resume_after_the_unsharded_module_has_sorted_the_ids(tmp_path: Path) ->
     assert [r["losses"] for r in resumed] == [w["losses"][5:] for w in whole]
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_resume_on_fewer_ranks_finds_the_ids(before: int, after: int, tmp_path: Path) -> None:
     """Each rank takes over all ids and rows of some others."""
     path = str(tmp_path / "mid.ckpt")
@@ -118,6 +121,7 @@ def _validate(path: str) -> dict[str, Any]:
     return fit._checkpoint_connector.dump_checkpoint(weights_only=True)
 
 
+@pytest.mark.slow
 def test_checkpoint_of_an_unsharded_module_without_ids(tmp_path: Path) -> None:
     path, module = str(tmp_path / "new.ckpt"), ManagedRecommender()
     torch.save({**run_distributed(_validate, 2, None)[0], "state_dict": module.state_dict()}, path)
@@ -150,5 +154,6 @@ class Seeded(ManagedRecommender):
         torch.manual_seed(len(self.losses))
 
 
+@pytest.mark.slow
 def test_second_fit_goes_on_from_the_maps() -> None:
     assert run_distributed(_in_parts, 2, [5]) == run_distributed(_in_parts, 2, [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,28 @@ def _fit(optimizer: str, workers: int, stop: L.Callback | None = None, resume: s
     return {"losses": module.losses, "seen": module.seen, "weights": state["state_dict"], "states": state["optimizer_states"]}
 
 
-@pytest.mark.parametrize(("stop", "step"), [(StopAt, 10), (StopAt, 8), (SaveAtEpochEnd, 8)])
-@pytest.mark.parametrize(("optimizer", "workers"), [("sgd", 0), ("adagrad", 0), ("adagrad", 2), ("rowwise_adagrad", 0)])
+@cache
+def _run_without_a_stop(optimizer: str, workers: int) -> list[dict[str, Any]]:
+    """What three ways to stop are compared with."""
+    return run_distributed(_fit, 2, optimizer, workers)
+
+
+@pytest.mark.parametrize(
+    ("stop", "step"),
+    [(StopAt, 10), pytest.param(StopAt, 8, marks=pytest.mark.slow), pytest.param(SaveAtEpochEnd, 8, marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize(
+    ("optimizer", "workers"),
+    [
+        pytest.param("sgd", 0, marks=pytest.mark.slow),
+        ("adagrad", 0),
+        pytest.param("adagrad", 2, marks=pytest.mark.slow),
+        ("rowwise_adagrad", 0),
+    ],
+)
 def test_resume_is_bitwise(optimizer: str, stop: Any, step: int, workers: int, tmp_path: Path) -> None:
     path = str(tmp_path / "half.ckpt")
-    whole = run_distributed(_fit, 2, optimizer, workers)
+    whole = _run_without_a_stop(optimizer, workers)
     first = run_distributed(_fit, 2, optimizer, workers, stop=stop(step, path))
     second = run_distributed(_fit, 2, optimizer, workers, resume=path)
     for rank in range(2):
@@ -106,6 +124,7 @@ def _fit_plain(path: str, batch_size: int, stop_at: int | None = None) -> dict[s
     return {"seen": module.seen, "reload": fit.reload_dataloaders_every_n_epochs}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_at", [25, 38])
 def test_larger_steps_after_a_resume_without_tables(stop_at: int, tmp_path: Path) -> None:
     """20 steps an epoch before, 5 after, and the loader is asked for before the Trainer knows its epoch."""
@@ -141,6 +160,7 @@ def _resume_twice(path: str) -> tuple[list[int], list[int]]:
     return flat[0], [flat[1] == loader.sampler(0, 1)._order(0).tolist(), loader.train.seed]
 
 
+@pytest.mark.slow
 def test_a_failed_fit_leaves_nothing_to_the_next(tmp_path: Path) -> None:
     resumed, (own_order, seed) = run_distributed(_resume_twice, 1, str(tmp_path / "half.ckpt"))[0]
     assert len(resumed) == 48 + 80
@@ -157,6 +177,7 @@ def _resume_pooled(path: str, cost: Any, stop_at: int | None = None) -> None:
     fit.fit(Plain("sgd"), loader, ckpt_path=None if stop_at else path)
 
 
+@pytest.mark.slow
 def test_pooled_outliers_resume_with_the_same_costs_only(tmp_path: Path) -> None:
     path = str(tmp_path / "half.ckpt")
     run_distributed(_resume_pooled, 1, path, None, 5)
@@ -176,9 +197,12 @@ def _fit_on(world: int, workers: int, path: str, batch_size: int = 4, stop_at: i
     return {"seen": module.seen, "epochs": epochs, "steps": fit.global_step, "reload": fit.reload_dataloaders_every_n_epochs}
 
 
+FURTHER = [(2, 1, 12, 0, 4), (2, 3, 12, 2, 4), (2, 2, 4, 0, 3)]
+
+
 @pytest.mark.parametrize(
     ("then", "now", "stop_at", "workers", "batch_size"),
-    [(2, 3, 4, 0, 4), (3, 2, 2, 0, 4), (2, 1, 12, 0, 4), (2, 3, 12, 2, 4), (2, 2, 4, 0, 3)],
+    [(2, 3, 4, 0, 4), (3, 2, 2, 0, 4), *(pytest.param(*case, marks=pytest.mark.slow) for case in FURTHER)],
 )
 def test_resume_inside_an_epoch_on_other_ranks(
     then: int, now: int, stop_at: int, workers: int, batch_size: int, tmp_path: Path
@@ -243,6 +267,7 @@ def _test_with_checkpoint(path: str) -> float:
     return trainer(devices=2).test(Recommender("adagrad"), loader, ckpt_path=path, verbose=False)[0]["test"]
 
 
+@pytest.mark.slow
 def test_mid_epoch_checkpoint_serves_test_with_another_batch_size(tmp_path: Path) -> None:
     path = str(tmp_path / "half.ckpt")
     run_distributed(_fit, 2, "adagrad", 0, stop=StopAt(10, path))
@@ -264,6 +289,7 @@ def _fit_then_test(path: str) -> None:
     fit.save_checkpoint(f"{path}.test")
 
 
+@pytest.mark.slow
 def test_checkpoint_after_test_keeps_the_optimizer_states(tmp_path: Path) -> None:
     path = str(tmp_path / "x")
     run_distributed(_fit_then_test, 2, path)
@@ -288,6 +314,7 @@ def _fit_shared(path: str) -> None:
     again.fit(Shared(), FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate), ckpt_path=path)
 
 
+@pytest.mark.slow
 def test_tables_with_two_names(tmp_path: Path) -> None:
     path = str(tmp_path / "shared.ckpt")
     run_distributed(_fit_shared, 2, path)
@@ -340,6 +367,7 @@ def _save_half(strategy: str, optimizer: str, path: str) -> None:
     fit.fit(module, FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_checkpoint_of_ddp_resumes_sharded(optimizer: str, tmp_path: Path) -> None:
     path = str(tmp_path / "ddp.ckpt")

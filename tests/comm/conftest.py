@@ -1,106 +1,16 @@
-"""Groups, what becomes of a call, and what a group leaves behind, for the tests of the backend."""
+"""Fixtures of the backend's tests."""
 
 from __future__ import annotations
 
-import gc
-import os
 import pickle
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-import lightning_freescale.comm  # noqa: F401 (registers the backend)
-from lightning_freescale.comm import LaneOptions
-from lightning_freescale.comm.transports.host.transport import HostTransport
 from lightning_freescale.testing import RankFailed, run_distributed
-
-TIMEOUT = 20.0
-SOON = 10.0
-"""Seconds: well under the timeout, and more than a busy machine needs."""
-
-
-def make_group(*, timeout: float = TIMEOUT, ranks: list[int] | None = None, **options: Any) -> Any:
-    """A group of the lane "rows". Collective over all ranks."""
-    chosen = LaneOptions(**{"name": "rows", **options})
-    return dist.new_group(ranks, backend="freescale", timeout=timedelta(seconds=timeout), pg_options=chosen)
-
-
-def everyone_sends(group: Any, rows: int = 3, async_op: bool = False) -> bool:
-    """One sound collective; whether the right rows came from the right ranks."""
-    given = torch.full((rows * group.size(),), float(group.rank()))
-    out = torch.full_like(given, -1.0)
-    work = dist.all_to_all_single(out, given, group=group, async_op=async_op)
-    if work is not None:
-        work.wait()
-    return torch.equal(out, torch.arange(float(group.size())).repeat_interleave(rows))
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a call: the kind of error and its text, if any, and when."""
-
-    kind: str
-    text: str
-    seconds: float
-
-
-def outcome(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
-    """Call, and wait for the Work that is returned, if it is one."""
-    start = time.monotonic()
-    try:
-        returned = call(*args, **kwargs)
-        if isinstance(returned, dist.Work):
-            returned.wait()
-    except Exception as error:
-        return Outcome(type(error).__name__, str(error), time.monotonic() - start)
-    return Outcome("", "", time.monotonic() - start)
-
-
-def lane_threads() -> set[str]:
-    """Names of the lanes' threads."""
-    return {thread.name for thread in threading.enumerate() if thread.name.startswith("freescale")}
-
-
-def _sockets() -> set[str]:
-    links = set()
-    for number in os.listdir("/proc/self/fd"):
-        with_link = Path("/proc/self/fd", number)
-        try:
-            links.add(os.readlink(with_link))
-        except OSError:  # the folder's own, closed by now
-            continue
-    return {link for link in links if link.startswith("socket:")}
-
-
-def pinned_in_use(transport: HostTransport) -> int:
-    """Bytes of pinned memory that a chunk is in."""
-    return sum(pool.in_use for staging in transport._stagings.values() for pool in (staging._outgoing, staging._incoming))
-
-
-@contextmanager
-def nothing_left(*transports: HostTransport) -> Iterator[None]:
-    """The block ends, soon, with no more threads of lanes, sockets and pinned bytes in use than it began with."""
-    threads, sockets = lane_threads(), _sockets()
-    gc.freeze()  # what is there already need not be looked at
-    yield
-    gc.collect()
-    deadline = time.monotonic() + 5
-    while True:
-        pinned = [bytes_used for transport in transports if (bytes_used := pinned_in_use(transport))]
-        left = [*(lane_threads() - threads), *(_sockets() - sockets), *pinned]
-        if not left or time.monotonic() > deadline:
-            break
-        time.sleep(0.01)
-    assert not left
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from lightning_freescale.comm.handshake import _check_header
 from lightning_freescale.comm.header import Header
 from lightning_freescale.comm.transfer import Transfer
 from lightning_freescale.testing import run_distributed
-from tests.comm.conftest import Outcome, everyone_sends, make_group, outcome
+from tests.helpers.comm_groups import Outcome, everyone_sends, make_group, outcome
 
 
 def test_a_job_that_comes_while_the_thread_ends_is_done() -> None:

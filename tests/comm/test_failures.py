@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lightning_freescale.comm.priority import PRIORITY_GATE
 from lightning_freescale.testing import run_distributed
-from tests.comm.conftest import SOON, Outcome, everyone_sends, make_group, nothing_left, outcome
+from tests.helpers.comm_groups import SOON, Outcome, everyone_sends, make_group, nothing_left, outcome
 
 Survivors = Callable[..., dict[int, Any]]
 LARGE = 2_000_000
@@ -76,7 +76,7 @@ def _assert_ended(seen: list[Outcome], words: str, first: int = 0) -> None:
 
 
 @pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", AGREED)
 def test_ranks_that_do_not_agree_all_fail_and_the_lane_ends(case: str, size: int, async_op: bool) -> None:
     for rank, seen in enumerate(run_distributed(_end_of_lane, size, case, async_op, timeout=60)):
@@ -108,7 +108,7 @@ def _dies_before(victim: int) -> list[list[Outcome]]:
     return seen
 
 
-@pytest.mark.parametrize(("size", "victim"), [(2, 1), (3, 1), (3, 0)])
+@pytest.mark.parametrize(("size", "victim"), [(2, 1), pytest.param(3, 1, marks=pytest.mark.slow), (3, 0)])
 def test_a_killed_rank_is_an_error_for_all_others(survivors: Survivors, size: int, victim: int) -> None:
     alive = survivors(_dies_before, size, victim)
     assert set(alive) == set(range(size)) - {victim}
@@ -144,7 +144,7 @@ def _dies_within(victim: int, async_op: bool, die: Callable[[], Any], last: Call
 
 
 @pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize(("size", "victim"), [(2, 1), (3, 1), (3, 0)])
+@pytest.mark.parametrize(("size", "victim"), [(2, 1), pytest.param(3, 1, marks=pytest.mark.slow), (3, 0)])
 def test_a_rank_killed_within_a_large_transfer_is_an_error_for_all_others(
     survivors: Survivors, size: int, victim: int, async_op: bool
 ) -> None:
@@ -177,7 +177,7 @@ def _error_within(async_op: bool) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_error_of_one_rank_within_a_transfer_reaches_all_with_its_reason(size: int, async_op: bool) -> None:
     for rank, seen in enumerate(run_distributed(_error_within, size, async_op, timeout=60)):
         _assert_ended(seen, "no room for a chunk" if rank == 1 else "rank 1 has given up: ")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_freescale.testing import run_distributed
-from tests.comm.conftest import everyone_sends, lane_threads, make_group
+from tests.helpers.comm_groups import everyone_sends, lane_threads, make_group
 
 Options = dict[str, Any]
 CHUNK = 1024

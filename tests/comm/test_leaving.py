@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lightning_freescale.comm.process_group import FreeScaleGroup
 from lightning_freescale.testing import _free_port, run_distributed
-from tests.comm.conftest import SOON, Outcome, everyone_sends, lane_threads, make_group, nothing_left, outcome
+from tests.helpers.comm_groups import SOON, Outcome, everyone_sends, lane_threads, make_group, nothing_left, outcome
 
 ROWS = 300_000
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_freescale.testing import run_distributed
-from tests.comm.conftest import SOON, Outcome, everyone_sends, make_group, nothing_left, outcome
+from tests.helpers.comm_groups import SOON, Outcome, everyone_sends, make_group, nothing_left, outcome
 
 Call = Callable[[Any, bool], Any]
 
@@ -125,7 +125,7 @@ def _assert_refused(case: str, rank: int, attempts: list[Outcome]) -> None:
         assert failed.seconds < SOON
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", REFUSED)
 def test_one_rank_refuses_and_all_know(case: str, size: int) -> None:
     for rank, attempts in enumerate(run_distributed(_attempts, size, case, timeout=60)):
@@ -140,7 +140,7 @@ def _goes_on(rows: int) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("rows", [3, 100_000])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_refusal_ends_the_lane(size: int, rows: int) -> None:
     for attempts in run_distributed(_goes_on, size, rows, timeout=60):
         first, *later = attempts

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_freescale.comm.priority import PRIORITY_GATE
 from lightning_freescale.testing import run_distributed
-from tests.comm.conftest import SOON, Outcome, everyone_sends, make_group, nothing_left, outcome
+from tests.helpers.comm_groups import SOON, Outcome, everyone_sends, make_group, nothing_left, outcome
 
 TIMEOUT = 1.5
 
@@ -45,7 +45,7 @@ def _assert_gave_up(seen: list[Outcome], waited: bool) -> None:
     assert first.seconds > TIMEOUT / 2 or not waited
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_rank_that_never_comes_is_named_after_the_timeout_and_hears_of_it_when_it_does_come(size: int) -> None:
     for rank, (sync, later) in enumerate(run_distributed(_late, size, timeout=60)):
         _assert_gave_up(sync, waited=rank != 1)
@@ -79,7 +79,7 @@ def _stops() -> list[Outcome]:
     return seen
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_rank_that_stops_within_a_transfer_is_named_after_the_timeout(size: int) -> None:
     for rank, seen in enumerate(run_distributed(_stops, size, timeout=60)):
         _assert_gave_up(seen, waited=rank != 1)

@@ -58,6 +58,7 @@ def test_balancing_keeps_the_gradient(samples: int, loss_reduction: str) -> None
         assert not torch.equal(weight, initial[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

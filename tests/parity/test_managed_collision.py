@@ -43,7 +43,7 @@ def _by_hand(optimizer: str) -> dict[str, Any]:
     return plain_managed.train(ManagedNet(), optimizer, ManagedBatches(int(os.environ["RANK"]), STEPS))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_bitwise_equal(optimizer: str, ranks: int) -> None:
     mine, plain = (run_distributed(how, ranks, optimizer) for how in (_with_freescale, _by_hand))

@@ -32,7 +32,7 @@ def _by_hand(optimizer: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("options", [{"dedup": False}, {"overlap": False}])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_bitwise_equal(optimizer: str, ranks: int, options: dict[str, Any]) -> None:
     mine = run_distributed(_with_freescale, ranks, optimizer, **options)

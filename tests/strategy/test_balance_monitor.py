@@ -161,6 +161,7 @@ def _calibrated(profile: bool = False, slow: int | None = None, epochs: int = 2,
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", [False, True])
 def test_a_wrong_cost_model_is_replaced_from_the_next_epoch_on(profile: bool) -> None:
     """50 steps an epoch; the plan starts by tokens, the time goes by their squares."""
@@ -190,6 +191,7 @@ def _interrupted(path: str, stop_at: int | None, batch_size: int) -> tuple[list[
     return sorted(module.train.refits), fit.train_dataloader.sampler.costs.copy()
 
 
+@pytest.mark.slow
 def test_calibration_goes_on_after_a_resume_with_other_steps(tmp_path: Path) -> None:
     path = str(tmp_path / "half.ckpt")
     (refits, _), _ = run_distributed(_interrupted, 2, path, 30, 8)
@@ -200,6 +202,7 @@ def test_calibration_goes_on_after_a_resume_with_other_steps(tmp_path: Path) -> 
     assert (costs == others).all() and not np.allclose(costs, 320 * lengths), "the second epoch has the fitted costs"
 
 
+@pytest.mark.slow
 def test_a_slow_rank_gets_less_work_on_request() -> None:
     reported, rebalanced = (run_distributed(_calibrated, 2, slow=1, slow_ranks=how)[0] for how in ("report", "rebalance"))
     assert reported["plans"][1][1].get("rank_speeds") is None

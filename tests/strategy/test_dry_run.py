@@ -343,6 +343,7 @@ def test_weights_that_need_gradients_and_a_backward_that_waits() -> None:
     assert model.norm.weight.grad is not None and torch.is_grad_enabled()
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_neither_compiled_again_nor_run() -> None:
     compiled: list[Any] = []
 

@@ -61,6 +61,7 @@ trainer(devices=2).fit(Fails({how!r}), FreeScaleDataModule(data, data.lengths, 4
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["raises", "dies"])
 def test_lightnings_own_launcher_ends(how: str, tmp_path: Path) -> None:
     script = tmp_path / "fit.py"

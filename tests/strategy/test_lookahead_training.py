@@ -162,6 +162,7 @@ class SaveAt(L.Callback):
             trainer.save_checkpoint(self.path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [3, 6, 7, 10])
 @pytest.mark.parametrize("kind", ["resuming", "resuming sized"])
 def test_resumes_with_the_batch_after_the_checkpoint(kind: str, step: int, tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ CASES += [_named(_list, shape, later) for shape in [(), (5,), (300, 2), (0,)] fo
 
 
 @pytest.mark.parametrize("options", [{}, SMALL], ids=["whole", "chunks"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_to_all_is_that_of_gloo(size: int, options: dict[str, Any]) -> None:
     assert_same_as_gloo(CASES, size, **options)
 
@@ -100,6 +100,7 @@ def _lengths(options: dict[str, Any], lengths: list[int]) -> list[int]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_bytes", [1, 64, 4096])
 def test_every_length_arrives_whole(chunk_bytes: int) -> None:
     """Also those at which a part just fits into a chunk, or into the first message, or just does not."""

@@ -33,6 +33,7 @@ def _many(times: int) -> float:
     return float(scattered.sum() + gathered.sum())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_functional_collectives_do_not_deadlock() -> None:
     assert run_distributed(_many, 2, 3000, timeout=50) == [2 * 2 + 2 * 3] * 2
@@ -52,6 +53,7 @@ def _unwaited(times: int) -> float:
     return float(last.sum())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_results_that_nobody_waits_for_do_not_deadlock() -> None:
     assert run_distributed(_unwaited, 2, 200, timeout=50) == [600.0] * 2
@@ -85,6 +87,7 @@ def test_every_thread_has_its_lane() -> None:
     assert run_distributed(_threads, 2, timeout=50) == [expected] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(100)
 def test_stress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     written = tmp_path / "figures.json"

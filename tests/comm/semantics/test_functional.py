@@ -152,7 +152,7 @@ def gradients_across_both(side: Side) -> Any:
     return result, gradient
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cases", [FORWARD, BACKWARD], ids=["forward", "backward"])
 def test_functional_collectives_are_those_of_gloo(cases: list[Case], size: int) -> None:
     assert_same_as_gloo(cases, size, **SMALL)

@@ -110,7 +110,7 @@ def objects(side: Side) -> Any:
 
 
 @pytest.mark.parametrize("options", [{}, SMALL], ids=["whole", "chunks"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_gathers_are_those_of_gloo(size: int, options: dict[str, Any]) -> None:
     assert_same_as_gloo(CASES, size, **options)
 
@@ -123,7 +123,7 @@ def _stacked() -> bool:
     return torch.equal(out, torch.stack(expected))
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_gather_into_a_stacked_output(size: int) -> None:
     """Gloo refuses the shape that others take; its list form is the reference."""
     assert run_distributed(_stacked, size) == [True] * size
@@ -138,7 +138,7 @@ def _unequal() -> bool:
     return all(torch.equal(*pair) for pair in zip(out, everyone))
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_gather_of_unequal_tensors(size: int) -> None:
     """Gloo refuses them, NCCL takes them."""
     assert run_distributed(_unequal, size) == [True] * size

@@ -18,6 +18,8 @@ from lightning_freescale.testing import run_distributed
 from tests.helpers.both_groups import differs
 from tests.helpers.recommender import trainer
 
+pytestmark = pytest.mark.slow
+
 
 class Plain(L.LightningModule):
     """Trains, validates and logs over all ranks."""

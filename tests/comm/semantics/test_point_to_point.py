@@ -117,6 +117,6 @@ def monitored_barrier_of_the_group(side: Side) -> Any:
     return tensor
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_point_to_point_is_that_of_gloo(size: int) -> None:
     assert_same_as_gloo(CASES, size, **SMALL)

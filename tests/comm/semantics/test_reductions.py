@@ -119,6 +119,6 @@ def unsupported_reductions_are_refused(side: Side) -> Any:
     return tensor
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_reductions_are_those_of_gloo(size: int) -> None:
     assert_same_as_gloo(CASES, size)

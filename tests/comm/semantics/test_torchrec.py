@@ -16,6 +16,8 @@ from lightning_freescale.testing import run_distributed
 from tests.helpers.both_groups import SMALL, TIMEOUT, differs, make_group
 from tests.helpers.sparse_training import KEYS, build, train
 
+pytestmark = pytest.mark.slow
+
 
 def _counted(group: FreeScaleGroup, run: Callable[[], Any]) -> tuple[Any, int]:
     """What it returns, and how many exchanges went over the group."""

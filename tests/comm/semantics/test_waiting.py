@@ -67,7 +67,7 @@ def waited_in_other_threads(side: Side) -> Any:
 
 
 @pytest.mark.parametrize("options", [{}, SMALL], ids=["whole", "chunks"])
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_time_changes_nothing(size: int, options: dict[str, Any]) -> None:
     assert_same_as_gloo(CASES, size, **options)
 

@@ -83,6 +83,6 @@ def sync_between_async(side: Side) -> Any:
 
 
 @pytest.mark.parametrize("options", [{}, SMALL], ids=["whole", "chunks"])
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_works_are_those_of_gloo(size: int, options: dict[str, Any]) -> None:
     assert_same_as_gloo(CASES, size, **options)

@@ -17,7 +17,7 @@ from lightning_freescale.comm.transports import selection
 from lightning_freescale.comm.transports.selection import TransportRefused, refusal, select_kind, select_transport
 from lightning_freescale.comm.transports.topology import RankHardware, Topology
 from lightning_freescale.testing import run_distributed
-from tests.comm.conftest import everyone_sends, make_group, outcome
+from tests.helpers.comm_groups import everyone_sends, make_group, outcome
 from tests.helpers.fake_gpu import on_ranks
 
 _NEEDS_GPU = ("peer", "nccl-zero-cta", "two-level")

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from lightning_freescale.comm.transports.host.staging import DeviceStaging
 from lightning_freescale.testing import run_distributed
-from tests.comm.conftest import nothing_left, pinned_in_use
 from tests.comm.transports.test_host import DEVICE, all_arrived, draw_sizes, make_host, make_p2p, make_transfer
+from tests.helpers.comm_groups import nothing_left, pinned_in_use
 
 _CURRENT = threading.local()
 

@@ -14,7 +14,7 @@ from tests.helpers.streams import Part, SeekablePart, loader_of, sample_cost
 
 
 @pytest.mark.parametrize("kind", [Part, SeekablePart])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("balancing", ["local", "global"])
 def test_resume_gives_the_batches_that_were_to_come(balancing: str, workers: int, kind: type[Part]) -> None:
     def run() -> None:

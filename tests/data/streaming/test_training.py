@@ -78,7 +78,7 @@ def test_every_sample_once_per_epoch(balancing: str) -> None:
 
 
 @pytest.mark.parametrize(("balancing", "workers"), [("local", 0), ("global", 0), ("global", 2)])
-@pytest.mark.parametrize("stop_at", [4, 9])
+@pytest.mark.parametrize("stop_at", [4, pytest.param(9, marks=pytest.mark.slow)])
 def test_resume_is_bitwise(balancing: str, workers: int, stop_at: int, tmp_path: Path) -> None:
     path = str(tmp_path / "half.ckpt")
     whole = run_distributed(_fit, 2, balancing, num_workers=workers)
@@ -108,6 +108,7 @@ def _fit_planned(path: str) -> None:
     trainer(devices=2, max_epochs=2).fit(Recommender(), data, ckpt_path=path)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_made_after_validation_and_of_another_kind_of_data(tmp_path: Path) -> None:
     path = str(tmp_path / "after.ckpt")
     run_distributed(_validate_then_save, 2, path)

@@ -176,6 +176,7 @@ def _late() -> str:
     return "nothing"
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes() -> None:
     told = run_distributed(_late, 2)
     assert "embedding exchange of collection 'items'" in told[0]

@@ -22,7 +22,7 @@ def _both(optimizer: str) -> dict[str, Run]:
     }
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_same_as_plain_torchrec(optimizer: str, ranks: int) -> None:
     for runs in run_distributed(_both, ranks, optimizer):

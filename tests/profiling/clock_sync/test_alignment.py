@@ -322,7 +322,7 @@ def failure(world_size, culprit, leave):
     return run_distributed(rank, world_size)
 
 
-@pytest.mark.parametrize("culprit", [0, 1, 2])
+@pytest.mark.parametrize("culprit", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_a_silent_rank_is_named_within_the_timeout(culprit):
     ranks = failure(3, culprit, lambda: time.sleep(4))
     told = {rank: answer for rank, answer in enumerate(ranks) if rank != culprit}

@@ -17,7 +17,7 @@ from lightning_freescale.profiling.recording.collectives import NAMES, collectiv
 from lightning_freescale.profiling.recording.records import Collective, StepRecord
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.testing import run_distributed
-from tests.comm.conftest import make_group, outcome
+from tests.helpers.comm_groups import make_group, outcome
 
 GROUPS = {"freescale": {"transport": "auto"}, "native": {"transport": "native"}}
 

@@ -77,6 +77,7 @@ def _with_much_in_between() -> list[Run]:
     )
 
 
+@pytest.mark.slow
 def test_with_schedule_and_trial_runs() -> None:
     ranks = run_distributed(_with_much_in_between, 2)
     _assert_as_ddp(ranks)

@@ -244,6 +244,7 @@ def _changes_strategy(path: Path, full: bool = True) -> list[list[Run]]:
     return found
 
 
+@pytest.mark.slow
 def test_from_freescale_to_ddp_and_back(tmp_path: Path) -> None:
     ranks = run_distributed(_changes_strategy, 2, tmp_path)
     for (whole,), *changed in ranks:
@@ -293,6 +294,7 @@ def _goes_on() -> tuple[list[float], list[float]]:
     return whole.losses, module.losses
 
 
+@pytest.mark.slow
 @pytest.mark.xfail(strict=True, reason="the moments stay, but the count of updates, and with it their bias, starts anew")
 def test_an_optimizer_in_backward_goes_on_in_the_next_fit() -> None:
     whole, parts = run_distributed(_goes_on, 2)[0]

@@ -61,6 +61,7 @@ def _uneven_with_buffers() -> None:
     fit(Normalizes(), my_loader(4 + int(os.environ["RANK"])))
 
 
+@pytest.mark.slow
 def test_loaders_of_unequal_length_and_buffers() -> None:
     with pytest.raises(RankFailed, match=r"ranks \[0\] have no batch after step"):
         run_distributed(_uneven_with_buffers, 2, timeout=8.0)
@@ -138,6 +139,7 @@ def _raises_then_trains() -> tuple[list[str], int, list[float], list[float]]:
     return threads, groups, *losses
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_fit_that_raised() -> None:
     threads, groups, first, second = run_distributed(_raises_then_trains, 1)[0]
     assert threads == []

@@ -126,7 +126,11 @@ def _both(case: Case) -> tuple[Run, Run]:
     return runs[0], runs[1]
 
 
-@pytest.mark.parametrize("name", CASES)
+FAST = ["validation in the middle", "two collections", "ids of tensors in the batch", "ids that are computed", "a stream"]
+FAST += ["draws that nobody foresees", "a step that takes the iterator"]
+
+
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in FAST)])
 def test_bitwise(name: str) -> None:
     case = CASES[name]
     runs = run_distributed(_both, 2, case)

@@ -99,11 +99,13 @@ def _slowed(seconds: float, at_the_end: float, *callbacks: Callable[[], L.Callba
         return _fits(*callbacks)
 
 
+@pytest.mark.slow
 def test_updates_that_are_late_for_a_reader() -> None:
     for (_, (expected,)), (_, (read,)) in run_distributed(_slowed, 2, 0.05, 0.05, Reads):
         assert_same(read, expected)
 
 
+@pytest.mark.slow
 def test_a_last_update_that_is_late_for_the_end_of_the_fit() -> None:
     ranks = run_distributed(_slowed, 2, 0.0, 2.0)
     assert_bitwise([(plain, overlapped) for (plain, _), (overlapped, _) in ranks])
