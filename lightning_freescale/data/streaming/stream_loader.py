@@ -173,9 +173,6 @@ class BalancedStreamLoader:
         Raises:
             ValueError: the state is one of another rank, or of a loader whose steps would be others.
         """
-        if "exchange" in state:  # the names that stood in checkpoints before these options had their present ones
-            balancing = {"samples": "global", "none": "local"}[state["exchange"]]
-            state = {**state, "stream_balancing": balancing, "max_pool_age": state.get("max_age")}
         for name, value in self._steps_depend_on().items():
             if state["stream"] is not None and state[name] != value:
                 raise ValueError(

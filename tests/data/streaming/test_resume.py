@@ -103,12 +103,3 @@ def test_a_stream_that_has_become_shorter() -> None:
     other.load_state_dict(loader.state_after(20))
     with pytest.raises(ValueError, match="the data set ended before sample 99"):
         list(other)
-
-
-def test_a_state_with_the_former_names_of_the_options() -> None:
-    loader, other = loader_of([100]), loader_of([100])
-    batches = list(loader)
-    state = loader.state_after(5)
-    former = {name: value for name, value in state.items() if name not in ("stream_balancing", "max_pool_age")}
-    other.load_state_dict({**former, "exchange": "none", "max_age": state["max_pool_age"]})
-    assert list(other) == batches[5:]
