@@ -29,20 +29,21 @@ class UnshardedCheckpointStrategy(DDPStrategy):
     Attributes:
         tables: the sharded tables; None if the module has none.
         groups: which of the user's parameter groups drives which table, while fitting.
+        overlap_controller: what overlaps the exchange with compute; None outside of a fit, and without overlap.
     """
 
     def __init__(self, **ddp_options: Any) -> None:
         super().__init__(**ddp_options)
         self.tables: ShardedTables | None = None
         self.groups: ParameterGroups | None = None
-        self._overlap_controller: OverlapController | None = None
+        self.overlap_controller: OverlapController | None = None
         self._extra: dict[str, Any] = {}
         self._random_states: list[dict[str, Any]] = []
 
     def drain(self) -> None:
         """Wait until every update of the steps so far is in the tables: before reading them by hand."""
-        if self._overlap_controller is not None:
-            self._overlap_controller.engine.drain()
+        if self.overlap_controller is not None:
+            self.overlap_controller.engine.drain()
 
     @contextmanager
     def writing_tables(self) -> Generator[None, None, None]:
@@ -50,7 +51,7 @@ class UnshardedCheckpointStrategy(DDPStrategy):
 
         Updates under way come first, rows fetched ahead are void.
         """
-        with self._overlap_controller.engine.writing() if self._overlap_controller is not None else nullcontext():
+        with self.overlap_controller.engine.writing() if self.overlap_controller is not None else nullcontext():
             yield
 
     @override

@@ -148,7 +148,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self.tables = self._shard(trainer, module, found, fitting)
         self._wrap(module.to(self.root_device), self.tables, fitting)
         if fitting and self.overlap:
-            self._overlap_controller = self._start_overlap(trainer, self.tables)
+            self.overlap_controller = self._start_overlap(trainer, self.tables)
 
     @override
     def teardown(self) -> None:
@@ -156,9 +156,9 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         if monitor is not None:
             monitor.stop()
         self._recording.close()
-        if self._overlap_controller is not None:
-            self._overlap_controller.engine.close()
-            self._overlap_controller = None
+        if self.overlap_controller is not None:
+            self.overlap_controller.engine.close()
+            self.overlap_controller = None
         if self.tables is None:
             super().teardown()
             return
@@ -209,14 +209,14 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             overlapped = self._overlapped()
             plain = [collection.path for collection, _ in self.tables.modules if collection.path not in overlapped]
             refuse_accumulation(self.lightning_module.trainer, plain)
-        if self._overlap_controller is not None:
-            self._overlap_controller.start_batch(self.lightning_module.trainer.train_dataloader, batch, batch_idx)
+        if self.overlap_controller is not None:
+            self.overlap_controller.start_batch(self.lightning_module.trainer.train_dataloader, batch, batch_idx)
         assert self._balance_monitor is not None
         self._loss_weight = self._balance_monitor.start_step(batch_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        controller = self._overlap_controller
+        controller = self.overlap_controller
         if self.tables is not None and self.groups is not None:
             with self.timeline.span("host", "embeddings: before the step"):
                 self.tables.prepare_update(self.groups.learning_rate, self.groups.step, skip=self._overlapped())
@@ -250,8 +250,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             self._end_backward()
         except RuntimeError:
             # DDP fails when a rank has gone; the exchange may know why it has
-            if self._overlap_controller is not None:
-                self._overlap_controller.engine.raise_errors()
+            if self.overlap_controller is not None:
+                self.overlap_controller.engine.raise_errors()
             raise
         return scaled
 
@@ -262,9 +262,9 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self._update_due = False
         if self.groups is not None:
             self.groups.step += 1
-        if self._overlap_controller is not None:
+        if self.overlap_controller is not None:
             with self.timeline.span("host", "embeddings: logging"):
-                self._overlap_controller.log_step()
+                self.overlap_controller.log_step()
         return output
 
     @override
@@ -279,10 +279,10 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
 
         None without overlap.
         """
-        if self._overlap_controller is not None:
+        if self.overlap_controller is not None:
             self._end_backward()
             self.drain()
-            self.overlap_report = self._overlap_controller.report()
+            self.overlap_report = self.overlap_controller.report()
         return self.overlap_report
 
     # -- parts of the set-up, in their order
@@ -345,9 +345,9 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
 
     def _overlapped(self) -> frozenset[str]:
         """Return the paths of the collections that TorchRec does not update during backward."""
-        return self._overlap_controller.engine.overlapped() if self._overlap_controller is not None else frozenset()
+        return self.overlap_controller.engine.overlapped() if self.overlap_controller is not None else frozenset()
 
     def _end_backward(self) -> None:
-        if self._overlap_controller is not None:
+        if self.overlap_controller is not None:
             with self.timeline.span("host", "embeddings: gradients handed over"):
-                self._overlap_controller.engine.end_backward()
+                self.overlap_controller.engine.end_backward()
