@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset, IterableDataset
 
+from lightning_freescale._lightning.ddp import process_group_timeout
 from lightning_freescale._lightning.loops import (
     LightningDataModule,
     Trainer,
@@ -209,7 +210,7 @@ class FreeScaleDataModule(LightningDataModule):
             _refuse_trainer(self.trainer, self.balance_options, self.loss_reduction)
             epoch = self.trainer.current_epoch
         if isinstance(self.train, IterableData):
-            timeout = None if self.trainer is None else getattr(self.trainer.strategy, "_timeout", None)
+            timeout = None if self.trainer is None else process_group_timeout(self.trainer.strategy)
             return self.train.loader(*self._rank_and_world_size(), epoch, timeout)
         sampler = self.train.resumed_sampler(*self._rank_and_world_size(), epoch)
         self._reload_next_epoch(self.train.epoch_is_cut_anew)

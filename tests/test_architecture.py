@@ -20,18 +20,29 @@ ROOT = Path(__file__).parents[1] / PACKAGE
 FILES = sorted(ROOT.rglob("*.py"))
 
 MAY_IMPORT = {
+    "_objects": set(),
     "_torchrec": set(),
     "_worker": set(),
     "balance": set(),
     "comm": {"_worker"},
     "profiling": {"_worker"},
-    "data": {"_torchrec", "balance", "comm"},
-    "embeddings": {"_torchrec", "_worker", "comm"},
-    "checkpoint": {"embeddings"},
+    "data": {"_objects", "_torchrec", "balance", "comm"},
+    "embeddings": {"_objects", "_torchrec", "_worker", "comm"},
+    "checkpoint": {"_objects", "embeddings"},
     "_lightning": {"profiling"},
     "datamodule": {"_lightning", "balance", "data"},
-    "callbacks": {"_lightning", "balance", "profiling"},
-    "strategy": {"_lightning", "balance", "checkpoint", "comm", "data", "datamodule", "embeddings", "profiling"},
+    "callbacks": {"_lightning", "balance", "data", "profiling"},
+    "strategy": {
+        "_lightning",
+        "_objects",
+        "balance",
+        "checkpoint",
+        "comm",
+        "data",
+        "datamodule",
+        "embeddings",
+        "profiling",
+    },
     "testing": set(),
 }
 """The rooms of the package, each with the rooms that it may import."""
@@ -39,7 +50,7 @@ LIGHTNING = {"_lightning"}
 TORCHREC = {"_torchrec", "data", "embeddings", "strategy"}
 """Rooms that import Lightning itself, and those that import TorchRec or FBGEMM."""
 TORCHREC_PRIVATE = {"checkpoint", "embeddings"}
-SAME_ROLE = {"handshake", "managed_collision", "options", "prefetch", "report", "transport", "validation", "writer"}
+SAME_ROLE = {"handshake", "options", "report", "transport", "validation", "writer"}
 """Stems that several rooms use for the same role in each."""
 
 

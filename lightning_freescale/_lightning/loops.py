@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.profilers import PyTorchProfiler
-from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -25,14 +25,12 @@ AVERAGING: tuple[type[Callback], ...] = tuple(
 __all__ = [
     "AVERAGING",
     "Callback",
-    "DDPStrategy",
     "GradientAccumulationScheduler",
     "LightningDataModule",
     "LightningModule",
     "MixedPrecision",
     "PyTorchProfiler",
     "Strategy",
-    "StrategyRegistry",
     "Trainer",
     "TrainerFn",
     "around_validation",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from typing_extensions import override
 
+from lightning_freescale._lightning.ddp import process_group_timeout
 from lightning_freescale._lightning.loops import (
     Callback,
     LightningModule,
@@ -117,7 +117,7 @@ class BubbleProfiler(Callback):
         """Return a group for the profiler alone: its exchanges must not queue behind training's collectives, nor delay them."""
         if trainer.world_size == 1:
             return None
-        timeout: timedelta | None = getattr(trainer.strategy, "_timeout", None)
+        timeout = process_group_timeout(trainer.strategy)
         group = dist.new_group(backend="gloo", timeout=timeout)
         self._observing.callback(dist.destroy_process_group, group)
         return group

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
+from lightning_freescale._objects import gather_objects
 from lightning_freescale.balance import CostModel, assign
 from lightning_freescale.comm import BACKEND, LaneOptions
 from lightning_freescale.data.options import BalanceOptions, StreamOptions
@@ -94,10 +95,7 @@ class IterableData:
             return {"streams": [{"epoch": epoch, "batches": 0, "stream": None}] * world_size}
         self._loader.set_epoch(epoch)
         own_state = self._loader.state_after(batches)
-        states: list[Any] = [own_state] * world_size
-        if world_size > 1:
-            dist.all_gather_object(states, own_state)
-        return {"streams": states}
+        return {"streams": gather_objects(own_state) if world_size > 1 else [own_state]}
 
     def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> None:
         """Go on after the samples that the checkpoint's run has consumed.

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_freescale._lightning.loops import Trainer, rank_zero_info
+from lightning_freescale._objects import gather_objects
 from lightning_freescale.balance import BalanceReport, StepBalance, advise
 from lightning_freescale.balance.advice import ACCEPTABLE_IMBALANCE
 from lightning_freescale.balance.report import BalanceSums
@@ -76,9 +77,8 @@ class BalanceMonitor:
 
     def _compare_plans(self, sampler: Any, group: dist.ProcessGroup) -> None:
         """Raise if the ranks have not the same plan: samples would be lost and repeated."""
-        digests: list[Any] = [None] * group.size()
         with self._timeline.collective("plan"):
-            dist.all_gather_object(digests, sampler.digest(), group=group)
+            digests = gather_objects(sampler.digest(), group)
         others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if others:
             raise RuntimeError(

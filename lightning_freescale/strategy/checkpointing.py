@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_freescale._lightning.loops import DDPStrategy
+from lightning_freescale._lightning.ddp import DDPBase
 from lightning_freescale.checkpoint.random_state import gather_random_states, set_random_state
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _EXTRA = "freescale"
 """Checkpoint key of what an ordinary checkpoint has no place for."""
 
 
-class UnshardedCheckpointStrategy(DDPStrategy):
+class UnshardedCheckpointStrategy(DDPBase):
     """DDP that saves and loads sharded tables, their optimizer states and the ranks' random states.
 
     Attributes:

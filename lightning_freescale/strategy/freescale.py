@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_freescale._lightning.ddp import process_group_timeout
 from lightning_freescale._lightning.loops import (
     Trainer,
     TrainerFn,
@@ -140,11 +141,11 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             super().setup(trainer)
             return
         refuse_collections(trainer, found, self.root_device, fitting, self.overlap)
-        refuse_options(self._start_method, self._model_averaging_period)
+        refuse_options(*self.unsupported_options)
         self.accelerator.setup(trainer)
         materialize(module, self.root_device, leave={child for _, held in found for child in held.modules()})
-        if fitting and self._layer_sync:
-            self._layer_sync.apply(module)
+        if fitting:
+            self.apply_layer_sync(module)
         self.tables = self._shard(trainer, module, found, fitting)
         self._wrap(module.to(self.root_device), self.tables, fitting)
         if fitting and self.overlap:
@@ -168,8 +169,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         assert self.accelerator is not None
         assert self.cluster_environment is not None
         self.model = self.lightning_module
-        if self._layer_sync and self.model is not None and self.groups is not None:
-            self.model = self._layer_sync.revert(self.model)
+        if self.model is not None and self.groups is not None:
+            self.model = self.revert_layer_sync(self.model)
         optimizers_to_device(self.optimizers, torch.device("cpu"))
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
@@ -193,7 +194,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         assert self.lightning_module is not None
         self._update_due = False
         trainer = self.lightning_module.trainer
-        self._balance_monitor = BalanceMonitor(trainer, self.timeline, self._timeout)
+        self._balance_monitor = BalanceMonitor(trainer, self.timeline, process_group_timeout(self))
         throttle_sigterm_broadcast(trainer, self.sigterm_every_n_steps, lambda: self.timeline.collective("sigterm"))
 
     @override
@@ -312,7 +313,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
                 )
                 optimizers = self.groups.optimizers
             return sharding.shard(
-                group=embedding_group(earlier, self.transport, self.root_device, self._timeout),
+                group=embedding_group(earlier, self.transport, self.root_device, process_group_timeout(self)),
                 local_world_size=self.num_processes,
                 plan=self.plan,
                 planner=self.planner,
@@ -325,9 +326,9 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     def _wrap(self, module: nn.Module, tables: ShardedTables, fitting: bool) -> None:
         """Wrap the LightningModule itself in DDP, without the tables."""
         names = tables.names_in_module()
-        self.model = wrap_dense(module, names, self.determine_ddp_device_ids(), self._ddp_kwargs) if fitting else module
+        self.model = wrap_dense(module, names, self.determine_ddp_device_ids(), self.ddp_options) if fitting else module
         if isinstance(self.model, DistributedDataParallel):
-            self._register_ddp_hooks()
+            self.register_ddp_hooks()
         else:
             sync_dense(module, names)
         self.setup_precision_plugin()
@@ -338,7 +339,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         from lightning_freescale.embeddings.overlap import OverlapEngine
         from lightning_freescale.strategy.overlap import OverlapController
 
-        engine = OverlapEngine(tables, self.dedup, self._timeout, self.transport)
+        engine = OverlapEngine(tables, self.dedup, process_group_timeout(self), self.transport)
         return OverlapController(trainer, engine, self.timeline)
 
     # -- parts of a step

@@ -5,13 +5,13 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
+from lightning_freescale._objects import gather_objects
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 from lightning_freescale.embeddings.overlap.row_requests import RowRequest
 
@@ -139,18 +139,15 @@ class LookupHandshake:
             )
 
     def _raise_errors(self, wrong: Exception | None) -> None:
-        texts = self._gather(str(wrong) if wrong else None)
+        texts = gather_objects(str(wrong) if wrong else None, self.group)
         found = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
         raise ValueError(f"embedding collection {self.path!r}, {'; '.join(found)}") from wrong
 
     def _raise_disagreement(self, features: tuple[str, ...]) -> None:
-        found = "; ".join(f"rank {rank} has {list(keys)}" for rank, keys in enumerate(self._gather(features)) if keys)
+        found = "; ".join(
+            f"rank {rank} has {list(keys)}" for rank, keys in enumerate(gather_objects(features, self.group)) if keys
+        )
         raise ValueError(
             f"embedding collection {self.path!r}: the ranks look up different features, {found}: pass the same on every rank, "
             "in the same order"
         )
-
-    def _gather(self, mine: Any) -> list[Any]:
-        everyone: list[Any] = [None] * self.group.size()
-        dist.all_gather_object(everyone, mine, group=self.group)
-        return everyone

@@ -1,0 +1,41 @@
+"""Private state of Lightning's DDPStrategy that a strategy built on it needs, under public names."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch import nn
+
+
+class DDPBase(DDPStrategy):
+    """DDPStrategy whose subclasses shard, wrap and revert the module by themselves, and so need what it was given."""
+
+    @property
+    def ddp_options(self) -> dict[str, Any]:
+        """The options that go to ``DistributedDataParallel``."""
+        return self._ddp_kwargs
+
+    def apply_layer_sync(self, module: nn.Module) -> None:
+        """Replace batch norms by synchronized ones, in place, if the Trainer was asked for that."""
+        if self._layer_sync:
+            self._layer_sync.apply(module)
+
+    def revert_layer_sync(self, module: nn.Module) -> nn.Module:
+        """Return the module with its own batch norms again."""
+        return self._layer_sync.revert(module) if self._layer_sync else module
+
+    def register_ddp_hooks(self) -> None:
+        """Register the user's communication hook on ``self.model``, which is a DistributedDataParallel."""
+        self._register_ddp_hooks()
+
+    @property
+    def unsupported_options(self) -> tuple[str, int | None]:
+        """The options ``start_method`` and ``model_averaging_period``."""
+        return self._start_method, self._model_averaging_period
+
+
+def process_group_timeout(strategy: Strategy) -> timedelta | None:
+    """Return the timeout of the strategy's process groups; None if it has none of its own."""
+    return getattr(strategy, "_timeout", None)
