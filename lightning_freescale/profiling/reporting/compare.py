@@ -169,7 +169,7 @@ def _comparison(base: Mapping[str, Any], other: Mapping[str, Any], per: str) -> 
 
 
 def _seconds(document: Mapping[str, Any], per: str) -> float:
-    """Wall time per unit of work."""
+    """Return the wall time per unit of work in seconds."""
     figures = document["summary"]
     seconds = 1 / figures["samples_per_s"] if per == "sample" else figures["step_s"]
     if not seconds > 0:

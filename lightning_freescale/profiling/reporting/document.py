@@ -1,4 +1,7 @@
-"""The bubble report as a JSON document: read, check and write one; ``schema.json`` says what is in it."""
+"""The bubble report as a JSON document: read, check and write one; ``schema.json`` says what is in it.
+
+Text, page and comparison are made from the document alone: so they cannot disagree, and need nothing but the file.
+"""
 
 from __future__ import annotations
 

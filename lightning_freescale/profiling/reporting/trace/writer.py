@@ -30,8 +30,8 @@ def write_trace(
 ) -> Path:
     """Write one process per rank, all on rank 0's clock, in microseconds from the first step.
 
-    A rank's threads hold its steps, its stages without the waits inside them, its waits split where the last rank arrived, and
-    exchanges in the background: those of other threads, and those under way well before anybody waited for them. An arrow leads
+    A rank's threads hold its steps, its stages without the waits inside them, its waits divided where the last rank arrived,
+    and exchanges in the background: of other threads, or under way well before anybody waited for them. An arrow leads
     from what the late rank did before it arrived to each wait for it of more than 50 microseconds.
 
     Args:
@@ -41,7 +41,7 @@ def write_trace(
             clock; empty if there was no window. They become further threads of the rank.
         run: facts about the run, kept under ``otherData``.
         aligned: whether the ranks' clocks are comparable. If not, or if there is one rank only, nobody knows who was late:
-            waits are not split and there are no arrows. Ranks that are not aligned begin at zero each.
+            waits are not divided and there are no arrows. Ranks that are not aligned begin at zero each.
 
     Raises:
         ValueError: a step, or ``kineto``, has another number of ranks than the first step.
@@ -105,7 +105,7 @@ def _begins(step: ResolvedStep) -> float:
 
 
 def _chunks(events: Iterable[Event], other: Mapping[str, Any]) -> Iterator[str]:
-    """Event by event, a line each."""
+    """Yield the JSON event by event, a line each."""
     encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode  # some readers know no \u
     separator = '{"displayTimeUnit":"ms","traceEvents":[\n'
     for event in events:
