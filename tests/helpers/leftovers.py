@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ def no_leftovers(grace: float = 5.0) -> Iterator[None]:
     processes, threads = _processes(), _threads()
     yield
     deadline = time.monotonic() + grace
+    if _processes() - processes or _threads() - threads:
+        gc.collect()  # an error's traceback holds its frames, and what they hold, in a circle
     while left := [*(_processes() - processes), *(_threads() - threads)]:
         assert time.monotonic() < deadline, f"left behind: {', '.join(left)}"
         time.sleep(0.01)

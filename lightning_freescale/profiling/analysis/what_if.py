@@ -17,7 +17,7 @@ from lightning_freescale.profiling.analysis.segments import RankSegments, Schedu
 Floats = NDArray[np.float64]
 _WORTH_A_NOTE = 0.01
 """Share of the time that the reader should know of."""
-_UNDIVIDED = "left out: without aligned clocks nobody knows which waits were for stragglers"
+_UNDIVIDED = "without aligned clocks nobody knows which waits were for stragglers"
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ def write_trace(
     """Write one process per rank, all on rank 0's clock, in microseconds from the first step.
 
     A rank's threads hold its steps, its stages without the waits inside them, its waits divided where the last rank arrived,
-    and exchanges in the background: those of other threads, and those under way well before anybody waited for them. An arrow
-    leads from what the late rank did before it arrived to each wait for it of more than 50 microseconds.
+    and exchanges in the background: of other threads, or under way well before anybody waited for them. An arrow leads
+    from what the late rank did before it arrived to each wait for it of more than 50 microseconds.
 
     Args:
         path: the file; a reader finds the old one or the whole new one. Makes the folder if there is none.
