@@ -24,7 +24,7 @@ def test_summed_loss() -> None:
         ({"prefetch_batches": 0}, "prefetch_batches=0"),
         ({"stream_balancing": "all"}, "stream_balancing='all'"),
         ({"world_size": 2}, "world_size=2, group=None"),
-        ({"max_pool_age": 3}, "max_(pool_)?age=3 cannot be kept with pool_batches=8"),
+        ({"max_pool_age": 3}, "max_pool_age=3 cannot be kept with pool_batches=8"),
         ({"dataset": [1]}, "dataset=list"),
     ],
 )
