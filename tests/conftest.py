@@ -6,6 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
+# ranks are forked from this process: what is imported here, each of them need not import
+import lightning_freescale.callbacks
+import lightning_freescale.checkpoint.unsharded
+import lightning_freescale.datamodule
+import lightning_freescale.embeddings.sharding
+import lightning_freescale.strategy.overlap  # noqa: F401
 from tests.helpers.leftovers import no_leftovers
 
 
