@@ -45,9 +45,9 @@ class CountingModel(Recommender):
         self.statistics: dict[str, float] = {}
 
     def on_train_end(self) -> None:
-        controller = getattr(self.trainer.strategy, "overlap_controller", None)
-        if controller is not None:
-            self.statistics = controller.engine.statistics()
+        strategy = self.trainer.strategy
+        if isinstance(strategy, FreeScaleStrategy) and strategy.overlap_controller is not None:
+            self.statistics = strategy.overlap_controller.engine.statistics()
 
 
 def exchange_threads() -> list[str]:
@@ -61,7 +61,8 @@ def fit(module: CountingModel, loader: Any, validation: Any = None, ckpt_path: A
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fitting.fit(module, loader, validation, ckpt_path=ckpt_path)
-    assert getattr(fitting.strategy, "overlap_controller", None) is None, "the engine ends with the fit"
+    if isinstance(fitting.strategy, FreeScaleStrategy):
+        assert fitting.strategy.overlap_controller is None, "the engine ends with the fit"
     state = fitting._checkpoint_connector.dump_checkpoint(weights_only=False)
     told = [str(one.message) for one in caught]
     return Run(module.losses, state["state_dict"], state["optimizer_states"], module.statistics, told, exchange_threads())
