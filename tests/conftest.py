@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 # ranks are forked from this process: what is imported here, each of them need not import
@@ -13,6 +14,9 @@ import lightning_freescale.datamodule
 import lightning_freescale.embeddings.sharding
 import lightning_freescale.strategy.overlap  # noqa: F401
 from tests.helpers.leftovers import no_leftovers
+
+hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True)
