@@ -190,10 +190,8 @@ class MapStyleData:
 
     def _refuse_another_order(self, state: dict[str, Any], world_size: int) -> None:
         now = {**self._order_facts, "ranks": world_size}
-        names = ["samples", "shuffle", "outlier_window"]
-        if now["outlier_window"] != 1:
-            names += ["batch_size", "ranks", "drop_last", "costs"]
-        for name in names:
+        pooled = ["batch_size", "ranks", "drop_last", "costs"] if now["outlier_window"] != 1 else []
+        for name in ["samples", "shuffle", "outlier_window", *pooled]:
             if state[name] != now[name]:
                 raise ValueError(
                     f"the checkpoint stopped inside an epoch with {name}={state[name]}, this run has {name}={now[name]}: "
