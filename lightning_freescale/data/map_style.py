@@ -86,14 +86,13 @@ class MapStyleData:
             rank_speeds=options.rank_speeds,
         )
         # what the order of an epoch follows from, beside the seed; from the last three only with an outlier window
-        pooled = options.outlier_window > 1
         self._order_facts = {
             "samples": size,
             "shuffle": int(shuffle),
             "outlier_window": options.outlier_window,
             "batch_size": batch_size,
             "drop_last": int(drop_last),
-            "costs": hashlib.sha256(self.costs.tobytes()).hexdigest() if pooled else "",
+            "costs": hashlib.sha256(self.costs.tobytes()).hexdigest() if options.outlier_window > 1 else "",
         }
         self._given_seed = seed
         self.reset_progress()

@@ -45,8 +45,7 @@ class StreamReader:
     state: dict[str, Any] | None
 
     def __post_init__(self) -> None:
-        start = self.state or {"place": self.source.first_place(), "first": 0, "held": [], "read": 0, "cost": 0.0}
-        self._start = start
+        start = self._start = self.state or {"place": self.source.first_place(), "first": 0, "held": [], "read": 0, "cost": 0.0}
         self._chunks = self.source.read_chunks(start["place"], self.epoch, self.seed)
         self._samples = self._unpack_chunks()
         self._places = deque([(start["first"], start["place"])])
