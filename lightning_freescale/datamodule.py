@@ -11,13 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_freescale._lightning.ddp import process_group_timeout
-from lightning_freescale._lightning.loops import (
-    LightningDataModule,
-    Trainer,
-    TrainerFn,
-    rank_zero_info,
-    reload_train_loader,
-)
+from lightning_freescale._lightning.loops import LightningDataModule, Trainer, TrainerFn, rank_zero_info, reload_train_loader
 from lightning_freescale.balance import BalancedSampler
 from lightning_freescale.data.balanced_loader import BalancedDataLoader
 from lightning_freescale.data.iterable import IterableData
@@ -105,39 +99,23 @@ class FreeScaleDataModule(LightningDataModule):
         self._loader_options = loader_options
         self._reload_every: int | None = None
         self.train: IterableData | MapStyleData
+        common: dict[str, Any] = {
+            "cost_fn": cost_fn,
+            "balance": balance is not False,
+            "options": self.balance_options,
+            "loss_reduction": loss_reduction,
+            "target_counts": target_counts,
+            "drop_last": drop_last,
+        }
         if isinstance(train_dataset, IterableDataset):
             context = "an IterableDataset, whose samples are not known before they arrive"
             refuse_unused(context, unique_ids=unique_ids is not None, shuffle=not shuffle, seed=seed != 0)
-            self.train = IterableData(
-                train_dataset,
-                lengths,
-                batch_size,
-                cost_fn=cost_fn,
-                collate_fn=collate_fn,
-                balance=balance is not False,
-                options=self.balance_options,
-                stream=stream or StreamOptions(),
-                loss_reduction=loss_reduction,
-                target_counts=target_counts,
-                drop_last=drop_last,
-                num_workers=loader_options.get("num_workers", 0),
-            )
+            common |= {"stream": stream or StreamOptions(), "num_workers": loader_options.get("num_workers", 0)}
+            self.train = IterableData(train_dataset, lengths, batch_size, collate_fn=collate_fn, **common)
         else:
             refuse_unused("a map-style data set, whose steps are planned without a pool", stream=stream is not None)
-            self.train = MapStyleData(
-                train_dataset,
-                lengths,
-                batch_size,
-                cost_fn=cost_fn,
-                unique_ids=unique_ids,
-                balance=balance is not False,
-                options=self.balance_options,
-                loss_reduction=loss_reduction,
-                target_counts=target_counts,
-                drop_last=drop_last,
-                shuffle=shuffle,
-                seed=seed,
-            )
+            common |= {"unique_ids": unique_ids, "shuffle": shuffle, "seed": seed}
+            self.train = MapStyleData(train_dataset, lengths, batch_size, **common)
 
     @classmethod
     def from_interactions(
@@ -291,11 +269,7 @@ class FreeScaleDataModule(LightningDataModule):
 
 
 def _refuse_trainer(trainer: Trainer, options: BalanceOptions, loss_reduction: str) -> None:
-    """Refuse a Trainer that replaces the sampler, or whose strategy neither weighs losses nor measures times.
-
-    Raises:
-        ValueError: names what does not go together, and the fix.
-    """
+    """Refuse a Trainer that replaces the sampler, or whose strategy neither weighs losses nor measures times."""
     overfit = getattr(trainer, "overfit_batches", 0)
     if overfit:
         raise ValueError(

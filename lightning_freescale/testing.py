@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -45,7 +46,8 @@ def run_distributed(
     ends, ranks = [], []
     for rank in range(world_size):
         here, there = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(fn, args, kwargs, rank, world_size, port, timeout, init, there))
+        call = partial(fn, *args, **kwargs)
+        process = context.Process(target=_rank, args=(call, rank, world_size, port, timeout, init, there))
         process.start()
         there.close()
         ends.append(here)
@@ -54,8 +56,7 @@ def run_distributed(
         return _collect(ends, ranks, timeout)
     finally:
         for process in ranks:
-            if process.is_alive():
-                process.kill()
+            process.kill()
             process.join()
 
 
@@ -64,10 +65,7 @@ def _collect(ends: list[Connection], ranks: list[Any], timeout: float) -> list[A
     failures: dict[int, Any] = {}
     deadline, grace = time.monotonic() + timeout, 2.0
     open_ends: dict[Any, int] = {end: rank for rank, end in enumerate(ends)}
-    while open_ends:
-        ready = wait(list(open_ends), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            break
+    while open_ends and (ready := wait(open_ends, timeout=max(0.0, deadline - time.monotonic()))):
         for end in ready:
             rank = open_ends.pop(end)
             try:
@@ -85,25 +83,17 @@ def _collect(ends: list[Connection], ranks: list[Any], timeout: float) -> list[A
     return [results[rank] for rank in range(len(ends))]
 
 
-def _rank(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    rank: int,
-    world_size: int,
-    port: int,
-    timeout: float,
-    init: bool,
-    end: Connection,
-) -> None:
+def _rank(call: Callable[[], Any], rank: int, world_size: int, port: int, timeout: float, init: bool, end: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    os.environ.update(_environment(rank, world_size, port))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="run_distributed")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", OMP_NUM_THREADS="1")
+    os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     code = 0
     try:
         if init:
-            dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
-        answer = (True, fn(*args, **kwargs))
+            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        answer = (True, call())
     except BaseException:
         answer, code = (False, traceback.format_exc()), 1
     sys.stdout.flush()
@@ -112,20 +102,6 @@ def _rank(
     if not code:
         time.sleep(timeout)  # peers may still need this rank's store and connections; the parent ends it
     os._exit(code)  # without an orderly shutdown, which would wait for peers that failed
-
-
-def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    return {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "TORCHELASTIC_RUN_ID": "run_distributed",
-        "OMP_NUM_THREADS": "1",
-    }
 
 
 def _free_port() -> int:

@@ -70,10 +70,7 @@ def read_interactions(
     users, items, times = (_integers(table, column, name) for column in (user, item, time))
     if not len(users):
         raise ValueError(f"{name} holds no interaction: pass a file with at least one row")
-    if order == "sort":
-        by_time = np.argsort(times, kind="stable")
-        users, items, times = users[by_time], items[by_time], times[by_time]
-    by_user = np.argsort(users, kind="stable")
+    by_user = np.lexsort((times, users) if order == "sort" else (users,))
     users, items, times = users[by_user], items[by_user], times[by_user]
     _check_times(users, times, order, ties, name, time)
     user_ids, starts = np.unique(users, return_index=True)

@@ -49,7 +49,13 @@ class IterableData:
         drop_last: bool,
         num_workers: int,
     ) -> None:
-        _refuse_unused_options(balance, options, stream)
+        context = "an IterableDataset, whose samples are not known before they arrive"
+        refuse_options(context, options, "calibrate", "max_tokens_per_rank", "tokens", "keep_together", "outlier_window")
+        if not balance:
+            refuse_options("balance=False", stream, "pool_batches", "max_pool_age")
+        elif stream.stream_balancing == "local":
+            context = "stream_balancing='local', where every rank keeps equal counts"
+            refuse_options(context, options, "assignment_mode", "count_slack", "rank_speeds")
         mode, count_slack = options.assignment_mode, options.count_slack
         assign_fn = partial(assign, assignment_mode=mode, count_slack=count_slack, rank_speeds=options.rank_speeds)
         self._make_loader = partial(
@@ -117,16 +123,6 @@ class IterableData:
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
-
-
-def _refuse_unused_options(balance: bool, options: BalanceOptions, stream: StreamOptions) -> None:
-    context = "an IterableDataset, whose samples are not known before they arrive"
-    refuse_options(context, options, "calibrate", "max_tokens_per_rank", "tokens", "keep_together", "outlier_window")
-    if not balance:
-        refuse_options("balance=False", stream, "pool_batches", "max_pool_age")
-    elif stream.stream_balancing == "local":
-        context = "stream_balancing='local', where every rank keeps equal counts"
-        refuse_options(context, options, "assignment_mode", "count_slack", "rank_speeds")
 
 
 def _sample_cost_fn(lengths: Any, cost_fn: Any) -> Callable[[Any], float]:

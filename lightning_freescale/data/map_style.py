@@ -86,14 +86,13 @@ class MapStyleData:
             rank_speeds=options.rank_speeds,
         )
         # what the order of an epoch follows from, beside the seed; from the last three only with an outlier window
-        pooled = options.outlier_window > 1
         self._order_facts = {
             "samples": size,
             "shuffle": int(shuffle),
             "outlier_window": options.outlier_window,
             "batch_size": batch_size,
             "drop_last": int(drop_last),
-            "costs": hashlib.sha256(self.costs.tobytes()).hexdigest() if pooled else "",
+            "costs": hashlib.sha256(self.costs.tobytes()).hexdigest() if options.outlier_window > 1 else "",
         }
         self._given_seed = seed
         self.reset_progress()
@@ -190,10 +189,8 @@ class MapStyleData:
 
     def _refuse_another_order(self, state: dict[str, Any], world_size: int) -> None:
         now = {**self._order_facts, "ranks": world_size}
-        names = ["samples", "shuffle", "outlier_window"]
-        if now["outlier_window"] != 1:
-            names += ["batch_size", "ranks", "drop_last", "costs"]
-        for name in names:
+        pooled = ["batch_size", "ranks", "drop_last", "costs"] if now["outlier_window"] != 1 else []
+        for name in ["samples", "shuffle", "outlier_window", *pooled]:
             if state[name] != now[name]:
                 raise ValueError(
                     f"the checkpoint stopped inside an epoch with {name}={state[name]}, this run has {name}={now[name]}: "

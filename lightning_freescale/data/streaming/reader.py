@@ -18,6 +18,7 @@ from lightning_freescale.balance.validation import non_negative
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class StreamReader:
     """Reads a source, numbers its samples from 0 in each epoch, and holds those that were read and not yet used.
 
@@ -28,8 +29,7 @@ class StreamReader:
         source: what to read.
         cost_fn: predicted compute time of a sample.
         weight_fn: weight of a sample in the mean loss; one if not given.
-        epoch: told to the source.
-        seed: of the workers' random numbers.
+        epoch, seed: as in :meth:`StreamSource.read_chunks`.
         state: where to go on, see :meth:`state_dict`; then call :meth:`reread_held_samples` before anything else.
 
     Attributes:
@@ -37,26 +37,21 @@ class StreamReader:
         cost: what they cost together.
     """
 
-    def __init__(
-        self,
-        source: StreamSource,
-        cost_fn: Callable[[Any], float],
-        weight_fn: Callable[[Any], float] | None = None,
-        *,
-        epoch: int = 0,
-        seed: int = 0,
-        state: dict[str, Any] | None = None,
-    ) -> None:
-        state = state or {"place": source.first_place(), "first": 0, "held": [], "read": 0, "cost": 0.0}
-        self._cost_fn = cost_fn
-        self._weight_fn = weight_fn
-        self._state = state
-        self._chunks = source.read_chunks(state["place"], epoch, seed)
-        self._places = deque([(state["first"], state["place"])])
-        self._unnumbered: deque[Any] = deque()
+    source: StreamSource
+    cost_fn: Callable[[Any], float]
+    weight_fn: Callable[[Any], float] | None
+    epoch: int
+    seed: int
+    state: dict[str, Any] | None
+
+    def __post_init__(self) -> None:
+        start = self._start = self.state or {"place": self.source.first_place(), "first": 0, "held": [], "read": 0, "cost": 0.0}
+        self._chunks = self.source.read_chunks(start["place"], self.epoch, self.seed)
+        self._samples = self._unpack_chunks()
+        self._places = deque([(start["first"], start["place"])])
         self._held: dict[int, tuple[Any, float, float]] = {}
-        self.read: int = state["first"]
-        self.cost: float = state["cost"]
+        self.read: int = start["first"]
+        self.cost: float = start["cost"]
 
     def reread_held_samples(self) -> None:
         """Read the samples that the state holds again; discard those between them.
@@ -64,16 +59,16 @@ class StreamReader:
         Raises:
             ValueError: the data set ends before.
         """
-        held = set(self._state["held"])
-        while self.read < self._state["read"]:
-            first, samples = self.read, self._next_samples(1)
+        held = set(self._start["held"])
+        for number in range(self.read, self._start["read"]):
+            samples = self._next_samples(1)
             if not samples:
                 raise ValueError(
-                    f"the data set ended before sample {self._state['read'] - 1}, which the checkpoint's run had read: to "
+                    f"the data set ended before sample {self._start['read'] - 1}, which the checkpoint's run had read: to "
                     "resume inside an epoch a stream must give the same samples again"
                 )
-            if first in held:
-                self._hold(first, samples)
+            if number in held:
+                self._hold(number, samples)
 
     def read_samples(self, count: int) -> range:
         """Read and hold the next ``count`` samples, fewer if the stream ends; return their numbers.
@@ -111,25 +106,21 @@ class StreamReader:
         self._chunks.close()
 
     def _next_samples(self, count: int) -> list[Any]:
-        samples: list[Any] = []
-        while len(samples) < count:
-            while not self._unnumbered:
-                chunk = next(self._chunks, None)
-                if chunk is None:
-                    return samples
-                self._unnumbered.extend(chunk.samples)
-                self._places.append((self.read + len(self._unnumbered), place_after(self._places[-1][1], chunk)))
-            samples.append(self._unnumbered.popleft())
-            self.read += 1
+        samples = list(islice(self._samples, count))
+        self.read += len(samples)
         return samples
+
+    def _unpack_chunks(self) -> Iterator[Any]:
+        for chunk in self._chunks:
+            first, place = self._places[-1]
+            self._places.append((first + len(chunk.samples), place_after(place, chunk)))
+            yield from chunk.samples
 
     def _hold(self, first: int, samples: Sequence[Any]) -> list[float]:
         """Hold samples that were just read, the first of number ``first``; return their costs."""
-        costs = non_negative("cost_fn(sample)", [float(self._cost_fn(sample)) for sample in samples], first=first).tolist()
-        weights = [1.0] * len(samples)
-        if self._weight_fn is not None:
-            values = [float(self._weight_fn(sample)) for sample in samples]
-            weights = non_negative("weight_fn(sample)", values, first=first).tolist()
+        costs = non_negative("cost_fn(sample)", [float(self.cost_fn(sample)) for sample in samples], first=first).tolist()
+        weights = [1.0 if self.weight_fn is None else float(self.weight_fn(sample)) for sample in samples]
+        non_negative("weight_fn(sample)", weights, first=first)
         self._held.update(enumerate(zip(samples, costs, weights), first))
         return costs
 
@@ -207,22 +198,18 @@ class StreamSource(IterableDataset[Any]):
             )
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
-        self._warn_of_rereading(place)
+        if any(place["read"]) and not self.seekable:
+            _log.warning(
+                "%s has no state_dict and load_state_dict: to resume, the %d samples that were read before are read again and "
+                "discarded. With the two methods it would go on where it was.",
+                type(self.dataset).__name__,
+                sum(place["read"]),
+            )
         # a generator of its own, because starting the workers would draw from the global state
         generator = torch.Generator().manual_seed(seed % 2**63)
         source = replace(self, place=place)
         loader = iter(DataLoader(source, batch_size=None, num_workers=self.num_workers, generator=generator))
         return (chunk for chunk in loader if chunk is not None)
-
-    def _warn_of_rereading(self, place: dict[str, Any]) -> None:
-        again = sum(place["read"])
-        if again and not self.seekable:
-            _log.warning(
-                "%s has no state_dict and load_state_dict: to resume, the %d samples that were read before are read again and "
-                "discarded. With the two methods it would go on where it was.",
-                type(self.dataset).__name__,
-                again,
-            )
 
     def __iter__(self) -> Iterator[Chunk | None]:
         dataset: Any = self.dataset
@@ -236,10 +223,7 @@ class StreamSource(IterableDataset[Any]):
         read, ended = place["read"][worker], False
         if read and self.seekable:
             dataset.load_state_dict(copy.deepcopy(place["states"][worker]))
-        samples = iter(dataset)
-        if not self.seekable:
-            for _ in islice(samples, read):
-                pass
+        samples = islice(dataset, 0 if self.seekable else read, None)
         while not ended:
             chunk = list(islice(samples, self.chunk_size))
             read, ended = read + len(chunk), len(chunk) < self.chunk_size

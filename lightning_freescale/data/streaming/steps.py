@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -43,8 +44,8 @@ class AssignedSteps:
     group: StreamGroup
     batch_size: int
     assign_fn: Callable[[NDArray[np.float64], int], Assignment]
-    drop_last: bool = False
-    state: dict[str, Any] | None = None
+    drop_last: bool
+    state: dict[str, Any] | None
 
     def __post_init__(self) -> None:
         self._queue = np.empty((4, 0))
@@ -59,7 +60,13 @@ class AssignedSteps:
 
     def __iter__(self) -> Iterator[tuple[list[Any], StreamStep]]:
         if self.state is not None:
-            self._restore(self.state)
+            # the queue is told anew, because nobody's state holds more than the own samples
+            self.reader.reread_held_samples()
+            held = iter(self.state["reader"]["held"])
+            self._rounds = self.state["first_round"]
+            for count in self.state["rounds"]:
+                self._share_round(list(islice(held, count)))
+            self._step = self.state["step"]
         while size := self._next_size():
             batch, self._queue = self._queue[:, :size], self._queue[:, size:]
             assignment = self.assign_fn(batch[_COST], self.group.size)
@@ -67,45 +74,30 @@ class AssignedSteps:
             self._step += 1
             yield samples, self._describe_step(batch, assignment)
 
-    def _restore(self, state: dict[str, Any]) -> None:
-        # the queue is told anew, because nobody's state holds more than the own samples
-        self.reader.reread_held_samples()
-        held = iter(state["reader"]["held"])
-        self._rounds = state["first_round"]
-        for count in state["rounds"]:
-            self._share_round([next(held) for _ in range(count)])
-        self._step = state["step"]
-
     def _next_size(self) -> int:
         """Read on; return the samples of the next global batch, 0 at the end."""
         whole = self.group.size * self.batch_size
         while True:  # at least one round for every step, so that a rank that fails can tell the others in the next
             counts = self._share_round(self.reader.read_samples(self.batch_size))
+            left = self._queue.shape[1]
             # one global batch more than the next must be known, to see whether it is the last
-            if (counts < self.batch_size).all() or self._queue.shape[1] >= 2 * whole:
+            if (counts < self.batch_size).all() or left >= 2 * whole:
                 break
-        left = self._queue.shape[1]
-        size = self._cut(left, whole)
-        if not size and not self._step:
+        if left >= (whole if self.drop_last else self.group.size):
+            # Left-over samples, fewer than ranks, join the last step: as a step of their own they would leave a rank without
+            # a sample, and its collectives would hang.
+            return whole if self.drop_last or left - whole >= self.group.size else left
+        if not self._step:
             raise ValueError(
                 f"the streams have {left} samples, too few for one step of {self.group.size} ranks with "
                 f"batch_size={self.batch_size} and drop_last={self.drop_last}: use fewer ranks or add samples"
             )
-        return size
-
-    def _cut(self, left: int, whole: int) -> int:
-        if self.drop_last:
-            return whole if left >= whole else 0
-        if left < self.group.size:  # only in the first step, or none at all
-            return 0
-        # Left-over samples, fewer than ranks, join the last step: as a step of their own they would leave a rank without a
-        # sample, and its collectives would hang.
-        return whole if left - whole >= self.group.size else left
+        return 0
 
     def _share_round(self, numbers: Any) -> NDArray[np.int64]:
         """Put what every rank read in this round at the end of the queue; return how many samples each read."""
-        size, ranks = self.batch_size, self.group.size
-        row = np.zeros(self.row_width(size))
+        size = self.batch_size
+        row = np.zeros(self.group.width)
         row[:3] = len(numbers), self.reader.cost, self.reader.read
         row[3 : 3 + len(numbers)] = self.reader.costs(numbers)
         row[3 + size :][: len(numbers)] = self.reader.weights(numbers)
@@ -113,7 +105,7 @@ class AssignedSteps:
         counts, self._read = table[:, 0].astype(np.int64), table[:, 1:3]
         costs, weights = table[:, 3 : 3 + size], table[:, 3 + size :]
         was_read = np.arange(size) < counts[:, None]
-        owner = np.repeat(np.arange(ranks), counts)
+        owner = was_read.nonzero()[0]
         added = np.stack([costs[was_read], weights[was_read], owner, np.full(len(owner), self._rounds)])
         self._queue = np.concatenate([self._queue, added], axis=1)
         self._own_numbers.extend(numbers)
@@ -122,11 +114,9 @@ class AssignedSteps:
 
     def _exchange_samples(self, owner: NDArray[np.float64], rank_of_sample: NDArray[np.int64]) -> list[Any]:
         """Send the own samples of a global batch where they belong; return the rank's batch, in the order of the queue."""
-        own = owner == self.group.rank
-        samples = self.reader.pop_samples([self._own_numbers.popleft() for _ in range(int(own.sum()))])
         outgoing: list[list[Any]] = [[] for _ in range(self.group.size)]
-        for sample, rank in zip(samples, rank_of_sample[own]):
-            outgoing[rank].append(sample)
+        for rank in rank_of_sample[owner == self.group.rank]:
+            outgoing[rank] += self.reader.pop_samples([self._own_numbers.popleft()])
         incoming = [iter(samples) for samples in self.group.exchange_samples(outgoing)]
         return [next(incoming[int(source)]) for source in owner[rank_of_sample == self.group.rank]]
 
@@ -185,8 +175,8 @@ class PooledSteps:
     reader: StreamReader
     group: StreamGroup
     pool: LocalPool
-    drop_last: bool = False
-    state: dict[str, Any] | None = None
+    drop_last: bool
+    state: dict[str, Any] | None
 
     def __post_init__(self) -> None:
         self._costs_as_read: list[float] = []  # of the coming batches if they were not balanced

@@ -89,7 +89,7 @@ class StreamGroup:
         Raises:
             PeerFailed: a rank said that it failed, or is gone.
         """
-        table = self._all_gather(np.append(np.asarray(row, dtype=np.float64), 0.0))
+        table = self._all_gather(np.append(row, 0.0))
         failed = np.flatnonzero(table[:, -1])
         if failed.size:
             raise PeerFailed(f"rank {failed[0]} failed to read its stream: its own traceback tells why")
@@ -103,28 +103,24 @@ class StreamGroup:
         """
         if self.group is None:
             return outgoing
-        own, samples_of_rank = self.rank, enumerate(outgoing)
         try:
-            pickled = [pickle.dumps(samples, 5) if samples and rank != own else b"" for rank, samples in samples_of_rank]
+            pickled = [b"" if rank == self.rank or not sent else pickle.dumps(sent, 5) for rank, sent in enumerate(outgoing)]
         except Exception:
             self._others_know = True
             self._exchange_bytes([_FAILED] * self.size)
             raise
         incoming = [self._unpickle(rank, content) for rank, content in enumerate(self._exchange_bytes(pickled))]
-        incoming[own] = outgoing[own]
+        incoming[self.rank] = outgoing[self.rank]
         return incoming
 
     def report_failure(self, items: Iterator[T]) -> Generator[T, None, None]:
         """Yield the items; if making one fails here, tell the other ranks, so that they do not wait for this one."""
         try:
             yield from items
-        except PeerFailed:
-            raise
-        except Exception:
-            if self._others_know:
-                raise
-            with contextlib.suppress(PeerFailed):  # then nobody is left to tell; the error itself matters
-                self._all_gather(np.append(np.zeros(self.width), 1.0))
+        except Exception as error:
+            if not self._others_know and not isinstance(error, PeerFailed):
+                with contextlib.suppress(PeerFailed):  # then nobody is left to tell; the error itself matters
+                    self._all_gather(np.append(np.zeros(self.width), 1.0))
             raise
 
     def _exchange_bytes(self, outgoing: list[bytes]) -> list[Tensor]:

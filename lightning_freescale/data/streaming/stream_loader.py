@@ -91,7 +91,7 @@ class BalancedStreamLoader:
         self.epoch = 0
         self._source = StreamSource(self.dataset, self.batch_size, self.num_workers)
         self._steps: dict[int, StreamStep] = {}
-        self._resume: dict[str, Any] | None = None
+        self._resume: dict[str, Any] = {}
 
     @property
     def sampler(self) -> BalancedStreamLoader:
@@ -103,9 +103,9 @@ class BalancedStreamLoader:
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
-        resume = self._resume if self._resume is not None and self._resume["epoch"] == self.epoch else None
+        state = self._resume["stream"] if self._resume.get("epoch") == self.epoch else None
         self._steps = {}
-        batches = PrefetchThread(self._make_batches(None if resume is None else resume["stream"]), self.prefetch_batches)
+        batches = PrefetchThread(self._make_batches(state), self.prefetch_batches)
         try:
             for batch, step in batches:
                 self._steps[step.step] = step
@@ -162,7 +162,7 @@ class BalancedStreamLoader:
         Raises:
             ValueError: it is too long ago, or those batches were not loaded yet.
         """
-        if self._resume is not None and self._resume["epoch"] == self.epoch and self._resume["batches"] == batches:
+        if (self._resume.get("epoch"), self._resume.get("batches")) == (self.epoch, batches):
             return self._resume
         stream = self._step(batches - 1).state if batches else None
         return {"epoch": self.epoch, "batches": batches, "stream": stream, **self._steps_depend_on()}
@@ -193,8 +193,7 @@ class BalancedStreamLoader:
         """Start the workers here; everything else happens where the result is iterated."""
         # not drawn from the global state: a run that resumes inside an epoch would draw once more than one that goes on
         seed = torch.initial_seed() + 1_000_003 * self.epoch + self.rank
-        reader_state = None if state is None else state["reader"]
-        reader = StreamReader(self._source, self.cost_fn, self.weight_fn, epoch=self.epoch, seed=seed, state=reader_state)
+        reader = StreamReader(self._source, self.cost_fn, self.weight_fn, self.epoch, seed, state and state["reader"])
         local = self.stream_balancing == "local"
         row_width = POOLED_ROW_WIDTH if local else AssignedSteps.row_width(self.batch_size)
         group = StreamGroup(self.rank, self.world_size, self.group if self.world_size > 1 else None, row_width)
