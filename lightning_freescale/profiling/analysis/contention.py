@@ -56,16 +56,7 @@ def contention(compute: Floats, hidden: Floats, expected: Floats | None) -> Cont
     step, rank = np.nonzero(usable)
     # relative to what is expected; the last column is a cost per step that the cost model missed
     columns = np.column_stack([hidden[usable], np.full(len(rank), np.median(expected[usable]))]) / expected[usable][:, None]
-    return _judged(*_regress(compute[usable] / expected[usable], columns, step, rank))
-
-
-def _speeds(compute: Floats, expected: Floats, usable: NDArray[np.bool_]) -> Floats:
-    """Of each rank; 1 where nothing is known."""
-    ratio = np.where(usable, compute / np.where(usable, expected, 1.0), np.nan)
-    return np.nanmedian(np.where(usable.any(axis=0), ratio, 1.0), axis=0)
-
-
-def _judged(share: float, error: float) -> Contention:
+    share, error = _regress(compute[usable] / expected[usable], columns, step, rank)
     if math.isinf(error):
         return Contention(0.0, error, "the exchanges beside compute are all alike")
     if share >= 1:
@@ -73,6 +64,12 @@ def _judged(share: float, error: float) -> Contention:
     if share < 2 * error:
         return Contention(0.0, error, f"within the noise: {share:.3f} with a standard error of {error:.3f}")
     return Contention(share, error)
+
+
+def _speeds(compute: Floats, expected: Floats, usable: NDArray[np.bool_]) -> Floats:
+    """Of each rank; 1 where nothing is known."""
+    ratio = np.where(usable, compute / np.where(usable, expected, 1.0), np.nan)
+    return np.nanmedian(np.where(usable.any(axis=0), ratio, 1.0), axis=0)
 
 
 def _regress(y: Floats, columns: Floats, step: NDArray[np.intp], rank: NDArray[np.intp]) -> tuple[float, float]:

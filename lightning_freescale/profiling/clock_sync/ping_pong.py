@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -69,7 +70,9 @@ def measure(group: dist.ProcessGroup, clock: Callable[[], float], rounds: int) -
     """
     rounds = min(rounds, max(_ALL_ROUNDS // (group.size() - 1), _LEAST_ROUNDS))
     if group.rank() == 0:
-        _answer_all([_Line(group, other) for other in range(1, group.size())], clock, rounds)
+        # in turns: every rank is answered up to a point, then every rank up to the next
+        for _ in zip_longest(*(_answer(_Line(group, other), clock, rounds) for other in range(1, group.size()))):
+            pass
         return None
     line = _Line(group, 0)
     with line.named():
@@ -86,28 +89,22 @@ def _ask(line: _Line, clock: Callable[[], float], rounds: int) -> NDArray[np.flo
     return stamps
 
 
-def _answer_all(lines: list[_Line], clock: Callable[[], float], rounds: int) -> None:
-    for line in lines:
-        with line.named():
-            line.expect()
-            line.hear()
-    for line in lines:
-        with line.named():
-            _answer(line, clock, rounds)
-    for line in lines:
-        with line.named():
-            line.hear()
-            line.send().wait()
-
-
-def _answer(line: _Line, clock: Callable[[], float], rounds: int) -> None:
-    line.expect()
-    line.send().wait()
-    for _ in range(rounds):
+def _answer(line: _Line, clock: Callable[[], float], rounds: int) -> Iterator[None]:
+    """Answer one rank; yields where it is the others' turn."""
+    with line.named():
+        line.expect()
         line.hear()
-        line.sent[0] = clock()
-        line.expect()  # before the answer, so that the next question finds a receive: gloo's sends wait for one
-        line.sent[1] = clock()
+        yield
+        line.expect()
+        line.send().wait()
+        for _ in range(rounds):
+            line.hear()
+            line.sent[0] = clock()
+            line.expect()  # before the answer, so that the next question finds a receive: gloo's sends wait for one
+            line.sent[1] = clock()
+            line.send().wait()
+        yield
+        line.hear()
         line.send().wait()
 
 
