@@ -60,10 +60,8 @@ class Measurement:
 def measure(group: dist.ProcessGroup, clock: Callable[[], float], rounds: int) -> Measurement | None:
     """Ask rank 0 for the time; return None on rank 0, which answers. Collective: nobody leaves before all have measured.
 
-    Args:
-        group: a gloo group of all ranks on which nothing else is under way.
-        clock: in seconds.
-        rounds: questions of each rank; fewer with many ranks (640 in all, but 8 of each).
+    On the gloo group of all ranks nothing else is under way; the clock tells seconds. Every rank asks ``rounds`` questions,
+    with many ranks fewer (640 in all, but 8 of each).
 
     Raises:
         RuntimeError: a rank is lost or says nothing within the group's timeout.
@@ -74,19 +72,14 @@ def measure(group: dist.ProcessGroup, clock: Callable[[], float], rounds: int) -
         for _ in zip_longest(*(_answer(_Line(group, other), clock, rounds) for other in range(1, group.size()))):
             pass
         return None
-    line = _Line(group, 0)
+    line, stamps = _Line(group, 0), np.empty((rounds, 4))
     with line.named():
-        return Measurement.from_stamps(_ask(line, clock, rounds))
-
-
-def _ask(line: _Line, clock: Callable[[], float], rounds: int) -> NDArray[np.float64]:
-    stamps = np.empty((rounds, 4))
-    line.round_trip(clock)  # answered when all are here and it is this rank's turn
-    for row in stamps:
-        row[0], row[3] = line.round_trip(clock)
-        row[1:3] = line.received
-    line.round_trip(clock)  # answered when all have measured: whoever computed would disturb the others
-    return stamps
+        line.round_trip(clock)  # answered when all are here and it is this rank's turn
+        for row in stamps:
+            row[0], row[3] = line.round_trip(clock)
+            row[1:3] = line.received
+        line.round_trip(clock)  # answered when all have measured: whoever computed would disturb the others
+    return Measurement.from_stamps(stamps)
 
 
 def _answer(line: _Line, clock: Callable[[], float], rounds: int) -> Iterator[None]:

@@ -31,12 +31,7 @@ _INTERIM = 10_000
 
 
 class History:
-    """Rank 0's memory of a run.
-
-    Args:
-        run: what is run.
-        max_steps: how many of the last steps to keep.
-        fit_costs: tells the causes of imbalance apart; None to go by the ranks.
+    """Rank 0's memory of the last ``max_steps`` steps; ``fit_costs`` tells causes of imbalance apart (None: by the ranks).
 
     Attributes:
         added: how many steps were ever added.
