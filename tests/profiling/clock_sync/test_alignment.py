@@ -292,7 +292,7 @@ def test_one_rank_asks_nobody(monkeypatch):
 def test_nothing_is_mapped_before_the_first_measurement():
     alignment = Alignment()
     for ask in (lambda: alignment.to_rank_zero(1.0), lambda: alignment.uncertainty_at(1.0)):
-        with pytest.raises(RuntimeError, match=r"call sync\(group\) first"):
+        with pytest.raises(RuntimeError, match=r"call measure_offset\(group\) first"):
             ask()
     assert alignment.figures() == {"round_trip_s": 0.0, "syncs": 0, "rejected": 0, "drift": 0.0}
 
