@@ -124,6 +124,7 @@ def _explain_gaps(intervals: list[Interval]) -> list[Interval]:
     for interval, before, after in zip(intervals, newest(stages), reversed(newest(reversed(stages)))):
         if interval.kind == "gap":
             name = _SECTIONS.get((before, after), "unexplained")
-            interval = interval._replace(kind="unexplained" if name == "unexplained" else "host", name=name)
+            kind = "unexplained" if name == "unexplained" else "host"
+            interval = Interval(kind, name, interval.start, interval.end)
         explained.append(interval)
     return explained
