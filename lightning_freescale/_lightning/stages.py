@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from torch import Tensor
 
 from lightning_freescale._lightning.loader_wrapper import LoaderWrapper
 from lightning_freescale._lightning.loops import Strategy
-from lightning_freescale.profiling.recording.collectives import buffers_on, ddp_waits_on
+from lightning_freescale.profiling.recording.collectives import buffers_on, ddp_waits_on, replaced
 from lightning_freescale.profiling.recording.timeline import Timeline, batches_on
 
 
@@ -24,27 +24,12 @@ class ObservedLoader(LoaderWrapper):
         return batches_on(self._timeline, self._loader)
 
 
-@contextmanager
-def stages_on(timeline: Timeline, strategy: Strategy) -> Iterator[None]:
+def stages_on(timeline: Timeline, strategy: Strategy) -> AbstractContextManager[None]:
     """Have a strategy stamp ``timeline`` meanwhile; what it computes stays the same.
 
     Seen are the training loader (if it is set up meanwhile), the batch's way to the device, forward, backward, DDP's wait for
     its gradients and buffers, and the optimizer.
     """
-    # methods of this instance, whose class stays as it is: a run can be measured before a strategy of ours is adopted, and the
-    # Trainer's profiler slot stays the user's
-    stamped = _stamped_methods(timeline, strategy)
-    own = {name: vars(strategy)[name] for name in stamped if name in vars(strategy)}
-    vars(strategy).update(stamped)
-    try:
-        yield
-    finally:
-        for name in stamped:
-            vars(strategy).pop(name, None)
-        vars(strategy).update(own)
-
-
-def _stamped_methods(timeline: Timeline, strategy: Strategy) -> dict[str, Callable[..., Any]]:
     run_process_dataloader, run_batch_to_device = strategy.process_dataloader, strategy.batch_to_device
     run_training_step, run_backward, run_optimizer_step = strategy.training_step, strategy.backward, strategy.optimizer_step
 
@@ -76,5 +61,7 @@ def _stamped_methods(timeline: Timeline, strategy: Strategy) -> dict[str, Callab
 
             return run_optimizer_step(optimizer, timed, *args, **kwargs)
 
+    # methods of this instance, whose class stays as it is: a run can be measured before a strategy of ours is adopted, and the
+    # Trainer's profiler slot stays the user's
     stamped = process_dataloader, batch_to_device, training_step, backward, optimizer_step
-    return {method.__name__: method for method in stamped}
+    return replaced(strategy, {method.__name__: method for method in stamped})

@@ -107,20 +107,15 @@ class BubbleProfiler(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         dirpath = Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "bubbles")
-        group, device = self._new_group(trainer), trainer.strategy.root_device
+        group = None
+        if trainer.world_size > 1:  # the profiler's alone: its exchanges must not queue behind training's, nor delay them
+            group = dist.new_group(backend="gloo", timeout=process_group_timeout(trainer.strategy))
+            self._observing.callback(dist.destroy_process_group, group)
         self._observing.enter_context(collectives_on(self._timeline, ignored_groups=() if group is None else (group,)))
         self._observing.enter_context(around_validation(trainer, lambda: self._timeline.span("pause", "validation")))
         run = describe_run(trainer, pl_module, self.label)
+        device = trainer.strategy.root_device
         self._profiler = StepProfiler(self._timeline, device, group, self.options, run, dirpath, fit_costs)
-
-    def _new_group(self, trainer: Trainer) -> dist.ProcessGroup | None:
-        """Return a group for the profiler alone: its exchanges must not queue behind training's collectives, nor delay them."""
-        if trainer.world_size == 1:
-            return None
-        timeout = process_group_timeout(trainer.strategy)
-        group = dist.new_group(backend="gloo", timeout=timeout)
-        self._observing.callback(dist.destroy_process_group, group)
-        return group
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -63,7 +63,8 @@ def samples_and_features(
 def samples_in(batch: Any) -> int:
     """Return the common first dimension of all tensors of a batch, jagged ones counted by their samples; 0 if there is none."""
     leaves = pytree.tree_leaves(batch, is_leaf=_is_jagged)
-    sizes = {leaf.stride() if _is_jagged(leaf) else len(leaf) for leaf in leaves if _is_jagged(leaf) or _has_length(leaf)}
+    sizes = {leaf.stride() for leaf in leaves if _is_jagged(leaf)}
+    sizes |= {len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()}
     return sizes.pop() if len(sizes) == 1 else 0
 
 
@@ -83,7 +84,3 @@ def fit_costs(features: Floats, compute: Floats) -> tuple[Floats, Floats] | None
 
 def _is_jagged(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) and callable(getattr(value, "stride", None))
-
-
-def _has_length(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0

@@ -23,19 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     try:
         options.run(options)
-    except DifferentWorkError as error:
-        _fail(options, f"{error}\n--force compares anyway")
     except (OSError, ValueError) as error:
-        _fail(options, str(error))
-
-
-def _fail(options: argparse.Namespace, message: str) -> None:
-    print(f"{options.command}: {message}", file=sys.stderr)
-    sys.exit(2)
-
-
-def _show(options: argparse.Namespace) -> None:
-    print(summary(read(options.report)))
+        hint = "\n--force compares anyway" if isinstance(error, DifferentWorkError) else ""
+        parser.exit(2, f"{options.command}: {error}{hint}\n")
 
 
 def _compare(options: argparse.Namespace) -> None:
@@ -79,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 
     show = commands.add_parser("show", help="print the summary of a report")
     show.add_argument("report", type=Path, metavar="REPORT.json", help="written by the profiler")
-    show.set_defaults(run=_show)
+    show.set_defaults(run=lambda options: print(summary(read(options.report))))
 
     against = commands.add_parser(
         "compare",

@@ -28,6 +28,8 @@ _MAX_TRACED = 3200
 """Steps times ranks of a trace, which make some 20 MB."""
 _PATIENCE = 2.0
 """Seconds for an exchange that is under way when the run ends; longer only takes one that waits for a rank that is gone."""
+_NO_EXCHANGE: Future[dict[str, float] | None] = Future()
+_NO_EXCHANGE.set_result(None)
 _LEAST = {"every_n_steps": 1, "warmup_steps": 0, "max_steps": 1, "trace_steps": 0, "torch_profiler_steps": 0}
 
 
@@ -106,7 +108,7 @@ class StepProfiler:
         # on the training thread an exchange takes up to 100 ms with 8 ranks on two cores, most of it waiting for ranks whose
         # turn on a core has not come; on its own thread it runs while training waits or a device computes
         self._worker = WorkerThread("freescale-profiler")
-        self._pending = _done_future()
+        self._pending = _NO_EXCHANGE
 
     # -- while training
 
@@ -204,7 +206,7 @@ class StepProfiler:
     def _new_scalars(self) -> dict[str, float] | None:
         if not self._pending.done():
             return None
-        pending, self._pending = self._pending, _done_future()
+        pending, self._pending = self._pending, _NO_EXCHANGE
         return pending.result()
 
     def _run_exchange(self, records: list[StepRecord]) -> dict[str, float] | None:
@@ -228,9 +230,3 @@ class StepProfiler:
         steps = self._ended_steps
         overhead = Overhead(self._exchange.spent / steps, self.timeline.stamps * self._stamp_cost / steps)
         return self._history.build_report(status, self._exchange.wait_attribution(), overhead, traced, idle)
-
-
-def _done_future() -> Future[dict[str, float] | None]:
-    future: Future[dict[str, float] | None] = Future()
-    future.set_result(None)
-    return future

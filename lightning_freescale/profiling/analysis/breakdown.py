@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_freescale.profiling.analysis.intervals import COMPUTE, Interval, hidden_seconds, intervals_of, time_beside
+from lightning_freescale.profiling.analysis.intervals import COMPUTE, Interval, hidden_seconds, intervals_of, times_beside
 from lightning_freescale.profiling.recording.records import ResolvedStep
 
 
@@ -61,8 +61,8 @@ def attribute(step: ResolvedStep, last: Sequence[float] | None, intervals: Seque
     wall = step.end - step.start - seconds["pause"]
     known = {name: seconds[name] for name in ADDENDS if name != "unexplained"}
     rest = wall - sum(known.values())  # not the unexplained intervals' sum, so that the parts add up to the last digit
-    beside = [time for one in (*step.collectives, *step.hidden) if (time := time_beside(one)) is not None]
-    return StepBreakdown(wall, **known, unexplained=rest, hidden=hidden_seconds(beside, cut))
+    hidden = hidden_seconds(times_beside((*step.collectives, *step.hidden)), cut)
+    return StepBreakdown(wall, **known, unexplained=rest, hidden=hidden)
 
 
 def bubble(breakdown: NDArray[np.float64]) -> float:

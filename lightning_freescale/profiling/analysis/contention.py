@@ -50,22 +50,15 @@ def contention(compute: Floats, hidden: Floats, expected: Floats | None) -> Cont
     if expected is None:
         return Contention(0.0, math.inf, "without a cost model, longer exchanges cannot be told from more work")
     usable = (expected > 0) & (compute > 0)
-    usable &= (hidden < _COVERED * expected * _speeds(compute, expected, usable)) & (hidden < _WHOLLY_COVERED * compute)
+    ratio = np.where(usable, compute / np.where(usable, expected, 1.0), np.nan)
+    speeds = np.nanmedian(np.where(usable.any(axis=0), ratio, 1.0), axis=0)  # of each rank; 1 where nothing is known
+    usable &= (hidden < _COVERED * expected * speeds) & (hidden < _WHOLLY_COVERED * compute)
     if usable.any(axis=1).sum() < _LEAST_STEPS:
         return Contention(0.0, math.inf, f"exchanges cover the compute in all but {usable.any(axis=1).sum()} steps")
     step, rank = np.nonzero(usable)
     # relative to what is expected; the last column is a cost per step that the cost model missed
     columns = np.column_stack([hidden[usable], np.full(len(rank), np.median(expected[usable]))]) / expected[usable][:, None]
-    return _judged(*_regress(compute[usable] / expected[usable], columns, step, rank))
-
-
-def _speeds(compute: Floats, expected: Floats, usable: NDArray[np.bool_]) -> Floats:
-    """Of each rank; 1 where nothing is known."""
-    ratio = np.where(usable, compute / np.where(usable, expected, 1.0), np.nan)
-    return np.nanmedian(np.where(usable.any(axis=0), ratio, 1.0), axis=0)
-
-
-def _judged(share: float, error: float) -> Contention:
+    share, error = _regress(compute[usable] / expected[usable], columns, step, rank)
     if math.isinf(error):
         return Contention(0.0, error, "the exchanges beside compute are all alike")
     if share >= 1:

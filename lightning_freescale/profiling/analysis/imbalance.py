@@ -57,34 +57,28 @@ def split_imbalance(compute: Floats, expected: Floats | None = None, slowness: F
     """
     if (expected is None) != (slowness is None):
         raise ValueError("split_imbalance: pass both expected and slowness, or neither")
+    method: Literal["cost model", "ranks"] = "cost model"
     if expected is None or slowness is None:
-        even, scores = _steps_and_ranks(compute)
-        return _imbalance("ranks", compute, even, scores, 0.0)
-    if expected.shape != compute.shape or slowness.shape != compute.shape[1:]:
+        method, data = "ranks", 0.0
+        expected, slowness = _steps_and_ranks(compute)
+    elif expected.shape != compute.shape or slowness.shape != compute.shape[1:]:
         raise ValueError(
             f"split_imbalance: compute {compute.shape}, expected {expected.shape}, slowness {slowness.shape}: pass shapes "
             "[steps, ranks], the same, and [ranks]"
         )
-    return _imbalance("cost model", compute, expected, slowness, _excess(expected))
-
-
-def _imbalance(method: Literal["cost model", "ranks"], compute: Floats, even: Floats, scores: Floats, data: float) -> Imbalance:
-    explained = _excess(even * scores)
-    error = _relative(compute, even * scores) - 1
-    slow = {rank: float(scores[rank]) for rank in range(len(scores)) if _is_slow(rank, scores, error)}
-    known = error[np.isfinite(error)]
-    residual = float(np.median(np.abs(known))) if len(known) else None
-    return Imbalance(method, data, explained - data, _excess(compute) - explained, tuple(scores.tolist()), slow, residual)
+    else:
+        data = _excess(expected)
+    explained = expected * slowness
+    known = (compute > 0) & (explained > 0)
+    error = np.where(known, compute / np.where(known, explained, 1.0), np.nan) - 1
+    slow = {rank: float(slowness[rank]) for rank in range(len(slowness)) if _is_slow(rank, slowness, error)}
+    residual = float(np.median(np.abs(error[known]))) if known.any() else None
+    excess = _excess(explained)
+    return Imbalance(method, data, excess - data, _excess(compute) - excess, tuple(slowness.tolist()), slow, residual)
 
 
 def _excess(seconds: Floats) -> float:
     return float((seconds.max(axis=1) - seconds.mean(axis=1)).mean())
-
-
-def _relative(compute: Floats, explained: Floats) -> Floats:
-    """Not a number where nothing is known."""
-    known = (compute > 0) & (explained > 0)
-    return np.where(known, compute / np.where(known, explained, 1.0), np.nan)
 
 
 def _is_slow(rank: int, scores: Floats, error: Floats) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, combinations_with_replacement, product
 from typing import NamedTuple
 
 from lightning_freescale.profiling.recording.records import Interval, ResolvedCollective, ResolvedStep
@@ -17,11 +18,8 @@ _SECTIONS = {
     ("forward", "backward"): "between forward and backward",
     ("backward", "optimizer"): "between backward and optimizer",
     ("forward", "optimizer"): "between backward and optimizer",
-    **dict.fromkeys(
-        [(before, after) for before in COMPUTE for after in COMPUTE if COMPUTE.index(before) >= COMPUTE.index(after)],
-        "between optimizers",
-    ),
-    **dict.fromkeys([(before, after) for before in COMPUTE for after in ("", "data")], "hooks after the step"),
+    **dict.fromkeys(combinations_with_replacement(reversed(COMPUTE), 2), "between optimizers"),
+    **dict.fromkeys(product(COMPUTE, ("", "data")), "hooks after the step"),
 }
 """Where a loop and its hooks run between two stages that follow each other. A gap elsewhere, as in a loop that skips a stage,
 is unexplained: calling all the rest overhead, so that the sum fits, would never show that something is missed."""
@@ -52,10 +50,8 @@ def last_arrivals(ranks: Iterable[Mapping[str, float]]) -> dict[str, Arrival]:
 def intervals_of(step: ResolvedStep, last: Sequence[float] | None) -> list[Interval]:
     """Cut a step from start to end. Of spans and waits that overlap, the one that began last counts; a pause goes before all.
 
-    Args:
-        step: of one rank.
-        last: when the last rank arrived at each of its collectives: a wait is straggler wait until then, transfer afterwards.
-            None leaves waits undivided.
+    ``last`` is when the last rank arrived at each of its collectives: a wait is straggler wait until then, transfer afterwards.
+    None leaves waits undivided.
     """
     stages = [span for span in step.spans if span.end > span.start]
     # a wait is named by its place for now: collectives of one name are waits of their own
@@ -80,10 +76,9 @@ def hidden_seconds(exchanges: Iterable[tuple[float, float]], intervals: Iterable
     return sum(max(0.0, min(end, i.end) - max(start, i.start)) for start, end in merged for i in busy)
 
 
-def time_beside(one: ResolvedCollective) -> tuple[float, float] | None:
-    """Return when an exchange was under way beside other things; None for one that the rank waited for at once."""
-    beside = one.end == one.start or one.start - one.arrive > _AT_ONCE
-    return (one.arrive, one.done) if beside and one.done > one.arrive else None
+def times_beside(exchanges: Iterable[ResolvedCollective]) -> list[tuple[float, float]]:
+    """Return when each exchange was under way beside other things, but for those that the rank waited for at once."""
+    return [(one.arrive, one.done) for one in exchanges if one.end == one.start or one.start - one.arrive > _AT_ONCE]
 
 
 def _divide(interval: Interval, step: ResolvedStep, last: Sequence[float] | None) -> list[Interval]:
@@ -121,16 +116,15 @@ def _cut(intervals: list[Interval], start: float, end: float) -> list[Interval]:
 def _explain_gaps(intervals: list[Interval]) -> list[Interval]:
     """Give every gap the section of the host that runs between the stages around it; waits and pauses are no stages."""
     stages = [interval.kind if interval.kind == "data" or interval.kind in COMPUTE else "" for interval in intervals]
-    afters, after = [], ""
-    for stage in reversed(stages):
-        afters.append(after)
-        after = stage or after
-    explained, before = [], ""
-    for interval, stage, after in zip(intervals, stages, reversed(afters)):
+
+    def newest(stages: Iterable[str]) -> list[str]:
+        return list(accumulate(stages, lambda before, stage: stage or before, initial=""))[:-1]
+
+    explained = []
+    for interval, before, after in zip(intervals, newest(stages), reversed(newest(reversed(stages)))):
         if interval.kind == "gap":
-            section = _SECTIONS.get((before, after))
-            kind, name = ("unexplained", "unexplained") if section is None else ("host", section)
+            name = _SECTIONS.get((before, after), "unexplained")
+            kind = "unexplained" if name == "unexplained" else "host"
             interval = Interval(kind, name, interval.start, interval.end)
         explained.append(interval)
-        before = stage or before
     return explained

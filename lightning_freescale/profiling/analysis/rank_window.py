@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_freescale.profiling.analysis.breakdown import as_array, attribute
-from lightning_freescale.profiling.analysis.intervals import WAITS, hidden_seconds, intervals_of, time_beside
+from lightning_freescale.profiling.analysis.intervals import WAITS, hidden_seconds, intervals_of, times_beside
 from lightning_freescale.profiling.analysis.segments import RankSegments, segments_of
 from lightning_freescale.profiling.recording.records import Interval, ResolvedCollective, ResolvedStep
 
@@ -41,14 +41,8 @@ class ExchangeSums:
 class RankWindow:
     """Some consecutive steps of one rank.
 
-    Attributes:
-        steps: their numbers.
-        breakdown: shape ``[steps, len(PART_NAMES)]``.
-        samples: shape ``[steps]``.
-        features: what the steps worked on, one entry a step, see :class:`StepRecord`.
-        segments: for replays.
-        exchanges: sums by name.
-        host: seconds of host overhead by section.
+    ``breakdown`` has shape ``[steps, len(PART_NAMES)]``; ``steps`` (their numbers), ``samples``, ``features`` (see
+    :class:`StepRecord`) and ``segments`` have one entry a step. ``host`` is seconds of host overhead by section.
     """
 
     steps: list[int]
@@ -70,12 +64,8 @@ def window_of(
 ) -> RankWindow:
     """Return what one rank's steps amount to.
 
-    Args:
-        steps: what it did.
-        last: when the last rank arrived at each of their collectives.
-        features: what each step worked on.
-        alone: nothing is known of the other ranks.
-        divided: whether ``last`` is known well enough to divide waits by it, and to say who came last.
+    ``last`` is when the last rank arrived at each of their collectives, ``divided`` whether that is known well enough to divide
+    waits by it, and to say who came last. ``alone`` if nothing is known of the other ranks.
     """
     cut = [intervals_of(step, moments if divided else None) for step, moments in zip(steps, last)]
     window = RankWindow(
@@ -102,8 +92,7 @@ def window_of(
 def _add_exchange(
     window: RankWindow, name: str, one: ResolvedCollective, intervals: Sequence[Interval], sums: ExchangeSums
 ) -> None:
-    time = time_beside(one)
-    sums.hidden = 0.0 if time is None else hidden_seconds([time], intervals)
+    sums.hidden = hidden_seconds(times_beside([one]), intervals)
     sums.moved, sums.unknown = sums.count * (one.moved or 0), int(one.moved is None)
     window.exchanges.setdefault(name, ExchangeSums()).include(sums)
 

@@ -97,9 +97,8 @@ class Schedule:
     @classmethod
     def from_steps(cls, steps: Sequence[Sequence[RankSegments]]) -> Schedule:
         """Put steps into one table, from one :class:`RankSegments` per rank for every step."""
-        tables = [_step_table(step) for step in steps]
-        kept = [k for k, table in enumerate(tables) if table is not None]
-        seconds = [table for table in tables if table is not None]
+        tables = {k: table for k, step in enumerate(steps) if (table := _step_table(step)) is not None}
+        kept, seconds = list(tables), list(tables.values())
         starts = np.array([[rank.start for rank in steps[k]] for k in kept])
         ends = np.array([[rank.end for rank in steps[k]] for k in kept])
         pauses = np.array([table[..., COLUMNS.index("pause")].sum(axis=0) for table in seconds])

@@ -87,15 +87,6 @@ class ArrivalPoints:
         return cls(row, share, np.where(own[:, None], 0.0, after), own.tolist())
 
 
-def measured_clocks(schedule: Schedule) -> RankClocks:
-    """Return the clocks of the run as it was, set by the measured starts at every seam."""
-    ahead = schedule.column("ahead")
-    seams = np.flatnonzero(schedule.seams)
-    starts = dict(zip(schedule.first[seams].tolist(), schedule.starts[seams]))
-    work, transfer = own_seconds(schedule), schedule.column("transfer")
-    return _play(work, transfer, starts, lambda clocks, at: clocks.ready[at] - ahead[at])
-
-
 def altered_clocks(
     work: Floats, transfer: Floats, arrivals: ArrivalPoints, measured: RankClocks, restarts: NDArray[np.intp]
 ) -> RankClocks:
@@ -156,16 +147,19 @@ class Replay:
         self.left_out, self.error = schedule.left_out, 0.0
         if not len(schedule.steps):
             return
-        self._measured = measured_clocks(schedule)
-        pauses = schedule.column("pause")
+        pauses, ahead = schedule.column("pause"), schedule.column("ahead")
+        seams = schedule.first[schedule.seams]
+        starts = dict(zip(seams.tolist(), schedule.starts[schedule.seams]))  # as measured, at every seam
+        work, transfer = own_seconds(schedule), schedule.column("transfer")
+        self._measured = _play(work, transfer, starts, lambda clocks, at: clocks.ready[at] - ahead[at])
         walls = schedule.per_step(self._measured.elapsed - pauses)
         self.error = float(np.abs(walls - schedule.walls).sum() / schedule.walls.sum())
         self._wall = float(walls.sum())
         # the clocks are set to the measured ones after a gap between steps and where all ranks pause: what ranks do there
         # brings them together in its own way
         together = np.flatnonzero((pauses > 0).all(axis=1))
-        self._restarts = np.union1d(schedule.first[schedule.seams], together)
-        self._arrivals = ArrivalPoints.from_clocks(self._measured, schedule.column("ahead"), self._restarts)
+        self._restarts = np.union1d(seams, together)
+        self._arrivals = ArrivalPoints.from_clocks(self._measured, ahead, self._restarts)
         self.compute = schedule.per_step(schedule.column("compute"))
         """Seconds of each step on each rank, shape ``[steps, ranks]``."""
 

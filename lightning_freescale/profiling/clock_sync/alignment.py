@@ -80,12 +80,6 @@ class Alignment:
         margin = self._known().margin_at(seconds)
         return _like(seconds, 0 * margin if self._leads else margin)
 
-    @property
-    def uncertainty(self) -> float:
-        """Seconds by which :meth:`to_rank_zero` may be wrong at any time from the first :meth:`measure_offset` until now."""
-        worst = self._known().worst_margin(self._clock())
-        return 0.0 if self._leads else worst
-
     def figures(self) -> Mapping[str, float]:
         """Return figures of this rank's clock for the report; rank 0 asks nobody.
 
@@ -118,10 +112,7 @@ class Offsets:
     """Rank 0's clock minus this rank's: linear between measurements, beyond them as the drift says.
 
     The drift is taken from the last measurement and the earlier one that tells it best, but only if that leaves less doubt than
-    ``WORST_DRIFT``; otherwise the offset stays what it was.
-
-    Args:
-        measurements: at least one, in the order they were made.
+    ``WORST_DRIFT``; otherwise the offset stays what it was. There is at least one measurement, and they are in order.
 
     Attributes:
         drift: seconds that rank 0's clock gains per second; 0 as long as it is not known.
@@ -148,11 +139,6 @@ class Offsets:
         away = np.abs(np.asarray(seconds)[..., None] - self.times).min(axis=-1)
         between = (seconds >= self.times[0]) & (seconds <= self.times[-1])
         return np.interp(seconds, self.times, self._margins) + np.where(between, WANDER, self.doubt) * away + self._bend
-
-    def worst_margin(self, until: float) -> float:
-        """Return the largest margin from the first measurement to ``until``."""
-        middles = (self.times[1:] + self.times[:-1]) / 2  # the margin is made of straight pieces that meet here
-        return float(self.margin_at(np.concatenate([self.times, middles, [until]])).max())
 
     def _rate(self) -> tuple[float, float]:
         elapsed = self.times[-1] - self.times[:-1]

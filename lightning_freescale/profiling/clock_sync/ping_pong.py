@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -59,55 +60,44 @@ class Measurement:
 def measure(group: dist.ProcessGroup, clock: Callable[[], float], rounds: int) -> Measurement | None:
     """Ask rank 0 for the time; return None on rank 0, which answers. Collective: nobody leaves before all have measured.
 
-    Args:
-        group: a gloo group of all ranks on which nothing else is under way.
-        clock: in seconds.
-        rounds: questions of each rank; fewer with many ranks (640 in all, but 8 of each).
+    On the gloo group of all ranks nothing else is under way; the clock tells seconds. Every rank asks ``rounds`` questions,
+    with many ranks fewer (640 in all, but 8 of each).
 
     Raises:
         RuntimeError: a rank is lost or says nothing within the group's timeout.
     """
     rounds = min(rounds, max(_ALL_ROUNDS // (group.size() - 1), _LEAST_ROUNDS))
     if group.rank() == 0:
-        _answer_all([_Line(group, other) for other in range(1, group.size())], clock, rounds)
+        # in turns: every rank is answered up to a point, then every rank up to the next
+        for _ in zip_longest(*(_answer(_Line(group, other), clock, rounds) for other in range(1, group.size()))):
+            pass
         return None
-    line = _Line(group, 0)
+    line, stamps = _Line(group, 0), np.empty((rounds, 4))
     with line.named():
-        return Measurement.from_stamps(_ask(line, clock, rounds))
+        line.round_trip(clock)  # answered when all are here and it is this rank's turn
+        for row in stamps:
+            row[0], row[3] = line.round_trip(clock)
+            row[1:3] = line.received
+        line.round_trip(clock)  # answered when all have measured: whoever computed would disturb the others
+    return Measurement.from_stamps(stamps)
 
 
-def _ask(line: _Line, clock: Callable[[], float], rounds: int) -> NDArray[np.float64]:
-    stamps = np.empty((rounds, 4))
-    line.round_trip(clock)  # answered when all are here and it is this rank's turn
-    for row in stamps:
-        row[0], row[3] = line.round_trip(clock)
-        row[1:3] = line.received
-    line.round_trip(clock)  # answered when all have measured: whoever computed would disturb the others
-    return stamps
-
-
-def _answer_all(lines: list[_Line], clock: Callable[[], float], rounds: int) -> None:
-    for line in lines:
-        with line.named():
-            line.expect()
-            line.hear()
-    for line in lines:
-        with line.named():
-            _answer(line, clock, rounds)
-    for line in lines:
-        with line.named():
-            line.hear()
-            line.send().wait()
-
-
-def _answer(line: _Line, clock: Callable[[], float], rounds: int) -> None:
-    line.expect()
-    line.send().wait()
-    for _ in range(rounds):
+def _answer(line: _Line, clock: Callable[[], float], rounds: int) -> Iterator[None]:
+    """Answer one rank; yields where it is the others' turn."""
+    with line.named():
+        line.expect()
         line.hear()
-        line.sent[0] = clock()
-        line.expect()  # before the answer, so that the next question finds a receive: gloo's sends wait for one
-        line.sent[1] = clock()
+        yield
+        line.expect()
+        line.send().wait()
+        for _ in range(rounds):
+            line.hear()
+            line.sent[0] = clock()
+            line.expect()  # before the answer, so that the next question finds a receive: gloo's sends wait for one
+            line.sent[1] = clock()
+            line.send().wait()
+        yield
+        line.hear()
         line.send().wait()
 
 

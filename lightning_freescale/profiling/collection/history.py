@@ -31,12 +31,7 @@ _INTERIM = 10_000
 
 
 class History:
-    """Rank 0's memory of a run.
-
-    Args:
-        run: what is run.
-        max_steps: how many of the last steps to keep.
-        fit_costs: tells the causes of imbalance apart; None to go by the ranks.
+    """Rank 0's memory of the last ``max_steps`` steps; ``fit_costs`` tells causes of imbalance apart (None: by the ranks).
 
     Attributes:
         added: how many steps were ever added.
@@ -44,34 +39,28 @@ class History:
 
     def __init__(self, run: RunInfo, max_steps: int, fit_costs: FitCosts | None) -> None:
         self._run, self._max_steps, self._fit_costs = run, max_steps, fit_costs
-        self._steps: deque[int] = deque(maxlen=max_steps)
-        self._breakdown: deque[Floats] = deque(maxlen=max_steps)
-        self._samples: deque[list[int]] = deque(maxlen=max_steps)
-        self._features: deque[list[Any]] = deque(maxlen=max_steps)
-        self._segments: deque[list[RankSegments]] = deque(maxlen=min(max_steps, _REPLAYED))
+        # number, breakdown, samples and features of a step, the last three of every rank
+        self._steps: deque[tuple[int, Floats, tuple[int, ...], tuple[Any, ...]]] = deque(maxlen=max_steps)
+        self._segments: deque[tuple[RankSegments, ...]] = deque(maxlen=min(max_steps, _REPLAYED))
         # steps, exchanges and host sections of every rank, of the last windows that hold max_steps
         self._sums: deque[tuple[int, list[dict[str, ExchangeSums]], list[dict[str, float]]]] = deque()
         self.added = 0
-        self._newest = 0
 
     def add_windows(self, windows: Sequence[RankWindow]) -> None:
         """Add the same steps of every rank."""
         breakdown = np.stack([window.breakdown for window in windows], axis=1)
-        self._steps.extend(windows[0].steps)
-        self._breakdown.extend(breakdown)
-        self._samples.extend(list(row) for row in zip(*(window.samples for window in windows)))
-        self._features.extend(list(row) for row in zip(*(window.features for window in windows)))
-        self._segments.extend(list(row) for row in zip(*(window.segments for window in windows)))
-        self._newest = len(breakdown)
-        self._sums.append((self._newest, [window.exchanges for window in windows], [window.host for window in windows]))
+        samples, features, segments = zip(*((window.samples, window.features, window.segments) for window in windows))
+        self._steps.extend(zip(windows[0].steps, breakdown, zip(*samples), zip(*features)))
+        self._segments.extend(zip(*segments))
+        self._sums.append((len(breakdown), [window.exchanges for window in windows], [window.host for window in windows]))
         while self._summed_steps() - self._sums[0][0] >= self._max_steps:
             self._sums.popleft()
-        self.added += self._newest
+        self.added += len(breakdown)
 
     def newest_scalars(self) -> dict[str, float]:
         """Return scalars of the steps that were added last, for loggers."""
-        newest = slice(-min(self._newest, len(self._breakdown)), None)
-        return window_scalars(np.stack(list(self._breakdown)[newest]), np.array(list(self._samples)[newest]))
+        _, breakdown, samples, _ = zip(*list(self._steps)[-self._sums[-1][0] :])
+        return window_scalars(np.stack(breakdown), np.array(samples))
 
     def build_report(
         self,
@@ -85,37 +74,37 @@ class History:
 
         Without them it is an interim report, which leaves out what takes time: replays, and all but the newest steps.
         """
-        newest = slice(None) if traced is not None else slice(-max(1, _INTERIM // len(self._samples[-1])), None)
-        breakdown = np.stack(self._breakdown)[newest]
-        compute, hidden = column(breakdown, "compute"), column(breakdown, "hidden")
-        fitted = self._fitted(compute, list(self._features)[newest])
-        expected, slowness = fitted if fitted is not None else (None, None)
-        median = traced and len(traced[0]) == breakdown.shape[1]
+        ranks = len(self._steps[-1][1])
+        newest = slice(None) if traced is not None else slice(-max(1, _INTERIM // ranks), None)
+        steps, breakdowns, samples, features = zip(*list(self._steps)[newest])
+        breakdown = np.stack(breakdowns)
+        compute = column(breakdown, "compute")
+        expected, slowness = self._fitted(compute, features) or (None, None)
         exchanges = self._exchange_sums()
         return BubbleReport(
             breakdown=breakdown,
-            samples=np.array(self._samples)[newest],
-            steps=np.array(self._steps)[newest],
+            samples=np.array(samples),
+            steps=np.array(steps),
             run=self._run,
             wait_attribution=wait_attribution,
             overhead=overhead,
             status=status,
-            imbalance=split_imbalance(compute, expected, slowness) if breakdown.shape[1] > 1 else None,
-            what_if=self._what_if(breakdown, hidden, expected) if traced is not None else (),
+            imbalance=split_imbalance(compute, expected, slowness) if ranks > 1 else None,
+            what_if=self._what_if(breakdown, expected) if traced is not None else (),
             exchanges=[self._figures(name, exchanges) for name in dict.fromkeys(name for rank in exchanges for name in rank)],
             host=self._host_sections(),
             device_idle=device_idle,
-            median_step=_median_step(traced, wait_attribution.aligned) if traced and median else None,
+            median_step=_median_step(traced, wait_attribution.aligned) if traced and len(traced[0]) == ranks else None,
             last=tuple(sum(sums.last for sums in rank.values()) for rank in exchanges),
         )
 
-    def _what_if(self, breakdown: Floats, hidden: Floats, expected: Floats | None) -> tuple[WhatIf, ...]:
-        replayed = slice(-len(self._segments), None)
+    def _what_if(self, breakdown: Floats, expected: Floats | None) -> tuple[WhatIf, ...]:
+        replayed, hidden = slice(-len(self._segments), None), column(breakdown, "hidden")
         divided = not column(breakdown, "wait")[replayed].any()
         slowed = contention(column(breakdown, "compute"), hidden, expected)
         return what_if(list(self._segments), slowed, hidden[replayed], divided=divided)
 
-    def _fitted(self, compute: Floats, features: list[list[Any]]) -> tuple[Floats, Floats] | None:
+    def _fitted(self, compute: Floats, features: Sequence[Sequence[Any]]) -> tuple[Floats, Floats] | None:
         if self._fit_costs is None or any(one is None for row in features for one in row):
             return None
         return self._fit_costs(np.array(features, dtype=np.float64), compute)

@@ -46,11 +46,8 @@ class RankExchange:
     """Brings the steps of all ranks together, and divides their waits where the last rank arrived.
 
     Every rank works on its own steps and only needs to know when the last rank arrived; rank 0 gets what came of it. Where the
-    ranks' clocks agree too badly to compare arrivals, waits stay undivided.
-
-    Args:
-        group: of all ranks, for nobody else; None if there is one rank.
-        clock: of the stamps.
+    ranks' clocks agree too badly to compare arrivals, waits stay undivided. ``group`` is of all ranks, for nobody else; None if
+    there is one rank.
 
     Attributes:
         alignment: from this rank's clock to rank 0's.

@@ -18,15 +18,11 @@ ToRankZero = Callable[[Any], Any]
 
 
 class StepBuffer:
-    """Steps of one rank.
-
-    Args:
-        timeline: that they are recorded on.
-        keep: how many of the last steps to keep with all their stamps.
+    """Steps of one rank, recorded on ``timeline``.
 
     Attributes:
         waiting: those that no exchange was about.
-        recent: the last of those that were resolved, for the trace.
+        recent: the last ``keep`` of those that were resolved, with all their stamps, for the trace.
         count: how many were added.
     """
 
@@ -79,11 +75,7 @@ class StepBuffer:
 
 
 class KinetoSteps:
-    """The steps that torch.profiler watches: in the trace, and out of the report, because it slows them down.
-
-    Args:
-        window: not started; None for none.
-    """
+    """The steps that torch.profiler watches: in the trace, and out of the report, because it slows them down."""
 
     def __init__(self, window: KinetoWindow | None) -> None:
         self._window = window

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import wraps
 from typing import Any
@@ -38,52 +38,60 @@ def collectives_on(timeline: Timeline, ignored_groups: Collection[dist.ProcessGr
     """
     # functions, because Lightning, TorchRec and models call them: wrapping a process group would miss the default one,
     # which must stay stock
-    originals = {name: getattr(dist, name) for name in NAMES}
-    for name, function in originals.items():
-        setattr(dist, name, _stamped(name, function, timeline, ignored_groups))
+    stamped = {name: _stamped(name, getattr(dist, name), timeline, ignored_groups) for name in NAMES}
+    with replaced(dist, stamped):
+        yield
+
+
+@contextmanager
+def replaced(owner: object, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Let a module or an instance have other attributes meanwhile; the class stays as it is."""
+    own = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    vars(owner).update(attributes)
     try:
         yield
     finally:
-        for name, function in originals.items():
-            setattr(dist, name, function)
+        for name in attributes:
+            vars(owner).pop(name, None)
+        vars(owner).update(own)
 
 
-class ObservedWork(dist.Work):
+class _ObservedWork(dist.Work):
     """A Work whose wait is on a timeline."""
 
     def __init__(self, work: dist.Work, timeline: Timeline, collective: Collective) -> None:
         super().__init__()
         self._work, self._timeline, self._collective = work, timeline, collective
 
+        def done(_: Any) -> None:
+            collective.done = timeline.stamp()
+
+        if timeline.on_host:  # on CUDA a callback would get a stream of its own
+            with suppress(RuntimeError):  # some Works have no future: then it is done when it was waited for
+                work.get_future().add_done_callback(done)
+
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for the collective."""
         with self._waiting():
             return self._work.wait(timeout)
 
+    def synchronize(self) -> None:
+        with self._waiting():
+            self._work.synchronize()
+
     def is_completed(self) -> bool:
-        """Return whether it is done."""
         return self._work.is_completed()
 
     def is_success(self) -> bool:
-        """Return whether it is done without error."""
         return self._work.is_success()
 
     def exception(self) -> Any:
-        """Return the collective's error, if any."""
         return self._work.exception()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return the future of the collective."""
         return self._work.get_future()
 
     def result(self) -> Any:
-        """Return the tensors of the collective."""
         return self._work.result()
-
-    def synchronize(self) -> None:
-        """Make the current stream wait for it."""
-        with self._waiting():
-            self._work.synchronize()
 
     def _waiting(self) -> AbstractContextManager[None]:
         return self._timeline.waiting(self._collective if self._timeline.is_training_thread else None)
@@ -98,18 +106,21 @@ def _stamped(name: str, function: Callable[..., Any], timeline: Timeline, ignore
         if torch.compiler.is_compiling() or not timeline.recording:
             return function(*args, **kwargs)
         group = group_of(args, kwargs)
-        if group in ignored or group is dist.GroupMember.NON_GROUP_MEMBER or _coalesces(group):
+        # a coalescing manager of torch collects the calls of such groups, to run them when it ends
+        coalesces = (group or dist.group.WORLD) in dist.distributed_c10d._world.pg_coalesce_state
+        if coalesces or group in ignored or group is dist.GroupMember.NON_GROUP_MEMBER:
             return function(*args, **kwargs)
         moved = moved_bytes(name, args, kwargs, group)
         if not timeline.is_training_thread:
             with timeline.background_collective(name, moved):
                 return function(*args, **kwargs)
-        collective = timeline.arrive(name, _group_name(group), moved)
+        of_world = group is None or group is dist.group.WORLD
+        collective = timeline.arrive(name, "world" if of_world else str(group.group_name), moved)
         if not is_async(args, kwargs):
             with timeline.waiting(collective):
                 return function(*args, **kwargs)
         work = function(*args, **kwargs)
-        return work if work is None or collective is None else _observe_work(work, timeline, collective)
+        return work if work is None or collective is None else _ObservedWork(work, timeline, collective)
 
     return call
 
@@ -119,26 +130,6 @@ def _argument(function: Callable[..., Any], name: str) -> Callable[[tuple[Any, .
     parameters = list(inspect.signature(function).parameters)
     position = parameters.index(name) if name in parameters else len(parameters)
     return lambda args, kwargs: args[position] if len(args) > position else kwargs.get(name)
-
-
-def _coalesces(group: Any) -> bool:
-    """Whether a coalescing manager of torch collects the group's calls, to run them when it ends."""
-    pending = dist.distributed_c10d._world.pg_coalesce_state
-    return bool(pending) and (group or dist.group.WORLD) in pending
-
-
-def _group_name(group: Any) -> str:
-    return "world" if group is None or group is dist.group.WORLD else str(group.group_name)
-
-
-def _observe_work(work: dist.Work, timeline: Timeline, collective: Collective) -> dist.Work:
-    def done(_: Any) -> None:
-        collective.done = timeline.stamp()
-
-    if timeline.on_host:  # on CUDA a callback would get a stream of its own
-        with suppress(RuntimeError):  # some Works have no future: then it is done when it was waited for
-            work.get_future().add_done_callback(done)
-    return ObservedWork(work, timeline, collective)
 
 
 def moved_bytes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], group: Any) -> int | None:
@@ -178,40 +169,29 @@ def ddp_waits_on(timeline: Timeline, model: object, loss: Tensor) -> Iterator[No
     """
     with ExitStack() as waiting:
         if timeline.recording and isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync:
-            loss.register_hook(lambda _: _queue_wait(timeline, model, waiting))
+            # what a backward queues runs in order when all gradients are there: ours, DDP's wait for its buckets, what ours
+            # queues; a communication hook would see more, but replace DDP's own reduction
+            engine = torch.autograd.Variable._execution_engine
+
+            def wait_begins() -> None:
+                waiting.enter_context(timeline.collective("dense gradients", moved=_last_bucket(model)))
+                engine.queue_callback(waiting.close)
+
+            loss.register_hook(lambda _: engine.queue_callback(wait_begins))
         yield
 
 
-@contextmanager
-def buffers_on(timeline: Timeline, model: object) -> Iterator[None]:
+def buffers_on(timeline: Timeline, model: object) -> AbstractContextManager[None]:
     """Record DDP's broadcast of the module's buffers, around a forward of it, as the collective ``buffers``."""
     if not timeline.recording or not isinstance(model, DistributedDataParallel) or not model.modules_buffers:
-        yield
-        return
+        return nullcontext()
     sync = model._sync_buffers  # DDP calls it where it needs it, and has no hook for it
 
     def stamped() -> None:
         with timeline.collective("buffers"):
             sync()
 
-    vars(model)["_sync_buffers"] = stamped
-    try:
-        yield
-    finally:
-        del vars(model)["_sync_buffers"]
-
-
-def _queue_wait(timeline: Timeline, model: DistributedDataParallel, waiting: ExitStack) -> None:
-    """Have autograd's engine open the wait before DDP's own, and close it after."""
-    # what a backward queues runs in order when all gradients are there: ours, DDP's wait for its buckets, what ours queues;
-    # a communication hook would see more, but replace DDP's own reduction
-    engine = torch.autograd.Variable._execution_engine
-
-    def wait_begins() -> None:
-        waiting.enter_context(timeline.collective("dense gradients", moved=_last_bucket(model)))
-        engine.queue_callback(waiting.close)
-
-    engine.queue_callback(wait_begins)
+    return replaced(model, {"_sync_buffers": stamped})
 
 
 def _last_bucket(model: DistributedDataParallel) -> int:

@@ -114,13 +114,9 @@ def resolve(
     to_rank_zero: Callable[[Floats], Floats] = np.asarray,
     background: Sequence[Collective] = (),
 ) -> list[ResolvedStep]:
-    """Turn the stamps of steps into seconds on rank 0's clock; what has no end is left out.
+    """Turn the stamps of steps that have ended into seconds on rank 0's clock; what has no end is left out.
 
-    Args:
-        records: steps that have ended.
-        clock: that took their stamps.
-        to_rank_zero: from this host's clock to rank 0's.
-        background: exchanges of other threads; each is hidden in every step in which it was under way.
+    ``background`` holds exchanges of other threads; each is hidden in every step in which it was under way.
     """
     stamps = {stamp: None for record in records for stamp in (*stamps_of(record), record.end)}
     stamps.update({c.done: None for record in records for c in record.collectives if c.done is not None})
@@ -147,9 +143,7 @@ def _resolved_step(record: StepRecord, at: Mapping[Any, float], background: Sequ
     start, end = at[record.start], at[record.end]
     spans = tuple(Interval(s.kind, s.name, at[s.start], at[s.end]) for s in record.spans if s.end is not None)
     collectives = tuple(
-        ResolvedCollective(
-            c.name, c.key, at[c.arrive], at[c.start], at[c.end], at[c.end if c.done is None else c.done], c.moved
-        )
+        ResolvedCollective(c.name, c.key, at[c.arrive], at[c.start], at[c.end], at.get(c.done, at[c.end]), c.moved)
         for c in record.collectives
         if c.end is not None
     )

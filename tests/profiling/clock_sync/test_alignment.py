@@ -74,17 +74,15 @@ def claims(alignment, all_clocks, true):
 def run_claims(drifts, syncs, ask):
     def rank():
         alignment, everyone, times = synced(drifts, syncs)
-        return *claims(alignment, everyone, ask(times)), dict(alignment.figures()), alignment.uncertainty
+        return *claims(alignment, everyone, ask(times)), dict(alignment.figures())
 
     return run_distributed(rank, len(drifts))
 
 
 def test_one_clock_for_all_ranks_between_measurements():
-    for error, claim, figures, worst in run_claims(
-        [3e-5, 2e-4, -2e-4, 0.0], 3, lambda times: np.linspace(times[0], times[-1], 101)
-    ):
+    for error, claim, figures in run_claims([3e-5, 2e-4, -2e-4, 0.0], 3, lambda times: np.linspace(times[0], times[-1], 101)):
         assert (error <= claim).all()
-        assert claim.max() <= worst < 1.0  # of the 3 to 23 s that the clocks drift from one to the next
+        assert claim.max() < 1.0  # of the 3 to 23 s that the clocks drift from one to the next
         assert figures["syncs"] == 3
 
 
@@ -97,9 +95,9 @@ def test_between_measurements_the_offset_is_interpolated_not_held():
 def test_the_drift_carries_on_before_and_after():
     far = np.array([-HOUR, -1.0, 1.0, HOUR])
     ranks = run_claims([0.0, 2e-4, -5e-5], 2, lambda times: np.where(far < 0, times[0], times[-1]) + far)
-    for error, claim, _, _ in ranks:
+    for error, claim, _ in ranks:
         assert (error <= claim).all()
-    assert all((claim < 0.15).all() for _, claim, _, _ in ranks)  # the drift alone: 0.72 in an hour
+    assert all((claim < 0.15).all() for _, claim, _ in ranks)  # the drift alone: 0.72 in an hour
     assert ranks[1][2]["drift"] == pytest.approx(-2e-4, abs=1e-6)
     assert ranks[2][2]["drift"] == pytest.approx(5e-5, abs=1e-6)
     assert ranks[0][2]["drift"] == 0
@@ -107,7 +105,7 @@ def test_the_drift_carries_on_before_and_after():
 
 def test_one_measurement_claims_no_more_than_quartz_allows():
     ranks = run_claims([0.0, 9e-5, -9e-5], 1, lambda times: times + np.array([-HOUR, 0.0, HOUR]))
-    for rank, (error, claim, figures, _) in enumerate(ranks):
+    for rank, (error, claim, figures) in enumerate(ranks):
         assert (error <= claim).all()
         assert figures["drift"] == 0
         assert error[0] == error[2] == 0 if rank == 0 else min(error[0], error[2]) > 0.3  # so the claim is needed
@@ -129,13 +127,13 @@ def test_uncertainty_grows_until_the_next_measurement():
     def rank():
         everyone = clocks([0.0, 0.0])
         own = everyone[dist.get_rank()]
-        alignment, seen = Alignment(own), []
+        alignment, seen, began = Alignment(own), [], own()
         for skipped in (0.0, GAP):
             own.skipped = skipped
             alignment.measure_offset(dist.group.WORLD)
-            seen.append(alignment.uncertainty)
+            seen.append(alignment.uncertainty_at(np.linspace(began, own(), 10_001)).max())
             own.skipped += GAP / 2
-            seen.append(alignment.uncertainty)
+            seen.append(alignment.uncertainty_at(np.linspace(began, own(), 10_001)).max())
         return seen
 
     reference, (first, later, between, again) = run_distributed(rank, 2)
@@ -155,11 +153,11 @@ def test_rank_zero_keeps_its_own_clock():
             alignment.to_rank_zero(stamps),
             alignment.to_rank_zero(5.0),
             dict(alignment.figures()),
-            alignment.uncertainty,
+            alignment.uncertainty_at(stamps),
         )
 
     stamps, mapped, single, figures, uncertainty = run_distributed(rank, 2)[0]
-    assert (stamps == mapped).all() and single == 5.0 and uncertainty == 0
+    assert (stamps == mapped).all() and single == 5.0 and (uncertainty == 0).all()
     assert figures == {"round_trip_s": 0.0, "syncs": 2, "rejected": 0, "drift": 0.0}
 
 
@@ -275,7 +273,7 @@ def test_one_rank_needs_no_group():
 
     alignment = Alignment()
     alignment.measure_offset(None)
-    assert alignment.to_rank_zero(1.5) == 1.5 and alignment.uncertainty == 0
+    assert alignment.to_rank_zero(1.5) == 1.5
     assert (alignment.uncertainty_at(np.array([1.0, 1e9])) == 0).all()
     assert run_distributed(rank, 1) == [1.5]
 
@@ -293,8 +291,8 @@ def test_one_rank_asks_nobody(monkeypatch):
 
 def test_nothing_is_mapped_before_the_first_measurement():
     alignment = Alignment()
-    for ask in (lambda: alignment.to_rank_zero(1.0), lambda: alignment.uncertainty, lambda: alignment.uncertainty_at(1.0)):
-        with pytest.raises(RuntimeError, match=r"call sync\(group\) first"):
+    for ask in (lambda: alignment.to_rank_zero(1.0), lambda: alignment.uncertainty_at(1.0)):
+        with pytest.raises(RuntimeError, match=r"call measure_offset\(group\) first"):
             ask()
     assert alignment.figures() == {"round_trip_s": 0.0, "syncs": 0, "rejected": 0, "drift": 0.0}
 

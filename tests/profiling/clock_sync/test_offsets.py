@@ -56,12 +56,6 @@ def test_a_rate_that_changes_shows_in_the_margin():
     assert bent.margin_at(np.array([0.0, 50.0])) == pytest.approx([1e-5 + 9.8e-4] * 2)
 
 
-def test_the_worst_margin_is_that_of_a_fine_grid():
-    offsets = Offsets([at(0.0, 0.0), at(90.0, 0.0, margin=4e-5), at(100.0, 0.0)])
-    for until in (100.0, 130.0):
-        assert offsets.worst_margin(until) == pytest.approx(offsets.margin_at(np.linspace(0, until, 13001)).max())
-
-
 def test_whatever_the_clocks_do_within_the_bounds_the_margin_holds():
     """Rates that turn within WANDER, offsets that are wrong within their margins."""
     draw = np.random.default_rng(0)
