@@ -100,8 +100,7 @@ class BalanceMonitor:
         if not self._reported:
             self._reported = True
             rank_zero_info(f"strategy 'freescale': predicted {report}")
-            advice = self._advice(report)
-            if advice is not None:
+            if (advice := self._advice(report)) is not None:
                 rank_zero_info(advice)
 
     def _advice(self, report: BalanceReport) -> str | None:
