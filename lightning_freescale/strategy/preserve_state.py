@@ -19,9 +19,7 @@ _COPIED = (np.ndarray, np.random.Generator, np.random.RandomState, random.Random
 
 
 @contextmanager
-def preserve_module_state(
-    root: nn.Module, device: torch.device, skip: Container[nn.Module] = ()
-) -> Generator[None, None, None]:
+def preserve_module_state(root: nn.Module, device: torch.device, skip: Container[nn.Module]) -> Generator[None, None, None]:
     """Give the modules of ``root`` copies of their attributes inside the block, and their own back afterwards.
 
     Copied are buffers and other tensors, lists, dicts, sets, arrays and random generators, so counters, lists of losses,
