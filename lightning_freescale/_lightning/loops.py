@@ -6,43 +6,27 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
-# Moving optimizer states is part of every strategy's set-up, but has no public name.
-from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, callbacks
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.profilers import PyTorchProfiler
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch import Callback as Callback
+from lightning.pytorch import LightningDataModule as LightningDataModule
+from lightning.pytorch import LightningModule as LightningModule
+from lightning.pytorch import Trainer as Trainer
+from lightning.pytorch import callbacks
+from lightning.pytorch.callbacks import GradientAccumulationScheduler as GradientAccumulationScheduler
+from lightning.pytorch.plugins import MixedPrecision as MixedPrecision
+from lightning.pytorch.profilers import PyTorchProfiler as PyTorchProfiler
+from lightning.pytorch.strategies import Strategy as Strategy
+from lightning.pytorch.trainer.states import TrainerFn as TrainerFn
+from lightning.pytorch.utilities import rank_zero_info as rank_zero_info
+from lightning.pytorch.utilities import rank_zero_warn as rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden as is_overridden
 
+# moving optimizer states is part of every strategy's set-up, but has no public name
+optimizers_to_device = _optimizers_to_device
 AVERAGING: tuple[type[Callback], ...] = tuple(
     getattr(callbacks, name) for name in ("StochasticWeightAveraging", "WeightAveraging") if hasattr(callbacks, name)
 )
 """Callbacks that keep a second copy of the module; the newer one is not in every Lightning version."""
-
-__all__ = [
-    "AVERAGING",
-    "Callback",
-    "GradientAccumulationScheduler",
-    "LightningDataModule",
-    "LightningModule",
-    "MixedPrecision",
-    "PyTorchProfiler",
-    "Strategy",
-    "Trainer",
-    "TrainerFn",
-    "around_validation",
-    "counting_ahead",
-    "is_overridden",
-    "optimizers_to_device",
-    "prepared_batch",
-    "rank_zero_info",
-    "rank_zero_warn",
-    "reload_train_loader",
-    "throttle_sigterm_broadcast",
-]
 
 
 @contextmanager

@@ -31,7 +31,6 @@ class BalanceMonitor:
     def __init__(self, trainer: Trainer, timeline: Timeline, timeout: timedelta | None) -> None:
         self.trainer = trainer
         self._timeline = timeline
-        self._sampler: Any = None
         self._epoch: int | None = None
         self._reported = False
         self._sums = BalanceSums()
@@ -45,7 +44,6 @@ class BalanceMonitor:
     def start_step(self, step: int) -> float:
         """Follow the plan to its ``step``-th batch, before ``training_step``, and return the factor for this rank's loss."""
         sampler: Any = getattr(self.trainer.train_dataloader, "sampler", None)
-        self._sampler = sampler
         if hasattr(sampler, "balance"):
             if sampler.epoch != self._epoch:
                 self._start_epoch(sampler)
@@ -69,16 +67,14 @@ class BalanceMonitor:
         self._calibrator = self._group = None
 
     def _start_epoch(self, sampler: Any) -> None:
+        """Report the epoch before, and raise if the ranks have not the same plan: samples would be lost and repeated."""
         self._end_epoch()
         self._epoch = sampler.epoch
-        if self._group is not None and hasattr(sampler, "digest"):
-            # here and not in the loader: a collective in an iterator would hang whoever looks at a loader on one rank
-            self._compare_plans(sampler, self._group)
-
-    def _compare_plans(self, sampler: Any, group: dist.ProcessGroup) -> None:
-        """Raise if the ranks have not the same plan: samples would be lost and repeated."""
+        if self._group is None or not hasattr(sampler, "digest"):
+            return
+        # here and not in the loader: a collective in an iterator would hang whoever looks at a loader on one rank
         with self._timeline.collective("plan"):
-            digests = gather_objects(sampler.digest(), group)
+            digests = gather_objects(sampler.digest(), self._group)
         others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if others:
             raise RuntimeError(
@@ -104,17 +100,21 @@ class BalanceMonitor:
         if not self._reported:
             self._reported = True
             rank_zero_info(f"strategy 'freescale': predicted {report}")
-            advice = self._advice(report)
-            if advice is not None:
+            if (advice := self._advice(report)) is not None:
                 rank_zero_info(advice)
 
     def _advice(self, report: BalanceReport) -> str | None:
-        sampler, data = self._sampler, getattr(self.trainer, "datamodule", None)
+        sampler: Any = getattr(self.trainer.train_dataloader, "sampler", None)
         if isinstance(sampler, BalancedStreamLoader):
-            return _advice_for_streams(sampler)
+            if sampler.stream_balancing != "local" or sampler.stream_bound() <= ACCEPTABLE_IMBALANCE:
+                return None
+            return (
+                f"In the long run no pool of a rank's own samples gets below {sampler.stream_bound():.3f}, the most expensive "
+                "stream so far over the mean one: that part only stream_balancing='global' removes"
+            )
         if not getattr(sampler, "balance_steps", False):
             return None
-        train = data.train if isinstance(data, FreeScaleDataModule) else None
+        train = getattr(getattr(self.trainer, "datamodule", None), "train", None)
         lengths = train.lengths if isinstance(train, MapStyleData) else None
         options = {name: sampler.options[name] for name in ("assignment_mode", "count_slack") if name in sampler.options}
         options["outlier_window"] = sampler.outlier_window
@@ -129,12 +129,3 @@ def calibrated_data(trainer: Trainer) -> FreeScaleDataModule | None:
     """Return the data module, if it is ours and its costs are to be fitted."""
     data = getattr(trainer, "datamodule", None)
     return data if isinstance(data, FreeScaleDataModule) and data.balance_options.calibrate else None
-
-
-def _advice_for_streams(loader: BalancedStreamLoader) -> str | None:
-    if loader.stream_balancing != "local" or loader.stream_bound() <= ACCEPTABLE_IMBALANCE:
-        return None
-    return (
-        f"In the long run no pool of a rank's own samples gets below {loader.stream_bound():.3f}, the most expensive stream so "
-        "far over the mean one: that part only stream_balancing='global' removes"
-    )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -45,14 +45,12 @@ class UnshardedCheckpointStrategy(DDPBase):
         if self.overlap_controller is not None:
             self.overlap_controller.engine.drain()
 
-    @contextmanager
-    def writing_tables(self) -> Generator[None, None, None]:
+    def writing_tables(self) -> AbstractContextManager[None]:
         """Enter this around writes to the tables by hand, on every rank.
 
         Updates under way come first, rows fetched ahead are void.
         """
-        with self.overlap_controller.engine.writing() if self.overlap_controller is not None else nullcontext():
-            yield
+        return nullcontext() if self.overlap_controller is None else self.overlap_controller.engine.writing()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from lightning_freescale._lightning.loops import Trainer, rank_zero_info, rank_zero_warn
+from lightning_freescale._objects import gather_objects
 from lightning_freescale.balance.calibration import DISAGREEMENT, Calibration, imbalance_by_true_costs
 from lightning_freescale.balance.cost import CostFit
 from lightning_freescale.data.map_style import MapStyleData
@@ -34,14 +35,12 @@ class CalibrationResult:
         fit: the model that explains them.
         imbalance_current: of the plan in use, scored by the fit.
         imbalance_fitted: of a plan made with the fit.
-        replan: whether to use that from the next epoch on.
         frozen: whether the fit is final.
     """
 
     fit: CostFit
     imbalance_current: float
     imbalance_fitted: float
-    replan: bool
     frozen: bool
 
 
@@ -91,16 +90,18 @@ class CostCalibrator:
         self._records[len(self._sums) - 1] = record
 
     def _exchange(self, sampler: Any) -> None:
-        """Gather all ranks' window on rank 0, and follow its result on all."""
-        seconds = [self._compute_seconds(index) for index in range(WINDOW)]
-        everyone: list[Any] = [(np.stack(self._sums[:WINDOW]), np.array(seconds))]
+        """Gather all ranks' windows, fit on rank 0, and follow its result on all."""
+        mine = np.stack(self._sums[:WINDOW]), np.array([self._compute_seconds(index) for index in range(WINDOW)])
+        everyone = [mine] if self._group is None else gather_objects(mine, self._group)
         self._sums = self._sums[WINDOW:]
         self._records = {index - WINDOW: record for index, record in self._records.items() if index >= WINDOW}
-        if self._group is not None:
-            mine, everyone = everyone[0], [None] * self._group.size()
-            dist.gather_object(mine, everyone if self.trainer.is_global_zero else None, dst=0, group=self._group)
+        result: list[Any] = [None]
         # least squares on another processor may differ in the last digit: rank 0 fits, and tells the others
-        result: list[Any] = [self._result_or_error(everyone, sampler) if self.trainer.is_global_zero else None]
+        if self.trainer.is_global_zero:
+            try:
+                result = [self._fit(everyone, sampler)]
+            except Exception:  # the other ranks wait for an answer
+                result = [traceback.format_exc()]
         if self._group is not None:
             dist.broadcast_object_list(result, src=0, group=self._group)
         if isinstance(result[0], str):
@@ -117,36 +118,23 @@ class CostCalibrator:
         # the rank's own arrivals: whatever it waited for, it did not compute
         return attribute(step, [collective.arrive for collective in step.collectives]).compute
 
-    def _result_or_error(self, everyone: list[Any], sampler: Any) -> CalibrationResult | str | None:
-        """Return the traceback of a failure: the other ranks wait for an answer."""
-        try:
-            return self._fit(everyone, sampler)
-        except Exception:
-            return traceback.format_exc()
-
     def _fit(self, everyone: list[Any], sampler: Any) -> CalibrationResult | None:
         """Fit the times of all ranks, on rank 0; None if there are too few."""
         sums, seconds = (np.stack(values, axis=1) for values in zip(*everyone))
         fit = self._calibration.add_window(sums, seconds)
         if fit is None:
             return None
-        batches = [
-            sampler.global_batch(sampler.epoch, step) for step in range(sampler.first_step, len(sampler))[:COMPARED_STEPS]
-        ]
+        steps = range(sampler.first_step, len(sampler))[:COMPARED_STEPS]
+        batches = [sampler.global_batch(sampler.epoch, step) for step in steps]
         fitted = [self._costs.costs_by(fit.model, batch) for batch in batches]
         used = [sampler.costs[batch] for batch in batches]
-        options = {
-            name: value for name, value in sampler.options.items() if name in ("assignment_mode", "count_slack", "rank_speeds")
-        }
+        options = {name: value for name, value in sampler.options.items() if name != "max_tokens_per_rank"}
 
         def imbalance(costs: list[NDArray[np.float64]], **changed: Any) -> float:
-            return imbalance_by_true_costs(
-                zip(costs, fitted), fit.base, sampler.num_replicas, {**options, **changed}, fit.slowness
-            )
+            pairs = zip(costs, fitted)
+            return imbalance_by_true_costs(pairs, fit.base, sampler.num_replicas, {**options, **changed}, fit.slowness)
 
-        current, best = imbalance(used), imbalance(fitted, **self._speeds(fit))
-        replan = self._replanned or current > best * (1 + DISAGREEMENT)
-        return CalibrationResult(fit, current, best, replan, self._calibration.frozen)
+        return CalibrationResult(fit, imbalance(used), imbalance(fitted, **self._speeds(fit)), self._calibration.frozen)
 
     def _speeds(self, fit: CostFit) -> dict[str, Any]:
         """Return the option of the assignment that gives slow ranks less work, if the user wants it."""
@@ -155,8 +143,8 @@ class CostCalibrator:
     def _follow(self, result: CalibrationResult, sampler: Any) -> None:
         """Do on every rank alike what the result says."""
         fit = result.fit
-        if result.replan:
-            self._replanned = True
+        self._replanned |= result.imbalance_current > result.imbalance_fitted * (1 + DISAGREEMENT)
+        if self._replanned:
             self._data.train.replan(sampler.epoch + 1, fit.model, **self._speeds(fit))
         if self.trainer.is_global_zero:
             self._log(result, sampler)
@@ -172,12 +160,12 @@ class CostCalibrator:
         }
         for logger in self.trainer.loggers:
             logger.log_metrics(scalars, step=self.trainer.global_step)
-        if result.frozen or result.replan:
+        if result.frozen or self._replanned:
             rank_zero_info(
                 f"strategy 'freescale': {fit.model} + {fit.base:.2g} s per step explains {fit.observations} times with "
                 f"a median error of {fit.residual:.1%}; by it the plan in use has imbalance {result.imbalance_current:.3f}, "
                 f"one made with it {result.imbalance_fitted:.3f}"
-                + (f": used from epoch {sampler.epoch + 1} on" if result.replan else "")
+                + (f": used from epoch {sampler.epoch + 1} on" if self._replanned else "")
                 + ("; the fit is final" if result.frozen else "")
             )
         for rank, times in fit.slow_ranks(sampler.options.get("rank_speeds")).items():

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from lightning_freescale.embeddings.collections import Collection
     from lightning_freescale.embeddings.overlap import OverlapReport
     from lightning_freescale.embeddings.shards import ShardedTables
-    from lightning_freescale.strategy.overlap import OverlapController
 
 
 class FreeScaleStrategy(UnshardedCheckpointStrategy):
@@ -93,7 +92,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self.sigterm_every_n_steps = sigterm_every_n_steps
         self.timeline = Timeline()
         self.overlap_report: OverlapReport | None = None
-        self._recording = ExitStack()
+        self._at_teardown = ExitStack()
         self._balance_monitor: BalanceMonitor | None = None
         self._loss_weight = 1.0
         self._accumulating = self._update_due = False
@@ -130,8 +129,10 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         assert module is not None
         assert self.accelerator is not None
-        if fitting and calibrated_data(trainer) is not None:
-            self._record_steps()
+        if fitting and calibrated_data(trainer) is not None and not self.timeline.enabled:  # else a profiler has seen to it
+            self.timeline.enable(self.root_device)
+            self._at_teardown.enter_context(stages_on(self.timeline, self))
+            self._at_teardown.enter_context(collectives_on(self.timeline))
         self.tables = self.overlap_report = None
         if fitting or self.groups is None or self.groups.root is not module:
             self.groups = None  # else a checkpoint after validate or test still is one of the fit before
@@ -149,17 +150,17 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self.tables = self._shard(trainer, module, found, fitting)
         self._wrap(module.to(self.root_device), self.tables, fitting)
         if fitting and self.overlap:
-            self.overlap_controller = self._start_overlap(trainer, self.tables)
+            from lightning_freescale.embeddings.overlap import OverlapEngine
+            from lightning_freescale.strategy.overlap import OverlapController
+
+            engine = OverlapEngine(self.tables, self.dedup, process_group_timeout(self), self.transport)
+            self._at_teardown.callback(engine.close)
+            self.overlap_controller = OverlapController(trainer, engine, self.timeline)
 
     @override
     def teardown(self) -> None:
-        monitor, self._balance_monitor = self._balance_monitor, None
-        if monitor is not None:
-            monitor.stop()
-        self._recording.close()
-        if self.overlap_controller is not None:
-            self.overlap_controller.engine.close()
-            self.overlap_controller = None
+        self._balance_monitor = self.overlap_controller = None
+        self._at_teardown.close()
         if self.tables is None:
             super().teardown()
             return
@@ -183,8 +184,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         refuse_sampler(getattr(dataloader, "sampler", None), self.world_size)
         loader = super().process_dataloader(dataloader)
-        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
-        if trainer is None or not trainer.training or not self.overlap or self.tables is None:
+        if self.overlap_controller is None or not (trainer := self.overlap_controller.trainer).training:
             return loader
         return LookaheadLoader(loader, lambda: trainer.num_training_batches)
 
@@ -195,6 +195,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self._update_due = False
         trainer = self.lightning_module.trainer
         self._balance_monitor = BalanceMonitor(trainer, self.timeline, process_group_timeout(self))
+        self._at_teardown.callback(self._balance_monitor.stop)
         throttle_sigterm_broadcast(trainer, self.sigterm_every_n_steps, lambda: self.timeline.collective("sigterm"))
 
     @override
@@ -288,13 +289,6 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
 
     # -- parts of the set-up, in their order
 
-    def _record_steps(self) -> None:
-        """Have the times of the steps on the timeline, unless a profiler has seen to it."""
-        if not self.timeline.enabled:
-            self.timeline.enable(self.root_device)
-            self._recording.enter_context(stages_on(self.timeline, self))
-            self._recording.enter_context(collectives_on(self.timeline))
-
     def _shard(self, trainer: Trainer, module: nn.Module, found: list[tuple[Collection, Any]], fitting: bool) -> ShardedTables:
         from lightning_freescale.embeddings.optimizer import ParameterGroups
         from lightning_freescale.embeddings.sharding import TableSharding
@@ -334,13 +328,6 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self.setup_precision_plugin()
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
-
-    def _start_overlap(self, trainer: Trainer, tables: ShardedTables) -> OverlapController:
-        from lightning_freescale.embeddings.overlap import OverlapEngine
-        from lightning_freescale.strategy.overlap import OverlapController
-
-        engine = OverlapEngine(tables, self.dedup, process_group_timeout(self), self.transport)
-        return OverlapController(trainer, engine, self.timeline)
 
     # -- parts of a step
 

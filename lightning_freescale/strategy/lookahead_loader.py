@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final
+from typing import Any
 
 from lightning_freescale._lightning.loader_wrapper import LoaderWrapper
 
@@ -16,14 +16,11 @@ _MOST_WAITING = 4
 
 
 class _NoBatch(Enum):
-    ENDED = "ended"
-    UNKNOWN = "unknown"
+    ENDED = "no batch follows in this iteration"
+    UNKNOWN = "whether a batch follows, and which, cannot be said yet"
 
 
-ENDED: Final = _NoBatch.ENDED
-"""No batch follows in this iteration."""
-UNKNOWN: Final = _NoBatch.UNKNOWN
-"""Whether a batch follows, and which, cannot be said yet."""
+ENDED, UNKNOWN = _NoBatch
 
 
 class LookaheadLoader(LoaderWrapper):

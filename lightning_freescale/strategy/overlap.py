@@ -12,7 +12,7 @@ from lightning_freescale._lightning.loops import Trainer, counting_ahead, prepar
 from lightning_freescale.embeddings.lookahead.probe import LookaheadMode, Probe
 from lightning_freescale.embeddings.overlap import OverlapEngine, OverlapReport
 from lightning_freescale.profiling.recording.timeline import Timeline
-from lightning_freescale.strategy.dry_run import CollectionOutput, DryRunResult, dry_run_ids
+from lightning_freescale.strategy.dry_run import dry_run_ids
 from lightning_freescale.strategy.lookahead_loader import ENDED, UNKNOWN, LookaheadLoader
 
 
@@ -28,10 +28,6 @@ class OverlapController:
     def __init__(self, trainer: Trainer, engine: OverlapEngine, timeline: Timeline) -> None:
         self.trainer, self.engine = trainer, engine
         self._probes = {path: Probe(path) for path in engine.collections}
-        self._outputs = {
-            collection.path: CollectionOutput.from_collection(collection, module)
-            for collection, module in engine.tables.modules
-        }
         self._batch: Any = None
         self._next_batch: Any = UNKNOWN
         self._batch_idx = 0
@@ -60,14 +56,12 @@ class OverlapController:
     def before_forward(self, updates: bool, rate_of_group: Callable[[int], float], step: int) -> None:
         """Submit the ids that stand in the next batch, and how this rank comes to know them."""
         self._updates = updates
-        restart = self._batch_idx % self.trainer.accumulate_grad_batches == 0  # where Lightning zeroes the dense gradients
-        known = self._known_ids()
         self._agreed_modes = self.engine.begin_step(
-            known,
+            self._known_ids(),
             updates=updates,
             rate_of_group=rate_of_group,
             step=step,
-            restart=restart,
+            restart=self._batch_idx % self.trainer.accumulate_grad_batches == 0,  # where Lightning zeroes the dense gradients
             modes={path: probe.proposal for path, probe in self._probes.items()},
         )
 
@@ -84,8 +78,7 @@ class OverlapController:
                 probe.learn(self._batch, lookup.features)
         for path, mode in self._agreed_modes.items():
             self._probes[path].follow_agreed_mode(mode)
-        found = self._dry_run(args)
-        self.engine.submit_next_ids(found, {path: probe.mode for path, probe in self._probes.items()})
+        self.engine.submit_next_ids(self._dry_run(args), {path: probe.mode for path, probe in self._probes.items()})
 
     def log_step(self) -> None:
         """After an optimizer step, log what was moved and waited for since the last time, of rank 0."""
@@ -95,9 +88,9 @@ class OverlapController:
             return
         totals = self.engine.statistics()
         report, self._logged = OverlapReport.from_totals(totals, self._logged), totals
-        scalars = report.scalars() if report is not None else {}
-        for logger in trainer.loggers if scalars else []:
-            logger.log_metrics(scalars, step=trainer.global_step)
+        if report is not None:
+            for logger in trainer.loggers:
+                logger.log_metrics(report.scalars(), step=trainer.global_step)
 
     def report(self) -> OverlapReport | None:
         """Return the means over all ranks and steps so far. Collective; drain first."""
@@ -118,21 +111,18 @@ class OverlapController:
         wanted = [path for path, mode in self._agreed_modes.items() if mode == LookaheadMode.DRY_RUN]
         if not wanted or self._next_batch is ENDED or self._next_batch is UNKNOWN:
             return {}
-        result = self._dry_run_step(wanted, args)
-        for path in wanted:
-            if path not in result.features:
-                self._probes[path].give_up(f"a trial run of training_step: {result.error or 'it does not look them up'}")
-        return {path: ids for path, ids in result.features.items() if path in wanted}
-
-    def _dry_run_step(self, wanted: list[str], args: tuple[Any, ...]) -> DryRunResult:
         trainer = self.trainer
         later = (value + 1 if isinstance(value, int) else value for value in args[1:])  # batch_idx, if it takes one
         with counting_ahead(trainer, self._updates), trainer.precision_plugin.train_step_context():
-            return dry_run_ids(
+            result = dry_run_ids(
                 trainer.lightning_module,
-                self._outputs,
+                self.engine.tables.modules,
                 (self._next_batch, *later),
                 trainer.strategy.root_device,
                 wanted,
                 partial(prepared_batch, trainer),
             )
+        for path in wanted:
+            if path not in result.features:
+                self._probes[path].give_up(f"a trial run of training_step: {result.error or 'it does not look them up'}")
+        return {path: ids for path, ids in result.features.items() if path in wanted}

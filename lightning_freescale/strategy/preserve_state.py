@@ -13,16 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-_ATOMS: tuple[type, ...] = (bool, int, float, str, type(None))
-_LISTS: tuple[type, ...] = (list, set, deque)
-_DICTS: tuple[type, ...] = (dict, OrderedDict, defaultdict)
+_LISTS = (list, set, deque)
+_DICTS = (dict, OrderedDict, defaultdict)
 _COPIED = (np.ndarray, np.random.Generator, np.random.RandomState, random.Random)
 
 
 @contextmanager
-def preserve_module_state(
-    root: nn.Module, device: torch.device, skip: Container[nn.Module] = ()
-) -> Generator[None, None, None]:
+def preserve_module_state(root: nn.Module, device: torch.device, skip: Container[nn.Module]) -> Generator[None, None, None]:
     """Give the modules of ``root`` copies of their attributes inside the block, and their own back afterwards.
 
     Copied are buffers and other tensors, lists, dicts, sets, arrays and random generators, so counters, lists of losses,
@@ -78,23 +75,19 @@ def _random_states(device: torch.device) -> Generator[None, None, None]:
 
 def _copy(value: Any, copies: dict[int, Any]) -> Any:
     """Return a copy that can be changed in value's place; what is shared stays shared."""
-    if type(value) in _ATOMS:
-        return value
-    if id(value) not in copies:
-        copies[id(value)] = _new_copy(value, copies)
-    return copies[id(value)]
-
-
-def _new_copy(value: Any, copies: dict[int, Any]) -> Any:
-    if type(value) in _LISTS:
-        return value.copy()
+    if id(value) in copies:
+        return copies[id(value)]
+    copied = value
+    if type(value) in (*_LISTS, *_DICTS):
+        copied = value.copy()
+    elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        copied = value.detach().clone()
+    elif isinstance(value, torch.Generator):
+        copied = value.clone_state()
+    elif isinstance(value, _COPIED):
+        copied = copy.deepcopy(value)
+    copies[id(value)] = copied  # before its values: it may hold itself
     if type(value) in _DICTS:
-        copied = copies[id(value)] = value.copy()  # before its values: it may hold itself
         for key, inner in value.items():
             copied[key] = _copy(inner, copies)
-        return copied
-    if isinstance(value, Tensor):
-        return value if isinstance(value, nn.Parameter) else value.detach().clone()
-    if isinstance(value, torch.Generator):
-        return value.clone_state()
-    return copy.deepcopy(value) if isinstance(value, _COPIED) else value
+    return copied

@@ -8,7 +8,6 @@ from typing import Any
 from lightning_freescale._lightning.loops import (
     AVERAGING,
     GradientAccumulationScheduler,
-    LightningModule,
     MixedPrecision,
     Trainer,
     is_overridden,
@@ -36,8 +35,22 @@ def refuse_unsupported(trainer: Trainer) -> None:
                 f"{type(callback).__name__} copies the unsharded module, but the embedding tables are sharded. Remove it, or "
                 "use strategy='ddp'"
             )
-    _refuse_clipping(trainer, module)
-    _refuse_precision(trainer)
+    if trainer.gradient_clip_val:
+        raise ValueError(
+            f"Trainer(gradient_clip_val={trainer.gradient_clip_val}): {_BECAUSE}, so their gradients are gone before they "
+            "could be clipped. Remove it"
+        )
+    if is_overridden("configure_gradient_clipping", module):
+        raise ValueError(
+            f"{type(module).__name__}.configure_gradient_clipping: {_BECAUSE}, so it would clip the dense gradients only. "
+            "Remove it, and clip dense gradients in on_before_optimizer_step if that is what you want"
+        )
+    plugin = trainer.precision_plugin
+    if plugin.precision not in ("32-true", "bf16-mixed") or (isinstance(plugin, MixedPrecision) and plugin.scaler):
+        raise ValueError(
+            f"Trainer(precision={plugin.precision!r}): the tables take part in '32-true' and 'bf16-mixed' only, other "
+            "precisions scale or convert what they are updated with. Use one of those two"
+        )
 
 
 def refuse_options(start_method: str, model_averaging_period: int | None) -> None:
@@ -87,25 +100,3 @@ def refuse_accumulation(trainer: Trainer, plain: Sequence[str]) -> None:
         "can whose exchange is overlapped (FreeScaleStrategy(overlap=True), EmbeddingCollections sharded by rows or tables). "
         "Use accumulate_grad_batches=1 and a larger batch_size"
     )
-
-
-def _refuse_clipping(trainer: Trainer, module: LightningModule) -> None:
-    if trainer.gradient_clip_val:
-        raise ValueError(
-            f"Trainer(gradient_clip_val={trainer.gradient_clip_val}): {_BECAUSE}, so their gradients are gone before they "
-            "could be clipped. Remove it"
-        )
-    if is_overridden("configure_gradient_clipping", module):
-        raise ValueError(
-            f"{type(module).__name__}.configure_gradient_clipping: {_BECAUSE}, so it would clip the dense gradients only. "
-            "Remove it, and clip dense gradients in on_before_optimizer_step if that is what you want"
-        )
-
-
-def _refuse_precision(trainer: Trainer) -> None:
-    plugin = trainer.precision_plugin
-    if plugin.precision not in ("32-true", "bf16-mixed") or (isinstance(plugin, MixedPrecision) and plugin.scaler):
-        raise ValueError(
-            f"Trainer(precision={plugin.precision!r}): the tables take part in '32-true' and 'bf16-mixed' only, other "
-            "precisions scale or convert what they are updated with. Use one of those two"
-        )

@@ -18,7 +18,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollec
 
 from lightning_freescale.embeddings.collections import find_collections
 from lightning_freescale.embeddings.lookahead.kjt_snapshot import same_features
-from lightning_freescale.strategy.dry_run import CollectionOutput, DryRunResult, dry_run_ids
+from lightning_freescale.strategy.dry_run import DryRunResult, dry_run_ids
 
 CPU = torch.device("cpu")
 DIM = 4
@@ -77,14 +77,8 @@ class Model(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def _lookups(model: nn.Module) -> dict[str, CollectionOutput]:
-    return {
-        collection.path: CollectionOutput.from_collection(collection, module) for collection, module in find_collections(model)
-    }
-
-
 def _dry_run(model: Model, batch: dict[str, Any] | None = None, **options: Any) -> DryRunResult:
-    return dry_run_ids(model, _lookups(model), (batch or _batch(), 0), CPU, **options)
+    return dry_run_ids(model, find_collections(model), (batch or _batch(), 0), CPU, **options)
 
 
 def _seen_in_a_real_step(model: Model, batch: dict[str, Any]) -> dict[str, KeyedJaggedTensor]:
