@@ -36,8 +36,6 @@ def write_page(path: str | Path, documents: Sequence[Mapping[str, Any]]) -> Path
     """
     if not documents:
         raise ValueError("documents is empty; pass at least one report, as read from a report.json")
-    for index, document in enumerate(documents):
-        _check(index, document)
     script = "\n".join(_read(f"{name}.js") for name in _SCRIPTS)
     page = Template(_read("page.html")).substitute(style=_read("page.css"), content=_content(documents), script=script)
     return write_atomically(path, [page])
@@ -47,15 +45,6 @@ def _read(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _check(index: int, document: Mapping[str, Any]) -> None:
-    found = (document.get("format"), document.get("version"))
-    if found != (FORMAT, VERSION):
-        raise ValueError(
-            f"documents[{index}] has format {found[0]!r} and version {found[1]!r}, not {FORMAT!r} and {VERSION}; "
-            "pass the content of a report.json that this version of lightning_freescale wrote"
-        )
-
-
 def _content(documents: Sequence[Mapping[str, Any]]) -> str:
     """JSON that is safe inside a script element: without ``<`` no tag and no comment can begin or end in it."""
     reports = ",".join(_json(index, document) for index, document in enumerate(documents))
@@ -63,6 +52,12 @@ def _content(documents: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _json(index: int, document: Mapping[str, Any]) -> str:
+    found = (document.get("format"), document.get("version"))
+    if found != (FORMAT, VERSION):
+        raise ValueError(
+            f"documents[{index}] has format {found[0]!r} and version {found[1]!r}, not {FORMAT!r} and {VERSION}; "
+            "pass the content of a report.json that this version of lightning_freescale wrote"
+        )
     try:
         return json.dumps(document, allow_nan=False, separators=(",", ":"))
     except ValueError as error:
