@@ -28,10 +28,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.exit(2, f"{options.command}: {error}\n{hint}")
 
 
-def _show(options: argparse.Namespace) -> None:
-    print(summary(read(options.report)))
-
-
 def _compare(options: argparse.Namespace) -> None:
     documents = [read(path) for path in options.reports]
     labels = [document["run"]["label"] for document in documents]
@@ -67,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
 
     show = commands.add_parser("show", help="print the summary of a report")
     show.add_argument("report", type=Path, metavar="REPORT.json", help="written by the profiler")
-    show.set_defaults(run=_show)
+    show.set_defaults(run=lambda options: print(summary(read(options.report))))
 
     against = commands.add_parser(
         "compare",

@@ -176,15 +176,12 @@ def slices_of(events: Iterable[dict[str, Any]], base: float) -> list[dict[str, A
 
 
 def temporal_breakdown(events: Iterable[Mapping[str, Any]]) -> TemporalBreakdown | None:
-    """Return the shares that HolisticTraceAnalysis calls temporal breakdown, by its names of kernels.
+    """Return the shares that HolisticTraceAnalysis calls temporal breakdown, by its names of kernels; None if none took time.
 
     Not tested on GPU: tested on events made up for the purpose.
 
     Args:
         events: slices of one rank with ``cat``, ``name``, ``ts`` and ``dur``; those not of a GPU are passed over.
-
-    Returns:
-        None if no kernel took any time.
     """
     kernels = [event for event in events if event.get("cat") in _GPU]
     span = max((_end(k) for k in kernels), default=0.0) - min((k["ts"] for k in kernels), default=0.0)

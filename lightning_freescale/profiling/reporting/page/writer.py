@@ -19,16 +19,13 @@ _SCRIPTS = ("figures", "parts", "chart", "heatmap", "waterfall", "series", "bars
 
 
 def write_page(path: str | Path, documents: Sequence[Mapping[str, Any]]) -> Path:
-    """Write a page that shows the documents; the first is the one that others are compared with.
+    """Write a page that shows the documents, and return its path; the first is the one that others are compared with.
 
     The page holds its styles, its scripts and the documents, and its security policy forbids it to load anything.
 
     Args:
         path: of the HTML file; its folder is made if there is none. An older file stays if anything fails.
         documents: one or more contents of ``report.json``.
-
-    Returns:
-        ``path``.
 
     Raises:
         ValueError: without documents, or where one is no report of this version or holds a number that is not finite;

@@ -25,7 +25,7 @@ class Slice:
 
 @dataclass
 class Thread:
-    """A thread of a process; :func:`nested` has its slices in order before they are looked up or written."""
+    """A thread of a process. Its slices nest after :meth:`nest_slices`."""
 
     pid: int
     tid: int
@@ -35,6 +35,10 @@ class Thread:
     def place(self) -> Event:
         """The fields of an event that say it belongs here."""
         return {"pid": self.pid, "tid": self.tid}
+
+    def nest_slices(self) -> None:
+        """Cut slices that others cross: readers drop one that begins inside another and ends after it."""
+        self.slices = nested(self.slices)
 
     def at(self, tick: int) -> Slice | None:
         """Return the slice that began last of those that began by ``tick``. It may have ended."""
@@ -78,10 +82,7 @@ class Process:
 
 
 def nested(slices: Iterable[Slice]) -> list[Slice]:
-    """Return slices in the order they began, outer ones first; of two that cross, the earlier is cut where the later begins.
-
-    Readers drop a slice that begins inside another and ends after it.
-    """
+    """Return slices in the order they began, outer ones first; of two that cross, the earlier is cut where the later begins."""
     ordered: list[Slice] = []
     around: list[Slice] = []
     for s in sorted(slices, key=lambda s: (s.start, -s.end)):

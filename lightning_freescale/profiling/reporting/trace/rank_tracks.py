@@ -8,14 +8,7 @@ from typing import Any
 
 from lightning_freescale.profiling.analysis.intervals import COMPUTE, WAITS, Arrival, Interval
 from lightning_freescale.profiling.recording.records import ResolvedCollective, ResolvedStep
-from lightning_freescale.profiling.reporting.trace.chrome import (
-    TICKS_PER_SECOND,
-    Event,
-    Process,
-    Slice,
-    nested,
-    rows_without_overlap,
-)
+from lightning_freescale.profiling.reporting.trace.chrome import TICKS_PER_SECOND, Event, Process, Slice, rows_without_overlap
 
 NOTICEABLE = 50e-6
 """Seconds of straggler wait from which on there is an arrow."""
@@ -68,7 +61,7 @@ class RankTracks:
         for number, row in enumerate(rows_without_overlap(self._background), 1):
             self.process.thread(_BACKGROUND if number == 1 else f"{_BACKGROUND}, {number}").slices = row
         for thread in self.process.threads.values():
-            thread.slices = nested(thread.slices)
+            thread.nest_slices()
 
     def events(self) -> Iterator[Event]:
         """Yield all events but the metadata."""
