@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         _simulate(options)
     except (ImportError, OSError, ValueError) as error:
-        print(f"simulate: {error}", file=sys.stderr)
-        sys.exit(2)
+        parser.exit(2, f"simulate: {error}\n")
 
 
 def _simulate(options: argparse.Namespace) -> None:
@@ -83,32 +82,29 @@ def _parser() -> argparse.ArgumentParser:
     add("--lengths", type=Path, required=True, metavar="FILE", help="history lengths: " + KINDS)
     add("--column", metavar="NAME", help="of a .csv file: a sample is one value of it, its length the number of its rows")
     add("--ranks", type=_ranks, required=True, metavar="8,64,256", help="numbers of ranks")
-    add("--batch-size", type=_at_least(1), required=True, metavar="N", help="samples per rank and step")
-    add("--dim", type=_at_least(1), metavar="N", help="width of the embeddings; default: a cost model for width 64")
-    add("--layers", type=_at_least(1), metavar="N", help="blocks, with --dim; default 1")
-    add("--heads", type=_at_least(1), metavar="N", help="attention heads, with --dim; default 1")
+    add("--batch-size", type=_whole, required=True, metavar="N", help="samples per rank and step")
+    add("--dim", type=_whole, metavar="N", help="width of the embeddings; default: a cost model for width 64")
+    add("--layers", type=_whole, metavar="N", help="blocks, with --dim; default 1")
+    add("--heads", type=_whole, metavar="N", help="attention heads, with --dim; default 1")
     modes = ["fixed", "slack", "free"]
     add("--assignment-mode", choices=modes, default="fixed", help="equal counts (default), within limits, or any")
     add("--count-slack", type=float, metavar="SHARE", help="above the equal count, for assignment mode slack; default 0.25")
-    add("--outlier-window", type=_at_least(1), default=1, metavar="STEPS", help="steps that exchange outliers; default 1: none")
-    add("--steps", type=_at_least(1), default=32, metavar="N", help="steps to draw; default 32")
-    add("--seed", type=_at_least(0), default=0, metavar="N", help="of the draw")
+    add("--outlier-window", type=_whole, default=1, metavar="STEPS", help="steps that exchange outliers; default 1: none")
+    add("--steps", type=_whole, default=32, metavar="N", help="steps to draw; default 32")
+    add("--seed", type=partial(_whole, least=0), default=0, metavar="N", help="of the draw")
     add("--plot", type=Path, metavar="FILE", help="draw imbalance over ranks; needs matplotlib")
     add("--json", type=Path, metavar="FILE", help="write the figures")
     return parser
 
 
-def _at_least(least: int) -> Callable[[str], int]:
-    def whole(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= {least}")
-        return int(text)
-
-    return whole
+def _whole(text: str, least: int = 1) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= {least}")
+    return int(text)
 
 
 def _ranks(text: str) -> list[int]:
-    return [_at_least(1)(part.strip()) for part in text.split(",")]
+    return [_whole(part.strip()) for part in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from lightning_freescale.profiling.reporting.compare import DifferentWorkError, compare, differences, remarks, table
-from lightning_freescale.profiling.reporting.document import Document, read
+from lightning_freescale.profiling.reporting.document import read
 from lightning_freescale.profiling.reporting.text import summary
 
 
@@ -24,12 +24,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         options.run(options)
     except (OSError, ValueError) as error:
-        hint = "\n--force compares anyway" if isinstance(error, DifferentWorkError) else ""
-        parser.exit(2, f"{options.command}: {error}{hint}\n")
+        hint = "--force compares anyway\n" if isinstance(error, DifferentWorkError) else ""
+        parser.exit(2, f"{options.command}: {error}\n{hint}")
 
 
 def _compare(options: argparse.Namespace) -> None:
-    documents = _named(options.reports)
+    documents = [read(path) for path in options.reports]
+    labels = [document["run"]["label"] for document in documents]
+    for path, document, label in zip(options.reports, documents, labels):
+        document["run"]["label"] = label if labels.count(label) == 1 else str(path)
     compared = compare(documents, options.force)
     base, *others = documents
     notes = [line for other in others for line in (*differences(base, other), *remarks(base, other))]
@@ -52,15 +55,6 @@ def _page(options: argparse.Namespace) -> None:
         document["run"]["label"] = label
     write_page(options.output, documents)
     print(f"wrote {options.output}")
-
-
-def _named(paths: Sequence[Path]) -> list[Document]:
-    """The documents; those whose labels are not unique are named by their files."""
-    documents = [read(path) for path in paths]
-    labels = [document["run"]["label"] for document in documents]
-    for path, document, label in zip(paths, documents, labels):
-        document["run"]["label"] = label if labels.count(label) == 1 else str(path)
-    return documents
 
 
 def _parser() -> argparse.ArgumentParser:

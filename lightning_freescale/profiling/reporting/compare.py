@@ -88,10 +88,9 @@ def differences(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 def remarks(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Return a line for everything that a reader should know about two runs that can be compared all the same."""
     one, two = base["run"], other["run"]
-    pairs = [("device", one["device"], two["device"])]
-    for package in sorted({*one["versions"], *two["versions"]}):
-        pairs.append((f"version of {package}", one["versions"].get(package), two["versions"].get(package)))
-    found = _unequal(base, other, pairs)
+    packages = sorted({*one["versions"], *two["versions"]})
+    versions = [(f"version of {name}", one["versions"].get(name), two["versions"].get(name)) for name in packages]
+    found = _unequal(base, other, [("device", one["device"], two["device"]), *versions])
     for document in (base, other):
         label, status = document["run"]["label"], document["status"]
         if not status["complete"]:
@@ -123,30 +122,23 @@ def table(base: Mapping[str, Any], comparisons: Sequence[Comparison]) -> str:
 
 
 def _row(one: Comparison) -> tuple[str, ...]:
-    change = "-" if one.compute_change is None else f"{one.compute_change:+.1%}"
-    gain = (_share(one.removed), f"{one.speed_up:.2f}x", _times(one.from_bubbles), change)
-    return (one.label, f"{one.rate:.1f}", f"{one.bubble:.1%}", *gain)
+    gain = (_or_dash("{:.1%}", one.removed), f"{one.speed_up:.2f}x", _or_dash("{:.2f}x", one.from_bubbles))
+    return (one.label, f"{one.rate:.1f}", f"{one.bubble:.1%}", *gain, _or_dash("{:+.1%}", one.compute_change))
 
 
 def _sentences(one: Comparison) -> list[str]:
-    gain = (
-        f"{one.label}: r = {_share(one.removed)} of the base's b = {one.base_bubble:.1%} removed, speed-up {one.speed_up:.2f}x "
-        f"(r and b alone give {_times(one.from_bubbles)}, the limit is {_times(one.limit)})"
-    )
-    lines = textwrap.wrap(gain, 120, subsequent_indent="  ")
-    if one.compute_change is None:
-        return lines
-    if abs(one.compute_change) < _SAME_COMPUTE:
-        return [*lines, f"  compute per {one.per} is the same"]
-    return [*lines, f"  compute per {one.per} changed by {one.compute_change:+.1%}: by this the two speed-ups differ"]
+    removed = f"r = {_or_dash('{:.1%}', one.removed)} of the base's b = {one.base_bubble:.1%} removed"
+    alone, limit = (_or_dash("{:.2f}x", value) for value in (one.from_bubbles, one.limit))
+    gain = f"{removed}, speed-up {one.speed_up:.2f}x (r and b alone give {alone}, the limit is {limit})"
+    lines = textwrap.wrap(f"{one.label}: {gain}", 120, subsequent_indent="  ")
+    if one.compute_change is not None:
+        changed = f"changed by {one.compute_change:+.1%}: by this the two speed-ups differ"
+        lines.append(f"  compute per {one.per} {'is the same' if abs(one.compute_change) < _SAME_COMPUTE else changed}")
+    return lines
 
 
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
-
-
-def _times(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}x"
+def _or_dash(form: str, value: float | None) -> str:
+    return "-" if value is None else form.format(value)
 
 
 def _comparison(base: Mapping[str, Any], other: Mapping[str, Any], per: str) -> Comparison:

@@ -11,8 +11,8 @@ from importlib.util import find_spec
 
 
 def _installed() -> dict[str, str]:
-    names = ("lightning-freescale", "torch", "lightning")
-    found = {name.replace("-", "_"): version(name) for name in names if find_spec(name.replace("-", "_")) is not None}
+    packages = ("lightning_freescale", "torch", "lightning")
+    found = {name: version(name) for name in packages if find_spec(name) is not None}
     return {**found, "python": platform.python_version()}
 
 

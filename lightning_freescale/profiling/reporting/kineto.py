@@ -103,7 +103,11 @@ class KinetoWindow:
                 "another torch profiler began inside the window of torch_profiler_steps and ended it, nothing of it is left: "
                 f"{_ONE_PROFILER}"
             )
-        self._slices = _exported(stopped, self._ahead)
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "kineto.json"
+            stopped.export_chrome_trace(str(path))
+            document = json.loads(path.read_text())
+        self._slices = slices_of(document["traceEvents"], (document["baseTimeNanoseconds"] - self._ahead) * 1e-9)
 
     def events(self, to_seconds: Callable[[float], float]) -> list[dict[str, Any]]:
         """Return the window's slices for :func:`~lightning_freescale.profiling.reporting.trace.writer.write_trace`.
@@ -119,11 +123,13 @@ class KinetoWindow:
         short, beyond = len(found) - len(kept), max(0, len(kept) - LIMIT)
         if beyond:
             kept = sorted(kept, key=lambda event: (event["cat"] not in _GPU, -event["dur"]))[:LIMIT]
+        edges = ((to_seconds(event["ts"]), to_seconds(_end(event))) for event in kept)
+        events = [{**event, "ts": start, "dur": end - start} for event, (start, end) in zip(kept, edges)]
         if short or beyond:
             text = f"{short} operators below {SHORTEST * 1e6:.0f} us and {beyond} slices beyond {LIMIT} are left out"
-            first = min(event["ts"] for event in found)
-            kept.append({"ph": "i", "s": "t", "cat": "note", "name": text, "tid": "kineto: left out", "ts": first})
-        return [_on_clock(event, to_seconds) for event in kept]
+            first = to_seconds(min(event["ts"] for event in found))
+            events.append({"ph": "i", "s": "t", "cat": "note", "name": text, "tid": "kineto: left out", "ts": first})
+        return events
 
     def breakdown(self) -> TemporalBreakdown | None:
         """Return where the GPU's time went in the window, of all of its kernels; None if none ran. Not tested on GPU."""
@@ -140,12 +146,8 @@ def _in_use() -> bool:
     if torch.autograd.profiler._is_profiler_enabled:
         return True
     # while one warms up no flag is set; type(), because isinstance() would wake lazy modules
-    return any(_warms_up(o) for o in gc.get_objects() if issubclass(type(o), profile))
-
-
-def _warms_up(other: profile) -> bool:
-    began = other.profiler is not None and other.profiler.kineto_results is None
-    return began and other.current_action is ProfilerAction.WARMUP
+    others = [o for o in gc.get_objects() if issubclass(type(o), profile) and o.current_action is ProfilerAction.WARMUP]
+    return any(other.profiler is not None and other.profiler.kineto_results is None for other in others)
 
 
 def _unix_ahead() -> int:
@@ -155,14 +157,6 @@ def _unix_ahead() -> int:
         before, unix, after = time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()
         readings.append((after - before, unix - (before + after) // 2))
     return min(readings)[1]
-
-
-def _exported(stopped: profile, ahead: int) -> list[dict[str, Any]]:
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "kineto.json"
-        stopped.export_chrome_trace(str(path))
-        document = json.loads(path.read_text())
-    return slices_of(document["traceEvents"], (document["baseTimeNanoseconds"] - ahead) * 1e-9)
 
 
 def slices_of(events: Iterable[dict[str, Any]], base: float) -> list[dict[str, Any]]:
@@ -181,23 +175,13 @@ def slices_of(events: Iterable[dict[str, Any]], base: float) -> list[dict[str, A
     ]
 
 
-def _on_clock(event: dict[str, Any], to_seconds: Callable[[float], float]) -> dict[str, Any]:
-    moved = {**event, "ts": to_seconds(event["ts"])}
-    if "dur" in event:
-        moved["dur"] = to_seconds(event["ts"] + event["dur"]) - moved["ts"]
-    return moved
-
-
 def temporal_breakdown(events: Iterable[Mapping[str, Any]]) -> TemporalBreakdown | None:
-    """Return the shares that HolisticTraceAnalysis calls temporal breakdown, by its names of kernels.
+    """Return the shares that HolisticTraceAnalysis calls temporal breakdown, by its names of kernels; None if none took time.
 
     Not tested on GPU: tested on events made up for the purpose.
 
     Args:
         events: slices of one rank with ``cat``, ``name``, ``ts`` and ``dur``; those not of a GPU are passed over.
-
-    Returns:
-        None if no kernel took any time.
     """
     kernels = [event for event in events if event.get("cat") in _GPU]
     span = max((_end(k) for k in kernels), default=0.0) - min((k["ts"] for k in kernels), default=0.0)
@@ -217,5 +201,5 @@ def _union(kernels: Iterable[Mapping[str, Any]]) -> float:
     return total
 
 
-def _end(kernel: Mapping[str, Any]) -> float:
-    return kernel["ts"] + kernel["dur"]
+def _end(event: Mapping[str, Any]) -> float:
+    return event["ts"] + event["dur"]

@@ -20,6 +20,7 @@ from lightning_freescale.profiling.reporting.text import summary
 
 Floats = NDArray[np.float64]
 _SHARES = ("data_wait", "compute", *PART_NAMES[2:])
+_FIGURES = ("bubble", "limit", "step_s", "samples_per_s", "compute_imbalance", "overlap_efficiency", "shares")
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,30 +126,21 @@ class BubbleReport:
             ValueError: a figure is not finite.
         """
         waits, overhead = self.wait_attribution, self.overhead
+        clocks = {"aligned": waits.aligned, **_seconds(waits, "uncertainty"), "reason": waits.reason, "clock": waits.clock}
         share = overhead.total / self.step_s if self.step_s else 0.0
         values: Document = {
             "format": FORMAT,
             "version": VERSION,
             "run": vars(self.run),
-            "status": _status(self),
-            "summary": _summary(self),
+            "status": {**vars(self.status), "steps": len(self.steps), "first_step": self.steps[0]},
+            "summary": {**{name: getattr(self, name) for name in _FIGURES}, "samples": self.samples.sum()},
             "ranks": [_rank(self, rank) for rank in range(self.breakdown.shape[1])],
             "imbalance": None if self.imbalance is None else _imbalance(self.imbalance),
             "what_if": [vars(case) for case in self.what_if],
             "exchanges": [_exchange(figures) for figures in self.exchanges],
             "host_s": self.host,
-            "wait_attribution": {
-                "aligned": waits.aligned,
-                "uncertainty_s": waits.uncertainty,
-                "reason": waits.reason,
-                "clock": waits.clock,
-            },
-            "overhead": {
-                "total_s": overhead.total,
-                "exchange_s": overhead.exchange,
-                "stamps_s": overhead.stamps,
-                "share": share,
-            },
+            "wait_attribution": clocks,
+            "overhead": {**_seconds(overhead, "total", "exchange", "stamps"), "share": share},
             "device_idle": self.device_idle,
             "median_step": self.median_step,
         }
@@ -178,11 +170,8 @@ def window_scalars(breakdown: Floats, samples: NDArray[np.int64]) -> dict[str, f
         samples: shape ``[steps, ranks]``; zeros if unknown, then there is no ``samples_per_s``.
     """
     values = {"fraction": bubble(breakdown), **_shares(breakdown), "compute_imbalance": _compute_imbalance(breakdown)}
-    values["step_s"] = float(breakdown[:, :, 0].mean())
-    rate = _samples_per_s(breakdown, samples)
-    if rate is not None:
-        values["samples_per_s"] = rate
-    return {f"freescale/bubble/{name}": value for name, value in values.items()}
+    rates = {"step_s": float(breakdown[:, :, 0].mean()), "samples_per_s": _samples_per_s(breakdown, samples)}
+    return {f"freescale/bubble/{name}": value for name, value in {**values, **rates}.items() if value is not None}
 
 
 def _shares(breakdown: Floats) -> dict[str, float]:
@@ -201,19 +190,6 @@ def _samples_per_s(breakdown: Floats, samples: NDArray[np.int64]) -> float | Non
     return float(samples.sum()) / seconds if seconds and samples.any() else None
 
 
-def _status(report: BubbleReport) -> Document:
-    status = report.status
-    covered = {"steps": len(report.steps), "first_step": report.steps[0]}
-    left_out = {"warmup": status.warmup, "not_exchanged": status.not_exchanged}
-    return {"complete": status.complete, "reason": status.reason, **covered, **left_out}
-
-
-def _summary(report: BubbleReport) -> Document:
-    rates = ("step_s", "samples_per_s", "compute_imbalance", "overlap_efficiency", "shares")
-    figures = {name: getattr(report, name) for name in ("bubble", "limit", *rates)}
-    return {**figures, "samples": report.samples.sum()}
-
-
 def _rank(report: BubbleReport, rank: int) -> Document:
     return {
         "rank": rank,
@@ -225,14 +201,18 @@ def _rank(report: BubbleReport, rank: int) -> Document:
 
 
 def _imbalance(imbalance: Imbalance) -> Document:
-    seconds = {f"{cause}_s": getattr(imbalance, cause) for cause in ("data", "hardware", "jitter")}
+    seconds = _seconds(imbalance, "data", "hardware", "jitter")
     return {"method": imbalance.method, **seconds, "slow_ranks": imbalance.slow, "residual": imbalance.residual}
 
 
 def _exchange(figures: ExchangeFigures) -> Document:
-    seconds = {f"{name}_s": getattr(figures, name) for name in ("straggler_wait", "transfer", "wait", "hidden")}
-    rest = {"moved_bytes": figures.moved, "last": figures.last}
-    return {"name": figures.name, "per_step": figures.per_step, **seconds, **rest}
+    seconds = _seconds(figures, "straggler_wait", "transfer", "wait", "hidden")
+    named = {"name": figures.name, "per_step": figures.per_step}
+    return {**named, **seconds, "moved_bytes": figures.moved, "last": figures.last}
+
+
+def _seconds(figures: Any, *names: str) -> Document:
+    return {f"{name}_s": getattr(figures, name) for name in names}
 
 
 def _plain(value: Any, at: str) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+
+import numpy as np
 
 _WIDTH = 120
 _ALL_RANKS = 8
@@ -14,15 +16,14 @@ _COLUMNS = ("data_wait", "compute", "straggler_wait", "transfer", "wait", "host_
 
 def summary(document: Mapping[str, Any]) -> str:
     """Return the text of a document, no line wider than 120 characters; its series are not needed."""
-    sentences = (_bubble, _compute, _overlap, _what_if, _imbalance, _slow_ranks, _waits, _overhead)
-    below = [sentence(document) for sentence in sentences]
-    lines = [*_wrapped([_incomplete(document), _title(document)]), *_table(document), *_wrapped(below)]
-    return "\n".join(lines)
+    above = (_incomplete, _title)
+    below = (_bubble, _compute, _overlap, _what_if, _imbalance, _slow_ranks, _waits, _overhead)
+    return "\n".join([*_wrapped(document, above), *_table(document), *_wrapped(document, below)])
 
 
-def _wrapped(sentences: Iterable[str | None]) -> Iterable[str]:
+def _wrapped(document: Mapping[str, Any], sentences: Iterable[Callable[[Mapping[str, Any]], str | None]]) -> Iterator[str]:
     for sentence in sentences:
-        yield from textwrap.wrap(sentence or "", _WIDTH, subsequent_indent="  ")
+        yield from textwrap.wrap(sentence(document) or "", _WIDTH, subsequent_indent="  ")
 
 
 def _ms(seconds: float) -> str:
@@ -57,48 +58,27 @@ def _table(document: Mapping[str, Any]) -> list[str]:
     wide = max(len(label) for label, _ in rows)
     # waits are divided on most runs: the column of those that are not would hold zeros
     columns = [name for name in _COLUMNS if name != "wait" or document["summary"]["shares"]["wait"]]
-    heading = "".join(f"{_label(name):>{_width(name)}}" for name in columns)
-    return [
-        f"{'rank' if many else '':{wide}}{'ms/step':>9}{heading}{'last':>8}",
-        *(f"{label:{wide}}{_cells(row, columns)}{row['last'] / exchanges:>8.1%}" for label, row in rows),
-    ]
-
-
-def _label(column: str) -> str:
-    return "wait for peers" if column == "wait" else column.replace("_", " ")
-
-
-def _width(column: str) -> int:
-    return len(_label(column)) + 2
-
-
-def _cells(row: Mapping[str, Any], columns: Iterable[str]) -> str:
-    shares = (f"{row['shares'][name]:>{_width(name)}.1%}" for name in columns)
-    return f"{row['step_s'] * 1e3:>9.1f}{''.join(shares)}"
+    heads = {name: "  wait for peers" if name == "wait" else f"  {name.replace('_', ' ')}" for name in columns}
+    lines = [f"{'rank' if many else '':{wide}}{'ms/step':>9}{''.join(heads.values())}{'last':>8}"]
+    for label, row in rows:
+        shares = "".join(f"{row['shares'][name]:>{len(head)}.1%}" for name, head in heads.items())
+        lines.append(f"{label:{wide}}{row['step_s'] * 1e3:>9.1f}{shares}{row['last'] / exchanges:>8.1%}")
+    return lines
 
 
 def _extremes(ranks: list[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
-    def seconds(rank: Mapping[str, Any], name: str) -> float:
-        return float(rank["shares"][name] * rank["step_s"])
-
-    chosen = {
-        "most compute": max(ranks, key=lambda rank: seconds(rank, "compute")),
-        "least compute": min(ranks, key=lambda rank: seconds(rank, "compute")),
-        "most data wait": max(ranks, key=lambda rank: seconds(rank, "data_wait")),
-    }
-    return [(f"{what}: {rank['rank']}", rank) for what, rank in chosen.items()]
+    compute, data = ([rank["shares"][name] * rank["step_s"] for rank in ranks] for name in ("compute", "data_wait"))
+    chosen = {"most compute": np.argmax(compute), "least compute": np.argmin(compute), "most data wait": np.argmax(data)}
+    return [(f"{what}: {ranks[k]['rank']}", ranks[k]) for what, k in chosen.items()]
 
 
 def _bubble(document: Mapping[str, Any]) -> str:
     figures = document["summary"]
     if figures["limit"] is None:
         return "bubble b = 100.0%: no compute was seen"
-    rate = figures["samples_per_s"]
-    speed = "" if rate is None else f", {rate:.1f} samples/s now"
-    return (
-        f"bubble b = {figures['bubble']:.1%}: removing it all would be at most {figures['limit']:.2f}x faster "
-        f"({_ms(figures['step_s'] / figures['limit'])} ms/step{speed})"
-    )
+    rate = "" if figures["samples_per_s"] is None else f", {figures['samples_per_s']:.1f} samples/s now"
+    faster = f"{figures['limit']:.2f}x faster ({_ms(figures['step_s'] / figures['limit'])} ms/step{rate})"
+    return f"bubble b = {figures['bubble']:.1%}: removing it all would be at most {faster}"
 
 
 def _compute(document: Mapping[str, Any]) -> str:
@@ -114,13 +94,11 @@ def _overlap(document: Mapping[str, Any]) -> str | None:
 
 
 def _what_if(document: Mapping[str, Any]) -> str | None:
-    cases = ", ".join(map(_case, document["what_if"]))
-    return f"what if: {cases}" if cases else None
-
-
-def _case(case: Mapping[str, Any]) -> str:
-    gain = "left out" if case["speed_up"] is None else f"{case['speed_up']:.2f}x"
-    return f"{case['name']} {gain}" + (f" ({case['note']})" if case["note"] else "")
+    cases = []
+    for case in document["what_if"]:
+        gain = "left out" if case["speed_up"] is None else f"{case['speed_up']:.2f}x"
+        cases.append(f"{case['name']} {gain}" + (f" ({case['note']})" if case["note"] else ""))
+    return f"what if: {', '.join(cases)}" if cases else None
 
 
 def _imbalance(document: Mapping[str, Any]) -> str | None:
@@ -128,16 +106,12 @@ def _imbalance(document: Mapping[str, Any]) -> str | None:
     if split is None:
         return None
     data, hardware, jitter = (split[f"{cause}_s"] for cause in ("data", "hardware", "jitter"))
+    differ = f"of {_ms(data + hardware + jitter)} ms that ranks differ per step"
     if split["method"] == "ranks":
-        return (
-            f"of {_ms(data + hardware + jitter)} ms that ranks differ per step, {_ms(hardware)} last from step to step, "
-            f"{_ms(data + jitter)} do not"
-        )
+        return f"{differ}, {_ms(hardware)} last from step to step, {_ms(data + jitter)} do not"
     off = "" if split["residual"] is None else f", {split['residual']:.1%} off"
-    return (
-        f"of {_ms(data + hardware + jitter)} ms that ranks differ per step, {_ms(data)} come from the data, "
-        f"{_ms(hardware)} from hardware, {_ms(jitter)} from neither (by the cost model{off})"
-    )
+    causes = f"{_ms(data)} come from the data, {_ms(hardware)} from hardware, {_ms(jitter)} from neither"
+    return f"{differ}, {causes} (by the cost model{off})"
 
 
 def _slow_ranks(document: Mapping[str, Any]) -> str | None:
@@ -162,8 +136,5 @@ def _waits(document: Mapping[str, Any]) -> str | None:
 
 def _overhead(document: Mapping[str, Any]) -> str:
     overhead = document["overhead"]
-    total, exchange, stamps = (_ms(overhead[name]) for name in ("total_s", "exchange_s", "stamps_s"))
-    return (
-        f"profiler overhead {total} ms/step, {overhead['share']:.2%} of a step ({exchange} for exchanges, on a thread aside; "
-        f"{stamps} for stamps)"
-    )
+    parts = f"{_ms(overhead['exchange_s'])} for exchanges, on a thread aside; {_ms(overhead['stamps_s'])} for stamps"
+    return f"profiler overhead {_ms(overhead['total_s'])} ms/step, {overhead['share']:.2%} of a step ({parts})"

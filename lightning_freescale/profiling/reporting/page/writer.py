@@ -19,7 +19,7 @@ _SCRIPTS = ("figures", "parts", "chart", "heatmap", "waterfall", "series", "bars
 
 
 def write_page(path: str | Path, documents: Sequence[Mapping[str, Any]]) -> Path:
-    """Write a page that shows the documents; the first is the one that others are compared with.
+    """Write a page that shows the documents, and return its path; the first is the one that others are compared with.
 
     The page holds its styles, its scripts and the documents, and its security policy forbids it to load anything.
 
@@ -27,17 +27,12 @@ def write_page(path: str | Path, documents: Sequence[Mapping[str, Any]]) -> Path
         path: of the HTML file; its folder is made if there is none. An older file stays if anything fails.
         documents: one or more contents of ``report.json``.
 
-    Returns:
-        ``path``.
-
     Raises:
         ValueError: without documents, or where one is no report of this version or holds a number that is not finite;
             with several, where one has no wall time to compare.
     """
     if not documents:
         raise ValueError("documents is empty; pass at least one report, as read from a report.json")
-    for index, document in enumerate(documents):
-        _check(index, document)
     script = "\n".join(_read(f"{name}.js") for name in _SCRIPTS)
     page = Template(_read("page.html")).substitute(style=_read("page.css"), content=_content(documents), script=script)
     return write_atomically(path, [page])
@@ -47,15 +42,6 @@ def _read(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _check(index: int, document: Mapping[str, Any]) -> None:
-    found = (document.get("format"), document.get("version"))
-    if found != (FORMAT, VERSION):
-        raise ValueError(
-            f"documents[{index}] has format {found[0]!r} and version {found[1]!r}, not {FORMAT!r} and {VERSION}; "
-            "pass the content of a report.json that this version of lightning_freescale wrote"
-        )
-
-
 def _content(documents: Sequence[Mapping[str, Any]]) -> str:
     """JSON that is safe inside a script element: without ``<`` no tag and no comment can begin or end in it."""
     reports = ",".join(_json(index, document) for index, document in enumerate(documents))
@@ -63,6 +49,12 @@ def _content(documents: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _json(index: int, document: Mapping[str, Any]) -> str:
+    found = (document.get("format"), document.get("version"))
+    if found != (FORMAT, VERSION):
+        raise ValueError(
+            f"documents[{index}] has format {found[0]!r} and version {found[1]!r}, not {FORMAT!r} and {VERSION}; "
+            "pass the content of a report.json that this version of lightning_freescale wrote"
+        )
     try:
         return json.dumps(document, allow_nan=False, separators=(",", ":"))
     except ValueError as error:

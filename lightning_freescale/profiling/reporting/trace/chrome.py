@@ -22,26 +22,13 @@ class Slice:
     cat: str
     args: dict[str, Any] | None = None
 
-    def to_event(self, place: Event) -> Event:
-        """Return a Chrome event; ``place`` says which process and thread."""
-        event = {
-            "ph": "X",
-            **place,
-            "cat": self.cat,
-            "name": self.name,
-            "ts": self.start / 8,
-            "dur": (self.end - self.start) / 8,
-        }
-        return event if self.args is None else {**event, "args": self.args}
-
 
 @dataclass
 class Thread:
-    """A named thread of a process. Its slices nest after :meth:`nest_slices`."""
+    """A thread of a process. Its slices nest after :meth:`nest_slices`."""
 
     pid: int
     tid: int
-    name: str
     slices: list[Slice] = field(default_factory=list)
 
     @property
@@ -59,12 +46,10 @@ class Thread:
         return self.slices[began - 1] if began else None
 
     def events(self) -> Iterator[Event]:
-        """Return the slices as Chrome events."""
-        return (s.to_event(self.place) for s in self.slices)
-
-    def metadata(self) -> list[Event]:
-        """Return name and place of the thread; threads are shown in the order of their ids."""
-        return [_named(self.place, "thread_name", name=self.name), _named(self.place, "thread_sort_index", sort_index=self.tid)]
+        """Yield the slices as Chrome events."""
+        for s in self.slices:
+            event = {"ph": "X", **self.place, "cat": s.cat, "name": s.name, "ts": s.start / 8, "dur": (s.end - s.start) / 8}
+            yield event if s.args is None else {**event, "args": s.args}
 
 
 @dataclass
@@ -84,14 +69,16 @@ class Process:
     def thread(self, name: str) -> Thread:
         """Return the thread of that name; it is new if nobody asked for it before."""
         if name not in self.threads:
-            self.threads[name] = Thread(self.pid, next(self.tids), name)
+            self.threads[name] = Thread(self.pid, next(self.tids))
         return self.threads[name]
 
-    def metadata(self) -> list[Event]:
-        """Return names of the process and of its threads, of which it has at least one."""
-        place = next(iter(self.threads.values())).place
-        own = [_named(place, "process_name", name=self.name), _named(place, "process_sort_index", sort_index=self.order)]
-        return own + [event for thread in self.threads.values() for event in thread.metadata()]
+    def metadata(self) -> Iterator[Event]:
+        """Yield names and order of the process, if it has threads, and of these, which are shown in the order of their ids."""
+        named = [("process", self.name, self.order, thread) for thread in [*self.threads.values()][:1]]
+        named += [("thread", name, thread.tid, thread) for name, thread in self.threads.items()]
+        for kind, name, order, thread in named:
+            yield {"ph": "M", **thread.place, "name": f"{kind}_name", "args": {"name": name}}
+            yield {"ph": "M", **thread.place, "name": f"{kind}_sort_index", "args": {"sort_index": order}}
 
 
 def nested(slices: Iterable[Slice]) -> list[Slice]:
@@ -112,13 +99,8 @@ def rows_without_overlap(slices: Iterable[Slice]) -> list[list[Slice]]:
     """Return as few rows as needed so that no two slices of a row overlap."""
     rows: list[list[Slice]] = []
     for s in sorted(slices, key=lambda s: (s.start, s.end)):
-        row = next((row for row in rows if row[-1].end <= s.start), None)
-        if row is None:
-            rows.append([s])
-        else:
-            row.append(s)
+        row = next((row for row in rows if row[-1].end <= s.start), [])
+        if not row:
+            rows.append(row)
+        row.append(s)
     return rows
-
-
-def _named(place: Event, kind: str, **args: Any) -> Event:
-    return {"ph": "M", **place, "name": kind, "args": args}

@@ -24,7 +24,6 @@ def write_trace(
     path: str | Path,
     steps: Sequence[Sequence[ResolvedStep]],
     kineto: Sequence[Sequence[Mapping[str, Any]]] = (),
-    run: Mapping[str, Any] | None = None,
     *,
     aligned: bool = True,
 ) -> Path:
@@ -39,7 +38,6 @@ def write_trace(
         steps: for every step the records of all ranks.
         kineto: for every rank what :meth:`~lightning_freescale.profiling.reporting.kineto.KinetoWindow.events` gave on rank 0's
             clock; empty if there was no window. They become further threads of the rank.
-        run: facts about the run, kept under ``otherData``.
         aligned: whether the ranks' clocks are comparable. If not, or if there is one rank only, nobody knows who was late:
             waits are not divided and there are no arrows. Ranks that are not aligned begin at zero each.
 
@@ -66,10 +64,8 @@ def write_trace(
     arrows, left_out = _arrows(waits, tracks)
     events += arrows
     events.sort(key=lambda event: (event["ts"], _ORDER[event["ph"]]))  # stable: outer slices stay before inner ones
-    processes = [all_ranks, *(track.process for track in tracks)]
-    metadata = [event for process in processes if process.threads for event in process.metadata()]
-    other = {**(run or {}), **({"arrows_left_out": left_out} if left_out else {})}
-    return write_atomically(path, _chunks([*metadata, *events], other))
+    metadata = [event for process in (all_ranks, *(track.process for track in tracks)) for event in process.metadata()]
+    return write_atomically(path, _chunks([*metadata, *events], {"arrows_left_out": left_out} if left_out else {}))
 
 
 def _add_step(track: RankTracks, step: ResolvedStep, arrivals: Mapping[str, Arrival] | None) -> StepBreakdown:
@@ -93,15 +89,12 @@ def _origins(
     steps: Sequence[Sequence[ResolvedStep]], kineto: Sequence[Sequence[Mapping[str, Any]]], ranks: int, aligned: bool
 ) -> list[float]:
     """Where each rank's ticks begin. Readers drop what is before zero, so it is the first of all that is shown."""
-    firsts = [min(_begins(row[rank]) for row in steps) if steps else float("inf") for rank in range(ranks)]
-    for rank, events in enumerate(kineto):
-        firsts[rank] = min([firsts[rank], *(event["ts"] for event in events)])
-    finite = [first if first < float("inf") else 0.0 for first in firsts]
-    return [min(finite)] * ranks if aligned and ranks else finite
-
-
-def _begins(step: ResolvedStep) -> float:
-    return min([step.start, *(c.arrive for c in (*step.collectives, *step.hidden))])
+    times = [[event["ts"] for event in events] for events in kineto] or [[] for _ in range(ranks)]
+    for row in steps:
+        for mine, step in zip(times, row):
+            mine += [step.start, *(c.arrive for c in (*step.collectives, *step.hidden))]
+    firsts = [min(mine, default=0.0) for mine in times]
+    return [min(firsts)] * ranks if aligned and ranks else firsts
 
 
 def _chunks(events: Iterable[Event], other: Mapping[str, Any]) -> Iterator[str]:
