@@ -303,7 +303,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         earlier = ShardedTables.from_collections(found)
         if earlier is not None and not fitting and earlier.device == self.root_device:
             return earlier
-        sharding = TableSharding(module, self.root_device, self.overlap, found)
+        sharding = TableSharding(module, self.root_device, self.overlap)
         try:
             optimizers = sharding.in_backward
             if fitting:
