@@ -25,12 +25,7 @@ _ROWS_PER_MESSAGE = 1 << 20
 
 
 def module_state_dict(tables: ShardedTables, sharded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the unsharded form of a module's state dict on rank 0; other ranks get its dense part. Collective.
-
-    Args:
-        tables: the sharded tables of the module.
-        sharded: its state dict as it is.
-    """
+    """Return the unsharded form of a module's ``sharded`` state dict on rank 0; other ranks get its dense part. Collective."""
     own = [(_placement_of(shard, (shard.table.key,), shard.weight), shard.weight) for shard in tables.shards()]
     names = {name: (key,) for name, key in tables.state_dict_keys().items()}
     for remapping in id_remappings(tables):
@@ -104,8 +99,6 @@ def load_optimizer_state_dict(
     """Load what :func:`optimizer_state_dict` returned into the tables, each rank its part.
 
     Args:
-        tables: the sharded tables.
-        groups: the user's parameter groups.
         full: the state dict with the tables in it.
         extra: what had no place in it; empty for a checkpoint of another strategy.
 
@@ -144,14 +137,12 @@ def load_optimizer_state_dict(
 def merge(
     dense: dict[str, Any], layout: list[list[str]], tables: Collection[str], states: Mapping[str, Any], step: int
 ) -> dict[str, Any]:
-    """Return the state dict that the user's optimizer would have if it had updated the tables too.
+    """Return the state dict that the user's optimizer would have if it had updated the tables too, ``step`` times.
 
     Args:
         dense: state dict of the optimizer that holds the dense parameters only.
-        layout: parameter names of every group in the order the user gave them, tables included.
-        tables: names in ``layout`` that are tables.
+        layout: parameter names of every group in the order the user gave them, ``tables`` included.
         states: states of the tables by name.
-        step: updates done so far.
     """
     if "param_groups" not in dense:  # Lightning's stand-in for a module without optimizer
         return dense
@@ -207,14 +198,7 @@ def split(
 
 @dataclass(frozen=True)
 class _Placement:
-    """Where a tensor of one rank belongs: all that rank 0 must know to receive it.
-
-    Attributes:
-        key: of the whole tensor.
-        shape: of the whole tensor.
-        place: which part of it this is.
-        dtype: of both.
-    """
+    """What rank 0 must know to receive a tensor: key and shape of the whole one, and which place in it the part has."""
 
     key: tuple[str, ...]
     shape: tuple[int, ...]

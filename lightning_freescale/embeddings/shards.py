@@ -21,7 +21,6 @@ class Shard:
     """The part of a table that this rank owns.
 
     Attributes:
-        table: the table.
         weight: view of the live weights, shape ``[rows, columns]`` of the shard.
         state: views of the live optimizer state by torch's names; each ``[rows, columns]``, ``[rows]`` or one value.
         rows: which rows of the table it holds.
