@@ -98,9 +98,8 @@ def load_optimizer_state_dict(
 ) -> dict[str, Any]:
     """Load what :func:`optimizer_state_dict` returned into the tables, each rank its part.
 
-    Args:
-        full: the state dict with the tables in it.
-        extra: what had no place in it; empty for a checkpoint of another strategy.
+    ``full`` is the state dict with the tables in it, ``extra`` what had no place in it; empty for a checkpoint of another
+    strategy.
 
     Returns:
         What is left for the dense optimizer.
@@ -139,10 +138,8 @@ def merge(
 ) -> dict[str, Any]:
     """Return the state dict that the user's optimizer would have if it had updated the tables too, ``step`` times.
 
-    Args:
-        dense: state dict of the optimizer that holds the dense parameters only.
-        layout: parameter names of every group in the order the user gave them, ``tables`` included.
-        states: states of the tables by name.
+    ``dense`` is the state dict of the optimizer that holds the dense parameters only, ``states`` has those of the tables by
+    name, ``layout`` the parameter names of every group in the order the user gave them, tables included.
     """
     if "param_groups" not in dense:  # Lightning's stand-in for a module without optimizer
         return dense
