@@ -38,8 +38,8 @@ class TableOptimizer:
         arguments: its arguments, in FBGEMM's words.
         group: which of the user's parameter groups holds the table and sets its learning rate; None if none does.
         initial_state: value the accumulated squares start from.
-        sparse_adam: whether the overlap engine updates the table by :mod:`.sparse_adam`, because FBGEMM cannot. Those who
-            derive a TableOptimizer are told whether it could.
+        sparse_adam: whether the overlap engine updates the table by :mod:`.sparse_adam`, because FBGEMM cannot. Whoever
+            derives a TableOptimizer is told whether it could.
     """
 
     fused_class: type[Optimizer]
@@ -55,7 +55,7 @@ class TableOptimizer:
 
     @classmethod
     def from_applied_in_backward(
-        cls, weight: Any, table: str, device: torch.device, sparse_adam: bool
+        cls, weight: Any, table: str, device: torch.device, sparse_adam: bool = False
     ) -> TableOptimizer | None:
         """Return the optimizer that TorchRec's ``apply_optimizer_in_backward`` has put on an unsharded ``weight``, if any.
 
@@ -86,7 +86,7 @@ class TableOptimizer:
 
     @classmethod
     def from_parameter_group(
-        cls, optimizer: Optimizer, group: int, table: str, device: torch.device, sparse_adam: bool
+        cls, optimizer: Optimizer, group: int, table: str, device: torch.device, sparse_adam: bool = False
     ) -> TableOptimizer:
         """Return the fused optimizer that does what ``optimizer`` does for a table of its parameter group ``group``.
 
