@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -24,12 +25,7 @@ _ROWS_PER_MESSAGE = 1 << 20
 
 
 def module_state_dict(tables: ShardedTables, sharded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the unsharded form of a module's state dict on rank 0; other ranks get its dense part. Collective.
-
-    Args:
-        tables: the sharded tables of the module.
-        sharded: its state dict as it is.
-    """
+    """Return the unsharded form of a module's ``sharded`` state dict on rank 0; other ranks get its dense part. Collective."""
     own = [(_placement_of(shard, (shard.table.key,), shard.weight), shard.weight) for shard in tables.shards()]
     names = {name: (key,) for name, key in tables.state_dict_keys().items()}
     for remapping in id_remappings(tables):
@@ -68,7 +64,10 @@ def load_module_state_dict(module: nn.Module, tables: ShardedTables, whole: Mapp
         for prefix in remapping.prefixes:
             remapping.load({name: whole[prefix + name] for name in remapping.tensors() if prefix + name in whole})
     # all is in place: torch gets the shards, so that it finds missing and unexpected keys as it always does
-    loaded = {name: value for name, value in tables.sharded_state_dict().items() if name in whole}
+    states = [
+        (collection.names(name), value) for collection, held in tables.modules for name, value in held.state_dict().items()
+    ]
+    loaded = {name: value for names, value in states for name in names if name in whole}
     module.load_state_dict({**whole, **loaded}, strict=strict)
 
 
@@ -82,11 +81,8 @@ def optimizer_state_dict(
         of their own, and for every rank the ids that its maps have seen since they last let new ones in.
     """
     states: dict[str, dict[str, Tensor]] = {}
-    own = [
-        (_placement_of(shard, (shard.table.key, name), value), value)
-        for shard in tables.shards()
-        for name, value in shard.state.items()
-    ]
+    values = [(shard, name, value) for shard in tables.shards() for name, value in shard.state.items()]
+    own = [(_placement_of(shard, (shard.table.key, name), value), value) for shard, name, value in values]
     for (key, name), whole in _gather(tables, own):
         states.setdefault(key, {})[name] = whole
     in_backward = {key: states.pop(key) for key in groups.in_backward if key in states}
@@ -102,11 +98,8 @@ def load_optimizer_state_dict(
 ) -> dict[str, Any]:
     """Load what :func:`optimizer_state_dict` returned into the tables, each rank its part.
 
-    Args:
-        tables: the sharded tables.
-        groups: the user's parameter groups.
-        full: the state dict with the tables in it.
-        extra: what had no place in it; empty for a checkpoint of another strategy.
+    ``full`` is the state dict with the tables in it, ``extra`` what had no place in it; empty for a checkpoint of another
+    strategy.
 
     Returns:
         What is left for the dense optimizer.
@@ -143,30 +136,22 @@ def load_optimizer_state_dict(
 def merge(
     dense: dict[str, Any], layout: list[list[str]], tables: Collection[str], states: Mapping[str, Any], step: int
 ) -> dict[str, Any]:
-    """Return the state dict that the user's optimizer would have if it had updated the tables too.
+    """Return the state dict that the user's optimizer would have if it had updated the tables too, ``step`` times.
 
-    Args:
-        dense: state dict of the optimizer that holds the dense parameters only.
-        layout: parameter names of every group in the order the user gave them, tables included.
-        tables: names in ``layout`` that are tables.
-        states: states of the tables by name.
-        step: updates done so far.
+    ``dense`` is the state dict of the optimizer that holds the dense parameters only, ``states`` has those of the tables by
+    name, ``layout`` the parameter names of every group in the order the user gave them, tables included.
     """
     if "param_groups" not in dense:  # Lightning's stand-in for a module without optimizer
         return dense
-    merged, groups, index = {}, [], 0
+    merged, groups, first = {}, [], 0
     for group, names in zip(dense["param_groups"], layout):
-        old, new = iter(group["params"]), []
-        for name in names:
-            if name not in tables:
-                state = dense["state"].get(next(old))
-            else:
-                state = {"step": torch.tensor(float(step)), **states[name]} if name in states else None
+        old = iter(group["params"])
+        for index, name in enumerate(names, first):
+            state = states.get(name) if name in tables else dense["state"].get(next(old))
             if state is not None:
-                merged[index] = state
-            new.append(index)
-            index += 1
-        groups.append({**group, "params": new})
+                merged[index] = {"step": torch.tensor(float(step)), **state} if name in tables else state
+        groups.append({**group, "params": [*range(first, first + len(names))]})
+        first += len(names)
     return {"state": merged, "param_groups": groups}
 
 
@@ -191,13 +176,11 @@ def split(
         )
     dense: dict[str, Any] = {"state": {}, "param_groups": []}
     states: dict[str, dict[str, Tensor]] = {}
-    step, index = 0, 0
+    index = 0
     for group, names in zip(full["param_groups"], layout):
         kept = []
         for name, old in zip(names, group["params"]):
             state = full["state"].get(old)
-            if state and "step" in state:
-                step = max(step, int(state["step"]))
             if name in tables:
                 if state:
                     states[name] = {key: value for key, value in state.items() if key != "step"}
@@ -207,19 +190,12 @@ def split(
             kept.append(index)
             index += 1
         dense["param_groups"].append({**group, "params": kept})
-    return dense, states, step
+    return dense, states, max((int(state["step"]) for state in full["state"].values() if "step" in state), default=0)
 
 
 @dataclass(frozen=True)
 class _Placement:
-    """Where a tensor of one rank belongs: all that rank 0 must know to receive it.
-
-    Attributes:
-        key: of the whole tensor.
-        shape: of the whole tensor.
-        place: which part of it this is.
-        dtype: of both.
-    """
+    """What rank 0 must know to receive a tensor: key and shape of the whole one, and which place in it the part has."""
 
     key: tuple[str, ...]
     shape: tuple[int, ...]
@@ -240,22 +216,20 @@ def _place_in(shard: Shard, shape: Sequence[int]) -> tuple[slice, ...]:
 def _gather(tables: ShardedTables, own: Sequence[tuple[_Placement, Tensor]]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
     """Yield whole tensors on the CPU of rank 0, one after the other by key; nothing on other ranks. Collective."""
     rank = tables.group.rank()
-    placements: list[list[_Placement]] = gather_objects([placement for placement, _ in own], tables.group)
-    for key in sorted({placement.key for of_rank in placements for placement in of_rank}):
+    of_ranks: list[list[_Placement]] = gather_objects([placement for placement, _ in own], tables.group)
+    parts = [(part, owner, index) for owner, of_rank in enumerate(of_ranks) for index, part in enumerate(of_rank)]
+    for key, of_key in groupby(sorted(parts, key=lambda part: part[0].key), key=lambda part: part[0].key):
         whole: Tensor | None = None
-        for owner, of_owner in enumerate(placements):
-            for index, placement in enumerate(of_owner):
-                if placement.key != key:
-                    continue
-                if rank == 0:
-                    whole = torch.empty(placement.shape, dtype=placement.dtype) if whole is None else whole
-                    place = whole[placement.place]
-                    if owner == 0:
-                        place.copy_(own[index][1].reshape(place.shape))
-                    else:
-                        _receive(tables, owner, place)
-                elif owner == rank:
-                    _send(tables, own[index][1])
+        for placement, owner, index in of_key:
+            if rank == 0:
+                whole = torch.empty(placement.shape, dtype=placement.dtype) if whole is None else whole
+                place = whole[placement.place]
+                if owner == 0:
+                    place.copy_(own[index][1].reshape(place.shape))
+                else:
+                    _receive(tables, owner, place)
+            elif owner == rank:
+                _send(tables, own[index][1])
         if whole is not None:
             yield key, whole
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -69,6 +69,10 @@ class Collection:
         """Return what the whole module calls something that the collection calls ``inner``, first as it is at ``path``."""
         return tuple(f"{path}.{inner}" if path else inner for path in (self.path, *self.aliases))
 
+    def parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """Return the parameters of an unsharded ``module`` at ``path`` by their names in the whole module's state dict."""
+        return {self.names(name)[0]: weight for name, weight in module.named_parameters(remove_duplicate=False)}
+
 
 def find_collections(root: nn.Module) -> list[tuple[Collection, Any]]:
     """Return every collection under ``root`` that can be sharded, each with the module that stands there now.
@@ -92,10 +96,7 @@ def find_collections(root: nn.Module) -> list[tuple[Collection, Any]]:
         if record is not None:
             found.append((record.collection, module))
             inside = f"{path}." if path else ""
-        elif is_managed(module):
-            refuse_unshardable(path, module)
-            found.append((_describe(path, tuple(aliases), module), module))
-        elif type(module) in _KINDS:
+        elif is_managed(module) or type(module) in _KINDS:
             found.append((_describe(path, tuple(aliases), module), module))
         elif isinstance(module, ShardedModule):
             raise ValueError(
@@ -108,12 +109,7 @@ def find_collections(root: nn.Module) -> list[tuple[Collection, Any]]:
 
 
 def unsupported_collections(root: nn.Module, found: Sequence[tuple[Collection, Any]]) -> list[str]:
-    """Return the paths of collections that stay replicated: subclasses, and those inside other TorchRec modules.
-
-    Args:
-        root: the module.
-        found: what :func:`find_collections` has found in it.
-    """
+    """Return the paths of collections that :func:`find_collections` has not ``found``: subclasses, and those inside others."""
     shardable = {inner for _, module in found for inner in module.modules()}
     return [path for path, module in root.named_modules() if isinstance(module, _KINDS) and module not in shardable]
 
@@ -126,31 +122,21 @@ def replace_everywhere(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
                 parent._modules[name] = new
 
 
-def table_weights(module: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the table name and weight of every table of an unsharded collection."""
-    inner = module._embedding_module if is_managed(module) else module
-    for name, table in (inner.embeddings if isinstance(inner, EmbeddingCollection) else inner.embedding_bags).items():
-        yield name, table.weight
-
-
 def _describe(path: str, aliases: tuple[str, ...], module: Any) -> Collection:
-    managed = is_managed(module)
-    pooled = isinstance(module, EmbeddingBagCollection)
-    configs = (
-        module.embedding_bag_configs() if pooled else (module._embedding_module if managed else module).embedding_configs()
-    )
-    need_indices = not managed and not pooled and module.need_indices()
+    managed, pooled, need_indices = is_managed(module), isinstance(module, EmbeddingBagCollection), False
     meta = torch.device("meta")
     blueprint: Callable[[], nn.Module]
     sharder: Any
     if managed:
-        holder, sharder = "_embedding_module.embeddings", ManagedCollisionEmbeddingCollectionSharder()
-        blueprint = managed_blueprint(module)
+        refuse_unshardable(path, module)
+        holder, configs = "_embedding_module.embeddings", module._embedding_module.embedding_configs()
+        sharder, blueprint = ManagedCollisionEmbeddingCollectionSharder(), managed_blueprint(module)
     elif pooled:
-        holder, sharder = "embedding_bags", EmbeddingBagCollectionSharder()
+        holder, configs, sharder = "embedding_bags", module.embedding_bag_configs(), EmbeddingBagCollectionSharder()
         blueprint = partial(EmbeddingBagCollection, tables=configs, device=meta, is_weighted=module.is_weighted())
     else:
-        holder, sharder = "embeddings", EmbeddingCollectionSharder()
+        holder, configs, sharder = "embeddings", module.embedding_configs(), EmbeddingCollectionSharder()
+        need_indices = module.need_indices()
         blueprint = partial(EmbeddingCollection, tables=configs, device=meta, need_indices=need_indices)
     holder = f"{path}.{holder}" if path else holder
     tables = tuple(

@@ -26,14 +26,13 @@ def check_num_embeddings(collections: Sequence[Collection], needed: Mapping[str,
     Raises:
         ValueError: a table is too small; names feature, table and the size it needs.
     """
-    for collection in (c for c in collections if not c.managed):
-        for table in collection.tables:
-            for feature in table.features:
-                if needed.get(feature, 0) > table.rows:
-                    raise ValueError(
-                        f"the data has {needed[feature]} different ids of feature {feature!r}, but table {table.name!r} has "
-                        f"num_embeddings={table.rows}: build it with num_embeddings={needed[feature]} or more"
-                    )
+    for table in (table for collection in collections if not collection.managed for table in collection.tables):
+        for feature in table.features:
+            if needed.get(feature, 0) > table.rows:
+                raise ValueError(
+                    f"the data has {needed[feature]} different ids of feature {feature!r}, but table {table.name!r} has "
+                    f"num_embeddings={table.rows}: build it with num_embeddings={needed[feature]} or more"
+                )
 
 
 def check_id_range(feature: str, table: Table, ids: Tensor) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torchrec import EmbeddingCollection
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_embedding_modules import (
@@ -80,16 +81,11 @@ def mc_modules(module: Any) -> dict[str, Any]:
     return dict(module._managed_collision_collection._managed_collision_modules.items())
 
 
-def id_parameters(module: Any) -> dict[str, nn.Parameter]:
-    """Return the parameters in which TorchRec keeps ids, by their names in ``module``; no optimizer updates them."""
-    return dict(module._managed_collision_collection.named_parameters(prefix="_managed_collision_collection"))
-
-
 def managed_blueprint(module: Any) -> Callable[[], nn.Module]:
     """Return a function that builds an unsharded copy on the meta device; it does not keep ``module`` alive."""
     meta = torch.device("meta")
     inner, configs = module._embedding_module, module._embedding_module.embedding_configs()
-    empty = {table: _empty_mc_module(mc_module, meta) for table, mc_module in mc_modules(module).items()}
+    empty = {table: _empty_mc_module(mc_module) for table, mc_module in mc_modules(module).items()}
     needs_indices, preprocess = inner.need_indices(), module._managed_collision_collection.need_preprocess
     options = {
         "return_remapped_features": module._return_remapped_features,
@@ -98,7 +94,7 @@ def managed_blueprint(module: Any) -> Callable[[], nn.Module]:
 
     def build() -> nn.Module:
         tables = EmbeddingCollection(tables=configs, device=meta, need_indices=needs_indices)
-        fresh = {table: _empty_mc_module(mc_module, meta) for table, mc_module in empty.items()}
+        fresh = {table: _empty_mc_module(mc_module) for table, mc_module in empty.items()}
         return ManagedCollisionEmbeddingCollection(tables, ManagedCollisionCollection(fresh, configs, preprocess), **options)
 
     return build
@@ -142,18 +138,17 @@ def set_input_history(mc_module: Any, history: Mapping[str, Any] | None) -> None
     mc_module._last_eviction_iter = history["last_eviction"]
     mc_module._input_history_buffer_size = history["size"]
     mc_module._current_history_buffer_offset = used = len(history["ids"])
-    mc_module._history_accumulator = torch.zeros(history["size"], dtype=torch.int64, device=mc_module.device)
-    mc_module._history_accumulator[:used] = history["ids"]
+    unused = (0, history["size"] - used)
+    mc_module._history_accumulator = pad(history["ids"].to(mc_module.device), unused)
     for name, value in history["metadata"].items():
-        buffer = torch.zeros(history["size"], dtype=torch.int64, device=mc_module.device)
-        buffer[:used] = value
+        buffer = pad(value.to(mc_module.device), unused)
         mc_module.register_buffer(f"_history_{name}", buffer, persistent=False)
         mc_module._history_metadata[name] = buffer
 
 
-def _empty_mc_module(mc_module: Any, device: torch.device) -> Any:
+def _empty_mc_module(mc_module: Any) -> Any:
     size = mc_module.output_size()
-    copy = mc_module.rebuild_with_output_id_range((0, size), [0, size], device)
+    copy = mc_module.rebuild_with_output_id_range((0, size), [0, size], torch.device("meta"))
     if isinstance(copy, MCHManagedCollisionModule):
         copy._buckets = 0  # sharding makes one per rank, whatever there was; the planner must find no remainder
     return copy

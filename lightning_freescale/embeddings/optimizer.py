@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torch import nn
 from torch.optim import Optimizer
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+if TYPE_CHECKING:
+    from lightning_freescale.embeddings.sharding import TableSharding
 
 # what a table may not ask for, because FBGEMM's fused update cannot do it: {argument: value it must have}
 _PLAIN = {"weight_decay": 0, "maximize": False}
@@ -37,7 +38,8 @@ class TableOptimizer:
         arguments: its arguments, in FBGEMM's words.
         group: which of the user's parameter groups holds the table and sets its learning rate; None if none does.
         initial_state: value the accumulated squares start from.
-        sparse_adam: whether the overlap engine updates the table by :mod:`.sparse_adam`, because FBGEMM cannot.
+        sparse_adam: whether the overlap engine updates the table by :mod:`.sparse_adam`, because FBGEMM cannot. Whoever
+            derives a TableOptimizer is told whether it could.
     """
 
     fused_class: type[Optimizer]
@@ -51,18 +53,11 @@ class TableOptimizer:
         """Whether an update by a gradient of zero changes a row or its state."""
         return self.fused_class not in (torch.optim.SGD, torch.optim.Adagrad, RowWiseAdagrad)
 
-    @property
-    def has_row_wise_state(self) -> bool:
-        """Whether its state has one value per row."""
-        return "rowwise" in self.fused_class.__name__.lower()
-
     @classmethod
     def from_applied_in_backward(
         cls, weight: Any, table: str, device: torch.device, sparse_adam: bool = False
     ) -> TableOptimizer | None:
-        """Return the optimizer that the user gave a table by TorchRec's ``apply_optimizer_in_backward``; None if none.
-
-        It stands on the table's unsharded ``weight``. ``sparse_adam`` tells whether the overlap engine can update the table.
+        """Return the optimizer that TorchRec's ``apply_optimizer_in_backward`` has put on an unsharded ``weight``, if any.
 
         Raises:
             ValueError: there are several, or FBGEMM has none that does the same on ``device``.
@@ -94,8 +89,6 @@ class TableOptimizer:
         cls, optimizer: Optimizer, group: int, table: str, device: torch.device, sparse_adam: bool = False
     ) -> TableOptimizer:
         """Return the fused optimizer that does what ``optimizer`` does for a table of its parameter group ``group``.
-
-        ``sparse_adam`` tells whether the overlap engine can update the table.
 
         Raises:
             ValueError: no fused optimizer does the same; the message names the table, the setting and the fix.
@@ -141,11 +134,7 @@ class ParameterGroups:
 
     Args:
         optimizer: built over the unsharded parameters; its tables are removed.
-        root: the module, for the names of its parameters.
-        tables: weight of every table by its key.
-        in_backward: optimizers that the user has applied in backward, by table key; they stay.
-        device: where the tables will live.
-        sparse_adam: keys of the tables that the overlap engine can update.
+        sharding: what stands in for the tables; optimizers that the user has applied in backward stay.
 
     Attributes:
         optimizers: how each table is updated, by table key; tables that nobody updates are missing.
@@ -156,34 +145,26 @@ class ParameterGroups:
         ValueError: no fused optimizer does what the user's does.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        root: nn.Module,
-        tables: Mapping[str, nn.Parameter],
-        in_backward: Mapping[str, TableOptimizer],
-        device: torch.device,
-        sparse_adam: Set[str] = frozenset(),
-    ) -> None:
-        names = {parameter: name for name, parameter in root.named_parameters()}
-        key_of = {weight: key for key, weight in tables.items()}
-        self.root = root
+    def __init__(self, optimizer: Optimizer, sharding: TableSharding) -> None:
+        names = {parameter: name for name, parameter in sharding.root.named_parameters()}
+        key_of = {weight: key for key, weight in sharding.parameters.items()}
+        self.root = sharding.root
         self.step = 0
-        self.tables = frozenset(tables)
-        self.in_backward = frozenset(in_backward)
-        self.optimizers = dict(in_backward)
+        self.tables = frozenset(sharding.parameters)
+        self.in_backward = frozenset(sharding.in_backward)
+        self.optimizers = dict(sharding.in_backward)
         self._optimizer = optimizer
         self._layout = [[names.get(p, "") for p in group["params"]] for group in optimizer.param_groups]
         for index, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                key = key_of.get(parameter)
-                if key is not None and key not in in_backward and parameter.requires_grad:
-                    derived = TableOptimizer.from_parameter_group(optimizer, index, key, device, key in sparse_adam)
+            for key in [key_of[p] for p in group["params"] if p in key_of and p.requires_grad]:
+                if key not in self.in_backward:
+                    by_engine = key in sharding.sparse_adam
+                    derived = TableOptimizer.from_parameter_group(optimizer, index, key, sharding.device, by_engine)
                     self.optimizers[key] = derived
         for group in optimizer.param_groups:
-            for parameter in [p for p in group["params"] if p in key_of]:
-                optimizer.state.pop(parameter, None)
             group["params"] = [p for p in group["params"] if p not in key_of]
+        for weight in key_of:
+            optimizer.state.pop(weight, None)
 
     def layout(self) -> list[list[str]]:
         """Return the parameter names of every group as the user gave them, tables included.

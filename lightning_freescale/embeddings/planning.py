@@ -30,11 +30,11 @@ def row_wise_planner(
     Raises:
         ValueError: a table with managed collisions, which TorchRec shards row-wise only, is too small for that.
     """
-    constraints = {}
-    for collection in collections:
-        for table in collection.tables:
-            types = _types(table, collection, world_size)
-            constraints[table.name] = ParameterConstraints(sharding_types=types, compute_kernels=["fused"])
+    constraints = {
+        table.name: ParameterConstraints(sharding_types=_types(table, collection, world_size), compute_kernels=["fused"])
+        for collection in collections
+        for table in collection.tables
+    }
     topology = TopologyFactory.create_topology(
         TrainerConfig(world_size=world_size, local_world_size=local_world_size),
         kernel_config=KernelConfig(compute_device=device.type),
@@ -54,31 +54,31 @@ def check_plan(collection: Collection, plan: Mapping[str, Any], optimizers: Mapp
     adam = [table.key for table in collection.tables if optimizers[table.key].sparse_adam]
     for table in collection.tables:
         kind, kernel = plan[table.name].sharding_type, plan[table.name].compute_kernel
+        optimizer = optimizers[table.key].fused_class.__name__
+        given = f"the sharding plan gives table {table.name!r}"
+        both = f"{given} sharding_type={kind!r} and compute_kernel={kernel!r}"
         if collection.managed and kind != "row_wise":
             raise ValueError(
-                f"the sharding plan gives table {table.name!r} sharding_type={kind!r}, but TorchRec shards tables with managed "
-                "collisions row-wise only: use row_wise"
+                f"{given} sharding_type={kind!r}, but TorchRec shards tables with managed collisions row-wise only: use "
+                "row_wise"
             )
         if collection.managed and kernel == "fused_uvm_caching":
             raise ValueError(
-                f"the sharding plan gives table {table.name!r} compute_kernel={kernel!r}, whose cache would keep the rows of "
-                'evicted ids: use "fused" or "fused_uvm"'
+                f'{given} compute_kernel={kernel!r}, whose cache would keep the rows of evicted ids: use "fused" or "fused_uvm"'
             )
         if kernel not in _FUSED or kind == "data_parallel":
             raise ValueError(
-                f"the sharding plan gives table {table.name!r} sharding_type={kind!r} and compute_kernel={kernel!r}: tables "
-                'are updated by fused kernels, use compute_kernel="fused" and a type other than data_parallel'
+                f'{both}: tables are updated by fused kernels, use compute_kernel="fused" and a type other than data_parallel'
             )
         if adam and (kernel not in OVERLAPPED_KERNELS or kind not in OVERLAPPED_TYPES):
             raise ValueError(
-                f"the sharding plan gives table {table.name!r} sharding_type={kind!r} and compute_kernel={kernel!r}, but the "
-                f"optimizer {optimizers[adam[0]].fused_class.__name__} of {adam[0]!r} on CPU needs row_wise or table_wise "
-                'sharding and compute_kernel="fused" for all tables of the collection'
+                f"{both}, but the optimizer {optimizers[adam[0]].fused_class.__name__} of {adam[0]!r} on CPU needs row_wise or "
+                'table_wise sharding and compute_kernel="fused" for all tables of the collection'
             )
-        if ("column" in kind or "grid" in kind) and optimizers[table.key].has_row_wise_state:
+        if ("column" in kind or "grid" in kind) and "rowwise" in optimizer.lower():
             raise ValueError(
                 f"the sharding plan splits the columns of table {table.name!r} (sharding_type={kind!r}), but its optimizer "
-                f"{optimizers[table.key].fused_class.__name__} keeps one state per row: use row_wise or table_wise"
+                f"{optimizer} keeps one state per row: use row_wise or table_wise"
             )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
-from lightning_freescale.embeddings.collections import Collection, find_collections, replace_everywhere, table_weights
+from lightning_freescale.embeddings.collections import Collection, find_collections, replace_everywhere
 from lightning_freescale.embeddings.id_checks import LookupChecks
 from lightning_freescale.embeddings.id_remapping import fill_id_remappings
-from lightning_freescale.embeddings.managed_collision import id_parameters, patch_sharded
+from lightning_freescale.embeddings.managed_collision import patch_sharded
 from lightning_freescale.embeddings.optimizer import FROZEN, TableOptimizer
 from lightning_freescale.embeddings.planning import check_plan, row_wise_planner
 from lightning_freescale.embeddings.shards import Shard, ShardedTables, ShardingRecord, kernels, shards_of
@@ -31,7 +31,6 @@ class TableSharding:
         root: the module, changed in place.
         device: where the shards will live.
         overlap: whether the overlap engine will run, which updates some tables that FBGEMM cannot.
-        collections: what :func:`.find_collections` has found under ``root``, for who has asked already.
 
     Attributes:
         parameters: meta-device weight of every table by its key in the state dict of ``root``, and the parameters in which
@@ -43,39 +42,26 @@ class TableSharding:
         ValueError: an optimizer that the user has applied in backward cannot update a sharded table on ``device``.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        device: torch.device,
-        overlap: bool = False,
-        collections: Sequence[tuple[Collection, Any]] | None = None,
-    ) -> None:
+    def __init__(self, root: nn.Module, device: torch.device, overlap: bool = False) -> None:
         self.root = root
         self.device = device
-        self._originals = find_collections(root) if collections is None else list(collections)
-        overlapped = [
-            collection for collection, _ in self._originals if overlap and not (collection.pooled or collection.managed)
-        ]
+        self._replaced = [(collection, module, collection.blueprint()) for collection, module in find_collections(root)]
+        overlapped = [c for c, *_ in self._replaced if overlap and not (c.pooled or c.managed)]
         self.sparse_adam = frozenset(table.key for collection in overlapped for table in collection.tables)
         self.in_backward: dict[str, TableOptimizer] = {}
         self.parameters: dict[str, nn.Parameter] = {}
-        self._blueprints: dict[str, nn.Module] = {}
-        for collection, module in self._originals:
-            blueprint = self._blueprints[collection.path] = collection.blueprint()
-            weights = dict(table_weights(blueprint))
-            self.parameters |= {table.key: weights[table.name] for table in collection.tables}
-            if collection.managed:
-                self.parameters |= {collection.names(name)[0]: p for name, p in id_parameters(blueprint).items()}
+        for collection, module, blueprint in self._replaced:
+            self.parameters |= collection.parameters(blueprint)
             if hasattr(module, "freescale_sharding"):
                 self.in_backward |= module.freescale_sharding.in_backward
             else:
-                self._read_weights(collection, dict(table_weights(module)))
+                self._read_weights(collection, module)
             replace_everywhere(root, module, blueprint)
 
     def restore(self) -> None:
         """Put the collections back that were there before, if an optimizer was refused."""
-        for collection, module in self._originals:
-            replace_everywhere(self.root, self._blueprints[collection.path], module)
+        for _, module, blueprint in self._replaced:
+            replace_everywhere(self.root, blueprint, module)
 
     def shard(
         self,
@@ -101,7 +87,7 @@ class TableSharding:
         Raises:
             ValueError: the plan misses a collection or a table, or differs from the one that sharded them earlier.
         """
-        collections = [collection for collection, _ in self._originals]
+        collections = [collection for collection, *_ in self._replaced]
         chosen = {table.key: (optimizers or {}).get(table.key, FROZEN) for c in collections for table in c.tables}
         plan = plan or self._earlier_plan()
         if plan is None:
@@ -111,29 +97,34 @@ class TableSharding:
         with torch.random.fork_rng(devices=[self.device.index] if self.device.type == "cuda" else []):
             torch.manual_seed(torch.initial_seed() + 1 + group.rank())  # else shards would start as copies of each other
             env = ShardingEnv.from_process_group(group)
-            modules = [(collection, self._shard_collection(collection, plan, chosen, env)) for collection in collections]
-            for (collection, module), (_, original) in zip(modules, self._originals):
+            modules = [self._shard_collection(c, blueprint, plan, chosen, env) for c, _, blueprint in self._replaced]
+            for (collection, original, _), module in zip(self._replaced, modules):
                 _fill_shards(shards_of(collection, module), collection, original, chosen)
                 if collection.managed:
                     fill_id_remappings(collection, module, original)
-        for collection, module in modules:
-            replace_everywhere(self.root, self._blueprints[collection.path], module)
-        return ShardedTables(modules, chosen)
+        for (*_, blueprint), module in zip(self._replaced, modules):
+            replace_everywhere(self.root, blueprint, module)
+        return ShardedTables(list(zip(collections, modules)))
 
-    def _read_weights(self, collection: Collection, weights: dict[str, nn.Parameter]) -> None:
-        for table in collection.tables:
-            weight = weights[table.name]
-            self.parameters[table.key].requires_grad_(weight.requires_grad)
-            given = TableOptimizer.from_applied_in_backward(weight, table.key, self.device, table.key in self.sparse_adam)
+    def _read_weights(self, collection: Collection, module: Any) -> None:
+        weights = collection.parameters(module)
+        for key in (table.key for table in collection.tables):
+            self.parameters[key].requires_grad_(weights[key].requires_grad)
+            given = TableOptimizer.from_applied_in_backward(weights[key], key, self.device, key in self.sparse_adam)
             if given is not None:
-                self.in_backward[table.key] = given
+                self.in_backward[key] = given
 
     def _earlier_plan(self) -> ShardingPlan | None:
-        records = {collection.path: getattr(module, "freescale_sharding", None) for collection, module in self._originals}
+        records = {collection.path: getattr(module, "freescale_sharding", None) for collection, module, _ in self._replaced}
         return ShardingPlan({path: r.plan for path, r in records.items() if r}) if all(records.values()) else None
 
     def _shard_collection(
-        self, collection: Collection, plan: ShardingPlan, optimizers: Mapping[str, TableOptimizer], env: ShardingEnv
+        self,
+        collection: Collection,
+        blueprint: nn.Module,
+        plan: ShardingPlan,
+        optimizers: Mapping[str, TableOptimizer],
+        env: ShardingEnv,
     ) -> Any:
         tables: Any = plan.plan.get(collection.path)
         if tables is None or any(table.name not in tables for table in collection.tables):
@@ -143,8 +134,8 @@ class TableSharding:
             )
         chosen = {table.key: optimizers[table.key] for table in collection.tables}
         check_plan(collection, tables, chosen)
-        blueprint = self._blueprints[collection.path]
-        _attach_optimizers(collection, blueprint, chosen)
+        for key, optimizer in chosen.items():
+            _attach_optimizer(self.parameters[key], optimizer)
         # TorchRec's sharder, and no DistributedModelParallel: the strategy's model stays a DDP, as Lightning expects and with
         # the user's options, and a collection can be sharded anew for a second fit
         module: Any = collection.sharder.shard(blueprint, tables, env, self.device)
@@ -159,16 +150,13 @@ class TableSharding:
         return module
 
 
-def _attach_optimizers(collection: Collection, blueprint: nn.Module, chosen: Mapping[str, TableOptimizer]) -> None:
-    by_name: dict[str, Any] = dict(table_weights(blueprint))
-    for table in collection.tables:
-        weight, optimizer = by_name[table.name], chosen[table.key]
-        # TorchRec reads these two attributes. A kernel has one learning rate, so tables of different parameter groups must
-        # not share one: _batch_key, which TorchRec strips, keeps them apart
-        weight._optimizer_classes = [torch.optim.SGD if optimizer.sparse_adam else optimizer.fused_class]
-        arguments = {"lr": 0.0} if optimizer.sparse_adam else optimizer.arguments
-        own = sorted(optimizer.arguments.items()) if optimizer.sparse_adam else ""
-        weight._optimizer_kwargs = [{**arguments, "_batch_key": f"{optimizer.group} {own}"}]
+def _attach_optimizer(weight: Any, optimizer: TableOptimizer) -> None:
+    # TorchRec reads these two attributes. A kernel has one learning rate, so tables of different parameter groups must not
+    # share one: _batch_key, which TorchRec strips, keeps them apart
+    fused = FROZEN if optimizer.sparse_adam else optimizer
+    own = sorted(optimizer.arguments.items()) if optimizer.sparse_adam else ""
+    weight._optimizer_classes = [fused.fused_class]
+    weight._optimizer_kwargs = [{**fused.arguments, "_batch_key": f"{optimizer.group} {own}"}]
 
 
 def _add_sparse_adam_states(collection: Collection, module: Any, chosen: Mapping[str, TableOptimizer]) -> None:
@@ -195,7 +183,7 @@ def _fill_shards(
     """Set weights and states of a collection's shards to what its first step should find."""
     record = getattr(original, "freescale_sharding", None)
     earlier = {_position(shard): shard for shard in shards_of(collection, original)} if record is not None else {}
-    whole = dict(table_weights(original)) if record is None else {}
+    whole = collection.parameters(original) if record is None else {}
     for shard in shards:
         name, key = shard.table.name, shard.table.key
         if "sum" in shard.state:
@@ -210,10 +198,10 @@ def _fill_shards(
             shard.weight.copy_(source.weight)
             for state, value in shard.state.items() if key in record.in_backward else ():
                 value.copy_(source.state[state])
-        elif whole[name].is_meta:
+        elif whole[key].is_meta:
             shard.table.init(shard.weight)
         else:
-            shard.weight.copy_(whole[name][shard.rows, shard.columns])
+            shard.weight.copy_(whole[key][shard.rows, shard.columns])
 
 
 def _position(shard: Shard) -> tuple[str, int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ class Shard:
     """The part of a table that this rank owns.
 
     Attributes:
-        table: the table.
         weight: view of the live weights, shape ``[rows, columns]`` of the shard.
         state: views of the live optimizer state by torch's names; each ``[rows, columns]``, ``[rows]`` or one value.
         rows: which rows of the table it holds.
@@ -65,9 +64,9 @@ class ShardedTables:
         device: where the shards live.
     """
 
-    def __init__(self, modules: Sequence[tuple[Collection, Any]], optimizers: Mapping[str, TableOptimizer]) -> None:
+    def __init__(self, modules: Sequence[tuple[Collection, Any]]) -> None:
         self.modules = list(modules)
-        self.optimizers = dict(optimizers)
+        self.optimizers = {key: how for _, module in modules for key, how in module.freescale_sharding.optimizers.items()}
         self.tables = [table for collection, _ in modules for table in collection.tables]
         self.group: dist.ProcessGroup = modules[0][1]._env.process_group
         self.device: torch.device = modules[0][1]._device
@@ -75,10 +74,7 @@ class ShardedTables:
     @classmethod
     def from_collections(cls, found: Sequence[tuple[Collection, Any]]) -> ShardedTables | None:
         """Return the tables of collections that were sharded earlier; None if any is unsharded, or there is none."""
-        if not found or not all(hasattr(module, "freescale_sharding") for _, module in found):
-            return None
-        optimizers = {key: how for _, module in found for key, how in module.freescale_sharding.optimizers.items()}
-        return cls(found, optimizers)
+        return cls(found) if found and all(hasattr(module, "freescale_sharding") for _, module in found) else None
 
     def shards(self) -> Iterator[Shard]:
         """Yield every shard that this rank owns."""
@@ -100,14 +96,6 @@ class ShardedTables:
         for collection, _ in self.modules:
             for table in collection.tables:
                 found |= dict.fromkeys(collection.names(table.key.removeprefix(f"{collection.path}.")), table.key)
-        return found
-
-    def sharded_state_dict(self) -> dict[str, Any]:
-        """Return what TorchRec's sharded modules have in the module's state dict, under every name it has there."""
-        found: dict[str, Any] = {}
-        for collection, module in self.modules:
-            for name, value in module.state_dict().items():
-                found |= dict.fromkeys(collection.names(name), value)
         return found
 
     def prepare_update(self, rate_of_group: Callable[[int], float], step: int, skip: Container[str] = ()) -> None:
@@ -136,7 +124,8 @@ def shards_of(collection: Collection, module: Any) -> Iterator[Shard]:
     tables = {table.name: table for table in collection.tables}
     for kernel in kernels(module):
         specs = kernel._config.embedding_tables
-        states = _states(kernel, [spec.name for spec in specs])
+        beside: dict[str, Any] = getattr(kernel, "sparse_adam_states", {})  # in the order of the tables
+        states = [*beside.values()] or kernel.emb_module.get_optimizer_state() or [{}] * len(specs)
         for spec, weight, state in zip(specs, kernel.emb_module.split_embedding_weights(), states):
             place = zip(spec.local_metadata.shard_offsets, spec.local_metadata.shard_sizes)
             rows, columns = (slice(start, start + size) for start, size in place)
@@ -147,12 +136,4 @@ def shards_of(collection: Collection, module: Any) -> Iterator[Shard]:
 def kernels(module: Any) -> Iterator[Any]:
     """Yield the fused kernels of a sharded collection on this rank, each with some of its tables."""
     for lookup in module._lookups:
-        for kernel in lookup.modules():
-            if isinstance(kernel, FusedOptimizerModule):
-                yield kernel
-
-
-def _states(kernel: Any, tables: list[str]) -> list[dict[str, Tensor]]:
-    if hasattr(kernel, "sparse_adam_states"):
-        return [kernel.sparse_adam_states[table] for table in tables]
-    return kernel.emb_module.get_optimizer_state() or [{}] * len(tables)
+        yield from (kernel for kernel in lookup.modules() if isinstance(kernel, FusedOptimizerModule))

@@ -297,14 +297,12 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         earlier = ShardedTables.from_collections(found)
         if earlier is not None and not fitting and earlier.device == self.root_device:
             return earlier
-        sharding = TableSharding(module, self.root_device, self.overlap, found)
+        sharding = TableSharding(module, self.root_device, self.overlap)
         try:
             optimizers = sharding.in_backward
             if fitting:
                 self.setup_optimizers(trainer)  # over blueprints: configure_optimizers is called once, before sharding
-                self.groups = ParameterGroups(
-                    self.optimizers[0], module, sharding.parameters, optimizers, self.root_device, sharding.sparse_adam
-                )
+                self.groups = ParameterGroups(self.optimizers[0], sharding)
                 optimizers = self.groups.optimizers
             return sharding.shard(
                 group=embedding_group(earlier, self.transport, self.root_device, process_group_timeout(self)),

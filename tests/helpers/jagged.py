@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torchrec import KeyedJaggedTensor
 
+from lightning_freescale.embeddings.lookahead.kjt_snapshot import KJTSnapshot
+
 KEYS = ["history", "category"]
 LABEL = torch.zeros(3)
 
@@ -31,6 +33,10 @@ def copy_of(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         lengths=None if lengths is None else lengths.clone(),
         offsets=None if offsets is None else offsets.clone(),
     )
+
+
+def same_features(a: KeyedJaggedTensor, b: KeyedJaggedTensor) -> bool:
+    return KJTSnapshot(a).matches(b)
 
 
 def rewrapped(features: KeyedJaggedTensor) -> KeyedJaggedTensor:

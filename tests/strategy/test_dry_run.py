@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 from lightning_freescale.embeddings.collections import find_collections
-from lightning_freescale.embeddings.lookahead.kjt_snapshot import same_features
 from lightning_freescale.strategy.dry_run import DryRunResult, dry_run_ids
+from tests.helpers.jagged import same_features
 
 CPU = torch.device("cpu")
 DIM = 4

@@ -71,9 +71,9 @@ def same_memory(a: Tensor | None, b: Tensor | None) -> bool:
     """Return whether two tensors are the same object or the same view of the same memory. Two missing ones are."""
     if a is b:
         return True
-    if a is None or b is None or not (_has_one_memory(a) and _has_one_memory(b)) or a.data_ptr() == 0:
+    if a is None or b is None or any(t.layout is not torch.strided or t.is_nested for t in (a, b)):
         return False
-    return _view(a) == _view(b)
+    return a.data_ptr() != 0 and _view(a) == _view(b)
 
 
 def _find_tensors(nodes: list[tuple[Steps, Any]], features: KeyedJaggedTensor) -> KJTPath | None:
@@ -108,10 +108,6 @@ def _same_tensors(a: KeyedJaggedTensor, b: KeyedJaggedTensor) -> bool:
     jagged = any(x is not None and same_memory(x, y) for x, y in (lengths, offsets))
     both = ((a.values(), b.values()), (a.weights_or_none(), b.weights_or_none()))
     return jagged and a.keys() == b.keys() and all(same_memory(x, y) for x, y in both)
-
-
-def _has_one_memory(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _view(tensor: Tensor) -> tuple[Any, ...]:

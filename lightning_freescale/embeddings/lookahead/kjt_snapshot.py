@@ -9,22 +9,11 @@ from torchrec import KeyedJaggedTensor
 from lightning_freescale.embeddings.lookahead.kjt_path import same_memory
 
 
-def same_features(a: KeyedJaggedTensor, b: KeyedJaggedTensor) -> bool:
-    """Return whether two have the same features in the same order, with the same lengths, ids and weights.
-
-    Free if they share their memory. Otherwise contents are compared, and on CUDA the host waits for that.
-    """
-    return KJTSnapshot(a).same(KJTSnapshot(b))
-
-
 class KJTSnapshot:
     """Ids as they are now, to be compared later with those that the model passes.
 
     Its tensors are kept, not copied, one by one: TorchRec adds lengths or offsets to a KeyedJaggedTensor later. Changes in
     place are seen by torch's version counters; those made behind torch's back (``.data``, a numpy view) are not.
-
-    Args:
-        features: the ids.
     """
 
     def __init__(self, features: KeyedJaggedTensor) -> None:
@@ -37,17 +26,16 @@ class KJTSnapshot:
         self._versions = self._count_writes()
 
     def matches(self, passed: KeyedJaggedTensor) -> bool:
-        """Return whether ``passed`` holds the ids of this snapshot; see :func:`same_features` for what that costs.
+        """Return whether ``passed`` holds the features of this snapshot in the same order, with the same lengths, ids, weights.
 
-        False if its tensors have been changed in place: the ids are gone then.
+        Free if they share their memory. Otherwise contents are compared, and on CUDA the host waits for that. False if the
+        snapshot's tensors have been changed in place: the ids are gone then.
         """
-        unchanged = self._versions is not None and self._count_writes() == self._versions
-        return unchanged and self.same(KJTSnapshot(passed))
-
-    def same(self, other: KJTSnapshot) -> bool:
-        """Return whether both hold the same now."""
+        other = KJTSnapshot(passed)
         return (
-            self.structure == other.structure
+            self._versions is not None
+            and self._count_writes() == self._versions
+            and self.structure == other.structure
             and _same(self.values, other.values)
             and _same(self.weights, other.weights)
             and self._same_jagged(other)

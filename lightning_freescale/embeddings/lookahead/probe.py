@@ -35,14 +35,7 @@ class ModeProposal(NamedTuple):
 
 
 class Probe:
-    """Finds out where in a batch one collection's ids are, and when to stop trying.
-
-    Args:
-        name: of the collection, for the warning.
-
-    Attributes:
-        mode: how the next ids are known.
-    """
+    """Finds out where in a batch the ids of the collection ``name`` are, and when to stop trying."""
 
     def __init__(self, name: str) -> None:
         self.name = name

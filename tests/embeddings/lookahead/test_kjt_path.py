@@ -14,8 +14,8 @@ from torch import nn
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from lightning_freescale.embeddings.lookahead.kjt_path import find_path, follow_path
-from lightning_freescale.embeddings.lookahead.kjt_snapshot import KJTSnapshot, same_features
-from tests.helpers.jagged import KEYS, LABEL, make_features, rewrapped
+from lightning_freescale.embeddings.lookahead.kjt_snapshot import KJTSnapshot
+from tests.helpers.jagged import KEYS, LABEL, make_features, rewrapped, same_features
 
 
 class Pair(NamedTuple):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale.embeddings.lookahead.kjt_snapshot import KJTSnapshot, same_features
-from tests.helpers.jagged import KEYS, copy_of, make_features, rewrapped
+from lightning_freescale.embeddings.lookahead.kjt_snapshot import KJTSnapshot
+from tests.helpers.jagged import KEYS, copy_of, make_features, rewrapped, same_features
 
 
 @pytest.mark.parametrize("offsets", [False, True])
