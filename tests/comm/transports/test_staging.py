@@ -229,7 +229,7 @@ def _fails() -> int:
         with pytest.raises(RuntimeError):
             host.move(transfer, stop)
         in_use = pinned_in_use(host)
-        p2p.close()
+        p2p.close_connections()
         host.close()
         del transfer
     return in_use
