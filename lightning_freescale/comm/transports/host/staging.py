@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass
 class HostCopy:
-    """A chunk on its way to the host, in ``memory`` at least as long, uint8; ``event`` says when it is there, None now."""
+    """A chunk on its way to the host, in ``memory`` at least as long, uint8; there at once without ``event``."""
 
     memory: Tensor
     length: int
