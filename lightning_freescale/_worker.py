@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -17,9 +18,6 @@ class WorkerThread:
 
     The thread starts with the first job in the background. It is a daemon: a job that waits for a rank that is gone must not
     keep the process from ending.
-
-    Args:
-        name: the thread's name.
 
     Attributes:
         cpu_seconds: processor time that the jobs in the background have taken.
@@ -55,11 +53,11 @@ class WorkerThread:
             future.exception()
             return future
         try:
-            result, error = _attempt(job)
+            resolve = _attempt(future, job)
         finally:
             if not inside:
                 self._turn.release()
-        _resolve(future, result, error)
+        resolve()
         return future
 
     def stop(self, timeout: float) -> bool:
@@ -85,26 +83,19 @@ class WorkerThread:
             future, job, args = queued
             began = time.thread_time()
             with self._turn:
-                result, error = _attempt(job, *args)
+                resolve = _attempt(future, job, *args)
             self.cpu_seconds += time.thread_time() - began
             with self._state:
                 self._waiting -= 1
-            _resolve(future, result, error)  # only now: who waits for it may give this thread the next job
-            del queued, future, job, args, result  # their tensors
+            resolve()  # only now: who waits for it may give this thread the next job
+            del queued, future, job, args, resolve  # their tensors
 
 
-def _attempt(job: Job, *args: Any) -> tuple[Any, BaseException | None]:
-    """Return a job's result, or the error it raised: any error, because somebody waits for the job."""
+def _attempt(future: Future[Any], job: Job, *args: Any) -> Callable[[], None]:
+    """Return what gives the future a job's result, or the error it raised: any error, because somebody waits for the job."""
     try:
-        return job(*args), None
+        return partial(future.set_result, job(*args))
     except BaseException as error:
         # its frames, and those that called them, know the future it goes to: a circle that would keep tensors and groups
         error.__context__ = None
-        return None, error.with_traceback(None)
-
-
-def _resolve(future: Future[Any], result: Any, error: BaseException | None) -> None:
-    if error is None:
-        future.set_result(result)
-    else:
-        future.set_exception(error)
+        return partial(future.set_exception, error.with_traceback(None))

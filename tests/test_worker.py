@@ -137,8 +137,8 @@ def _burn() -> None:
         pass
 
 
-def test_it_counts_the_processors_time_of_background_jobs_not_their_waiting(lane: WorkerThread) -> None:
-    lane.submit(time.sleep, 0.3)
-    burnt = [lane.submit(_burn) for _ in range(4)]
+def test_it_counts_the_processors_time_of_background_jobs_not_their_waiting(worker: WorkerThread) -> None:
+    worker.submit(time.sleep, 0.3)
+    burnt = [worker.submit(_burn) for _ in range(4)]
     wait(burnt, timeout=5)
-    assert 0.2 <= lane.cpu_seconds < 0.35
+    assert 0.2 <= worker.cpu_seconds < 0.35

@@ -30,20 +30,15 @@ def exchange_bytes(outgoing: Sequence[bytes | bytearray | memoryview | Tensor], 
     parts = [_as_tensor(part) for part in outgoing]
     rank, own = group.rank(), parts[group.rank()]
     parts[rank] = own[:0]  # it need not be copied
-    lengths = _exchange_lengths(parts, group)
+    given = [len(part) for part in parts]
+    by_rank = [torch.empty(size, dtype=torch.int64) for _ in parts]
+    dist.all_gather(by_rank, torch.tensor(given), group=group)
+    lengths = [int(given_there[rank]) for given_there in by_rank]
     received = torch.empty(sum(lengths), dtype=torch.uint8)
-    dist.all_to_all_single(received, torch.cat(parts), lengths, [len(part) for part in parts], group=group)
+    dist.all_to_all_single(received, torch.cat(parts), lengths, given, group=group)
     incoming = list(received.split(lengths))
     incoming[rank] = own
     return incoming
-
-
-def _exchange_lengths(parts: list[Tensor], group: dist.ProcessGroup) -> list[int]:
-    """Return how many bytes each rank sends here."""
-    mine = torch.tensor([len(part) for part in parts])
-    by_rank = [torch.empty_like(mine) for _ in parts]
-    dist.all_gather(by_rank, mine, group=group)
-    return [int(lengths[group.rank()]) for lengths in by_rank]
 
 
 def _as_tensor(part: bytes | bytearray | memoryview | Tensor) -> Tensor:

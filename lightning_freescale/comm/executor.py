@@ -32,9 +32,7 @@ _LIVE: weakref.WeakSet[CollectiveExecutor] = weakref.WeakSet()
 class CollectiveExecutor:
     """Runs the all-to-alls and all-gathers of one lane, in order. Creating it is collective.
 
-    Args:
-        backend_opts: what ``torch.distributed`` gives a backend: store, rank, size, timeout.
-        options: of the lane.
+    ``backend_opts`` are what ``torch.distributed`` gives a backend: store, rank, size, timeout.
 
     Attributes:
         transport: what moves CUDA tensors, None for torch's own backend. CPU tensors go through the host.
@@ -57,7 +55,7 @@ class CollectiveExecutor:
         self.transport = select_transport(options, self._p2p, self._host, dist.PrefixStore("topology", store), self._timeout)
         self._process = os.getpid()
         if options.transport != "native":
-            PRIORITY_GATE.register_lane(options.priority)
+            PRIORITY_GATE.lanes[options.priority] += 1
         _LIVE.add(self)
 
     def run(
@@ -69,10 +67,6 @@ class CollectiveExecutor:
             ValueError: the tensors do not fit or cannot be sent; the other ranks have been told.
             DistBackendError: the lane has ended.
         """
-        job = partial(self._execute, self._make_transfer(name, outgoing, incoming, timeout))
-        return self._worker.submit(job) if background else self._worker.run(job)
-
-    def _make_transfer(self, name: str, outgoing: BuffersForRanks, incoming: BuffersForRanks, timeout: timedelta) -> Transfer:
         if self.failure:
             raise dist.DistBackendError(self._locate(name, self.failure))
         rank, size, timeout = self._p2p.rank, self._p2p.size, timeout if timeout > timedelta(0) else self._timeout
@@ -88,7 +82,8 @@ class CollectiveExecutor:
             raise ValueError(self._locate(name, str(error))) from error
         if transfer.device.type == "cuda":
             transfer.issued = torch.cuda.current_stream(transfer.device).record_event()
-        return transfer
+        job = partial(self._execute, transfer)
+        return self._worker.submit(job) if background else self._worker.run(job)
 
     def wait_for_pending_works(self) -> None:
         """Run what the lane has been given, and end its thread until there is more."""
@@ -99,7 +94,7 @@ class CollectiveExecutor:
         if self in _LIVE:
             _LIVE.discard(self)
             if self.options.transport != "native":
-                PRIORITY_GATE.unregister_lane(self.options.priority)
+                PRIORITY_GATE.lanes[self.options.priority] -= 1
         self.failure = self.failure or "it has been shut down"
         self._handshake.drop_receives()
         self._p2p.close_connections()
@@ -124,14 +119,10 @@ class CollectiveExecutor:
     def _agree_and_move(self, transfer: Transfer, refusal: str, pause: Callable[[], None]) -> None:
         transport = self.transport if transfer.device.type == "cuda" else self._host
         assert transport is not None
-        if transport is self._host and not refusal:
-            # the first chunks are posted at the same time as the headers, under tags that are their sizes
-            complete = self._host.start_transfer(transfer)
-            self._handshake.exchange_headers(transfer)
-            complete(pause)
-        else:
-            self._handshake.exchange_headers(transfer, refusal)
-            transport.move(transfer, pause)
+        # the host's first chunks are posted at the same time as the headers, under tags that are their sizes
+        move = self._host.start_transfer(transfer) if transport is self._host else partial(transport.move, transfer)
+        self._handshake.exchange_headers(transfer, refusal)
+        move(pause)
 
     def _end_lane(self, name: str, error: BaseException) -> dist.DistBackendError:
         """End the lane on any failure: messages that are half posted cannot be taken back safely from gloo."""

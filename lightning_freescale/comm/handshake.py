@@ -18,11 +18,7 @@ class CollectiveHandshake:
         self._posted: dict[int, list[tuple[dist.Work, bytearray]]] = {}
 
     def exchange_headers(self, transfer: Transfer, refusal: str = "") -> None:
-        """Tell all ranks what this one does and hear what they do. Collective.
-
-        Args:
-            transfer: what this rank sends and expects; its ``largest`` is set.
-            refusal: why this rank cannot take part.
+        """Tell all ranks what this one does, or why it cannot, and hear what they do; sets ``transfer.largest``. Collective.
 
         Raises:
             DistBackendError: a rank refuses, is gone, did not come, or takes part in another way.

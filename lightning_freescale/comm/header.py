@@ -24,12 +24,10 @@ class Header:
     """What a rank says about its part of a collective.
 
     Attributes:
-        name: of the collective.
         sequence_number: in the lane's order.
         sends: bytes that the addressee gets.
         expects: bytes that the addressee should send.
         largest: the most that any rank gets from the sender.
-        dtype_index: of the elements.
         refusal: why the sender cannot take part; empty if it can.
         payload: the bytes themselves, if they fit.
         on_gpu: whether the tensors are; then the header has no payload.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -23,8 +24,6 @@ class GlooP2P:
 
     Args:
         store: that only the ranks of this group use.
-        rank: in the group.
-        size: of the group.
         timeout: how long a peer may show no progress, by default.
         ranks: global rank of every rank in the group, for errors.
     """
@@ -92,10 +91,6 @@ class GlooP2P:
                 return self._store.get(_FAILURE_KEY).decode()
         if "Timed out" in text:
             return f"rank {self.ranks[peer]} did not come within the timeout of {timeout.total_seconds():g} s"
-        return f"rank {self.ranks[peer]} is gone: {_strip_advice(text)}"
-
-
-def _strip_advice(text: str) -> str:
-    """Return gloo's text without its place in the source and its advice."""
-    first = text.splitlines()[0].split(". This is typically")[0]
-    return first.split("] ", 1)[1] if first.startswith("[") and "] " in first else first
+        without_advice = text.splitlines()[0].split(". This is typically")[0]
+        without_place = re.sub(r"^\[.*?\] ", "", without_advice)  # in gloo's source
+        return f"rank {self.ranks[peer]} is gone: {without_place}"

@@ -17,7 +17,6 @@ class Activity:
     """A collective that a lane is running.
 
     Attributes:
-        priority: of its lane.
         preempts: whether lower lanes pause for it.
         last_progress: when a chunk of it last came or went, in seconds of the monotonic clock.
     """
@@ -28,24 +27,20 @@ class Activity:
 
 
 class PriorityGate:
-    """The lanes of a process, and the collectives that they are running."""
+    """The lanes of a process, and the collectives that they are running.
+
+    Attributes:
+        lanes: how many that may have work there are of every priority.
+    """
 
     def __init__(self) -> None:
+        self.lanes: Counter[int] = Counter()
         self._activities: list[Activity] = []
         self._changed = threading.Condition()
-        self._lanes: Counter[int] = Counter()
-
-    def register_lane(self, priority: int) -> None:
-        """Count a lane among those that may have work."""
-        self._lanes[priority] += 1
-
-    def unregister_lane(self, priority: int) -> None:
-        """Take a lane that has ended out of the count."""
-        self._lanes[priority] -= 1
 
     def has_higher_lane(self, priority: int) -> bool:
         """Return whether there is a lane of higher priority."""
-        return any(other > priority and count > 0 for other, count in list(self._lanes.items()))
+        return any(other > priority and count > 0 for other, count in list(self.lanes.items()))
 
     @contextmanager
     def track(self, options: LaneOptions, total_bytes: int) -> Iterator[Activity]:

@@ -172,11 +172,7 @@ class FreeScaleGroup(dist.ProcessGroup):
 
 
 def _delegate(name: str) -> Callable[..., Any]:
-    def method(self: FreeScaleGroup, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.inner, name)(*args, **kwargs)
-
-    method.__name__ = name
-    return method
+    return lambda group, *args, **kwargs: getattr(group.inner, name)(*args, **kwargs)
 
 
 for _old, _new in (  # torch has renamed methods, and calls both

@@ -28,7 +28,6 @@ class RankBuffers:
     Attributes:
         buffers: for every rank uint8 of shape ``[bytes]``, in the memory of the tensors.
         dtype_index: of the tensors, in :data:`DTYPES`.
-        device: of the tensors.
     """
 
     buffers: list[Tensor]
@@ -91,11 +90,9 @@ class Transfer:
     """What a transport moves.
 
     Attributes:
-        name: of the collective.
         outgoing: for every rank of the group what it gets, as uint8 of shape ``[bytes]``.
         incoming: for every rank of the group where what it sends goes, likewise.
         dtype_index: of the elements, in :data:`DTYPES`.
-        device: of all tensors.
         total_bytes: of the larger direction.
         timeout: how long a peer may show no progress.
         sequence_number: in the order of the lane's collectives.
@@ -128,7 +125,7 @@ class Transfer:
         gives, gets = outgoing.buffers[rank].shape[0], incoming.buffers[rank].shape[0]
         if gives != gets:
             raise ValueError(f"it gives itself {gives} bytes and expects {gets}: pass sizes that fit each other")
-        ways = outgoing.buffers, list(incoming.buffers)
+        ways = outgoing.buffers, incoming.buffers
         total_bytes = max(sum(buffer.shape[0] for buffer in way) for way in ways)
         return Transfer(name, *ways, outgoing.dtype_index, outgoing.device, total_bytes, timeout, sequence_number)
 

@@ -14,12 +14,7 @@ from torch import Tensor
 
 
 class TransferWork(dist.Work):
-    """A collective that a lane runs.
-
-    Args:
-        done: future of the lane's job.
-        results: the tensors it fills.
-    """
+    """A collective that a lane runs; ``done`` is the future of its job, ``results`` are the tensors it fills."""
 
     def __init__(self, done: Future[None], results: list[Tensor]) -> None:
         super().__init__()

@@ -51,10 +51,13 @@ class FakeStream:
         self.pending += 1
         self._queue.put(operation)
 
+    def record_event(self) -> FakeEvent:
+        event = FakeEvent()
+        self.put(event.set)
+        return event
+
     def idle(self) -> bool:
-        done = FakeEvent()
-        self.put(done.set)
-        return done._done.wait(5)
+        return self.record_event()._done.wait(5)
 
     def _run(self) -> None:
         while (operation := self._queue.get()) is not None:
@@ -115,11 +118,6 @@ class FakeDriver:
                 time.sleep(2e-5)
 
         stream.put(wait)
-
-    def record_event(self, stream: FakeStream) -> FakeEvent:
-        event = FakeEvent()
-        stream.put(event.set)
-        return event
 
     def allocate_pinned(self, length: int) -> Tensor:
         return torch.zeros(length, dtype=torch.int32)

@@ -83,10 +83,6 @@ class CudaDriver:
         flag = self._cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
         self._call("cuStreamWaitValue32", self._handle(stream), word.data_ptr(), value % WRAP, int(flag))
 
-    def record_event(self, stream: Any) -> Any:
-        """Return the present end of a stream, whose ``query()`` says whether everything before it is done."""
-        return stream.record_event()
-
     def allocate_pinned(self, length: int) -> Tensor:
         """Return host memory for ``length`` words, int32, that copy engines can reach."""
         return torch.empty(length, dtype=torch.int32, pin_memory=True)

@@ -61,11 +61,6 @@ class ZeroCtaTransport:
 
     If a rank does not come in time, NCCL's communicator is aborted, and the transport is of no use afterwards. Not tested on
     GPU.
-
-    Args:
-        driver: of the device, for packing and unpacking.
-        communicator: between the ranks of the group.
-        size: of the group.
     """
 
     def __init__(self, driver: CudaDriver, communicator: NcclCommunicator, size: int) -> None:
@@ -116,7 +111,7 @@ class ZeroCtaTransport:
             self._driver.copy(self._stream, target[:length], source[:length])
 
     def _wait(self, timeout: timedelta) -> None:
-        event, begun = self._driver.record_event(self._stream), time.monotonic()
+        event, begun = self._stream.record_event(), time.monotonic()
         while not event.query():
             if (waited := time.monotonic() - begun) > timeout.total_seconds():
                 self._abort()

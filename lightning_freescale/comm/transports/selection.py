@@ -39,12 +39,7 @@ def select_transport(
 ) -> Transport | None:
     """Set up the transport for CUDA tensors; None for torch's own backend. Collective.
 
-    Args:
-        options: of this rank.
-        p2p: of the group.
-        host: the transport that can always be had.
-        store: that only this call uses, on every rank.
-        timeout: how long to wait for the other ranks.
+    ``host`` can always be had. Only this call uses ``store``, on every rank; ``timeout`` is how long to wait for the others.
 
     Raises:
         ValueError: the ranks do not give the same options; on every rank.
@@ -55,12 +50,10 @@ def select_transport(
     mine = {"options": {name: getattr(options, name) for name in _SAME_ON_ALL_RANKS}, "hardware": asdict(hardware)}
     said = _all_gather_json("hardware", mine, p2p, store, timeout)
     _check_same_options([each["options"] for each in said], p2p.ranks)
-    topology = Topology(tuple(RankHardware.from_json(each["hardware"]) for each in said), tuple(p2p.ranks))
+    topology = Topology(tuple(RankHardware(**each["hardware"]) for each in said), tuple(p2p.ranks))
     kind = select_kind(options.transport, topology)
-    if kind == "native":
-        return None
-    if kind == "host":
-        return host
+    if kind in ("host", "native"):
+        return host if kind == "host" else None
     near = next(ranks for ranks in topology.hosts.values() if p2p.rank in ranks)
     transport, reason = build_transport(kind, options, p2p, host, near, dist.PrefixStore("build", store), timeout)
     reasons = _all_gather_json("built", reason, p2p, store, timeout)
@@ -81,11 +74,9 @@ def select_kind(transport: str, topology: Topology) -> str:
     Raises:
         TransportRefused: the one that is named cannot be had.
     """
-    if transport in ("host", "native"):
-        return transport
+    if transport not in ("auto", "host", "native") and (reason := refusal(transport, topology)):
+        raise TransportRefused(f"transport={transport!r} {reason}")
     if transport != "auto":
-        if reason := refusal(transport, topology):
-            raise TransportRefused(f"transport={transport!r} {reason}")
         return transport
     refusals = {kind: refusal(kind, topology) for kind in ("peer", "two-level")}
     chosen = next((kind for kind, reason in refusals.items() if not reason), "host")
@@ -119,7 +110,7 @@ def _no_two_level(topology: Topology) -> str:
 
 def _no_zero_cta(topology: Topology) -> str:
     """Name the conditions without which NCCL would silently launch kernels instead."""
-    versions = {hardware.nccl for hardware in topology.hardware}
+    versions = {tuple(hardware.nccl) for hardware in topology.hardware}  # of other ranks a list, as JSON has no tuples
     if topology.size == 1:
         return "needs at least 2 ranks: pass 'auto'"
     if len(versions) > 1 or min(versions) < (2, 28):

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,11 +40,11 @@ class RankHardware:
     boot: str = ""
     gpu: str = ""
     place: str = ""
-    links: tuple[str, ...] = ()
+    links: Sequence[str] = ()
     shares: bool = False
     bindings: bool = False
     driver: int = 0
-    nccl: tuple[int, ...] = ()
+    nccl: Sequence[int] = ()
     zero_cta: bool = False
 
     @staticmethod
@@ -68,11 +67,6 @@ class RankHardware:
             nccl=tuple(torch.cuda.nccl.version()[:3]) if dist.is_nccl_available() else (),
             zero_cta=hasattr(getattr(dist, "ProcessGroupNCCL", None), "NCCL_CTA_POLICY_ZERO"),
         )
-
-    @staticmethod
-    def from_json(fields: dict[str, Any]) -> RankHardware:
-        """Read what another rank has said; JSON has lists for tuples."""
-        return RankHardware(**{**fields, "links": tuple(fields["links"]), "nccl": tuple(fields["nccl"])})
 
 
 @dataclass(frozen=True)

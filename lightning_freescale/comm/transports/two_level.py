@@ -15,10 +15,7 @@ class TwoLevelTransport:
     The parts for peers on the same host are on the GPU's streams while the CPU moves the others; between its chunks it puts the
     next ones there. What it does for other hosts waits for no peer on this one, so the two cannot hold each other up.
 
-    Args:
-        near: between the ranks of this host, this one included.
-        host: between all ranks.
-        size: of the group.
+    ``near`` is between the ranks of this host, this one included, ``host`` between all ranks of the group.
     """
 
     def __init__(self, near: PeerTransport, host: HostTransport, size: int) -> None:

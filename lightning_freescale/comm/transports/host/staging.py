@@ -4,30 +4,32 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
+@dataclass
 class HostCopy:
-    """A chunk on its way to the host, in ``memory`` at least as long, uint8."""
+    """A chunk on its way to the host, in ``memory`` at least as long, uint8; there at once without ``event``."""
 
-    def __init__(self, memory: Tensor, length: int, event: Any = None) -> None:
-        self.memory = memory
-        self._length = length
-        self._event = event
+    memory: Tensor
+    length: int
+    event: Any = None
 
     @property
     def is_ready(self) -> bool:
         """Return whether the chunk is there."""
-        return self._event is None or bool(self._event.query())
+        return self.event is None or bool(self.event.query())
 
     def wait(self) -> Tensor:
         """Return the chunk on the host, once it is there."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self.memory[: self._length]
+        if self.event is not None:
+            self.event.synchronize()
+        return self.memory[: self.length]
 
 
 class HostStaging:
@@ -60,10 +62,7 @@ class HostStaging:
 
 Allocate = Callable[[int], Tensor]
 """Makes host memory of so many bytes."""
-
-
-def _allocate_pinned(length: int) -> Tensor:
-    return torch.empty(length, dtype=torch.uint8, pin_memory=True)
+_allocate_pinned = partial(torch.empty, dtype=torch.uint8, pin_memory=True)
 
 
 class DeviceStaging:
@@ -72,13 +71,8 @@ class DeviceStaging:
     All copies are of contiguous bytes between device and pinned memory, which the driver gives to a copy engine: no kernel is
     launched.
 
-    Not tested on GPU, nor on ROCm, whose streams and events have the same names in torch.
-
-    Args:
-        device: of the tensors.
-        pinned_bytes: bound of the pinned memory, half of it for each direction.
-        api: streams and events as in ``torch.cuda``.
-        allocate: makes pinned memory.
+    Not tested on GPU, nor on ROCm, whose streams and events have the same names in torch. ``api`` has them as ``torch.cuda``,
+    ``pinned_bytes`` is the bound of the pinned memory, half of it for each direction.
     """
 
     def __init__(
@@ -150,16 +144,12 @@ Staging = HostStaging | DeviceStaging
 
 
 class PinnedPool:
-    """Page-locked buffers, kept for reuse because pinning is slow, of no more than ``bound`` bytes, in use or not.
+    """Page-locked buffers, kept for reuse because pinning is slow; ``held`` bytes, never more than ``bound``.
 
-    Their sizes are powers of two. Used by one thread at a time.
-
-    Attributes:
-        held: bytes in use and kept.
-        in_use: bytes in use.
+    Their sizes are powers of two, and ``in_use`` bytes are out of the pool. Used by one thread at a time.
     """
 
-    def __init__(self, bound: int, allocate: Allocate = _allocate_pinned) -> None:
+    def __init__(self, bound: int, allocate: Allocate) -> None:
         self.bound = bound
         self.held = 0
         self.in_use = 0
@@ -170,7 +160,10 @@ class PinnedPool:
         """Return a buffer of at least ``length`` bytes; None if others must be released first."""
         size = 1 << max(0, length - 1).bit_length()
         if not self._free[size]:
-            self._drop_others(size)
+            for other in sorted(self._free, reverse=True):  # the largest go first
+                while self._free[other] and self.held + size > self.bound:
+                    self._free[other].pop()
+                    self.held -= other
             if self.held + size > self.bound:
                 return None
             self._free[size].append(self._allocate(size))
@@ -182,10 +175,3 @@ class PinnedPool:
         """Keep a buffer for the next that needs its size."""
         self.in_use -= len(buffer)
         self._free[len(buffer)].append(buffer)
-
-    def _drop_others(self, size: int) -> None:
-        """Let go of buffers of other sizes, the largest first, until ``size`` bytes fit."""
-        for other in sorted(self._free, reverse=True):
-            while self._free[other] and self.held + size > self.bound:
-                self._free[other].pop()
-                self.held -= other

@@ -25,8 +25,7 @@ class Link:
         sending: stream of the copies to peers.
         receiving: stream of the copies out of the buffer.
         abort_stream: stream that never waits for a peer.
-        sent: chunks for every peer so far.
-        received: chunks of every peer so far.
+        sent, received: chunks for and of every peer so far.
         peers: ranks of the others in the buffer, each rank's in another order, so that not all write to the same at once.
     """
 
@@ -109,15 +108,10 @@ class TransferProgress:
 
     def mark_end(self) -> None:
         """Mark the end of a round on the streams, also of one that could be enqueued only in part."""
-        record = self._link.driver.record_event
-        self._ends.append((record(self._link.sending), record(self._link.receiving)))
+        self._ends.append((self._link.sending.record_event(), self._link.receiving.record_event()))
 
     def late_ranks(self, signals: list[int]) -> list[int]:
-        """Return the ranks that keep this one waiting; if any, only those of which nothing is seen.
-
-        Args:
-            signals: the words of this rank's signal pad.
-        """
+        """Return the ranks that, by this one's signal pad, keep it waiting; if any, only those of which nothing is seen."""
         link, arrived, consumed = self._link, signals, signals[len(self._link.ranks) :]
         behind = [
             peer

@@ -37,7 +37,6 @@ class PeerTransport:
     Not tested on GPU.
 
     Args:
-        driver: of the device.
         buffer: the memory, mapped on all ranks.
         ranks: of the group, in the order of their ranks in the buffer.
         global_ranks: of every rank of the group, for errors.
@@ -133,7 +132,7 @@ class PeerTransport:
         link = self._link
         assert link is not None
         self._driver.copy(link.abort_stream, self._signals, link.buffer.signal_pad(link.buffer.rank))
-        event, begun = self._driver.record_event(link.abort_stream), time.monotonic()
+        event, begun = link.abort_stream.record_event(), time.monotonic()
         while not event.query():
             if (waited := time.monotonic() - begun) > _GRACE:
                 return None
