@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_freescale._objects import gather_objects
 from lightning_freescale.embeddings.id_remapping import id_remappings
 from lightning_freescale.embeddings.managed_collision import get_input_history, set_input_history
-from lightning_freescale.embeddings.optimizer import ParameterGroups
+from lightning_freescale.embeddings.parameter_groups import ParameterGroups
 from lightning_freescale.embeddings.shards import Shard, ShardedTables
 
 _ROWS_PER_MESSAGE = 1 << 20

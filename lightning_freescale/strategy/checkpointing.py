@@ -15,7 +15,7 @@ from lightning_freescale._lightning.ddp import DDPBase
 from lightning_freescale.checkpoint.random_state import gather_random_states, set_random_state
 
 if TYPE_CHECKING:
-    from lightning_freescale.embeddings.optimizer import ParameterGroups
+    from lightning_freescale.embeddings.parameter_groups import ParameterGroups
     from lightning_freescale.embeddings.shards import ShardedTables
     from lightning_freescale.strategy.overlap import OverlapController
 

@@ -290,7 +290,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     # -- parts of the set-up, in their order
 
     def _shard(self, trainer: Trainer, module: nn.Module, found: list[tuple[Collection, Any]], fitting: bool) -> ShardedTables:
-        from lightning_freescale.embeddings.optimizer import ParameterGroups
+        from lightning_freescale.embeddings.parameter_groups import ParameterGroups
         from lightning_freescale.embeddings.sharding import TableSharding
         from lightning_freescale.embeddings.shards import ShardedTables
 
