@@ -198,6 +198,7 @@ def test_an_exchange_that_failed_is_heard_of_though_the_next_is_due(tmp_path: Pa
         profile._exchange.exchange_steps = lambda *args: (_ for _ in ()).throw(RuntimeError("a rank is gone"))
         with pytest.raises(RuntimeError, match="a rank is gone"):
             _rank_alone(profile, 4, lambda: time.sleep(0.02))
+        profile.write_interrupted_report("a rank is gone")
 
 
 def test_waiting_for_an_exchange_is_no_part_of_a_step(tmp_path: Path) -> None:
