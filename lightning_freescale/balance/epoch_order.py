@@ -108,6 +108,6 @@ def _outliers_together(cost: Floats, edges: Ints, ranks: int) -> Ints:
     # without balancing does not give them all to one rank; the other samples keep their order
     sizes = (np.array(equal_counts(int(after - edge), ranks)) for edge, after in zip(edges, edges[1:]))
     places = np.concatenate([edge + size.cumsum() - size for edge, size in zip(edges, sizes)])
-    count = min(len(places), int((cost > fair).sum()))
-    outliers = np.argsort(-cost, kind="stable")[:count]
-    return np.insert(np.delete(np.arange(len(cost)), outliers), places[:count] - np.arange(count), outliers)
+    outliers = np.flatnonzero(cost > fair)
+    outliers = outliers[np.argsort(-cost[outliers], kind="stable")][: len(places)]
+    return np.insert(np.delete(np.arange(len(cost)), outliers), places[: len(outliers)] - np.arange(len(outliers)), outliers)

@@ -183,4 +183,6 @@ def _swap_towards(chosen: Mask, costs: Floats, free: Ints, target: float, gain: 
 
 def _spread(candidates: Ints, most: int) -> Ints:
     """Return at most that many, evenly from the cheapest to the most expensive."""
-    return candidates[np.linspace(0, len(candidates) - 1, min(most, len(candidates))).astype(np.int64)]
+    if len(candidates) <= most:
+        return candidates
+    return candidates[np.linspace(0, len(candidates) - 1, most).astype(np.int64)]
