@@ -90,19 +90,18 @@ def _alternatives(
     cap = float(np.percentile(costs, _PERCENTILE, method="lower"))
     at = "" if lengths is None else f" (L = {lengths[costs <= cap].max():g})"
 
-    def imbalance(costs: Floats, ranks: int, batch_size: int, **changed: Any) -> float:
-        return predict(costs, ranks, batch_size, **{**options, **changed}).balanced
+    def imbalance(**changed: Any) -> float:
+        return predict(**{"costs": costs, "ranks": ranks, "batch_size": batch_size, **options, **changed}).balanced
 
-    truncated = imbalance(np.minimum(costs, cap), ranks, batch_size)
     choices = [
-        (truncated, f"with histories truncated at the {_PERCENTILE}th percentile{at}"),
-        (imbalance(costs, ranks, 2 * batch_size), f"with batch_size={2 * batch_size}"),
+        (imbalance(costs=np.minimum(costs, cap)), f"with histories truncated at the {_PERCENTILE}th percentile{at}"),
+        (imbalance(batch_size=2 * batch_size), f"with batch_size={2 * batch_size}"),
     ]
     if options.get("outlier_window", 1) < _OUTLIER_WINDOW:
-        pooled = imbalance(costs, ranks, batch_size, steps=2 * _OUTLIER_WINDOW, outlier_window=_OUTLIER_WINDOW)
+        pooled = imbalance(steps=2 * _OUTLIER_WINDOW, outlier_window=_OUTLIER_WINDOW)
         choices.append((pooled, f"with outlier_window={_OUTLIER_WINDOW}"))
     if options.get("assignment_mode", "fixed") not in ("slack", "free"):
-        choices.append((imbalance(costs, ranks, batch_size, assignment_mode="slack"), 'with assignment_mode="slack"'))
+        choices.append((imbalance(assignment_mode="slack"), 'with assignment_mode="slack"'))
     if ranks > 2:
-        choices.append((imbalance(costs, ranks // 2, batch_size), f"on {ranks // 2} ranks"))
+        choices.append((imbalance(ranks=ranks // 2), f"on {ranks // 2} ranks"))
     return choices

@@ -79,11 +79,10 @@ def assign(
     )
     rank_of_group = _zigzag_within_limits(problem) if assignment_mode == "zigzag" else _search(problem)
     rank_of_sample = rank_of_group[group_of_sample]
-    slowest = float(problem.times(rank_of_group).max())
     bound, dominated = _bound(problem, cost)
     return Assignment(
         rank_of_sample,
-        slowest / problem.ideal_time if cost.any() else 1.0,
+        float(problem.times(rank_of_group).max()) / problem.ideal_time if cost.any() else 1.0,
         bound,
         None if token is None else imbalance(token, rank_of_sample, ranks),
         dominated,
@@ -134,8 +133,7 @@ def _zigzag_within_limits(problem: Problem) -> Ints:
 
 
 def _search(problem: Problem) -> Ints:
-    plans = [plan for plan in (first_plan(problem), zigzag(problem)) if plan is not None]
-    found = [plan for plan in plans if problem.limits_counts_only or problem.allows(plan)]
+    found = [plan for plan in (first_plan(problem), zigzag(problem)) if plan is not None and problem.allows(plan)]
     if not found and problem.tokens is not None:  # balancing the tokens is the best that can be done for their limit
         same_speed = np.ones_like(problem.slowness)
         tokens = to_integers(problem.tokens.astype(np.float64), same_speed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +14,8 @@ from lightning_freescale.balance.validation import Floats
 DISAGREEMENT = 0.05
 """A new plan is worth it if it lowers the imbalance, as the fit sees it, by more than this share."""
 _MIN_STEPS = 45
+_PATIENCE, _LEAST_GAIN = 5, 0.02
+"""Windows without a better residual until the fit is frozen, and the share by which it must fall to count as better."""
 
 
 class Calibration:
@@ -22,24 +23,19 @@ class Calibration:
 
     Args:
         keep: how many measured times the fit rests on at most, the last ones; rank 0 fits while the others wait.
-        patience: windows without a better residual until the fit is frozen.
-        least_gain: share by which the residual must fall to count as better.
     """
 
-    def __init__(self, keep: int = 20_000, patience: int = 5, least_gain: float = 0.02) -> None:
+    def __init__(self, keep: int = 20_000) -> None:
         self.fit: CostFit | None = None
         self._keep = keep
-        self._patience = patience
-        self._least_gain = least_gain
-        self._sums: deque[Floats] = deque()
-        self._seconds: deque[Floats] = deque()
+        self._steps: list[tuple[Floats, Floats]] = []
         self._best_residual = float("inf")
         self._windows_since_best = 0
 
     @property
     def frozen(self) -> bool:
         """Whether further windows would change nothing."""
-        return self._windows_since_best >= self._patience
+        return self._windows_since_best >= _PATIENCE
 
     def add_window(self, sums: Floats, seconds: Floats) -> CostFit | None:
         """Fit again with a window of all ranks; return None until there are enough measured times.
@@ -49,18 +45,14 @@ class Calibration:
             seconds: compute times, shape ``[steps, ranks]``; 0 where a rank did not measure.
         """
         measured = (seconds > 0).all(axis=1)  # a step that a rank did not measure is of no use
-        self._sums.extend(sums[measured])
-        self._seconds.extend(seconds[measured])
         ranks = seconds.shape[1]
-        while len(self._seconds) > max(_MIN_STEPS, self._keep // ranks):
-            self._sums.popleft()
-            self._seconds.popleft()
-        steps = len(self._seconds)
-        if steps * ranks < 10:
+        kept = max(_MIN_STEPS, self._keep // ranks)
+        self._steps = [*self._steps, *zip(sums[measured], seconds[measured])][-kept:]
+        if len(self._steps) * ranks < 10:
             return None
-        rank = np.tile(np.arange(ranks), steps)
-        self.fit = CostModel.fit(np.concatenate(list(self._sums)), np.concatenate(list(self._seconds)), rank)
-        better = self.fit.residual < self._best_residual * (1 - self._least_gain)
+        kept_sums, kept_seconds = (np.concatenate(values) for values in zip(*self._steps))
+        self.fit = CostModel.fit(kept_sums, kept_seconds, np.tile(np.arange(ranks), len(self._steps)))
+        better = self.fit.residual < self._best_residual * (1 - _LEAST_GAIN)
         self._windows_since_best = 0 if better else self._windows_since_best + 1
         self._best_residual = min(self._best_residual, self.fit.residual)
         return self.fit
@@ -71,7 +63,7 @@ def imbalance_by_true_costs(
     base: float,
     ranks: int,
     options: dict[str, Any] | None = None,
-    slowness: Floats | None = None,
+    slowness: Floats | float = 1.0,
 ) -> float:
     """Return the imbalance by true costs of plans made with others, over the samples of several steps.
 
@@ -82,10 +74,9 @@ def imbalance_by_true_costs(
         options: of :func:`assign`.
         slowness: time of each rank / time that its samples explain, shape ``[ranks]``; all 1 if not given.
     """
-    slow = np.ones(ranks) if slowness is None else slowness
     longest = total = 0.0
     for planned, true in batches:
         plan = assign(planned, ranks, **(options or {})).rank_of_sample
-        times = slow * (np.bincount(plan, true, ranks) + base)
+        times = slowness * (np.bincount(plan, true, ranks) + base)
         longest, total = longest + times.max(), total + times.mean()
     return float(longest / total) if total else 1.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
@@ -31,8 +31,7 @@ class CostModel:
     unique: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in (f.name for f in fields(self)):
-            value = getattr(self, name)
+        for name, value in vars(self).items():
             if not is_non_negative(value):
                 raise ValueError(f"CostModel({name}={value!r}): a coefficient must be a finite number >= 0")
 

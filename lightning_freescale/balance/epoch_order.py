@@ -104,14 +104,10 @@ def pool_outliers(order: Ints, edges: Sequence[int], costs: Floats, ranks: int, 
 def _outliers_together(cost: Floats, edges: Ints, ranks: int) -> Ints:
     """Return the positions of a window's samples in their new order."""
     fair = cost.sum() / (len(edges) - 1) / ranks
-    outliers = np.flatnonzero(cost > fair)
-    outliers = outliers[np.argsort(-cost[outliers], kind="stable")]
     # one per rank and step, the most expensive together, where a contiguous split would begin a rank's run, so that the plan
     # without balancing does not give them all to one rank; the other samples keep their order
     sizes = (np.array(equal_counts(int(after - edge), ranks)) for edge, after in zip(edges, edges[1:]))
-    taken = np.concatenate([edge + size.cumsum() - size for edge, size in zip(edges, sizes)])[: len(outliers)]
-    result = np.empty(len(cost), dtype=np.int64)
-    free = np.ones(len(cost), dtype=bool)
-    result[taken], free[taken] = outliers[: len(taken)], False
-    result[free] = np.setdiff1d(np.arange(len(cost)), outliers[: len(taken)])
-    return result
+    places = np.concatenate([edge + size.cumsum() - size for edge, size in zip(edges, sizes)])
+    outliers = np.flatnonzero(cost > fair)
+    outliers = outliers[np.argsort(-cost[outliers], kind="stable")][: len(places)]
+    return np.insert(np.delete(np.arange(len(cost)), outliers), places[: len(outliers)] - np.arange(len(outliers)), outliers)

@@ -57,13 +57,12 @@ class StepPlan:
     def balance(self) -> StepBalance:
         """What the assignment is worth."""
         speeds, tokens = self.options.get("rank_speeds"), self.options.get("tokens")
-        split = contiguous_split(len(self.samples), self.ranks)
         if self.balanced:
             bound, dominated = self.assignment.lower_bound, self.assignment.dominated
         else:
             bound, dominated = assignment_bound(self.costs, self.ranks, **self.options)
         return StepBalance(
-            unbalanced=imbalance(self.costs, split, self.ranks, speeds),
+            unbalanced=imbalance(self.costs, contiguous_split(len(self.samples), self.ranks), self.ranks, speeds),
             balanced=imbalance(self.costs, self.rank_of_sample, self.ranks, speeds),
             lower_bound=bound,
             dominated=dominated,

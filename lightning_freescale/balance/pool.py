@@ -145,7 +145,10 @@ class LocalPool:
             least = int(costs[chosen].sum() <= _EXPENSIVE * target)
             chosen |= _released_outliers(outlier, self._batches_left() // period + 1, least, count - due)
         locked, outlier = chosen.copy(), outlier & ~chosen
-        _fill(chosen, costs, outlier, target, count - int(chosen.sum()))
+        missing = count - int(chosen.sum())
+        cheapest = np.lexsort((costs, outlier, chosen))[:missing]  # outliers last
+        crowded = costs[chosen].sum() + costs[cheapest].sum() > target  # what is chosen leaves no room for more
+        chosen[cheapest if crowded else np.lexsort((outlier, chosen))[:missing]] = True  # else the oldest
         ascending = np.argsort(costs, kind="stable")
         waited = (self._batches - self._arrived) / (self.max_pool_age or 4 * self.pool_batches)
         _swap_towards(chosen, costs, ascending[~(locked | outlier)[ascending]], target, waited / count)
@@ -155,18 +158,10 @@ class LocalPool:
 def _released_outliers(outlier: Mask, batches_left: Ints, least: int, most: int) -> Mask:
     """Return the oldest outliers, so many that the others can leave one at a time, with the outlier batches they have left."""
     where = np.flatnonzero(outlier)
+    urgent = (np.arange(len(where)) + 2 - batches_left[where]).max(initial=least)
     released = np.zeros_like(outlier)
-    if len(where):
-        urgent = int((np.arange(len(where)) + 2 - batches_left[where]).max())
-        released[where[: min(most, max(least, len(where) // _OUTLIER_BATCHES, urgent))]] = True
+    released[where[: min(most, max(urgent, len(where) // _OUTLIER_BATCHES))]] = True
     return released
-
-
-def _fill(chosen: Mask, costs: Floats, outlier: Mask, target: float, missing: int) -> None:
-    """Choose the oldest, or the cheapest if what is chosen leaves no room for more; outliers last."""
-    cheapest = np.lexsort((costs, outlier, chosen))[:missing]
-    crowded = costs[chosen].sum() + costs[cheapest].sum() > target
-    chosen[cheapest if crowded else np.lexsort((outlier, chosen))[:missing]] = True
 
 
 def _swap_towards(chosen: Mask, costs: Floats, free: Ints, target: float, gain: Floats) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -63,8 +62,7 @@ class BalanceReport:
     def scalars(self, over: str) -> dict[str, float]:
         """Return the figures by the names under which they are logged: ``freescale/imbalance/{over}/...``."""
         names = ("unbalanced", "balanced", "lower_bound", "gap", "dominated", "tokens_imbalance")
-        values = {name: getattr(self, name) for name in names}
-        return {f"freescale/imbalance/{over}/{name}": value for name, value in values.items() if value is not None}
+        return {f"freescale/imbalance/{over}/{name}": value for name in names if (value := getattr(self, name)) is not None}
 
     def __str__(self) -> str:
         tokens = "" if self.tokens_imbalance is None else f"; tokens {self.tokens_imbalance:.3f}"
@@ -79,26 +77,26 @@ class BalanceSums:
     """Sums of steps that are added one by one, so that an epoch need not be kept."""
 
     def __init__(self) -> None:
-        self.steps, self._dominated, self._weight = 0, 0, 0.0
-        self._sums = np.zeros((2, 4))  # weighted by cost, and each step alike in case none costs anything
+        self._sums = np.zeros((2, 6))  # weighted by cost, and each step alike in case none costs anything
+
+    @property
+    def steps(self) -> int:
+        """How many have been added."""
+        return int(self._sums[1, -1])
 
     def add_step(self, step: StepBalance) -> None:
         """Add a step to the sums."""
-        tokens = math.nan if step.tokens_imbalance is None else step.tokens_imbalance
-        row = np.array([step.unbalanced, step.balanced, step.lower_bound, tokens])
-        self._sums += row * [[step.cost], [1.0]]
-        self._weight += step.cost
-        self._dominated += step.dominated
-        self.steps += 1
+        row = [step.unbalanced, step.balanced, step.lower_bound, step.tokens_imbalance, step.dominated, 1]  # None becomes nan
+        self._sums += np.array(row, dtype=np.float64) * [[step.cost], [1.0]]
 
     def report(self) -> BalanceReport:
         """Return what the steps so far amount to."""
         if not self.steps:
             return BalanceReport(0, 1.0, 1.0, 1.0, 0.0, None)
-        means = self._sums[0] / self._weight if self._weight else self._sums[1] / self.steps
-        unbalanced, balanced, bound, tokens = means.tolist()
-        dominated = self._dominated / self.steps
-        return BalanceReport(self.steps, unbalanced, balanced, bound, dominated, None if math.isnan(tokens) else tokens)
+        weighted, alike = self._sums
+        unbalanced, balanced, bound, tokens = (weighted / weighted[-1] if weighted[-1] else alike / alike[-1])[:4].tolist()
+        dominated = float(alike[4] / alike[-1])
+        return BalanceReport(self.steps, unbalanced, balanced, bound, dominated, None if np.isnan(tokens) else tokens)
 
 
 def idle_fraction(imbalance: float) -> float:

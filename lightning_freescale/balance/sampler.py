@@ -86,9 +86,8 @@ class BalancedSampler(DistributedSampler[list[int]]):
             )
         self.costs = _rounded(costs)
         samples = len(self.costs)
-        self.loss_weights, self.loss_is_sum = np.ones(samples), loss_is_sum
-        if loss_weights is not None:
-            self.loss_weights = non_negative("BalancedSampler(loss_weights=...)", loss_weights, samples)
+        weights = np.ones(samples) if loss_weights is None else loss_weights
+        self.loss_weights, self.loss_is_sum = non_negative("BalancedSampler(loss_weights=...)", weights, samples), loss_is_sum
         self.batch_size, self.num_replicas, self.rank = batch_size, num_replicas, rank
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
         self.balance_steps, self.outlier_window = balance, outlier_window

@@ -50,9 +50,7 @@ def non_negative(name: str, values: ArrayLike, size: int | None = None, first: i
 
 def slowness(rank_speeds: ArrayLike | None, ranks: int) -> Ints:
     """Return whole numbers in inverse proportion to the speeds, shape ``[ranks]``; ValueError if the speeds do not fit."""
-    if rank_speeds is None:
-        return np.ones(ranks, dtype=np.int64)
-    speed = np.asarray(rank_speeds, dtype=np.float64)
+    speed = np.asarray(np.ones(ranks) if rank_speeds is None else rank_speeds, dtype=np.float64)
     if speed.shape != (ranks,) or not (np.isfinite(speed) & (speed > 0)).all() or speed.max() > SPEED_STEPS * speed.min():
         raise ValueError(
             f"assign(rank_speeds={rank_speeds!r}): pass one finite number > 0 per rank, shape [{ranks}], none more than "
@@ -108,7 +106,7 @@ def problem_from_arguments(
     return problem, cost, token, group_of_sample
 
 
-def _count_limits(size: Ints, ranks: int, mode: str, count_slack: float) -> tuple[Ints, int, int, int | None]:
+def _count_limits(size: Ints, ranks: int, mode: str, count_slack: float) -> tuple[Ints, int, int, int]:
     """Return the counted size of the groups, the least and most samples of a rank, and how many ranks may hold the most."""
     smallest, largest = int(size.min()), int(size.max())
     if mode in ("fixed", "zigzag"):
@@ -121,7 +119,7 @@ def _count_limits(size: Ints, ranks: int, mode: str, count_slack: float) -> tupl
         return np.ones_like(size), share, share + bool(rest), rest or ranks
     samples = int(size.sum())
     if mode == "free":
-        return size, 1, samples, None
+        return size, 1, samples, ranks
     most = max(-(-samples // ranks), int(samples / ranks * (1 + count_slack)))
     if largest > most:
         raise ValueError(
@@ -129,7 +127,7 @@ def _count_limits(size: Ints, ranks: int, mode: str, count_slack: float) -> tupl
             f"a rank may hold {most}. Use count_slack={math.ceil(100 * (largest * ranks / samples - 1)) / 100} or more, or "
             "assignment_mode='free'"
         )
-    return size, 1, most, None
+    return size, 1, most, ranks
 
 
 def _token_limit(token: Floats | None, limit: float | None, group_of_sample: Ints) -> tuple[Ints | None, int]:

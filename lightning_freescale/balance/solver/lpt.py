@@ -41,14 +41,13 @@ def _outliers_then_longest_first(problem: Problem) -> Ints:
     order = order[rank_of_group[order] < 0]
     fast_first = np.argsort(problem.slowness, kind="stable")[len(filled) :]
     cost, slowness = problem.cost[order], problem.slowness[fast_first]
-    at_max = problem.ranks if problem.ranks_at_max is None else problem.ranks_at_max
     room, pace = np.full(len(slowness), problem.max_samples - 1), slowness * len(slowness)
     if worth_compiling(len(order)):
         placed: Any = np.empty(len(order), dtype=np.int64)
-        compiled(place_longest_first)(cost, pace, room, at_max, placed)
+        compiled(place_longest_first)(cost, pace, room, problem.ranks_at_max, placed)
     else:  # lists are what the interpreter is quick with
         placed = [0] * len(order)
-        place_longest_first(cost.tolist(), pace.tolist(), room.tolist(), at_max, placed)
+        place_longest_first(cost.tolist(), pace.tolist(), room.tolist(), problem.ranks_at_max, placed)
     rank_of_group[order] = fast_first[np.asarray(placed)]
     return rank_of_group
 
@@ -65,7 +64,7 @@ def _filled_outlier_ranks(problem: Problem) -> list[Ints]:
         return []
     left, filled = problem.order[::-1], list[Ints]()  # cheapest first
     # ranks that the other groups will need to hold one sample more
-    fuller = problem.ranks_at_max or 0 if problem.min_samples < problem.max_samples else 1
+    fuller = problem.ranks_at_max if problem.min_samples < problem.max_samples else 1
     while len(filled) < min(MAX_OUTLIER_RANKS, problem.ranks - fuller):
         cost = problem.cost[left]
         total = np.concatenate([[0], np.cumsum(cost[:-1])])
@@ -94,17 +93,13 @@ def place_longest_first(costs: Any, pace: Any, room: Any, at_max: int, placed: A
     # the heap holds time * ranks + rank: one whole number orders by time, then by rank
     heap = [rank for rank in range(ranks)]  # noqa: C416 (list(range) is not the list that the compiler needs)
     for group, cost in enumerate(costs):
+        while at_max == 0 and room[heap[0] % ranks] == 0:
+            heapq.heappop(heap)  # full for good
         key = heap[0]
         rank = key % ranks
-        free = room[rank]
-        while free == 0 and at_max == 0:
-            heapq.heappop(heap)  # full for good
-            key = heap[0]
-            rank = key % ranks
-            free = room[rank]
         placed[group] = rank
-        if free:
-            room[rank] = free - 1
+        if room[rank]:
+            room[rank] -= 1
             replace(heap, key + cost * pace[rank])
         else:
             at_max -= 1
@@ -116,7 +111,7 @@ def _longest_first_within_limits(problem: Problem, order: Ints, cost: Ints) -> I
     ranks, held, tokens = problem.ranks, [0] * problem.ranks, [0] * problem.ranks
     costs, size, slowness = cost.tolist(), problem.size.tolist(), problem.slowness.tolist()
     token = [0] * len(costs) if problem.tokens is None else problem.tokens.tolist()
-    at_max = ranks if problem.ranks_at_max is None else problem.ranks_at_max
+    at_max = problem.ranks_at_max
     heap = sorted((0, slowness[rank], rank) for rank in range(ranks))
     rank_of_group = np.empty(len(order), dtype=np.int64)
     for group in order.tolist():
@@ -132,7 +127,7 @@ def _longest_first_within_limits(problem: Problem, order: Ints, cost: Ints) -> I
         rank_of_group[group] = rank
         held[rank] = after
         tokens[rank] += token[group]
-        at_max -= problem.ranks_at_max is not None and after == problem.max_samples
+        at_max -= after == problem.max_samples
         for entry in [*passed, (time + costs[group] * slow, slow, rank)]:
             heapq.heappush(heap, entry)
     return rank_of_group

@@ -25,7 +25,7 @@ class Problem:
         tokens: shape ``[groups]``, or None if nothing limits them.
         slowness: shape ``[ranks]``; all 1 if the ranks are equally fast.
         min_samples, max_samples: how many a rank may hold.
-        ranks_at_max: how many ranks may hold ``max_samples``, the others one less; None if all may, at any counts.
+        ranks_at_max: how many ranks may hold ``max_samples``, the others one less.
         max_tokens: how many a rank may hold.
     """
 
@@ -35,7 +35,7 @@ class Problem:
     slowness: Ints
     min_samples: int
     max_samples: int
-    ranks_at_max: int | None
+    ranks_at_max: int
     max_tokens: int
 
     @property
@@ -84,8 +84,7 @@ def lower_bound(problem: Problem) -> float:
     fillers = least - 1 if bool((problem.size == 1).all()) else 0
     bounds = [problem.ideal_time, fastest * int(cost[-1] + cost[:fillers].sum())]
     if len(cost) > ranks:
-        pair = int(cost[-ranks] + cost[-ranks - 1] + cost[: max(0, fillers - 1)].sum())
-        bounds.append(fastest * pair)
+        bounds.append(fastest * int(cost[-ranks] + cost[-ranks - 1] + cost[: max(0, fillers - 1)].sum()))
     return float(max(bounds))
 
 

@@ -64,8 +64,9 @@ def refine(problem: Problem, rank_of_group: Ints, target: float) -> Ints:
         above = int(np.count_nonzero(time > target))
         if not above or failed == PATIENCE:
             break
-        tried = 1 if failed else above  # while the slowest finds no partner, the others' gains are none
-        slow, quick = _pair_ranks(np.argsort(-time, kind="stable"), tried, failed)
+        # while the slowest finds no partner, the others' gains are none, and it tries another one
+        pairs, by_time = min(1 if failed else above, problem.ranks // 2), np.argsort(-time, kind="stable")
+        slow, quick = by_time[:pairs], by_time[::-1][(np.arange(pairs) + failed) % (problem.ranks - pairs)]
         costs = cost.table[slow[:, None], columns], cost.table[quick[:, None], columns]
         pace = problem.slowness[slow], problem.slowness[quick]
         best = find_best(*costs, cost.held[slow], cost.held[quick], *pace, _blocked_swaps(limits, slow, quick, columns))
@@ -93,13 +94,6 @@ def _groups_of_ranks(problem: Problem, rank_of_group: Ints, count: Ints) -> Ints
     return table
 
 
-def _pair_ranks(by_time: Ints, slow: int, shift: int) -> tuple[Ints, Ints]:
-    """Return the slowest ranks, and for each one of the others, quickest first; ``shift`` gives them other partners."""
-    pairs = min(slow, len(by_time) // 2)
-    others = len(by_time) - pairs
-    return by_time[:pairs], by_time[pairs + (others - 1 - (np.arange(pairs) + shift) % others)]
-
-
 class _Amounts:
     """Costs, samples or tokens in a table ``[ranks, slots]``, and how many each rank holds within its limits."""
 
@@ -107,7 +101,7 @@ class _Amounts:
         self.table = np.where(group >= 0, values[group], 0)
         self.held: Ints = self.table.sum(axis=1)
         self.least, self.most = least, most
-        self._largest = int(self.table.max())
+        self.largest = int(self.table.max())
 
     def swap(self, ours: tuple[Ints, Ints], theirs: tuple[Ints, Ints]) -> None:
         """Swap the slots ``(ranks, columns)`` of one side with those of the other."""
@@ -115,12 +109,6 @@ class _Amounts:
         self.held[ours[0]] -= more
         self.held[theirs[0]] += more
         self.table[ours], self.table[theirs] = self.table[theirs], self.table[ours]
-
-    def near_limits(self, slow: Ints, quick: Ints) -> Ints:
-        """Return the pairs that a single swap could take out of the limits."""
-        low, high = self.least + self._largest, self.most - self._largest
-        safe = (self.held >= low) & (self.held <= high)
-        return np.flatnonzero(~(safe[slow] & safe[quick]))
 
     def blocked(self, slow: Ints, quick: Ints, columns: Ints) -> Mask:
         """Return which swaps would leave the limits, shape ``[pairs, candidates, candidates]``."""
@@ -133,10 +121,10 @@ def _blocked_swaps(limits: list[_Amounts], slow: Ints, quick: Ints, columns: Int
     """Return which swaps a limit forbids; an empty array if none."""
     blocked = np.zeros((0, 0, 0), dtype=bool)
     for limit in limits:
-        near = limit.near_limits(slow, quick)
-        if len(near) and not blocked.size:
-            blocked = np.zeros((len(slow), len(columns), len(columns)), dtype=bool)
+        safe = (limit.held >= limit.least + limit.largest) & (limit.held <= limit.most - limit.largest)
+        near = np.flatnonzero(~(safe[slow] & safe[quick]))  # the pairs that a single swap could take out of the limit
         if len(near):
+            blocked = blocked if blocked.size else np.zeros((len(slow), len(columns), len(columns)), dtype=bool)
             blocked[near] |= limit.blocked(slow[near], quick[near], columns)
     return blocked
 
