@@ -61,8 +61,8 @@ def room(module: str) -> str:
 
 @cache
 def imports() -> networkx.DiGraph:
-    """Who imports whom, also inside functions, but not for type checkers alone."""
-    graph = grimp.build_graph(PACKAGE, include_external_packages=True, exclude_type_checking_imports=True)
+    """Who imports whom, also inside functions and for type checkers alone."""
+    graph = grimp.build_graph(PACKAGE, include_external_packages=True)
     return networkx.DiGraph((a, b) for a in graph.modules for b in graph.find_modules_directly_imported_by(a))
 
 
