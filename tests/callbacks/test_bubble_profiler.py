@@ -25,7 +25,7 @@ from lightning_freescale.testing import run_distributed
 from tests.helpers.chrome_trace import problems, read_trace
 from tests.helpers.recommender import Recommender, Samples, collate, trainer
 
-DELAY = 0.1
+DELAY = 0.2
 STEPS = 12
 
 
