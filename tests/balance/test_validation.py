@@ -33,3 +33,8 @@ def test_a_single_number(value: float) -> None:
 def test_numbers_that_do_not_fit(values: list, size: int | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         non_negative("lengths", values, size)
+
+
+def test_errors_count_from_the_first_sample_of_a_streams_part() -> None:
+    with pytest.raises(ValueError, match=r"^cost_fn\(sample\)\[41\] is -2\.0: "):
+        non_negative("cost_fn(sample)", [1.0, -2.0], first=40)
