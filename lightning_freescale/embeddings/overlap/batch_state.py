@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
 from lightning_freescale.embeddings.lookahead.kjt_snapshot import KJTSnapshot
-from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowMask, RowRequest
+from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest, RowSubset
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,11 @@ class Lookup:
 
 
 @dataclass(frozen=True)
-class CollidingRows:
-    """Rows that a batch shares with another one: of those it requests here, and of those requested from this owner."""
+class SomeRows:
+    """Some rows of a batch: of those that this rank requests, and of those requested from it as an owner."""
 
-    requested: RowMask
-    incoming: RowMask
-
-    def complement(self, request: RowRequest, incoming: IncomingRows) -> CollidingRows:
-        """Return the non-colliding rows of the same batch."""
-        return CollidingRows(self.requested.complement(request.sizes), self.incoming.complement(incoming.sizes))
+    requested: RowSubset
+    incoming: RowSubset
 
 
 @dataclass
@@ -45,9 +41,12 @@ class PipelinedBatch:
     """One batch of a collection; filled in by the collection's worker.
 
     Attributes:
+        number: later batches have higher ones.
         request: the rows this rank needs.
         incoming: the rows this rank gives as an owner.
-        rows: values of ``request.rows``, shape ``[rows, dim]``.
+        rows: values of the rows as they arrived, and more; shape ``[places, dim]``.
+        places: where in ``rows`` the row of each id is, shape ``[ids]``.
+        late_place: where in ``rows`` those begin that come after the backward of the batch before.
         rates: learning rate per kernel for its update.
         step: updates done before its own.
         updates: whether an optimizer step follows it; else its gradients are kept for the next one.
@@ -56,18 +55,23 @@ class PipelinedBatch:
         all_submitted: whether all have, without error or disagreement.
         ended_ranks: ranks that have said that they have no such batch.
         mode: the highest mode of any rank, see :class:`OverlappedCollection`.
+        digest: of its features; 0 if none are known.
         snapshot: the ids submitted ahead, before the model looks them up.
         ready: done when ``rows`` are complete.
-        shared_with_previous: the rows that are updated before it (their values come late).
-        shared_with_next: the rows that the batch after it needs, too (their gradients go first).
-        gradient: of ``rows``, once backward has been there.
+        awaited: the rows that the batch before it updates, so that their values come late; None if they were not compared.
+        urgent: the rows that the batch after it needs, so that their gradients go first; None if they were not compared.
+        patient: all other rows; their gradients go with the ids of the batch after the next.
+        gradient: of the requested rows, once backward has been there.
         looked_up: whether the model has looked it up.
         gradient_sent: whether its gradients have been handed over.
     """
 
+    number: int
     request: RowRequest
     incoming: IncomingRows
     rows: Tensor
+    places: Tensor
+    late_place: int = 0
     rates: Sequence[float | None] = ()
     step: int = 0
     updates: bool = True
@@ -76,18 +80,15 @@ class PipelinedBatch:
     all_submitted: bool = False
     ended_ranks: list[int] = field(default_factory=list)
     mode: int = 0
+    digest: int = 0
     snapshot: KJTSnapshot | None = None
     ready: Future[Any] | None = None
-    shared_with_previous: CollidingRows | None = None
-    shared_with_next: CollidingRows | None = None
+    awaited: SomeRows | None = None
+    urgent: SomeRows | None = None
+    patient: SomeRows | None = None
     gradient: Tensor | None = None
     looked_up: bool = False
     gradient_sent: bool = False
-
-    def no_rows(self) -> CollidingRows:
-        """Return none of this batch's rows."""
-        sizes = (self.request.sizes, self.incoming.sizes)
-        return CollidingRows(*(RowMask.empty(each, self.rows.device) for each in sizes))
 
 
 @dataclass

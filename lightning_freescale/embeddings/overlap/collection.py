@@ -21,6 +21,7 @@ from lightning_freescale.embeddings.optimizer import TableOptimizer
 from lightning_freescale.embeddings.overlap import errors
 from lightning_freescale.embeddings.overlap.batch_state import Lookup, PipelinedBatch
 from lightning_freescale.embeddings.overlap.exchange_worker import ExchangeWorker
+from lightning_freescale.embeddings.overlap.handshake import NextIds
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
 from lightning_freescale.embeddings.overlap.row_exchange import RowExchange
@@ -87,11 +88,13 @@ class OverlappedCollection:
         self._rates: list[float | None] = []
         self._step = 0
         self._next_ids: KeyedJaggedTensor | None = None
-        self._ended = self._ids_sent = False
+        self._ended = self._prefetched = False
+        self._announce_job: Future[Any] | None = None
         self._mode = ModeProposal()
         self._late_gradient: Tensor | None = None
-        # jobs and marks that outlive a step
-        self._ids_job: Future[Any] | None = None
+        # what outlives a step
+        self._previous: PipelinedBatch | None = None  # its last gradients have not been sent yet
+        self._prefetch_job: Future[Any] | None = None
         self._update_job: Future[Any] | None = None
         self._arrived: Any = None
         self._write_counts: list[int] | None = None
@@ -112,27 +115,27 @@ class OverlappedCollection:
         self._refuse_writes()
         self._refuse_uneven_end(step)
         accumulated = not self._current.updates
-        if accumulated and restart:
-            self._worker.submit(self._exchange.discard_accumulated)
         self._accumulating = accumulated and not restart
         self._current, self._following = self._following, self._exchange.new_batch()
+        if accumulated and restart:
+            self._worker.submit(self._exchange.discard_accumulated, self._current, self._previous)
         self._current.updates, self._current.rates, self._current.step = updates, self._rates, step
-        self._next_ids, self._ended, self._ids_sent = None, False, False
+        self._next_ids, self._ended, self._announce_job, self._prefetched = None, False, None, False
         self._mode, self._in_step = mode, True
         self.statistics.count("steps")
         return self._current.mode
 
     def submit_next_ids(self, features: KeyedJaggedTensor) -> None:
         """Submit the ids of the batch after the current one, before backward; the first ones of a step count."""
-        if not self._in_step or self._ids_sent or self._ended or self._next_ids is not None:
+        if not self._in_step or self._prefetched or self._ended or self._next_ids is not None:
             return
         self._next_ids = features
         if self._current.looked_up:
-            self._send_next_ids()
+            self._prefetch()
 
     def submit_end(self) -> None:
         """Submit that there is no batch after the current one."""
-        self._ended = self._in_step and not self._ids_sent
+        self._ended = self._in_step and not self._prefetched
 
     def propose_mode(self, mode: int) -> None:
         """Set the mode that goes to the other ranks with the next ids, if it is known after the forward only."""
@@ -147,18 +150,20 @@ class OverlappedCollection:
             self._fall_back()
             return self._torchrec_lookup(features)
         self.lookup = lookup = self._compare(features)
-        confirmed = self._confirm_ids(features, bool(lookup.predicted))
-        if self._next_ids is not None:
-            self._send_next_ids()
+        batch.looked_up = True
+        # if these ids are others, or some rank had submitted none, rows come with this announcement, and an error of one rank
+        # has to be an error of all; else it can wait for the next ids
+        alone = not lookup.predicted or not batch.all_submitted
+        if self._next_ids is not None or self._ended:
+            self._prefetch()
+        announced = self._announce(final=False) if alone else None
         with self.statistics.timed("exposed_s"), self._observed_wait():
             if batch.ready is not None:
                 self._worker.wait(batch.ready)
-            # confirmation matters only if these ids are others, or if some rank had submitted none: then an error of one rank
-            # is an error of all
-            if not lookup.predicted or not batch.all_submitted:
-                self._worker.wait(confirmed)
-        self._worker.hand_over(batch.rows, batch.request.inverse)
-        rows = batch.rows.index_select(0, batch.request.inverse)
+            if announced is not None:
+                self._worker.wait(announced)
+        self._worker.hand_over(batch.rows, batch.places)
+        rows = batch.rows.index_select(0, batch.places)
         batch.rows = batch.rows.new_empty(0)  # memory: the next batch's rows come while this one computes
         rows = _join_graph(rows, partial(self._take_gradient, batch))
         return as_output(features, rows, self._local.layout, self._need_ids)
@@ -167,14 +172,8 @@ class OverlappedCollection:
         """Hand over, after backward, what backward has not, so that no rank waits for this one."""
         if not self._in_step:
             return
-        if not self._current.looked_up:
-            self._confirm_ids(None, predicted=False)
-        elif (
-            self._moves_without_gradient
-            and not self._current.gradient_sent
-            and self._late_gradient is None
-            and len(self._current.request.rows)
-        ):
+        without_gradient = self.lookup is not None and not self._current.gradient_sent and self._late_gradient is None
+        if without_gradient and self._moves_without_gradient and len(self.lookup.features.values()):
             errors.no_gradient(self.path)
         if self.plain:
             self._end_last_step()
@@ -185,10 +184,12 @@ class OverlappedCollection:
     # -- between steps
 
     def drain(self) -> None:
-        """Wait until every update of the steps before is in the tables.
-
-        It waits for a job that is queued already: no collective, no rank need call it for another.
-        """
+        """Wait until every update of the steps before is in the tables. Collective between two steps."""
+        if self._in_step and self._current.looked_up:
+            self._announce(final=False)  # takes the gradients of the step before along
+        elif self._previous is not None:
+            previous, self._previous = self._previous, None
+            self._update_job = self._worker.submit(self._exchange.drain, previous)
         if self._update_job is not None:
             self._worker.wait(self._update_job)
 
@@ -220,26 +221,44 @@ class OverlappedCollection:
         self.statistics.count(kind)
         return Lookup(features, predicted)
 
-    def _confirm_ids(self, features: KeyedJaggedTensor | None, predicted: bool) -> Future[Any]:
-        self._current.looked_up = True
-        return self._worker.submit(self._exchange.confirm_ids, self._current, features, predicted)
+    def _announce(self, final: bool) -> Future[Any]:
+        """Submit what this rank has looked up, and the next ids unless they may be known later (``final``: they will not)."""
+        if self._announce_job is None:
+            state = self._state_of_next_ids(final)
+            looked_up = None if self.lookup is None else self.lookup.features
+            predicted = self.lookup is not None and bool(self.lookup.predicted)
+            previous, self._previous = self._previous, None
+            given = (self._following, self._current, previous, looked_up, predicted, state, self._next_ids, self._agreed())
+            self._announce_job = self._update_job = self._worker.submit(self._exchange.announce, *given)
+        return self._announce_job
 
-    def _send_next_ids(self) -> None:
-        features, self._next_ids, self._ids_sent = self._next_ids, None, True
+    def _prefetch(self) -> None:
+        """Submit all that this rank will know of the next batch before backward."""
+        if self._prefetched:
+            return
+        self._announce(final=True)
+        features, state, self._prefetched = self._next_ids, self._state_of_next_ids(final=True), True
         self._following.snapshot = None if features is None else KJTSnapshot(features)
+        job = (self._exchange.prefetch, self._following, self._current, state, features, self._agreed())
+        self._prefetch_job, self._next_ids = self._worker.submit(*job), None
+
+    def _state_of_next_ids(self, final: bool) -> NextIds:
+        if self._ended:
+            return NextIds.ENDED
+        if self._next_ids is not None:
+            return NextIds.REQUESTED
+        return NextIds.UNKNOWN if final else NextIds.LATER
+
+    def _agreed(self) -> int:
         mispredicted = self.lookup is not None and self.lookup.predicted is False
-        mode = self._mode.if_mispredicted if mispredicted else self._mode.mode
-        job = (self._exchange.send_ids, self._following, self._current, features, self._ended, mode)
-        self._ids_job = self._worker.submit(*job)
-        self._worker.submit(self._exchange.prefetch, self._following, self._current)
+        return self._mode.if_mispredicted if mispredicted else self._mode.mode
 
     def _send_gradient(self, batch: PipelinedBatch, gradient: Tensor | None, following: PipelinedBatch) -> None:
-        if not self._ids_sent:
-            self._send_next_ids()
+        self._prefetch()
         batch.gradient_sent = True
         self._arrived = None if self.observer is None else self.observer.stamp()
         following.ready = self._worker.submit(self._exchange.exchange_colliding, batch, following, gradient)
-        self._update_job = self._worker.submit(self._exchange.exchange_non_colliding, batch)
+        self._previous = batch
 
     def _take_gradient(self, batch: PipelinedBatch, gradient: Tensor) -> None:
         if batch.gradient_sent or self._late_gradient is not None:
@@ -279,17 +298,16 @@ class OverlappedCollection:
 
     def _end_last_step(self) -> None:
         """End the step in which it fell back: TorchRec has updated the tables, what was sorted and fetched ahead is void."""
-        if not self._ids_sent:
-            self._send_next_ids()
+        self._prefetch()
         self._worker.drain()
-        self._current.shared_with_next = None
+        self._current.urgent = self._current.patient = None
         self._send_gradient(self._current, self._late_gradient, self._exchange.new_batch())
-        self._worker.drain()
+        self.drain()
 
     def _refuse_uneven_end(self, step: int) -> None:
-        if self._ids_job is not None:  # long done: the backward that the ranks ended together came after it
+        if self._prefetch_job is not None:  # done long ago, unless compute is shorter than the exchange
             with self.statistics.timed("exposed_s"):
-                self._worker.wait(self._ids_job)
+                self._worker.wait(self._prefetch_job)
         if self._following.ended_ranks and self._following.any_submitted:
             errors.uneven_ends(self._following.ended_ranks, step)
 

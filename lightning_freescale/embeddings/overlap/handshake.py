@@ -1,14 +1,15 @@
-"""What the ranks tell each other before ids travel: who needs how many rows, who has no next batch, who has an error."""
+"""What the ranks tell each other at the head of the message with their ids: what comes, who has none, who has an error."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
 from lightning_freescale._objects import gather_objects
@@ -16,43 +17,59 @@ from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 from lightning_freescale.embeddings.overlap.row_requests import RowRequest
 
 
-class IdState(IntEnum):
-    """What a rank knows of the ids of a batch."""
+class NextIds(IntEnum):
+    """What a rank knows of the ids of the batch that follows."""
 
     UNKNOWN = 0  # they cannot be known ahead
     ENDED = 1  # there is no such batch
-    REQUESTED = 2  # they follow
-    PREDICTED = 3  # they are those that were submitted ahead
-    FAILED = 4  # they are wrong, the error follows
+    REQUESTED = 2  # they are in this message
+    LATER = 3  # they may be in the next one: all ranks send another
+    TOLD = 4  # they were in the message before
+    DRAINING = 5  # none are asked for: this message only carries gradients
 
 
-_HEADER = 4
-"""Numbers before the counts: state, digest of the features, whether a step follows, mode."""
+class LookedUp(IntEnum):
+    """What a rank's model has looked up in the current batch."""
+
+    PREDICTED = 0  # the ids that were submitted ahead
+    OTHERS = 1  # others, or ids that nobody had submitted: they follow
+    WRONG = 2  # ids that have no row; the error follows
+
+
+class Head(NamedTuple):
+    """The first numbers of a message, each of 32 bits."""
+
+    number: int  # of the message, so that ranks which have lost step notice
+    state: int  # :class:`NextIds`
+    lookup: int  # :class:`LookedUp`
+    ids: int  # rows asked of the receiver for the next batch
+    most_ids: int  # the most that the sender asks of any rank
+    other_ids: int  # rows asked of the receiver for the current batch
+    digest: int  # of the features of the next batch; 0 without
+    lookup_digest: int  # of those of the current batch
+    updates: int  # whether an optimizer step follows the current batch
+    mode: int  # how the sender comes to know ids
 
 
 @dataclass(frozen=True)
-class Consensus:
-    """What all ranks have told, this one included.
+class IdsToSend:
+    """What this rank has to tell.
 
     Attributes:
-        request: the rows that this rank needs.
-        requested: for every rank whether ids come from it.
-        counts: rows that each rank requests from this one, by slot; shape ``[ranks, slots]``.
-        ended_ranks: those that have no such batch.
-        from_all: whether ids come from every rank, and no two disagree on the features.
-        mode: the highest of any rank, see :class:`LookaheadMode`.
+        state: of the ids of the next batch.
+        request: the rows that it needs.
+        digest: of its features.
+        mode: how this rank comes to know ids.
     """
 
+    state: NextIds
     request: RowRequest
-    requested: list[bool]
-    counts: Tensor
-    ended_ranks: list[int]
-    from_all: bool
-    mode: int
+    digest: int = 0
+    mode: int = 0
 
 
 class LookupHandshake:
-    """One small message from every rank to every rank.
+    """Makes requests of ids, and turns the error of one rank into one of all.
 
     Args:
         path: of the collection, for errors.
@@ -62,92 +79,68 @@ class LookupHandshake:
     """
 
     def __init__(self, path: str, group: dist.ProcessGroup, layout: RowLayout, dedup: bool) -> None:
-        self.path, self.group, self.layout, self.dedup = path, group, layout, dedup
-        self._no_rows = RowRequest.empty(layout, dedup)
+        self.path, self.group = path, group
+        self.no_rows = RowRequest.empty(layout, dedup)
+        self._layout, self._dedup = layout, dedup
         self._features: tuple[str, ...] | None = None
 
-    def agree(
-        self,
-        state: IdState,
-        features: KeyedJaggedTensor | None = None,
-        *,
-        updates: bool = False,
-        mode: int = 0,
-        ahead: bool = False,
-    ) -> Consensus:
-        """Tell all ranks what this one knows, and hear them. Collective.
-
-        Wrong ids that are only submitted ahead count as unknown: the model may never look them up.
-
-        Args:
-            state: what this rank knows of the ids.
-            features: the ids, if it requests rows.
-            updates: whether an optimizer step follows its current batch.
-            mode: how it comes to know ids ahead.
-            ahead: whether the model has not looked them up.
+    def request(self, features: KeyedJaggedTensor) -> tuple[RowRequest, int]:
+        """Return the rows that a batch needs, and a digest of its features.
 
         Raises:
-            ValueError: on every rank, if the ids of any rank are wrong or the ranks disagree on the features.
+            ValueError: the ids are wrong, or the features are others than before.
         """
-        request, keys, wrong = self._no_rows, (), None
-        if features is not None and state == IdState.REQUESTED:
-            keys = tuple(features.keys())
-            try:
-                self._check_order(keys)
-                request = RowRequest.from_features(features, self.layout, self.dedup)
-            except ValueError as error:
-                state, wrong = IdState.FAILED, error.with_traceback(None)  # no circle through this frame
-        digest = zlib.crc32("\0".join(keys).encode()) + 1 if keys else 0
-        headers, counts = self._exchange([int(state), digest, int(updates), int(mode)], request.counts)
-        states, digests, updates_of, modes = headers.T.tolist()
-        self._refuse_other_windows(updates_of)
-        same_features = len({each for each in digests if each}) <= 1
-        if IdState.FAILED in states and not ahead:
-            self._raise_errors(wrong)
-        if not same_features and not ahead:
-            self._raise_disagreement(keys)
-        requested = [each == IdState.REQUESTED for each in states]
-        ended = [rank for rank, each in enumerate(states) if each == IdState.ENDED]
-        return Consensus(request, requested, counts, ended, same_features and all(requested), max(modes))
-
-    def _exchange(self, header: list[int], counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return headers and counts of all ranks, one row each."""
-        sent = torch.empty(len(counts), _HEADER + counts.shape[1], dtype=torch.int64)
-        sent[:, :_HEADER] = torch.tensor(header)
-        sent[:, _HEADER:] = counts
-        sent = sent.to(self.layout.device)
-        received = torch.empty_like(sent)
-        dist.all_to_all(list(received), list(sent), group=self.group)
-        received = received.cpu()
-        return received[:, :_HEADER], received[:, _HEADER:]
-
-    def _check_order(self, keys: tuple[str, ...]) -> None:
+        keys = tuple(features.keys())
         self._features = self._features or keys
         if keys != self._features:
             raise ValueError(
                 f"the KeyedJaggedTensor has features {list(keys)}, in earlier batches it had {list(self._features)}: keep them "
                 "and their order"
             )
+        digest = zlib.crc32("\0".join(keys).encode()) & 0x7FFFFFFF or 1
+        return RowRequest.from_features(features, self._layout, self._dedup), digest
 
-    @staticmethod
-    def _refuse_other_windows(updates: list[int]) -> None:
-        if len(set(updates)) > 1:
-            steps = [rank for rank, update in enumerate(updates) if update]
+    def ids_to_send(self, state: NextIds, features: KeyedJaggedTensor | None, mode: int) -> IdsToSend:
+        """Return what to tell of a batch; ids that are wrong count as unknown: the model may never look them up."""
+        if state != NextIds.REQUESTED or features is None:
+            return IdsToSend(state, self.no_rows, mode=mode)
+        try:
+            return IdsToSend(state, *self.request(features), mode)
+        except ValueError:
+            return IdsToSend(NextIds.UNKNOWN, self.no_rows, mode=mode)
+
+    def raise_errors(self, heads: Sequence[Head], wrong: Exception | None, features: KeyedJaggedTensor | None) -> None:
+        """Raise what any rank's lookup of the current batch has got wrong, on every rank; collective if there is anything.
+
+        Raises:
+            ValueError: the ids of a rank are wrong, or the ranks look up different features.
+            RuntimeError: the ranks are not in step.
+        """
+        self._refuse_other_places(heads)
+        if LookedUp.WRONG in {head.lookup for head in heads}:
+            texts = gather_objects(str(wrong) if wrong else None, self.group)
+            found = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
+            raise ValueError(f"embedding collection {self.path!r}, {'; '.join(found)}") from wrong
+        if len({head.lookup_digest for head in heads if head.lookup_digest}) > 1:
+            keys = gather_objects(None if features is None else list(features.keys()), self.group)
+            found = [f"rank {rank} has {mine}" for rank, mine in enumerate(keys) if mine]
+            raise ValueError(
+                f"embedding collection {self.path!r}: the ranks look up different features, {'; '.join(found)}: pass the same "
+                "on every rank, in the same order"
+            )
+
+    def _refuse_other_places(self, heads: Sequence[Head]) -> None:
+        draining = [rank for rank, head in enumerate(heads) if head.state == NextIds.DRAINING]
+        if 0 < len(draining) < len(heads):
+            raise RuntimeError(
+                f"ranks {draining} bring the tables up to date (they evaluate, save, or call state_dict()), the others train "
+                "on: do it on every rank"
+            )
+        if len({head.number for head in heads}) > 1:
+            raise RuntimeError(f"the ranks are not in step: they send messages {[head.number for head in heads]}")
+        steps = [rank for rank, head in enumerate(heads) if head.updates]
+        if 0 < len(steps) < len(heads):
             raise ValueError(
                 f"after this batch ranks {steps} take an optimizer step, the others go on accumulating gradients: give every "
                 "rank the same number of batches and the same accumulate_grad_batches"
             )
-
-    def _raise_errors(self, wrong: Exception | None) -> None:
-        texts = gather_objects(str(wrong) if wrong else None, self.group)
-        found = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
-        raise ValueError(f"embedding collection {self.path!r}, {'; '.join(found)}") from wrong
-
-    def _raise_disagreement(self, features: tuple[str, ...]) -> None:
-        found = "; ".join(
-            f"rank {rank} has {list(keys)}" for rank, keys in enumerate(gather_objects(features, self.group)) if keys
-        )
-        raise ValueError(
-            f"embedding collection {self.path!r}: the ranks look up different features, {found}: pass the same on every rank, "
-            "in the same order"
-        )

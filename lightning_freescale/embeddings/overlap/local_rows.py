@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor
 
 from lightning_freescale.embeddings.collections import Collection
@@ -64,6 +65,47 @@ class TableKernel:
         self.module.iter.fill_(step)
 
 
+class CpuKernel(TableKernel):
+    """Tables on the CPU: the update that FBGEMM's backward ends in is called by itself, without the forward before it."""
+
+    _OPERATORS: ClassVar = {
+        EmbOptimType.EXACT_SGD: ("sgd", ()),
+        EmbOptimType.EXACT_ADAGRAD: ("adagrad", ("eps",)),
+        EmbOptimType.EXACT_ROWWISE_ADAGRAD: ("rowwise_adagrad", ("eps", "weight_decay", "weight_decay_mode", "max_norm")),
+    }
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        name, settings = self._OPERATORS[self.module.optimizer]
+        self._operator = getattr(torch.ops.fbgemm, f"split_embedding_nobag_backward_codegen_{name}_cpu")
+        self._rounding = self.module.optimizer_args.stochastic_rounding
+        self._settings = tuple(getattr(self.module.optimizer_args, setting) for setting in settings)
+        self._places = {index: self._place(feature, len(self.tables[index].weight)) for index, feature in self._feature_of.items()}
+
+    def update(self, rows: dict[int, tuple[Tensor, Tensor]], rate: float | None, step: int) -> None:
+        """Update all rows given by table, as :meth:`TableKernel.update` does, to the bit."""
+        self.prepare_update(rate, step)
+        module = self.module
+        for index, (numbers, gradients) in rows.items():
+            (placement, offset), size, state = self._places[index]
+            first_row = self.tables[index].first_row
+            ids = numbers - first_row if first_row else numbers
+            self._operator(
+                *(gradients, module.weights_host.data, placement, offset, gradients.shape[1]),
+                *(size, module.total_hash_size_bits, ids, torch.tensor([0, len(ids)]), self._rounding),
+                *(*state, module.learning_rate_tensor, *self._settings),
+            )
+
+    def _place(self, feature: int, size: int) -> tuple[Any, Tensor, Any]:
+        """Return where a feature's table is in the kernel's memory, its size, and where its state is."""
+        module, here = self.module, slice(feature, feature + 1)
+        place = module.weights_placements[here], module.weights_offsets[here]
+        state: Any = ()
+        if self.module.optimizer != EmbOptimType.EXACT_SGD:
+            state = module.momentum1_host.data, module.momentum1_placements[here], module.momentum1_offsets[here]
+        return place, torch.tensor([0, size]), state
+
+
 class AdamKernel(TableKernel):
     """Tables that are updated by Adam on CPU, where FBGEMM has none: its module only holds the rows.
 
@@ -102,7 +144,7 @@ class LocalRows:
     def __init__(self, layout: RowLayout, rank: int, kernels: Sequence[TableKernel], dim: int) -> None:
         self.layout, self.kernels, self.dim = layout, list(kernels), dim
         self._tables = [table for kernel in self.kernels for table in kernel.tables.values()]
-        self._first_rows = layout.first_row[rank].contiguous()
+        self._first_rows = layout.first_row[rank].to(layout.device)
         self.count = layout.rows_of(rank)
 
     @classmethod
@@ -124,7 +166,7 @@ class LocalRows:
                 states = {index_of[name]: state for name, state in kernel.sparse_adam_states.items()}
                 found.append(AdamKernel(states, optimizer.arguments, *arguments))
             else:
-                found.append(TableKernel(*arguments))
+                found.append((CpuKernel if tables.device.type == "cpu" else TableKernel)(*arguments))
         return cls(layout, rank, found, collection.tables[0].dim)
 
     def prepare_update(self, rates: Sequence[float | None], step: int) -> None:

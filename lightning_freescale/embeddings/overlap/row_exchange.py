@@ -1,15 +1,24 @@
 """The exchanges of a collection: what its worker does with every batch, in the same order on every rank.
 
-For the batch that follows, while the current one computes: ``send_ids`` sends its ids to the owners, ``prefetch`` sorts its
-rows into those that the current batch still updates (colliding) and all others (non-colliding), and fetches the non-colliding
-ones. ``exchange_colliding`` sends the current batch's gradients for the colliding rows; their owners apply them and send the
-new values without being asked again. ``exchange_non_colliding`` sends the gradients that nobody waits for. ``confirm_ids``
-stands between: a rank whose model looks up other ids than were submitted says so, and all ranks serve it anew.
+A step takes four of them, in three jobs::
+
+    announce     A  ids of the next batch, and the gradients of the batch before for which nobody waits      to the owners
+    prefetch     B  which rows the current batch still updates (colliding), and the values of all others     from the owners
+    exchange_    C  gradients of the current batch for the colliding rows                                    to the owners
+    colliding    D  values of the colliding rows                                                             from the owners
+
+A and B run while the current batch computes, C and D between its backward and the lookup of the next one. An owner applies
+the gradients that come with A before it reads the rows that go with B, so a row has all updates of the batches before.
+
+No sizes travel ahead: A's head tells its own, B's are bounded by what was asked, those of C and D are known from B. Two things
+add exchanges: a rank whose model looks up other ids than it had submitted is served anew, and a rank that does not know the
+next ids when it needs the current ones sends them in a message of their own; the heads of A tell all ranks of both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -17,11 +26,15 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.comm_ops import get_gradient_division
 
-from lightning_freescale.embeddings.overlap.batch_state import CollidingRows, GradientAccumulator, PipelinedBatch
-from lightning_freescale.embeddings.overlap.handshake import Consensus, IdState, LookupHandshake
+from lightning_freescale.embeddings.overlap.batch_state import GradientAccumulator, PipelinedBatch, SomeRows
+from lightning_freescale.embeddings.overlap.handshake import Head, IdsToSend, LookedUp, LookupHandshake, NextIds
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
+from lightning_freescale.embeddings.overlap.messages import PartLayout, ranges
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
-from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowMask, RowMembership, RowRequest
+from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest, RowSubset
+
+_FEWEST_IDS = 1024
+"""Ids that a message has room for at first; what does not fit goes in one more exchange, and the room grows for the next."""
 
 
 class RowExchange:
@@ -38,161 +51,359 @@ class RowExchange:
     def __init__(
         self, path: str, local: LocalRows, group: dist.ProcessGroup, dedup: bool, statistics: ExchangeStatistics
     ) -> None:
-        self.local, self.group = local, group
-        self.dedup, self.statistics = dedup, statistics
+        self.local, self.group, self.statistics = local, group, statistics
         self.accumulator = GradientAccumulator()
-        layout = self.layout = local.layout
-        self._handshake = LookupHandshake(path, group, layout, dedup)
-        self._membership = RowMembership(local.count, layout.device)
-        small = int(torch.diff(layout.starts).max()) < torch.iinfo(torch.int32).max
-        self._id_type = torch.int32 if small else torch.int64
+        self._rank, self._ranks, self._device = group.rank(), group.size(), local.layout.device
+        self._handshake = LookupHandshake(path, group, local.layout, dedup)
+        self._no_rows = self._handshake.no_rows
+        self._slots = self._no_rows.slots.shape[1]
+        self._preamble = len(Head._fields) + self._slots
+        self._room, self._messages, self._batches = _FEWEST_IDS, 0, 0
+        # the number of the last batch that asked for each row: two batches are compared without sorting, and nothing is reset
+        self._last_batch = torch.zeros(local.count, dtype=torch.int32, device=self._device)
+        self._window_start = 0
+        self._heads: list[Head] = []
 
     def new_batch(self) -> PipelinedBatch:
         """Return the state of a batch that nothing is known of."""
-        request = RowRequest.empty(self.layout, self.dedup)
-        return PipelinedBatch(request, IncomingRows(request.rows, request.counts), self._new_rows(request))
+        self._batches += 1
+        request = self._no_rows
+        incoming = IncomingRows(request.order, request.sizes, request.slots)
+        return PipelinedBatch(self._batches, request, incoming, self._rows(0), request.inverse)
 
-    # -- ids
+    # -- the jobs of a step
 
-    def send_ids(
-        self, batch: PipelinedBatch, current: PipelinedBatch, features: KeyedJaggedTensor | None, ended: bool, mode: int
+    def announce(
+        self,
+        following: PipelinedBatch,
+        current: PipelinedBatch,
+        previous: PipelinedBatch | None,
+        looked_up: KeyedJaggedTensor | None,
+        predicted: bool,
+        state: NextIds,
+        features: KeyedJaggedTensor | None,
+        mode: int,
     ) -> None:
-        """Send the ids of the batch after ``current``; None if they are not known, or if there is none (``ended``)."""
-        state = IdState.ENDED if ended else IdState.UNKNOWN if features is None else IdState.REQUESTED
-        consensus = self._handshake.agree(state, features, updates=current.updates, mode=mode, ahead=True)
-        batch.mode, batch.ended_ranks = consensus.mode, consensus.ended_ranks
-        batch.any_submitted, batch.all_submitted = any(consensus.requested), consensus.from_all
-        batch.submitted = consensus.requested[self.group.rank()]
-        if batch.any_submitted:
-            batch.request, batch.rows = consensus.request, self._new_rows(consensus.request)
-            batch.incoming = self._exchange_ids(consensus)
+        """A: tell the owners which rows the batch after ``current`` needs, and send gradients that nobody waits for.
 
-    def confirm_ids(self, batch: PipelinedBatch, features: KeyedJaggedTensor | None, predicted: bool) -> None:
-        """Tell that the model has looked up the submitted ids (``predicted``), others, or none (None).
-
-        Others are served anew before anybody sorts rows against this batch.
+        Args:
+            following: the batch after ``current``.
+            current: the batch that computes.
+            previous: the batch whose last gradients have not been sent; None if there is none.
+            looked_up: what the model has looked up in ``current``, None if nothing.
+            predicted: whether that was submitted ahead.
+            state: of the ids of ``following``.
+            features: these ids.
+            mode: how this rank comes to know ids.
         """
-        predicted = predicted and batch.submitted
-        state = IdState.PREDICTED if predicted else IdState.REQUESTED
-        consensus = self._handshake.agree(state, features)
-        if not any(consensus.requested):
+        lookup, request, wrong = LookedUp.PREDICTED, self._no_rows, None
+        if not (predicted and current.submitted):
+            lookup, current.digest = LookedUp.OTHERS, 0
+            try:
+                if looked_up is not None:
+                    request, current.digest = self._handshake.request(looked_up)
+            except ValueError as error:
+                lookup, wrong = LookedUp.WRONG, error.with_traceback(None)  # no circle through this frame
+        sent = self._handshake.ids_to_send(state, features, mode)
+        head = self._head(sent, current, lookup)
+        self._heads, following.incoming = self._send_ids(sent, head, request.sizes, previous)
+        following.request, following.digest = sent.request, sent.digest
+        self._handshake.raise_errors(self._heads, wrong, looked_up)
+        if any(head.lookup == LookedUp.OTHERS for head in self._heads):
+            self._serve_anew(current, request, lookup)
+
+    def prefetch(
+        self,
+        following: PipelinedBatch,
+        current: PipelinedBatch,
+        state: NextIds,
+        features: KeyedJaggedTensor | None,
+        mode: int,
+    ) -> None:
+        """B: learn which rows of ``following`` are updated before it, and fetch all others."""
+        if any(head.state == NextIds.LATER for head in self._heads):
+            self._hear_later(following, current, self._handshake.ids_to_send(state, features, mode))
+        states = [head.state for head in self._heads]
+        agree = len({head.digest for head in self._heads if head.digest}) <= 1
+        following.mode = max(head.mode for head in self._heads)
+        following.ended_ranks = [rank for rank, each in enumerate(states) if each == NextIds.ENDED]
+        # ranks that disagree on the features are all asked again at the lookup, where it is an error
+        following.any_submitted = agree and NextIds.REQUESTED in states
+        following.submitted = agree and states[self._rank] == NextIds.REQUESTED
+        following.all_submitted = agree and set(states) == {NextIds.REQUESTED}
+        if not following.any_submitted:
+            nothing = self.new_batch()
+            following.request, following.incoming, following.digest = nothing.request, nothing.incoming, 0
             return
-        new = self._exchange_ids(consensus)
-        rows = self._exchange_rows(self.local.read(new.rows), new.sizes, consensus.request.sizes, "colliding")
-        if not predicted:
-            batch.request, batch.rows = consensus.request, rows
-        batch.incoming = batch.incoming.replaced(new, consensus.requested)
+        self._send_rows(following, current, *self._find_collisions(following, current))
 
-    # -- rows
-
-    def prefetch(self, batch: PipelinedBatch, current: PipelinedBatch) -> None:
-        """Sort the submitted rows of ``batch`` against those that are updated before it, and fetch the non-colliding ones."""
-        if not batch.any_submitted:
+    def exchange_colliding(self, current: PipelinedBatch, following: PipelinedBatch, gradient: Tensor | None) -> None:
+        """C and D: send what the next batch waits for of a gradient (``[ids, dim]``; None is zero), and fetch its last rows."""
+        current.gradient = self._sum_per_row(current, gradient)
+        if current.urgent is None or following.awaited is None:
             return
-        if current.updates:
-            batch.shared_with_previous, current.shared_with_next = self._find_collisions(batch, current)
-        else:
-            batch.shared_with_previous = batch.no_rows()
-        self._fetch(batch, batch.shared_with_previous.complement(batch.request, batch.incoming), "non_colliding")
-
-    def _find_collisions(self, batch: PipelinedBatch, current: PipelinedBatch) -> tuple[CollidingRows, CollidingRows]:
-        """Return the rows of ``batch`` that are updated before it, and those of ``current`` that ``batch`` needs."""
-        # with accumulated gradients a row is colliding if any batch of the window has it
-        previous = self._membership.isin(batch.incoming.rows, [current.incoming.rows, *self.accumulator.rows])
-        following = self._membership.isin(current.incoming.rows, [batch.incoming.rows])
-        self.statistics.count_collisions(batch.incoming.rows, previous)
-        sizes = list(zip(batch.request.sizes, current.request.sizes))
-        masks = zip(previous.split(batch.incoming.sizes), following.split(current.incoming.sizes))
-        outgoing = [torch.cat(pair).to(torch.uint8) for pair in masks]
-        received = [outgoing[0].new_empty(sum(pair)) for pair in sizes]
-        self._exchange(outgoing, received, "ids")
-        both = zip(*(mask.bool().split(pair) for mask, pair in zip(received, sizes)))
-        of_batch, of_current = (torch.cat(list(masks)) for masks in both)
-        return (
-            CollidingRows(RowMask.from_mask(of_batch, batch.request.sizes), RowMask.from_mask(previous, batch.incoming.sizes)),
-            CollidingRows(
-                RowMask.from_mask(of_current, current.request.sizes), RowMask.from_mask(following, current.incoming.sizes)
-            ),
+        rows, gradients = self._owned(
+            current, current.urgent, self._exchange_some(current.gradient[current.urgent.requested.index], current.urgent, to_owners=True)
         )
+        kept = self.accumulator.rows
+        self._update(current, rows, gradients, self._last_batch[kept[0]] == following.number if kept else None)
+        awaited = following.awaited
+        values = self.local.read(following.incoming.rows[awaited.incoming.index])
+        late = self._exchange_some(values, awaited, to_owners=False)
+        following.rows[following.late_place : following.late_place + len(late)] = late
 
-    def _fetch(self, batch: PipelinedBatch, rows: CollidingRows, kind: str) -> None:
-        """Fetch some rows of a batch from all owners."""
-        values = self.local.read(batch.incoming.rows[rows.incoming.mask])
-        batch.rows[rows.requested.mask] = self._exchange_rows(values, rows.incoming.sizes, rows.requested.sizes, kind)
+    # -- between steps
+
+    def drain(self, previous: PipelinedBatch) -> None:
+        """Send the gradients of a batch that nobody waits for, now. Collective."""
+        sent = IdsToSend(NextIds.DRAINING, self._no_rows)
+        heads, _ = self._send_ids(sent, self._head(sent, previous, LookedUp.PREDICTED), self._no_rows.sizes, previous)
+        self._handshake.raise_errors(heads, None, None)
+
+    def discard_accumulated(self, current: PipelinedBatch, previous: PipelinedBatch | None) -> None:
+        """Forget the gradients kept for an optimizer step that does not come; a window begins with ``current``."""
+        self.accumulator.pop()
+        self._window_start = current.number
+        if previous is not None:
+            previous.patient = self._none_of(previous)
+
+    # -- A
+
+    def _head(self, sent: IdsToSend, current: PipelinedBatch, lookup: LookedUp) -> Head:
+        self._messages += 1
+        most, updates = max(sent.request.sizes), int(current.updates)
+        number = self._messages & 0x7FFFFFFF
+        return Head(number, sent.state, lookup, 0, most, 0, sent.digest, current.digest, updates, sent.mode)
+
+    def _send_ids(
+        self, sent: IdsToSend, head: Head, other_ids: Sequence[int], previous: PipelinedBatch | None
+    ) -> tuple[list[Head], IncomingRows]:
+        """Exchange heads, ids and the last gradients of ``previous``, and apply these; return what the other ranks told."""
+        request, room = sent.request, self._room
+        given = None if previous is None else self._patient(previous)
+        counts = [min(size, room) for size in request.sizes]
+        gives = given.requested.sizes if given is not None else self._no_rows.sizes
+        gets = given.incoming.sizes if given is not None else self._no_rows.sizes
+        parts = PartLayout(self.local.dim, [4 * (self._preamble + count) for count in counts], gives)
+        message = self._rows(parts.total)
+        if given is not None and previous is not None and previous.gradient is not None and sum(gives):
+            source = torch.zeros(parts.total, dtype=torch.int64, device=self._device)
+            source[parts.places_of_rows(gives, self._device)] = given.requested.index
+            torch.index_select(previous.gradient, 0, source, out=message)
+        words, starts = message.view(torch.int32).view(-1), parts.starts(4)
+        heads = torch.tensor(head, dtype=torch.int32).repeat(self._ranks, 1)
+        heads[:, Head._fields.index("ids")] = torch.tensor(request.sizes)
+        heads[:, Head._fields.index("other_ids")] = torch.tensor(other_ids)
+        heads = torch.cat([heads, request.slots.int()], dim=1).to(self._device)
+        first_words = torch.tensor(starts, device=self._device)[:, None] + torch.arange(self._preamble, device=self._device)
+        words[first_words] = heads
+        in_order = [start + self._preamble for start in starts]
+        words[ranges(in_order, counts, self._device)] = self._first_of_each(request.rows, request.sizes, counts)
+
+        slots = PartLayout(self.local.dim, [4 * (self._preamble + room)] * self._ranks, gets)
+        received = self._exchange(message, slots.total, parts.sizes, slots.sizes)
+        words, starts = received.view(torch.int32).view(-1), slots.starts(4)
+        first_words = torch.tensor(starts, device=self._device)[:, None] + torch.arange(self._preamble, device=self._device)
+        told = words[first_words].tolist()
+        answers = [Head(*each[: len(Head._fields)]) for each in told]
+        arrived = [min(answer.ids, room) for answer in answers]
+        rows = words[ranges([start + self._preamble for start in starts], arrived, self._device)]
+        if given is not None and previous is not None and previous.gradient is not None:
+            # the gradients follow the ids that came, wherever the slot ends
+            came = PartLayout(self.local.dim, [4 * (self._preamble + count) for count in arrived], [0] * self._ranks)
+            begin = [start + length // self.local.dim for start, length in zip(slots.starts(4 * self.local.dim), came.sizes)]
+            gradients = received.index_select(0, ranges(begin, gets, self._device))
+            self._apply_patient(previous, given, gradients)
+        own_ids = sum(counts) - counts[self._rank] + (self._ranks - 1) * self._preamble
+        self.statistics.count("ids_bytes", 4 * own_ids)
+        self.statistics.count("non_colliding_bytes", 4 * self.local.dim * (sum(gives) - gives[self._rank]))
+        most = max(answer.most_ids for answer in answers)
+        if most > room:
+            rows = self._send_rest(request, counts, rows, arrived, [answer.ids for answer in answers])
+            self._room = 1 << most.bit_length()
+        by_slot = torch.tensor([each[len(Head._fields) :] for each in told], dtype=torch.int64).view(self._ranks, self._slots)
+        return answers, IncomingRows(rows.long(), [answer.ids for answer in answers], by_slot)
+
+    def _send_rest(
+        self, request: RowRequest, sent: list[int], rows: Tensor, arrived: list[int], sizes: list[int]
+    ) -> Tensor:
+        """Exchange the ids that did not fit, and return all that came, by rank."""
+        gives = [size - count for size, count in zip(request.sizes, sent)]
+        gets = [size - count for size, count in zip(sizes, arrived)]
+        begins = [*accumulate(request.sizes, initial=0)]
+        rest = request.rows[ranges([begin + count for begin, count in zip(begins, sent)], gives, self._device)]
+        received = self._exchange_words(rest, gives, gets)
+        pairs = zip(rows.split(arrived), received.split(gets))
+        return torch.cat([part for pair in pairs for part in pair])
+
+    def _hear_later(self, following: PipelinedBatch, current: PipelinedBatch, sent: IdsToSend) -> None:
+        """Hear the ids of the ranks that did not know them when they needed the rows of the current batch."""
+        later = [head.state == NextIds.LATER for head in self._heads]
+        if not later[self._rank]:
+            sent = IdsToSend(NextIds.TOLD, self._no_rows)
+        heads, incoming = self._send_ids(sent, self._head(sent, current, LookedUp.PREDICTED), self._no_rows.sizes, None)
+        self._handshake.raise_errors(heads, None, None)
+        self._heads = [new if is_later else old for new, old, is_later in zip(heads, self._heads, later)]
+        following.incoming = following.incoming.replaced(incoming, later)
+        if later[self._rank]:
+            following.request, following.digest = sent.request, sent.digest
+
+    def _serve_anew(self, current: PipelinedBatch, request: RowRequest, lookup: LookedUp) -> None:
+        """Serve the ranks whose model has looked up others than were submitted, before rows are compared with this batch."""
+        changed = [head.lookup == LookedUp.OTHERS for head in self._heads]
+        gets = [head.other_ids + self._slots if asks else 0 for head, asks in zip(self._heads, changed)]
+        gives = [size + self._slots if lookup == LookedUp.OTHERS else 0 for size in request.sizes]
+        words = torch.cat([request.slots.int().to(self._device).flatten(), request.rows])  # counts, then ids, of all ranks
+        starts = [*accumulate(request.sizes, initial=self._slots * self._ranks)]
+        if self._slots and lookup == LookedUp.OTHERS:
+            pieces = [(rank * self._slots, self._slots, start, size) for rank, (start, size) in enumerate(zip(starts, request.sizes))]
+            words = words[ranges([b for a, _, c, _ in pieces for b in (a, c)], [n for _, m, _, k in pieces for n in (m, k)], self._device)]
+        received = self._exchange_words(words, gives, gets)
+        parts = received.split(gets)
+        by_slot = torch.stack([part[: self._slots] if asks else part.new_zeros(self._slots) for part, asks in zip(parts, changed)])
+        sizes = [head.other_ids if asks else 0 for head, asks in zip(self._heads, changed)]
+        rows = torch.cat([part[self._slots :] for part in parts]).long()
+        new = IncomingRows(rows, sizes, by_slot.long().cpu())
+        whole = SomeRows(RowSubset.all_of(request.sizes, self._device), RowSubset.all_of(sizes, self._device))
+        values = self._exchange_some(self.local.read(rows), whole, to_owners=False)
+        if lookup == LookedUp.OTHERS:
+            current.request, current.rows, current.places = request, values, request.inverse
+        current.incoming = current.incoming.replaced(new, changed)
+        self._last_batch[rows] = current.number
+
+    # -- B
+
+    def _find_collisions(self, following: PipelinedBatch, current: PipelinedBatch) -> tuple[Tensor, Tensor]:
+        """Owner: return which incoming rows of ``following`` are updated before it, and which of ``current`` it needs."""
+        rows = following.incoming.rows
+        if current.updates:  # a row collides if any batch of the window has it
+            awaited = self._last_batch[rows] >= self._window_start
+            self._window_start = following.number
+        else:
+            awaited = torch.zeros_like(rows, dtype=torch.bool)
+        self._last_batch[rows] = following.number
+        self.statistics.count_collisions(rows, awaited)
+        return awaited, self._last_batch[current.incoming.rows] == following.number
+
+    def _send_rows(self, following: PipelinedBatch, current: PipelinedBatch, awaited: Tensor, urgent: Tensor) -> None:
+        """Exchange which rows collide, and the values of those that do not."""
+        dim, device = self.local.dim, self._device
+        asked, here = following.incoming.sizes, current.incoming.sizes if current.updates else self._no_rows.sizes
+        late = RowSubset.from_mask(awaited, asked)
+        gives = [size - each for size, each in zip(asked, late.sizes)]
+        parts = PartLayout(dim, [a + b for a, b in zip(asked, here)], gives)
+        source = torch.zeros(parts.total, dtype=torch.int64, device=device)
+        source[parts.places_of_rows(gives, device)] = following.incoming.rows[~awaited]
+        message = self.local.read(source) if sum(gives) else self._rows(parts.total)
+        flags, starts = message.view(torch.uint8).view(-1), parts.starts(1)
+        flags[ranges(starts, asked, device)] = awaited.view(torch.uint8)
+        after = [start + size for start, size in zip(starts, asked)]
+        flags[ranges(after, here, device)] = urgent.view(torch.uint8) if current.updates else flags[:0]
+
+        asks, mine = following.request.sizes, current.request.sizes if current.updates else self._no_rows.sizes
+        slots = PartLayout(dim, [a + b for a, b in zip(asks, mine)], asks)
+        # the rows that come last go behind the slots
+        following.late_place = slots.total
+        following.rows = self._rows(slots.total + sum(asks))
+        self._exchange_into(following.rows[: slots.total], message, parts.sizes, slots.sizes)
+        flags, starts = following.rows.view(torch.uint8).view(-1), slots.starts(1)
+        waits = flags[ranges(starts, asks, device)].view(torch.bool)
+        after = [start + size for start, size in zip(starts, asks)]
+        shared = flags[ranges(after, mine, device)].view(torch.bool)
+
+        waiting = RowSubset.from_mask(waits, asks)
+        gets = [size - each for size, each in zip(asks, waiting.sizes)]
+        places = torch.empty(len(waits), dtype=torch.int64, device=device)
+        places[waiting.index] = torch.arange(slots.total, slots.total + len(waiting.index), device=device)
+        places[~waits] = slots.places_of_rows(gets, device)
+        following.places = places[following.request.inverse]
+        following.awaited = SomeRows(waiting, late)
+        if current.updates:
+            current.urgent = SomeRows(RowSubset.from_mask(shared, mine), RowSubset.from_mask(urgent, here))
+            current.patient = SomeRows(RowSubset.from_mask(~shared, mine), RowSubset.from_mask(~urgent, here))
+        moved = sum(asked) + sum(here) - asked[self._rank] - here[self._rank]
+        self.statistics.count("ids_bytes", moved)
+        self.statistics.count("non_colliding_bytes", 4 * dim * (sum(gives) - gives[self._rank]))
 
     # -- gradients
 
-    def exchange_colliding(self, current: PipelinedBatch, following: PipelinedBatch, gradient: Tensor | None) -> None:
-        """Sum up the gradient (shape ``[ids, dim]``; None is zero), send what the next batch waits for, and fetch that."""
-        current.gradient = self._sum_per_row(current, gradient)
-        if current.shared_with_next is None or following.shared_with_previous is None:
-            return
-        rows, gradients = self._exchange_gradients(current, current.shared_with_next, "colliding")
-        kept = self.accumulator.rows
-        due = self._membership.isin(kept[0], [following.incoming.rows]) if kept else None
-        self._update(current, rows, gradients, due)
-        self._fetch(following, following.shared_with_previous, "colliding")
+    def _sum_per_row(self, current: PipelinedBatch, gradient: Tensor | None) -> Tensor:
+        if gradient is None:
+            return torch.zeros(len(current.request.rows), self.local.dim, device=self._device)
+        self.statistics.count_lookup(current.request, self._rank, self.local.dim)
+        sums = current.request.sum_per_row(gradient)
+        return sums.div_(self._ranks) if get_gradient_division() else sums
 
-    def exchange_non_colliding(self, current: PipelinedBatch) -> None:
-        """Send the gradients that nobody waits for; their owners apply them, or keep them until an optimizer step follows."""
-        sent = current.shared_with_next or current.no_rows()
-        others = sent.complement(current.request, current.incoming)
-        rows, gradients = self._exchange_gradients(current, others, "non_colliding")
-        current.gradient = None
-        if current.updates:
-            self._update(current, rows, gradients, None)
+    def _patient(self, batch: PipelinedBatch) -> SomeRows:
+        """Return the rows of a batch whose gradients nobody waits for."""
+        if batch.patient is None:
+            both = (batch.request.sizes, batch.incoming.sizes)
+            batch.patient = SomeRows(*(RowSubset.all_of(sizes, self._device) for sizes in both))
+        return batch.patient
+
+    def _none_of(self, batch: PipelinedBatch) -> SomeRows:
+        return SomeRows(*(RowSubset.none_of(self._no_rows.sizes, self._device) for _ in range(2)))
+
+    def _apply_patient(self, previous: PipelinedBatch, given: SomeRows, gradients: Tensor) -> None:
+        rows, gradients = self._owned(previous, given, gradients)
+        previous.gradient = None
+        if previous.updates:
+            self._update(previous, rows, gradients, None)
         else:
             self.accumulator.accumulate(rows, gradients)
 
-    def discard_accumulated(self) -> None:
-        """Forget the gradients kept for an optimizer step that does not come."""
-        self.accumulator.pop()
-
-    def _sum_per_row(self, current: PipelinedBatch, gradient: Tensor | None) -> Tensor:
-        request = current.request
-        sums = torch.zeros(len(request.rows), self.local.dim, device=request.rows.device)
-        if gradient is None:
-            return sums
-        self.statistics.count_lookup(request, self.group.rank(), self.local.dim)
-        if not self.dedup:
-            sums[request.inverse] = gradient
-            return sums
-        return sums.index_add_(0, request.inverse, gradient)
-
-    def _exchange_gradients(self, current: PipelinedBatch, rows: CollidingRows, kind: str) -> tuple[Tensor, Tensor]:
+    def _owned(self, batch: PipelinedBatch, chosen: SomeRows, gradients: Tensor) -> tuple[Tensor, Tensor]:
         """Return some rows that this rank owns, and their gradients, in the order of summation."""
-        assert current.gradient is not None
-        mine = current.gradient[rows.requested.mask]
-        gradients = self._exchange_rows(mine, rows.requested.sizes, rows.incoming.sizes, kind)
-        if get_gradient_division():
-            gradients /= self.group.size()
-        order = current.incoming.order_by_slot(rows.incoming.mask)
-        return current.incoming.rows[rows.incoming.mask][order], gradients[order]
+        rows, order = batch.incoming.rows[chosen.incoming.index], batch.incoming.order_by_slot(chosen.incoming.index)
+        return (rows, gradients) if order is None else (rows[order], gradients[order])
 
-    def _update(self, current: PipelinedBatch, rows: Tensor, gradients: Tensor, due: Tensor | None) -> None:
+    def _update(self, batch: PipelinedBatch, rows: Tensor, gradients: Tensor, due: Tensor | None) -> None:
         if self.accumulator.rows:
             kept_rows, kept_gradients = self.accumulator.pop(due)
             rows, gradients = torch.cat([*kept_rows, rows]), torch.cat([*kept_gradients, gradients])
-        self.local.update(rows, gradients, current.rates, current.step)
+        self.local.update(rows, gradients, batch.rates, batch.step)
 
     # -- transport
 
-    def _exchange_ids(self, consensus: Consensus) -> IncomingRows:
-        outgoing = list(consensus.request.rows.to(self._id_type).split(consensus.request.sizes))
-        received = [outgoing[0].new_empty(size) for size in consensus.counts.sum(dim=1).tolist()]
-        self._exchange(outgoing, received, "ids")
-        return IncomingRows.from_ranks(received, consensus.counts)
+    def _exchange_some(self, values: Tensor, chosen: SomeRows, to_owners: bool) -> Tensor:
+        """Exchange values of some rows, ``[rows, dim]``, of which both sides know how many there are."""
+        given, got = chosen.requested.sizes, chosen.incoming.sizes
+        if not to_owners:
+            given, got = got, given
+        dim = self.local.dim
+        self.statistics.count("colliding_bytes", 4 * dim * (sum(given) - given[self._rank]))
+        return self._exchange(values, sum(got), [size * dim for size in given], [size * dim for size in got])
 
-    def _exchange_rows(self, values: Tensor, send_sizes: list[int], receive_sizes: list[int], kind: str) -> Tensor:
-        received = values.new_empty(sum(receive_sizes), self.local.dim)
-        self._exchange(values.contiguous().split(send_sizes), received.split(receive_sizes), kind)
+    def _exchange_words(self, words: Tensor, gives: list[int], gets: list[int]) -> Tensor:
+        received = words.new_empty(sum(gets))
+        self._exchange_into(received.view(torch.float32), words.view(torch.float32), gives, gets)
+        self.statistics.count("ids_bytes", 4 * (sum(gives) - gives[self._rank]))
         return received
 
-    def _exchange(self, outgoing: Sequence[Tensor], received: Sequence[Tensor], kind: str) -> None:
-        with self.statistics.timed("transfer_s"):
-            dist.all_to_all(list(received), list(outgoing), group=self.group)
-        rank = self.group.rank()
-        self.statistics.count(f"{kind}_bytes", sum(part.nbytes for peer, part in enumerate(outgoing) if peer != rank))
+    def _exchange(self, message: Tensor, rows: int, gives: list[int], gets: list[int]) -> Tensor:
+        received = self._rows(rows)
+        self._exchange_into(received, message, gives, gets)
+        return received
 
-    def _new_rows(self, request: RowRequest) -> Tensor:
-        return torch.empty(len(request.rows), self.local.dim, device=request.rows.device)
+    def _exchange_into(self, received: Tensor, message: Tensor, gives: list[int], gets: list[int]) -> None:
+        """Send ``gives[rank]`` floats of the message to each rank, and take at most ``gets[rank]`` from it."""
+        with self.statistics.timed("transfer_s"):
+            exchange(self.group, received.view(-1), message.view(-1), gets, gives)
+
+    def _first_of_each(self, rows: Tensor, sizes: Sequence[int], counts: Sequence[int]) -> Tensor:
+        """Return the first ``counts[rank]`` of each rank's ``sizes[rank]`` rows."""
+        if list(sizes) == list(counts):
+            return rows
+        return rows[ranges([*accumulate(sizes, initial=0)][:-1], counts, self._device)]
+
+    def _rows(self, count: int) -> Tensor:
+        return torch.empty(count, self.local.dim, device=self._device)
+
+
+def exchange(group: dist.ProcessGroup, received: Tensor, message: Tensor, gets: list[int], gives: list[int]) -> None:
+    rank = group.rank()
+    theirs = [gives[rank] if peer == rank else size for peer, size in enumerate(gets)]
+    into = received.new_empty(sum(theirs))
+    getattr(group, "inner", group).alltoall_base(into, message, theirs, gives, dist.AllToAllOptions()).wait()
+    for slot, part in zip(received.split(gets), into.split(theirs)):
+        slot[: len(part)] = part

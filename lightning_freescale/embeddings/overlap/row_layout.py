@@ -24,37 +24,57 @@ class RowLayout:
         tables: the tables.
         features: ``(feature, index of its table)``, in the order of the collection.
         outputs: what TorchRec calls the result of each of ``features``.
-        first_owner: first owner of each table, shape ``[tables]``.
-        block: rows of a table per owner, shape ``[tables]``.
-        first_row: number of each table's first row on each owner, shape ``[ranks, tables]``.
+        blocks: rows of each table per owner.
+        first_row: number of each table's first row on each owner, shape ``[ranks, tables]``, on the host.
         starts: number of each owner's first row if owners are numbered through as well, shape ``[ranks + 1]``.
+        shifts: for each feature, what to add to an id in each block of its table to get its key, shape ``[blocks]`` or ``[1]``.
     """
 
     tables: tuple[Table, ...]
     features: tuple[tuple[str, int], ...]
     outputs: tuple[str, ...]
-    first_owner: Tensor
-    block: Tensor
+    blocks: tuple[int, ...]
     first_row: Tensor
     starts: Tensor
+    shifts: tuple[Tensor, ...]
 
     @classmethod
     def from_plan(cls, collection: Collection, plan: Mapping[str, Any], ranks: int, device: torch.device) -> RowLayout:
         """Return the layout of a collection whose tables are split by rows or not at all.
 
         Raises:
-            ValueError: a table is split otherwise, or its kernel keeps rows where they cannot be read; says which.
+            ValueError: a table is split otherwise, its kernel keeps rows where they cannot be read, or a rank owns too many
+                rows; says which.
         """
-        first_owner, block = zip(*(_blocks(table, plan[table.name]) for table in collection.tables))
+        first_owner, blocks = zip(*(_blocks(table, plan[table.name]) for table in collection.tables))
         counts = torch.zeros(ranks, len(collection.tables), dtype=torch.int64)
         for index, table in enumerate(collection.tables):
-            for shard in range(-(-table.rows // block[index])):
-                counts[first_owner[index] + shard, index] = min(block[index], table.rows - shard * block[index])
+            for shard in range(-(-table.rows // blocks[index])):
+                counts[first_owner[index] + shard, index] = min(blocks[index], table.rows - shard * blocks[index])
+        if int(counts.sum(dim=1).max()) > torch.iinfo(torch.int32).max:
+            raise ValueError(f"a rank owns {int(counts.sum(dim=1).max())} of its rows, and they travel as numbers of 32 bits")
         features = tuple((feature, i) for i, table in enumerate(collection.tables) for feature in table.features)
         first_row = torch.cumsum(counts, dim=1) - counts
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(counts.sum(dim=1), dim=0)])
-        numbers = (torch.tensor(first_owner), torch.tensor(block), first_row, starts)
-        return cls(collection.tables, features, output_names(collection), *(number.to(device) for number in numbers))
+        shifts = []
+        for _, table in features:
+            shards = torch.arange(-(-collection.tables[table].rows // blocks[table]))
+            owners = first_owner[table] + shards
+            shift = starts[owners] + first_row[owners, table] - shards * blocks[table]
+            shifts.append((shift[:1] if bool((shift == shift[0]).all()) else shift).to(device))
+        return cls(
+            collection.tables, features, output_names(collection), blocks, first_row, starts.to(device), tuple(shifts)
+        )
+
+    @property
+    def ranks(self) -> int:
+        """Number of owners."""
+        return len(self.starts) - 1
+
+    @property
+    def key_bits(self) -> int:
+        """Bits of the largest key."""
+        return sum(table.rows for table in self.tables).bit_length()
 
     @property
     def device(self) -> torch.device:
@@ -65,16 +85,17 @@ class RowLayout:
         """Return how many rows a rank owns."""
         return int(self.starts[rank + 1] - self.starts[rank])
 
-    def keys(self, ids: Tensor, table: Tensor) -> Tensor:
-        """Return for every id of the table beside it its row's number, owners numbered through; all of shape ``[ids]``."""
-        block = self.block[table]
-        shard = torch.div(ids, block, rounding_mode="floor")
-        owner = self.first_owner[table] + shard
-        return self.starts[owner] + self.first_row[owner, table] + ids - shard * block
+    def keys(self, feature: int, ids: Tensor) -> Tensor:
+        """Return the key of every id of a feature: its row's number, owners numbered through. Both of shape ``[ids]``."""
+        shifts = self.shifts[feature]
+        if len(shifts) > 1:
+            block = self.blocks[self.features[feature][1]]
+            return ids + shifts[torch.div(ids, block, rounding_mode="floor")]
+        return ids + shifts
 
-    def first_keys(self) -> Tensor:
-        """Return the first key of every (owner, table), shape ``[ranks * tables]``."""
-        return (self.starts[:-1, None] + self.first_row).flatten()
+    def owners(self, keys: Tensor) -> Tensor:
+        """Return the owner of every key."""
+        return torch.bucketize(keys, self.starts[1:], right=True)
 
 
 def output_names(collection: Collection) -> tuple[str, ...]:

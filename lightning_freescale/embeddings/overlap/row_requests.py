@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -17,24 +18,26 @@ from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 
 @dataclass(frozen=True)
 class RowRequest:
-    """Rows that this rank requests, in the order in which they travel: by owner, then by slot.
+    """Rows that this rank requests, in the order in which they travel: by owner, then by number.
 
-    A slot is a table, or without dedup a feature: what an owner must tell apart.
+    With dedup each row is there once; without, once per id, by owner, feature and place in the batch.
 
     Attributes:
-        rows: row number on its owner, shape ``[rows]``.
-        counts: rows per owner and slot, shape ``[ranks, slots]``, on the host.
+        rows: row number on its owner, int32 of shape ``[rows]``.
+        sizes: rows per owner.
+        slots: without dedup and with several features, rows per owner and feature, shape ``[ranks, features]``, on the host;
+            else of shape ``[ranks, 0]``.
+        order: the ids of the batch by the row that they name, shape ``[ids]``.
+        first: where in ``order`` the ids of each row begin, shape ``[rows]``.
         inverse: which of ``rows`` each id of the batch is, shape ``[ids]``, ids in the layout's order of features.
     """
 
     rows: Tensor
-    counts: Tensor
+    sizes: list[int]
+    slots: Tensor
+    order: Tensor
+    first: Tensor
     inverse: Tensor
-
-    @property
-    def sizes(self) -> list[int]:
-        """Rows per owner."""
-        return self.counts.sum(dim=1).tolist()
 
     @classmethod
     def from_features(cls, features: KeyedJaggedTensor, layout: RowLayout, dedup: bool) -> RowRequest:
@@ -43,116 +46,101 @@ class RowRequest:
         Raises:
             ValueError: an id has no row, the ids are no integers or are weighted, or a feature is missing.
         """
-        ids, feature = _checked_ids(features, layout)
-        table_of_feature = torch.tensor([table for _, table in layout.features], device=ids.device)
-        keys = layout.keys(ids, table_of_feature[feature])
-        ranks = len(layout.starts) - 1
+        ids = _checked_ids(features, layout)
+        keys = torch.cat([layout.keys(index, part) for index, part in enumerate(ids)])
+        slots = _no_slots(layout, dedup)
         if dedup:
-            keys, inverse = torch.unique(keys, return_inverse=True)
-            edges = torch.searchsorted(keys, layout.first_keys())
-            counts = torch.diff(edges, append=edges.new_tensor([len(keys)])).view(ranks, -1).cpu()
+            ordered, order = _sorted(keys, layout.key_bits)
+            new = torch.ones_like(ordered, dtype=torch.bool)
+            new[1:] = ordered[1:] != ordered[:-1]
+            first = new.nonzero().squeeze(1)
+            ordered, places = ordered[first], new.cumsum(0) - 1
+            owned = torch.diff(torch.searchsorted(ordered, layout.starts))
         else:
-            owner = torch.bucketize(keys, layout.starts[1:], right=True)
-            slot = owner * len(layout.features) + feature
+            sizes = keys.new_tensor([len(part) for part in ids])
+            feature = torch.repeat_interleave(torch.arange(len(ids), device=keys.device), sizes, output_size=len(keys))
+            slot = layout.owners(keys) * len(ids) + feature
             order = torch.argsort(slot, stable=True)
-            keys, inverse = keys[order], torch.empty_like(order)
-            inverse[order] = torch.arange(len(order), device=order.device)
-            counts = torch.bincount(slot, minlength=ranks * len(layout.features)).view(ranks, -1).cpu()
-        owned = counts.sum(dim=1).to(keys.device)
-        return cls(keys - torch.repeat_interleave(layout.starts[:-1], owned), counts, inverse)
+            ordered, first = keys[order], torch.arange(len(keys), device=keys.device)
+            places = first
+            counts = torch.bincount(slot, minlength=layout.ranks * len(ids)).view(layout.ranks, -1)
+            slots, owned = counts.cpu() if slots.shape[1] else slots, counts.sum(dim=1)
+        rows = ordered - torch.repeat_interleave(layout.starts[:-1], owned, output_size=len(ordered))
+        inverse = torch.empty_like(order)
+        inverse[order] = places
+        return cls(rows.int(), owned.tolist(), slots, order, first, inverse)
 
     @classmethod
     def empty(cls, layout: RowLayout, dedup: bool) -> RowRequest:
         """Return a request for no rows."""
-        slots = len(layout.tables if dedup else layout.features)
         nothing = layout.starts.new_empty(0)
-        return cls(nothing, torch.zeros(len(layout.starts) - 1, slots, dtype=torch.int64), nothing)
+        return cls(nothing.int(), [0] * layout.ranks, _no_slots(layout, dedup), nothing, nothing, nothing)
+
+    def sum_per_row(self, gradient: Tensor) -> Tensor:
+        """Add the gradients of all ids of a row up, in the order of the batch: ``[ids, dim]`` to ``[rows, dim]``."""
+        if len(self.first) == len(self.order):
+            return gradient.index_select(0, self.order)
+        return torch.embedding_bag(gradient, self.order, self.first)[0] if len(self.order) else gradient
 
 
 @dataclass(frozen=True)
 class IncomingRows:
-    """Rows that are requested from this rank, in the order in which they came: by requesting rank, then by slot.
+    """Rows that are requested from this rank, in the order in which they came: by requesting rank.
 
     Attributes:
-        rows: row numbers here, shape ``[rows]``.
-        counts: rows per requesting rank and slot, shape ``[ranks, slots]``, on the host.
+        rows: row numbers here, int64 of shape ``[rows]``.
+        sizes: rows per requesting rank.
+        slots: as :attr:`RowRequest.slots`, per requesting rank.
     """
 
     rows: Tensor
-    counts: Tensor
-
-    @classmethod
-    def from_ranks(cls, rows: Sequence[Tensor], counts: Tensor) -> IncomingRows:
-        """Join the rows that each rank has requested."""
-        return cls(torch.cat(list(rows)).long(), counts)
-
-    @property
-    def sizes(self) -> list[int]:
-        """Rows per requesting rank."""
-        return self.counts.sum(dim=1).tolist()
+    sizes: list[int]
+    slots: Tensor
 
     def replaced(self, new: IncomingRows, by: Sequence[bool]) -> IncomingRows:
         """Return these rows, with those of the ranks marked in ``by`` taken from ``new``."""
         pairs = zip(self.rows.split(self.sizes), new.rows.split(new.sizes), by)
-        counts = torch.where(torch.tensor(by)[:, None], new.counts, self.counts)
-        return IncomingRows.from_ranks([later if changed else earlier for earlier, later, changed in pairs], counts)
+        parts = [later if changed else earlier for earlier, later, changed in pairs]
+        slots = torch.where(torch.tensor(by)[:, None], new.slots, self.slots)
+        return IncomingRows(torch.cat(parts), [len(part) for part in parts], slots)
 
-    def order_by_slot(self, mask: Tensor) -> Tensor | slice:
-        """Return the order of the rows in ``mask`` (bool) by slot, then by requesting rank: TorchRec adds up in that order."""
-        ranks, slots = self.counts.shape
-        if slots == 1:
-            return slice(None)
-        slot = torch.arange(slots, dtype=torch.int16).repeat(ranks).repeat_interleave(self.counts.flatten())
-        return torch.argsort(slot.to(mask.device)[mask], stable=True)
-
-
-class RowMembership:
-    """Which of this rank's rows are in a set. One array of a byte per row: two batches are compared without sorting.
-
-    Args:
-        rows: how many this rank owns.
-        device: of the rows.
-    """
-
-    def __init__(self, rows: int, device: torch.device) -> None:
-        self._marks = torch.zeros(rows, dtype=torch.bool, device=device)
-
-    def isin(self, rows: Tensor, others: Sequence[Tensor]) -> Tensor:
-        """Return for every row whether it is in ``others``; bool of shape ``[rows]``."""
-        for other in others:
-            self._marks[other] = True
-        found = self._marks[rows]
-        for other in others:
-            self._marks[other] = False
-        return found
+    def order_by_slot(self, chosen: Tensor) -> Tensor | None:
+        """Return the order of some rows by slot, then by requesting rank, in which TorchRec adds up; None if it is theirs."""
+        ranks, slots = self.slots.shape
+        if slots < 2:
+            return None
+        slot = torch.arange(slots, dtype=torch.int16).repeat(ranks).repeat_interleave(self.slots.flatten())
+        return torch.argsort(slot.to(chosen.device)[chosen], stable=True)
 
 
 @dataclass(frozen=True)
-class RowMask:
+class RowSubset:
     """Some of the rows that travel between this rank and each of the others.
 
     Attributes:
-        mask: which, bool of shape ``[rows]``.
+        index: which, shape ``[chosen]``, ascending.
         sizes: how many per rank.
     """
 
-    mask: Tensor
+    index: Tensor
     sizes: list[int]
 
     @classmethod
-    def from_mask(cls, mask: Tensor, sizes: Sequence[int]) -> RowMask:
-        """Count the chosen rows of every rank; there are ``sizes`` rows per rank in all."""
-        totals = np.concatenate([[0], np.cumsum(mask.cpu().numpy())])
-        return cls(mask, np.diff(totals[np.cumsum([0, *sizes])]).tolist())
+    def from_mask(cls, mask: Tensor, sizes: Sequence[int]) -> RowSubset:
+        """Choose the rows marked in ``mask``, bool; there are ``sizes`` rows per rank in all."""
+        index = mask.nonzero().squeeze(1)
+        edges = torch.tensor([*accumulate(sizes, initial=0)], device=mask.device)
+        return cls(index, torch.diff(torch.searchsorted(index, edges)).tolist())
 
     @classmethod
-    def empty(cls, sizes: Sequence[int], device: torch.device) -> RowMask:
-        """Choose none of ``sizes`` rows per rank."""
-        return cls(torch.zeros(sum(sizes), dtype=torch.bool, device=device), [0] * len(sizes))
+    def all_of(cls, sizes: Sequence[int], device: torch.device) -> RowSubset:
+        """Choose all of ``sizes`` rows per rank."""
+        return cls(torch.arange(sum(sizes), device=device), list(sizes))
 
-    def complement(self, sizes: Sequence[int]) -> RowMask:
-        """Choose all of ``sizes`` rows per rank that are not chosen here."""
-        return RowMask(~self.mask, [size - chosen for size, chosen in zip(sizes, self.sizes)])
+    @classmethod
+    def none_of(cls, sizes: Sequence[int], device: torch.device) -> RowSubset:
+        """Choose none of ``sizes`` rows per rank."""
+        return cls(torch.arange(0, device=device), [0] * len(sizes))
 
 
 def as_output(features: KeyedJaggedTensor, rows: Tensor, layout: RowLayout, with_ids: bool) -> dict[str, JaggedTensor]:
@@ -167,8 +155,23 @@ def as_output(features: KeyedJaggedTensor, rows: Tensor, layout: RowLayout, with
     return outputs
 
 
-def _checked_ids(features: KeyedJaggedTensor, layout: RowLayout) -> tuple[Tensor, Tensor]:
-    """Return all ids of the layout's features, and which feature each belongs to."""
+def _no_slots(layout: RowLayout, dedup: bool) -> Tensor:
+    slots = 0 if dedup or len(layout.features) == 1 else len(layout.features)
+    return torch.zeros(layout.ranks, slots, dtype=torch.int64)
+
+
+def _sorted(keys: Tensor, key_bits: int) -> tuple[Tensor, Tensor]:
+    """Return the keys in order, and the place each had; equal keys stay in the order they were in."""
+    place_bits = len(keys).bit_length()
+    if keys.is_cuda or key_bits + place_bits > 63:
+        return torch.sort(keys, stable=True)
+    # key and place in one number: numpy sorts plain integers several times as fast as torch pairs
+    packed = torch.from_numpy(np.sort(((keys << place_bits) | torch.arange(len(keys))).numpy()))
+    return packed >> place_bits, packed & ((1 << place_bits) - 1)
+
+
+def _checked_ids(features: KeyedJaggedTensor, layout: RowLayout) -> list[Tensor]:
+    """Return the ids of each of the layout's features."""
     given: Any = features.keys()
     missing = [name for name, _ in layout.features if name not in given]
     if missing:
@@ -183,6 +186,4 @@ def _checked_ids(features: KeyedJaggedTensor, layout: RowLayout) -> tuple[Tensor
         if ids.is_floating_point() or ids.dtype == torch.bool:
             raise ValueError(f"feature {name!r} of table {layout.tables[table].name!r} has ids of {ids.dtype}: pass integers")
         check_id_range(name, layout.tables[table], ids)
-    ids = torch.cat(values).long()
-    sizes = torch.tensor([len(part) for part in values], device=ids.device)
-    return ids, torch.repeat_interleave(torch.arange(len(values), device=ids.device), sizes, output_size=len(ids))
+    return [ids.long() for ids in values]
