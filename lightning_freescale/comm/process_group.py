@@ -139,6 +139,37 @@ class FreeScaleGroup(dist.ProcessGroup):
             work.wait()
         return work
 
+    def exchange(
+        self,
+        received: Tensor,
+        send: Tensor,
+        gets: Sequence[int],
+        gives: Sequence[int],
+        *,
+        timeout: timedelta | None = None,
+    ) -> None:
+        """Send every rank its part, where the ranks have agreed by themselves, and return when all has come. Collective.
+
+        Costs about as much as gloo's own all-to-all: nothing is compared beforehand. All ranks issue the same exchanges in the
+        same order, from one thread; other collectives of the group may come between and be in flight.
+
+        Args:
+            received: where it comes to, on the CPU, shape ``[sum(gets)]``, of any number type.
+            send: what goes, on the CPU, shape ``[sum(gives)]``, of the same type.
+            gets: for every rank the length of its slot, in elements, 0 for the own. What comes is at the slot's beginning and
+                may be shorter; the rest of the slot is left as it is, and how much came is not told.
+            gives: for every rank how many elements it gets, 0 for the own. A rank with which there is neither slot nor part is
+                left out, and must leave out this one.
+            timeout: how long a peer may show no progress; None: the group's.
+
+        Raises:
+            ValueError: an argument is wrong; the other ranks are told.
+            NotImplementedError: the tensors are on a GPU.
+            DistBackendError: a peer is gone, did not come, sends more than its slot holds or another dtype, is at another
+                exchange, or the lane has ended before.
+        """
+        self._executor.exchange(received, send, gets, gives, timeout)
+
     def wait_for_pending_works(self) -> None:
         """Finish what the lane has been given, and end its thread; the next collective may start another."""
         self._executor.wait_for_pending_works()
