@@ -11,10 +11,9 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,7 @@ _START = _HEAD.size
 # To copy 64 KiB takes 3 us, a second message 30 and more.
 _SHORT_BYTES, _SHORT_BYTES_OF_ALL_PEERS = 2**16, 2**22
 
-_view_memory = ctypes.pythonapi.PyMemoryView_FromMemory  # for every dtype, and in 1 us
+_view_memory = ctypes.pythonapi.PyMemoryView_FromMemory  # for every dtype, and in 2 us
 _view_memory.argtypes, _view_memory.restype = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int), ctypes.py_object
 _WRITABLE = 0x200
 
@@ -58,154 +57,130 @@ class EagerExchange:
             NotImplementedError: the tensors are on a GPU.
             DistBackendError: a peer is gone, did not come, or sends what does not fit.
         """
-        _check_tensors(received, send)
-        _check_sizes("gets", gets, "received", received, self._p2p)
-        _check_sizes("gives", gives, "send", send, self._p2p)
-        parts = _Parts.of(received, send, gets, gives, self._number)
-        self._number = (self._number + 1) % 2**32
+        outgoing, incoming = (
+            _Parts("send", send, "gives", gives, self._p2p),
+            _Parts("received", received, "gets", gets, self._p2p),
+        )
+        if send.dtype is not received.dtype:
+            raise ValueError(f"send= is {send.dtype}, received= is {received.dtype}: pass one dtype")
+        number, kind = self._number, DTYPE_INDEX[send.dtype]
+        self._number = (number + 1) % 2**32
         failed = ""
         try:
-            self._exchange_messages(parts, timeout)
+            self._exchange_messages(outgoing, incoming, number, kind, timeout)
         except dist.DistBackendError:
             raise
         except RuntimeError as error:
             failed = str(error)
         if failed:  # not raised above, as an error whose context is gloo's would keep the messages, and they the connections
             raise dist.DistBackendError(self._p2p.explain(failed, self._peer, timeout))
-        if max(parts.given) > self.short_bytes or max(parts.got) > self.short_bytes:
-            self._move_long(parts.as_transfer(received, send, self.short_bytes, timeout))
+        if max(outgoing.lengths) > self.short_bytes or max(incoming.lengths) > self.short_bytes:
+            self._move_long(self._long_parts(outgoing, incoming, kind, number, timeout))
 
     def drop_receives(self) -> None:
         """Let go of the receives posted ahead, which would keep the connections open."""
         self._links = []
 
-    def _exchange_messages(self, parts: _Parts, timeout: timedelta) -> None:
-        gloo = self._p2p.open()
+    def _exchange_messages(self, outgoing: _Parts, incoming: _Parts, number: int, kind: int, timeout: timedelta) -> None:
+        gloo, gives, gets = self._p2p.open(), outgoing.lengths, incoming.lengths
         if not self._links:
             self._links = [_Link(peer, self.short_bytes, gloo) for peer in self._p2p.peers]
-        links = [link for link in self._links if parts.room[link.peer] or parts.given[link.peer]]
+        links = [link for link in self._links if gives[link.peer] or gets[link.peer]]
         sends = []
         for link in links:
             self._peer = link.peer
-            sends.append(gloo.send([link.pack(parts)], link.peer, _TAG))
+            sends.append(gloo.send([link.pack(outgoing, number, kind)], link.peer, _TAG))
         for link in reversed(links):  # in the order in which they send here
             self._peer = link.peer
             link.receive.wait(timeout)
-            link.unpack(parts, self._p2p.ranks[link.peer])
-            link.post_receive(gloo)
+            link.unpack(incoming, number, kind, self._p2p.ranks)
+            link.receive = gloo.recv([link.incoming], link.peer, _TAG)
         for link, send in zip(links, sends):
             self._peer = link.peer
             send.wait(timeout)
 
+    def _long_parts(self, outgoing: _Parts, incoming: _Parts, kind: int, number: int, timeout: timedelta) -> Transfer:
+        sent, received = (parts.as_tensors(longer_than=self.short_bytes) for parts in (outgoing, incoming))
+        total = max(sum(map(len, sent)), sum(map(len, received)))
+        return Transfer("exchange", sent, received, kind, torch.device("cpu"), total, timeout, number, chunk_tag=_LONG_TAG)
 
-@dataclass
+
 class _Parts:
-    """What goes to every rank and comes from it, in bytes.
+    """What goes to every rank, or where what comes from it goes: slices of ``memory``, in bytes.
 
-    Attributes:
-        given: length of each rank's part of ``send``, which begins at ``given_at``.
-        room: length of each rank's slot in ``received``, which begins at ``room_at``.
-        got: how much of the slot is filled; from peers whose head has not come 0.
-        number: of the exchange.
-        kind: index of the dtype.
+    ``lengths`` of what comes are those of the slots, and then of what has come.
     """
 
-    send: memoryview
-    given: list[int]
-    given_at: list[int]
-    received: memoryview
-    room: list[int]
-    room_at: list[int]
-    got: list[int]
-    number: int
-    kind: int
+    __slots__ = ("_tensor", "lengths", "memory", "starts")
 
-    @staticmethod
-    def of(received: Tensor, send: Tensor, gets: Sequence[int], gives: Sequence[int], number: int) -> _Parts:
-        width = send.element_size()
-        given, room = [size * width for size in gives], [size * width for size in gets]
-        memory = [_view_memory(tensor.data_ptr(), tensor.nbytes, _WRITABLE) for tensor in (send, received)]
-        starts = [list(accumulate(lengths, initial=0)) for lengths in (given, room)]
-        return _Parts(memory[0], given, starts[0], memory[1], room, starts[1], [0] * len(room), number, DTYPE_INDEX[send.dtype])
+    def __init__(self, name: str, tensor: Tensor, sizes_name: str, sizes: Sequence[int], p2p: GlooP2P) -> None:
+        if not (tensor.is_cpu and tensor.ndim == 1 and tensor.is_contiguous() and tensor.dtype in DTYPE_INDEX):
+            _refuse(name, tensor)
+        if len(sizes) != p2p.size or min(sizes) < 0 or sizes[p2p.rank] or sum(sizes) != tensor.numel():
+            raise ValueError(
+                f"{sizes_name}={list(sizes)} on rank {p2p.rank} of {p2p.size}, {name}= of length {tensor.numel()}: pass one "
+                "size per rank, 0 for the own rank and none negative, that add up to the length"
+            )
+        width = tensor.itemsize
+        self._tensor = tensor
+        self.memory = _view_memory(tensor.data_ptr(), tensor.nbytes, _WRITABLE)
+        self.lengths = [size * width for size in sizes]
+        self.starts = list(accumulate(self.lengths, initial=0))
 
-    def as_transfer(self, received: Tensor, send: Tensor, short_bytes: int, timeout: timedelta) -> Transfer:
-        """Return what has not come with a head."""
-        ways = (send, self.given_at, self.given), (received, self.room_at, self.got)
-        outgoing, incoming = (
-            [flat[start : start + (length if length > short_bytes else 0)] for start, length in zip(starts, lengths)]
-            for flat, starts, lengths in ((way[0].detach().view(torch.uint8), *way[1:]) for way in ways)
-        )
-        total = max(sum(map(len, outgoing)), sum(map(len, incoming)))
-        return Transfer(
-            "exchange", outgoing, incoming, self.kind, send.device, total, timeout, self.number, chunk_tag=_LONG_TAG
-        )
+    def as_tensors(self, longer_than: int) -> list[Tensor]:
+        """Return the parts that are longer, uint8 of shape ``[bytes]``, and empty ones for the others."""
+        flat = self._tensor.detach().view(torch.uint8)
+        return [flat[at : at + (size if size > longer_than else 0)] for at, size in zip(self.starts, self.lengths)]
 
 
 class _Link:
-    """The memory of messages to and from one peer, and the receive that is posted for the next."""
+    """The memory of the messages to and from one peer, and the receive that is posted for the next."""
+
+    __slots__ = ("_read", "_short_bytes", "_written", "incoming", "outgoing", "peer", "receive")
 
     def __init__(self, peer: int, short_bytes: int, gloo: Any) -> None:
         self.peer, self._short_bytes = peer, short_bytes
-        self._outgoing, self._incoming = (bytearray(_START + short_bytes) for _ in range(2))
-        self._outgoing_as_tensor, self._incoming_as_tensor = (
-            torch.frombuffer(memory, dtype=torch.uint8) for memory in (self._outgoing, self._incoming)
-        )
-        self.post_receive(gloo)
+        self._written, self._read = (memoryview(bytearray(_START + short_bytes)) for _ in range(2))
+        self.outgoing, self.incoming = (torch.frombuffer(each, dtype=torch.uint8) for each in (self._written, self._read))
+        self.receive = gloo.recv([self.incoming], peer, _TAG)
 
-    def post_receive(self, gloo: Any) -> None:
-        self.receive = gloo.recv([self._incoming_as_tensor], self.peer, _TAG)
+    def pack(self, parts: _Parts, number: int, kind: int) -> Tensor:
+        """Return the message for the peer: the head, and its part if that is short."""
+        length, end = parts.lengths[self.peer], _START
+        _HEAD.pack_into(self._written, 0, length, number, kind)
+        if 0 < length <= self._short_bytes:
+            start, end = parts.starts[self.peer], end + length
+            self._written[_START:end] = parts.memory[start : start + length]
+        return self.outgoing[:end]
 
-    def pack(self, parts: _Parts) -> Tensor:
-        """Return the message for the peer: its part, or only how long it is."""
-        length, end = parts.given[self.peer], _START
-        _HEAD.pack_into(self._outgoing, 0, length, parts.number, parts.kind)
-        if length <= self._short_bytes:
-            start, end = parts.given_at[self.peer], end + length
-            self._outgoing[_START:end] = parts.send[start : start + length]
-        return self._outgoing_as_tensor[:end]
+    def unpack(self, parts: _Parts, number: int, kind: int, ranks: Sequence[int]) -> None:
+        """Put what has come into the peer's slot, or note how much is to come.
 
-    def unpack(self, parts: _Parts, rank: int) -> None:
-        """Take the peer's part from the message that has come, if it is short; ``rank`` is the peer's, for errors."""
-        length, number, kind = _HEAD.unpack_from(self._incoming)
-        if number != parts.number:
-            raise dist.DistBackendError(
-                f"rank {rank} is at its exchange {number}, this one at {parts.number}: issue the same exchanges in the same "
-                "order on every rank, and leave a peer out (no part, no slot) only where it leaves out this rank"
-            )
-        if kind != parts.kind:
-            raise dist.DistBackendError(
-                f"rank {rank} sends {DTYPES[kind]}, this one expects {DTYPES[parts.kind]}: pass one dtype"
-            )
-        if length > parts.room[self.peer]:
-            raise dist.DistBackendError(
-                f"rank {rank} sends {length} bytes, but its slot here has {parts.room[self.peer]}: give it a longer one in gets"
-            )
-        parts.got[self.peer] = length
-        if length <= self._short_bytes:
-            start = parts.room_at[self.peer]
-            parts.received[start : start + length] = memoryview(self._incoming)[_START : _START + length]
-
-
-def _check_tensors(received: Tensor, send: Tensor) -> None:
-    for name, tensor in (("received", received), ("send", send)):
-        if tensor.is_cuda:
-            raise NotImplementedError(
-                f"{name}= is on {tensor.device}: pass CPU tensors, or call all_to_all_single with slots as long as the parts"
-            )
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.ndim != 1 or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name}= is a tensor of shape {tuple(tensor.shape)}, {tensor.layout} on {tensor.device}: pass a contiguous "
-                "one of one dimension on the CPU"
-            )
-        if tensor.dtype not in DTYPE_INDEX:
-            raise ValueError(f"{name}= has dtype {tensor.dtype}, which cannot be sent: pass a plain number type")
-    if received.dtype != send.dtype:
-        raise ValueError(f"send= is {send.dtype}, received= is {received.dtype}: pass one dtype")
+        Raises:
+            DistBackendError: it is of another exchange or dtype, or longer than the slot.
+        """
+        length, its_number, its_kind = _HEAD.unpack_from(self._read)
+        room = parts.lengths[self.peer]
+        if length > room or its_number != number or its_kind != kind:
+            its_rank = f"rank {ranks[self.peer]}"
+            if its_number != number:
+                text = (
+                    f"{its_rank} is at exchange {its_number}, this one at {number}: issue the same exchanges in the same order "
+                    "on every rank, and leave a rank out (no part, no slot) only where it leaves out this one"
+                )
+            elif its_kind != kind:
+                text = f"{its_rank} sends {DTYPES[its_kind]}, this one expects {DTYPES[kind]}: pass one dtype on every rank"
+            else:
+                text = f"{its_rank} sends {length} bytes, and its slot here holds {room}: give it a longer slot in gets"
+            raise dist.DistBackendError(text)
+        parts.lengths[self.peer] = length
+        if 0 < length <= self._short_bytes:
+            start = parts.starts[self.peer]
+            parts.memory[start : start + length] = self._read[_START : _START + length]
 
 
-def _check_sizes(name: str, sizes: Sequence[int], of: str, tensor: Tensor, p2p: GlooP2P) -> None:
-    if len(sizes) != p2p.size or min(sizes) < 0 or sizes[p2p.rank] or sum(sizes) != tensor.shape[0]:
-        raise ValueError(
-            f"{name}={list(sizes)} for rank {p2p.rank} of {p2p.size} and {of}= of length {tensor.shape[0]}: pass one size per "
-            "rank, 0 for the own rank and none negative, that add up to the length"
-        )
+def _refuse(name: str, tensor: Tensor) -> NoReturn:
+    told = f"{name}= is a tensor of {tensor.dtype}, shape {tuple(tensor.shape)}, on {tensor.device}"
+    if tensor.is_cuda:
+        raise NotImplementedError(f"{told}: pass CPU tensors, or call all_to_all_single with slots as long as the parts")
+    raise ValueError(f"{told}: pass a contiguous one of one dimension on the CPU, of a plain number type")
