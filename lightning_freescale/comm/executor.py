@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from datetime import timedelta
@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_freescale._worker import WorkerThread
+from lightning_freescale.comm.eager_exchange import EagerExchange
 from lightning_freescale.comm.handshake import CollectiveHandshake
 from lightning_freescale.comm.options import LaneOptions
 from lightning_freescale.comm.p2p import GlooP2P
@@ -53,6 +55,7 @@ class CollectiveExecutor:
         self._worker = WorkerThread(f"freescale lane {self._name}")
         self._host = HostTransport(self._p2p, options)
         self.transport = select_transport(options, self._p2p, self._host, dist.PrefixStore("topology", store), self._timeout)
+        self._eager = EagerExchange(self._p2p, self._move_agreed)
         self._process = os.getpid()
         if options.transport != "native":
             PRIORITY_GATE.lanes[options.priority] += 1
@@ -85,6 +88,28 @@ class CollectiveExecutor:
         job = partial(self._execute, transfer)
         return self._worker.submit(job) if background else self._worker.run(job)
 
+    def exchange(
+        self, received: Tensor, send: Tensor, gets: Sequence[int], gives: Sequence[int], timeout: timedelta | None
+    ) -> None:
+        """Run an exchange whose ranks have agreed by themselves, on the caller's thread: it need not wait for what is queued.
+
+        Raises:
+            ValueError: an argument is wrong; the other ranks have been told.
+            NotImplementedError: the tensors are on a GPU.
+            DistBackendError: the lane has ended.
+        """
+        if self.failure:
+            raise dist.DistBackendError(self._locate("exchange", self.failure))
+        try:
+            return self._eager.exchange(received, send, gets, gives, timeout or self._timeout)
+        except BaseException as error:
+            failed: Exception = self._end_lane("exchange", error)
+            if isinstance(error, (ValueError, NotImplementedError)):
+                failed = type(error)(self._locate("exchange", str(error)))
+            elif not isinstance(error, Exception):
+                raise
+        raise failed  # without a context, whose frames would keep the messages, and they the connections
+
     def wait_for_pending_works(self) -> None:
         """Run what the lane has been given, and end its thread until there is more."""
         self._worker.stop(self._timeout.total_seconds() + 1.0)  # a job that waits in vain ends by itself
@@ -97,6 +122,7 @@ class CollectiveExecutor:
                 PRIORITY_GATE.lanes[self.options.priority] -= 1
         self.failure = self.failure or "it has been shut down"
         self._handshake.drop_receives()
+        self._eager.drop_receives()
         self._p2p.close_connections()
         self._worker.stop(1.0)
         self._host.close()
@@ -124,12 +150,20 @@ class CollectiveExecutor:
         self._handshake.exchange_headers(transfer, refusal)
         move(pause)
 
+    def _move_agreed(self, transfer: Transfer) -> None:
+        if self.options.transport == "native":  # has no priority
+            self._host.move(transfer, lambda: None)
+            return
+        with PRIORITY_GATE.track(self.options, transfer.total_bytes) as activity:
+            self._host.move(transfer, partial(PRIORITY_GATE.yield_to_higher, activity, self.options.max_pause_seconds))
+
     def _end_lane(self, name: str, error: BaseException) -> dist.DistBackendError:
         """End the lane on any failure: messages that are half posted cannot be taken back safely from gloo."""
         text = str(error) if isinstance(error, dist.DistBackendError) else f"{type(error).__name__}: {error}"
         located = self._locate(name, self.failure or text)
         self.failure = self.failure or located
         self._handshake.drop_receives()
+        self._eager.drop_receives()
         self._p2p.abort(located)
         self._host.close()
         return dist.DistBackendError(located)

@@ -39,11 +39,11 @@ class GlooP2P:
 
     def send(self, message: Tensor, peer: int, tag: int) -> dist.Work:
         """Begin to send; keep the Work alive, dropping it cancels the transfer. Raises as :meth:`wait`."""
-        return self._call_naming_peer(peer, lambda: self._open().send([message], peer, tag))
+        return self._call_naming_peer(peer, lambda: self.open().send([message], peer, tag))
 
     def receive(self, into: Tensor, peer: int, tag: int) -> dist.Work:
         """Post a receive for a message of just this size. Raises as :meth:`wait`."""
-        return self._call_naming_peer(peer, lambda: self._open().recv([into], peer, tag))
+        return self._call_naming_peer(peer, lambda: self.open().recv([into], peer, tag))
 
     def wait(self, work: dist.Work, peer: int, timeout: timedelta) -> None:
         """Wait for a message to or from ``peer``.
@@ -77,15 +77,16 @@ class GlooP2P:
             return call()
         except RuntimeError as error:
             text = str(error)
-        raise dist.DistBackendError(self._explain(text, peer, timeout))
+        raise dist.DistBackendError(self.explain(text, peer, timeout))
 
-    def _open(self) -> Any:
+    def open(self) -> Any:
+        """Return the group itself, whose calls are cheaper and name nobody; RuntimeError if its connections are closed."""
         if self._gloo is None:
             raise RuntimeError("this rank has closed its connections")
         return self._gloo
 
-    def _explain(self, text: str, peer: int, timeout: timedelta) -> str:
-        """Return gloo's text, or the reason that the rank which gave up first has left in the store."""
+    def explain(self, text: str, peer: int, timeout: timedelta) -> str:
+        """Name the peer whose message failed with gloo's text; or the reason that the rank which gave up first has left."""
         with suppress(RuntimeError):
             if self._store.check([_FAILURE_KEY]):
                 return self._store.get(_FAILURE_KEY).decode()

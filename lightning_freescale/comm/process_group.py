@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_freescale.comm.executor import BuffersForRanks, CollectiveExecutor
 from lightning_freescale.comm.options import LaneOptions
 from lightning_freescale.comm.transfer import RankBuffers
-from lightning_freescale.comm.work import CoalescedWork, IntegerMeanWork, TransferWork
+from lightning_freescale.comm.work import CoalescedWork, FinishedWork, TransferWork, divide_to_whole
 
 BACKEND = "freescale"
 
@@ -92,7 +92,8 @@ class FreeScaleGroup(dist.ProcessGroup):
     def alltoall(self, output: list[Tensor], input: list[Tensor], opts: Any = None) -> dist.Work:
         """Send tensor ``r`` of the inputs to rank ``r``, as ``dist.all_to_all``."""
         if self._is_native(*input[:1]):
-            return self._native("alltoall", output, input, opts)
+            on_gpu = any(tensor.is_cuda for tensor in input)
+            return self._native("alltoall", output, input, opts) if on_gpu else self._gloo_alltoall(output, input, opts)
         outgoing = partial(RankBuffers.from_tensors, "input", input)
         incoming = partial(RankBuffers.from_tensors, "output", output)
         return self._collective("all_to_all", outgoing, incoming, output, opts)
@@ -133,11 +134,43 @@ class FreeScaleGroup(dist.ProcessGroup):
         if getattr(opts, "reduceOp", None) != dist.ReduceOp.AVG or first.is_cuda or first.is_floating_point():
             return self._native("allreduce", tensors, *given, **kwargs)
         opts.reduceOp = dist.ReduceOp.SUM
-        work = IntegerMeanWork(self._native("allreduce", tensors, *given, **kwargs), first, self.size())
+        native = self._native("allreduce", tensors, *given, **kwargs)
+        work = FinishedWork(native, [first], partial(divide_to_whole, first, self.size()))
         opts.reduceOp = dist.ReduceOp.AVG
         if not opts.asyncOp:
             work.wait()
         return work
+
+    def exchange(
+        self,
+        received: Tensor,
+        send: Tensor,
+        gets: Sequence[int],
+        gives: Sequence[int],
+        *,
+        timeout: timedelta | None = None,
+    ) -> None:
+        """Send every rank its part, where the ranks have agreed by themselves, and return when all has come. Collective.
+
+        Costs about as much as gloo's own all-to-all: nothing is compared beforehand. All ranks issue the same exchanges in the
+        same order, from one thread; other collectives of the group may come between and be in flight.
+
+        Args:
+            received: where it comes to, on the CPU, shape ``[sum(gets)]``, of any number type.
+            send: what goes, on the CPU, shape ``[sum(gives)]``, of the same type.
+            gets: for every rank the length of its slot, in elements, 0 for the own. What comes is at the slot's beginning and
+                may be shorter; the rest of the slot is left as it is, and how much came is not told.
+            gives: for every rank how many elements it gets, 0 for the own. A rank with which there is neither slot nor part is
+                left out, and must leave out this one.
+            timeout: how long a peer may show no progress; None: the group's.
+
+        Raises:
+            ValueError: an argument is wrong; the other ranks are told.
+            NotImplementedError: the tensors are on a GPU.
+            DistBackendError: a peer is gone, did not come, sends more than its slot holds or another dtype, is at another
+                exchange, or the lane has ended before.
+        """
+        self._executor.exchange(received, send, gets, gives, timeout)
 
     def wait_for_pending_works(self) -> None:
         """Finish what the lane has been given, and end its thread; the next collective may start another."""
@@ -159,6 +192,26 @@ class FreeScaleGroup(dist.ProcessGroup):
 
     def _native(self, name: str, *args: Any, **kwargs: Any) -> dist.Work:
         return getattr(self.inner, name)(*(argument for argument in args if argument is not None), **kwargs)
+
+    def _gloo_alltoall(self, output: list[Tensor], input: list[Tensor], opts: Any) -> dist.Work:
+        """Do in one tensor what gloo does only where all tensors of the lists have one size."""
+        outgoing, incoming = (
+            RankBuffers.from_tensors(what, tensors, self.size()).buffers
+            for what, tensors in (("input", input), ("output", output))
+        )
+        sizes = [len(part) for part in incoming]
+        received = torch.empty(sum(sizes), dtype=torch.uint8)
+        native = self._native("alltoall_base", received, torch.cat(outgoing), sizes, [len(part) for part in outgoing], opts)
+
+        def unpack() -> None:
+            with torch.inference_mode():  # the outputs may be inference tensors
+                for part, came in zip(incoming, received.split(sizes)):
+                    part.copy_(came)
+
+        work = FinishedWork(native, output, unpack)
+        if not getattr(opts, "asyncOp", True):
+            work.wait()
+        return work
 
     def _collective(
         self, name: str, outgoing: BuffersForRanks, incoming: BuffersForRanks, results: list[Tensor], opts: Any

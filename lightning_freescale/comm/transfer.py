@@ -18,7 +18,7 @@ DTYPES = (
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
 )
 """What can be sent; the ranks tell each other the index in this list."""
-_DTYPE_INDEX = {dtype: index for index, dtype in enumerate(DTYPES)}
+DTYPE_INDEX = {dtype: index for index, dtype in enumerate(DTYPES)}
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class RankBuffers:
                 "none negative, that add up to the length"
             )
         width = flat.shape[0] // length if length else 0
-        return RankBuffers(list(flat.split([size * width for size in sizes])), _DTYPE_INDEX[tensor.dtype], tensor.device)
+        return RankBuffers(list(flat.split([size * width for size in sizes])), DTYPE_INDEX[tensor.dtype], tensor.device)
 
     @staticmethod
     def from_tensors(what: str, tensors: Sequence[Tensor], ranks: int) -> RankBuffers:
@@ -68,7 +68,7 @@ class RankBuffers:
         kinds = {f"{tensor.dtype} on {tensor.device}" for tensor in tensors}
         if len(kinds) > 1:
             raise ValueError(f"{what} tensors of {' and '.join(sorted(kinds))}: pass one dtype and one device")
-        return RankBuffers(buffers, _DTYPE_INDEX[tensors[0].dtype], tensors[0].device)
+        return RankBuffers(buffers, DTYPE_INDEX[tensors[0].dtype], tensors[0].device)
 
     @staticmethod
     def from_repeated(tensor: Tensor, ranks: int) -> RankBuffers:
@@ -77,7 +77,7 @@ class RankBuffers:
         Raises:
             ValueError: it cannot be sent.
         """
-        return RankBuffers([_as_bytes("input", tensor)] * ranks, _DTYPE_INDEX[tensor.dtype], tensor.device)
+        return RankBuffers([_as_bytes("input", tensor)] * ranks, DTYPE_INDEX[tensor.dtype], tensor.device)
 
     @property
     def kind(self) -> str:
@@ -98,6 +98,8 @@ class Transfer:
         sequence_number: in the order of the lane's collectives.
         largest: the most bytes that any rank sends to any other in it; known once the ranks have agreed.
         issued: on CUDA, an event of the caller's stream, after which the tensors may be used.
+        chunk_tag: of all chunks on the host, where the ranks know each other's sizes; otherwise every size has its own tag, and
+            what is small travels in the header.
     """
 
     name: str
@@ -110,6 +112,7 @@ class Transfer:
     sequence_number: int
     largest: int = 0
     issued: Any = None
+    chunk_tag: int | None = None
 
     @staticmethod
     def from_buffers(
@@ -131,14 +134,14 @@ class Transfer:
 
     def fits_in_header(self, part: Tensor) -> bool:
         """Return whether a rank's part travels in the header."""
-        return self.device.type == "cpu" and part.shape[0] <= PAYLOAD_BYTES
+        return self.chunk_tag is None and self.device.type == "cpu" and part.shape[0] <= PAYLOAD_BYTES
 
 
 def _as_bytes(what: str, tensor: Tensor) -> Tensor:
     told = f"the {what} tensor of shape {tuple(tensor.shape)}"
     if tensor.layout != torch.strided:
         raise ValueError(f"{told} has layout {tensor.layout}: pass a dense one")
-    if tensor.dtype not in _DTYPE_INDEX:
+    if tensor.dtype not in DTYPE_INDEX:
         raise ValueError(f"{told} has dtype {tensor.dtype}, which cannot be sent: pass a plain number type")
     if tensor.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{told} is on {tensor.device}: only CPU and CUDA tensors can be sent")

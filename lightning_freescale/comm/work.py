@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, TimeoutError
 from datetime import timedelta
 from functools import partial
@@ -104,25 +105,28 @@ class CoalescedWork(dist.Work):
         return together.then(lambda done: [each.value() for each in done.value()] and self._results)
 
 
-class IntegerMeanWork(CoalescedWork):
-    """A sum over ``ranks`` that becomes a mean, rounded toward zero, once somebody waits for it."""
+class FinishedWork(CoalescedWork):
+    """A Work of torch's own after which ``finish`` is called once, when somebody waits for it."""
 
-    def __init__(self, work: dist.Work, tensor: Tensor, ranks: int) -> None:
-        super().__init__([work], [tensor])
-        self._ranks = ranks
-        self._divided = False
+    def __init__(self, work: dist.Work, results: list[Tensor], finish: Callable[[], Any]) -> None:
+        super().__init__([work], results)
+        self._finish: Callable[[], Any] | None = finish
         self._once = threading.Lock()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for the sum, and divide it once."""
+        """Wait for the Work, and finish it once."""
         super().wait(timeout)
         with self._once:
-            if not self._divided:
-                tensor = self._results[0]
-                tensor.copy_(torch.div(tensor, self._ranks, rounding_mode="trunc"))
-            self._divided = True
+            finish, self._finish = self._finish, None
+            if finish is not None:
+                finish()
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future of the mean."""
+        """Return a future of the finished tensors."""
         return self._works[0].get_future().then(lambda _: self.wait() and self._results)
+
+
+def divide_to_whole(tensor: Tensor, ranks: int) -> None:
+    """Make a sum over ``ranks`` a mean, rounded toward zero."""
+    tensor.copy_(torch.div(tensor, ranks, rounding_mode="trunc"))

@@ -172,5 +172,7 @@ class P2PSchedule:
                 self._staging.copy_local(chunk, place)
 
     def _tag(self, chunk: Tensor) -> int:
+        if self._transfer.chunk_tag is not None:
+            return self._transfer.chunk_tag
         # odd, and another for another size: gloo ends the process if a message is larger than the receive it meets
         return 2 * ((self._transfer.sequence_number & 0x3FF) << 20 | (len(chunk) - 1) % _TAGGED_BYTES) + 1

@@ -1,0 +1,186 @@
+"""An all-to-all whose ranks have agreed by themselves: what they send and expect is not compared before it moves.
+
+The way of MPI's eager and rendezvous messages. Every rank keeps a receive of fixed size posted for every other. A short part is
+copied behind a head that tells its length, and that is the only message. Of a long part the head goes first; the receive for
+the part is posted when it has come, with the length it tells. So no message can be longer than its receive, for which gloo
+would end the process, and both directions of a link are at work also when a rank is late.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import accumulate
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_freescale.comm.p2p import GlooP2P
+from lightning_freescale.comm.transfer import DTYPE_INDEX, DTYPES, Transfer
+
+# even, and above those of headers
+_TAG, _LONG_TAG = 2**30, 2**30 + 2
+_HEAD = struct.Struct("<qII")  # bytes of the part, number of the exchange, index of the dtype
+_START = _HEAD.size
+
+# To copy 64 KiB takes 3 us, a second message 30 and more.
+_SHORT_BYTES, _SHORT_BYTES_OF_ALL_PEERS = 2**16, 2**22
+
+_view_memory = ctypes.pythonapi.PyMemoryView_FromMemory  # for every dtype, and in 2 us
+_view_memory.argtypes, _view_memory.restype = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int), ctypes.py_object
+_WRITABLE = 0x200
+
+
+class EagerExchange:
+    """Runs the exchanges of one lane, one at a time.
+
+    ``move_long`` moves what fits in no message, as a transfer whose sizes all ranks know.
+    """
+
+    def __init__(self, p2p: GlooP2P, move_long: Callable[[Transfer], None]) -> None:
+        self.short_bytes = min(_SHORT_BYTES, _SHORT_BYTES_OF_ALL_PEERS // p2p.size)
+        """The longest part that travels with its head."""
+        self._p2p, self._move_long = p2p, move_long
+        self._links: list[_Link] = []
+        self._number = 0
+        self._peer = p2p.rank  # whose message is being sent or waited for
+
+    def exchange(self, received: Tensor, send: Tensor, gets: Sequence[int], gives: Sequence[int], timeout: timedelta) -> None:
+        """Do as :meth:`FreeScaleGroup.exchange <lightning_freescale.comm.FreeScaleGroup.exchange>`. Collective.
+
+        Raises:
+            ValueError: an argument is wrong.
+            NotImplementedError: the tensors are on a GPU.
+            DistBackendError: a peer is gone, did not come, or sends what does not fit.
+        """
+        outgoing, incoming = (
+            _Parts("send", send, "gives", gives, self._p2p),
+            _Parts("received", received, "gets", gets, self._p2p),
+        )
+        if send.dtype is not received.dtype:
+            raise ValueError(f"send= is {send.dtype}, received= is {received.dtype}: pass one dtype")
+        number, kind = self._number, DTYPE_INDEX[send.dtype]
+        self._number = (number + 1) % 2**32
+        failed = ""
+        try:
+            self._exchange_messages(outgoing, incoming, number, kind, timeout)
+        except dist.DistBackendError:
+            raise
+        except RuntimeError as error:
+            failed = str(error)
+        if failed:  # not raised above, as an error whose context is gloo's would keep the messages, and they the connections
+            raise dist.DistBackendError(self._p2p.explain(failed, self._peer, timeout))
+        if max(outgoing.lengths) > self.short_bytes or max(incoming.lengths) > self.short_bytes:
+            self._move_long(self._long_parts(outgoing, incoming, kind, number, timeout))
+
+    def drop_receives(self) -> None:
+        """Let go of the receives posted ahead, which would keep the connections open."""
+        self._links = []
+
+    def _exchange_messages(self, outgoing: _Parts, incoming: _Parts, number: int, kind: int, timeout: timedelta) -> None:
+        gloo, gives, gets = self._p2p.open(), outgoing.lengths, incoming.lengths
+        if not self._links:
+            self._links = [_Link(peer, self.short_bytes, gloo) for peer in self._p2p.peers]
+        links = [link for link in self._links if gives[link.peer] or gets[link.peer]]
+        sends = []
+        for link in links:
+            self._peer = link.peer
+            sends.append(gloo.send([link.pack(outgoing, number, kind)], link.peer, _TAG))
+        for link in reversed(links):  # in the order in which they send here
+            self._peer = link.peer
+            link.receive.wait(timeout)
+            link.unpack(incoming, number, kind, self._p2p.ranks)
+            link.receive = gloo.recv([link.incoming], link.peer, _TAG)
+        for link, send in zip(links, sends):
+            self._peer = link.peer
+            send.wait(timeout)
+
+    def _long_parts(self, outgoing: _Parts, incoming: _Parts, kind: int, number: int, timeout: timedelta) -> Transfer:
+        sent, received = (parts.as_tensors(longer_than=self.short_bytes) for parts in (outgoing, incoming))
+        total = max(sum(map(len, sent)), sum(map(len, received)))
+        return Transfer("exchange", sent, received, kind, torch.device("cpu"), total, timeout, number, chunk_tag=_LONG_TAG)
+
+
+class _Parts:
+    """What goes to every rank, or where what comes from it goes: slices of ``memory``, in bytes.
+
+    ``lengths`` of what comes are those of the slots, and then of what has come.
+    """
+
+    __slots__ = ("_tensor", "lengths", "memory", "starts")
+
+    def __init__(self, name: str, tensor: Tensor, sizes_name: str, sizes: Sequence[int], p2p: GlooP2P) -> None:
+        if not (tensor.is_cpu and tensor.ndim == 1 and tensor.is_contiguous() and tensor.dtype in DTYPE_INDEX):
+            _refuse(name, tensor)
+        if len(sizes) != p2p.size or min(sizes) < 0 or sizes[p2p.rank] or sum(sizes) != tensor.numel():
+            raise ValueError(
+                f"{sizes_name}={list(sizes)} on rank {p2p.rank} of {p2p.size}, {name}= of length {tensor.numel()}: pass one "
+                "size per rank, 0 for the own rank and none negative, that add up to the length"
+            )
+        width = tensor.itemsize
+        self._tensor = tensor
+        self.memory = _view_memory(tensor.data_ptr(), tensor.nbytes, _WRITABLE)
+        self.lengths = [size * width for size in sizes]
+        self.starts = list(accumulate(self.lengths, initial=0))
+
+    def as_tensors(self, longer_than: int) -> list[Tensor]:
+        """Return the parts that are longer, uint8 of shape ``[bytes]``, and empty ones for the others."""
+        flat = self._tensor.detach().view(torch.uint8)
+        return [flat[at : at + (size if size > longer_than else 0)] for at, size in zip(self.starts, self.lengths)]
+
+
+class _Link:
+    """The memory of the messages to and from one peer, and the receive that is posted for the next."""
+
+    __slots__ = ("_read", "_short_bytes", "_written", "incoming", "outgoing", "peer", "receive")
+
+    def __init__(self, peer: int, short_bytes: int, gloo: Any) -> None:
+        self.peer, self._short_bytes = peer, short_bytes
+        self._written, self._read = (memoryview(bytearray(_START + short_bytes)) for _ in range(2))
+        self.outgoing, self.incoming = (torch.frombuffer(each, dtype=torch.uint8) for each in (self._written, self._read))
+        self.receive = gloo.recv([self.incoming], peer, _TAG)
+
+    def pack(self, parts: _Parts, number: int, kind: int) -> Tensor:
+        """Return the message for the peer: the head, and its part if that is short."""
+        length, end = parts.lengths[self.peer], _START
+        _HEAD.pack_into(self._written, 0, length, number, kind)
+        if 0 < length <= self._short_bytes:
+            start, end = parts.starts[self.peer], end + length
+            self._written[_START:end] = parts.memory[start : start + length]
+        return self.outgoing[:end]
+
+    def unpack(self, parts: _Parts, number: int, kind: int, ranks: Sequence[int]) -> None:
+        """Put what has come into the peer's slot, or note how much is to come.
+
+        Raises:
+            DistBackendError: it is of another exchange or dtype, or longer than the slot.
+        """
+        length, its_number, its_kind = _HEAD.unpack_from(self._read)
+        room = parts.lengths[self.peer]
+        if length > room or its_number != number or its_kind != kind:
+            its_rank = f"rank {ranks[self.peer]}"
+            if its_number != number:
+                text = (
+                    f"{its_rank} is at exchange {its_number}, this one at {number}: issue the same exchanges in the same order "
+                    "on every rank, and leave a rank out (no part, no slot) only where it leaves out this one"
+                )
+            elif its_kind != kind:
+                text = f"{its_rank} sends {DTYPES[its_kind]}, this one expects {DTYPES[kind]}: pass one dtype on every rank"
+            else:
+                text = f"{its_rank} sends {length} bytes, and its slot here holds {room}: give it a longer slot in gets"
+            raise dist.DistBackendError(text)
+        parts.lengths[self.peer] = length
+        if 0 < length <= self._short_bytes:
+            start = parts.starts[self.peer]
+            parts.memory[start : start + length] = self._read[_START : _START + length]
+
+
+def _refuse(name: str, tensor: Tensor) -> NoReturn:
+    told = f"{name}= is a tensor of {tensor.dtype}, shape {tuple(tensor.shape)}, on {tensor.device}"
+    if tensor.is_cuda:
+        raise NotImplementedError(f"{told}: pass CPU tensors, or call all_to_all_single with slots as long as the parts")
+    raise ValueError(f"{told}: pass a contiguous one of one dimension on the CPU, of a plain number type")
