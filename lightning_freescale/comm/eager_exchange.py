@@ -63,6 +63,7 @@ class EagerExchange:
         )
         if send.dtype is not received.dtype:
             raise ValueError(f"send= is {send.dtype}, received= is {received.dtype}: pass one dtype")
+        _keep_own(outgoing, incoming, self._p2p.rank)
         number, kind = self._number, DTYPE_INDEX[send.dtype]
         self._number = (number + 1) % 2**32
         failed = ""
@@ -105,6 +106,16 @@ class EagerExchange:
         return Transfer("exchange", sent, received, kind, torch.device("cpu"), total, timeout, number, chunk_tag=_LONG_TAG)
 
 
+def _keep_own(outgoing: _Parts, incoming: _Parts, rank: int) -> None:
+    """Copy the part that a rank gives itself."""
+    length, room = outgoing.lengths[rank], incoming.lengths[rank]
+    if length > room:
+        raise ValueError(f"gives={length} and gets={room} bytes for the own rank {rank}: give it a longer slot")
+    source, target = outgoing.starts[rank], incoming.starts[rank]
+    incoming.memory[target : target + length] = outgoing.memory[source : source + length]
+    outgoing.lengths[rank] = incoming.lengths[rank] = 0
+
+
 class _Parts:
     """What goes to every rank, or where what comes from it goes: slices of ``memory``, in bytes.
 
@@ -116,10 +127,10 @@ class _Parts:
     def __init__(self, name: str, tensor: Tensor, sizes_name: str, sizes: Sequence[int], p2p: GlooP2P) -> None:
         if not (tensor.is_cpu and tensor.ndim == 1 and tensor.is_contiguous() and tensor.dtype in DTYPE_INDEX):
             _refuse(name, tensor)
-        if len(sizes) != p2p.size or min(sizes) < 0 or sizes[p2p.rank] or sum(sizes) != tensor.numel():
+        if len(sizes) != p2p.size or min(sizes) < 0 or sum(sizes) != tensor.numel():
             raise ValueError(
                 f"{sizes_name}={list(sizes)} on rank {p2p.rank} of {p2p.size}, {name}= of length {tensor.numel()}: pass one "
-                "size per rank, 0 for the own rank and none negative, that add up to the length"
+                "size per rank, none negative, that add up to the length"
             )
         width = tensor.itemsize
         self._tensor = tensor

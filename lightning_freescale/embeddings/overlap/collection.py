@@ -188,6 +188,7 @@ class OverlappedCollection:
         if self._in_step and self._current.looked_up:
             self._announce(final=False)  # takes the gradients of the step before along
         elif self._previous is not None:
+            self._refuse_uneven_end(self._step + 1)  # a rank that has another batch is not here
             previous, self._previous = self._previous, None
             self._update_job = self._worker.submit(self._exchange.drain, previous)
         if self._update_job is not None:

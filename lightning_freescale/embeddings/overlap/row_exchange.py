@@ -253,11 +253,10 @@ class RowExchange:
         changed = [head.lookup == LookedUp.OTHERS for head in self._heads]
         gets = [head.other_ids + self._slots if asks else 0 for head, asks in zip(self._heads, changed)]
         gives = [size + self._slots if lookup == LookedUp.OTHERS else 0 for size in request.sizes]
-        words = torch.cat([request.slots.int().to(self._device).flatten(), request.rows])  # counts, then ids, of all ranks
-        starts = [*accumulate(request.sizes, initial=self._slots * self._ranks)]
-        if self._slots and lookup == LookedUp.OTHERS:
-            pieces = [(rank * self._slots, self._slots, start, size) for rank, (start, size) in enumerate(zip(starts, request.sizes))]
-            words = words[ranges([b for a, _, c, _ in pieces for b in (a, c)], [n for _, m, _, k in pieces for n in (m, k)], self._device)]
+        words = request.rows
+        if self._slots:  # the counts of each rank go before its ids
+            by_rank = zip(request.slots.int().to(self._device), request.rows.split(request.sizes))
+            words = torch.cat([part for pair in by_rank for part in pair])[: sum(gives)]
         received = self._exchange_words(words, gives, gets)
         parts = received.split(gets)
         by_slot = torch.stack([part[: self._slots] if asks else part.new_zeros(self._slots) for part, asks in zip(parts, changed)])
@@ -388,7 +387,7 @@ class RowExchange:
     def _exchange_into(self, received: Tensor, message: Tensor, gives: list[int], gets: list[int]) -> None:
         """Send ``gives[rank]`` floats of the message to each rank, and take at most ``gets[rank]`` from it."""
         with self.statistics.timed("transfer_s"):
-            exchange(self.group, received.view(-1), message.view(-1), gets, gives)
+            self.group.exchange(received.view(-1), message.view(-1), gets, gives)
 
     def _first_of_each(self, rows: Tensor, sizes: Sequence[int], counts: Sequence[int]) -> Tensor:
         """Return the first ``counts[rank]`` of each rank's ``sizes[rank]`` rows."""
@@ -399,11 +398,3 @@ class RowExchange:
     def _rows(self, count: int) -> Tensor:
         return torch.empty(count, self.local.dim, device=self._device)
 
-
-def exchange(group: dist.ProcessGroup, received: Tensor, message: Tensor, gets: list[int], gives: list[int]) -> None:
-    rank = group.rank()
-    theirs = [gives[rank] if peer == rank else size for peer, size in enumerate(gets)]
-    into = received.new_empty(sum(theirs))
-    getattr(group, "inner", group).alltoall_base(into, message, theirs, gives, dist.AllToAllOptions()).wait()
-    for slot, part in zip(received.split(gets), into.split(theirs)):
-        slot[: len(part)] = part
