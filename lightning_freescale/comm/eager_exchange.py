@@ -28,7 +28,7 @@ _HEAD = struct.Struct("<qII")  # bytes of the part, number of the exchange, inde
 _START = _HEAD.size
 
 # To copy 64 KiB takes 3 us, a second message 30 and more.
-_SHORT_BYTES, _SHORT_BYTES_OF_ALL_PEERS = 2**16, 2**22
+_SHORT_BYTES, _SHORT_BYTES_OF_ALL_PEERS = 2**20, 2**22
 
 _view_memory = ctypes.pythonapi.PyMemoryView_FromMemory  # for every dtype, and in 2 us
 _view_memory.argtypes, _view_memory.restype = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int), ctypes.py_object

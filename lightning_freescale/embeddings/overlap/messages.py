@@ -1,7 +1,8 @@
-"""How the two messages of a step that carry several things are laid out, and taken apart.
+"""How the messages of a step that carry several things are laid out, and taken apart.
 
-Each is one flat tensor of floats, a part per rank, and every part begins at a multiple of a row's width, so that rows are
-gathered straight into their place. A receiver bounds what comes: a slot may be longer than the part that lands in it.
+Each is one flat tensor of floats with a part per rank. A part begins with some bytes and goes on with rows, both at multiples
+of a row's width, so that rows are gathered straight into their place. A receiver bounds what comes: a slot may be longer than
+the part that lands in it.
 """
 
 from __future__ import annotations
@@ -12,9 +13,27 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+_FEW_RANKS = 32
+"""Up to here a slice per rank costs less than an index of all numbers."""
 
-def ranges(starts: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor:
-    """Return the numbers ``starts[k], starts[k] + 1, ...``, ``counts[k]`` of them, one range after the other."""
+
+def take(source: Tensor, starts: Sequence[int], counts: Sequence[int]) -> Tensor:
+    """Return ``counts[k]`` elements of ``source`` from ``starts[k]`` on, one range after the other."""
+    if len(counts) > _FEW_RANKS:
+        return source[_ranges(starts, counts, source.device)]
+    return torch.cat([source[start : start + count] for start, count in zip(starts, counts)])
+
+
+def put(target: Tensor, starts: Sequence[int], counts: Sequence[int], values: Tensor) -> None:
+    """Write ``values`` to where :func:`take` would read them."""
+    if len(counts) > _FEW_RANKS:
+        target[_ranges(starts, counts, target.device)] = values
+        return
+    for start, count, part in zip(starts, counts, values.split(counts)):
+        target[start : start + count] = part
+
+
+def _ranges(starts: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor:
     before = [*accumulate(counts, initial=0)]
     shifts = torch.tensor([start - done for start, done in zip(starts, before)], device=device)
     shifts = torch.repeat_interleave(shifts, torch.tensor(counts, device=device), output_size=before[-1])
@@ -22,7 +41,7 @@ def ranges(starts: Sequence[int], counts: Sequence[int], device: torch.device) -
 
 
 class PartLayout:
-    """Where the parts of a message lie: in each a preamble of some bytes, then rows.
+    """Where the parts of a message lie.
 
     Args:
         dim: width of a row, in floats.
@@ -30,27 +49,27 @@ class PartLayout:
         rows: rows, by rank.
 
     Attributes:
-        sizes: floats per rank.
-        total: rows in all, with the room for the preambles.
+        starts: where each part begins, counted in rows, and the end of the last.
+        first_rows: where its rows begin, counted in rows.
+        sizes: floats per part.
     """
 
     def __init__(self, dim: int, preambles: Sequence[int], rows: Sequence[int]) -> None:
-        self._dim = dim
         heads = [-(-size // (4 * dim)) for size in preambles]
-        lengths = [head + count for head, count in zip(heads, rows)]
-        self._starts = [*accumulate(lengths, initial=0)]
-        self._first_rows = [start + head for start, head in zip(self._starts, heads)]
-        self.sizes = [length * dim for length in lengths]
-        self.total = self._starts[-1]
+        self.starts = [*accumulate((head + count for head, count in zip(heads, rows)), initial=0)]
+        self.first_rows = [start + head for start, head in zip(self.starts, heads)]
+        self.sizes = [dim * (head + count) for head, count in zip(heads, rows)]
+        self._dim = dim
 
-    def places_of_rows(self, counts: Sequence[int], device: torch.device) -> Tensor:
-        """Return where, counted in rows, the first ``counts`` rows of each part are."""
-        return ranges(self._first_rows, counts, device)
+    @property
+    def length(self) -> int:
+        """Length of the message, counted in rows."""
+        return self.starts[-1]
 
-    def first_places(self) -> list[int]:
-        """Return where the rows of each part begin, counted in rows."""
-        return self._first_rows
+    def words(self, offset: int = 0) -> list[int]:
+        """Return where each part begins, counted in words of 4 bytes, ``offset`` words further on."""
+        return [start * self._dim + offset for start in self.starts[:-1]]
 
-    def starts(self, size: int) -> list[int]:
-        """Return where each part begins, counted in elements of ``size`` bytes."""
-        return [start * self._dim * 4 // size for start in self._starts[:-1]]
+    def octets(self) -> list[int]:
+        """Return where each part begins, counted in bytes."""
+        return [4 * start * self._dim for start in self.starts[:-1]]

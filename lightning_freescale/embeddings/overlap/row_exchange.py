@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -29,10 +30,11 @@ from torchrec.distributed.comm_ops import get_gradient_division
 from lightning_freescale.embeddings.overlap.batch_state import GradientAccumulator, PipelinedBatch, SomeRows
 from lightning_freescale.embeddings.overlap.handshake import Head, IdsToSend, LookedUp, LookupHandshake, NextIds
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
-from lightning_freescale.embeddings.overlap.messages import PartLayout, ranges
+from lightning_freescale.embeddings.overlap.messages import PartLayout, put, take
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
 from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest, RowSubset
 
+_IDS, _OTHER_IDS = Head._fields.index("ids"), Head._fields.index("other_ids")
 _FEWEST_IDS = 1024
 """Ids that a message has room for at first; what does not fit goes in one more exchange, and the room grows for the next."""
 
@@ -143,14 +145,14 @@ class RowExchange:
         if current.urgent is None or following.awaited is None:
             return
         rows, gradients = self._owned(
-            current, current.urgent, self._exchange_some(current.gradient[current.urgent.requested.index], current.urgent, to_owners=True)
+            current, current.urgent, self._exchange_some(current.gradient.index_select(0, current.urgent.requested.index), current.urgent, to_owners=True)
         )
         kept = self.accumulator.rows
         self._update(current, rows, gradients, self._last_batch[kept[0]] == following.number if kept else None)
         awaited = following.awaited
-        values = self.local.read(following.incoming.rows[awaited.incoming.index])
+        values = self.local.read(following.incoming.rows.index_select(0, awaited.incoming.index))
         late = self._exchange_some(values, awaited, to_owners=False)
-        following.rows[following.late_place : following.late_place + len(late)] = late
+        following.rows[following.late_place : following.late_place + late.shape[0]] = late
 
     # -- between steps
 
@@ -165,7 +167,7 @@ class RowExchange:
         self.accumulator.pop()
         self._window_start = current.number
         if previous is not None:
-            previous.patient = self._none_of(previous)
+            previous.patient = SomeRows(*(RowSubset.all_of(self._no_rows.sizes, self._device) for _ in range(2)))
 
     # -- A
 
@@ -185,35 +187,30 @@ class RowExchange:
         gives = given.requested.sizes if given is not None else self._no_rows.sizes
         gets = given.incoming.sizes if given is not None else self._no_rows.sizes
         parts = PartLayout(self.local.dim, [4 * (self._preamble + count) for count in counts], gives)
-        message = self._rows(parts.total)
-        if given is not None and previous is not None and previous.gradient is not None and sum(gives):
-            source = torch.zeros(parts.total, dtype=torch.int64, device=self._device)
-            source[parts.places_of_rows(gives, self._device)] = given.requested.index
+        message = self._rows(parts.length)
+        if given is not None and sum(gives):
+            source = torch.zeros(parts.length, dtype=torch.int64, device=self._device)
+            put(source, parts.first_rows, gives, given.requested.index)
             torch.index_select(previous.gradient, 0, source, out=message)
-        words, starts = message.view(torch.int32).view(-1), parts.starts(4)
-        heads = torch.tensor(head, dtype=torch.int32).repeat(self._ranks, 1)
-        heads[:, Head._fields.index("ids")] = torch.tensor(request.sizes)
-        heads[:, Head._fields.index("other_ids")] = torch.tensor(other_ids)
-        heads = torch.cat([heads, request.slots.int()], dim=1).to(self._device)
-        first_words = torch.tensor(starts, device=self._device)[:, None] + torch.arange(self._preamble, device=self._device)
-        words[first_words] = heads
-        in_order = [start + self._preamble for start in starts]
-        words[ranges(in_order, counts, self._device)] = self._first_of_each(request.rows, request.sizes, counts)
+        words = message.view(torch.int32).view(-1)
+        heads = np.empty((self._ranks, self._preamble), np.int32)
+        heads[:, : len(head)] = head
+        heads[:, _IDS], heads[:, _OTHER_IDS], heads[:, len(head) :] = request.sizes, other_ids, request.slots
+        put(words, parts.words(), [self._preamble] * self._ranks, torch.from_numpy(heads.ravel()).to(self._device))
+        put(words, parts.words(self._preamble), counts, self._first_of_each(request.rows, request.sizes, counts))
 
         slots = PartLayout(self.local.dim, [4 * (self._preamble + room)] * self._ranks, gets)
-        received = self._exchange(message, slots.total, parts.sizes, slots.sizes)
-        words, starts = received.view(torch.int32).view(-1), slots.starts(4)
-        first_words = torch.tensor(starts, device=self._device)[:, None] + torch.arange(self._preamble, device=self._device)
-        told = words[first_words].tolist()
-        answers = [Head(*each[: len(Head._fields)]) for each in told]
+        received = self._exchange(message, slots.length, parts.sizes, slots.sizes)
+        words = received.view(torch.int32).view(-1)
+        told = take(words, slots.words(), [self._preamble] * self._ranks).view(self._ranks, -1).tolist()
+        answers = [Head(*each[: len(head)]) for each in told]
         arrived = [min(answer.ids, room) for answer in answers]
-        rows = words[ranges([start + self._preamble for start in starts], arrived, self._device)]
-        if given is not None and previous is not None and previous.gradient is not None:
+        rows = take(words, slots.words(self._preamble), arrived)
+        if given is not None:
             # the gradients follow the ids that came, wherever the slot ends
-            came = PartLayout(self.local.dim, [4 * (self._preamble + count) for count in arrived], [0] * self._ranks)
-            begin = [start + length // self.local.dim for start, length in zip(slots.starts(4 * self.local.dim), came.sizes)]
-            gradients = received.index_select(0, ranges(begin, gets, self._device))
-            self._apply_patient(previous, given, gradients)
+            came = PartLayout(self.local.dim, [4 * (self._preamble + count) for count in arrived], gets)
+            begin = [slot + first - start for slot, first, start in zip(slots.starts, came.first_rows, came.starts)]
+            self._apply_patient(previous, given, take(received, begin, gets))
         own_ids = sum(counts) - counts[self._rank] + (self._ranks - 1) * self._preamble
         self.statistics.count("ids_bytes", 4 * own_ids)
         self.statistics.count("non_colliding_bytes", 4 * self.local.dim * (sum(gives) - gives[self._rank]))
@@ -221,7 +218,7 @@ class RowExchange:
         if most > room:
             rows = self._send_rest(request, counts, rows, arrived, [answer.ids for answer in answers])
             self._room = 1 << most.bit_length()
-        by_slot = torch.tensor([each[len(Head._fields) :] for each in told], dtype=torch.int64).view(self._ranks, self._slots)
+        by_slot = torch.tensor([each[len(head) :] for each in told], dtype=torch.int64).view(self._ranks, self._slots)
         return answers, IncomingRows(rows.long(), [answer.ids for answer in answers], by_slot)
 
     def _send_rest(
@@ -231,7 +228,7 @@ class RowExchange:
         gives = [size - count for size, count in zip(request.sizes, sent)]
         gets = [size - count for size, count in zip(sizes, arrived)]
         begins = [*accumulate(request.sizes, initial=0)]
-        rest = request.rows[ranges([begin + count for begin, count in zip(begins, sent)], gives, self._device)]
+        rest = take(request.rows, [begin + count for begin, count in zip(begins, sent)], gives)
         received = self._exchange_words(rest, gives, gets)
         pairs = zip(rows.split(arrived), received.split(gets))
         return torch.cat([part for pair in pairs for part in pair])
@@ -288,41 +285,39 @@ class RowExchange:
         """Exchange which rows collide, and the values of those that do not."""
         dim, device = self.local.dim, self._device
         asked, here = following.incoming.sizes, current.incoming.sizes if current.updates else self._no_rows.sizes
-        late = RowSubset.from_mask(awaited, asked)
-        gives = [size - each for size, each in zip(asked, late.sizes)]
-        parts = PartLayout(dim, [a + b for a, b in zip(asked, here)], gives)
-        source = torch.zeros(parts.total, dtype=torch.int64, device=device)
-        source[parts.places_of_rows(gives, device)] = following.incoming.rows[~awaited]
-        message = self.local.read(source) if sum(gives) else self._rows(parts.total)
-        flags, starts = message.view(torch.uint8).view(-1), parts.starts(1)
-        flags[ranges(starts, asked, device)] = awaited.view(torch.uint8)
-        after = [start + size for start, size in zip(starts, asked)]
-        flags[ranges(after, here, device)] = urgent.view(torch.uint8) if current.updates else flags[:0]
+        late, at_once = RowSubset.split(awaited, asked)
+        parts = PartLayout(dim, [a + b for a, b in zip(asked, here)], at_once.sizes)
+        source = torch.zeros(parts.length, dtype=torch.int64, device=device)
+        put(source, parts.first_rows, at_once.sizes, following.incoming.rows.index_select(0, at_once.index))
+        message = self.local.read(source) if at_once.index.numel() else self._rows(parts.length)
+        flags, starts = message.view(torch.uint8).view(-1), parts.octets()
+        put(flags, starts, asked, awaited.view(torch.uint8))
+        if current.updates:
+            put(flags, [start + size for start, size in zip(starts, asked)], here, urgent.view(torch.uint8))
 
         asks, mine = following.request.sizes, current.request.sizes if current.updates else self._no_rows.sizes
         slots = PartLayout(dim, [a + b for a, b in zip(asks, mine)], asks)
         # the rows that come last go behind the slots
-        following.late_place = slots.total
-        following.rows = self._rows(slots.total + sum(asks))
-        self._exchange_into(following.rows[: slots.total], message, parts.sizes, slots.sizes)
-        flags, starts = following.rows.view(torch.uint8).view(-1), slots.starts(1)
-        waits = flags[ranges(starts, asks, device)].view(torch.bool)
-        after = [start + size for start, size in zip(starts, asks)]
-        shared = flags[ranges(after, mine, device)].view(torch.bool)
-
-        waiting = RowSubset.from_mask(waits, asks)
-        gets = [size - each for size, each in zip(asks, waiting.sizes)]
-        places = torch.empty(len(waits), dtype=torch.int64, device=device)
-        places[waiting.index] = torch.arange(slots.total, slots.total + len(waiting.index), device=device)
-        places[~waits] = slots.places_of_rows(gets, device)
-        following.places = places[following.request.inverse]
+        following.late_place = slots.length
+        following.rows = self._rows(slots.length + sum(asks))
+        self._exchange_into(following.rows[: slots.length], message, parts.sizes, slots.sizes)
+        flags, starts = following.rows.view(torch.uint8).view(-1), slots.octets()
+        waiting, others = RowSubset.split(take(flags, starts, asks).view(torch.bool), asks)
+        places = torch.empty(sum(asks), dtype=torch.int64, device=device)
+        places[waiting.index] = torch.arange(slots.length, slots.length + waiting.index.numel(), device=device)
+        # in its slot, behind the rows before it that are there
+        before = [first - done for first, done in zip(slots.first_rows, accumulate(others.sizes, initial=0))]
+        shifts = torch.repeat_interleave(torch.tensor(before), torch.tensor(others.sizes), output_size=others.index.numel())
+        places[others.index] = torch.arange(others.index.numel(), device=device) + shifts.to(device)
+        following.places = places.index_select(0, following.request.inverse)
         following.awaited = SomeRows(waiting, late)
         if current.updates:
-            current.urgent = SomeRows(RowSubset.from_mask(shared, mine), RowSubset.from_mask(urgent, here))
-            current.patient = SomeRows(RowSubset.from_mask(~shared, mine), RowSubset.from_mask(~urgent, here))
+            shared = take(flags, [start + size for start, size in zip(starts, asks)], mine).view(torch.bool)
+            pairs = zip(RowSubset.split(shared, mine), RowSubset.split(urgent, here))
+            current.urgent, current.patient = (SomeRows(*pair) for pair in pairs)
         moved = sum(asked) + sum(here) - asked[self._rank] - here[self._rank]
         self.statistics.count("ids_bytes", moved)
-        self.statistics.count("non_colliding_bytes", 4 * dim * (sum(gives) - gives[self._rank]))
+        self.statistics.count("non_colliding_bytes", 4 * dim * (sum(at_once.sizes) - at_once.sizes[self._rank]))
 
     # -- gradients
 
@@ -340,9 +335,6 @@ class RowExchange:
             batch.patient = SomeRows(*(RowSubset.all_of(sizes, self._device) for sizes in both))
         return batch.patient
 
-    def _none_of(self, batch: PipelinedBatch) -> SomeRows:
-        return SomeRows(*(RowSubset.none_of(self._no_rows.sizes, self._device) for _ in range(2)))
-
     def _apply_patient(self, previous: PipelinedBatch, given: SomeRows, gradients: Tensor) -> None:
         rows, gradients = self._owned(previous, given, gradients)
         previous.gradient = None
@@ -353,7 +345,8 @@ class RowExchange:
 
     def _owned(self, batch: PipelinedBatch, chosen: SomeRows, gradients: Tensor) -> tuple[Tensor, Tensor]:
         """Return some rows that this rank owns, and their gradients, in the order of summation."""
-        rows, order = batch.incoming.rows[chosen.incoming.index], batch.incoming.order_by_slot(chosen.incoming.index)
+        rows = batch.incoming.rows.index_select(0, chosen.incoming.index)
+        order = batch.incoming.order_by_slot(chosen.incoming.index)
         return (rows, gradients) if order is None else (rows[order], gradients[order])
 
     def _update(self, batch: PipelinedBatch, rows: Tensor, gradients: Tensor, due: Tensor | None) -> None:
@@ -393,7 +386,7 @@ class RowExchange:
         """Return the first ``counts[rank]`` of each rank's ``sizes[rank]`` rows."""
         if list(sizes) == list(counts):
             return rows
-        return rows[ranges([*accumulate(sizes, initial=0)][:-1], counts, self._device)]
+        return take(rows, [*accumulate(sizes, initial=0)], counts)
 
     def _rows(self, count: int) -> Tensor:
         return torch.empty(count, self.local.dim, device=self._device)

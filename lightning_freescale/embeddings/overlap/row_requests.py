@@ -57,7 +57,7 @@ class RowRequest:
             ordered, places = ordered[first], new.cumsum(0) - 1
             owned = torch.diff(torch.searchsorted(ordered, layout.starts))
         else:
-            sizes = keys.new_tensor([len(part) for part in ids])
+            sizes = keys.new_tensor([part.numel() for part in ids])
             feature = torch.repeat_interleave(torch.arange(len(ids), device=keys.device), sizes, output_size=len(keys))
             slot = layout.owners(keys) * len(ids) + feature
             order = torch.argsort(slot, stable=True)
@@ -102,7 +102,7 @@ class IncomingRows:
         pairs = zip(self.rows.split(self.sizes), new.rows.split(new.sizes), by)
         parts = [later if changed else earlier for earlier, later, changed in pairs]
         slots = torch.where(torch.tensor(by)[:, None], new.slots, self.slots)
-        return IncomingRows(torch.cat(parts), [len(part) for part in parts], slots)
+        return IncomingRows(torch.cat(parts), [part.numel() for part in parts], slots)
 
     def order_by_slot(self, chosen: Tensor) -> Tensor | None:
         """Return the order of some rows by slot, then by requesting rank, in which TorchRec adds up; None if it is theirs."""
@@ -126,21 +126,18 @@ class RowSubset:
     sizes: list[int]
 
     @classmethod
-    def from_mask(cls, mask: Tensor, sizes: Sequence[int]) -> RowSubset:
-        """Choose the rows marked in ``mask``, bool; there are ``sizes`` rows per rank in all."""
-        index = mask.nonzero().squeeze(1)
-        edges = torch.tensor([*accumulate(sizes, initial=0)], device=mask.device)
-        return cls(index, torch.diff(torch.searchsorted(index, edges)).tolist())
-
-    @classmethod
     def all_of(cls, sizes: Sequence[int], device: torch.device) -> RowSubset:
         """Choose all of ``sizes`` rows per rank."""
         return cls(torch.arange(sum(sizes), device=device), list(sizes))
 
     @classmethod
-    def none_of(cls, sizes: Sequence[int], device: torch.device) -> RowSubset:
-        """Choose none of ``sizes`` rows per rank."""
-        return cls(torch.arange(0, device=device), [0] * len(sizes))
+    def split(cls, mask: Tensor, sizes: Sequence[int]) -> tuple[RowSubset, RowSubset]:
+        """Return the rows marked in ``mask`` (bool), and all others; there are ``sizes`` rows per rank in all."""
+        index = mask.nonzero().squeeze(1)
+        edges = torch.searchsorted(index, torch.tensor([*accumulate(sizes)], device=mask.device)).tolist()
+        chosen = [end - start for start, end in zip([0, *edges], edges)]
+        others = [size - count for size, count in zip(sizes, chosen)]
+        return cls(index, chosen), cls((~mask).nonzero().squeeze(1), others)
 
 
 def as_output(features: KeyedJaggedTensor, rows: Tensor, layout: RowLayout, with_ids: bool) -> dict[str, JaggedTensor]:
