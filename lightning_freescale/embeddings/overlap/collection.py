@@ -172,8 +172,8 @@ class OverlappedCollection:
         """Hand over, after backward, what backward has not, so that no rank waits for this one."""
         if not self._in_step:
             return
-        without_gradient = self.lookup is not None and not self._current.gradient_sent and self._late_gradient is None
-        if without_gradient and self._moves_without_gradient and len(self.lookup.features.values()):
+        ids = 0 if self.lookup is None else self.lookup.features.values().numel()
+        if ids and self._moves_without_gradient and not self._current.gradient_sent and self._late_gradient is None:
             errors.no_gradient(self.path)
         if self.plain:
             self._end_last_step()

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from torchrec import KeyedJaggedTensor
 
@@ -109,7 +108,9 @@ class LookupHandshake:
         except ValueError:
             return IdsToSend(NextIds.UNKNOWN, self.no_rows, mode=mode)
 
-    def raise_errors(self, heads: Sequence[Head], wrong: Exception | None, features: KeyedJaggedTensor | None) -> None:
+    def raise_errors(
+        self, heads: Sequence[Head], wrong: Exception | None = None, features: KeyedJaggedTensor | None = None
+    ) -> None:
         """Raise what any rank's lookup of the current batch has got wrong, on every rank; collective if there is anything.
 
         Raises:

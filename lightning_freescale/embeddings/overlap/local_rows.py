@@ -80,7 +80,9 @@ class CpuKernel(TableKernel):
         self._operator = getattr(torch.ops.fbgemm, f"split_embedding_nobag_backward_codegen_{name}_cpu")
         self._rounding = self.module.optimizer_args.stochastic_rounding
         self._settings = tuple(getattr(self.module.optimizer_args, setting) for setting in settings)
-        self._places = {index: self._place(feature, len(self.tables[index].weight)) for index, feature in self._feature_of.items()}
+        self._places = {
+            index: self._place(feature, len(self.tables[index].weight)) for index, feature in self._feature_of.items()
+        }
 
     def update(self, rows: dict[int, tuple[Tensor, Tensor]], rate: float | None, step: int) -> None:
         """Update all rows given by table, as :meth:`TableKernel.update` does, to the bit."""

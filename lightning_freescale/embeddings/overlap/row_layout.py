@@ -53,18 +53,16 @@ class RowLayout:
                 counts[first_owner[index] + shard, index] = min(blocks[index], table.rows - shard * blocks[index])
         if int(counts.sum(dim=1).max()) > torch.iinfo(torch.int32).max:
             raise ValueError(f"a rank owns {int(counts.sum(dim=1).max())} of its rows, and they travel as numbers of 32 bits")
-        features = tuple((feature, i) for i, table in enumerate(collection.tables) for feature in table.features)
+        features = tuple((feature, i) for i, each in enumerate(collection.tables) for feature in each.features)
         first_row = torch.cumsum(counts, dim=1) - counts
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(counts.sum(dim=1), dim=0)])
         shifts = []
-        for _, table in features:
-            shards = torch.arange(-(-collection.tables[table].rows // blocks[table]))
-            owners = first_owner[table] + shards
-            shift = starts[owners] + first_row[owners, table] - shards * blocks[table]
+        for _, i in features:
+            shards = torch.arange(-(-collection.tables[i].rows // blocks[i]))
+            owners = first_owner[i] + shards
+            shift = starts[owners] + first_row[owners, i] - shards * blocks[i]
             shifts.append((shift[:1] if bool((shift == shift[0]).all()) else shift).to(device))
-        return cls(
-            collection.tables, features, output_names(collection), blocks, first_row, starts.to(device), tuple(shifts)
-        )
+        return cls(collection.tables, features, output_names(collection), blocks, first_row, starts.to(device), tuple(shifts))
 
     @property
     def ranks(self) -> int:

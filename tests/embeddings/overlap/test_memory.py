@@ -14,12 +14,9 @@ from tests.helpers.sequences import DIM, OPTIMIZERS, batches, known, sharded
 def _held(batch: Any) -> int:
     """Bytes of all tensors that belong to a batch."""
     shared = [
-        rows.mask
-        for both in (batch.shared_with_previous, batch.shared_with_next)
-        if both
-        for rows in (both.requested, both.incoming)
+        rows.index for both in (batch.awaited, batch.urgent, batch.patient) if both for rows in (both.requested, both.incoming)
     ]
-    tensors = [batch.rows, batch.request.rows, batch.request.inverse, batch.incoming.rows, *shared]
+    tensors = [batch.rows, batch.places, batch.request.rows, batch.request.inverse, batch.incoming.rows, *shared]
     return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
 
 

@@ -1,0 +1,84 @@
+"""What a step costs the host, per rank: processor time of the process, and of the engine's thread alone.
+
+A table of 200,000 rows with RowWiseAdagrad, histories as long as those of ml-latest-small, no compute besides a tiny dense
+part: all that is left is the exchange. Floor (rows made up), plain TorchRec on gloo, and the overlap engine train on the same
+batches in alternating rounds of one run. Processor time hardly carries the machine's other load.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import sys
+import time
+import warnings
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.append(str(Path(__file__).parent))
+
+import harness
+import overlap_variants
+import overlap_workload
+import torch
+import torch.distributed as dist
+
+from lightning_freescale.testing import run_distributed
+
+DIM, SAMPLES, WARMUP = 64, 32, 6
+VARIANTS = ("floor", "plain-gloo", "ours")
+
+
+def main() -> None:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
+    parser.add_argument("--rows", type=int, default=200_000)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=4)
+    options = parser.parse_args()
+    figures: dict[str, float] = {}
+    for ranks in options.ranks:
+        rounds = run_distributed(_measure, ranks, options, timeout=1200)[0]
+        print(
+            f"{ranks} ranks, {rounds['ids']:.0f} ids and {rounds['rows']:.0f} rows per rank and step; ms of processor per step "
+            "and rank"
+        )
+        for name in VARIANTS:
+            spread = sorted(rounds[name])
+            print(f"  {name:10} {median(spread):6.2f} ({spread[0]:.2f} to {spread[-1]:.2f})")
+        thread = sorted(rounds["thread"])
+        print(f"  engine's thread {median(thread):6.2f} ({thread[0]:.2f} to {thread[-1]:.2f})")
+        figures[f"process_over_plain_{ranks}"] = median(rounds["ours"]) / median(rounds["plain-gloo"])
+        figures[f"thread_ms_{ranks}"] = median(thread)
+    harness.finish(figures, options)
+
+
+def _measure(options: Any) -> dict[str, Any]:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    draw = overlap_workload.production(options.rows, SAMPLES)
+    data = overlap_workload.batches(draw, options.steps + WARMUP, dist.get_rank())
+    made = overlap_variants.build(VARIANTS, options.rows, DIM, 0.0)
+    found: dict[str, Any] = {name: [] for name in (*VARIANTS, "thread")}
+    for _ in range(options.rounds):
+        for name, variant in made.items():
+            worker = next(iter(variant.engine.collections.values()))._worker if name == "ours" else None
+            for step, _ in enumerate(variant.steps(data)):
+                if step == WARMUP - 1:
+                    began, thread = time.process_time(), worker.cpu_seconds if worker else 0.0
+            found[name].append(1e3 * (time.process_time() - began) / options.steps)
+            if worker:
+                found["thread"].append(1e3 * (worker.cpu_seconds - thread) / options.steps)
+            dist.barrier()
+    totals = made["ours"].engine.statistics()
+    found |= {name: totals[f"{key}"] / totals["steps"] for name, key in (("ids", "tokens"), ("rows", "rows"))}
+    for variant in made.values():
+        variant.close()
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""The first message of a step: which rows the next batch needs, and the gradients that nobody waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_freescale.embeddings.overlap.batch_state import SomeRows
+from lightning_freescale.embeddings.overlap.handshake import Head, IdsToSend
+from lightning_freescale.embeddings.overlap.messages import PartLayout, put, take
+from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest
+from lightning_freescale.embeddings.overlap.transport import Transport
+
+_IDS, _OTHER_IDS = Head._fields.index("ids"), Head._fields.index("other_ids")
+_FEWEST_IDS = 1024
+"""Ids that a part has room for at first; what does not fit goes in one more exchange, and the room grows for the next."""
+
+
+class IdExchange:
+    """Sends ``[head | rows by slot | ids | gradients]`` to every owner.
+
+    Args:
+        transport: of the collection.
+        slots: as :attr:`RowRequest.slots`, per rank.
+    """
+
+    def __init__(self, transport: Transport, slots: int) -> None:
+        self._transport, self._slots = transport, slots
+        self._preamble = len(Head._fields) + slots
+        self._room = _FEWEST_IDS
+
+    def exchange(
+        self, sent: IdsToSend, head: Head, other_ids: Sequence[int], given: SomeRows, gradients: Tensor
+    ) -> tuple[list[Head], IncomingRows, Tensor]:
+        """Tell every rank what it is asked for. Collective.
+
+        Args:
+            sent: the ids.
+            head: what all ranks are told alike.
+            other_ids: rows that each rank is asked for in the current batch.
+            given: the rows of an earlier batch whose gradients go along.
+            gradients: of all its requested rows, shape ``[rows, dim]``.
+
+        Returns:
+            The heads of all ranks, the rows they ask for, and the gradients that came, shape ``[len(given.incoming), dim]``.
+        """
+        room, ranks, preamble = self._room, self._transport.ranks, self._preamble
+        counts = [min(size, room) for size in sent.request.sizes]
+        message, gives = self._pack(sent.request, head, other_ids, counts, given, gradients)
+        slots = self._layout([room] * ranks, given.incoming.sizes)
+        received = self._transport.rows(slots.length)
+        self._transport.exchange(received, message, gives, slots.sizes)
+        self._transport.count("ids", 4, [preamble + count for count in counts])
+        self._transport.count("non_colliding", 4 * self._transport.dim, given.requested.sizes)
+
+        words = received.view(torch.int32).view(-1)
+        told = take(words, slots.words(), [preamble] * ranks).view(ranks, preamble).tolist()  # on CUDA the host waits here
+        heads = [Head(*each[: len(head)]) for each in told]
+        arrived = [min(answer.ids, room) for answer in heads]
+        rows = take(words, slots.words(preamble), arrived)
+        came = self._layout(arrived, given.incoming.sizes)  # gradients follow the ids, wherever the slot ends
+        starts = [slot + first - start for slot, first, start in zip(slots.starts, came.first_rows, came.starts)]
+        most = max(answer.most_ids for answer in heads)
+        if most > room:
+            rows = self._send_rest(sent.request, counts, rows, arrived, heads)
+            self._room = 1 << most.bit_length()
+        by_slot = torch.tensor([each[len(head) :] for each in told], dtype=torch.int64).view(ranks, self._slots)
+        incoming = IncomingRows(rows.long(), [answer.ids for answer in heads], by_slot)
+        return heads, incoming, take(received, starts, given.incoming.sizes)
+
+    def exchange_other(self, request: RowRequest, heads: Sequence[Head], asks: Sequence[bool]) -> IncomingRows:
+        """Ask for the rows of the current batch, by the ranks marked in ``asks``; return what they ask for. Collective."""
+        slots, mine = self._slots, asks[self._transport.rank]
+        gets = [head.other_ids + slots if asking else 0 for head, asking in zip(heads, asks)]
+        gives = [size + slots if mine else 0 for size in request.sizes]
+        words = request.rows
+        if slots:
+            by_rank = zip(request.slots.int().to(words.device), words.split(request.sizes))
+            words = torch.cat([part for pair in by_rank for part in pair])[: sum(gives)]
+        parts = self._transport.exchange_words(words, gives, gets).split(gets)
+        by_slot = [part[:slots] if asking else part.new_zeros(slots) for part, asking in zip(parts, asks)]
+        sizes = [head.other_ids if asking else 0 for head, asking in zip(heads, asks)]
+        return IncomingRows(torch.cat([part[slots:] for part in parts]).long(), sizes, torch.stack(by_slot).long().cpu())
+
+    def _layout(self, ids: Sequence[int], rows: Sequence[int]) -> PartLayout:
+        return PartLayout(self._transport.dim, [4 * (self._preamble + count) for count in ids], rows)
+
+    def _pack(
+        self,
+        request: RowRequest,
+        head: Head,
+        other_ids: Sequence[int],
+        counts: list[int],
+        given: SomeRows,
+        gradients: Tensor,
+    ) -> tuple[Tensor, list[int]]:
+        parts = self._layout(counts, given.requested.sizes)
+        message = self._transport.rows(parts.length)
+        if given.requested.index.numel():
+            source = given.requested.index.new_zeros(parts.length)
+            put(source, parts.first_rows, given.requested.sizes, given.requested.index)
+            torch.index_select(gradients, 0, source, out=message)
+        words, preamble, ranks = message.view(torch.int32).view(-1), self._preamble, self._transport.ranks
+        heads = np.empty((ranks, preamble), np.int32)
+        heads[:, : len(head)] = head
+        heads[:, _IDS], heads[:, _OTHER_IDS], heads[:, len(head) :] = request.sizes, other_ids, request.slots
+        put(words, parts.words(), [preamble] * ranks, torch.from_numpy(heads.ravel()).to(words.device))
+        first = request.rows if counts == request.sizes else take(request.rows, _starts(request.sizes), counts)
+        put(words, parts.words(preamble), counts, first)
+        return message, parts.sizes
+
+    def _send_rest(
+        self, request: RowRequest, counts: list[int], rows: Tensor, arrived: list[int], heads: Sequence[Head]
+    ) -> Tensor:
+        """Exchange the ids that did not fit, and return all that came, by rank."""
+        gives = [size - count for size, count in zip(request.sizes, counts)]
+        gets = [head.ids - count for head, count in zip(heads, arrived)]
+        starts = [start + count for start, count in zip(_starts(request.sizes), counts)]
+        rest = self._transport.exchange_words(take(request.rows, starts, gives), gives, gets)
+        pairs = zip(rows.split(arrived), rest.split(gets))
+        return torch.cat([part for pair in pairs for part in pair])
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    return [*accumulate(sizes, initial=0)][:-1]

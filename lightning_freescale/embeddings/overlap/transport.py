@@ -1,0 +1,52 @@
+"""What moves between ranks in an exchange, and is counted: messages of floats, rows, numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
+
+
+class Transport:
+    """Moves the messages of one collection over its own group.
+
+    Args:
+        group: process group of this collection alone.
+        dim: width of a row.
+        device: of rows and ids.
+        statistics: what to count in.
+    """
+
+    def __init__(self, group: Any, dim: int, device: torch.device, statistics: ExchangeStatistics) -> None:
+        self.rank, self.ranks, self.dim, self.device = group.rank(), group.size(), dim, device
+        self._group, self._statistics = group, statistics
+
+    def rows(self, count: int) -> Tensor:
+        """Return memory for ``count`` rows."""
+        return torch.empty(count, self.dim, device=self.device)
+
+    def exchange(self, received: Tensor, message: Tensor, gives: list[int], gets: list[int]) -> None:
+        """Send ``gives[rank]`` floats of the message to each rank, and take at most ``gets[rank]`` from it. Collective."""
+        with self._statistics.timed("transfer_s"):
+            self._group.exchange(received.view(-1), message.view(-1), gets, gives)
+
+    def exchange_rows(self, values: Tensor, gives: list[int], gets: list[int]) -> Tensor:
+        """Send ``gives[rank]`` rows to each rank, and return those that come, ``gets[rank]`` from each. Collective."""
+        received, dim = self.rows(sum(gets)), self.dim
+        self.exchange(received, values, [size * dim for size in gives], [size * dim for size in gets])
+        self.count("colliding", 4 * dim, gives)
+        return received
+
+    def exchange_words(self, words: Tensor, gives: list[int], gets: list[int]) -> Tensor:
+        """Send ``gives[rank]`` numbers of 32 bits to each rank, and return those that come. Collective."""
+        received = words.new_empty(sum(gets))
+        self.exchange(received.view(torch.float32), words.view(torch.float32), gives, gets)
+        self.count("ids", 4, gives)
+        return received
+
+    def count(self, kind: str, width: int, gives: list[int]) -> None:
+        """Count the bytes of what goes to other ranks: ``gives[rank]`` times ``width`` to each."""
+        self._statistics.count(f"{kind}_bytes", width * (sum(gives) - gives[self.rank]))
