@@ -64,6 +64,7 @@ class RowExchange:
         self._window_start = 0
         self._heads: list[Head] = []
         self._nothing = self.new_batch()
+        self._nothing.updates = False  # nor brings it about that of the kept gradients
 
     def new_batch(self) -> PipelinedBatch:
         """Return the state of a batch that nothing is known of."""
