@@ -120,6 +120,7 @@ def _misuse(case: str) -> list[Outcome]:
         "shape": (torch.empty(2, 1), torch.ones(2), [2, 0], [2, 0]),
         "gaps": (torch.empty(4)[::2], torch.ones(2), [2, 0], [2, 0]),
         "device": (torch.empty(2), torch.ones(2, device="meta"), [2, 0], [2, 0]),
+        "conjugate": (torch.empty(2), torch.ones(2, dtype=torch.complex64).conj(), [2, 0], [2, 0]),
         "dtypes": (torch.empty(2), torch.ones(2, dtype=torch.int32), [2, 0], [2, 0]),
     }  # fmt: skip
     first = (
@@ -138,6 +139,7 @@ def _misuse(case: str) -> list[Outcome]:
         ("shape", "received= is a tensor of torch.float32, shape (2, 1), on cpu"),
         ("gaps", "pass a contiguous one of one dimension"),
         ("device", "send= is a tensor of torch.float32, shape (2,), on meta"),
+        ("conjugate", "of a plain number type, resolved"),
         ("dtypes", "send= is torch.int32, received= is torch.float32: pass one dtype"),
     ],
 )
