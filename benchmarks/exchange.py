@@ -3,11 +3,13 @@
 Run it on shaped links: ``python benchmarks/netlab.py --hosts 2 --rate 200mbit -- python benchmarks/exchange.py``. Every rank
 sends ``--mbytes`` to all ranks together, its own part included; the last rank comes ``--late-ms`` late. Times run from when
 the last rank begins, so that waiting for it is not charged, until the last rank has ended. *Ideal* is the bytes that leave a
-rank over the rate of its link. Ours and gloo's own ``all_to_all_single`` take turns in the same processes.
+rank over the rate of its link. Ours, gloo's own ``all_to_all_single``, and ``agreed``, which is ``FreeScaleGroup.exchange`` of
+the same bytes without the own part, take turns in the same processes.
 
 ``--parts`` chooses: ``exchange`` as above; ``overlap``, what of the exchange a sleep and a one-thread matrix product hide;
 ``lanes``, 64 KiB for every peer on a high lane while a low lane moves 64 MiB, over its time on an idle link; ``latency``, of
-16 numbers per rank on both. A link's bucket lets a small message pass at once: give netlab ``--burst 16kb`` for ``lanes``.
+16 numbers per rank on all, ``agreed`` against gloo's ``alltoall_base`` as bare as it can be called. A link's bucket lets a
+small message pass at once: give netlab ``--burst 16kb`` for ``lanes``. ``latency`` needs no netlab, but torchrun.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    _say(f"{dist.get_world_size()} ranks, links of {os.environ['NETLAB_RATE']}")
+    _say(f"{dist.get_world_size()} ranks, links of {os.environ.get('NETLAB_RATE', 'loopback')}")
     figures: dict[str, float] = {}
     for part in options.parts:
         figures |= parts[part](options)
@@ -57,12 +59,18 @@ def main() -> None:
 
 def _exchange(options: Any) -> dict[str, float]:
     input, output, ideal = _tensors(options)
-    ways, times, results = _ways(output, input), {"ours": [], "gloo": []}, {}
+    length, rank = len(input) // dist.get_world_size(), dist.get_rank()
+    own = slice(rank * length, (rank + 1) * length)
+    others, received = (torch.cat([each[: own.start], each[own.stop :]]) for each in (input, output))
+    ways = _ways(output, input) | {"agreed": _agreed(received, others, length)}
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    results = {}
     for _ in range(options.rounds + 1):
         for way, action in ways.items():
             times[way].append(_timed(action, options.late_ms))
             results[way] = output.clone()
     assert torch.equal(results["ours"], results["gloo"])
+    assert torch.equal(received, torch.cat([output[: own.start], output[own.stop :]]))
     ratios = {way: median(values[1:]) / ideal for way, values in times.items()}
     _say(f"  {len(input) / 2**20:.1f} MiB per rank, ideal {ideal:.1f} ms, one rank {options.late_ms:g} ms late")
     for way, values in times.items():
@@ -139,7 +147,34 @@ def _latency(options: Any) -> dict[str, float]:
                 times[way].append((time.perf_counter() - start) * 1e6)
         figures[f"latency_over_gloo_{name}"] = median(times["ours"]) / median(times["gloo"])
         _say(f"  16 floats, {name}: " + ", ".join(f"{way} {_spread(values, 'us')}" for way, values in times.items()))
-    return figures
+    return figures | _agreed_latency()
+
+
+def _agreed_latency() -> dict[str, float]:
+    received, send = torch.empty(16 * (dist.get_world_size() - 1)), torch.ones(16 * (dist.get_world_size() - 1))
+    gloo, sizes, plain = dist.new_group(backend="gloo"), _without_own(16), dist.AllToAllOptions()
+    ways: dict[str, Action] = {
+        "agreed": _agreed(received, send, 16),
+        "gloo": lambda: gloo.alltoall_base(received, send, sizes, sizes, plain).wait(),
+    }
+    ways["gloo again"] = ways["gloo"]
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    ratios: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(30):
+        for way, action in ways.items():
+            dist.barrier()
+            times[way] += [_took(action) * 1e6 for _ in range(50)]
+        for way, values in times.items():
+            ratios[way].append(median(values[-50:]) / median(times["gloo"][-50:]))
+    _say("  16 floats, agreed: " + ", ".join(f"{way} {_spread(values, 'us')}" for way, values in times.items()))
+    _say("    over gloo's, turn by turn: " + ", ".join(f"{way} {_spread(values, '', 2)}" for way, values in ratios.items()))
+    return {"agreed_latency_over_gloo": median(times["agreed"]) / median(times["gloo"])}
+
+
+def _took(action: Action) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
 
 
 def _tensors(options: Any) -> tuple[Tensor, Tensor, float]:
@@ -165,6 +200,16 @@ def _ways(output: Tensor, input: Tensor, asynchronous: bool = False) -> dict[str
     return {
         way: partial(dist.all_to_all_single, output, input, group=group, async_op=asynchronous) for way, group in groups.items()
     }
+
+
+def _agreed(received: Tensor, send: Tensor, length: int) -> Action:
+    """An exchange of so many elements for every other rank, on a group of its own."""
+    sizes = _without_own(length)
+    return partial(dist.new_group(backend="freescale").exchange, received, send, sizes, sizes)
+
+
+def _without_own(length: int) -> list[int]:
+    return [0 if rank == dist.get_rank() else length for rank in range(dist.get_world_size())]
 
 
 def _lane(options: LaneOptions, length: int) -> Action:
@@ -203,9 +248,9 @@ def _everywhere(holds: bool) -> bool:
     return bool(told)
 
 
-def _spread(values: list[float], unit: str = "ms") -> str:
+def _spread(values: list[float], unit: str = "ms", digits: int = 1) -> str:
     low, _, high = quantiles(values, n=4)
-    return f"{median(values):.1f} {unit} (half within {low:.1f} to {high:.1f})"
+    return f"{median(values):.{digits}f} {unit} (half within {low:.{digits}f} to {high:.{digits}f})"
 
 
 def _say(text: str) -> None:
