@@ -95,7 +95,6 @@ class CollectiveExecutor:
 
         Raises:
             ValueError: an argument is wrong; the other ranks have been told.
-            NotImplementedError: the tensors are on a GPU.
             DistBackendError: the lane has ended.
         """
         if self.failure:
@@ -104,8 +103,8 @@ class CollectiveExecutor:
             return self._eager.exchange(received, send, gets, gives, timeout or self._timeout)
         except BaseException as error:
             failed: Exception = self._end_lane("exchange", error)
-            if isinstance(error, (ValueError, NotImplementedError)):
-                failed = type(error)(self._locate("exchange", str(error)))
+            if isinstance(error, ValueError):
+                failed = ValueError(self._locate("exchange", str(error)))
             elif not isinstance(error, Exception):
                 raise
         raise failed  # without a context, whose frames would keep the messages, and they the connections

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_freescale.comm.executor import BuffersForRanks, CollectiveExecutor
 from lightning_freescale.comm.options import LaneOptions
+from lightning_freescale.comm.sized_exchange import exchange_with_sizes
 from lightning_freescale.comm.transfer import RankBuffers
 from lightning_freescale.comm.work import CoalescedWork, FinishedWork, TransferWork, divide_to_whole
 
@@ -148,29 +149,37 @@ class FreeScaleGroup(dist.ProcessGroup):
         gets: Sequence[int],
         gives: Sequence[int],
         *,
+        exact: bool = False,
         timeout: timedelta | None = None,
     ) -> None:
         """Send every rank its part, where the ranks have agreed by themselves, and return when all has come. Collective.
 
         Costs about as much as gloo's own all-to-all: nothing is compared beforehand. All ranks issue the same exchanges in the
-        same order, from one thread; other collectives of the group may come between and be in flight.
+        same order, from one thread; other collectives of the group may come between and be in flight. On CUDA it is an
+        :meth:`all_to_all_single` on the current stream, with another one before it for the sizes unless they are ``exact`` (not
+        tested on GPU).
 
         Args:
-            received: where it comes to, on the CPU, shape ``[sum(gets)]``, of any number type.
-            send: what goes, on the CPU, shape ``[sum(gives)]``, of the same type.
-            gets: for every rank the length of its slot, in elements, 0 for the own. What comes is at the slot's beginning and
-                may be shorter; the rest of the slot is left as it is, and how much came is not told.
-            gives: for every rank how many elements it gets, 0 for the own. A rank with which there is neither slot nor part is
-                left out, and must leave out this one.
-            timeout: how long a peer may show no progress; None: the group's.
+            received: where it comes to, shape ``[sum(gets)]``, of any number type.
+            send: what goes, shape ``[sum(gives)]``, of the same type.
+            gets: for every rank the length of its slot, in elements. What comes is at the slot's beginning and may be shorter;
+                the rest of the slot is left as it is, and how much came is not told.
+            gives: for every rank how many elements it gets; the own part is copied. A rank with which there is neither slot nor
+                part is left out, and must leave out this one.
+            exact: every slot is just as long as what comes.
+            timeout: how long a peer may show no progress; None: the group's. CUDA tensors take the group's.
 
         Raises:
             ValueError: an argument is wrong; the other ranks are told.
-            NotImplementedError: the tensors are on a GPU.
             DistBackendError: a peer is gone, did not come, sends more than its slot holds or another dtype, is at another
                 exchange, or the lane has ended before.
         """
-        self._executor.exchange(received, send, gets, gives, timeout)
+        if not send.is_cuda:
+            self._executor.exchange(received, send, gets, gives, timeout)
+        elif exact:
+            dist.all_to_all_single(received, send, list(gets), list(gives), group=self)
+        else:
+            exchange_with_sizes(self, received, send, gets, gives)
 
     def wait_for_pending_works(self) -> None:
         """Finish what the lane has been given, and end its thread; the next collective may start another."""

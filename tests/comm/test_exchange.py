@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.comm import LaneOptions
+from lightning_freescale.comm import LaneOptions, eager_exchange
 from lightning_freescale.comm.priority import PRIORITY_GATE
+from lightning_freescale.comm.sized_exchange import exchange_with_sizes
 from lightning_freescale.testing import run_distributed
 from tests.helpers.comm_groups import TIMEOUT, everyone_sends, make_group, nothing_left
 
-UNTOUCHED = 77
+UNTOUCHED, SHORT_BYTES = 77, 64 * 1024
 DTYPES = (torch.float32, torch.int64, torch.bfloat16, torch.uint8, torch.bool)
 Matrix = list[list[int]]
 """Elements by sender and receiver."""
@@ -30,6 +31,7 @@ def _draw(size: int, short: int, draw: torch.Generator) -> tuple[Matrix, Matrix]
 
     parts, slots = ([[0] * size for _ in range(size)] for _ in range(2))
     for one in range(size):
+        parts[one][one], slots[one][one] = pick(0, 3, short), 2 * short  # to itself
         for other in range(one):
             if pick(0, 1, 1, 1) == 0:
                 continue
@@ -47,16 +49,19 @@ def _content(length: int, *key: int, dtype: torch.dtype) -> torch.Tensor:
     return ((torch.arange(length) * 7 + number) % 101).to(dtype)
 
 
-def _one(group: Any, number: int, draw: torch.Generator) -> bool:
+def _one(group: Any, number: int, draw: torch.Generator, with_sizes: bool = False) -> bool:
     """Whether an exchange of random sizes filled all slots as it should, and no more of them."""
     rank, size = group.rank(), group.size()
     dtype = DTYPES[number % len(DTYPES)]
-    parts, slots = _draw(size, 64 * 1024 // dtype.itemsize, draw)
+    parts, slots = _draw(size, SHORT_BYTES // dtype.itemsize, draw)
     gives, gets = parts[rank], [slots[source][rank] for source in range(size)]
     send = torch.cat([_content(length, rank, target, number, dtype=dtype) for target, length in enumerate(gives)])
     with torch.inference_mode(number % 2 == 0):
         received = torch.full((sum(gets),), UNTOUCHED).to(dtype)
-    group.exchange(received, send, gets, gives)
+    if with_sizes:
+        exchange_with_sizes(group, received, send, gets, gives)
+    else:
+        group.exchange(received, send, gets, gives)
     for source, slot in enumerate(received.split(gets)):
         came = _content(parts[source][rank], source, rank, number, dtype=dtype)
         untouched = torch.full((gets[source] - len(came),), UNTOUCHED).to(dtype)
@@ -67,6 +72,7 @@ def _one(group: Any, number: int, draw: torch.Generator) -> bool:
 
 def _random(options: dict[str, Any], count: int) -> list[bool]:
     """With the group's other collectives between them, of which some are still in flight."""
+    eager_exchange._SHORT_BYTES = SHORT_BYTES  # less to move than with the real one
     with nothing_left():
         group, draw = make_group(**options), torch.Generator().manual_seed(5)
         sound, flying = [], []
@@ -92,6 +98,30 @@ def _random(options: dict[str, Any], count: int) -> list[bool]:
 def test_every_part_comes_to_its_slot(size: int, options: dict[str, Any]) -> None:
     for sound in run_distributed(_random, size, options, 40, timeout=100):
         assert all(sound)
+
+
+def _with_sizes() -> list[bool]:
+    group, draw = make_group(), torch.Generator().manual_seed(6)
+    return [_one(group, number, draw, with_sizes=True) for number in range(1, 20, 2)]
+
+
+def test_sizes_that_travel_first_bring_the_same() -> None:
+    for sound in run_distributed(_with_sizes, 3, timeout=100):
+        assert all(sound)
+
+
+def _too_long() -> str:
+    group = make_group()
+    try:
+        exchange_with_sizes(group, torch.empty(2), torch.ones(6), [1, 1], [3, 3])
+    except dist.DistBackendError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_more_than_a_slot_holds_is_refused_where_sizes_travel_first() -> None:
+    for told in run_distributed(_too_long, 2):
+        assert "rank 0 sends 3 elements, and its slot here holds 1" in told
 
 
 def _alone() -> bool:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.comm.eager_exchange import _refuse
 from lightning_freescale.testing import run_distributed
 from tests.helpers.comm_groups import SOON, Outcome, make_group, nothing_left, outcome
 
@@ -133,7 +131,7 @@ def _misuse(case: str) -> list[Outcome]:
     ("case", "words"),
     [
         ("short list", "gets=[2] on rank 1 of 2"),
-        ("own part", "gives=[1, 1] on rank 1 of 2"),
+        ("own part", "gives=4 and gets=0 bytes for the own rank 1"),
         ("negative", "gives=[3, -1]"),
         ("sum", "received= of length 3: pass one size per rank"),
         ("shape", "received= is a tensor of torch.float32, shape (2, 1), on cpu"),
@@ -149,12 +147,6 @@ def test_a_wrong_argument_is_an_error_on_every_rank(case: str, words: str) -> No
     assert other.kind == later.kind == after.kind == "DistBackendError"
     assert all(words in each.text for each in (own, other, later, after)), (own, other)
     assert "rank 1 has given up" in other.text
-
-
-def test_a_tensor_on_a_gpu_is_refused_with_the_way_out() -> None:
-    tensor: Any = SimpleNamespace(dtype=torch.float32, shape=(4,), device="cuda:0", is_cuda=True)
-    with pytest.raises(NotImplementedError, match=r"send= is .* on cuda:0: pass CPU tensors, or call all_to_all_single"):
-        _refuse("send", tensor)
 
 
 def _other_dtype() -> list[Outcome]:

@@ -28,22 +28,22 @@ class Transport:
         """Return memory for ``count`` rows."""
         return torch.empty(count, self.dim, device=self.device)
 
-    def exchange(self, received: Tensor, message: Tensor, gives: list[int], gets: list[int]) -> None:
-        """Send ``gives[rank]`` floats of the message to each rank, and take at most ``gets[rank]`` from it. Collective."""
+    def exchange(self, received: Tensor, message: Tensor, gives: list[int], gets: list[int], exact: bool = False) -> None:
+        """Send ``gives[rank]`` floats of the message to each rank, and take ``gets[rank]`` from it, or fewer. Collective."""
         with self._statistics.timed("transfer_s"):
-            self._group.exchange(received.view(-1), message.view(-1), gets, gives)
+            self._group.exchange(received.view(-1), message.view(-1), gets, gives, exact=exact)
 
     def exchange_rows(self, values: Tensor, gives: list[int], gets: list[int]) -> Tensor:
         """Send ``gives[rank]`` rows to each rank, and return those that come, ``gets[rank]`` from each. Collective."""
         received, dim = self.rows(sum(gets)), self.dim
-        self.exchange(received, values, [size * dim for size in gives], [size * dim for size in gets])
+        self.exchange(received, values, [size * dim for size in gives], [size * dim for size in gets], exact=True)
         self.count("colliding", 4 * dim, gives)
         return received
 
     def exchange_words(self, words: Tensor, gives: list[int], gets: list[int]) -> Tensor:
         """Send ``gives[rank]`` numbers of 32 bits to each rank, and return those that come. Collective."""
         received = words.new_empty(sum(gets))
-        self.exchange(received.view(torch.float32), words.view(torch.float32), gives, gets)
+        self.exchange(received.view(torch.float32), words.view(torch.float32), gives, gets, exact=True)
         self.count("ids", 4, gives)
         return received
 
