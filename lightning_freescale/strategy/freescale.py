@@ -211,10 +211,13 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         refuse_sampler(getattr(dataloader, "sampler", None), self.world_size)
-        loader = super().process_dataloader(dataloader)
-        if self.overlap_controller is None or not (trainer := self.overlap_controller.trainer).training:
+        loader, module = super().process_dataloader(dataloader), self.lightning_module
+        # not by the sharded tables: configure_optimizers may ask for the number of steps, and so for the loader, before them
+        if not self.overlap or not collections_of(module):
             return loader
-        return LookaheadLoader(loader, lambda: trainer.num_training_batches)
+        assert module is not None
+        trainer = module.trainer
+        return LookaheadLoader(loader, lambda: trainer.num_training_batches) if trainer.training else loader
 
     @override
     def on_train_start(self) -> None:
