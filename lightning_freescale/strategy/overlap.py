@@ -15,6 +15,7 @@ from lightning_freescale.embeddings.overlap import OverlapEngine, OverlapReport
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.strategy.dry_run import dry_run_ids
 from lightning_freescale.strategy.lookahead_loader import ENDED, UNKNOWN, LookaheadLoader
+from lightning_freescale.strategy.preserve_state import ParameterChangedError
 from lightning_freescale.strategy.validation import has_embedding_ids
 
 _WAYS = (
@@ -161,6 +162,11 @@ class OverlapController:
                 wanted,
                 partial(prepared_batch, trainer),
             )
+        if isinstance(result.error, ParameterChangedError):
+            raise RuntimeError(
+                f"FreeScaleStrategy(lookahead='trial_run'): training_step writes to a parameter before it looks up ids, and a "
+                f"trial run has done so, too ({result.error}). {_WAYS}"
+            ) from result.error
         for path in wanted:
             if path not in result.features:
                 self._probes[path].give_up(f"a trial run of training_step: {result.error or 'it does not look them up'}")

@@ -110,6 +110,18 @@ def test_state_that_no_trial_run_could_put_back_is_as_without_overlap() -> None:
     assert_bitwise(run_distributed(_against_plain, 2, Moves, as_tensors))
 
 
+class MovesVisibly(Moves):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.slow.weight.mul_(0.9)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_trial_run_that_changes_a_parameter_is_an_error() -> None:
+    for told in run_distributed(_error, 2, MovesVisibly, as_tensors, lookahead="trial_run"):
+        assert "lookahead='trial_run'): training_step writes to a parameter" in told and "'slow.weight'" in told
+
+
 # -- what nobody knows
 
 
