@@ -69,7 +69,7 @@ class OverlapController:
         self._batch_idx, self._asked = batch_idx, False
         if batch is None:  # Lightning passes over those, but for a training_step that takes the iterator
             for probe in self._probes.values():
-                probe.give_up("training_step takes the loader's iterator, so that nobody knows the next batch")
+                probe.give_up("training_step takes the loader's iterator, so that nobody knows the next batch: take the batch")
         if isinstance(loader, LookaheadLoader):
             self._next_batch = loader.start_batch()
         elif not self._warned:
@@ -77,7 +77,7 @@ class OverlapController:
             rank_zero_warn(f"{_why_not_ahead(loader)}: the embedding exchange is not overlapped with compute")
 
     def before_forward(self, updates: bool, rate_of_group: Callable[[int], float], step: int) -> None:
-        """Submit the ids that stand in the next batch, and how this rank comes to know them."""
+        """Submit the ids that are known of the next batch, and how this rank comes to know them."""
         self._updates = updates
         self._agreed_modes = self.engine.begin_step(
             self._known_ids(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -247,6 +248,18 @@ def test_wrong_ids_are_served_anew_and_told_once() -> None:
         assert run.looked_ahead() == (0, 8, 4)
     (told,) = [text for _, run in ranks for text in _notices(run)]
     assert "FreeScaleStrategy(ids_of=wrong_ids) tells others than the model looks up" in told
+
+
+def wrong_on_one_rank(batch: Batch) -> KeyedJaggedTensor:
+    return wrong_ids(batch) if os.environ["RANK"] == "1" else computed_ids(batch)
+
+
+def test_wrong_ids_of_one_rank_end_it_on_all() -> None:
+    ranks = run_distributed(_against_plain, 3, training.Computes, as_tensors, ids_of=wrong_on_one_rank)
+    assert_bitwise(ranks)
+    assert [run.looked_ahead() for _, run in ranks] == [(4, 8, 0), (0, 8, 4), (4, 8, 0)]
+    (told,) = [text for _, run in ranks for text in _notices(run)]
+    assert "on another rank FreeScaleStrategy(ids_of=wrong_on_one_rank) does not tell what the model looks up" in told
 
 
 def beyond_the_table(batch: Batch) -> KeyedJaggedTensor:
