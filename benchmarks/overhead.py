@@ -24,7 +24,7 @@ import lightning as L
 import numpy as np
 import torch
 import torch.distributed as dist
-from hstu import HSTURecommender
+from hstu import HSTURecommender, item_ids
 from torch import nn
 from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor
@@ -37,6 +37,7 @@ from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.testing import run_distributed
 
 ITEMS, LENGTH, RANKS, WARMUP = 10_000, 200, 2, 3
+NEGATIVES = 512
 
 
 def main() -> None:
@@ -77,7 +78,8 @@ def _batch(step: int, samples: int) -> dict[str, Any]:
     lengths = torch.full((samples,), LENGTH, dtype=torch.int32)
     times = torch.arange(LENGTH).repeat(samples) * 3600
     features = KeyedJaggedTensor(keys=["item"], values=items, lengths=lengths)
-    return {"features": features, "time": times, "target": items.roll(-1)}
+    target, negative = items.roll(-1), torch.randint(0, ITEMS, (NEGATIVES,), generator=draw)
+    return {"features": features, "time": times, "target": target, "ids": item_ids(items, lengths, target, negative)}
 
 
 class _Step(nn.Module):

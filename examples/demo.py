@@ -14,7 +14,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two ranks share the machine's cores
 
 import lightning as L
-from hstu import HSTURecommender
+from hstu import CollateWithNegatives, HSTURecommender
 
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule
 from lightning_freescale.balance import CostModel
@@ -58,6 +58,7 @@ def _run(options: argparse.Namespace, name: str, balance: bool) -> dict[str, Any
         balance=balance,
         seed=options.seed,
     )
+    data.collate_fn = CollateWithNegatives(data.histories.num_items)
     model = HSTURecommender(num_items=data.histories.num_items)
     label = "balanced" if balance else "as drawn"
     profiler = BubbleProfiler(options.out / name, label=label, verbose=False)

@@ -5,6 +5,7 @@ Source: Zhai et al., Actions Speak Louder than Words (HSTU, arXiv 2402.17152).
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import lightning as L
@@ -15,8 +16,49 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from lightning_freescale.data import collate_histories
+
 POSITIONS, TIMES = 16, 40  # buckets of the relative bias, by powers of two
 QUERIES = 128  # attention goes through a history in blocks of this many queries, each against its own past only
+
+
+class CollateWithNegatives:
+    """Collates histories and draws negatives for training, so that all ids of a step stand in its batch.
+
+    What is drawn follows from the histories of the batch alone: the same in every run, with any number of workers, and after a
+    resume.
+
+    Args:
+        num_items: negatives are drawn from all items alike.
+        negatives: how many, shared by the samples of a batch.
+    """
+
+    def __init__(self, num_items: int, negatives: int = 512) -> None:
+        self.num_items, self.negatives = num_items, negatives
+
+    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        """The batch of ``collate_histories``, and in training ``ids``, what the item table will be asked for."""
+        batch = collate_histories(samples)
+        items, target = batch["features"].values(), batch["target"]
+        if len(target) != len(items):
+            return batch  # evaluation ranks all items
+        return {**batch, "ids": item_ids(items, batch["features"].lengths(), target, self.draw(items))}
+
+    def draw(self, items: Tensor) -> Tensor:
+        """The negatives of a batch with these histories."""
+        seed = zlib.crc32(items.numpy().tobytes())
+        return torch.randint(0, self.num_items, (self.negatives,), generator=torch.Generator().manual_seed(seed))
+
+
+def item_ids(items: Tensor, lengths: Tensor, target: Tensor, negative: Tensor) -> KeyedJaggedTensor:
+    """One lookup for histories, their targets and negatives; the negatives travel with the first sample."""
+    with_first = torch.zeros_like(lengths)
+    with_first[0] = len(negative)
+    return KeyedJaggedTensor(
+        keys=["item", "target", "negative"],
+        values=torch.cat([items, target, negative]),
+        lengths=torch.cat([lengths, lengths if len(target) else torch.zeros_like(lengths), with_first]),
+    )
 
 
 class Block:
@@ -71,14 +113,13 @@ class HSTUBlock(nn.Module):
 
 
 class HSTURecommender(L.LightningModule):
-    """Predicts every next item of a history.
+    """Predicts every next item of a history, on batches of :class:`CollateWithNegatives`.
 
     Args:
         num_items: rows of the item table.
         dim: width of embeddings and blocks.
         layers: number of HSTU blocks.
         heads: attention heads per block.
-        negatives: sampled negatives, the same for all samples of all ranks in a step.
         dropout: on the input embeddings.
         lr: learning rate of the dense part (AdamW).
         item_lr: learning rate of the item table (row-wise Adagrad, applied in backward).
@@ -90,14 +131,13 @@ class HSTURecommender(L.LightningModule):
         dim: int = 64,
         layers: int = 2,
         heads: int = 2,
-        negatives: int = 512,
         dropout: float = 0.2,
         lr: float = 2e-3,
         item_lr: float = 0.1,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.num_items, self.negatives, self.lr = num_items, negatives, lr
+        self.num_items, self.lr = num_items, lr
         table = EmbeddingConfig(
             name="item", num_embeddings=num_items, embedding_dim=dim, feature_names=["item", "target", "negative"]
         )
@@ -117,8 +157,7 @@ class HSTURecommender(L.LightningModule):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Softmax over the target and shared negatives; the mean over all targets of the rank."""
         target, lengths = batch["target"], batch["features"].lengths()
-        negative = self._draw_negatives()
-        found = self._look_up(batch["features"].values(), lengths, target, negative)
+        found, negative = self.items(batch["ids"]), batch["ids"]["negative"].values()
         predicted = self(found["item"].values(), lengths.tolist(), batch["time"])
         positive = (predicted * found["target"].values()).sum(dim=1, keepdim=True)
         others = predicted @ found["negative"].values().T
@@ -149,27 +188,11 @@ class HSTURecommender(L.LightningModule):
         """For the dense part; the item table has its own."""
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
-    def _draw_negatives(self) -> Tensor:
-        draw = torch.Generator().manual_seed(self.global_step)  # the same on every rank
-        return torch.randint(0, self.num_items, (self.negatives,), generator=draw).to(self.device)
-
-    def _look_up(self, items: Tensor, lengths: Tensor, target: Tensor, negative: Tensor) -> dict[str, Any]:
-        """One exchange for history, targets and negatives; the negatives travel with the first sample."""
-        targets = lengths if len(target) else torch.zeros_like(lengths)
-        with_first = torch.zeros_like(lengths)
-        with_first[0] = len(negative)
-        features = KeyedJaggedTensor(
-            keys=["item", "target", "negative"],
-            values=torch.cat([items, target, negative]),
-            lengths=torch.cat([lengths, targets, with_first]),
-        )
-        return self.items(features)
-
     def _catalogue(self) -> None:
-        none, every = self._draw_negatives()[:0], torch.arange(self.num_items, device=self.device)
+        every = torch.arange(self.num_items, device=self.device)
         with torch.no_grad():
             length = torch.tensor([self.num_items], dtype=torch.int32, device=self.device)
-            self.catalogue = self._look_up(every, length, none, none)["item"].values()
+            self.catalogue = self.items(item_ids(every, length, every[:0], every[:0]))["item"].values()
 
     def _rate(self, batch: dict[str, Any]) -> Tensor:
         lengths = batch["features"].lengths().tolist()

@@ -5,18 +5,23 @@
 
 from __future__ import annotations
 
-from hstu import HSTURecommender
+from hstu import CollateWithNegatives, HSTURecommender
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lightning_freescale import FreeScaleDataModule
 
 
 class RecommenderCLI(LightningCLI):
-    """Gives the model as many rows as the data has items."""
+    """Gives the model as many rows as the data has items, and its batches negatives of them."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Link the number of items."""
         parser.link_arguments("data.histories", "model.num_items", lambda h: h.num_items, apply_on="instantiate")
+
+    def instantiate_classes(self) -> None:
+        """Draw negatives where batches are made."""
+        super().instantiate_classes()
+        self.datamodule.collate_fn = CollateWithNegatives(self.datamodule.histories.num_items)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 import lightning_freescale
 from lightning_freescale import FreeScaleStrategy
+from lightning_freescale.data import collate_histories
 
 ROOT = Path(__file__).parents[1]
 
@@ -97,6 +98,22 @@ def test_command_line_with_yaml(config: str, command: str, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr[-3000:]
     if config == AS_CLASS:
         assert "2 ranks on cpu, 3 steps" in done.stdout
+
+
+def _strategy_of(*options: str) -> FreeScaleStrategy:
+    parser = pytest.importorskip("jsonargparse").ArgumentParser(exit_on_error=False)
+    parser.add_argument("--strategy", type=FreeScaleStrategy)
+    line = [f"--strategy.{option}" for option in options]
+    parsed = parser.parse_args(["--strategy=lightning_freescale.FreeScaleStrategy", *line])
+    return parser.instantiate_classes(parsed).strategy
+
+
+def test_who_tells_the_ids_can_stand_in_yaml() -> None:
+    assert _strategy_of("lookahead=trial_run").lookahead == "trial_run"
+    strategy = _strategy_of("ids_of=lightning_freescale.data.collate_histories")
+    assert strategy.ids_of is collate_histories and strategy.lookahead == "batch"
+    with pytest.raises(Exception, match="lookahead"):
+        _strategy_of("lookahead=dry_run")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,14 @@ from lightning_freescale.strategy.module_setup import (
     sync_dense,
     wrap_dense,
 )
-from lightning_freescale.strategy.validation import refuse_accumulation, refuse_options, refuse_sampler, refuse_second_backward
+from lightning_freescale.strategy.validation import (
+    refuse_accumulation,
+    refuse_lookahead,
+    refuse_options,
+    refuse_sampler,
+    refuse_second_backward,
+    refuse_trial_runs,
+)
 
 if TYPE_CHECKING:
     from lightning_freescale.embeddings.collections import Collection
@@ -59,6 +66,17 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             TorchRec, with it they differ by the order of summation.
         sigterm_every_n_steps: how often the ranks tell each other of a SIGTERM, in steps, at least 1. Lightning does it before
             every step.
+        lookahead: how the next batch's ids are known, with ``overlap``. ``"batch"``: they stand in the batch, or ``ids_of``
+            or a method ``embedding_ids(batch)`` of the LightningModule tells them; what nobody knows is exchanged without
+            overlap, after one notice. ``"trial_run"``: where they do not stand in the batch, the next ``training_step`` runs
+            once more, without gradients and up to its lookups. That is dear, and a step that writes parameters, files or
+            objects of its own before it looks up does so twice, **which changes the numbers**.
+        ids_of: a function that tells the ids which the model will look up in a batch, of that batch as it comes out of the
+            loader, before hooks change it and before it is on the device. It is called once for each batch but the first of
+            an epoch, in the main process, and must leave the batch as it is. It returns the ``KeyedJaggedTensor``, or a
+            mapping from paths of collections in the module to one each; those it leaves out are looked for in the batch. Ids
+            that turn out to be others are exchanged anew: the numbers are the same. It goes before a method
+            ``embedding_ids`` of the LightningModule, which is asked in the same way.
         **ddp_options: as in :class:`lightning.pytorch.strategies.DDPStrategy`; those it does not know go to
             ``DistributedDataParallel`` for the dense part.
 
@@ -66,7 +84,9 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         overlap_report: what the overlap was worth in the last fit, once it has ended; None without overlap.
 
     Raises:
-        ValueError: ``sigterm_every_n_steps`` is less than 1, or there is no such transport.
+        ValueError: ``sigterm_every_n_steps`` is less than 1, there is no such transport or lookahead, or an option would have
+            no effect beside another.
+        TypeError: ``ids_of`` is no function.
     """
 
     strategy_name = "freescale"
@@ -81,14 +101,18 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         overlap: bool = True,
         dedup: bool = True,
         sigterm_every_n_steps: int = 50,
+        lookahead: Literal["batch", "trial_run"] = "batch",
+        ids_of: Callable[[Any], Any] | None = None,
         **ddp_options: Any,
     ) -> None:
         super().__init__(**ddp_options)
         if sigterm_every_n_steps < 1:
             raise ValueError(f"sigterm_every_n_steps={sigterm_every_n_steps!r}: pass a number of steps, at least 1")
+        refuse_lookahead(lookahead, ids_of, overlap)
         self.plan, self.planner = plan, planner
         self.transport = LaneOptions(transport).transport
         self.overlap, self.dedup = overlap, dedup
+        self.lookahead, self.ids_of = lookahead, ids_of
         self.sigterm_every_n_steps = sigterm_every_n_steps
         self.timeline = Timeline()
         self.overlap_report: OverlapReport | None = None
@@ -143,6 +167,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             return
         refuse_collections(trainer, found, self.root_device, fitting, self.overlap)
         refuse_options(*self.unsupported_options)
+        if fitting:
+            refuse_trial_runs(module, self.lookahead)
         self.accelerator.setup(trainer)
         materialize(module, self.root_device, leave={child for _, held in found for child in held.modules()})
         if fitting:
@@ -155,7 +181,9 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
 
             engine = OverlapEngine(self.tables, self.dedup, process_group_timeout(self), self.transport)
             self._at_teardown.callback(engine.close)
-            self.overlap_controller = OverlapController(trainer, engine, self.timeline)
+            self.overlap_controller = OverlapController(
+                trainer, engine, self.timeline, self.lookahead == "trial_run", self.ids_of
+            )
 
     @override
     def teardown(self) -> None:
@@ -183,10 +211,13 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         refuse_sampler(getattr(dataloader, "sampler", None), self.world_size)
-        loader = super().process_dataloader(dataloader)
-        if self.overlap_controller is None or not (trainer := self.overlap_controller.trainer).training:
+        loader, module = super().process_dataloader(dataloader), self.lightning_module
+        # not by the sharded tables: configure_optimizers may ask for the number of steps, and so for the loader, before them
+        if not self.overlap or not collections_of(module):
             return loader
-        return LookaheadLoader(loader, lambda: trainer.num_training_batches)
+        assert module is not None
+        trainer = module.trainer
+        return LookaheadLoader(loader, lambda: trainer.num_training_batches) if trainer.training else loader
 
     @override
     def on_train_start(self) -> None:

@@ -9,11 +9,20 @@ from typing import Any
 from torchrec import KeyedJaggedTensor
 
 from lightning_freescale._lightning.loops import Trainer, counting_ahead, prepared_batch, rank_zero_info, rank_zero_warn
+from lightning_freescale.embeddings.lookahead.ids_function import IdsFunction
 from lightning_freescale.embeddings.lookahead.probe import LookaheadMode, Probe
 from lightning_freescale.embeddings.overlap import OverlapEngine, OverlapReport
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.strategy.dry_run import dry_run_ids
 from lightning_freescale.strategy.lookahead_loader import ENDED, UNKNOWN, LookaheadLoader
+from lightning_freescale.strategy.preserve_state import ParameterChangedError
+from lightning_freescale.strategy.validation import has_embedding_ids
+
+_WAYS = (
+    "Put the KeyedJaggedTensor into the batch as the model looks it up; or tell the ids by FreeScaleStrategy(ids_of=...) or a "
+    "method embedding_ids(batch) of the LightningModule"
+)
+_TRIAL_RUN_WAY = "; or let a trial run of training_step find them, FreeScaleStrategy(lookahead='trial_run')"
 
 
 class OverlapController:
@@ -23,15 +32,29 @@ class OverlapController:
         trainer: the Trainer.
         engine: the engine of its module.
         timeline: where waits for rows are recorded.
+        trial_runs: whether a trial run of training_step tells the ids that do not stand in the batch.
+        ids_of: the user's function that tells the ids in a batch.
     """
 
-    def __init__(self, trainer: Trainer, engine: OverlapEngine, timeline: Timeline) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        engine: OverlapEngine,
+        timeline: Timeline,
+        trial_runs: bool = False,
+        ids_of: Callable[[Any], Any] | None = None,
+    ) -> None:
         self.trainer, self.engine = trainer, engine
-        self._probes = {path: Probe(path) for path in engine.collections}
+        self._trial_runs = trial_runs
+        self._ids_function = _ids_function(trainer, engine, ids_of)
+        self._told: dict[str, KeyedJaggedTensor] = {}  # of the next batch
+        fallback = LookaheadMode.DRY_RUN if trial_runs else LookaheadMode.NONE
+        self._probes = {path: Probe(fallback) for path in engine.collections}
         self._batch: Any = None
         self._next_batch: Any = UNKNOWN
         self._batch_idx = 0
-        self._updates = self._warned = False
+        self._updates = self._warned = self._asked = False
+        self._noticed: set[str] = set()
         self._agreed_modes: dict[str, int] = {}
         self._logged: dict[str, float] | None = None
         for collection in engine.collections.values():
@@ -43,18 +66,18 @@ class OverlapController:
         """Note that training on ``batch`` of ``loader`` begins, the ``batch_idx``-th of its epoch."""
         # its own list of what the batch holds: the step may pop ids from the batch before they are looked for there
         self._batch = batch.copy() if type(batch) in (dict, list) else batch
-        self._batch_idx = batch_idx
+        self._batch_idx, self._asked = batch_idx, False
+        if batch is None:  # Lightning passes over those, but for a training_step that takes the iterator
+            for probe in self._probes.values():
+                probe.give_up("training_step takes the loader's iterator, so that nobody knows the next batch: take the batch")
         if isinstance(loader, LookaheadLoader):
             self._next_batch = loader.start_batch()
         elif not self._warned:
             self._warned = True
-            rank_zero_warn(
-                f"the training batches come from a {type(loader).__name__} of loaders, whose next batch is not known: the "
-                "embedding exchange is not overlapped with compute. Use one DataLoader"
-            )
+            rank_zero_warn(f"{_why_not_ahead(loader)}: the embedding exchange is not overlapped with compute")
 
     def before_forward(self, updates: bool, rate_of_group: Callable[[int], float], step: int) -> None:
-        """Submit the ids that stand in the next batch, and how this rank comes to know them."""
+        """Submit the ids that are known of the next batch, and how this rank comes to know them."""
         self._updates = updates
         self._agreed_modes = self.engine.begin_step(
             self._known_ids(),
@@ -74,11 +97,12 @@ class OverlapController:
             probe = self._probes[path]
             if lookup.predicted is not None:
                 probe.report(lookup.predicted)
-            elif not probe.known:
+            elif not probe.known and self._may_learn(path):
                 probe.learn(self._batch, lookup.features)
         for path, mode in self._agreed_modes.items():
             self._probes[path].follow_agreed_mode(mode)
         self.engine.submit_next_ids(self._dry_run(args), {path: probe.mode for path, probe in self._probes.items()})
+        self._give_notice()
 
     def log_step(self) -> None:
         """After an optimizer step, log what was moved and waited for since the last time, of rank 0."""
@@ -96,15 +120,31 @@ class OverlapController:
         """Return the means over all ranks and steps so far. Collective; drain first."""
         return OverlapReport.from_totals(self.engine.mean_statistics()) if self.engine.collections else None
 
+    # -- the ids of the next batch
+
     def _known_ids(self) -> dict[str, KeyedJaggedTensor] | None:
-        """Return the ids that stand in the next batch, by collection; None if there is no next batch."""
+        """Return the ids that the user tells of the next batch or that stand in it; None if there is no next batch."""
         if self._next_batch is ENDED:
             return None
-        if self._next_batch is UNKNOWN:
+        if self._next_batch is UNKNOWN or self._asked:
             return {}
-        found = {path: probe.ids_of(self._next_batch) for path, probe in self._probes.items()}
-        device = self.trainer.strategy.root_device
-        return {path: ids.to(device, non_blocking=True) for path, ids in found.items() if ids is not None}
+        self._asked = True  # once per batch, also where a closure runs training_step again
+        function = self._ids_function
+        if function is not None and any(self._probes[path].mode == LookaheadMode.PROBE for path in self.engine.overlapped()):
+            self._told = function(self._next_batch)
+        found = {}
+        for path, probe in self._probes.items():
+            if function is not None and path in self._told:
+                ids = probe.told(self._told[path], function.name)
+            else:
+                ids = probe.ids_of(self._next_batch)
+            if ids is not None:
+                found[path] = ids.to(self.trainer.strategy.root_device, non_blocking=True)
+        return found
+
+    def _may_learn(self, path: str) -> bool:
+        """Whether it matters where a collection's ids stand: the next batch is known, and the user has left them out."""
+        return not self._warned and (self._ids_function is None or (self._asked and path not in self._told))
 
     def _dry_run(self, args: tuple[Any, ...]) -> dict[str, KeyedJaggedTensor]:
         """Return the ids of the collections that all ranks have agreed to learn from a trial run."""
@@ -122,7 +162,45 @@ class OverlapController:
                 wanted,
                 partial(prepared_batch, trainer),
             )
+        if isinstance(result.error, ParameterChangedError):
+            raise RuntimeError(
+                f"FreeScaleStrategy(lookahead='trial_run'): training_step writes to a parameter before it looks up ids, and a "
+                f"trial run has done so, too ({result.error}). {_WAYS}"
+            ) from result.error
         for path in wanted:
             if path not in result.features:
                 self._probes[path].give_up(f"a trial run of training_step: {result.error or 'it does not look them up'}")
         return {path: ids for path, ids in result.features.items() if path in wanted}
+
+    def _give_notice(self) -> None:
+        """Warn once of the collections whose ids cannot be known; on rank 0, which hears of it from the others."""
+        silent = [
+            path for path, probe in self._probes.items() if probe.mode == LookaheadMode.NONE and path not in self._noticed
+        ]
+        if not silent:
+            return
+        self._noticed.update(silent)
+        why = "; ".join(f"{path!r}: {self._probes[path].reason}" for path in silent)
+        rank_zero_warn(
+            f"the next batch's ids cannot be known ahead ({why}): the exchange of these embedding collections is not "
+            f"overlapped with compute from here on. {_WAYS}{'' if self._trial_runs else _TRIAL_RUN_WAY}"
+        )
+
+
+def _why_not_ahead(loader: Any) -> str:
+    if isinstance(loader, (dict, list, tuple)):
+        kind = type(loader).__name__
+        return f"the training batches come from a {kind} of loaders, whose next batch is not known (use one DataLoader)"
+    return (
+        "the training loader was made before the module had its embedding collections (read "
+        "trainer.estimated_stepping_batches in configure_optimizers, or make them in __init__)"
+    )
+
+
+def _ids_function(trainer: Trainer, engine: OverlapEngine, ids_of: Callable[[Any], Any] | None) -> IdsFunction | None:
+    """Return what the user has given the strategy, or else the module's method; None if there is neither."""
+    module: Any = trainer.lightning_module
+    name = f"FreeScaleStrategy(ids_of={getattr(ids_of, '__qualname__', type(ids_of).__name__)})"
+    if ids_of is None and has_embedding_ids(module):
+        ids_of, name = module.embedding_ids, f"{type(module).__name__}.embedding_ids"
+    return None if ids_of is None else IdsFunction(ids_of, name, engine.collections, engine.plain)

@@ -18,6 +18,10 @@ _DICTS = (dict, OrderedDict, defaultdict)
 _COPIED = (np.ndarray, np.random.Generator, np.random.RandomState, random.Random)
 
 
+class ParameterChangedError(RuntimeError):
+    """A parameter was changed where nothing should leave a trace."""
+
+
 @contextmanager
 def preserve_module_state(root: nn.Module, device: torch.device, skip: Container[nn.Module]) -> Generator[None, None, None]:
     """Give the modules of ``root`` copies of their attributes inside the block, and their own back afterwards.
@@ -32,7 +36,7 @@ def preserve_module_state(root: nn.Module, device: torch.device, skip: Container
         skip: modules to leave alone.
 
     Raises:
-        RuntimeError: a parameter was changed meanwhile, and stays changed; names it.
+        ParameterChangedError: a parameter was changed meanwhile, and stays changed; names it.
     """
     modules = {name: module for name, module in root.named_modules() if module not in skip}
     originals = [(module, dict(vars(module))) for module in modules.values()]
@@ -55,7 +59,7 @@ def preserve_module_state(root: nn.Module, device: torch.device, skip: Container
                 del vars(module)[name]
     changed = [name for name, (parameter, stamp) in parameters.items() if _write_stamp(parameter) != stamp]
     if changed:
-        raise RuntimeError(f"parameter {changed[0]!r} was changed, once more than it should have been")
+        raise ParameterChangedError(f"parameter {changed[0]!r} was changed, once more than it should have been")
 
 
 def _write_stamp(parameter: Tensor) -> tuple[int, int]:

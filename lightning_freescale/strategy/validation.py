@@ -67,6 +67,44 @@ def refuse_options(start_method: str, model_averaging_period: int | None) -> Non
         )
 
 
+def refuse_lookahead(lookahead: str, ids_of: Any, overlap: bool) -> None:
+    """Refuse ways to know the next ids that there are not, or that contradict each other.
+
+    Raises:
+        ValueError: names the option, its value and the fix.
+        TypeError: ``ids_of`` is no function.
+    """
+    if lookahead not in ("batch", "trial_run"):
+        raise ValueError(f"FreeScaleStrategy(lookahead={lookahead!r}): pass 'batch' or 'trial_run'")
+    if ids_of is not None and not callable(ids_of):
+        raise TypeError(f"FreeScaleStrategy(ids_of={ids_of!r}): pass a function of the batch that returns a KeyedJaggedTensor")
+    if not overlap and (ids_of is not None or lookahead == "trial_run"):
+        given = "ids_of=..." if ids_of is not None else f"lookahead={lookahead!r}"
+        raise ValueError(
+            f"FreeScaleStrategy(overlap=False, {given}): without overlap nobody asks for the next batch's ids. Leave one of "
+            "the two out"
+        )
+    if ids_of is not None and lookahead == "trial_run":
+        raise ValueError(
+            "FreeScaleStrategy(lookahead='trial_run', ids_of=...): where a function tells the ids, no trial run looks for "
+            "them. Leave one of the two out"
+        )
+
+
+def has_embedding_ids(module: Any) -> bool:
+    """Whether the LightningModule has a method that tells the ids in a batch; an attribute of that name is none."""
+    return callable(getattr(type(module), "embedding_ids", None))
+
+
+def refuse_trial_runs(module: Any, lookahead: str) -> None:
+    """Refuse trial runs of a module that tells its ids itself, by a ValueError."""
+    if lookahead == "trial_run" and has_embedding_ids(module):
+        raise ValueError(
+            f"FreeScaleStrategy(lookahead='trial_run'): {type(module).__name__}.embedding_ids tells the ids, so no trial run "
+            "looks for them. Leave lookahead out, or remove the method"
+        )
+
+
 def refuse_sampler(sampler: Any, world_size: int) -> None:
     """Refuse a sampler that plans for another number of ranks, by a ValueError."""
     if isinstance(sampler, BalancedSampler) and sampler.num_replicas != world_size:

@@ -68,9 +68,9 @@ def fit(module: CountingModel, loader: Any, validation: Any = None, ckpt_path: A
     return Run(module.losses, state["state_dict"], state["optimizer_states"], module.statistics, told, exchange_threads())
 
 
-def strategies() -> list[FreeScaleStrategy]:
+def strategies(lookahead: str = "batch") -> list[FreeScaleStrategy]:
     """Plain TorchRec, and the overlapped exchange that has the same numbers bit by bit."""
-    return [FreeScaleStrategy(overlap=False), FreeScaleStrategy(dedup=False)]
+    return [FreeScaleStrategy(overlap=False), FreeScaleStrategy(dedup=False, lookahead=lookahead)]
 
 
 def my_loader(steps: int) -> DataLoader:

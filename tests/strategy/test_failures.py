@@ -33,13 +33,33 @@ class Fails(Recommender):
         return super().training_step(batch, batch_idx)
 
 
+class CannotTell(Recommender):
+    """One rank raises when it is asked which ids the fourth step will look up."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.asked = 0
+
+    def embedding_ids(self, batch: dict[str, Any]) -> Any:
+        self.asked += 1
+        if self.asked == 3 and self.global_rank == 1:
+            raise KeyError("the needle")
+        return batch["features"]
+
+
 def _fit(how: str) -> None:
     data = Samples(64)
-    trainer(devices=3).fit(Fails(how), FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate))
+    module = CannotTell(how) if how == "cannot tell" else Fails(how)
+    trainer(devices=3).fit(module, FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate))
 
 
 @pytest.mark.parametrize(
-    ("how", "message"), [("raises", "rank 1: (?s:.*)the needle"), ("dies", "rank 1: died with exit code -9")]
+    ("how", "message"),
+    [
+        ("raises", "rank 1: (?s:.*)the needle"),
+        ("dies", "rank 1: died with exit code -9"),
+        ("cannot tell", "rank 1: (?s:.*)the needle(?s:.*)raised by CannotTell.embedding_ids"),
+    ],
 )
 def test_the_other_ranks_end_too(how: str, message: str) -> None:
     """With an error of their own, and long before the timeout of the process group."""

@@ -1,8 +1,7 @@
-"""Which ids will the model look up in the next batch? Learn from one step where in the batch they are."""
+"""Are the next batch's ids known, and from where? Learn from one step where in the batch they are."""
 
 from __future__ import annotations
 
-import warnings
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ _PATIENCE = 3
 class LookaheadMode(IntEnum):
     """How the next ids are known; the ranks take the highest of any, so that all know them alike."""
 
-    PROBE = 0  # they stand in the batch
+    PROBE = 0  # they stand in the batch, or a function of the user tells them
     DRY_RUN = 1  # a trial run of training_step tells them
     NONE = 2  # not at all
 
@@ -35,24 +34,37 @@ class ModeProposal(NamedTuple):
 
 
 class Probe:
-    """Finds out where in a batch the ids of the collection ``name`` are, and when to stop trying."""
+    """How the ids of one collection are known: where in a batch they are, who else tells them, and when to stop trying.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.mode = LookaheadMode.PROBE
+    Args:
+        fallback: the mode that follows where they do not stand in the batch; the same on all ranks.
+
+    Attributes:
+        mode: how they are known now.
+    """
+
+    def __init__(self, fallback: LookaheadMode = LookaheadMode.NONE) -> None:
+        self.mode, self._fallback = LookaheadMode.PROBE, fallback
         self._path: KJTPath | None = None
-        self._failures, self._reasons = 0, ["they do not stand in the batch"]
+        self._told_by: str | None = None
+        self._failures = 0
+        self._reasons: list[str] = []
 
     @property
     def known(self) -> bool:
-        """Whether :meth:`ids_of` has a place to look at."""
-        return self._path is not None
+        """Whether somebody tells the ids, or :meth:`ids_of` has a place to look at."""
+        return self._path is not None or self._told_by is not None
+
+    @property
+    def reason(self) -> str:
+        """Why the ways that were tried have been given up."""
+        return "; ".join(self._reasons)
 
     @property
     def proposal(self) -> ModeProposal:
         """The mode after the lookup that comes next, for either outcome."""
         last = self.mode == LookaheadMode.PROBE and self._failures + 1 >= _PATIENCE
-        return ModeProposal(self.mode, LookaheadMode.DRY_RUN if last else self.mode)
+        return ModeProposal(self.mode, self._fallback if last else self.mode)
 
     def learn(self, batch: Any, features: KeyedJaggedTensor) -> None:
         """Learn where in ``batch`` the ids stand that were looked up in a step on it, if they were not known ahead."""
@@ -62,10 +74,11 @@ class Probe:
         if path is not None:
             self._path = path
         elif self._path is None:
-            self._set_mode(LookaheadMode.DRY_RUN)
+            self._fall_back("they do not stand in the batch")
 
     def ids_of(self, batch: Any) -> KeyedJaggedTensor | None:
         """Return the ids in another batch; None if they are not known. Ask once per batch: finding none is a failure."""
+        self._told_by = None
         if self._path is None:
             return None
         found = follow_path(batch, self._path)
@@ -73,38 +86,50 @@ class Probe:
             self._count_failure("batches differ in where they stand")
         return found
 
+    def told(self, features: KeyedJaggedTensor, by: str) -> KeyedJaggedTensor | None:
+        """Return the ids that somebody has told of another batch; None if they were wrong too often."""
+        if self.mode != LookaheadMode.PROBE:
+            return None
+        self._told_by = by
+        return features
+
     def report(self, predicted: bool) -> None:
-        """Count whether ids that were submitted ahead, in either mode, were those looked up."""
+        """Count whether ids that were submitted ahead, in any mode, were those looked up."""
         if predicted:
             self._failures = 0
+        elif self.mode == LookaheadMode.DRY_RUN:
+            self._count_failure("a trial run of training_step looks up others than the step itself")
+        elif self._told_by is not None:
+            self._count_failure(f"{self._told_by} tells others than the model looks up")
         else:
             self._count_failure("the model looks up others than those that stand in the batch")
 
     def give_up(self, reason: str) -> None:
-        """Stop trying because a trial run did not tell the ids, and warn with the reason."""
-        if self.mode == LookaheadMode.NONE:
-            return
-        self._set_mode(LookaheadMode.NONE)
-        warnings.warn(
-            f"collection {self.name!r}: the next batch's ids cannot be known ahead ({'; '.join([*self._reasons, reason])}): "
-            "its exchange is not overlapped. Pass the KeyedJaggedTensor as it stands in the batch",
-            stacklevel=2,
-        )
+        """Stop trying: nobody tells the ids."""
+        if self.mode != LookaheadMode.NONE:
+            self._reasons.append(reason)
+            self._set_mode(LookaheadMode.NONE)
 
     def follow_agreed_mode(self, mode: int) -> None:
         """Do what the rank does that knows least: a trial run may contain collectives, so all ranks do it or none."""
         if mode > self.mode:
+            elsewhere = "another rank does not know them"
+            if self._told_by is not None:
+                elsewhere = f"on another rank {self._told_by} does not tell what the model looks up"
+            self._reasons.append(elsewhere)
             self._set_mode(LookaheadMode(mode))
 
     def _count_failure(self, reason: str) -> None:
         self._failures += 1
-        if self._failures < _PATIENCE:
-            return
-        if self.mode == LookaheadMode.PROBE:
-            self._reasons = [reason]
+        if self._failures >= _PATIENCE:
+            self._fall_back(reason)
+
+    def _fall_back(self, reason: str) -> None:
+        if self.mode == LookaheadMode.PROBE and self._fallback == LookaheadMode.DRY_RUN:
+            self._reasons.append(reason)
             self._set_mode(LookaheadMode.DRY_RUN)
         else:
-            self.give_up("a trial run of training_step looks up others than the step itself")
+            self.give_up(reason)
 
     def _set_mode(self, mode: LookaheadMode) -> None:
-        self.mode, self._path, self._failures = mode, None, 0
+        self.mode, self._path, self._told_by, self._failures = mode, None, None, 0

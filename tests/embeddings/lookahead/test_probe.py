@@ -1,8 +1,7 @@
-"""When a probe or a trial run stops trying."""
+"""When a probe, a function of the user or a trial run stops trying, and what follows."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -12,8 +11,8 @@ from lightning_freescale.embeddings.lookahead.probe import LookaheadMode, Probe
 from tests.helpers.jagged import LABEL, make_features
 
 
-def _learned() -> tuple[Probe, KeyedJaggedTensor]:
-    probe, ids = Probe("net.tables"), make_features()
+def _learned(fallback: LookaheadMode = LookaheadMode.DRY_RUN) -> tuple[Probe, KeyedJaggedTensor]:
+    probe, ids = Probe(fallback), make_features()
     assert probe.mode == LookaheadMode.PROBE and not probe.known and probe.ids_of({"ids": ids}) is None
     probe.learn({"ids": ids}, ids)
     assert probe.known
@@ -31,15 +30,22 @@ def test_learns_and_tells() -> None:
 
 def test_two_collections_in_one_batch() -> None:
     batch = {"user": make_features(0), "item": make_features(1)}
-    probes = {name: Probe(name) for name in batch}
+    probes = {name: Probe() for name in batch}
     for name, probe in probes.items():
         probe.learn(batch, batch[name])
     later = {"user": make_features(2), "item": make_features(3)}
     assert {name: probe.ids_of(later) for name, probe in probes.items()} == later
 
 
+def test_nothing_found_is_the_end_unless_trial_runs_are_asked_for() -> None:
+    probe = Probe()
+    probe.learn({"label": LABEL}, make_features())
+    assert probe.mode == LookaheadMode.NONE and not probe.known
+    assert probe.reason == "they do not stand in the batch"
+
+
 def test_nothing_found_is_a_case_for_a_dry_run() -> None:
-    probe = Probe("net.tables")
+    probe = Probe(LookaheadMode.DRY_RUN)
     probe.learn({"label": LABEL}, make_features())
     assert probe.mode == LookaheadMode.DRY_RUN and not probe.known
     assert probe.ids_of({"ids": make_features()}) is None
@@ -55,15 +61,16 @@ def _no_place(probe: Probe) -> None:
     assert probe.ids_of({"elsewhere": LABEL}) is None
 
 
+@pytest.mark.parametrize("fallback", [LookaheadMode.DRY_RUN, LookaheadMode.NONE])
 @pytest.mark.parametrize("fail", [_miss, _no_place])
-def test_three_failures_in_a_row_end_a_probe(fail: Callable[[Probe], None]) -> None:
-    probe, _ = _learned()
+def test_three_failures_in_a_row_end_a_probe(fail: Callable[[Probe], None], fallback: LookaheadMode) -> None:
+    probe, _ = _learned(fallback)
     for failures in (2, 2, 3):
         probe.report(True)
         assert probe.mode == LookaheadMode.PROBE
         for _ in range(failures):
             fail(probe)
-    assert probe.mode == LookaheadMode.DRY_RUN and not probe.known
+    assert probe.mode == fallback and not probe.known
 
 
 def test_learns_another_place_and_keeps_the_old_one_if_there_is_none() -> None:
@@ -83,33 +90,47 @@ def test_a_place_that_moves_with_every_batch_ends_a_probe_too() -> None:
     assert probe.mode == LookaheadMode.DRY_RUN
 
 
-def test_three_failures_in_a_row_end_a_dry_run_with_one_warning() -> None:
-    probe = Probe("net.tables")
+def test_three_failures_in_a_row_end_a_dry_run() -> None:
+    probe = Probe(LookaheadMode.DRY_RUN)
     probe.learn({"label": LABEL}, make_features())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for matched in (False, False, True, False, False):
-            probe.report(matched)
+    for matched in (False, False, True, False, False):
+        probe.report(matched)
     assert probe.mode == LookaheadMode.DRY_RUN
-    with pytest.warns(UserWarning, match="do not stand in the batch; a trial run of training_step looks up others") as caught:
+    probe.report(False)
+    assert probe.mode == LookaheadMode.NONE
+    told = "they do not stand in the batch; a trial run of training_step looks up others than the step itself"
+    assert probe.reason == told
+    for _ in range(4):
         probe.report(False)
-    assert probe.mode == LookaheadMode.NONE and "'net.tables'" in str(caught[0].message)
-    assert "its exchange is not overlapped" in str(caught[0].message)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(4):
-            probe.report(False)
-        probe.give_up("again")
-        probe.learn({"ids": (ids := make_features())}, ids)
-    assert probe.mode == LookaheadMode.NONE and not probe.known
+    probe.give_up("again")
+    probe.learn({"ids": (ids := make_features())}, ids)
+    assert probe.mode == LookaheadMode.NONE and not probe.known and probe.reason == told
 
 
 def test_a_dry_run_that_sees_nothing_ends_at_once() -> None:
-    probe = Probe("net.tables")
+    probe = Probe(LookaheadMode.DRY_RUN)
     probe.learn({"label": LABEL}, make_features())
-    with pytest.warns(UserWarning, match="training_step raised KeyError") as caught:
-        probe.give_up("training_step raised KeyError")
-    assert probe.mode == LookaheadMode.NONE and len(caught) == 1
+    probe.give_up("training_step raised KeyError")
+    assert probe.mode == LookaheadMode.NONE and "training_step raised KeyError" in probe.reason
+
+
+def test_what_somebody_tells_until_it_was_wrong_three_times() -> None:
+    probe, ids = Probe(), make_features()
+    assert probe.told(ids, "my_function") is ids and probe.known
+    for matched in (False, False, True, False, False):
+        probe.report(matched)
+        assert probe.told(ids, "my_function") is ids
+    probe.report(False)
+    assert probe.mode == LookaheadMode.NONE and not probe.known and probe.told(ids, "my_function") is None
+    assert probe.reason == "my_function tells others than the model looks up"
+
+
+def test_what_nobody_tells_any_more_is_looked_for_in_the_batch() -> None:
+    probe, ids = Probe(), make_features()
+    probe.told(ids, "my_function")
+    assert probe.ids_of({"ids": ids}) is None and not probe.known
+    probe.learn({"ids": ids}, ids)
+    assert probe.ids_of({"ids": ids}) is ids
 
 
 def test_failures_of_the_probe_are_not_counted_against_the_dry_run() -> None:
@@ -121,13 +142,14 @@ def test_failures_of_the_probe_are_not_counted_against_the_dry_run() -> None:
     assert probe.mode == LookaheadMode.DRY_RUN
 
 
-def test_the_proposal_is_the_mode_after_the_next_lookup() -> None:
-    probe, _ = _learned()
+@pytest.mark.parametrize("fallback", [LookaheadMode.DRY_RUN, LookaheadMode.NONE])
+def test_the_proposal_is_the_mode_after_the_next_lookup(fallback: LookaheadMode) -> None:
+    probe, _ = _learned(fallback)
     for predicted in (False, True, False, False, False):
         expected = probe.proposal.mode if predicted else probe.proposal.if_mispredicted
         probe.report(predicted)
         assert probe.mode == expected
-    assert probe.mode == LookaheadMode.DRY_RUN
+    assert probe.mode == fallback
 
 
 def test_the_agreed_mode_is_that_of_the_rank_that_knows_least() -> None:
@@ -138,3 +160,12 @@ def test_the_agreed_mode_is_that_of_the_rank_that_knows_least() -> None:
     assert probe.mode == LookaheadMode.DRY_RUN and not probe.known
     probe.follow_agreed_mode(LookaheadMode.PROBE)
     assert probe.mode == LookaheadMode.DRY_RUN
+    probe.follow_agreed_mode(LookaheadMode.NONE)
+    assert probe.mode == LookaheadMode.NONE and "another rank does not know them" in probe.reason
+
+
+def test_the_notice_of_another_ranks_wrong_function_names_it() -> None:
+    probe = Probe()
+    probe.told(make_features(), "my_function")
+    probe.follow_agreed_mode(LookaheadMode.NONE)
+    assert probe.reason == "on another rank my_function does not tell what the model looks up"

@@ -19,10 +19,10 @@ from tests.helpers.recommender import DIM, ITEMS, OPTIMIZERS
 STEPS = 7  # the last window of an epoch is shorter
 
 
-def _three(make: Any, loader: Any, **options: Any) -> list[Run]:
+def _three(make: Any, loader: Any, lookahead: str = "batch", **options: Any) -> list[Run]:
     """Under "ddp", and under "freescale" with and without dedup."""
     runs = []
-    for strategy in ("ddp", "freescale", FreeScaleStrategy(dedup=False)):
+    for strategy in ("ddp", *(FreeScaleStrategy(dedup=dedup, lookahead=lookahead) for dedup in (True, False))):
         torch.manual_seed(0)
         chosen = {name: option() if callable(option) else option for name, option in options.items()}
         runs.append(fit(make(), loader(), max_epochs=2, strategy=strategy, **chosen))
@@ -72,6 +72,7 @@ def _with_much_in_between() -> list[Run]:
     return _three(
         lambda: SchedulesAndComputes("adagrad"),
         lambda: changed_loader(STEPS, as_tensors),
+        lookahead="trial_run",
         accumulate_grad_batches=3,
         reload_dataloaders_every_n_epochs=1,
     )

@@ -35,6 +35,7 @@ STEPS, EPOCHS = 6, 2
 KNOWN = (STEPS * EPOCHS - EPOCHS - 1, EPOCHS + 1, 0)
 """All but the first step of an epoch, and the second one of all: then it has just been learned how they are known."""
 NEVER = (0, STEPS * EPOCHS, 0)
+UNKNOWN = "cannot be known ahead"
 
 
 class Stream(IterableDataset):
@@ -71,7 +72,8 @@ class Case:
 
     Attributes:
         ahead: lookups that were predicted, not predicted, and mispredicted.
-        said: part of a warning that comes once, from whichever rank.
+        said: part of a warning that comes once, from one rank.
+        trial_runs: whether trial runs are asked for.
     """
 
     module: Callable[..., CountingModel] = CountingModel
@@ -80,6 +82,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     validates: bool = False
     said: str = ""
+    trial_runs: bool = False
 
 
 CASES = {
@@ -90,20 +93,27 @@ CASES = {
     "batches are data classes": Case(training.OfRecords, lambda: changed_loader(STEPS, as_record)),
     "batches are tuples": Case(training.OfTuples, lambda: changed_loader(STEPS, as_tuple)),
     "ids of tensors in the batch": Case(training.OfTensors, _tensors),
-    "ids that are computed": Case(training.Computes, _tensors),
-    "ids that are computed, bf16-mixed": Case(training.Computes, _tensors, options={"precision": "bf16-mixed"}),
-    "ids that are drawn": Case(training.Draws, _tensors),
-    "draws that nobody foresees": Case(training.DrawsUnforeseen, _tensors, (0, 8, 4), said="cannot be known ahead"),
-    "hooks that change the batch in place": Case(training.ChangesInPlace, _tensors, (5, 3, 4)),
-    "hooks of the data module": Case(training.OfTensors, DataWithHooks, (5, 3, 4)),
+    "ids that are computed": Case(training.Computes, _tensors, NEVER, said=UNKNOWN),
+    "ids that are computed, trial runs": Case(training.Computes, _tensors, trial_runs=True),
+    "ids that are computed, bf16-mixed": Case(
+        training.Computes, _tensors, options={"precision": "bf16-mixed"}, trial_runs=True
+    ),
+    "ids that are drawn": Case(training.Draws, _tensors, NEVER, said=UNKNOWN),
+    "ids that are drawn, trial runs": Case(training.Draws, _tensors, trial_runs=True),
+    "draws that nobody foresees": Case(training.DrawsUnforeseen, _tensors, (0, 8, 4), said=UNKNOWN, trial_runs=True),
+    "hooks that change the batch in place": Case(training.ChangesInPlace, _tensors, (0, 8, 4), said=UNKNOWN),
+    "hooks that change the batch in place, trial runs": Case(training.ChangesInPlace, _tensors, (5, 3, 4), trial_runs=True),
+    "hooks of the data module": Case(training.OfTensors, DataWithHooks, (0, 8, 4), said=UNKNOWN),
+    "hooks of the data module, trial runs": Case(training.OfTensors, DataWithHooks, (5, 3, 4), trial_runs=True),
     "a limit of batches": Case(options={"limit_train_batches": STEPS - 2}, ahead=(KNOWN[0] - 4, KNOWN[1], 0)),
     "a loader for every epoch": Case(options={"reload_dataloaders_every_n_epochs": 1}),
     "a stream": Case(loader=lambda: DataLoader(Stream(), batch_size=None)),
     "workers": Case(loader=lambda: DataLoader(_plain().dataset, batch_size=None, num_workers=2)),
     "several loaders": Case(
-        training.OfSeveralLoaders, lambda: {"main": _plain(), "other": my_loader(3)}, NEVER, said="Use one DataLoader"
+        training.OfSeveralLoaders, lambda: {"main": _plain(), "other": my_loader(3)}, NEVER, said="use one DataLoader"
     ),
-    "a step that takes the iterator": Case(training.Iterates, ahead=NEVER, said="cannot be known ahead"),
+    "a step that takes the iterator": Case(training.Iterates, ahead=NEVER, said=UNKNOWN),
+    "a step that takes the iterator, trial runs": Case(training.Iterates, ahead=NEVER, said=UNKNOWN, trial_runs=True),
     "a closure called before the step": Case(training.StepsAfterClosure),
     "epochs that are cut short": Case(training.CutsShort, ahead=(5, 2, 1)),
     "further lookups without gradients": Case(
@@ -118,7 +128,7 @@ CASES = {
 
 def _both(case: Case) -> tuple[Run, Run]:
     runs = []
-    for strategy in strategies():
+    for strategy in strategies("trial_run" if case.trial_runs else "batch"):
         torch.manual_seed(0)
         validation = my_loader(2) if case.validates else None
         options = {"max_epochs": EPOCHS, "strategy": strategy, **case.options}
@@ -126,8 +136,8 @@ def _both(case: Case) -> tuple[Run, Run]:
     return runs[0], runs[1]
 
 
-FAST = ["validation in the middle", "two collections", "ids of tensors in the batch", "ids that are computed", "a stream"]
-FAST += ["draws that nobody foresees", "a step that takes the iterator"]
+FAST = ["validation in the middle", "two collections", "ids of tensors in the batch", "a stream"]
+FAST += ["ids that are computed, trial runs", "draws that nobody foresees", "a step that takes the iterator"]
 
 
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in FAST)])
@@ -144,7 +154,7 @@ def test_bitwise(name: str) -> None:
 
 
 def test_ranks_that_know_their_ids_in_different_ways() -> None:
-    runs = run_distributed(_both, 3, Case(training.DiffersByRank, _tensors))
+    runs = run_distributed(_both, 3, Case(training.DiffersByRank, _tensors, trial_runs=True))
     assert_bitwise(runs)
     ahead = [overlapped.looked_ahead() for _, overlapped in runs]
     assert ahead == [(4, 8, 0), (4, 8, 0), (0, 8, 4)], "no rank runs trials, or stops to, alone"
@@ -167,14 +177,17 @@ def test_steps_without_a_loss() -> None:
 
 def _close(name: str) -> tuple[Run, Run]:
     runs = []
-    for strategy in (FreeScaleStrategy(overlap=False), "freescale"):
+    case = CASES[name]
+    for strategy in (
+        FreeScaleStrategy(overlap=False),
+        FreeScaleStrategy(lookahead="trial_run" if case.trial_runs else "batch"),
+    ):
         torch.manual_seed(0)
-        case = CASES[name]
         runs.append(fit(case.module(), case.loader(), max_epochs=EPOCHS, strategy=strategy))
     return runs[0], runs[1]
 
 
-@pytest.mark.parametrize("name", ["two collections", "ids that are drawn"])
+@pytest.mark.parametrize("name", ["two collections", "ids that are drawn, trial runs"])
 def test_each_row_once_differs_by_rounding_only(name: str) -> None:
     runs = run_distributed(_close, 2, name)
     for plain, overlapped in runs:

@@ -1,0 +1,63 @@
+"""What a function of the user may return, and what is said of anything else."""
+
+from __future__ import annotations
+
+import traceback
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+from torchrec import KeyedJaggedTensor
+
+from lightning_freescale.embeddings.lookahead.ids_function import IdsFunction
+from tests.helpers.jagged import make_features
+
+IDS = make_features()
+
+
+def _ids(told: Any, overlapped: tuple[str, ...] = ("net.items",), plain: tuple[str, ...] = ()) -> dict[str, KeyedJaggedTensor]:
+    return IdsFunction(lambda batch: told, "my_function", overlapped, plain)({"any": "batch"})
+
+
+def test_one_of_one_collection() -> None:
+    assert _ids(IDS) == {"net.items": IDS}
+    assert _ids(IDS, plain=("bags",)) == {"net.items": IDS}
+
+
+def test_some_of_several_by_path() -> None:
+    assert _ids(OrderedDict(tags=IDS), ("net.items", "tags")) == {"tags": IDS}
+    assert _ids({}, ("net.items", "tags")) == {}
+    assert _ids({"tags": IDS, "bags": IDS}, ("tags",), ("bags",)) == {"tags": IDS}, "the others are exchanged by TorchRec"
+
+
+@pytest.mark.parametrize(
+    ("told", "kind", "message"),
+    [
+        (IDS, ValueError, "my_function returned one KeyedJaggedTensor, but 2 collections .*'net.items', 'tags'"),
+        (
+            None,
+            TypeError,
+            "my_function returned a NoneType: return the KeyedJaggedTensor .* the paths are .'net.items', 'tags'",
+        ),
+        ([IDS], TypeError, "my_function returned a list"),
+        (
+            {"net": IDS},
+            ValueError,
+            "my_function returned ids for 'net', which is no embedding collection .*'net.items', 'tags'",
+        ),
+        ({"tags": None}, TypeError, "my_function returned a NoneType for 'tags'"),
+    ],
+)
+def test_refused(told: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        _ids(told, ("net.items", "tags"))
+
+
+def test_its_own_error_comes_with_its_traceback_and_a_note() -> None:
+    def broken(batch: Any) -> Any:
+        return batch["nothing"]
+
+    with pytest.raises(KeyError, match="nothing") as raised:
+        IdsFunction(broken, "my_function", ["net.items"])({})
+    assert traceback.extract_tb(raised.value.__traceback__)[-1].name == "broken"
+    assert "my_function" in raised.value.__notes__[0]
