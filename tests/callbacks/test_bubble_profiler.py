@@ -77,6 +77,7 @@ def _profile(module_class: type[Recommender], data_class: type[Samples], folder:
         return {}
     return {
         "breakdown": profiler.report.breakdown,
+        "steps": profiler.report.steps,
         "samples": profiler.report.samples,
         "text": str(profiler.report),
         "imbalance": profiler.report.imbalance,
@@ -156,8 +157,10 @@ def test_the_files_are_there_and_readable(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_validation_is_not_part_of_a_step(tmp_path: Path) -> None:
     result = run_distributed(_profile, 2, SlowValidation, Samples, str(tmp_path), val_check_interval=3)[0]
-    # it comes after every third step; a single step may be slow for reasons of the machine
-    assert np.quantile(result["breakdown"][:, :, 0], 0.65) < DELAY
+    wall, after = result["breakdown"][:, :, 0], np.isin(result["steps"], (3, 6, 9))  # it comes after every third step
+    assert after.sum() == 3
+    # the median, as a single step may be slow for reasons of the machine
+    assert np.median(wall[after]) < np.median(wall[~after]) + DELAY / 2
 
 
 def _losses() -> list[float]:

@@ -130,6 +130,7 @@ def _lost_at_the_end(folder: str) -> None:
     fit(Plain(), [_DiesAtTheEnd(), profiler(folder)], strategy=strategy, limit_val_batches=0)
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_rank_that_is_lost_at_the_end_does_not_take_the_report_along(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="died"):
         run_distributed(_lost_at_the_end, 2, str(tmp_path), init=False)

@@ -65,6 +65,7 @@ def _killed() -> str:
     return "error"
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_killed_rank_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RankFailed, match="rank 1: died"):
         run_distributed(_killed, 3, timeout=30)

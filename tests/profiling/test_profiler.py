@@ -26,7 +26,8 @@ from lightning_freescale.profiling.reporting.document import read
 from lightning_freescale.profiling.reporting.report import BubbleReport
 from lightning_freescale.testing import RankFailed, run_distributed
 
-DELAY = 0.02
+DELAY = 0.1
+STEPS = 30
 GUIDE = Path(__file__).parents[2] / "docs" / "profiler.md"
 
 
@@ -60,7 +61,7 @@ def _guide(folder: str, loader: str, hours: float = 0.0, too_uncertain: float = 
     time.perf_counter = lambda: real() + offset
     Alignment.__init__.__defaults__ = (time.perf_counter,)
     model = Model(4, 1, bias=False)
-    batches = [torch.ones(2, 4)] * 60
+    batches = [torch.ones(2, 4)] * STEPS
     names: dict[str, Any] = {"model": model, "optimizer": Averaging(model.parameters(), 1e-3), "loader": batches}
     section = GUIDE.read_text().split("## Without Lightning")[1]
     code = re.search(r"```python\n(.*?)```", section, re.DOTALL).group(1)
@@ -77,7 +78,7 @@ def _guide(folder: str, loader: str, hours: float = 0.0, too_uncertain: float = 
 def test_the_plain_loop_of_the_guide(hours: float, tmp_path: Path) -> None:
     (report, threads), (nothing, _) = run_distributed(_guide, 2, str(tmp_path), "loader", hours)
     assert nothing is None
-    assert list(report.steps) == list(range(5, 60))
+    assert list(report.steps) == list(range(5, STEPS))
     assert (report.samples == 2).all()
     assert (report.run.label, report.run.world_size, report.wait_attribution.aligned) == ("plain loop", 2, True)
     assert report.status.complete
@@ -87,7 +88,7 @@ def test_the_plain_loop_of_the_guide(hours: float, tmp_path: Path) -> None:
     np.testing.assert_allclose(sum(column(report.breakdown, name) for name in ADDENDS), column(report.breakdown, "wall"))
     (figures,) = report.exchanges
     assert (figures.name, figures.per_step, figures.moved) == ("all_reduce", 1, 16)
-    assert figures.last[1] > 50 > 5 > figures.last[0]
+    assert figures.last[1] > STEPS - 10 > 5 > figures.last[0]
     assert not [name for name in threads if name.startswith("freescale")]
     assert read(tmp_path / "bubbles" / "report.json")["status"]["complete"]
     assert {path.name for path in (tmp_path / "bubbles").iterdir()} == {"report.json", "report.html", "trace.json"}
@@ -204,10 +205,10 @@ def test_an_exchange_that_failed_is_heard_of_though_the_next_is_due(tmp_path: Pa
 def test_waiting_for_an_exchange_is_no_part_of_a_step(tmp_path: Path) -> None:
     with _profiled(tmp_path, every_n_steps=2) as profile:
         exchange_steps = profile._exchange.exchange_steps
-        profile._exchange.exchange_steps = lambda *args: (time.sleep(0.1), exchange_steps(*args))[1]
+        profile._exchange.exchange_steps = lambda *args: (time.sleep(0.3), exchange_steps(*args))[1]
         _rank_alone(profile, 12)
         report = profile.write_report()
-    assert column(report.breakdown, "wall").sum() < 0.1, "four of them had to be waited for"
+    assert column(report.breakdown, "wall").sum() < 0.6, "four of them had to be waited for"
 
 
 def test_a_report_while_it_runs(tmp_path: Path) -> None:
@@ -317,6 +318,7 @@ def _outcome(folder: Path, *args: Any) -> Any:
     return eval((folder / "outcome").read_text())
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(("how", "least", "most"), [("dies", 0, 1.5), ("is silent", 1, 4)])
 def test_a_lost_rank_is_heard_of_within_the_timeout(how: str, least: float, most: float, tmp_path: Path) -> None:
     (_, seconds, _), took, steps, left, alive = _outcome(tmp_path, how, 7, 1.5, True)
@@ -328,6 +330,7 @@ def test_a_lost_rank_is_heard_of_within_the_timeout(how: str, least: float, most
     assert (status["complete"], status["reason"], status["not_exchanged"]) == (False, "rank 1 is gone", left)
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(("steps", "kept"), [(7, 3), (4, 7)], ids=["the second", "the first"])
 def test_interrupted_while_an_exchange_waits_for_a_lost_rank(steps: int, kept: int, tmp_path: Path) -> None:
     news, took, found, left, alive = _outcome(tmp_path, "is silent", steps, 60, False)

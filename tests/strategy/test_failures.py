@@ -38,6 +38,7 @@ def _fit(how: str) -> None:
     trainer(devices=3).fit(Fails(how), FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate))
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(
     ("how", "message"), [("raises", "rank 1: (?s:.*)the needle"), ("dies", "rank 1: died with exit code -9")]
 )

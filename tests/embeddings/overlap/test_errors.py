@@ -152,6 +152,7 @@ def _killed(how: int) -> str:
     return "nothing"
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_rank_that_is_killed_ends_the_others() -> None:
     with pytest.raises(RankFailed, match=r"rank 0: (.|\n)*told of it") as failed:
         run_distributed(_killed, 2, signal.SIGKILL)

@@ -330,6 +330,7 @@ def test_a_silent_rank_is_named_within_the_timeout(culprit):
         assert seconds < 4
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_dead_rank_is_named():
     with pytest.raises(RankFailed, match="clock alignment: rank 0 lost rank 2"):
         failure_raised(3, 2)
