@@ -133,8 +133,8 @@ def test_finds_a_group_that_is_wrong() -> None:
 def test_a_peer_that_ends_ends_the_run(end: str, error: type[Exception]) -> None:
     start = time.monotonic()
     with pytest.raises(error):
-        sm_free_pair.run(globals()[end], timeout=60)
-    assert time.monotonic() - start < 30
+        sm_free_pair.run(globals()[end], timeout=100)
+    assert time.monotonic() - start < 50
 
 
 @pytest.mark.slow

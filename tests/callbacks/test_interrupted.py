@@ -50,7 +50,7 @@ def _run(folder: str, how: Any, after: int, ranks: tuple[int, ...] = (0, 1)) -> 
         ended = type(error).__name__
     else:
         ended = "finished"
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     return ended
 
 
@@ -121,7 +121,7 @@ class _DiesAtTheEnd(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
         if trainer.global_rank == 1:
-            time.sleep(0.5)
+            time.sleep(1.5)  # what the ranks have begun to exchange comes to its end
             _kill()
 
 

@@ -319,11 +319,13 @@ def _outcome(folder: Path, *args: Any) -> Any:
 
 
 @pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize(("how", "least", "most"), [("dies", 0, 1.5), ("is silent", 1, 4)])
-def test_a_lost_rank_is_heard_of_within_the_timeout(how: str, least: float, most: float, tmp_path: Path) -> None:
-    (_, seconds, _), took, steps, left, alive = _outcome(tmp_path, how, 7, 1.5, True)
+@pytest.mark.parametrize(("how", "timeout", "least", "most"), [("dies", 20, 0, 10), ("is silent", 2.5, 2, 15)])
+def test_a_lost_rank_is_heard_of_within_the_timeout(
+    how: str, timeout: float, least: float, most: float, tmp_path: Path
+) -> None:
+    (_, seconds, _), took, steps, left, alive = _outcome(tmp_path, how, 7, timeout, True)
     assert least < seconds < most
-    assert took < 1
+    assert took < 2, "not the timeout once more"
     assert steps == 3, "the first exchange was fine"
     assert left >= 4 and alive == 0
     status = read(tmp_path / "report.json")["status"]
@@ -335,7 +337,7 @@ def test_a_lost_rank_is_heard_of_within_the_timeout(how: str, least: float, most
 def test_interrupted_while_an_exchange_waits_for_a_lost_rank(steps: int, kept: int, tmp_path: Path) -> None:
     news, took, found, left, alive = _outcome(tmp_path, "is silent", steps, 60, False)
     assert [scalars is None for scalars in news] == [steps == 4, True, True], "of the first exchange"
-    assert took < 4, "not the group's timeout"
+    assert took < 20, "not the group's timeout"
     assert (found, left) == (kept, steps + 3 - kept)
     assert alive == 1, "it still waits, and keeps nobody from ending"
     document = read(tmp_path / "report.json")
@@ -351,5 +353,5 @@ def _leaves_a_thread() -> None:
 def test_a_thread_that_waits_keeps_no_process_from_ending() -> None:
     process = multiprocessing.get_context("fork").Process(target=_leaves_a_thread)
     process.start()
-    process.join(10)
+    process.join(40)
     assert process.exitcode == 0

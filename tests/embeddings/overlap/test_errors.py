@@ -147,7 +147,7 @@ def _killed(how: int) -> str:
     try:
         train_overlapped(SGD, data, between=between)
     except RuntimeError as error:
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 60
         raise RuntimeError(f"told of it: {error}") from error
     return "nothing"
 

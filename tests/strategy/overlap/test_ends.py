@@ -24,7 +24,7 @@ from tests.helpers.overlap_training import (
     with_tags,
 )
 
-SOON = 60.0
+SOON = 100.0
 
 
 def _uneven(extra: int, epochs: int, validates: bool) -> Run:
