@@ -119,7 +119,7 @@ def test_a_lane_pauses_for_a_collective_just_small_enough() -> None:
 
 
 def _busy() -> tuple[int, bool]:
-    """The high lane has chunks, and posts them without a break, until this thread has seen that the low one got some through."""
+    """The high lane has chunks, and posts them without a break, until this thread has seen the low one get on."""
     low, high = Counted(name="low", max_pause_seconds=0.03), Counted(name="high", priority=1)
     enough, looked = 12, threading.Event()
 
