@@ -165,8 +165,9 @@ def _late() -> str:
     data = batches(dist.get_rank(), 2)
     with sharded(SGD) as (model, _, tables, _):
         engine = OverlapEngine(tables, timeout=timedelta(seconds=2))
+        store = dist.distributed_c10d._get_default_store()
         if dist.get_rank() == 1:
-            time.sleep(6)
+            store.wait(["given up"])
             return "late"
         engine.begin_step(known(data[1]))
         try:
@@ -174,6 +175,8 @@ def _late() -> str:
         except RuntimeError as error:
             engine.close()
             return str(error)
+        finally:
+            store.set("given up", "")
     return "nothing"
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning_freescale.testing import run_distributed
 from tests.helpers.sequences import OPTIMIZERS, Run, batches, train_overlapped, train_plain
 
-STEPS = 50
+STEPS = 20
 
 
 def _both(optimizer: str) -> dict[str, Run]:

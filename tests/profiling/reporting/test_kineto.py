@@ -284,6 +284,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_window_that_another_profiler_took_over_says_so():
     """In a process of its own: where nobody looks, torch ends it."""
     done = subprocess.run([sys.executable, "-c", _TAKEN], capture_output=True, text=True, timeout=90)
