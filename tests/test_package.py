@@ -27,6 +27,7 @@ def _python(code: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_registered_once_and_never_over_another() -> None:
     assert isinstance(L.Trainer(strategy="freescale", accelerator="cpu", devices=1, logger=False).strategy, FreeScaleStrategy)
     assert isinstance(L.Trainer(strategy=FreeScaleStrategy(), accelerator="cpu", logger=False).strategy, FreeScaleStrategy)
@@ -52,6 +53,7 @@ def test_rooms_that_do_not_need_torchrec() -> None:
     assert _python(loaded) == "False", "importing the package must not cost TorchRec's import"
 
 
+@pytest.mark.slow
 def test_says_what_is_missing() -> None:
     code = (
         "from lightning_freescale.data import collate_histories\ntry: collate_histories([])\nexcept ImportError as e: print(e)"
@@ -111,7 +113,9 @@ def _forked(line: list[str]) -> tuple[int, str, str]:
     return code, told[0].getvalue(), told[1].getvalue()
 
 
-@pytest.mark.parametrize(("config", "command"), [(AS_NAME, "fit"), (AS_CLASS, "fit"), (AS_NAME, "test")])
+@pytest.mark.parametrize(
+    ("config", "command"), [(AS_NAME, "fit"), (AS_CLASS, "fit"), pytest.param(AS_NAME, "test", marks=pytest.mark.slow)]
+)
 def test_command_line_with_yaml(config: str, command: str, tmp_path: Path) -> None:
     (code, printed, told), (other, *_) = run_distributed(_forked, 2, _line(tmp_path, config, command, DATA), init=False)
     assert code == other == 0, told[-3000:]

@@ -62,7 +62,9 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Whole:
 @pytest.mark.parametrize(
     "step", [5, pytest.param(6, marks=pytest.mark.slow), pytest.param(7, marks=pytest.mark.slow)]
 )  # the tables let ids in at every second and at every third step
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param("sgd", marks=pytest.mark.slow), "rowwise_adagrad", pytest.param("two_rates", marks=pytest.mark.slow)]
+)
 def test_resume_is_bitwise(kind: str, step: int, whole_run: Whole) -> None:
     whole, paths = whole_run(kind)
     resumed = run_distributed(_fit, 2, kind, STEPS, {}, paths[step])

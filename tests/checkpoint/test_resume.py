@@ -104,7 +104,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
         pytest.param("sgd", 0, marks=pytest.mark.slow),
         ("adagrad", 0),
         pytest.param("adagrad", 2, marks=pytest.mark.slow),
-        ("rowwise_adagrad", 0),
+        pytest.param("rowwise_adagrad", 0, marks=pytest.mark.slow),
     ],
 )
 def test_resume_is_bitwise(optimizer: str, stop: Any, step: int, workers: int, stopped: Stopped) -> None:
@@ -212,12 +212,12 @@ def _fit_on(world: int, workers: int, path: str, batch_size: int = 4, stop_at: i
     return {"seen": module.seen, "epochs": epochs, "steps": fit.global_step, "reload": fit.reload_dataloaders_every_n_epochs}
 
 
-FURTHER = [(2, 1, 12, 0, 4), (2, 3, 12, 2, 4), (2, 2, 4, 0, 3)]
+FURTHER = [(3, 2, 2, 0, 4), (2, 1, 12, 0, 4), (2, 3, 12, 2, 4), (2, 2, 4, 0, 3)]
 
 
 @pytest.mark.parametrize(
     ("then", "now", "stop_at", "workers", "batch_size"),
-    [(2, 3, 4, 0, 4), (3, 2, 2, 0, 4), *(pytest.param(*case, marks=pytest.mark.slow) for case in FURTHER)],
+    [(2, 3, 4, 0, 4), *(pytest.param(*case, marks=pytest.mark.slow) for case in FURTHER)],
 )
 def test_resume_inside_an_epoch_on_other_ranks(
     then: int, now: int, stop_at: int, workers: int, batch_size: int, tmp_path: Path
@@ -254,7 +254,10 @@ def _equal(a: Any, b: Any) -> None:
         _equal(a[key], b[key]) if isinstance(a[key], dict) else torch.testing.assert_close(a[key], b[key], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param("sgd", marks=pytest.mark.slow), "adagrad", pytest.param("rowwise_adagrad", marks=pytest.mark.slow)],
+)
 def test_checkpoint_is_that_of_the_plain_module(optimizer: str, stopped: Stopped) -> None:
     """It loads strictly into the unsharded module and its optimizer, and training goes on under "ddp" as under "freescale"."""
     path, first = stopped(optimizer, 0, StopAt, 10)

@@ -12,7 +12,7 @@ import torch
 from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.data import BalanceOptions
 from lightning_freescale.testing import run_distributed
-from tests.helpers.recommender import OPTIMIZERS, Recommender, Samples, collate, fixed_loader, trainer
+from tests.helpers.recommender import Recommender, Samples, collate, fixed_loader, trainer
 
 WORLD = {"devices": 2}
 
@@ -24,7 +24,10 @@ def _losses(strategy: str, optimizer: str) -> list[float]:
     return module.losses
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param("sgd", marks=pytest.mark.slow), "adagrad", pytest.param("rowwise_adagrad", marks=pytest.mark.slow)],
+)
 def test_same_losses_as_ddp(optimizer: str) -> None:
     ddp = run_distributed(_losses, 2, "ddp", optimizer)
     mine = run_distributed(_losses, 2, "freescale", optimizer)

@@ -38,7 +38,7 @@ def _plain(ranks: int, optimizer: str) -> list[dict[str, Any]]:
     return run_distributed(_by_hand, ranks, optimizer)
 
 
-@pytest.mark.parametrize("options", [{"dedup": False}, {"overlap": False}])
+@pytest.mark.parametrize("options", [{"dedup": False}, pytest.param({"overlap": False}, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_bitwise_equal(optimizer: str, ranks: int, options: dict[str, Any]) -> None:

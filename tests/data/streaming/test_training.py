@@ -84,7 +84,8 @@ def _run_without_a_stop(balancing: str, workers: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("balancing", "workers"), [("local", 0), ("global", 0), pytest.param("global", 2, marks=pytest.mark.slow)]
+    ("balancing", "workers"),
+    [pytest.param("local", 0, marks=pytest.mark.slow), ("global", 0), pytest.param("global", 2, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("stop_at", [4, pytest.param(9, marks=pytest.mark.slow)])
 def test_resume_is_bitwise(balancing: str, workers: int, stop_at: int, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ _TORCH: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_accumulated_gradients_are_applied_once(optimizer: str, every: int) -> None:
     expected = _unsharded(2, every, _TORCH[optimizer])

@@ -22,7 +22,7 @@ DOCUMENTS = {
 }
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["light", "dark"])
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_every_report_is_shown_without_a_complaint(show, name, dark):
     page = show(*DOCUMENTS[name], dark=dark)
@@ -34,7 +34,9 @@ def test_every_report_is_shown_without_a_complaint(show, name, dark):
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize(
+    "name", [name if name == "several" else pytest.param(name, marks=pytest.mark.slow) for name in DOCUMENTS]
+)
 def test_a_narrow_page_is_not_wider_than_the_screen(show, name):
     page = show(*DOCUMENTS[name], width=390)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
@@ -141,6 +143,7 @@ def test_a_run_without_compute_has_no_limit(show):
     assert words(page, "[data-figure=limit] dd") == "-"
 
 
+@pytest.mark.slow
 def test_a_long_run_on_many_ranks_is_shown(show):
     page = show(document(64, 2000))
     assert len(rows(page, "ranks")) == 64
