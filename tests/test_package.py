@@ -114,7 +114,8 @@ def _forked(line: list[str]) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize(
-    ("config", "command"), [(AS_NAME, "fit"), (AS_CLASS, "fit"), pytest.param(AS_NAME, "test", marks=pytest.mark.slow)]
+    ("config", "command"),
+    [(AS_CLASS, "fit"), *(pytest.param(AS_NAME, command, marks=pytest.mark.slow) for command in ("fit", "test"))],
 )
 def test_command_line_with_yaml(config: str, command: str, tmp_path: Path) -> None:
     (code, printed, told), (other, *_) = run_distributed(_forked, 2, _line(tmp_path, config, command, DATA), init=False)

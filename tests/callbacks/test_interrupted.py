@@ -83,6 +83,7 @@ def test_before_the_first_step_there_is_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_one_rank_raises(tmp_path: Path) -> None:
     """The others learn of it from the collective in which they wait; rank 0 writes what it knows."""
     ended = run_distributed(_run, 2, str(tmp_path), _raise, 12, (1,), init=False)

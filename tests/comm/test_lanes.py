@@ -86,7 +86,7 @@ def _a_chunk(low: Counted) -> None:
     _until(lambda: low.posted > posted or low.posted == LOW_ROUNDS, 1.0)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_low_lane_pauses_while_a_high_one_is_at_work(size: int) -> None:
     options = {"priority": 0, "max_pause_seconds": 30.0}, {"priority": 5}
     for posted, unfinished, right in run_distributed(_both, size, *options, _some_time, timeout=60):
@@ -139,6 +139,7 @@ def _busy() -> tuple[int, bool]:
     return at_work, low_right() and high_right()
 
 
+@pytest.mark.slow
 def test_a_high_lane_that_is_always_busy_does_not_starve_a_low_one() -> None:
     assert run_distributed(_busy, 2, timeout=100) == [(True, True)] * 2
 

@@ -74,7 +74,7 @@ def _guide(folder: str, loader: str, hours: float = 0.0, too_uncertain: float = 
     return names["report"], [thread.name for thread in threading.enumerate()]
 
 
-@pytest.mark.parametrize("hours", [0, 3], ids=["clocks alike", "clocks hours apart"])
+@pytest.mark.parametrize("hours", [pytest.param(0, marks=pytest.mark.slow), 3], ids=["clocks alike", "clocks hours apart"])
 def test_the_plain_loop_of_the_guide(hours: float, tmp_path: Path) -> None:
     (report, threads), (nothing, _) = run_distributed(_guide, 2, str(tmp_path), "loader", hours)
     assert nothing is None

@@ -37,6 +37,7 @@ def _all_stages() -> dict[str, Any]:
     return {"validated": validated, "tested": tested, "predicted": fit.predict(module, _data())}
 
 
+@pytest.mark.slow
 def test_stages_after_fit() -> None:
     """Validation sees what training left; every sample once, uneven last batch or not."""
     results = run_distributed(_all_stages, 2)

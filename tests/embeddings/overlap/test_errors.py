@@ -69,15 +69,20 @@ def _floating(batch: Batch) -> None:
     _with(batch, values=batch["ids"].values().float())
 
 
+FURTHER = [
+    (_negative, "rank 1: feature 'history' holds id -7, but table 'item' has num_embeddings=601, ids 0 to 600"),
+    (_reordered, "rank 1: the KeyedJaggedTensor has features ['candidate', 'history', 'category'], in earlier batches"),
+    (_missing, "rank 1: the KeyedJaggedTensor has features ['history', 'candidate', 'brand']"),
+    (_weighted, "rank 1: the KeyedJaggedTensor with features ['history', 'candidate', 'category'] is weighted, but tables"),
+    (_floating, "rank 1: feature 'history' of table 'item' has ids of torch.float32: pass integers"),
+]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (_outside, "rank 1: feature 'category' holds id 41, but table 'category' has num_embeddings=41, ids 0 to 40"),
-        (_negative, "rank 1: feature 'history' holds id -7, but table 'item' has num_embeddings=601, ids 0 to 600"),
-        (_reordered, "rank 1: the KeyedJaggedTensor has features ['candidate', 'history', 'category'], in earlier batches"),
-        (_missing, "rank 1: the KeyedJaggedTensor has features ['history', 'candidate', 'brand']"),
-        (_weighted, "rank 1: the KeyedJaggedTensor with features ['history', 'candidate', 'category'] is weighted, but tables"),
-        (_floating, "rank 1: feature 'history' of table 'item' has ids of torch.float32: pass integers"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in FURTHER),
     ],
 )
 def test_every_rank_raises(change: Change, message: str) -> None:

@@ -172,6 +172,7 @@ def _early_or_late(step: int, following: Batch | None) -> tuple[NextIds | None, 
     return (told, {}) if dist.get_rank() == 0 or told is None else ({}, told)
 
 
+@pytest.mark.slow
 def test_several_lookups_in_a_step() -> None:
     plain, mine = run_distributed(_looked_up_again, 2, False), run_distributed(_looked_up_again, 2, True)
     for (expected, _), (found, told) in zip(plain, mine):

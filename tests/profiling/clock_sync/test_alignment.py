@@ -197,6 +197,7 @@ def test_late_answers_do_not_move_the_offset():
     assert figures["round_trip_s"] < LATE / 3
 
 
+@pytest.mark.slow
 def test_a_measurement_under_load_is_not_used():
     quiet, loaded = late_sync([lambda k: False, lambda k: True])
     assert loaded[0] <= loaded[1] < LATE / 4
@@ -252,6 +253,7 @@ def test_nobody_measures_before_all_are_here():
     assert all(error <= claim < 0.25 for _, error, claim in ranks)  # the wait for the late rank is no round trip
 
 
+@pytest.mark.slow
 def test_nobody_leaves_before_all_have_measured():
     """Rank 0 is slow to answer: rank 1, whose turn is first, must stay idle during rank 2's."""
 

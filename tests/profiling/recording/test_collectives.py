@@ -253,6 +253,7 @@ def _summed(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+@pytest.mark.slow
 def test_what_torch_does_in_its_own_way_works_as_without() -> None:
     one, other = run_distributed(_left_alone, 2)
     assert one == {"another's group": 1, "coalesced": 0, "compiled": 0}

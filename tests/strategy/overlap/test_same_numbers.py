@@ -143,6 +143,7 @@ def test_bitwise(name: str) -> None:
     assert bool(told) == bool(case.said) and all(case.said in text for text in told)
 
 
+@pytest.mark.slow
 def test_ranks_that_know_their_ids_in_different_ways() -> None:
     runs = run_distributed(_both, 3, Case(training.DiffersByRank, _tensors))
     assert_bitwise(runs)
