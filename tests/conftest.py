@@ -14,6 +14,7 @@ import lightning_freescale.datamodule
 import lightning_freescale.embeddings.sharding
 import lightning_freescale.strategy.overlap  # noqa: F401
 from tests.helpers.leftovers import no_leftovers
+from tests.helpers.patience import every_rank_ends
 
 hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("untimed")
@@ -24,3 +25,9 @@ def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves a process, a thread of this package or the default process group behind."""
     with no_leftovers():
         yield
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See :func:`every_rank_ends`."""
+    every_rank_ends(monkeypatch)

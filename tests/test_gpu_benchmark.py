@@ -40,6 +40,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, float]
     return done.stdout, json.loads(path.read_text())["figures"]
 
 
+@pytest.mark.slow
 def test_measures_what_a_cpu_can(ran: tuple[str, dict[str, float]]) -> None:
     printed, figures = ran
     for compute in ("gemm", "attention"):
@@ -52,6 +53,7 @@ def test_measures_what_a_cpu_can(ran: tuple[str, dict[str, float]]) -> None:
     assert f"cases equal to gloo: {figures['cases']} of {figures['cases']}" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sm_copy", "copy_engine", "peer_copy", "symm_mem", "profiler"])
 def test_says_what_it_leaves_out(ran: tuple[str, dict[str, float]], name: str) -> None:
     printed, figures = ran
@@ -59,6 +61,7 @@ def test_says_what_it_leaves_out(ran: tuple[str, dict[str, float]], name: str) -
     assert not [figure for figure in figures if name in figure or figure.endswith("_kernels")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("figure", ["gemm_sm_copy_slowdown<=1.02", "host_kernels<=0"])
 def test_a_figure_that_was_left_out_cannot_be_required(ran: tuple[str, dict[str, float]], figure: str) -> None:
     options = harness.parser("").parse_args(["--require", figure])
@@ -122,6 +125,7 @@ def test_a_blind_profiler_proves_nothing(monkeypatch: pytest.MonkeyPatch, seen: 
     assert not figures and notes[0].startswith("skipped: profiler: ")
 
 
+@pytest.mark.slow
 def test_finds_a_group_that_is_wrong() -> None:
     count, differing = sm_free_pair.run(_compare_a_wrong_group, timeout=60)
     assert len(differing) < count
@@ -133,8 +137,8 @@ def test_finds_a_group_that_is_wrong() -> None:
 def test_a_peer_that_ends_ends_the_run(end: str, error: type[Exception]) -> None:
     start = time.monotonic()
     with pytest.raises(error):
-        sm_free_pair.run(globals()[end], timeout=60)
-    assert time.monotonic() - start < 30
+        sm_free_pair.run(globals()[end], timeout=100)
+    assert time.monotonic() - start < 50
 
 
 @pytest.mark.slow

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import os
+import runpy
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import lightning as L
@@ -13,6 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 import lightning_freescale
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.data import collate_histories
+from lightning_freescale.testing import run_distributed
 
 ROOT = Path(__file__).parents[1]
 
@@ -23,6 +28,7 @@ def _python(code: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_registered_once_and_never_over_another() -> None:
     assert isinstance(L.Trainer(strategy="freescale", accelerator="cpu", devices=1, logger=False).strategy, FreeScaleStrategy)
     assert isinstance(L.Trainer(strategy=FreeScaleStrategy(), accelerator="cpu", logger=False).strategy, FreeScaleStrategy)
@@ -48,6 +54,7 @@ def test_rooms_that_do_not_need_torchrec() -> None:
     assert _python(loaded) == "False", "importing the package must not cost TorchRec's import"
 
 
+@pytest.mark.slow
 def test_says_what_is_missing() -> None:
     code = (
         "from lightning_freescale.data import collate_histories\ntry: collate_histories([])\nexcept ImportError as e: print(e)"
@@ -77,27 +84,45 @@ AS_CLASS = CONFIG + (
 )
 
 
-def _cli(tmp_path: Path, config: str, command: str = "fit", data: str = "") -> subprocess.CompletedProcess:
-    path = tmp_path / "override.yaml"
-    path.write_text(config + f"  default_root_dir: {tmp_path}\n" + data)
-    example = ROOT / "examples" / "train.py"
-    line = [sys.executable, str(example), command, "--config", str(ROOT / "examples/configs/ml-latest-small.yaml")]
-    return subprocess.run([*line, "--config", str(path)], capture_output=True, text=True, timeout=240, cwd=ROOT)
+EXAMPLE = ROOT / "examples" / "train.py"
+
+
+def _line(folder: Path, config: str, command: str, data: str) -> list[str]:
+    path = folder / "override.yaml"
+    path.write_text(config + f"  default_root_dir: {folder}\n" + data)
+    return [str(EXAMPLE), command, "--config", str(ROOT / "examples/configs/ml-latest-small.yaml"), "--config", str(path)]
+
+
+@pytest.mark.slow
+def test_command_line_with_yaml_and_lightnings_own_launcher(tmp_path: Path) -> None:
+    line = [sys.executable, *_line(tmp_path, AS_CLASS, "fit", DATA)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=240, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "2 ranks on cpu, 3 steps" in done.stdout
+
+
+def _forked(line: list[str]) -> tuple[int, str, str]:
+    """What the command line comes to in this process, which need not import anything again."""
+    code, told = 0, (io.StringIO(), io.StringIO())
+    sys.argv, sys.path[:0] = line, [str(EXAMPLE.parent)]
+    os.chdir(ROOT)
+    with redirect_stdout(told[0]), redirect_stderr(told[1]):
+        try:
+            runpy.run_path(line[0], run_name="__main__")
+        except SystemExit as stopped:
+            code = int(stopped.code or 0)
+    return code, told[0].getvalue(), told[1].getvalue()
 
 
 @pytest.mark.parametrize(
     ("config", "command"),
-    [
-        pytest.param(AS_NAME, "fit", marks=pytest.mark.slow),
-        (AS_CLASS, "fit"),
-        pytest.param(AS_NAME, "test", marks=pytest.mark.slow),
-    ],
+    [(AS_CLASS, "fit"), *(pytest.param(AS_NAME, command, marks=pytest.mark.slow) for command in ("fit", "test"))],
 )
 def test_command_line_with_yaml(config: str, command: str, tmp_path: Path) -> None:
-    done = _cli(tmp_path, config, command, DATA)
-    assert done.returncode == 0, done.stderr[-3000:]
+    (code, printed, told), (other, *_) = run_distributed(_forked, 2, _line(tmp_path, config, command, DATA), init=False)
+    assert code == other == 0, told[-3000:]
     if config == AS_CLASS:
-        assert "2 ranks on cpu, 3 steps" in done.stdout
+        assert "2 ranks on cpu, 3 steps" in printed
 
 
 def _strategy_of(*options: str) -> FreeScaleStrategy:
@@ -125,6 +150,6 @@ def test_who_tells_the_ids_can_stand_in_yaml() -> None:
     ],
 )
 def test_command_line_refuses_an_unknown_key(config: str, data: str, tmp_path: Path) -> None:
-    done = _cli(tmp_path, config, data=data)
-    assert done.returncode != 0
-    assert "no_such_option" in done.stderr
+    ((code, _, told),) = run_distributed(_forked, 1, _line(tmp_path, config, "fit", data), init=False)
+    assert code != 0
+    assert "no_such_option" in told

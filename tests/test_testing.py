@@ -35,7 +35,7 @@ def test_traceback_of_the_rank_that_raised() -> None:
     started = time.monotonic()
     with pytest.raises(RankFailed, match=r"(?s)rank 1: Traceback.*_raise_on_one.*the needle"):
         run_distributed(_raise_on_one, 2)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 60
 
 
 def _die_on_one() -> None:

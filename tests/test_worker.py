@@ -125,7 +125,7 @@ def test_a_done_jobs_tensors_are_let_go(worker: WorkerThread) -> None:
     alive = weakref.ref(held)
     worker.submit(lambda kept=held: None).result(10)
     del held
-    end = time.monotonic() + 5
+    end = time.monotonic() + 20
     while alive() is not None and time.monotonic() < end:
         time.sleep(0.001)
     assert alive() is None
@@ -138,7 +138,7 @@ def _burn() -> None:
 
 
 def test_it_counts_the_processors_time_of_background_jobs_not_their_waiting(worker: WorkerThread) -> None:
-    worker.submit(time.sleep, 0.3)
+    worker.submit(time.sleep, 0.6)
     burnt = [worker.submit(_burn) for _ in range(4)]
-    wait(burnt, timeout=5)
-    assert 0.2 <= worker.cpu_seconds < 0.35
+    wait(burnt, timeout=30)
+    assert 0.2 <= worker.cpu_seconds < 0.5

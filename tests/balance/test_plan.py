@@ -28,7 +28,7 @@ def test_plans_are_made_ahead_in_another_thread() -> None:
     with ahead.running():
         ahead.prepare(0, 0, 10)
         assert ahead.get(0, 0) == 0
-        assert third.wait(10), "the next steps are planned without being asked for"
+        assert third.wait(30), "the next steps are planned without being asked for"
         assert ahead.get(0, 2) == 20
     assert [step for step, _ in made] == [0, 1, 2]
     assert all(name.startswith("freescale-plan") for _, name in made)

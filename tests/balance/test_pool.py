@@ -46,6 +46,7 @@ def test_every_sample_leaves_once_and_in_time(stream: tuple[np.ndarray, int, int
     assert taken == _drain(LocalPool(size, batches, age), costs, target)
 
 
+@pytest.mark.slow
 @given(streams(), st.lists(st.integers(1, 5), min_size=40, max_size=40))
 @settings(max_examples=200, deadline=None)
 def test_age_bound_with_smaller_batches(stream: tuple[np.ndarray, int, int, int, float], counts: list[int]) -> None:

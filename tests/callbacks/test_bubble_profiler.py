@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ def _profile(module_class: type[Recommender], data_class: type[Samples], folder:
         return {}
     return {
         "breakdown": profiler.report.breakdown,
+        "steps": profiler.report.steps,
         "samples": profiler.report.samples,
         "text": str(profiler.report),
         "imbalance": profiler.report.imbalance,
@@ -93,6 +95,20 @@ def _median(result: dict[str, Any], rank: int) -> dict[str, float]:
     return {"wall": parts[0], "compute": float(np.median(column(result["breakdown"][:, rank], "compute"))), **others}
 
 
+Profiled = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory: pytest.TempPathFactory) -> Profiled:
+    """What rank 0 knows after a run of a module on data; one run of each pair for all tests."""
+
+    @cache
+    def run(module: type[Recommender], data: type[Samples]) -> dict[str, Any]:
+        return run_distributed(_profile, 2, module, data, str(tmp_path_factory.mktemp("profiled")))[0]
+
+    return run
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "data", "found"),
@@ -102,8 +118,8 @@ def _median(result: dict[str, Any], rank: int) -> dict[str, float]:
         (SlowHook, Samples, {0: "host_overhead", 1: "host_overhead"}),
     ],
 )
-def test_delay_comes_back(module: type, data: type, found: dict[int, str], tmp_path: Path) -> None:
-    result = run_distributed(_profile, 2, module, data, str(tmp_path))[0]
+def test_delay_comes_back(module: type, data: type, found: dict[int, str], profiled: Profiled) -> None:
+    result = profiled(module, data)
     for rank, part in found.items():
         parts = _median(result, rank)
         assert 0.8 * DELAY < parts.pop(part) < 1.5 * DELAY
@@ -111,15 +127,15 @@ def test_delay_comes_back(module: type, data: type, found: dict[int, str], tmp_p
         assert max(parts.values()) < 0.5 * DELAY, parts
 
 
-def test_a_slow_rank_is_named_and_data_are_not_blamed(tmp_path: Path) -> None:
-    imbalance = run_distributed(_profile, 2, SlowForward, Samples, str(tmp_path))[0]["imbalance"]
+def test_a_slow_rank_is_named_and_data_are_not_blamed(profiled: Profiled) -> None:
+    imbalance = profiled(SlowForward, Samples)["imbalance"]
     assert imbalance.method == "cost model", "the data module knows the lengths"
     assert list(imbalance.slow) == [1]
     assert imbalance.hardware > 0.3 * DELAY > abs(imbalance.data)
 
 
-def test_parts_sum_to_wall_time_and_are_reported(tmp_path: Path) -> None:
-    result = run_distributed(_profile, 2, Recommender, Samples, str(tmp_path))[0]
+def test_parts_sum_to_wall_time_and_are_reported(profiled: Profiled) -> None:
+    result = profiled(Recommender, Samples)
     parts = result["breakdown"]
     assert parts.shape == (STEPS - 2, 2, len(PART_NAMES))
     added = sum(column(parts, name) for name in ADDENDS)
@@ -135,9 +151,8 @@ def test_parts_sum_to_wall_time_and_are_reported(tmp_path: Path) -> None:
     assert any("background" in name for name in result["exchanges"]), "the lane's exchanges run behind compute"
 
 
-@pytest.mark.slow
-def test_the_files_are_there_and_readable(tmp_path: Path) -> None:
-    files = run_distributed(_profile, 2, Recommender, Samples, str(tmp_path))[0]["files"]
+def test_the_files_are_there_and_readable(profiled: Profiled) -> None:
+    files = profiled(Recommender, Samples)["files"]
     assert {name: path.name for name, path in files.items()} == {
         "report": "report.json", "page": "report.html", "trace": "trace.json",
     }  # fmt: skip
@@ -156,8 +171,10 @@ def test_the_files_are_there_and_readable(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_validation_is_not_part_of_a_step(tmp_path: Path) -> None:
     result = run_distributed(_profile, 2, SlowValidation, Samples, str(tmp_path), val_check_interval=3)[0]
-    # it comes after every third step; a single step may be slow for reasons of the machine
-    assert np.quantile(result["breakdown"][:, :, 0], 0.65) < DELAY
+    wall, after = result["breakdown"][:, :, 0], np.isin(result["steps"], (3, 6, 9))  # it comes after every third step
+    assert after.sum() == 3
+    # the median, as a single step may be slow for reasons of the machine
+    assert np.median(wall[after]) < np.median(wall[~after]) + DELAY / 2
 
 
 def _losses() -> list[float]:

@@ -50,7 +50,7 @@ def _run(folder: str, how: Any, after: int, ranks: tuple[int, ...] = (0, 1)) -> 
         ended = type(error).__name__
     else:
         ended = "finished"
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     return ended
 
 
@@ -83,6 +83,7 @@ def test_before_the_first_step_there_is_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_one_rank_raises(tmp_path: Path) -> None:
     """The others learn of it from the collective in which they wait; rank 0 writes what it knows."""
     ended = run_distributed(_run, 2, str(tmp_path), _raise, 12, (1,), init=False)
@@ -121,7 +122,7 @@ class _DiesAtTheEnd(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
         if trainer.global_rank == 1:
-            time.sleep(0.5)
+            time.sleep(1.5)  # what the ranks have begun to exchange comes to its end
             _kill()
 
 
@@ -130,6 +131,7 @@ def _lost_at_the_end(folder: str) -> None:
     fit(Plain(), [_DiesAtTheEnd(), profiler(folder)], strategy=strategy, limit_val_batches=0)
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_rank_that_is_lost_at_the_end_does_not_take_the_report_along(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="died"):
         run_distributed(_lost_at_the_end, 2, str(tmp_path), init=False)

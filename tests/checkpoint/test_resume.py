@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,21 @@ def _run_without_a_stop(optimizer: str, workers: int) -> list[dict[str, Any]]:
     return run_distributed(_fit, 2, optimizer, workers)
 
 
+Stopped = Callable[..., tuple[str, list[dict[str, Any]]]]
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
+    """The checkpoint of a run that stops, and what its ranks know; one run for all tests."""
+
+    @cache
+    def run(optimizer: str, workers: int, stop: Any, step: int) -> tuple[str, list[dict[str, Any]]]:
+        path = str(tmp_path_factory.mktemp("stopped") / "half.ckpt")
+        return path, run_distributed(_fit, 2, optimizer, workers, stop=stop(step, path))
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("stop", "step"),
     [(StopAt, 10), pytest.param(StopAt, 8, marks=pytest.mark.slow), pytest.param(SaveAtEpochEnd, 8, marks=pytest.mark.slow)],
@@ -88,13 +104,12 @@ def _run_without_a_stop(optimizer: str, workers: int) -> list[dict[str, Any]]:
         pytest.param("sgd", 0, marks=pytest.mark.slow),
         ("adagrad", 0),
         pytest.param("adagrad", 2, marks=pytest.mark.slow),
-        ("rowwise_adagrad", 0),
+        pytest.param("rowwise_adagrad", 0, marks=pytest.mark.slow),
     ],
 )
-def test_resume_is_bitwise(optimizer: str, stop: Any, step: int, workers: int, tmp_path: Path) -> None:
-    path = str(tmp_path / "half.ckpt")
+def test_resume_is_bitwise(optimizer: str, stop: Any, step: int, workers: int, stopped: Stopped) -> None:
     whole = _run_without_a_stop(optimizer, workers)
-    first = run_distributed(_fit, 2, optimizer, workers, stop=stop(step, path))
+    path, first = stopped(optimizer, workers, stop, step)
     second = run_distributed(_fit, 2, optimizer, workers, resume=path)
     for rank in range(2):
         assert first[rank]["seen"] + second[rank]["seen"] == whole[rank]["seen"]
@@ -197,12 +212,12 @@ def _fit_on(world: int, workers: int, path: str, batch_size: int = 4, stop_at: i
     return {"seen": module.seen, "epochs": epochs, "steps": fit.global_step, "reload": fit.reload_dataloaders_every_n_epochs}
 
 
-FURTHER = [(2, 1, 12, 0, 4), (2, 3, 12, 2, 4), (2, 2, 4, 0, 3)]
+FURTHER = [(3, 2, 2, 0, 4), (2, 1, 12, 0, 4), (2, 3, 12, 2, 4), (2, 2, 4, 0, 3)]
 
 
 @pytest.mark.parametrize(
     ("then", "now", "stop_at", "workers", "batch_size"),
-    [(2, 3, 4, 0, 4), (3, 2, 2, 0, 4), *(pytest.param(*case, marks=pytest.mark.slow) for case in FURTHER)],
+    [(2, 3, 4, 0, 4), *(pytest.param(*case, marks=pytest.mark.slow) for case in FURTHER)],
 )
 def test_resume_inside_an_epoch_on_other_ranks(
     then: int, now: int, stop_at: int, workers: int, batch_size: int, tmp_path: Path
@@ -239,18 +254,25 @@ def _equal(a: Any, b: Any) -> None:
         _equal(a[key], b[key]) if isinstance(a[key], dict) else torch.testing.assert_close(a[key], b[key], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_checkpoint_is_that_of_the_plain_module(optimizer: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param("sgd", marks=pytest.mark.slow), "adagrad", pytest.param("rowwise_adagrad", marks=pytest.mark.slow)],
+)
+def test_checkpoint_is_that_of_the_plain_module(optimizer: str, stopped: Stopped) -> None:
     """It loads strictly into the unsharded module and its optimizer, and training goes on under "ddp" as under "freescale"."""
-    path = str(tmp_path / "half.ckpt")
-    first = run_distributed(_fit, 2, optimizer, 0, stop=StopAt(10, path))
+    path, first = stopped(optimizer, 0, StopAt, 10)
     checkpoint = torch.load(path, weights_only=True)
     module = Recommender(optimizer)
     module.load_state_dict(checkpoint["state_dict"], strict=True)
     _equal(dict(module.state_dict()), first[0]["weights"])
     module.configure_optimizers().load_state_dict(checkpoint["optimizer_states"][0])
-    mine, ddp = (run_distributed(_fit_without_dropout, 2, strategy, optimizer, path) for strategy in ("freescale", "ddp"))
-    assert ddp[1] == pytest.approx(mine[1], rel=1e-5)
+    for mine, ddp in run_distributed(_goes_on, 2, optimizer, path):
+        assert len(mine) == 14 and ddp == pytest.approx(mine, rel=1e-5)
+
+
+def _goes_on(optimizer: str, path: str) -> tuple[list[float], list[float]]:
+    """Losses after a resume under "freescale" and under "ddp"."""
+    return _fit_without_dropout("freescale", optimizer, path), _fit_without_dropout("ddp", optimizer, path)
 
 
 def _fit_without_dropout(strategy: str, optimizer: str, resume: str) -> list[float]:
@@ -268,9 +290,8 @@ def _test_with_checkpoint(path: str) -> float:
 
 
 @pytest.mark.slow
-def test_mid_epoch_checkpoint_serves_test_with_another_batch_size(tmp_path: Path) -> None:
-    path = str(tmp_path / "half.ckpt")
-    run_distributed(_fit, 2, "adagrad", 0, stop=StopAt(10, path))
+def test_mid_epoch_checkpoint_serves_test_with_another_batch_size(stopped: Stopped) -> None:
+    path, _ = stopped("adagrad", 0, StopAt, 10)
     module, samples = Recommender("adagrad"), Samples(32)
     module.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
     batch = collate([samples[index] for index in range(32)])
@@ -334,9 +355,8 @@ def _resume_other_world(path: str) -> list[str]:
     return [str(w.message) for w in caught if "random states" in str(w.message)]
 
 
-def test_epoch_end_checkpoint_resumes_on_another_world_size(tmp_path: Path) -> None:
-    path = str(tmp_path / "two.ckpt")
-    run_distributed(_fit, 2, "adagrad", 0, stop=SaveAtEpochEnd(8, path))
+def test_epoch_end_checkpoint_resumes_on_another_world_size(stopped: Stopped) -> None:
+    path, _ = stopped("adagrad", 0, SaveAtEpochEnd, 8)
     warned = run_distributed(_resume_other_world, 3, path)[0]
     assert len(warned) == 1
     assert "2 ranks, this run has 3" in warned[0]
@@ -372,6 +392,5 @@ def _save_half(strategy: str, optimizer: str, path: str) -> None:
 def test_checkpoint_of_ddp_resumes_sharded(optimizer: str, tmp_path: Path) -> None:
     path = str(tmp_path / "ddp.ckpt")
     run_distributed(_save_half, 2, "ddp", optimizer, path)
-    mine, ddp = (run_distributed(_fit_without_dropout, 2, strategy, optimizer, path) for strategy in ("freescale", "ddp"))
-    assert len(mine[0]) == 14
-    assert mine[0] == pytest.approx(ddp[0], rel=1e-5)
+    for mine, ddp in run_distributed(_goes_on, 2, optimizer, path):
+        assert len(mine) == 14 and mine == pytest.approx(ddp, rel=1e-5)

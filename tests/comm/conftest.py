@@ -14,7 +14,7 @@ from lightning_freescale.testing import RankFailed, run_distributed
 
 
 @pytest.fixture
-def survivors(tmp_path: Path) -> Callable[..., dict[int, Any]]:
+def survivors(patient: None, tmp_path: Path) -> Callable[..., dict[int, Any]]:
     """Runs a function on several ranks, of which some may die, and returns what the others returned, by rank."""
 
     def run(fn: Callable[..., Any], size: int, *args: Any) -> dict[int, Any]:

@@ -48,7 +48,7 @@ def _from_a_callback() -> bool:
 
 
 def test_a_callback_may_use_the_lane() -> None:
-    assert run_distributed(_from_a_callback, 2, timeout=30) == [True, True]
+    assert run_distributed(_from_a_callback, 2, timeout=60) == [True, True]
 
 
 def _sizes(one: int, other: int) -> Outcome:
@@ -61,7 +61,7 @@ def _sizes(one: int, other: int) -> Outcome:
 
 @pytest.mark.parametrize(("one", "other"), [(2_605_024, 952), (952, 2_605_024), (2**20 + 1000, 1000), (3 * 2**20, 2**20)])
 def test_parts_that_do_not_fit_never_meet(one: int, other: int) -> None:
-    for failed in run_distributed(_sizes, 2, one, other, timeout=30):
+    for failed in run_distributed(_sizes, 2, one, other, timeout=60):
         assert failed.kind == "DistBackendError" and str(one) in failed.text and str(other) in failed.text
 
 
@@ -81,7 +81,7 @@ def _interrupted() -> tuple[str, str]:
 
 
 def test_an_interrupt_ends_the_lane_on_all_ranks() -> None:
-    (heard, _), (_, after) = run_distributed(_interrupted, 2, timeout=30)
+    (heard, _), (_, after) = run_distributed(_interrupted, 2, timeout=60)
     assert "KeyboardInterrupt" in heard and "KeyboardInterrupt" in after
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lightning_freescale.comm.priority import PRIORITY_GATE
 from lightning_freescale.testing import run_distributed
-from tests.helpers.comm_groups import SOON, Outcome, everyone_sends, make_group, nothing_left, outcome
+from tests.helpers.comm_groups import AT_ONCE, SOON, Outcome, everyone_sends, make_group, nothing_left, outcome
 
 Survivors = Callable[..., dict[int, Any]]
 LARGE = 2_000_000
@@ -72,7 +72,7 @@ def _assert_ended(seen: list[Outcome], words: str, first: int = 0) -> None:
     assert all(each.text.startswith("freescale all_") and "lane 'rows'" in each.text for each in failed), failed
     assert all(words in each.text for each in failed), failed
     assert failed[0].seconds < SOON
-    assert all(each.seconds < 1 and each.text == failed[0].text for each in failed[1:]), failed
+    assert all(each.seconds < AT_ONCE and each.text == failed[0].text for each in failed[1:]), failed
 
 
 @pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])

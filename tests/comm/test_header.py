@@ -53,6 +53,7 @@ def test_a_payload_travels_in_the_header_only_if_it_fits(length: int) -> None:
         assert torch.equal(arrived.payload, payload)
 
 
+@pytest.mark.slow
 @given(st.text(max_size=300).filter(bool))
 @example("x" * PAYLOAD_BYTES)
 @example("x" * (PAYLOAD_BYTES + 1))

@@ -13,7 +13,16 @@ import torch.distributed as dist
 
 from lightning_freescale.comm.process_group import FreeScaleGroup
 from lightning_freescale.testing import _free_port, run_distributed
-from tests.helpers.comm_groups import SOON, Outcome, everyone_sends, lane_threads, make_group, nothing_left, outcome
+from tests.helpers.comm_groups import (
+    AT_ONCE,
+    SOON,
+    Outcome,
+    everyone_sends,
+    lane_threads,
+    make_group,
+    nothing_left,
+    outcome,
+)
 
 ROWS = 300_000
 
@@ -73,7 +82,7 @@ def _in_vain(timeout: float) -> tuple[Outcome, Outcome, Outcome] | None:
 
 
 def test_destroying_a_group_whose_peer_does_not_come_ends_with_the_timeout() -> None:
-    seen, _ = run_distributed(_in_vain, 2, 1.0, timeout=60)
+    seen, _ = run_distributed(_in_vain, 2, 2.0, timeout=60)
     destroyed, waited, after = seen
     assert not destroyed.kind
     assert destroyed.seconds < SOON
@@ -106,7 +115,7 @@ def test_aborting_a_group_ends_what_is_in_flight_on_all_ranks_and_for_good() -> 
         assert in_flight.kind == after.kind == "DistBackendError"
         assert in_flight.text.startswith("freescale all_to_all_single, lane 'rows': ")
         assert in_flight.seconds < SOON
-        assert after.seconds < 1
+        assert after.seconds < AT_ONCE
         assert rank == 1 or "it has been shut down" in after.text
 
 
@@ -138,7 +147,7 @@ import torch
 import torch.distributed as dist
 from lightning_freescale.comm import LaneOptions
 
-BYTES = 2 * 8_000_000
+BYTES = 2 * 24_000_000  # which take many times what the sleep below takes, however late it ends
 
 def issue(group):
     return dist.all_to_all_single(torch.empty(BYTES, dtype=torch.uint8), torch.ones(BYTES, dtype=torch.uint8), group=group,

@@ -79,6 +79,7 @@ def _fit(strategy: str, epochs: int, path: str, resume: bool = False) -> dict[st
     return {"losses": module.losses}
 
 
+@pytest.mark.slow
 def test_optimizer_applied_in_backward_stays_and_resumes(tmp_path: Path) -> None:
     """A frozen table does not move, one with its own optimizer does, and its state is in the checkpoint."""
     whole = run_distributed(_fit, 2, "freescale", 2, str(tmp_path / "whole.ckpt"))[0]

@@ -20,9 +20,11 @@ import lightning_freescale.comm  # noqa: F401 (registers the backend)
 from lightning_freescale.comm import LaneOptions
 from lightning_freescale.comm.transports.host.transport import HostTransport
 
-TIMEOUT = 20.0
-SOON = 10.0
+TIMEOUT = 40.0
+SOON = 20.0
 """Seconds: well under the timeout, and more than a busy machine needs."""
+AT_ONCE = 5.0
+"""Seconds: of what waits for nothing, not even for a timeout of its own."""
 
 
 def make_group(*, timeout: float = TIMEOUT, ranks: list[int] | None = None, **options: Any) -> Any:

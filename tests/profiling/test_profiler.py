@@ -26,7 +26,8 @@ from lightning_freescale.profiling.reporting.document import read
 from lightning_freescale.profiling.reporting.report import BubbleReport
 from lightning_freescale.testing import RankFailed, run_distributed
 
-DELAY = 0.02
+DELAY = 0.1
+STEPS = 30
 GUIDE = Path(__file__).parents[2] / "docs" / "profiler.md"
 
 
@@ -60,7 +61,7 @@ def _guide(folder: str, loader: str, hours: float = 0.0, too_uncertain: float = 
     time.perf_counter = lambda: real() + offset
     Alignment.__init__.__defaults__ = (time.perf_counter,)
     model = Model(4, 1, bias=False)
-    batches = [torch.ones(2, 4)] * 60
+    batches = [torch.ones(2, 4)] * STEPS
     names: dict[str, Any] = {"model": model, "optimizer": Averaging(model.parameters(), 1e-3), "loader": batches}
     section = GUIDE.read_text().split("## Without Lightning")[1]
     code = re.search(r"```python\n(.*?)```", section, re.DOTALL).group(1)
@@ -73,11 +74,11 @@ def _guide(folder: str, loader: str, hours: float = 0.0, too_uncertain: float = 
     return names["report"], [thread.name for thread in threading.enumerate()]
 
 
-@pytest.mark.parametrize("hours", [0, 3], ids=["clocks alike", "clocks hours apart"])
+@pytest.mark.parametrize("hours", [pytest.param(0, marks=pytest.mark.slow), 3], ids=["clocks alike", "clocks hours apart"])
 def test_the_plain_loop_of_the_guide(hours: float, tmp_path: Path) -> None:
     (report, threads), (nothing, _) = run_distributed(_guide, 2, str(tmp_path), "loader", hours)
     assert nothing is None
-    assert list(report.steps) == list(range(5, 60))
+    assert list(report.steps) == list(range(5, STEPS))
     assert (report.samples == 2).all()
     assert (report.run.label, report.run.world_size, report.wait_attribution.aligned) == ("plain loop", 2, True)
     assert report.status.complete
@@ -87,7 +88,7 @@ def test_the_plain_loop_of_the_guide(hours: float, tmp_path: Path) -> None:
     np.testing.assert_allclose(sum(column(report.breakdown, name) for name in ADDENDS), column(report.breakdown, "wall"))
     (figures,) = report.exchanges
     assert (figures.name, figures.per_step, figures.moved) == ("all_reduce", 1, 16)
-    assert figures.last[1] > 50 > 5 > figures.last[0]
+    assert figures.last[1] > STEPS - 10 > 5 > figures.last[0]
     assert not [name for name in threads if name.startswith("freescale")]
     assert read(tmp_path / "bubbles" / "report.json")["status"]["complete"]
     assert {path.name for path in (tmp_path / "bubbles").iterdir()} == {"report.json", "report.html", "trace.json"}
@@ -204,10 +205,10 @@ def test_an_exchange_that_failed_is_heard_of_though_the_next_is_due(tmp_path: Pa
 def test_waiting_for_an_exchange_is_no_part_of_a_step(tmp_path: Path) -> None:
     with _profiled(tmp_path, every_n_steps=2) as profile:
         exchange_steps = profile._exchange.exchange_steps
-        profile._exchange.exchange_steps = lambda *args: (time.sleep(0.1), exchange_steps(*args))[1]
+        profile._exchange.exchange_steps = lambda *args: (time.sleep(0.3), exchange_steps(*args))[1]
         _rank_alone(profile, 12)
         report = profile.write_report()
-    assert column(report.breakdown, "wall").sum() < 0.1, "four of them had to be waited for"
+    assert column(report.breakdown, "wall").sum() < 0.6, "four of them had to be waited for"
 
 
 def test_a_report_while_it_runs(tmp_path: Path) -> None:
@@ -317,22 +318,26 @@ def _outcome(folder: Path, *args: Any) -> Any:
     return eval((folder / "outcome").read_text())
 
 
-@pytest.mark.parametrize(("how", "least", "most"), [("dies", 0, 1.5), ("is silent", 1, 4)])
-def test_a_lost_rank_is_heard_of_within_the_timeout(how: str, least: float, most: float, tmp_path: Path) -> None:
-    (_, seconds, _), took, steps, left, alive = _outcome(tmp_path, how, 7, 1.5, True)
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize(("how", "timeout", "least", "most"), [("dies", 20, 0, 10), ("is silent", 2.5, 2, 15)])
+def test_a_lost_rank_is_heard_of_within_the_timeout(
+    how: str, timeout: float, least: float, most: float, tmp_path: Path
+) -> None:
+    (_, seconds, _), took, steps, left, alive = _outcome(tmp_path, how, 7, timeout, True)
     assert least < seconds < most
-    assert took < 1
+    assert took < 2, "not the timeout once more"
     assert steps == 3, "the first exchange was fine"
     assert left >= 4 and alive == 0
     status = read(tmp_path / "report.json")["status"]
     assert (status["complete"], status["reason"], status["not_exchanged"]) == (False, "rank 1 is gone", left)
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(("steps", "kept"), [(7, 3), (4, 7)], ids=["the second", "the first"])
 def test_interrupted_while_an_exchange_waits_for_a_lost_rank(steps: int, kept: int, tmp_path: Path) -> None:
     news, took, found, left, alive = _outcome(tmp_path, "is silent", steps, 60, False)
     assert [scalars is None for scalars in news] == [steps == 4, True, True], "of the first exchange"
-    assert took < 4, "not the group's timeout"
+    assert took < 20, "not the group's timeout"
     assert (found, left) == (kept, steps + 3 - kept)
     assert alive == 1, "it still waits, and keeps nobody from ending"
     document = read(tmp_path / "report.json")
@@ -348,5 +353,5 @@ def _leaves_a_thread() -> None:
 def test_a_thread_that_waits_keeps_no_process_from_ending() -> None:
     process = multiprocessing.get_context("fork").Process(target=_leaves_a_thread)
     process.start()
-    process.join(10)
+    process.join(40)
     assert process.exitcode == 0

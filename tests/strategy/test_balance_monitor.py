@@ -105,6 +105,7 @@ def _own_data() -> list[dict[str, float]]:
     return logger.of("freescale/imbalance/epoch")
 
 
+@pytest.mark.slow
 def test_a_sampler_in_the_users_own_data_module() -> None:
     assert len(run_distributed(_own_data, 2)[0]) == 1
 

@@ -53,6 +53,7 @@ def _fit(how: str) -> None:
     trainer(devices=3).fit(module, FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate))
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(
     ("how", "message"),
     [

@@ -37,6 +37,7 @@ def _all_stages() -> dict[str, Any]:
     return {"validated": validated, "tested": tested, "predicted": fit.predict(module, _data())}
 
 
+@pytest.mark.slow
 def test_stages_after_fit() -> None:
     """Validation sees what training left; every sample once, uneven last batch or not."""
     results = run_distributed(_all_stages, 2)
@@ -68,7 +69,7 @@ def _fit_twice(fresh_trainer: bool, strategy: str) -> list[float]:
     return module.losses
 
 
-@pytest.mark.parametrize("fresh_trainer", [True, False])
+@pytest.mark.parametrize("fresh_trainer", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_two_fits_in_one_process(fresh_trainer: bool) -> None:
     """The second fit starts from the first one's weights with a new optimizer, as under "ddp"."""
     mine, ddp = (run_distributed(_fit_twice, 2, fresh_trainer, strategy) for strategy in ("freescale", "ddp"))
@@ -143,7 +144,7 @@ def _fit_bags(strategy: str, optimizer: str) -> list[float]:
     return module.losses
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+@pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.slow), "adagrad"])
 def test_several_collections(optimizer: str) -> None:
     mine, ddp = (run_distributed(_fit_bags, 2, strategy, optimizer) for strategy in ("freescale", "ddp"))
     assert mine[0] == pytest.approx(ddp[0], rel=1e-5)
@@ -269,6 +270,7 @@ def _sigterm_broadcasts(every: int) -> int:
     return calls[0]
 
 
+@pytest.mark.slow
 def test_sigterm_broadcast_is_throttled() -> None:
     """16 steps: at each of them, or at the first and every tenth. Before 2.5.2 Lightning had no such broadcast."""
     often, seldom = (run_distributed(_sigterm_broadcasts, 2, every)[0] for every in (1, 10))

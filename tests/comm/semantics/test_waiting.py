@@ -45,7 +45,7 @@ def input_is_free_after_the_wait(side: Side) -> Any:
 @named(CASES)
 def dropped_works_are_done_all_the_same(side: Side) -> Any:
     outs = [out for kind in WITH_FUTURE for out in kind(side, 2000)[1]]
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     for kind in WITH_FUTURE:  # later ones of the same kind
         kind(side, 1)[0].wait()
     while time.monotonic() < deadline and any((out[-3:] == 77).any() for out in outs):
@@ -90,7 +90,7 @@ def _alone_first(backend: str) -> list[str]:
 
 @pytest.mark.parametrize("backend", ["gloo", "freescale"])
 def test_issuing_does_not_wait_for_the_others(backend: str) -> None:
-    assert run_distributed(_alone_first, 2, backend, timeout=20) == [[], []]
+    assert run_distributed(_alone_first, 2, backend, timeout=60) == [[], []]
 
 
 def _impatient() -> list[str]:
@@ -112,4 +112,4 @@ def _impatient() -> list[str]:
 
 def test_a_wait_that_is_too_short_is_an_error_and_nothing_else() -> None:
     """The collective goes on; a longer wait has its result."""
-    assert run_distributed(_impatient, 2, timeout=30) == [[""] * 4] * 2
+    assert run_distributed(_impatient, 2, timeout=60) == [[""] * 4] * 2

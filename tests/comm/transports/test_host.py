@@ -96,7 +96,9 @@ def _random(seed: int, cases: int) -> list[tuple[int, int, Sizes]]:
     return wrong
 
 
-@pytest.mark.parametrize(("size", "cases"), [(1, 20), (2, 250), (3, 200), (4, 150)])
+@pytest.mark.parametrize(
+    ("size", "cases"), [(1, 20), (2, 250), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(3, 200), (4, 150)])]
+)
 def test_random_parts_in_random_chunks_arrive(size: int, cases: int) -> None:
     assert run_distributed(_random, size, 7 * size, cases, timeout=100) == [[]] * size
 

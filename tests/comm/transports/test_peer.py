@@ -115,7 +115,7 @@ def test_a_peer_that_does_not_come_is_named_and_the_streams_drain(start: int) ->
 
     begun = time.monotonic()
     errors = on_ranks(2, run)
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - begun < 15
     assert all(isinstance(error, dist.DistBackendError) for error in errors)
     assert "rank 102 did not come within the timeout of 0.3 s" in str(errors[0])
     assert all(stream.idle() for rank in ranks for stream in rank._driver.streams)
@@ -133,10 +133,10 @@ def test_what_a_rank_copies_after_it_gave_up_is_not_taken_for_good(
     pair, table = transports([0, 1], 4), [[0, bytes_], [0, 0]]
     reader = pair[1]._link.receiving
     reader.hold.set()
-    threading.Timer(0.8, reader.hold.clear).start()
+    threading.Timer(1.2, reader.hold.clear).start()
 
     def run(rank: int) -> None:
-        pair[rank].move(transfer(rank, table, 1, timeout=(0.2, 3.0)[rank], late=False), _nothing)
+        pair[rank].move(transfer(rank, table, 1, timeout=(0.2, 20.0)[rank], late=False), _nothing)
 
     writer, late = on_ranks(2, run)
     assert "rank 101 did not come" in str(writer)
@@ -174,7 +174,7 @@ def test_peers_are_told_before_their_slots_are_overwritten() -> None:
         link.receiving.hold.clear()
 
     threading.Thread(target=read, daemon=True).start()
-    _, late = on_ranks(2, lambda rank: pair[rank].move(transfer(rank, table, 1, (0.1, 3.0)[rank], late=False), _nothing))
+    _, late = on_ranks(2, lambda rank: pair[rank].move(transfer(rank, table, 1, (0.1, 20.0)[rank], late=False), _nothing))
     assert "a peer has given up" in str(late)
 
 
@@ -184,7 +184,7 @@ def test_closing_ends_what_is_in_flight() -> None:
     begun = time.monotonic()
     with pytest.raises(dist.DistBackendError, match="closed"):
         first.move(transfer(0, [[9, 9], [9, 9]], 1), _nothing)
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - begun < 15
     first.close()
     assert first._driver.closed
     with pytest.raises(dist.DistBackendError, match="is closed: it has been shut down"):

@@ -156,7 +156,10 @@ def _random(chunk: int, pinned_bytes: int, cases: int) -> tuple[int, int, int]:
     return wrong, most, pinned_in_use(host)
 
 
-@pytest.mark.parametrize(("size", "chunk", "pinned_bytes"), [(2, 64, 64 * 40), (3, 100, 100 * 40), (3, 16, 1 << 20)])
+@pytest.mark.parametrize(
+    ("size", "chunk", "pinned_bytes"),
+    [(2, 64, 64 * 40), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(3, 100, 100 * 40), (3, 16, 1 << 20)])],
+)
 def test_all_bytes_arrive_within_the_bound_and_all_memory_is_given_back(size: int, chunk: int, pinned_bytes: int) -> None:
     for wrong, most, in_use in run_distributed(_random, size, chunk, pinned_bytes, 20, timeout=100):
         assert wrong == 0

@@ -69,7 +69,7 @@ class _Far:
 
     def move(self, transfer: Transfer, pause: Callable[[], None], ranks: list[int]) -> None:
         self.ranks = ranks
-        end = time.monotonic() + 5
+        end = time.monotonic() + 20
         while not (self.done or self.failed) and time.monotonic() < end:
             pause()
             time.sleep(1e-3)

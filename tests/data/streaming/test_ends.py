@@ -86,6 +86,7 @@ def test_an_error_of_one_rank_ends_all(balancing: str, workers: int) -> None:
     assert first[2] == broken[2] == last[2] == 1
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_killed_rank_ends_all() -> None:
     def run() -> None:
         for step, _ in enumerate(loader_of([400, 400])):
@@ -95,7 +96,7 @@ def test_a_killed_rank_ends_all() -> None:
                 os._exit(3)
 
     with pytest.raises(RankFailed, match=r"(?s)rank 0: .*PeerFailed.*rank 1: died"):
-        run_distributed(run, 2, timeout=30)
+        run_distributed(run, 2, timeout=60)
 
 
 def test_samples_that_cannot_be_sent() -> None:

@@ -138,7 +138,7 @@ class Broken(Counted):
         raise KeyError("the needle")
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_error_of_the_data_set_is_raised(workers: int) -> None:
     with pytest.raises(KeyError, match="the needle"):
         list(StreamSource(Broken(), 4, workers).read_chunks())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def _fit(balancing: str, path: str | None = None, stop_at: int | None = None, **
 
 @pytest.mark.parametrize("balancing", BALANCING)
 def test_every_sample_once_per_epoch(balancing: str) -> None:
-    ranks = run_distributed(_fit, 2, balancing)
+    ranks = _run_without_a_stop(balancing, 0)
     steps = len(ranks[0]["seen"])
     assert steps == len(ranks[1]["seen"])
     for first in (0, steps // 2):
@@ -77,11 +78,19 @@ def test_every_sample_once_per_epoch(balancing: str) -> None:
     assert bool(moved) == (balancing == "global")
 
 
-@pytest.mark.parametrize(("balancing", "workers"), [("local", 0), ("global", 0), ("global", 2)])
+@cache
+def _run_without_a_stop(balancing: str, workers: int) -> list[dict[str, Any]]:
+    return run_distributed(_fit, 2, balancing, num_workers=workers)
+
+
+@pytest.mark.parametrize(
+    ("balancing", "workers"),
+    [pytest.param("local", 0, marks=pytest.mark.slow), ("global", 0), pytest.param("global", 2, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("stop_at", [4, pytest.param(9, marks=pytest.mark.slow)])
 def test_resume_is_bitwise(balancing: str, workers: int, stop_at: int, tmp_path: Path) -> None:
     path = str(tmp_path / "half.ckpt")
-    whole = run_distributed(_fit, 2, balancing, num_workers=workers)
+    whole = _run_without_a_stop(balancing, workers)
     first = run_distributed(_fit, 2, balancing, path, stop_at, num_workers=workers)
     second = run_distributed(_fit, 2, balancing, path, num_workers=workers)
     for rank in range(2):

@@ -69,15 +69,20 @@ def _floating(batch: Batch) -> None:
     _with(batch, values=batch["ids"].values().float())
 
 
+FURTHER = [
+    (_negative, "rank 1: feature 'history' holds id -7, but table 'item' has num_embeddings=601, ids 0 to 600"),
+    (_reordered, "rank 1: the KeyedJaggedTensor has features ['candidate', 'history', 'category'], in earlier batches"),
+    (_missing, "rank 1: the KeyedJaggedTensor has features ['history', 'candidate', 'brand']"),
+    (_weighted, "rank 1: the KeyedJaggedTensor with features ['history', 'candidate', 'category'] is weighted, but tables"),
+    (_floating, "rank 1: feature 'history' of table 'item' has ids of torch.float32: pass integers"),
+]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (_outside, "rank 1: feature 'category' holds id 41, but table 'category' has num_embeddings=41, ids 0 to 40"),
-        (_negative, "rank 1: feature 'history' holds id -7, but table 'item' has num_embeddings=601, ids 0 to 600"),
-        (_reordered, "rank 1: the KeyedJaggedTensor has features ['candidate', 'history', 'category'], in earlier batches"),
-        (_missing, "rank 1: the KeyedJaggedTensor has features ['history', 'candidate', 'brand']"),
-        (_weighted, "rank 1: the KeyedJaggedTensor with features ['history', 'candidate', 'category'] is weighted, but tables"),
-        (_floating, "rank 1: feature 'history' of table 'item' has ids of torch.float32: pass integers"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in FURTHER),
     ],
 )
 def test_every_rank_raises(change: Change, message: str) -> None:
@@ -147,11 +152,12 @@ def _killed(how: int) -> str:
     try:
         train_overlapped(SGD, data, between=between)
     except RuntimeError as error:
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 60
         raise RuntimeError(f"told of it: {error}") from error
     return "nothing"
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_rank_that_is_killed_ends_the_others() -> None:
     with pytest.raises(RankFailed, match=r"rank 0: (.|\n)*told of it") as failed:
         run_distributed(_killed, 2, signal.SIGKILL)
@@ -164,8 +170,9 @@ def _late() -> str:
     data = batches(dist.get_rank(), 2)
     with sharded(SGD) as (model, _, tables, _):
         engine = OverlapEngine(tables, timeout=timedelta(seconds=2))
+        store = dist.distributed_c10d._get_default_store()
         if dist.get_rank() == 1:
-            time.sleep(6)
+            store.wait(["given up"])
             return "late"
         engine.begin_step(known(data[1]))
         try:
@@ -173,6 +180,8 @@ def _late() -> str:
         except RuntimeError as error:
             engine.close()
             return str(error)
+        finally:
+            store.set("given up", "")
     return "nothing"
 
 

@@ -20,7 +20,7 @@ def test_jobs_behind_a_failed_one_fail_alike_without_being_run(error: BaseExcept
     done = worker.submit(ran.append, 1)
     failed, behind = worker.submit(_fail, error), worker.submit(ran.append, 2)
     worker.wait(done)
-    raised = [future.exception(timeout=5.0) for future in (failed, behind)]
+    raised = [future.exception(timeout=30.0) for future in (failed, behind)]
     assert raised[0] is raised[1] is worker.error and ran == [1]
     with pytest.raises(type(raised[0])):
         worker.drain()
@@ -28,4 +28,4 @@ def test_jobs_behind_a_failed_one_fail_alike_without_being_run(error: BaseExcept
         assert raised[0] is error, "it says by itself what is wrong"
     else:
         assert str(raised[0]) == f"embedding exchange of collection 'items': {error}" and raised[0].__cause__ is error
-    assert worker.stop(timeout=5.0)
+    assert worker.stop(timeout=30.0)

@@ -63,7 +63,7 @@ def _mixed() -> dict[str, Run]:
     return {"plain": train_plain(HOW, data), "mixed": train_overlapped(HOW, data, submit=_ways)}
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ids_that_are_late_wrong_or_unknown(ranks: int) -> None:
     results = run_distributed(_mixed, ranks)
     for runs in results:
@@ -85,6 +85,7 @@ def _scheduled() -> dict[str, Run]:
     }
 
 
+@pytest.mark.slow
 def test_learning_rates_are_those_of_their_own_step() -> None:
     for runs in run_distributed(_scheduled, 2):
         same(runs["plain"], runs["scheduled"])
@@ -171,6 +172,7 @@ def _early_or_late(step: int, following: Batch | None) -> tuple[NextIds | None, 
     return (told, {}) if dist.get_rank() == 0 or told is None else ({}, told)
 
 
+@pytest.mark.slow
 def test_several_lookups_in_a_step() -> None:
     plain, mine = run_distributed(_looked_up_again, 2, False), run_distributed(_looked_up_again, 2, True)
     for (expected, _), (found, told) in zip(plain, mine):

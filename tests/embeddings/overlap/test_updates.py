@@ -76,8 +76,11 @@ _TORCH: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param("sgd", marks=pytest.mark.slow), "adagrad", pytest.param("rowwise_adagrad", marks=pytest.mark.slow)],
+)
 def test_accumulated_gradients_are_applied_once(optimizer: str, every: int) -> None:
     expected = _unsharded(2, every, _TORCH[optimizer])
     for dedup in (True, False):
@@ -128,6 +131,7 @@ def _whole_numbers(dedup: bool) -> dict[str, torch.Tensor]:
         return {shard.table.name: shard.weight.clone() for shard in tables.shards()}
 
 
+@pytest.mark.slow
 def test_dedup_is_bitwise_where_sums_are_exact() -> None:
     for dedup, without in zip(run_distributed(_whole_numbers, 4, True), run_distributed(_whole_numbers, 4, False)):
         for name, weight in without.items():

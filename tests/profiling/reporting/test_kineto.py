@@ -46,12 +46,12 @@ def _recorded(window, work):
 def test_operators_are_where_perf_counter_saw_them(window):
     def work():
         _mark("first", 0.0)  # the first of a process takes a millisecond by itself
-        return _mark("known")
+        return time.perf_counter(), *_mark("known"), time.perf_counter()
 
-    start, end = _recorded(window, work)
+    before, start, end, after = _recorded(window, work)
     known = next(event for event in window.events(_same) if event["name"] == "known")
-    assert known["ts"] == pytest.approx(start, abs=1e-3)
-    assert known["ts"] + known["dur"] == pytest.approx(end, abs=1e-3)
+    assert before - 1e-3 <= known["ts"] <= start + 1e-3
+    assert end - 1e-3 <= known["ts"] + known["dur"] <= after + 1e-3
     assert (known["ph"], known["cat"]) == ("X", "user_annotation")
     assert known["tid"] == f"kineto: thread {threading.get_native_id()}"
 
@@ -94,7 +94,7 @@ def test_beyond_the_limit_the_longest_are_kept_and_it_is_said(window, monkeypatc
 
     def work():
         for number in (1, 4, 2, 3):
-            _mark(str(number), number * 0.005)
+            _mark(str(number), 0.4 * (number > 2))
 
     _recorded(window, work)
     *slices, note = window.events(_same)
@@ -284,6 +284,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_window_that_another_profiler_took_over_says_so():
     """In a process of its own: where nobody looks, torch ends it."""
     done = subprocess.run([sys.executable, "-c", _TAKEN], capture_output=True, text=True, timeout=90)

@@ -49,8 +49,8 @@ def _assert_as_ddp(ranks: list[list[Run]]) -> None:
     "options",
     [
         {"accumulate_grad_batches": 2},
-        {"accumulate_grad_batches": 3, "limit_train_batches": 5},
-        {"callbacks": lambda: [GradientAccumulationScheduler({0: 3, 1: 2})]},
+        pytest.param({"accumulate_grad_batches": 3, "limit_train_batches": 5}, marks=pytest.mark.slow),
+        pytest.param({"callbacks": lambda: [GradientAccumulationScheduler({0: 3, 1: 2})]}, marks=pytest.mark.slow),
     ],
 )
 def test_as_under_ddp(options: dict[str, Any]) -> None:

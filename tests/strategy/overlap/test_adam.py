@@ -118,7 +118,7 @@ def _assert_close(mine: Run, other: Run) -> None:
     assert_same(mine.weights, other.weights, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 4}])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), {"accumulate_grad_batches": 4}])
 def test_as_torch_where_every_row_is_touched(options: dict[str, Any]) -> None:
     ddp, mine = (run_distributed(_fits, 2, True, ONE_OPTIMIZER, strategy, **options) for strategy in ("ddp", "freescale"))
     for rank in range(2):
@@ -129,6 +129,7 @@ def test_as_torch_where_every_row_is_touched(options: dict[str, Any]) -> None:
         assert_same(run.states[0], expected.states[0], rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_as_one_rank_where_most_rows_are_not() -> None:
     chosen = [*ONE_OPTIMIZER, (InBackward, "adam")]
     two, alone = (run_distributed(_fits, world, False, chosen) for world in (2, 1))
@@ -199,6 +200,7 @@ def _resumes(path: Path, chosen: list[tuple[Any, str]]) -> list[tuple[list[float
     return results
 
 
+@pytest.mark.slow
 def test_resume_is_bitwise_and_the_file_is_that_of_the_plain_module(tmp_path: Path) -> None:
     chosen = [(SeenWithAdam, "adam"), (SeenWithAdam, "adamw"), (SeenInBackward, "adam")]
     ranks = run_distributed(_resumes, 2, tmp_path, chosen)

@@ -24,7 +24,7 @@ from tests.helpers.overlap_training import (
     with_tags,
 )
 
-SOON = 60.0
+SOON = 100.0
 
 
 def _uneven(extra: int, epochs: int, validates: bool) -> Run:
@@ -34,6 +34,7 @@ def _uneven(extra: int, epochs: int, validates: bool) -> Run:
     )
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("validates", [False, True])
 @pytest.mark.parametrize(("extra", "epochs"), [(1, 1), (2, 2), (-1, 1)])
 def test_loaders_of_unequal_length(extra: int, epochs: int, validates: bool) -> None:
@@ -88,6 +89,7 @@ def _fails(how: str, after_lookup: bool) -> None:
     fit(Fails(how, after_lookup), my_loader(8))
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("after_lookup", [False, True])
 @pytest.mark.parametrize(
     ("how", "message"), [("raises", "rank 1: (?s:.*)the needle"), ("dies", "rank 1: died with exit code -9")]

@@ -153,6 +153,7 @@ def test_bitwise(name: str) -> None:
     assert bool(told) == bool(case.said) and all(case.said in text for text in told)
 
 
+@pytest.mark.slow
 def test_ranks_that_know_their_ids_in_different_ways() -> None:
     runs = run_distributed(_both, 3, Case(training.DiffersByRank, _tensors, trial_runs=True))
     assert_bitwise(runs)
@@ -187,7 +188,7 @@ def _close(name: str) -> tuple[Run, Run]:
     return runs[0], runs[1]
 
 
-@pytest.mark.parametrize("name", ["two collections", "ids that are drawn, trial runs"])
+@pytest.mark.parametrize("name", ["two collections", pytest.param("ids that are drawn, trial runs", marks=pytest.mark.slow)])
 def test_each_row_once_differs_by_rounding_only(name: str) -> None:
     runs = run_distributed(_close, 2, name)
     for plain, overlapped in runs:
@@ -210,6 +211,7 @@ def _twice(path: Path) -> list[tuple[Run, Run]]:
     return runs
 
 
+@pytest.mark.slow
 def test_a_fit_that_ends_in_the_middle_saves_on_the_way_and_goes_on(tmp_path: Path) -> None:
     ranks = run_distributed(_twice, 2, tmp_path)
     for part in range(2):

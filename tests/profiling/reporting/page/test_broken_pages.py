@@ -2,6 +2,8 @@
 
 import pytest
 
+pytestmark = pytest.mark.slow  # what the page shows in detail
+
 
 @pytest.mark.parametrize(
     ("body", "said", "asked"),

@@ -20,10 +20,11 @@ DOCUMENTS = {
     "undivided waits": [document(4, 30, divided=False)],
     "several": [document(8, 30), document(8, 30, pace=0.4), bare()],
 }
+SHOWN = ("eight ranks", "nulls", "strange strings", "several")
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["light", "dark"])
+@pytest.mark.parametrize("name", [name if name in SHOWN else pytest.param(name, marks=pytest.mark.slow) for name in DOCUMENTS])
 def test_every_report_is_shown_without_a_complaint(show, name, dark):
     page = show(*DOCUMENTS[name], dark=dark)
     assert words(page, "h1") == " ".join(DOCUMENTS[name][0]["run"]["label"].split())
@@ -34,7 +35,9 @@ def test_every_report_is_shown_without_a_complaint(show, name, dark):
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize(
+    "name", [name if name == "several" else pytest.param(name, marks=pytest.mark.slow) for name in DOCUMENTS]
+)
 def test_a_narrow_page_is_not_wider_than_the_screen(show, name):
     page = show(*DOCUMENTS[name], width=390)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
@@ -119,6 +122,7 @@ def test_the_verdict_names_the_largest_loss_and_the_best_single_remedy(show):
     )
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_says_so(show):
     page = show(
         document(2, 40, status={"complete": False, "reason": "rank 1 raised RuntimeError: out of memory", "not_exchanged": 7})
@@ -131,16 +135,19 @@ def test_an_interrupted_run_says_so(show):
     assert words(page, "#run").endswith("interrupted")
 
 
+@pytest.mark.slow
 def test_missing_ranks_are_told(show):
     page = show(document(1, 3, run={"world_size": 8}))
     assert words(page, "#status") == "Only 1 rank of 8 could be reported."
 
 
+@pytest.mark.slow
 def test_a_run_without_compute_has_no_limit(show):
     page = show(document(1, 3, summary={"limit": None, "bubble": 1.0}))
     assert words(page, "[data-figure=limit] dd") == "-"
 
 
+@pytest.mark.slow
 def test_a_long_run_on_many_ranks_is_shown(show):
     page = show(document(64, 2000))
     assert len(rows(page, "ranks")) == 64

@@ -4,6 +4,8 @@ import pytest
 from tests.helpers.documents import PART_NAMES, document
 from tests.helpers.shown_page import LEFT, cells, colour, every, hover, intervals, pixel, plain, words
 
+pytestmark = pytest.mark.slow  # what the page shows in detail
+
 
 def test_shares_are_bars_of_their_width_and_explained(show):
     shares = dict(zip(PART_NAMES[1:], (0.05, 0.2, 0.3, 0.1, 0.2, 0.08, 0.0, 0.04, 0.03, 0.12)), compute=0.6)

@@ -3,6 +3,8 @@ import pytest
 from tests.helpers.documents import bare, document
 from tests.helpers.shown_page import every, pixel, rows, words
 
+pytestmark = pytest.mark.slow  # what the page shows in detail
+
 
 def run_of(label, step_s, bubble, **changes):
     summary = {

@@ -3,6 +3,8 @@ import pytest
 from tests.helpers.documents import document
 from tests.helpers.shown_page import every, plain, rows, words
 
+pytestmark = pytest.mark.slow  # what the page shows in detail
+
 
 def test_ranks_stand_in_a_table_and_slow_ones_stand_out(show):
     made = document(8, 30)
