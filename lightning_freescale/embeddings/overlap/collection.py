@@ -122,7 +122,7 @@ class OverlappedCollection:
         self._current.updates, self._current.rates, self._current.step = updates, self._rates, step
         self._next_ids, self._ended, self._announce_job, self._prefetched = None, False, None, False
         self._mode, self._in_step = mode, True
-        self.statistics.count("steps")
+        self.statistics.count(steps=1)
         return self._current.mode
 
     def submit_next_ids(self, features: KeyedJaggedTensor) -> None:
@@ -219,7 +219,7 @@ class OverlappedCollection:
         snapshot = self._current.snapshot
         predicted = None if snapshot is None else snapshot.matches(features)
         kind = {None: "unpredicted_lookups", True: "predicted_lookups", False: "mispredicted_lookups"}[predicted]
-        self.statistics.count(kind)
+        self.statistics.count(**{kind: 1})
         return Lookup(features, predicted)
 
     def _announce(self, final: bool) -> Future[Any]:

@@ -150,7 +150,7 @@ class OverlapEngine:
                 raise collection.error
 
     def drain(self) -> None:
-        """Wait until every update of the steps that :meth:`end_backward` has ended is in the tables."""
+        """Wait until every update of the steps that :meth:`end_backward` has ended is in the tables. Collective."""
         for collection in self.collections.values():
             collection.drain()
 

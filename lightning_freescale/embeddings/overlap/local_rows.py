@@ -94,7 +94,7 @@ class CpuKernel(TableKernel):
             ids = numbers - first_row if first_row else numbers
             self._operator(
                 *(gradients, module.weights_host.data, placement, offset, gradients.shape[1]),
-                *(size, module.total_hash_size_bits, ids, torch.tensor([0, len(ids)]), self._rounding),
+                *(size, module.total_hash_size_bits, ids, torch.tensor([0, ids.numel()]), self._rounding),
                 *(*state, module.learning_rate_tensor, *self._settings),
             )
 
@@ -181,11 +181,11 @@ class LocalRows:
         """Return the current values of ``rows``, float32 of shape ``[rows, dim]``."""
         if len(self._tables) == 1:
             return self._tables[0].weight.index_select(0, rows).float()
-        values = torch.empty(len(rows), self.dim, device=rows.device)
+        values = torch.empty(rows.numel(), self.dim, device=rows.device)
         table_of_row = self._table_of(rows)
         for table in self._tables:
             here = (table_of_row == table.index).nonzero().squeeze(1)
-            if len(here):
+            if here.numel():
                 values[here] = table.weight.index_select(0, rows[here] - table.first_row).float()
         return values
 
@@ -198,7 +198,7 @@ class LocalRows:
             rates: learning rate of each kernel; None keeps the kernel's own.
             step: updates done before this one.
         """
-        if not len(rows):
+        if not rows.numel():
             return
         by_table = self._by_table(rows, gradients)
         for kernel, rate in zip(self.kernels, rates):

@@ -24,12 +24,12 @@ def take(source: Tensor, starts: Sequence[int], counts: Sequence[int]) -> Tensor
     return torch.cat([source[start : start + count] for start, count in zip(starts, counts)])
 
 
-def put(target: Tensor, starts: Sequence[int], counts: Sequence[int], values: Tensor) -> None:
+def put(target: Tensor, starts: Sequence[int], counts: list[int], values: Tensor) -> None:
     """Write ``values`` to where :func:`take` would read them."""
     if len(counts) > _FEW_RANKS:
         target[_ranges(starts, counts, target.device)] = values
         return
-    for start, count, part in zip(starts, counts, values.split(counts)):
+    for start, count, part in zip(starts, counts, values.split_with_sizes(counts)):
         target[start : start + count] = part
 
 

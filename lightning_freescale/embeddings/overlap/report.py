@@ -27,35 +27,36 @@ class ExchangeStatistics:
         self._totals = dict.fromkeys(COUNTS, 0.0)
         self._lock = threading.Lock()
 
-    def count(self, name: str, amount: float = 1) -> None:
-        """Add ``amount`` to the total of that name."""
+    def count(self, **amounts: float) -> None:
+        """Add each amount to the total of its name."""
         with self._lock:
-            self._totals[name] += amount
+            for name, amount in amounts.items():
+                self._totals[name] += amount
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Add the block's seconds to the total of that name."""
         began = time.perf_counter()
         yield
-        self.count(name, time.perf_counter() - began)
+        self.count(**{name: time.perf_counter() - began})
 
     def count_lookup(self, request: RowRequest, rank: int, dim: int) -> None:
         """Count what this rank has looked up, and what plain TorchRec would have moved for it."""
-        start = sum(request.sizes[:rank])
-        end = start + request.sizes[rank]
-        local = int(((request.inverse >= start) & (request.inverse < end)).sum())
+        ids, rows = sum(request.ids), sum(request.sizes)
         per_row = 8 + 2 * 4 * dim  # an id of 64 bits, there the row and back its gradient
-        self.count("tokens", len(request.inverse))
-        self.count("rows", len(request.rows))
-        self.count("torchrec_bytes", (len(request.inverse) - local) * per_row)
-        self.count("dedup_bytes", (len(request.rows) - (end - start)) * per_row)
+        self.count(
+            tokens=ids,
+            rows=rows,
+            torchrec_bytes=(ids - request.ids[rank]) * per_row,
+            dedup_bytes=(rows - request.sizes[rank]) * per_row,
+        )
 
     def count_collisions(self, rows: Tensor, colliding: Tensor) -> None:
         """Count the different rows requested from an owner, and the colliding ones among them; one batch in eight."""
         if self._totals["steps"] % 8 != 1:  # telling them apart takes time
             return
-        self.count("incoming_rows", len(torch.unique(rows)))
-        self.count("colliding_incoming_rows", len(torch.unique(rows[colliding])))
+        incoming, both = (len(torch.unique(each)) for each in (rows, rows[colliding]))
+        self.count(incoming_rows=incoming, colliding_incoming_rows=both)
 
     def totals(self) -> dict[str, float]:
         """Return all totals so far."""

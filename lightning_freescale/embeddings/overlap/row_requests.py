@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
@@ -25,6 +26,7 @@ class RowRequest:
     Attributes:
         rows: row number on its owner, int32 of shape ``[rows]``.
         sizes: rows per owner.
+        ids: ids of the batch per owner.
         slots: without dedup and with several features, rows per owner and feature, shape ``[ranks, features]``, on the host;
             else of shape ``[ranks, 0]``.
         order: the ids of the batch by the row that they name, shape ``[ids]``.
@@ -34,6 +36,7 @@ class RowRequest:
 
     rows: Tensor
     sizes: list[int]
+    ids: list[int]
     slots: Tensor
     order: Tensor
     first: Tensor
@@ -55,32 +58,35 @@ class RowRequest:
             new[1:] = ordered[1:] != ordered[:-1]
             first = new.nonzero().squeeze(1)
             ordered, places = ordered[first], new.cumsum(0) - 1
-            owned = torch.diff(torch.searchsorted(ordered, layout.starts))
+            edges = torch.searchsorted(ordered, layout.starts)
+            owned, of_ids = torch.diff(edges), torch.diff(F.pad(first, (0, 1), value=keys.numel())[edges])
         else:
-            sizes = keys.new_tensor([part.numel() for part in ids])
-            feature = torch.repeat_interleave(torch.arange(len(ids), device=keys.device), sizes, output_size=len(keys))
+            lengths = keys.new_tensor([part.numel() for part in ids])
+            feature = torch.repeat_interleave(torch.arange(len(ids), device=keys.device), lengths, output_size=len(keys))
             slot = layout.owners(keys) * len(ids) + feature
             order = torch.argsort(slot, stable=True)
             ordered, first = keys[order], torch.arange(len(keys), device=keys.device)
             places = first
             counts = torch.bincount(slot, minlength=layout.ranks * len(ids)).view(layout.ranks, -1)
             slots, owned = counts.cpu() if slots.shape[1] else slots, counts.sum(dim=1)
+            of_ids = owned
         rows = ordered - torch.repeat_interleave(layout.starts[:-1], owned, output_size=len(ordered))
         inverse = torch.empty_like(order)
         inverse[order] = places
-        return cls(rows.int(), owned.tolist(), slots, order, first, inverse)
+        sizes, id_sizes = torch.stack([owned, of_ids]).tolist()  # on CUDA the host waits here
+        return cls(rows.int(), sizes, id_sizes, slots, order, first, inverse)
 
     @classmethod
     def empty(cls, layout: RowLayout, dedup: bool) -> RowRequest:
         """Return a request for no rows."""
         nothing = layout.starts.new_empty(0)
-        return cls(nothing.int(), [0] * layout.ranks, _no_slots(layout, dedup), nothing, nothing, nothing)
+        return cls(nothing.int(), [0] * layout.ranks, [0] * layout.ranks, _no_slots(layout, dedup), nothing, nothing, nothing)
 
     def sum_per_row(self, gradient: Tensor) -> Tensor:
         """Add the gradients of all ids of a row up, in the order of the batch: ``[ids, dim]`` to ``[rows, dim]``."""
-        if len(self.first) == len(self.order):
+        if self.first.numel() == self.order.numel():
             return gradient.index_select(0, self.order)
-        return torch.embedding_bag(gradient, self.order, self.first)[0] if len(self.order) else gradient
+        return torch.embedding_bag(gradient, self.order, self.first)[0]
 
 
 @dataclass(frozen=True)
@@ -145,7 +151,7 @@ def as_output(features: KeyedJaggedTensor, rows: Tensor, layout: RowLayout, with
     outputs, start = {}, 0
     for (feature, _), name in zip(layout.features, layout.outputs):
         jagged = features[feature]
-        end = start + len(jagged.values())
+        end = start + jagged.values().numel()
         weights = jagged.values() if with_ids else None
         outputs[name] = JaggedTensor(values=rows[start:end], lengths=jagged.lengths(), weights=weights)
         start = end

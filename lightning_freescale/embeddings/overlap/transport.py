@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -30,8 +31,9 @@ class Transport:
 
     def exchange(self, received: Tensor, message: Tensor, gives: list[int], gets: list[int], exact: bool = False) -> None:
         """Send ``gives[rank]`` floats of the message to each rank, and take ``gets[rank]`` from it, or fewer. Collective."""
-        with self._statistics.timed("transfer_s"):
-            self._group.exchange(received.view(-1), message.view(-1), gets, gives, exact=exact)
+        began = time.perf_counter()
+        self._group.exchange(received.view(-1), message.view(-1), gets, gives, exact=exact)
+        self._statistics.count(transfer_s=time.perf_counter() - began)
 
     def exchange_rows(self, values: Tensor, gives: list[int], gets: list[int]) -> Tensor:
         """Send ``gives[rank]`` rows to each rank, and return those that come, ``gets[rank]`` from each. Collective."""
@@ -49,4 +51,4 @@ class Transport:
 
     def count(self, kind: str, width: int, gives: list[int]) -> None:
         """Count the bytes of what goes to other ranks: ``gives[rank]`` times ``width`` to each."""
-        self._statistics.count(f"{kind}_bytes", width * (sum(gives) - gives[self.rank]))
+        self._statistics.count(**{f"{kind}_bytes": width * (sum(gives) - gives[self.rank])})
