@@ -154,8 +154,8 @@ class FreeScaleGroup(dist.ProcessGroup):
     ) -> None:
         """Send every rank its part, where the ranks have agreed by themselves, and return when all has come. Collective.
 
-        Costs about as much as gloo's own all-to-all: nothing is compared beforehand. All ranks issue the same exchanges in the
-        same order, from one thread; other collectives of the group may come between and be in flight. On CUDA it is an
+        Costs little more than gloo's own all-to-all, as nothing is compared beforehand. All ranks issue the same exchanges in
+        the same order, from one thread; other collectives of the group may come between and be in flight. On CUDA it is an
         :meth:`all_to_all_single` on the current stream, with another one before it for the sizes unless they are ``exact`` (not
         tested on GPU).
 

@@ -41,7 +41,7 @@ class UnshardedCheckpointStrategy(DDPBase):
         self._random_states: list[dict[str, Any]] = []
 
     def drain(self) -> None:
-        """Wait until every update of the steps so far is in the tables: before reading them by hand."""
+        """Wait until every update of the steps so far is in the tables: before reading them by hand, on every rank."""
         if self.overlap_controller is not None:
             self.overlap_controller.engine.drain()
 

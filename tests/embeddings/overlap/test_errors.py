@@ -141,6 +141,20 @@ def test_a_rank_with_fewer_batches() -> None:
     assert "ranks [1] have no batch after step 5, others have: give every rank the same number of batches" in told[0]
 
 
+def _alone() -> None:
+    def between(step: int, tables: Any, engine: OverlapEngine | None) -> None:
+        if step == 3 and dist.get_rank() == 1:
+            for _, module in tables.modules:
+                module.state_dict()
+
+    train_overlapped(SGD, batches(dist.get_rank(), 8), between=between)
+
+
+def test_a_rank_that_reads_the_tables_alone_is_an_error() -> None:
+    with pytest.raises(RankFailed, match=r"rank 1: (.|\n)*ranks \[1\] bring the tables up to date.*do it on every rank"):
+        run_distributed(_alone, 3)
+
+
 def _killed(how: int) -> str:
     data, began = batches(dist.get_rank(), 60), time.monotonic()
 
