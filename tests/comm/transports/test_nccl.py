@@ -110,7 +110,13 @@ def test_a_rank_that_does_not_come_ends_it() -> None:
 def test_closing_ends_what_is_in_flight() -> None:
     nccl, table = FakeNccl(2, 16), [[9, 9], [9, 9]]
     transport = nccl.transport(0)
-    threading.Timer(0.2, transport.close).start()
+
+    def close() -> None:
+        while not nccl.calls[0]:
+            time.sleep(1e-3)
+        transport.close()
+
+    threading.Thread(target=close, daemon=True).start()
     with pytest.raises(dist.DistBackendError, match="was closed"):
         transport.move(transfer(0, table, 1), lambda: None)
     end = time.monotonic() + 20
