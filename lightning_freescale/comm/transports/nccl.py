@@ -117,8 +117,10 @@ class ZeroCtaTransport:
                 self._abort()
                 raise dist.DistBackendError(f"not all ranks came within the timeout of {timeout.total_seconds():g} s")
             if self._closed:
-                raise dist.DistBackendError("the transport was closed")
+                break
             nap(waited)
+        if self._closed:  # also where the stream is done: what an abort has drained is not what was sent
+            raise dist.DistBackendError("the transport was closed")
 
     def _abort(self) -> None:
         if not self._closed:
