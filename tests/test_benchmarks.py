@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import balance
 import exchange
 import harness
+import host_work
 import overlap
 import overlap_workload
 import peers
@@ -159,6 +160,17 @@ def test_overlap_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert figures["ours_bytes"] == pytest.approx(figures["dedup_bytes"], rel=0.2)
     assert 0 < figures["collision_rate"] < 1 and figures["ours_mispredicted_lookups"] == 0
     assert {"reduction_vs_plain", "reduction_vs_dedup", "step_over_dedup"} <= figures.keys()
+
+
+@pytest.mark.slow
+def test_host_work_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = tmp_path / "figures.json"
+    size = ["--ranks", "2", "3", "--rows", "5000", "--steps", "4", "--rounds", "1", "--json", str(written)]
+    monkeypatch.setattr(sys, "argv", ["host_work.py", *size])
+    host_work.main()
+    figures = json.loads(written.read_text())["figures"]
+    assert figures.keys() == {f"{name}_{ranks}" for name in ("process_over_plain", "thread_ms") for ranks in (2, 3)}
+    assert all(value > 0 for value in figures.values())
 
 
 def test_collisions_by_hand() -> None:

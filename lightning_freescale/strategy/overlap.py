@@ -58,7 +58,7 @@ class OverlapController:
         self._agreed_modes: dict[str, int] = {}
         self._logged: dict[str, float] | None = None
         for collection in engine.collections.values():
-            collection.observer = timeline
+            collection.observe(timeline)
         for path, reason in engine.plain.items():
             rank_zero_info(f"strategy 'freescale': the exchange of {path!r} is not overlapped with compute: {reason}")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,16 +26,7 @@ from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
 from lightning_freescale.embeddings.overlap.row_exchange import RowExchange
 from lightning_freescale.embeddings.overlap.row_requests import as_output
-
-
-class WaitObserver(Protocol):
-    """The part of a timeline that records waits for rows."""
-
-    def stamp(self) -> Any:
-        """Return a stamp of now."""
-
-    def awaited(self, name: str, arrived: Any) -> AbstractContextManager[None]:
-        """Record the block as a wait for others, by a rank which had done its part at ``arrived``."""
+from lightning_freescale.embeddings.overlap.transport import ExchangeObserver
 
 
 class OverlappedCollection:
@@ -57,7 +48,6 @@ class OverlappedCollection:
         group: process group of this collection alone.
         statistics: totals since it was made.
         plain: whether it has fallen back to plain TorchRec.
-        observer: told when training waits for rows.
         lookup: what the model has looked up in this step; None before and after it.
     """
 
@@ -73,7 +63,6 @@ class OverlappedCollection:
         self.path, self.module, self.group = collection.path, module, group
         self.statistics = ExchangeStatistics()
         self.plain = False
-        self.observer: WaitObserver | None = None
         self.lookup: Lookup | None = None
         # a thread and a group per collection: all that happens to its rows happens there
         self._worker = ExchangeWorker(collection.path, local.layout.device)
@@ -97,11 +86,16 @@ class OverlappedCollection:
         self._prefetch_job: Future[Any] | None = None
         self._update_job: Future[Any] | None = None
         self._arrived: Any = None
+        self._observer: ExchangeObserver | None = None
         self._write_counts: list[int] | None = None
         self._torchrec_forward = module.forward
         module.forward = self.forward
         self._state_dict_hook = module.register_state_dict_pre_hook(lambda *_: self.drain())
         module.freescale_sharding.checks.ids = False  # wrong ids are an error on every rank, which the ranks tell each other
+
+    def observe(self, observer: ExchangeObserver) -> None:
+        """Tell ``observer`` of every exchange, and when training waits for rows."""
+        self._observer = self._exchange.transport.observer = observer
 
     # -- a step
 
@@ -175,11 +169,12 @@ class OverlappedCollection:
         ids = 0 if self.lookup is None else self.lookup.features.values().numel()
         if ids and self._moves_without_gradient and not self._current.gradient_sent and self._late_gradient is None:
             errors.no_gradient(self.path)
+        self._in_step = False
         if self.plain:
             self._end_last_step()
         elif not self._current.gradient_sent:
             self._send_gradient(self._current, None, self._following)
-        self._in_step, self._late_gradient, self.lookup = False, None, None
+        self._late_gradient, self.lookup = None, None
 
     # -- between steps
 
@@ -229,7 +224,16 @@ class OverlappedCollection:
             looked_up = None if self.lookup is None else self.lookup.features
             predicted = self.lookup is not None and bool(self.lookup.predicted)
             previous, self._previous = self._previous, None
-            given = (self._following, self._current, previous, looked_up, predicted, state, self._next_ids, self._agreed())
+            given = (
+                self._following,
+                self._current,
+                previous,
+                looked_up,
+                predicted,
+                state,
+                self._next_ids,
+                self._mode_to_tell(),
+            )
             self._announce_job = self._update_job = self._worker.submit(self._exchange.announce, *given)
         return self._announce_job
 
@@ -240,7 +244,7 @@ class OverlappedCollection:
         self._announce(final=True)
         features, state, self._prefetched = self._next_ids, self._state_of_next_ids(final=True), True
         self._following.snapshot = None if features is None else KJTSnapshot(features)
-        job = (self._exchange.prefetch, self._following, self._current, state, features, self._agreed())
+        job = (self._exchange.prefetch, self._following, self._current, state, features, self._mode_to_tell())
         self._prefetch_job, self._next_ids = self._worker.submit(*job), None
 
     def _state_of_next_ids(self, final: bool) -> NextIds:
@@ -250,14 +254,14 @@ class OverlappedCollection:
             return NextIds.REQUESTED
         return NextIds.UNKNOWN if final else NextIds.LATER
 
-    def _agreed(self) -> int:
+    def _mode_to_tell(self) -> int:
         mispredicted = self.lookup is not None and self.lookup.predicted is False
         return self._mode.if_mispredicted if mispredicted else self._mode.mode
 
     def _send_gradient(self, batch: PipelinedBatch, gradient: Tensor | None, following: PipelinedBatch) -> None:
         self._prefetch()
         batch.gradient_sent = True
-        self._arrived = None if self.observer is None else self.observer.stamp()
+        self._arrived = None if self._observer is None else self._observer.stamp()
         following.ready = self._worker.submit(self._exchange.exchange_colliding, batch, following, gradient)
         self._previous = batch
 
@@ -271,7 +275,7 @@ class OverlappedCollection:
 
     def _observed_wait(self) -> AbstractContextManager[None]:
         arrived, self._arrived = self._arrived, None
-        return nullcontext() if self.observer is None else self.observer.awaited("embedding rows", arrived)
+        return nullcontext() if self._observer is None else self._observer.awaited("embedding rows", arrived)
 
     # -- falling back to TorchRec
 

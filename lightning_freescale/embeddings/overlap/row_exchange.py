@@ -45,6 +45,10 @@ class RowExchange:
         group: process group of this collection alone.
         dedup: request each row once per rank and batch.
         statistics: what to count in.
+
+    Attributes:
+        transport: of its messages.
+        accumulator: gradients kept for a later optimizer step.
     """
 
     def __init__(
@@ -52,12 +56,12 @@ class RowExchange:
     ) -> None:
         self.local, self.statistics = local, statistics
         self.accumulator = GradientAccumulator()
-        self._transport = Transport(group, local.dim, local.layout.device, statistics)
-        self._rank, self._device = self._transport.rank, self._transport.device
+        self.transport = Transport(group, local.dim, local.layout.device, statistics)
+        self._rank, self._device = self.transport.rank, self.transport.device
         self._handshake = LookupHandshake(path, group, local.layout, dedup)
         nothing = self._no_rows = self._handshake.no_rows
         self._no_incoming = IncomingRows(nothing.order, nothing.sizes, nothing.slots)
-        self._ids = IdExchange(self._transport, nothing.slots.shape[1])
+        self._ids = IdExchange(self.transport, nothing.slots.shape[1])
         self._messages = self._batches = 0
         # the number of the last batch that asked for each row: two batches are compared without sorting, and nothing is reset
         self._last_batch = torch.zeros(local.count, dtype=torch.int32, device=self._device)
@@ -69,7 +73,7 @@ class RowExchange:
     def new_batch(self) -> PipelinedBatch:
         """Return the state of a batch that nothing is known of."""
         self._batches += 1
-        rows = self._transport.rows(0)
+        rows = self.transport.rows(0)
         return PipelinedBatch(self._batches, self._no_rows, self._no_incoming, rows, self._no_rows.inverse)
 
     # -- the jobs of a step
@@ -145,12 +149,12 @@ class RowExchange:
         if urgent is None or awaited is None:
             return
         first = current.gradient.index_select(0, urgent.requested.index)
-        gradients = self._transport.exchange_rows(first, urgent.requested.sizes, urgent.incoming.sizes)
+        gradients = self.transport.exchange_rows(first, urgent.requested.sizes, urgent.incoming.sizes)
         kept = self.accumulator.rows
         due = self._last_batch[kept[0]] == following.number if kept else None
         self._update(current, urgent, gradients, due)
         values = self.local.read(following.incoming.rows.index_select(0, awaited.incoming.index))
-        last = self._transport.exchange_rows(values, awaited.incoming.sizes, awaited.requested.sizes)
+        last = self.transport.exchange_rows(values, awaited.incoming.sizes, awaited.requested.sizes)
         following.rows[following.late_place : following.late_place + last.shape[0]] = last
 
     # -- between steps
@@ -182,7 +186,7 @@ class RowExchange:
         most, updates = max(sent.request.sizes), int(current.updates)
         head = Head(self._messages, sent.state, lookup, 0, most, 0, sent.digest, current.digest, updates, sent.mode)
         given = previous.patient or self._all_of(previous)
-        gradients = self._transport.rows(0) if previous.gradient is None else previous.gradient
+        gradients = self.transport.rows(0) if previous.gradient is None else previous.gradient
         heads, incoming, came = self._ids.exchange(sent, head, other_ids or self._no_rows.sizes, given, gradients)
         previous.gradient = None
         if previous.updates:
@@ -207,7 +211,7 @@ class RowExchange:
         """Serve the ranks whose model has looked up others than were submitted, before rows are compared with this batch."""
         asks = [head.lookup == LookedUp.OTHERS for head in self._heads]
         new = self._ids.exchange_other(request, self._heads, asks)
-        values = self._transport.exchange_rows(self.local.read(new.rows), new.sizes, request.sizes)
+        values = self.transport.exchange_rows(self.local.read(new.rows), new.sizes, request.sizes)
         if asks[self._rank]:
             current.request, current.rows, current.places = request, values, request.inverse
         current.incoming = current.incoming.replaced(new, asks)
@@ -226,13 +230,13 @@ class RowExchange:
 
     def _send_rows(self, following: PipelinedBatch, current: PipelinedBatch, awaited: Tensor, urgent: Tensor) -> None:
         """Exchange which rows collide, and the values of those that do not: ``[flags of following, of current | rows]``."""
-        dim, none = self._transport.dim, self._no_rows.sizes
+        dim, none = self.transport.dim, self._no_rows.sizes
         asked, here = following.incoming.sizes, current.incoming.sizes if current.updates else none
         late, at_once = RowSubset.split(awaited, asked)
         parts = PartLayout(dim, [a + b for a, b in zip(asked, here)], at_once.sizes)
         source = late.index.new_zeros(parts.length)
         put(source, parts.first_rows, at_once.sizes, following.incoming.rows.index_select(0, at_once.index))
-        message = self.local.read(source) if at_once.index.numel() else self._transport.rows(parts.length)
+        message = self.local.read(source) if at_once.index.numel() else self.transport.rows(parts.length)
         flags, starts = message.view(torch.uint8).view(-1), parts.octets()
         put(flags, starts, asked, awaited.view(torch.uint8))
         if current.updates:
@@ -241,10 +245,10 @@ class RowExchange:
         asks, mine = following.request.sizes, current.request.sizes if current.updates else none
         slots = PartLayout(dim, [a + b for a, b in zip(asks, mine)], asks)
         following.late_place = slots.length  # the rows that come last go behind the slots
-        following.rows = self._transport.rows(slots.length + sum(asks))
-        self._transport.exchange(following.rows[: slots.length], message, parts.sizes, slots.sizes)
-        self._transport.count("ids", 1, [a + b for a, b in zip(asked, here)])
-        self._transport.count("non_colliding", 4 * dim, at_once.sizes)
+        following.rows = self.transport.rows(slots.length + sum(asks))
+        self.transport.exchange(following.rows[: slots.length], message, parts.sizes, slots.sizes)
+        self.transport.count("ids", 1, [a + b for a, b in zip(asked, here)])
+        self.transport.count("non_colliding", 4 * dim, at_once.sizes)
 
         flags, starts = following.rows.view(torch.uint8).view(-1), slots.octets()
         waiting, others = RowSubset.split(take(flags, starts, asks).view(torch.bool), asks)
@@ -270,10 +274,10 @@ class RowExchange:
 
     def _sum_per_row(self, current: PipelinedBatch, gradient: Tensor | None) -> Tensor:
         if gradient is None:
-            return torch.zeros(sum(current.request.sizes), self._transport.dim, device=self._device)
-        self.statistics.count_lookup(current.request, self._rank, self._transport.dim)
+            return torch.zeros(sum(current.request.sizes), self.transport.dim, device=self._device)
+        self.statistics.count_lookup(current.request, self._rank, self.transport.dim)
         sums = current.request.sum_per_row(gradient)
-        return sums.div_(self._transport.ranks) if get_gradient_division() else sums
+        return sums.div_(self.transport.ranks) if get_gradient_division() else sums
 
     def _all_of(self, batch: PipelinedBatch) -> SomeRows:
         sizes = (batch.request.sizes, batch.incoming.sizes)

@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
+
+
+class ExchangeObserver(Protocol):
+    """The part of a timeline that records exchanges, and waits for rows."""
+
+    @property
+    def recording(self) -> bool:
+        """Whether anything is recorded now."""
+
+    def stamp(self) -> Any:
+        """Return a stamp of now."""
+
+    def awaited(self, name: str, arrived: Any) -> AbstractContextManager[None]:
+        """Record the block as a wait for others, by a rank which had done its part at ``arrived``."""
+
+    def background_collective(self, name: str, moved: int) -> AbstractContextManager[None]:
+        """Record the block as a collective of another thread that moves so many bytes."""
 
 
 class Transport:
@@ -19,10 +37,14 @@ class Transport:
         dim: width of a row.
         device: of rows and ids.
         statistics: what to count in.
+
+    Attributes:
+        observer: told of every exchange.
     """
 
     def __init__(self, group: Any, dim: int, device: torch.device, statistics: ExchangeStatistics) -> None:
         self.rank, self.ranks, self.dim, self.device = group.rank(), group.size(), dim, device
+        self.observer: ExchangeObserver | None = None
         self._group, self._statistics = group, statistics
 
     def rows(self, count: int) -> Tensor:
@@ -32,7 +54,8 @@ class Transport:
     def exchange(self, received: Tensor, message: Tensor, gives: list[int], gets: list[int], exact: bool = False) -> None:
         """Send ``gives[rank]`` floats of the message to each rank, and take ``gets[rank]`` from it, or fewer. Collective."""
         began = time.perf_counter()
-        self._group.exchange(received.view(-1), message.view(-1), gets, gives, exact=exact)
+        with self._recorded(gives, gets if exact else gives):
+            self._group.exchange(received.view(-1), message.view(-1), gets, gives, exact=exact)
         self._statistics.count(transfer_s=time.perf_counter() - began)
 
     def exchange_rows(self, values: Tensor, gives: list[int], gets: list[int]) -> Tensor:
@@ -52,3 +75,9 @@ class Transport:
     def count(self, kind: str, width: int, gives: list[int]) -> None:
         """Count the bytes of what goes to other ranks: ``gives[rank]`` times ``width`` to each."""
         self._statistics.count(**{f"{kind}_bytes": width * (sum(gives) - gives[self.rank])})
+
+    def _recorded(self, gives: list[int], gets: list[int]) -> AbstractContextManager[None]:
+        if self.observer is None or not self.observer.recording:
+            return nullcontext()
+        moved = max(sum(sizes) - sizes[self.rank] for sizes in (gives, gets))
+        return self.observer.background_collective("embedding exchange", 4 * moved)
