@@ -116,15 +116,20 @@ class FinishedWork(CoalescedWork):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the Work, and finish it once."""
         super().wait(timeout)
-        with self._once:
-            finish, self._finish = self._finish, None
-            if finish is not None:
-                finish()
+        self._finish_once()
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the finished tensors."""
-        return self._works[0].get_future().then(lambda _: self.wait() and self._results)
+        # gloo calls back before it says that the Work is done: to wait for it there would be to wait for oneself
+        return self._works[0].get_future().then(lambda _: self._finish_once())
+
+    def _finish_once(self) -> list[Tensor]:
+        with self._once:
+            finish, self._finish = self._finish, None
+            if finish is not None:
+                finish()
+        return self._results
 
 
 def divide_to_whole(tensor: Tensor, ranks: int) -> None:
