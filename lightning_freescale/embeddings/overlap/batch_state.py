@@ -44,9 +44,9 @@ class PipelinedBatch:
         number: later batches have higher ones.
         request: the rows this rank needs.
         incoming: the rows this rank gives as an owner.
-        rows: values of the rows as they arrived, and more; shape ``[places, dim]``.
+        rows: the slots that the rows came in, shape ``[places, dim]``.
         places: where in ``rows`` the row of each id is, shape ``[ids]``.
-        late_place: where in ``rows`` those begin that come after the backward of the batch before.
+        late_places: where in ``rows`` those belong that come after the backward of the batch before.
         rates: learning rate per kernel for its update.
         step: updates done before its own.
         updates: whether an optimizer step follows it; else its gradients are kept for the next one.
@@ -71,7 +71,7 @@ class PipelinedBatch:
     incoming: IncomingRows
     rows: Tensor
     places: Tensor
-    late_place: int = 0
+    late_places: Tensor | None = None
     rates: Sequence[float | None] = ()
     step: int = 0
     updates: bool = True

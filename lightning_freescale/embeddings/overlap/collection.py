@@ -166,8 +166,8 @@ class OverlappedCollection:
         """Hand over, after backward, what backward has not, so that no rank waits for this one."""
         if not self._in_step:
             return
-        ids = 0 if self.lookup is None else self.lookup.features.values().numel()
-        if ids and self._moves_without_gradient and not self._current.gradient_sent and self._late_gradient is None:
+        rows = sum(self._current.request.sizes) if self._current.looked_up else 0  # its job was waited for in the lookup
+        if rows and self._moves_without_gradient and not self._current.gradient_sent and self._late_gradient is None:
             errors.no_gradient(self.path)
         self._in_step = False
         if self.plain:

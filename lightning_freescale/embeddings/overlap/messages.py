@@ -17,27 +17,28 @@ _FEW_RANKS = 32
 """Up to here a slice per rank costs less than an index of all numbers."""
 
 
+def ranges(starts: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor:
+    """Return ``counts[k]`` numbers from ``starts[k]`` on, one range after the other."""
+    before = [*accumulate(counts, initial=0)]
+    shifts = torch.tensor([start - done for start, done in zip(starts, before)], device=device)
+    shifts = torch.repeat_interleave(shifts, torch.tensor(counts, device=device), output_size=before[-1])
+    return shifts + torch.arange(before[-1], device=device)
+
+
 def take(source: Tensor, starts: Sequence[int], counts: Sequence[int]) -> Tensor:
     """Return ``counts[k]`` elements of ``source`` from ``starts[k]`` on, one range after the other."""
     if len(counts) > _FEW_RANKS:
-        return source[_ranges(starts, counts, source.device)]
+        return source[ranges(starts, counts, source.device)]
     return torch.cat([source[start : start + count] for start, count in zip(starts, counts)])
 
 
 def put(target: Tensor, starts: Sequence[int], counts: list[int], values: Tensor) -> None:
     """Write ``values`` to where :func:`take` would read them."""
     if len(counts) > _FEW_RANKS:
-        target[_ranges(starts, counts, target.device)] = values
+        target[ranges(starts, counts, target.device)] = values
         return
     for start, count, part in zip(starts, counts, values.split_with_sizes(counts)):
         target[start : start + count] = part
-
-
-def _ranges(starts: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor:
-    before = [*accumulate(counts, initial=0)]
-    shifts = torch.tensor([start - done for start, done in zip(starts, before)], device=device)
-    shifts = torch.repeat_interleave(shifts, torch.tensor(counts, device=device), output_size=before[-1])
-    return shifts + torch.arange(before[-1], device=device)
 
 
 class PartLayout:

@@ -18,7 +18,6 @@ next ids when it needs the current ones sends them in a message of their own; th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -30,7 +29,7 @@ from lightning_freescale.embeddings.overlap.batch_state import GradientAccumulat
 from lightning_freescale.embeddings.overlap.handshake import Head, IdsToSend, LookedUp, LookupHandshake, NextIds
 from lightning_freescale.embeddings.overlap.id_exchange import IdExchange
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
-from lightning_freescale.embeddings.overlap.messages import PartLayout, put, take
+from lightning_freescale.embeddings.overlap.messages import PartLayout, put, ranges, take
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
 from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest, RowSubset
 from lightning_freescale.embeddings.overlap.transport import Transport
@@ -60,7 +59,7 @@ class RowExchange:
         self._rank, self._device = self.transport.rank, self.transport.device
         self._handshake = LookupHandshake(path, group, local.layout, dedup)
         nothing = self._no_rows = self._handshake.no_rows
-        self._no_incoming = IncomingRows(nothing.order, nothing.sizes, nothing.slots)
+        self._no_incoming = IncomingRows(nothing.rows.long(), nothing.sizes, nothing.slots)
         self._ids = IdExchange(self.transport, nothing.slots.shape[1])
         self._messages = self._batches = 0
         # the number of the last batch that asked for each row: two batches are compared without sorting, and nothing is reset
@@ -155,7 +154,7 @@ class RowExchange:
         self._update(current, urgent, gradients, due)
         values = self.local.read(following.incoming.rows.index_select(0, awaited.incoming.index))
         last = self.transport.exchange_rows(values, awaited.incoming.sizes, awaited.requested.sizes)
-        following.rows[following.late_place : following.late_place + last.shape[0]] = last
+        following.rows[following.late_places] = last
 
     # -- between steps
 
@@ -244,31 +243,25 @@ class RowExchange:
 
         asks, mine = following.request.sizes, current.request.sizes if current.updates else none
         slots = PartLayout(dim, [a + b for a, b in zip(asks, mine)], asks)
-        following.late_place = slots.length  # the rows that come last go behind the slots
-        following.rows = self.transport.rows(slots.length + sum(asks))
-        self.transport.exchange(following.rows[: slots.length], message, parts.sizes, slots.sizes)
+        following.rows = self.transport.rows(slots.length)
+        self.transport.exchange(following.rows, message, parts.sizes, slots.sizes)
         self.transport.count("ids", 1, [a + b for a, b in zip(asked, here)])
         self.transport.count("non_colliding", 4 * dim, at_once.sizes)
 
         flags, starts = following.rows.view(torch.uint8).view(-1), slots.octets()
         waiting, others = RowSubset.split(take(flags, starts, asks).view(torch.bool), asks)
-        following.places = self._places(slots, waiting, others).index_select(0, following.request.inverse)
+        # a slot has room for all rows of its owner: those that come last go behind the others
+        ends = [first + count for first, count in zip(slots.first_rows, others.sizes)]
+        following.late_places = ranges(ends, waiting.sizes, self._device)
+        places = waiting.index.new_empty(sum(asks), dtype=torch.int32)
+        places[waiting.index] = following.late_places.int()
+        places[others.index] = ranges(slots.first_rows, others.sizes, self._device).int()
+        following.places = places.index_select(0, following.request.inverse)
         following.awaited = SomeRows(waiting, late)
         if current.updates:
             shared = take(flags, [start + size for start, size in zip(starts, asks)], mine).view(torch.bool)
             pairs = zip(RowSubset.split(shared, mine), RowSubset.split(urgent, here))
             current.urgent, current.patient = (SomeRows(*pair) for pair in pairs)
-
-    def _places(self, slots: PartLayout, waiting: RowSubset, others: RowSubset) -> Tensor:
-        """Return where each requested row is, shape ``[rows]``: in its owner's slot, or behind all slots."""
-        late, there = waiting.index.numel(), others.index.numel()
-        places = waiting.index.new_empty(late + there)
-        places[waiting.index] = torch.arange(slots.length, slots.length + late, device=self._device)
-        shifts = [first - before for first, before in zip(slots.first_rows, accumulate(others.sizes, initial=0))]
-        of_rank = (torch.tensor(each, device=self._device) for each in (shifts, others.sizes))
-        in_slot = torch.repeat_interleave(*of_rank, output_size=there)
-        places[others.index] = in_slot + torch.arange(there, device=self._device)
-        return places
 
     # -- gradients
 

@@ -23,8 +23,10 @@ class RowRequest:
 
     With dedup each row is there once; without, once per id, by owner, feature and place in the batch.
 
+    All numbers are of 32 bits, as they are held until backward.
+
     Attributes:
-        rows: row number on its owner, int32 of shape ``[rows]``.
+        rows: row number on its owner, shape ``[rows]``.
         sizes: rows per owner.
         ids: ids of the batch per owner.
         slots: without dedup and with several features, rows per owner and feature, shape ``[ranks, features]``, on the host;
@@ -71,16 +73,16 @@ class RowRequest:
             slots, owned = counts.cpu() if slots.shape[1] else slots, counts.sum(dim=1)
             of_ids = owned
         rows = ordered - torch.repeat_interleave(layout.starts[:-1], owned, output_size=len(ordered))
-        inverse = torch.empty_like(order)
-        inverse[order] = places
+        inverse = torch.empty_like(order, dtype=torch.int32)
+        inverse[order] = places.int()
         sizes, id_sizes = torch.stack([owned, of_ids]).tolist()  # on CUDA the host waits here
-        return cls(rows.int(), sizes, id_sizes, slots, order, first, inverse)
+        return cls(rows.int(), sizes, id_sizes, slots, order.int(), first.int(), inverse)
 
     @classmethod
     def empty(cls, layout: RowLayout, dedup: bool) -> RowRequest:
         """Return a request for no rows."""
-        nothing = layout.starts.new_empty(0)
-        return cls(nothing.int(), [0] * layout.ranks, [0] * layout.ranks, _no_slots(layout, dedup), nothing, nothing, nothing)
+        nothing = torch.empty(0, dtype=torch.int32, device=layout.device)
+        return cls(nothing, [0] * layout.ranks, [0] * layout.ranks, _no_slots(layout, dedup), nothing, nothing, nothing)
 
     def sum_per_row(self, gradient: Tensor) -> Tensor:
         """Add the gradients of all ids of a row up, in the order of the batch: ``[ids, dim]`` to ``[rows, dim]``."""
