@@ -64,7 +64,7 @@ class RowExchange:
         self._messages = self._batches = 0
         # the number of the last batch that asked for each row: two batches are compared without sorting, and nothing is reset
         self._last_batch = torch.zeros(local.count, dtype=torch.int32, device=self._device)
-        self._window_start = 0
+        self._window_start = 1  # rows that no batch has asked for have 0
         self._heads: list[Head] = []
         self._nothing = self.new_batch()
         self._nothing.updates = False  # nor brings it about that of the kept gradients

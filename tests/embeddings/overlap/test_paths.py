@@ -72,6 +72,21 @@ def test_ids_that_are_late_wrong_or_unknown(ranks: int) -> None:
         assert sum(runs["mixed"].statistics[name] for runs in results) > 4 * ranks, name
 
 
+def _in_turns() -> dict[str, float]:
+    """A batch shares no row with the one before, and many with the one before that."""
+    data = batches(dist.get_rank(), 12)
+    for step, batch in enumerate(data):
+        for name, rows in (("ids", 20), ("tags", 1)):
+            old = batch[name]
+            batch[name] = KeyedJaggedTensor(old.keys(), old.values() % rows * 2 + step % 2, lengths=old.lengths())
+    return train_overlapped(HOW, data).statistics
+
+
+def test_only_the_rows_of_the_batch_before_collide() -> None:
+    for statistics in run_distributed(_in_turns, 2):
+        assert statistics["colliding_incoming_rows"] == 0 < statistics["incoming_rows"]
+
+
 def _schedule(step: int) -> float:
     return 0.3 / (1 + step)
 
