@@ -14,6 +14,7 @@ from torch import Tensor
 
 _FAILURE_KEY = "failure"
 _UNUSED_TAG = 2**31 - 2
+_MAY_KNOW_BETTER = timedelta(seconds=0.5)
 
 
 class GlooP2P:
@@ -49,7 +50,8 @@ class GlooP2P:
         """Wait for a message to or from ``peer``.
 
         Raises:
-            DistBackendError: the peer is gone, or shows no progress within the timeout.
+            DistBackendError: the peer is gone, or shows no progress within the timeout. That it is gone is known at once, or,
+                if a message was cut in the middle, after the timeout: gloo does not end the wait for such a message.
         """
         self._call_naming_peer(peer, lambda: work.wait(timeout), timeout)
 
@@ -87,11 +89,32 @@ class GlooP2P:
 
     def explain(self, text: str, peer: int, timeout: timedelta) -> str:
         """Name the peer whose message failed with gloo's text; or the reason that the rank which gave up first has left."""
-        with suppress(RuntimeError):
-            if self._store.check([_FAILURE_KEY]):
-                return self._store.get(_FAILURE_KEY).decode()
-        if "Timed out" in text:
-            return f"rank {self.ranks[peer]} did not come within the timeout of {timeout.total_seconds():g} s"
+        if "Timed out" in text and not (text := self._why_closed_before(peer)):
+            # the peer may wait in vain itself, and know for whom
+            late = f"rank {self.ranks[peer]} did not come within the timeout of {timeout.total_seconds():g} s"
+            return self._first_failure(_MAY_KNOW_BETTER) or late
+        if known := self._first_failure():
+            return known
         without_advice = text.splitlines()[0].split(". This is typically")[0]
         without_place = re.sub(r"^\[.*?\] ", "", without_advice)  # in gloo's source
         return f"rank {self.ranks[peer]} is gone: {without_place}"
+
+    def _first_failure(self, wait: timedelta = timedelta(0)) -> str:
+        """Return why the first rank gave up; empty if none has."""
+        with suppress(RuntimeError):  # the store may have died with its rank
+            if wait:
+                self._store.wait([_FAILURE_KEY], wait)
+            if self._store.check([_FAILURE_KEY]):
+                return self._store.get(_FAILURE_KEY).decode()
+        return ""
+
+    def _why_closed_before(self, peer: int) -> str:
+        """Return why the connection was closed before a timeout closed all; empty if it was not."""
+        with suppress(RuntimeError):
+            gloo = self.open()
+            try:
+                gloo.send([torch.empty(0)], peer, _UNUSED_TAG)
+            except RuntimeError as error:
+                if "Application timeout" not in str(error):
+                    return str(error)
+        return ""

@@ -63,7 +63,7 @@ def test_a_part_longer_than_its_slot_is_an_error_that_names_the_sender(size: int
 
 def _kill(victim: int, part: int) -> list[Outcome]:
     with nothing_left():
-        group = make_group(chunk_bytes=CHUNK)
+        group = make_group(chunk_bytes=CHUNK, timeout=10.0)  # gloo tells who waits for a message that was cut no sooner
         _exchange(group)
         if dist.get_rank() == victim:
             if part == SHORT:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ Survivors = Callable[..., dict[int, Any]]
 LARGE = 2_000_000
 """Rows; hundreds of chunks of the size below."""
 CHUNK = 16 * 1024
+CUT = 10.0
+"""Seconds: the timeout where a message may be cut in the middle, as gloo tells who waits for it no sooner."""
 
 
 def _all_to_all(group: Any, async_op: bool, sent: list[int], received: list[int]) -> Any:
@@ -131,7 +134,7 @@ def _after_chunks(act: Callable[[], Any], chunks: int = 5) -> None:
 def _dies_within(victim: int, async_op: bool, die: Callable[[], Any], last: Callable[[], Any] = bool) -> list[Outcome]:
     rank, n = dist.get_rank(), dist.get_world_size()
     with nothing_left():
-        group = make_group(chunk_bytes=CHUNK)
+        group = make_group(chunk_bytes=CHUNK, timeout=CUT)
         assert everyone_sends(group)
         if rank == victim:
             _after_chunks(die)
@@ -151,6 +154,24 @@ def test_a_rank_killed_within_a_large_transfer_is_an_error_for_all_others(
     alive = survivors(_dies_within, size, victim, async_op, lambda: os.kill(os.getpid(), signal.SIGKILL))
     assert set(alive) == set(range(size)) - {victim}
     _assert_gone(list(alive.values()), victim)
+
+
+def _dies_with_a_message_half_sent() -> list[Outcome]:
+    group, message = make_group(timeout=3.0), torch.ones(200_000_000, dtype=torch.uint8)
+    p2p, tag = group._executor._p2p, 1001
+    assert everyone_sends(group)
+    if dist.get_rank() == 1:
+        work = p2p.send(message, 0, tag)
+        os.kill(os.getpid(), signal.SIGKILL)
+        del work
+    seen = outcome(lambda: p2p.wait(p2p.receive(message, 1, tag), 1, timedelta(seconds=3.0)))
+    dist.destroy_process_group(group)
+    return [seen]
+
+
+def test_a_rank_killed_with_a_message_half_sent_is_gone_not_late(survivors: Survivors) -> None:
+    (seen,) = survivors(_dies_with_a_message_half_sent, 2)[0]
+    assert seen.kind == "DistBackendError" and seen.text.startswith("rank 1 is gone") and seen.seconds < SOON
 
 
 def _raises(async_op: bool) -> list[Outcome]:
