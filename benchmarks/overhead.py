@@ -1,10 +1,12 @@
 """What strategy "freescale" costs where there is no bubble to remove, against a hand-written TorchRec + DDP loop.
 
-All train the reference model on the same batches of equal lengths, on two gloo ranks, in alternating rounds of one run: by
-hand, freescale without overlap, freescale, by hand. A round's figure is its median step; the overhead is freescale over the
-mean of the two by hand, the floor one of these over the other, both as medians over the rounds. Wall time carries the
-machine's other load; CPU time of the process hardly does, and counts what the strategy adds. A rank has one core here, which
-its own compute fills: what the overlap engine's thread does is not hidden, as it is beside a device.
+All train the reference model on the same batches, on two gloo ranks, in alternating rounds of one run: by hand, freescale
+without overlap, freescale (these two change places every round), by hand. A round's figure is its median step; the overhead is
+freescale over the mean of the two by hand, the floor one of these over the other, both as medians over the rounds. Wall time
+carries the machine's other load; CPU time of the process hardly does, and counts what the strategy adds. A rank has one core
+here, which its own compute fills: what the overlap engine's thread does is not hidden, as it is beside a device.
+
+Histories are all of one length, or differ, and then the samples of a step are assigned so that both ranks finish together.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,20 +27,27 @@ import lightning as L
 import numpy as np
 import torch
 import torch.distributed as dist
-from hstu import HSTURecommender, item_ids
+from demo import COLUMNS, COST, RATINGS
+from hstu import CollateWithNegatives, HSTURecommender
 from torch import nn
 from torch.utils.data import DataLoader
-from torchrec import KeyedJaggedTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from lightning_freescale import FreeScaleStrategy
+from lightning_freescale.balance import assign
+from lightning_freescale.data import Histories, HistoryDataset, read_interactions
 from lightning_freescale.testing import run_distributed
 
-ITEMS, LENGTH, RANKS, WARMUP = 10_000, 200, 2, 3
-NEGATIVES = 512
+ITEMS, RANKS, WARMUP = 10_000, 2, 3
+TRAIN_TAKES_OFF = 3
+LENGTHS: dict[str, Callable[[np.random.Generator, int], Any]] = {
+    "equal": lambda draw, count: np.full(count, 200),
+    "short": lambda draw, count: draw.integers(3, 51, count),
+    "heavy-tail": lambda draw, count: np.clip(draw.lognormal(4, 1.2, count), 3, 2000).astype(int),
+}
 
 
 def main() -> None:
@@ -45,6 +55,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--samples", type=int, default=16, help="histories per rank and step")
+    parser.add_argument("--histories", choices=[*LENGTHS, "movielens"], default="equal")
     options = parser.parse_args()
     rounds = np.array(run_distributed(_rounds, RANKS, options, timeout=1200)[0])  # [rounds, variants, wall and CPU]
     figures = {}
@@ -61,25 +72,46 @@ def main() -> None:
             }
             label = name.replace("_", " ")
             print(f"  freescale {label} {middle:+.1%} (half of the rounds within {low:+.1%} to {high:+.1%})")
+        low, middle, high = np.quantile(overlapped / plain - 1, [0.25, 0.5, 0.75])
+        figures |= {f"{clock}_overlap": float(middle), f"{clock}_overlap_low": float(low), f"{clock}_overlap_high": float(high)}
+        print(f"  with overlap over without {middle:+.1%} (half of the rounds within {low:+.1%} to {high:+.1%})")
     harness.finish(figures, options)
 
 
 def _rounds(options: Any) -> list[tuple[Any, ...]]:
     for name in ("lightning.pytorch", "lightning.fabric"):
         __import__("logging").getLogger(name).setLevel("ERROR")
-    batches = [_batch(step, options.samples) for step in range(options.steps + WARMUP)]
-    ways = (_by_hand, partial(_with_freescale, overlap=False), partial(_with_freescale, overlap=True), _by_hand)
-    return [tuple(way(batches) for way in ways) for _ in range(options.rounds)]
+    items, batches = _batches(options)
+    ways = [partial(_with_freescale, overlap=False), partial(_with_freescale, overlap=True)]
+    rounds = []
+    for number in range(options.rounds):
+        first = _by_hand(items, batches)
+        between = [way(items, batches) for way in (ways if number % 2 == 0 else reversed(ways))]
+        rounds.append((first, *(between if number % 2 == 0 else reversed(between)), _by_hand(items, batches)))
+    return rounds
 
 
-def _batch(step: int, samples: int) -> dict[str, Any]:
-    draw = torch.Generator().manual_seed(step * RANKS + dist.get_rank())
-    items = torch.randint(0, ITEMS, (samples * LENGTH,), generator=draw)
-    lengths = torch.full((samples,), LENGTH, dtype=torch.int32)
-    times = torch.arange(LENGTH).repeat(samples) * 3600
-    features = KeyedJaggedTensor(keys=["item"], values=items, lengths=lengths)
-    target, negative = items.roll(-1), torch.randint(0, ITEMS, (NEGATIVES,), generator=draw)
-    return {"features": features, "time": times, "target": target, "ids": item_ids(items, lengths, target, negative)}
+def _batches(options: Any) -> tuple[int, list[dict[str, Any]]]:
+    """Return the number of items, and this rank's batches."""
+    draw, steps = np.random.default_rng(0), options.steps + WARMUP
+    samples = steps * RANKS * options.samples
+    if options.histories == "movielens":
+        histories = read_interactions(RATINGS, **COLUMNS)
+    else:
+        histories = _draw_histories(draw, LENGTHS[options.histories](draw, samples))
+    dataset = HistoryDataset(histories, np.arange(len(histories.lengths)), "train")
+    collate, batches = CollateWithNegatives(histories.num_items), []
+    for users in np.resize(draw.permutation(len(dataset)), (steps, RANKS * options.samples)):
+        mine = users[assign(COST(dataset.lengths[users]), RANKS).rank_of_sample == dist.get_rank()]
+        batches.append(collate([dataset[user] for user in mine]))
+    return histories.num_items, batches
+
+
+def _draw_histories(draw: np.random.Generator, lengths: Any) -> Histories:
+    """Histories whose training samples have these lengths, of items of which few are popular."""
+    offsets = np.append(0, np.cumsum(lengths + TRAIN_TAKES_OFF))
+    items = (ITEMS * draw.random(offsets[-1]) ** 3).astype(int)
+    return Histories(items, np.arange(offsets[-1]) * 3600, offsets, np.arange(len(lengths)), np.arange(ITEMS))
 
 
 class _Step(nn.Module):
@@ -94,9 +126,9 @@ class _Step(nn.Module):
         return self.model.training_step(batch, 0)
 
 
-def _by_hand(batches: list[Any]) -> list[float]:
+def _by_hand(items: int, batches: list[Any]) -> list[float]:
     torch.manual_seed(0)
-    step, sharder = _Step(HSTURecommender(ITEMS)), EmbeddingCollectionSharder()
+    step, sharder = _Step(HSTURecommender(items)), EmbeddingCollectionSharder()
     plan = construct_module_sharding_plan(
         step.model.items,
         {"item": row_wise(compute_kernel="fused")},
@@ -141,7 +173,7 @@ class _Times(L.Callback):
         self.ends.append(_now())
 
 
-def _with_freescale(batches: list[Any], overlap: bool) -> list[float]:
+def _with_freescale(items: int, batches: list[Any], overlap: bool) -> list[float]:
     torch.manual_seed(0)
     times = _Times()
     trainer = L.Trainer(
@@ -157,7 +189,7 @@ def _with_freescale(batches: list[Any], overlap: bool) -> list[float]:
         use_distributed_sampler=False,
         limit_val_batches=0,
     )
-    trainer.fit(HSTURecommender(ITEMS), DataLoader(batches, batch_size=None))
+    trainer.fit(HSTURecommender(items), DataLoader(batches, batch_size=None))
     return _median_step(times.ends)
 
 

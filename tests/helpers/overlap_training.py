@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import os
 import threading
+import traceback
 import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 from lightning_freescale import FreeScaleStrategy
 from tests.helpers.recommender import DIM, FEATURES, ITEMS, Recommender, fixed_loader, trainer
 
 Batch = dict[str, Any]
+
+STEPS, EPOCHS = 6, 2
+# lookups that were predicted, not predicted, mispredicted
+TOLD = (STEPS * EPOCHS - EPOCHS, EPOCHS, 0)
+"""All but the first of an epoch: a function tells the ids."""
+KNOWN = (STEPS * EPOCHS - EPOCHS - 1, EPOCHS + 1, 0)
+"""Nor the second one of all: then it has just been learned where they stand."""
+NEVER = (0, STEPS * EPOCHS, 0)
 
 
 @dataclass
@@ -66,6 +76,32 @@ def fit(module: CountingModel, loader: Any, validation: Any = None, ckpt_path: A
     state = fitting._checkpoint_connector.dump_checkpoint(weights_only=False)
     told = [str(one.message) for one in caught]
     return Run(module.losses, state["state_dict"], state["optimizer_states"], module.statistics, told, exchange_threads())
+
+
+def fit_overlapped(make: Callable[[], CountingModel], change: Callable[[Batch], Any], **options: Any) -> Run:
+    """Fit on batches that are changed so, with these options of the strategy."""
+    torch.manual_seed(0)
+    strategy = FreeScaleStrategy(**{"dedup": False, **options})
+    return fit(make(), changed_loader(STEPS, change), max_epochs=EPOCHS, strategy=strategy)
+
+
+def against_plain(make: Callable[[], CountingModel], change: Callable[[Batch], Any], **options: Any) -> tuple[Run, Run]:
+    """Fit with plain TorchRec, and overlapped with these options."""
+    return fit_overlapped(make, change, overlap=False), fit_overlapped(make, change, **options)
+
+
+def error_of(make: Callable[[], CountingModel], change: Callable[[Batch], Any], **options: Any) -> str:
+    """Return the traceback with which such a fit ends."""
+    try:
+        fit_overlapped(make, change, **options)
+    except Exception:
+        return traceback.format_exc()
+    return "nothing"
+
+
+def notices(run: Run) -> list[str]:
+    """Return what was said of lookups that are not overlapped."""
+    return [text for text in run.warnings if "overlapped" in text]
 
 
 def strategies(lookahead: str = "batch") -> list[FreeScaleStrategy]:
@@ -125,6 +161,16 @@ def changed_loader(steps: int, change: Any) -> DataLoader:
     return DataLoader(Changed(my_loader(steps), change), batch_size=None)
 
 
+class Stream(IterableDataset):
+    """This rank's batches; nobody knows how many, so Lightning fetches the first when it makes the loader."""
+
+    def __init__(self) -> None:
+        self.batches = list(my_loader(STEPS))
+
+    def __iter__(self) -> Iterator[Batch]:
+        yield from self.batches
+
+
 @dataclass
 class Record:
     """A batch that is no dict."""
@@ -139,6 +185,11 @@ def as_record(batch: Batch) -> Record:
 
 def as_tuple(batch: Batch) -> tuple[Tensor, list[KeyedJaggedTensor]]:
     return batch["label"], [batch["features"]]
+
+
+def copied(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Make another one of the same ids."""
+    return KeyedJaggedTensor(features.keys(), features.values().clone(), lengths=features.lengths().clone())
 
 
 def as_tensors(batch: Batch) -> Batch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,19 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.testing import run_distributed
 from tests.helpers import overlap_training as training
 from tests.helpers.overlap_training import (
+    EPOCHS,
+    KNOWN,
+    NEVER,
+    STEPS,
     CountingModel,
     Run,
+    Stream,
     as_record,
     as_tensors,
     as_tuple,
@@ -26,26 +31,12 @@ from tests.helpers.overlap_training import (
     changed_loader,
     fit,
     my_loader,
+    notices,
     strategies,
     with_tags,
 )
 
-STEPS, EPOCHS = 6, 2
-# lookups that were predicted, not predicted, mispredicted
-KNOWN = (STEPS * EPOCHS - EPOCHS - 1, EPOCHS + 1, 0)
-"""All but the first step of an epoch, and the second one of all: then it has just been learned how they are known."""
-NEVER = (0, STEPS * EPOCHS, 0)
 UNKNOWN = "cannot be known ahead"
-
-
-class Stream(IterableDataset):
-    """Nobody knows how many batches."""
-
-    def __init__(self) -> None:
-        self.batches = list(my_loader(STEPS))
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from self.batches
 
 
 class DataWithHooks(L.LightningDataModule):
@@ -147,9 +138,9 @@ def test_bitwise(name: str) -> None:
     assert_bitwise(runs)
     for _, overlapped in runs:
         assert overlapped.looked_ahead() == case.ahead
-        told = [text for text in overlapped.warnings if "overlapped" in text]
+        told = notices(overlapped)
         assert len(told) <= 1 and not overlapped.threads
-    told = [text for _, overlapped in runs for text in overlapped.warnings if "overlapped" in text]
+    told = [text for _, overlapped in runs for text in notices(overlapped)]
     assert bool(told) == bool(case.said) and all(case.said in text for text in told)
 
 
