@@ -187,11 +187,6 @@ def as_tuple(batch: Batch) -> tuple[Tensor, list[KeyedJaggedTensor]]:
     return batch["label"], [batch["features"]]
 
 
-def copied(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Make another one of the same ids."""
-    return KeyedJaggedTensor(features.keys(), features.values().clone(), lengths=features.lengths().clone())
-
-
 def as_tensors(batch: Batch) -> Batch:
     return {"ids": batch["features"].values(), "lengths": batch["features"].lengths(), "label": batch["label"]}
 

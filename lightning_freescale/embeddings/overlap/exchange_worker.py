@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torchrec import KeyedJaggedTensor
 
 from lightning_freescale._worker import WorkerThread
 
@@ -38,7 +39,7 @@ class ExchangeWorker(WorkerThread):
         issued = None
         if self._stream is not None:
             for argument in args:
-                if isinstance(argument, Tensor):
+                if isinstance(argument, (Tensor, KeyedJaggedTensor)):
                     argument.record_stream(self._stream)
             issued = torch.cuda.current_stream(self._stream.device).record_event()
         self._last = super().submit(self._run_in_order, issued, job, *args)

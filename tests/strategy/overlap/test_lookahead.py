@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.testing import run_distributed
 from tests.helpers import overlap_training as training
+from tests.helpers.jagged import copy_of
 from tests.helpers.overlap_training import (
     EPOCHS,
     KNOWN,
@@ -23,7 +24,6 @@ from tests.helpers.overlap_training import (
     against_plain,
     as_tensors,
     assert_bitwise,
-    copied,
     error_of,
     fit_overlapped,
     notices,
@@ -117,7 +117,7 @@ class OfLists(training.TwoCollections):
     """Makes both KeyedJaggedTensors in the step."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        made = {"features": copied(batch["features"]), "tags": copied(batch["tags"]), "label": batch["label"]}
+        made = {"features": copy_of(batch["features"]), "tags": copy_of(batch["tags"]), "label": batch["label"]}
         return super().training_step(made, batch_idx)
 
 
