@@ -13,6 +13,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 
 from lightning_freescale.testing import run_distributed
 from tests.helpers import overlap_training as training
+from tests.helpers.jagged import copy_of
 from tests.helpers.overlap_training import (
     EPOCHS,
     KNOWN,
@@ -25,7 +26,6 @@ from tests.helpers.overlap_training import (
     as_tensors,
     assert_bitwise,
     changed_loader,
-    copied,
     error_of,
     fit_overlapped,
     notices,
@@ -137,7 +137,7 @@ class KnownInTheBatch(training.TwoCollections):
     """Makes the ids of one collection in the step; those of the other stand in the batch."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return super().training_step({**batch, "features": copied(batch["features"])}, batch_idx)
+        return super().training_step({**batch, "features": copy_of(batch["features"])}, batch_idx)
 
 
 def only_items(batch: Batch) -> dict[str, KeyedJaggedTensor]:
