@@ -18,7 +18,7 @@ test: setup
 
 # without the tests marked slow: every contract once
 test-fast: setup
-	$(BIN)/python -m pytest -m "not slow" --durations=10
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal --durations=10
 
 lint: setup
 	$(BIN)/ruff check .

@@ -120,6 +120,9 @@ class CollectiveExecutor:
             if self.options.transport != "native":
                 PRIORITY_GATE.lanes[self.options.priority] -= 1
         self.failure = self.failure or "it has been shut down"
+        # the thread ends soon if its peers are there; closed at once, it might wait for a message that was cut
+        self._p2p.refuse_more()
+        self._worker.stop(0.5)
         self._handshake.drop_receives()
         self._eager.drop_receives()
         self._p2p.close_connections()

@@ -32,6 +32,7 @@ class GlooP2P:
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: list[int]) -> None:
         self.rank, self.size, self.ranks = rank, size, ranks
         self._store = store
+        self._ending = False
         self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("p2p", store), rank, size, timeout=timeout)
         self.peers = [(rank + shift) % size for shift in range(1, size)]
         """All other ranks, each rank's in another order, so that not all send to the same at once."""
@@ -62,6 +63,10 @@ class GlooP2P:
                 self._store.compare_set(_FAILURE_KEY, "", f"rank {self.ranks[self.rank]} has given up: {reason}")
         self.close_connections()
 
+    def refuse_more(self) -> None:
+        """Let what has been posted arrive, and raise for all that comes after it."""
+        self._ending = True
+
     def close_connections(self) -> None:
         """Close the connections; whoever waits here or at a peer has an error."""
         gloo, self._gloo = self._gloo, None
@@ -83,7 +88,7 @@ class GlooP2P:
 
     def open(self) -> Any:
         """Return the group itself, whose calls are cheaper and name nobody; RuntimeError if its connections are closed."""
-        if self._gloo is None:
+        if self._gloo is None or self._ending:
             raise RuntimeError("this rank has closed its connections")
         return self._gloo
 
