@@ -1,6 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS = 1
+NUMBERS := $(addprefix tests/,balance checkpoint data embeddings parity strategy/overlap)
 
 .PHONY: setup demo test test-fast lint clean
 
@@ -13,8 +14,10 @@ setup: .venv/.ready
 demo: setup
 	$(BIN)/python examples/demo.py
 
+# what is about numbers on two workers, what is about times alone
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(NUMBERS)
+	$(BIN)/python -m pytest $(NUMBERS:%=--ignore=%)
 
 # without the tests marked slow: every contract once
 test-fast: setup
