@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,19 +35,26 @@ def check_num_embeddings(collections: Sequence[Collection], needed: Mapping[str,
                 )
 
 
-def check_id_range(feature: str, table: Table, ids: Tensor) -> None:
-    """Check that ``table`` has a row for each of a feature's ids; the host waits for the device.
+def check_id_ranges(lookups: Iterable[tuple[str, Table, Tensor]]) -> None:
+    """Check that each feature's table has a row for each of its ids; the host waits for the device, once.
+
+    Args:
+        lookups: feature, table, and ids, integers of any shape.
 
     Raises:
         ValueError: an id has no row; names feature, id and table.
     """
-    if not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < table.rows):
+    given = [lookup for lookup in lookups if lookup[2].numel()]
+    if not given:
         return
-    outside = ids[(ids < 0) | (ids >= table.rows)]
-    raise ValueError(
-        f"feature {feature!r} holds id {outside[0].item()}, but table {table.name!r} has num_embeddings={table.rows}, ids 0 "
-        f"to {table.rows - 1}: remap the ids or enlarge the table"
-    )
+    bounds = torch.stack([bound for *_, ids in given for bound in torch.aminmax(ids)]).tolist()
+    for (feature, table, ids), low, high in zip(given, bounds[::2], bounds[1::2]):
+        if low < 0 or high >= table.rows:
+            outside = ids[(ids < 0) | (ids >= table.rows)]
+            raise ValueError(
+                f"feature {feature!r} holds id {outside[0].item()}, but table {table.name!r} has num_embeddings={table.rows}, "
+                f"ids 0 to {table.rows - 1}: remap the ids or enlarge the table"
+            )
 
 
 class LookupChecks:
@@ -101,9 +108,8 @@ class LookupChecks:
         if features.values().is_cuda:
             torch._assert_async(self.in_range(features).all())
             return
-        for feature in features.keys():  # noqa: SIM118 (a KeyedJaggedTensor is no dict)
-            if feature in self._tables:
-                check_id_range(feature, self._tables[feature], features[feature].values())
+        known = [feature for feature in features.keys() if feature in self._tables]  # noqa: SIM118 (it is no dict)
+        check_id_ranges((feature, self._tables[feature], features[feature].values()) for feature in known)
 
     def in_range(self, features: KeyedJaggedTensor) -> Tensor:
         """Return whether each id has a row, as booleans of shape ``[ids]``, without a copy from device to host."""

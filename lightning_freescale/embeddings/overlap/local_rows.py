@@ -218,8 +218,9 @@ class LocalRows:
         if len(self._tables) == 1:
             return {self._tables[0].index: (rows, gradients)}
         table_of_row = self._table_of(rows)
-        masks = {table.index: table_of_row == table.index for table in self._tables}
-        return {index: (rows[here], gradients[here]) for index, here in masks.items() if here.any()}
+        places = {table.index: (table_of_row == table.index).nonzero().squeeze(1) for table in self._tables}
+        given = [(index, here) for index, here in places.items() if here.numel()]
+        return {index: (rows.index_select(0, here), gradients.index_select(0, here)) for index, here in given}
 
     def _table_of(self, rows: Tensor) -> Tensor:
         # tables without rows here share their first number with the next one: the last of them holds the row

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
-from lightning_freescale.embeddings.id_checks import check_id_range
+from lightning_freescale.embeddings.id_checks import check_id_ranges
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 
 
@@ -190,5 +190,5 @@ def _checked_ids(features: KeyedJaggedTensor, layout: RowLayout) -> list[Tensor]
     for (name, table), ids in zip(layout.features, values):
         if ids.is_floating_point() or ids.dtype == torch.bool:
             raise ValueError(f"feature {name!r} of table {layout.tables[table].name!r} has ids of {ids.dtype}: pass integers")
-        check_id_range(name, layout.tables[table], ids)
+    check_id_ranges((name, layout.tables[table], ids) for (name, table), ids in zip(layout.features, values))
     return [ids.long() for ids in values]

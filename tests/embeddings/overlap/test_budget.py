@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_freescale.comm import process_group
 from lightning_freescale.embeddings.overlap import OverlapEngine
+from lightning_freescale.embeddings.overlap.exchange_worker import ExchangeWorker
 from lightning_freescale.embeddings.overlap.row_exchange import RowExchange
 from lightning_freescale.testing import run_distributed
 from tests.helpers.sequences import OPTIMIZERS, batches, known, sharded
@@ -64,18 +67,31 @@ class Counts:
             self.waits[f"{name}: {argument.__name__}"] += 1
 
 
-def _counted(engine_wanted: bool) -> tuple[Counter[str], Counter[str], Counter[str]]:
+class Launches(TorchDispatchMode):
+    """Counts what would launch a kernel, by thread: neither views nor allocations."""
+
+    def __init__(self, counter: Counter[str]) -> None:
+        super().__init__()
+        self._counter = counter
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aliases = [returned.alias_info for returned in func._schema.returns]
+        view = any(alias is not None and not alias.is_write for alias in aliases)
+        if not view and "empty" not in func.overloadpacket.__name__:
+            self._counter[threading.current_thread().name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _train(engine_wanted: bool) -> Iterator[None]:
+    """Train; yields before the steps that count, and after them."""
     data = [batch for batch in batches(dist.get_rank(), 3 * (STEPS + WARMUP)) if len(batch["tags"].values())]
-    data, counts = data[: STEPS + WARMUP], Counts()
+    data = data[: STEPS + WARMUP]
     with sharded(HOW) as (_, ddp, tables, dense):
-        if engine_wanted:
-            counts.start()  # before the engine's threads begin
         engine = OverlapEngine(tables) if engine_wanted else None
         for step, (batch, following) in enumerate(zip(data, [*data[1:], None])):
             if step == WARMUP:
                 _finish_jobs(engine)
-                counts.clear()
-                counts.start()
+                yield
             if engine is not None:
                 engine.begin_step(known(following))
             dense.zero_grad()
@@ -84,11 +100,41 @@ def _counted(engine_wanted: bool) -> tuple[Counter[str], Counter[str], Counter[s
             if engine is not None:
                 engine.end_backward()
         _finish_jobs(engine)
-        counts.stop()
+        yield
         if engine is not None:
             engine.drain()
             engine.close()
+
+
+def _counted(engine_wanted: bool) -> tuple[Counter[str], Counter[str], Counter[str]]:
+    counts, training = Counts(), _train(engine_wanted)
+    if engine_wanted:
+        counts.start()  # before the engine's threads begin
+    next(training)
+    counts.clear()
+    counts.start()
+    next(training)
+    counts.stop()
+    next(training, None)
     return counts.calls, counts.exchanges, counts.waits
+
+
+def _launched() -> Counter[str]:
+    counter: Counter[str] = Counter()
+    run = ExchangeWorker._run_in_order
+
+    def run_counted(*args: Any) -> Any:
+        with Launches(counter):
+            return run(*args)
+
+    ExchangeWorker._run_in_order = run_counted
+    training = _train(True)
+    next(training)
+    counter.clear()
+    next(training)
+    counted = counter.copy()
+    next(training, None)
+    return counted
 
 
 def _finish_jobs(engine: OverlapEngine | None) -> None:
@@ -105,6 +151,12 @@ def test_a_step_keeps_to_its_budget(ranks: int) -> None:
             assert exchanges[thread] == 4 * (STEPS - 1) + 1, "four exchanges per step"
             assert calls[thread] / STEPS <= 1200, "calls of the engine's thread per step"
         assert not {name: count for name, count in waits.items() if name.startswith("freescale-tags")}, "one table: no wait"
+
+
+def test_a_step_launches_few_kernels() -> None:
+    for launches in run_distributed(_launched, 2):
+        assert launches["freescale-tags"] / STEPS <= 92, "one table"
+        assert launches["freescale-items"] / STEPS <= 158, "two tables, three features"
 
 
 def test_the_training_thread_calls_no_more_than_without_overlap() -> None:
