@@ -27,7 +27,7 @@ import lightning as L
 import numpy as np
 import torch
 import torch.distributed as dist
-from demo import COLUMNS, COST, RATINGS
+from demo import COLUMNS, COST, RATINGS, quiet
 from hstu import CollateWithNegatives, HSTURecommender
 from torch import nn
 from torch.utils.data import DataLoader
@@ -42,7 +42,7 @@ from lightning_freescale.data import Histories, HistoryDataset, read_interaction
 from lightning_freescale.testing import run_distributed
 
 ITEMS, RANKS, WARMUP = 10_000, 2, 3
-TRAIN_TAKES_OFF = 3
+TRAIN_TAKES_OFF = 3  # two items are held out, and the last one left has no next
 LENGTHS: dict[str, Callable[[np.random.Generator, int], Any]] = {
     "equal": lambda draw, count: np.full(count, 200),
     "short": lambda draw, count: draw.integers(3, 51, count),
@@ -79,8 +79,7 @@ def main() -> None:
 
 
 def _rounds(options: Any) -> list[tuple[Any, ...]]:
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        __import__("logging").getLogger(name).setLevel("ERROR")
+    quiet()
     items, batches = _batches(options)
     ways = [partial(_with_freescale, overlap=False), partial(_with_freescale, overlap=True)]
     rounds = []
