@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_freescale.comm.p2p import GlooP2P
+from lightning_freescale.comm.p2p import GlooP2P, unprofiled
 from lightning_freescale.comm.transfer import DTYPE_INDEX, DTYPES, Transfer
 
 # even, and above those of headers
@@ -96,7 +96,8 @@ class EagerExchange:
             self._peer = link.peer
             link.receive.wait(timeout)
             link.unpack(incoming, number, kind, self._p2p.ranks)
-            link.receive = gloo.recv([link.incoming], link.peer, _TAG)
+            with unprofiled:
+                link.receive = gloo.recv([link.incoming], link.peer, _TAG)
         for link, send in zip(links, sends):
             self._peer = link.peer
             send.wait(timeout)
@@ -155,7 +156,8 @@ class _Link:
         self.peer, self._short_bytes = peer, short_bytes
         self._written, self._read = (memoryview(bytearray(_START + short_bytes)) for _ in range(2))
         self.outgoing, self.incoming = (torch.frombuffer(each, dtype=torch.uint8) for each in (self._written, self._read))
-        self.receive = gloo.recv([self.incoming], peer, _TAG)
+        with unprofiled:
+            self.receive = gloo.recv([self.incoming], peer, _TAG)
 
     def pack(self, parts: _Parts, number: int, kind: int) -> Tensor:
         """Return the message for the peer: the head, and its part if that is short."""

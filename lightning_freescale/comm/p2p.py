@@ -17,6 +17,23 @@ _UNUSED_TAG = 2**31 - 2
 _MAY_KNOW_BETTER = timedelta(seconds=0.5)
 
 
+class _Unprofiled:
+    """Inside, torch's profiler records nothing of this thread.
+
+    A Work ends its record when it completes. If the profiler's window has ended by then, as that of a receive posted ahead may
+    have, the process ends.
+    """
+
+    def __enter__(self) -> None:
+        torch._C._autograd._enable_record_function(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._autograd._enable_record_function(True)
+
+
+unprofiled = _Unprofiled()
+
+
 class GlooP2P:
     """A gloo context of its own: TCP, or ibverbs where torch was built with it (``GLOO_DEVICE_TRANSPORT=IBVERBS``).
 
@@ -45,7 +62,8 @@ class GlooP2P:
 
     def receive(self, into: Tensor, peer: int, tag: int) -> dist.Work:
         """Post a receive for a message of just this size. Raises as :meth:`wait`."""
-        return self._call_naming_peer(peer, lambda: self.open().recv([into], peer, tag))
+        with unprofiled:
+            return self._call_naming_peer(peer, lambda: self.open().recv([into], peer, tag))
 
     def wait(self, work: dist.Work, peer: int, timeout: timedelta) -> None:
         """Wait for a message to or from ``peer``.
