@@ -147,4 +147,5 @@ def _as_bytes(what: str, tensor: Tensor) -> Tensor:
         raise ValueError(f"{told} is on {tensor.device}: only CPU and CUDA tensors can be sent")
     if not tensor.is_contiguous():
         raise ValueError(f"{told} is not contiguous: pass tensor.contiguous()")
-    return tensor.detach().view(-1).view(torch.uint8)
+    # one element or none counts as contiguous with any stride, also with 0, of which no view as bytes can be had
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

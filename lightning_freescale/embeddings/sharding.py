@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec import KeyedTensor
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from lightning_freescale.embeddings.collections import Collection, find_collections, replace_everywhere
@@ -121,7 +123,7 @@ class TableSharding:
     def _shard_collection(
         self,
         collection: Collection,
-        blueprint: nn.Module,
+        blueprint: Any,
         plan: ShardingPlan,
         optimizers: Mapping[str, TableOptimizer],
         env: ShardingEnv,
@@ -147,6 +149,8 @@ class TableSharding:
         module.freescale_sharding = ShardingRecord(collection, tables, chosen, in_backward, checks)
         module.register_forward_pre_hook(checks, with_kwargs=True)
         module.register_forward_hook(_wait_for_output)
+        if collection.pooled:
+            module.register_forward_hook(partial(_order_columns, blueprint._embedding_names))
         return module
 
 
@@ -174,6 +178,16 @@ def _wait_for_output(module: nn.Module, args: Any, output: Any) -> Any:
     if isinstance(output, tuple):
         return tuple(part.wait() if hasattr(part, "wait") else part for part in output)
     return output.wait() if hasattr(output, "wait") else output
+
+
+def _order_columns(names: list[str], module: nn.Module, args: Any, output: KeyedTensor) -> KeyedTensor:
+    # TorchRec returns features by table and owner, in another order with other numbers of ranks: a layer over all columns
+    # would read others than it was trained on
+    if list(output.keys()) == names:
+        return output
+    found = output.to_dict()
+    columns = [found[name] for name in names]
+    return KeyedTensor(names, [each.shape[1] for each in columns], torch.cat(columns, dim=1))
 
 
 @torch.no_grad()

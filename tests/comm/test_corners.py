@@ -102,3 +102,16 @@ def test_tensors_on_cpu_and_gpu_are_not_one_collective() -> None:
     transfer = Transfer("all_gather", nothing, nothing, 0, torch.device("cpu"), 0, timedelta(seconds=1), 0)
     with pytest.raises(dist.DistBackendError, match=r"rank 1 .* on CUDA, this one in .* on CPU"):
         _check_header(transfer, Header("all_gather", 0, 0, 0, 0, 0, on_gpu=True), 1, 1)
+
+
+def _strides_of_zero() -> list[float]:
+    """Numpy's empty results have them, and count as contiguous."""
+    group, rank = make_group(), dist.get_rank()
+    given = torch.zeros(0).as_strided((0,), (0,)) if rank == 0 else torch.ones(1).as_strided((1,), (0,))
+    out = torch.zeros(1 - rank)
+    dist.all_to_all_single(out, given, [0, 1 - rank], [rank, 0], group=group)
+    return out.tolist()
+
+
+def test_tensors_with_strides_of_zero() -> None:
+    assert run_distributed(_strides_of_zero, 2) == [[1.0], []]
