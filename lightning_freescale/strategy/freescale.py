@@ -140,7 +140,9 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     @override
     def setup_environment(self) -> None:
         # TorchRec asks this variable how many ranks share a node; Lightning's own launcher does not set it
-        os.environ.setdefault("LOCAL_WORLD_SIZE", str(self.num_processes))
+        if "LOCAL_WORLD_SIZE" not in os.environ:
+            os.environ["LOCAL_WORLD_SIZE"] = str(self.num_processes)
+            self._at_teardown.callback(os.environ.pop, "LOCAL_WORLD_SIZE", None)  # the next Trainer may have other devices
         super().setup_environment()
 
     @property

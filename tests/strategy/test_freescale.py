@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import Any
 
@@ -231,6 +232,16 @@ def test_module_without_collection_trains_as_ddp() -> None:
     mine, ddp = (run_distributed(_fit_dense, 2, strategy)[0] for strategy in ("freescale", "ddp"))
     for name, value in ddp.items():
         torch.testing.assert_close(mine[name], value, rtol=0, atol=0)
+
+
+def _environment_after_a_fit() -> str | None:
+    del os.environ["LOCAL_WORLD_SIZE"]  # torchrun sets it, Lightning's launcher does not
+    trainer(devices=2, max_epochs=1).fit(Recommender(), _data())
+    return os.environ.get("LOCAL_WORLD_SIZE")
+
+
+def test_the_next_trainer_finds_the_environment_as_it_was() -> None:
+    assert run_distributed(_environment_after_a_fit, 2) == [None, None]
 
 
 class Counting(Recommender):
