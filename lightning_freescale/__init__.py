@@ -45,9 +45,14 @@ def _freescale_strategy(**options: Any) -> FreeScaleStrategy:
 # Lightning may be imported before or after this package, or never: then nothing here waits for its import.
 @wrapt.when_imported("lightning.pytorch.strategies")
 def _register_strategy(strategies: Any) -> None:
-    if "freescale" not in strategies.StrategyRegistry:
-        description = "DDP for the dense part, TorchRec for the embedding tables, their exchange overlapped with compute"
-        strategies.StrategyRegistry.register("freescale", _freescale_strategy, description=description)
+    description = "DDP for the dense part, TorchRec for the embedding tables, their exchange overlapped with compute"
+    names: dict[str, dict[str, Any]] = {
+        "freescale": {},
+        "freescale_find_unused_parameters_true": {"find_unused_parameters": True},
+    }
+    for name, options in names.items():
+        if name not in strategies.StrategyRegistry:
+            strategies.StrategyRegistry.register(name, _freescale_strategy, description=description, **options)
 
 
 if find_spec("torch") is not None:

@@ -43,6 +43,7 @@ from lightning_freescale.strategy.validation import (
     refuse_sampler,
     refuse_second_backward,
     refuse_trial_runs,
+    refuse_unknown_options,
 )
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     Raises:
         ValueError: ``sigterm_every_n_steps`` is less than 1, there is no such transport or lookahead, or an option would have
             no effect beside another.
-        TypeError: ``ids_of`` is no function.
+        TypeError: ``ids_of`` is no function, or there is no such option.
     """
 
     strategy_name = "freescale"
@@ -105,6 +106,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         ids_of: Callable[[Any], Any] | None = None,
         **ddp_options: Any,
     ) -> None:
+        refuse_unknown_options(ddp_options, FreeScaleStrategy)
         super().__init__(**ddp_options)
         if sigterm_every_n_steps < 1:
             raise ValueError(f"sigterm_every_n_steps={sigterm_every_n_steps!r}: pass a number of steps, at least 1")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from inspect import signature
 from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_freescale._lightning.loops import (
     AVERAGING,
@@ -65,6 +69,22 @@ def refuse_options(start_method: str, model_averaging_period: int | None) -> Non
             f"FreeScaleStrategy(model_averaging_period={model_averaging_period!r}): local SGD lets dense parameters differ "
             "between ranks, which sharded tables cannot. Remove it"
         )
+
+
+def refuse_unknown_options(given: Iterable[str], strategy: type) -> None:
+    """Refuse what neither ``strategy``, nor a class it is built on, nor DistributedDataParallel takes.
+
+    Raises:
+        TypeError: names the option and the one that is spelled most like it.
+    """
+    takers = [vars(each)["__init__"] for each in strategy.__mro__[:-1] if "__init__" in vars(each)]
+    names = {name for taker in (*takers, DistributedDataParallel) for name in signature(taker).parameters}
+    names -= {"self", "ddp_options", "kwargs", "module", "device_ids"}
+    for option in given:
+        if option not in names:
+            near = get_close_matches(option, names, n=1)
+            meant = f"did you mean {near[0]}=?" if near else "see its docstring and DistributedDataParallel's"
+            raise TypeError(f"FreeScaleStrategy({option}=...): there is no such option, {meant}")
 
 
 def refuse_lookahead(lookahead: str, ids_of: Any, overlap: bool) -> None:

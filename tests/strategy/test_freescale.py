@@ -18,7 +18,7 @@ from torchrec.modules.embedding_configs import PoolingType
 
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.embeddings.shards import kernels
-from lightning_freescale.testing import run_distributed
+from lightning_freescale.testing import RankFailed, run_distributed
 from tests.helpers.recommender import Net, Recommender, Samples, collate, tables, trainer
 
 
@@ -232,6 +232,28 @@ def test_module_without_collection_trains_as_ddp() -> None:
     mine, ddp = (run_distributed(_fit_dense, 2, strategy)[0] for strategy in ("freescale", "ddp"))
     for name, value in ddp.items():
         torch.testing.assert_close(mine[name], value, rtol=0, atol=0)
+
+
+class PartlyUnused(Recommender):
+    """Has parameters that no loss reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = torch.nn.Linear(2, 2)
+
+
+def _fit_partly_unused(strategy: str) -> list[float]:
+    torch.manual_seed(0)
+    module = PartlyUnused()
+    trainer(strategy=strategy, devices=2, max_epochs=1).fit(module, _data(32))
+    return module.losses
+
+
+def test_unused_parameters_are_found_where_it_is_asked_for() -> None:
+    losses = run_distributed(_fit_partly_unused, 2, "freescale_find_unused_parameters_true")[0]
+    assert len(losses) == 4
+    with pytest.raises(RankFailed, match="find_unused_parameters=True"):
+        run_distributed(_fit_partly_unused, 2, "freescale")
 
 
 def _environment_after_a_fit() -> str | None:

@@ -377,3 +377,20 @@ def _fit_loader_of_one_rank() -> None:
 def test_loader_made_without_a_trainer() -> None:
     with pytest.raises(RankFailed, match=r"num_replicas=1, the Trainer has 2 ranks: .*datamodule=data"):
         run_distributed(_fit_loader_of_one_rank, 2)
+
+
+@pytest.mark.parametrize(
+    ("option", "meant"),
+    [
+        ("overlp", "did you mean overlap="),
+        ("find_unused_params", "did you mean find_unused_parameters="),
+        ("zzz", "see its docstring and DistributedDataParallel's"),
+    ],
+)
+def test_an_unknown_option_is_refused_at_once(option: str, meant: str) -> None:
+    with pytest.raises(TypeError, match=rf"FreeScaleStrategy\({option}=...\): there is no such option, {meant}"):
+        FreeScaleStrategy(**{option: True})
+
+
+def test_options_of_ddp_are_taken() -> None:
+    FreeScaleStrategy(find_unused_parameters=True, gradient_as_bucket_view=True, process_group_backend="gloo")
