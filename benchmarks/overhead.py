@@ -15,7 +15,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +80,12 @@ def main() -> None:
 def _rounds(options: Any) -> list[tuple[Any, ...]]:
     quiet()
     items, batches = _batches(options)
-    ways = [partial(_with_freescale, overlap=False), partial(_with_freescale, overlap=True)]
     rounds = []
     for number in range(options.rounds):
         first = _by_hand(items, batches)
-        between = [way(items, batches) for way in (ways if number % 2 == 0 else reversed(ways))]
-        rounds.append((first, *(between if number % 2 == 0 else reversed(between)), _by_hand(items, batches)))
+        order = (False, True) if number % 2 == 0 else (True, False)
+        times = {overlap: _with_freescale(items, batches, overlap) for overlap in order}
+        rounds.append((first, times[False], times[True], _by_hand(items, batches)))
     return rounds
 
 

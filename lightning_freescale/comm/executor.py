@@ -28,6 +28,8 @@ from lightning_freescale.comm.transports.selection import select_transport
 
 BuffersForRanks = Callable[[int], RankBuffers]
 """Checks tensors and makes their buffers for so many ranks."""
+GRACE_SECONDS = 0.5
+"""How long a lane that is shut down waits for what has been posted."""
 _LIVE: weakref.WeakSet[CollectiveExecutor] = weakref.WeakSet()
 
 
@@ -122,7 +124,7 @@ class CollectiveExecutor:
         self.failure = self.failure or "it has been shut down"
         # the thread ends soon if its peers are there; closed at once, it might wait for a message that was cut
         self._p2p.refuse_more()
-        self._worker.stop(0.5)
+        self._worker.stop(GRACE_SECONDS)
         self._handshake.drop_receives()
         self._eager.drop_receives()
         self._p2p.close_connections()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_freescale.comm import executor as executor_room
+from lightning_freescale.comm import p2p as p2p_room
 from lightning_freescale.comm.priority import PRIORITY_GATE
 from lightning_freescale.testing import run_distributed
 from tests.helpers.comm_groups import AT_ONCE, SOON, Outcome, everyone_sends, make_group, nothing_left, outcome
@@ -204,3 +207,41 @@ def test_an_error_of_one_rank_within_a_transfer_reaches_all_with_its_reason(size
     for rank, seen in enumerate(run_distributed(_error_within, size, async_op, timeout=60)):
         _assert_ended(seen, "no room for a chunk" if rank == 1 else "rank 1 has given up: ")
         assert "no room for a chunk" in seen[0].text
+
+
+def _ends_with_a_message_posted() -> str:
+    executor_room.GRACE_SECONDS = 30.0
+    group = make_group()
+    executor, tag, message = group._executor, 1001, torch.zeros(1, dtype=torch.uint8)
+    assert everyone_sends(group)
+    if dist.get_rank() == 1:
+        dist.barrier()
+        time.sleep(0.3)  # the other one is ending by now
+        executor._p2p.send(message + 7, 0, tag).wait()
+        dist.barrier()
+        return ""
+    receive = executor._p2p.receive(message, 1, tag)
+    arrived = executor._worker.submit(receive.wait)
+    dist.barrier()
+    executor.abort()
+    dist.barrier()
+    return f"{arrived.result(0)} {message.item()} {outcome(executor._p2p.receive, message, 1, tag).kind}"
+
+
+def test_what_has_been_posted_arrives_before_a_lane_is_closed() -> None:
+    assert run_distributed(_ends_with_a_message_posted, 2) == ["True 7 DistBackendError", ""]
+
+
+def _late_for_a_reason() -> str:
+    p2p_room._MAY_KNOW_BETTER = timedelta(seconds=30)
+    group, message = make_group(), torch.zeros(1, dtype=torch.uint8)
+    p2p = group._executor._p2p
+    if dist.get_rank() == 1:
+        time.sleep(1.0)
+        p2p.abort("it waited for another one")
+        return ""
+    return outcome(p2p.wait, p2p.receive(message, 1, 1001), 1, timedelta(seconds=0.2)).text
+
+
+def test_who_waits_for_a_late_rank_hears_why_it_is_late() -> None:
+    assert "it waited for another one" in run_distributed(_late_for_a_reason, 2)[0]

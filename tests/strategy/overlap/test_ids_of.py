@@ -200,7 +200,7 @@ def broken(batch: Batch) -> Any:
         (broken, ["KeyError", 'batch["no such key"]', "in broken", "raised by FreeScaleStrategy(ids_of=broken)"]),
     ],
 )
-def test_what_it_does_wrong_is_anerror_of_on_every_rank(function: Callable[[Batch], Any], parts: list[str]) -> None:
+def test_what_it_does_wrong_is_an_error_on_every_rank(function: Callable[[Batch], Any], parts: list[str]) -> None:
     for told in run_distributed(error_of, 2, training.Computes, as_tensors, ids_of=function):
         assert all(part in told for part in parts), told
 
@@ -209,7 +209,7 @@ def only_features(batch: Batch) -> KeyedJaggedTensor:
     return batch["features"]
 
 
-def test_one_for_several_collections_is_anerror_of() -> None:
+def test_one_for_several_collections_is_an_error() -> None:
     for told in run_distributed(error_of, 2, training.TwoCollections, with_tags, ids_of=only_features):
         assert "one KeyedJaggedTensor, but 2 collections are overlapped" in told and "['net.embeddings', 'tags']" in told
 

@@ -92,7 +92,7 @@ class MovesVisibly(Moves):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_trial_run_that_changes_a_parameter_is_anerror_of() -> None:
+def test_a_trial_run_that_changes_a_parameter_is_an_error() -> None:
     for told in run_distributed(error_of, 2, MovesVisibly, as_tensors, lookahead="trial_run"):
         assert "lookahead='trial_run'): training_step writes to a parameter" in told and "'slow.weight'" in told
 
