@@ -69,10 +69,11 @@ class LookupChecks:
 
     Attributes:
         ids: whether ids are checked. Those of managed collisions have a row, whatever they are.
+        enabled: whether lookups are checked by this; the overlap engine does it itself.
     """
 
     def __init__(self, collection: Collection, optimizers: Mapping[str, TableOptimizer]) -> None:
-        self.ids = not collection.managed
+        self.ids, self.enabled = not collection.managed, True
         self._path = collection.path
         self._tables = {feature: table for table in collection.tables for feature in table.features}
         self._limits: dict[tuple[str, ...], Tensor] = {}
@@ -86,6 +87,8 @@ class LookupChecks:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check a lookup that is about to run, as :meth:`torch.nn.Module.register_forward_pre_hook` calls it."""
+        if not self.enabled:
+            return
         if self.ids:
             self.check_ids(args[0] if args else kwargs.get("features"))
         self._lookups += torch.is_grad_enabled()

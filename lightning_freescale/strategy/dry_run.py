@@ -6,8 +6,7 @@ fx tracing would tell them, too, but fails on LightningModules: ``self.log``, co
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from collections.abc import Collection as Group
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,11 +27,11 @@ class DryRunResult:
     """What a trial run has seen.
 
     Attributes:
-        features: ids by the path of the collection; empty after an error.
+        features: ids by the path of the collection, by lookup; empty after an error.
         error: why nothing was seen.
     """
 
-    features: dict[str, KeyedJaggedTensor] = field(default_factory=dict)
+    features: dict[str, list[KeyedJaggedTensor]] = field(default_factory=dict)
     error: Exception | None = None
 
 
@@ -41,12 +40,12 @@ def dry_run_ids(
     collections: Sequence[tuple[Collection, nn.Module]],
     args: tuple[Any, ...],
     device: torch.device,
-    wanted: Group[str] | None = None,
+    wanted: Mapping[str, int] | None = None,
     prepare: Callable[[Any], Any] | None = None,
 ) -> DryRunResult:
     """Return the ids that ``module.training_step(*args)`` would look up, without gradients, exchange or a trace of it.
 
-    The step runs on a copy of ``args`` until every wanted collection was called; until then collections return zeros, so ids
+    The step runs on a copy of ``args`` until every wanted lookup was made; until then collections return zeros, so ids
     that depend on embeddings come out wrong. Their hooks do not run, nothing is logged by ``self.log``, and the module and
     the random states are afterwards as they were (:func:`preserve_module_state` says how far that goes). What else the step
     does before its lookups is done twice: writing to a logger or a file, collectives, changes of the trainer or of parameters.
@@ -56,16 +55,16 @@ def dry_run_ids(
         collections: all of its collections, each with what stands in the module.
         args: as for ``training_step``, on the device unless ``prepare`` brings the batch there.
         device: where it runs.
-        wanted: paths of the collections to wait for; all if not given.
+        wanted: how many lookups to wait for, by the path of the collection; one of each if not given.
         prepare: makes the batch that the step gets of the first of ``args``, with no more of a trace than the step.
 
     Returns:
-        The first lookup of each collection that was called, or the error of the step.
+        The lookups of each collection that was called, or the error of the step.
     """
     if not module.automatic_optimization:
         return DryRunResult(error=RuntimeError("with automatic_optimization=False training_step would update the parameters"))
-    seen: dict[str, KeyedJaggedTensor] = {}
-    needed = frozenset([collection.path for collection, _ in collections] if wanted is None else wanted)
+    seen: dict[str, list[KeyedJaggedTensor]] = {}
+    needed = dict.fromkeys((collection.path for collection, _ in collections), 1) if wanted is None else wanted
     inside = {inner for _, held in collections for inner in held.modules()}
     try:
         given = copy.deepcopy(args)  # a step may pop from its batch, or change it in place
@@ -92,7 +91,7 @@ class _StandIn(nn.Module):
     """Looks like the collection, remembers the ids and returns zeros."""
 
     def __init__(
-        self, collection: Collection, held: nn.Module, seen: dict[str, KeyedJaggedTensor], needed: frozenset[str]
+        self, collection: Collection, held: nn.Module, seen: dict[str, list[KeyedJaggedTensor]], needed: Mapping[str, int]
     ) -> None:
         super().__init__()
         # past nn.Module, for which the collection would be a child
@@ -105,8 +104,8 @@ class _StandIn(nn.Module):
         collection: Collection = self.collection
         if not isinstance(features, KeyedJaggedTensor):
             raise TypeError(f"collection {collection.path!r} is given a {type(features).__name__}, no KeyedJaggedTensor")
-        self.seen.setdefault(collection.path, features)
-        if self.needed <= self.seen.keys():
+        self.seen.setdefault(collection.path, []).append(features)
+        if all(len(self.seen.get(path, ())) >= count for path, count in self.needed.items()):
             raise _AllSeen
         zeros = partial(torch.zeros, dtype=torch.float32, device=features.device())  # TorchRec's, whatever the default is
         names, looked_up = output_names(collection), [(key, table.dim) for table in collection.tables for key in table.features]

@@ -366,7 +366,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
 
     def _overlapped(self) -> frozenset[str]:
         """Return the paths of the collections that TorchRec does not update during backward."""
-        return self.overlap_controller.engine.overlapped() if self.overlap_controller is not None else frozenset()
+        return frozenset(self.overlap_controller.engine.collections) if self.overlap_controller is not None else frozenset()
 
     def _end_backward(self) -> None:
         if self.overlap_controller is not None:

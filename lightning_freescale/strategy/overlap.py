@@ -47,7 +47,8 @@ class OverlapController:
         self.trainer, self.engine = trainer, engine
         self._trial_runs = trial_runs
         self._ids_function = _ids_function(trainer, engine, ids_of)
-        self._told: dict[str, KeyedJaggedTensor] = {}  # of the next batch
+        self._told: dict[str, list[KeyedJaggedTensor]] = {}  # of the next batch
+        self._lookups: dict[str, int] = {}  # of a step, at most
         fallback = LookaheadMode.DRY_RUN if trial_runs else LookaheadMode.NONE
         self._probes = {path: Probe(fallback) for path in engine.collections}
         self._batch: Any = None
@@ -93,15 +94,17 @@ class OverlapController:
 
         It runs after the forward, when the random state is what the next step will start from.
         """
-        for path, lookup in self.engine.lookups().items():
-            probe = self._probes[path]
-            if lookup.predicted is not None:
-                probe.report(lookup.predicted)
+        for path, lookups in self.engine.lookups().items():
+            probe, features = self._probes[path], [lookup.features for lookup in lookups]
+            self._lookups[path] = max(len(lookups), self._lookups.get(path, 1))
+            if lookups[0].predicted is not None:
+                probe.report(all(lookup.predicted for lookup in lookups), self._batch, features)
             elif not probe.known and self._may_learn(path):
-                probe.learn(self._batch, lookup.features)
+                probe.learn(self._batch, features)
         for path, mode in self._agreed_modes.items():
             self._probes[path].follow_agreed_mode(mode)
         self.engine.submit_next_ids(self._dry_run(args), {path: probe.mode for path, probe in self._probes.items()})
+        self.engine.end_forward()
         self._give_notice()
 
     def log_step(self) -> None:
@@ -122,7 +125,7 @@ class OverlapController:
 
     # -- the ids of the next batch
 
-    def _known_ids(self) -> dict[str, KeyedJaggedTensor] | None:
+    def _known_ids(self) -> dict[str, list[KeyedJaggedTensor]] | None:
         """Return the ids that the user tells of the next batch or that stand in it; None if there is no next batch."""
         if self._next_batch is ENDED:
             return None
@@ -130,7 +133,7 @@ class OverlapController:
             return {}
         self._asked = True  # once per batch, also where a closure runs training_step again
         function = self._ids_function
-        if function is not None and any(self._probes[path].mode == LookaheadMode.PROBE for path in self.engine.overlapped()):
+        if function is not None and any(self._probes[path].mode == LookaheadMode.PROBE for path in self.engine.collections):
             self._told = function(self._next_batch)
         found = {}
         for path, probe in self._probes.items():
@@ -139,16 +142,18 @@ class OverlapController:
             else:
                 ids = probe.ids_of(self._next_batch)
             if ids is not None:
-                found[path] = ids.to(self.trainer.strategy.root_device, non_blocking=True)
+                device = self.trainer.strategy.root_device
+                found[path] = [features.to(device, non_blocking=True) for features in ids]
         return found
 
     def _may_learn(self, path: str) -> bool:
         """Whether it matters where a collection's ids stand: the next batch is known, and the user has left them out."""
         return not self._warned and (self._ids_function is None or (self._asked and path not in self._told))
 
-    def _dry_run(self, args: tuple[Any, ...]) -> dict[str, KeyedJaggedTensor]:
+    def _dry_run(self, args: tuple[Any, ...]) -> dict[str, list[KeyedJaggedTensor]]:
         """Return the ids of the collections that all ranks have agreed to learn from a trial run."""
-        wanted = [path for path, mode in self._agreed_modes.items() if mode == LookaheadMode.DRY_RUN]
+        agreed = [path for path, mode in self._agreed_modes.items() if mode == LookaheadMode.DRY_RUN]
+        wanted = {path: self._lookups.get(path, 1) for path in agreed}
         if not wanted or self._next_batch is ENDED or self._next_batch is UNKNOWN:
             return {}
         trainer = self.trainer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -36,6 +38,9 @@ class ModeProposal(NamedTuple):
 class Probe:
     """How the ids of one collection are known: where in a batch they are, who else tells them, and when to stop trying.
 
+    A model may look the collection up several times in a step, now more often, now less: all places are asked that any step's
+    lookups were found at.
+
     Args:
         fallback: the mode that follows where they do not stand in the batch; the same on all ranks.
 
@@ -45,15 +50,15 @@ class Probe:
 
     def __init__(self, fallback: LookaheadMode = LookaheadMode.NONE) -> None:
         self.mode, self._fallback = LookaheadMode.PROBE, fallback
-        self._path: KJTPath | None = None
+        self._paths: list[KJTPath] = []
         self._told_by: str | None = None
         self._failures = 0
         self._reasons: list[str] = []
 
     @property
     def known(self) -> bool:
-        """Whether somebody tells the ids, or :meth:`ids_of` has a place to look at."""
-        return self._path is not None or self._told_by is not None
+        """Whether somebody tells the ids, or :meth:`ids_of` has places to look at."""
+        return bool(self._paths) or self._told_by is not None
 
     @property
     def reason(self) -> str:
@@ -66,42 +71,39 @@ class Probe:
         last = self.mode == LookaheadMode.PROBE and self._failures + 1 >= _PATIENCE
         return ModeProposal(self.mode, self._fallback if last else self.mode)
 
-    def learn(self, batch: Any, features: KeyedJaggedTensor) -> None:
+    def learn(self, batch: Any, lookups: Sequence[KeyedJaggedTensor]) -> None:
         """Learn where in ``batch`` the ids stand that were looked up in a step on it, if they were not known ahead."""
-        if self.mode != LookaheadMode.PROBE:
-            return
-        path = find_path(batch, features)
-        if path is not None:
-            self._path = path
-        elif self._path is None:
+        if self.mode == LookaheadMode.PROBE and not self._find_new(batch, lookups):
             self._fall_back("they do not stand in the batch")
 
-    def ids_of(self, batch: Any) -> KeyedJaggedTensor | None:
-        """Return the ids in another batch; None if they are not known. Ask once per batch: finding none is a failure."""
+    def ids_of(self, batch: Any) -> list[KeyedJaggedTensor] | None:
+        """Return the ids in another batch, by lookup; None if they are not known. Ask once per batch: it may be a failure."""
         self._told_by = None
-        if self._path is None:
+        if not self._paths:
             return None
-        found = follow_path(batch, self._path)
-        if found is None:
+        found = [follow_path(batch, path) for path in self._paths]
+        known = [features for features in found if features is not None]
+        if len(known) < len(found):
             self._count_failure("batches differ in where they stand")
-        return found
+            return None
+        return known
 
-    def told(self, features: KeyedJaggedTensor, by: str) -> KeyedJaggedTensor | None:
+    def told(self, lookups: Sequence[KeyedJaggedTensor], by: str) -> list[KeyedJaggedTensor] | None:
         """Return the ids that somebody has told of another batch; None if they were wrong too often."""
         if self.mode != LookaheadMode.PROBE:
             return None
         self._told_by = by
-        return features
+        return list(lookups)
 
-    def report(self, predicted: bool) -> None:
-        """Count whether ids that were submitted ahead, in any mode, were those looked up."""
+    def report(self, predicted: bool, batch: Any, lookups: Sequence[KeyedJaggedTensor]) -> None:
+        """Take note of whether ids submitted ahead, in any mode, were those looked up in the step on ``batch``."""
         if predicted:
             self._failures = 0
         elif self.mode == LookaheadMode.DRY_RUN:
             self._count_failure("a trial run of training_step looks up others than the step itself")
         elif self._told_by is not None:
             self._count_failure(f"{self._told_by} tells others than the model looks up")
-        else:
+        elif not self._find_new(batch, lookups):
             self._count_failure("the model looks up others than those that stand in the batch")
 
     def give_up(self, reason: str) -> None:
@@ -119,6 +121,15 @@ class Probe:
             self._reasons.append(elsewhere)
             self._set_mode(LookaheadMode(mode))
 
+    def _find_new(self, batch: Any, lookups: Sequence[KeyedJaggedTensor]) -> bool:
+        """Add the places of lookups to those known; return whether all have one and any is new."""
+        found = [find_path(batch, features) for features in lookups]
+        new = Counter(path for path in found if path is not None) - Counter(self._paths)
+        if None in found or not new:
+            return False
+        self._paths += new.elements()
+        return True
+
     def _count_failure(self, reason: str) -> None:
         self._failures += 1
         if self._failures >= _PATIENCE:
@@ -132,4 +143,4 @@ class Probe:
             self.give_up(reason)
 
     def _set_mode(self, mode: LookaheadMode) -> None:
-        self.mode, self._path, self._told_by, self._failures = mode, None, None, 0
+        self.mode, self._paths, self._told_by, self._failures = mode, [], None, 0

@@ -17,15 +17,30 @@ from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, Ro
 
 @dataclass(frozen=True)
 class Lookup:
-    """What the model has looked up in a step.
+    """One lookup that the model has made in a step.
 
     Attributes:
         features: the ids.
-        predicted: whether they are those submitted ahead; None if none were.
+        predicted: whether they were submitted ahead; None if none were.
     """
 
     features: KeyedJaggedTensor
     predicted: bool | None
+
+
+@dataclass
+class FurtherLookup:
+    """A lookup whose ids were not submitted, after another one in the same step; filled in by the collection's worker.
+
+    Attributes:
+        features: the ids.
+        rows: the rows that came, shape ``[rows, dim]``.
+        places: which of them each id is, shape ``[ids]``.
+    """
+
+    features: KeyedJaggedTensor
+    rows: Tensor | None = None
+    places: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -56,7 +71,7 @@ class PipelinedBatch:
         ended_ranks: ranks that have said that they have no such batch.
         mode: the highest mode of any rank, see :class:`OverlappedCollection`.
         digest: of its features; 0 if none are known.
-        snapshot: the ids submitted ahead, before the model looks them up.
+        submitted_ids: what was submitted ahead, by lookup, before the model looks it up; None if nothing was.
         ready: done when ``rows`` are complete.
         awaited: the rows that the batch before it updates, so that their values come late; None if they were not compared.
         urgent: the rows that the batch after it needs, so that their gradients go first; None if they were not compared.
@@ -81,7 +96,7 @@ class PipelinedBatch:
     ended_ranks: list[int] = field(default_factory=list)
     mode: int = 0
     digest: int = 0
-    snapshot: KJTSnapshot | None = None
+    submitted_ids: list[KJTSnapshot] | None = None
     ready: Future[Any] | None = None
     awaited: SomeRows | None = None
     urgent: SomeRows | None = None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from lightning_freescale.embeddings.lookahead.kjt_snapshot import KJTSnapshot
 from lightning_freescale.embeddings.lookahead.probe import ModeProposal
 from lightning_freescale.embeddings.optimizer import TableOptimizer
 from lightning_freescale.embeddings.overlap import errors
-from lightning_freescale.embeddings.overlap.batch_state import Lookup, PipelinedBatch
+from lightning_freescale.embeddings.overlap.batch_state import FurtherLookup, Lookup, PipelinedBatch
 from lightning_freescale.embeddings.overlap.exchange_worker import ExchangeWorker
 from lightning_freescale.embeddings.overlap.handshake import NextIds
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
@@ -47,8 +47,7 @@ class OverlappedCollection:
     Attributes:
         group: process group of this collection alone.
         statistics: totals since it was made.
-        plain: whether it has fallen back to plain TorchRec.
-        lookup: what the model has looked up in this step; None before and after it.
+        lookups: what the model has looked up in this step, in its order; empty before and after it.
     """
 
     def __init__(
@@ -62,8 +61,7 @@ class OverlappedCollection:
     ) -> None:
         self.path, self.module, self.group = collection.path, module, group
         self.statistics = ExchangeStatistics()
-        self.plain = False
-        self.lookup: Lookup | None = None
+        self.lookups: list[Lookup] = []
         # a thread and a group per collection: all that happens to its rows happens there
         self._worker = ExchangeWorker(collection.path, local.layout.device)
         self._exchange = RowExchange(collection.path, local, group, dedup, self.statistics)
@@ -76,11 +74,12 @@ class OverlappedCollection:
         self._in_step = self._accumulating = False
         self._rates: list[float | None] = []
         self._step = 0
-        self._next_ids: KeyedJaggedTensor | None = None
+        self._next_ids: list[KeyedJaggedTensor] | None = None
         self._ended = self._prefetched = False
         self._announce_job: Future[Any] | None = None
         self._mode = ModeProposal()
-        self._late_gradient: Tensor | None = None
+        self._arrivals: list[_Arrival] = []
+        self._kept: list[tuple[KJTSnapshot, Tensor]] = []
         # what outlives a step
         self._previous: PipelinedBatch | None = None  # its last gradients have not been sent yet
         self._prefetch_job: Future[Any] | None = None
@@ -91,7 +90,8 @@ class OverlappedCollection:
         self._torchrec_forward = module.forward
         module.forward = self.forward
         self._state_dict_hook = module.register_state_dict_pre_hook(lambda *_: self.drain())
-        module.freescale_sharding.checks.ids = False  # wrong ids are an error on every rank, which the ranks tell each other
+        # wrong ids are an error on every rank, which the ranks tell each other; several lookups are one update
+        module.freescale_sharding.checks.enabled = False
 
     def observe(self, observer: ExchangeObserver) -> None:
         """Tell ``observer`` of every exchange, and when training waits for rows."""
@@ -102,10 +102,7 @@ class OverlappedCollection:
     def begin_step(self, updates: bool, rates: Sequence[float | None], step: int, restart: bool, mode: ModeProposal) -> int:
         """Begin the step of a batch, before its forward; see :meth:`OverlapEngine.begin_step`. Return the agreed mode."""
         self.end_step()
-        self.module.freescale_sharding.checks.reset_count()
         self._rates, self._step = list(rates), step
-        if self.plain:
-            return self._current.mode
         self._refuse_writes()
         self._refuse_uneven_end(step)
         accumulated = not self._current.updates
@@ -119,11 +116,11 @@ class OverlappedCollection:
         self.statistics.count(steps=1)
         return self._current.mode
 
-    def submit_next_ids(self, features: KeyedJaggedTensor) -> None:
-        """Submit the ids of the batch after the current one, before backward; the first ones of a step count."""
+    def submit_next_ids(self, lookups: Sequence[KeyedJaggedTensor]) -> None:
+        """Submit the ids of the batch after the current one, by lookup, before backward; the first ones of a step count."""
         if not self._in_step or self._prefetched or self._ended or self._next_ids is not None:
             return
-        self._next_ids = features
+        self._next_ids = list(lookups)
         if self._current.looked_up:
             self._prefetch()
 
@@ -136,45 +133,41 @@ class OverlappedCollection:
         self._mode = ModeProposal(mode, mode)
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Return the rows of a batch, as the unsharded collection would."""
+        """Return the rows of a lookup, as the unsharded collection would."""
         if not self._in_step or not torch.is_grad_enabled():
             return self._torchrec_lookup(features)
+        if torch._C._current_graph_task_id() != -1:  # in a backward: activation checkpointing computes something again
+            return self._output(features, self._looked_up_before(features))
         batch = self._current
-        if batch.looked_up:
-            self._fall_back()
-            return self._torchrec_lookup(features)
-        self.lookup = lookup = self._compare(features)
-        batch.looked_up = True
-        # if these ids are others, or some rank had submitted none, rows come with this announcement, and an error of one rank
-        # has to be an error of all; else it can wait for the next ids
-        alone = not lookup.predicted or not batch.all_submitted
-        if self._next_ids is not None or self._ended:
+        if batch.gradient_sent:
+            errors.late_lookup(self.path)
+        index = self._find_submitted(features)
+        if not batch.looked_up:
+            self._receive(features, index)
+            rows = self._arrivals[0].take(index or 0, features)
+        elif index is not None:
+            rows = self._arrivals[0].take(index, features)
+        else:
+            rows = self._fetch_more(features)
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # what is saved now may be asked for again
+            self._kept.append((KJTSnapshot(features), rows.detach().clone()))
+        return self._output(features, rows)
+
+    def end_forward(self) -> None:
+        """Submit what is known once the model has looked everything up: other ranks may wait for it before their backward."""
+        if self._in_step:
             self._prefetch()
-        announced = self._announce(final=False) if alone else None
-        with self.statistics.timed("exposed_s"), self._observed_wait():
-            if batch.ready is not None:
-                self._worker.wait(batch.ready)
-            if announced is not None:
-                self._worker.wait(announced)
-        self._worker.hand_over(batch.rows, batch.places)
-        rows = batch.rows.index_select(0, batch.places)
-        batch.rows = batch.rows.new_empty(0)  # memory: the next batch's rows come while this one computes
-        rows = _join_graph(rows, partial(self._take_gradient, batch))
-        return as_output(features, rows, self._local.layout, self._need_ids)
+            if not self._current.looked_up:
+                self._send_gradient()
 
     def end_step(self) -> None:
         """Hand over, after backward, what backward has not, so that no rank waits for this one."""
         if not self._in_step:
             return
-        rows = sum(self._current.request.sizes) if self._current.looked_up else 0  # its job was waited for in the lookup
-        if rows and self._moves_without_gradient and not self._current.gradient_sent and self._late_gradient is None:
-            errors.no_gradient(self.path)
+        if not self._current.gradient_sent:
+            self._send_gradient()
         self._in_step = False
-        if self.plain:
-            self._end_last_step()
-        elif not self._current.gradient_sent:
-            self._send_gradient(self._current, None, self._following)
-        self._late_gradient, self.lookup = None, None
+        self.lookups, self._arrivals, self._kept = [], [], []
 
     # -- between steps
 
@@ -202,7 +195,7 @@ class OverlappedCollection:
         """Give TorchRec's forward back; without waiting for ranks that may be gone."""
         del self.module.forward
         self._state_dict_hook.remove()
-        self.module.freescale_sharding.checks.ids = True
+        self.module.freescale_sharding.checks.enabled = True
         if self._worker.stop(timeout=1.0):
             dist.destroy_process_group(self.group)
         else:  # its exchange waits for a rank that may be gone
@@ -210,31 +203,77 @@ class OverlappedCollection:
 
     # -- parts of a step
 
-    def _compare(self, features: KeyedJaggedTensor) -> Lookup:
-        snapshot = self._current.snapshot
-        predicted = None if snapshot is None else snapshot.matches(features)
+    def _find_submitted(self, features: KeyedJaggedTensor) -> int | None:
+        """Return which of the lookups submitted ahead this one is, and note it; None if it is none of those left."""
+        submitted = self._current.submitted_ids
+        left = [] if submitted is None else range(len(submitted))
+        if self._arrivals:
+            left = self._arrivals[0].left
+        index = next((index for index in left if submitted is not None and submitted[index].matches(features)), None)
+        predicted = None if submitted is None else index is not None
         kind = {None: "unpredicted_lookups", True: "predicted_lookups", False: "mispredicted_lookups"}[predicted]
         self.statistics.count(**{kind: 1})
-        return Lookup(features, predicted)
+        self.lookups.append(Lookup(features, predicted))
+        return index
+
+    def _receive(self, features: KeyedJaggedTensor, index: int | None) -> None:
+        """Wait for the rows submitted ahead, or, if the first lookup is none of those, for its own."""
+        batch = self._current
+        batch.looked_up = True
+        # if these ids are others, or some rank had submitted none, rows come with this announcement, and an error of one rank
+        # has to be an error of all; else it can wait for the next ids
+        alone = index is None or not batch.all_submitted
+        if self._next_ids is not None or self._ended:
+            self._prefetch()
+        announced = self._announce(final=False) if alone else None
+        with self.statistics.timed("exposed_s"), self._observed_wait():
+            if batch.ready is not None:
+                self._worker.wait(batch.ready)
+            if announced is not None:
+                self._worker.wait(announced)
+        self._worker.hand_over(batch.rows, batch.places)
+        self._add_arrival(batch.rows, batch.places, batch.request.of_lookup)
+        batch.rows = batch.rows.new_empty(0)  # memory: the next batch's rows come while this one computes
+
+    def _fetch_more(self, features: KeyedJaggedTensor) -> Tensor:
+        """Return the rows of a lookup that was not submitted, when all other ranks have come as far as to serve it."""
+        self._announce(final=False)
+        lookup = FurtherLookup(features)
+        job = self._worker.submit(self._exchange.fetch_more, lookup, self._current)
+        with self.statistics.timed("exposed_s"), self._observed_wait():
+            self._worker.wait(job)
+        assert lookup.rows is not None
+        assert lookup.places is not None
+        self._worker.hand_over(lookup.rows, lookup.places)
+        return self._add_arrival(lookup.rows, lookup.places, [lookup.places.numel()]).take(0, features)
+
+    def _add_arrival(self, rows: Tensor, places: Tensor, sizes: Sequence[int]) -> _Arrival:
+        arrival = _Arrival(sizes)
+        self._arrivals.append(arrival)
+        anchor = torch.empty(0, device=rows.device, requires_grad=True)
+        take = partial(self._take_gradients, self._current, arrival)
+        arrival.rows = dict(enumerate(_GraphEntry.apply(anchor, take, rows, *places.split(arrival.sizes))))
+        return arrival
+
+    def _looked_up_before(self, features: KeyedJaggedTensor) -> Tensor:
+        rows = next((rows for snapshot, rows in self._kept if snapshot.matches(features)), None)
+        if rows is None:
+            errors.lookup_in_backward(self.path)
+        return rows.clone().requires_grad_()
+
+    def _output(self, features: KeyedJaggedTensor, rows: Tensor) -> dict[str, JaggedTensor]:
+        return as_output(features, rows, self._local.layout, self._need_ids)
 
     def _announce(self, final: bool) -> Future[Any]:
         """Submit what this rank has looked up, and the next ids unless they may be known later (``final``: they will not)."""
         if self._announce_job is None:
             state = self._state_of_next_ids(final)
-            looked_up = None if self.lookup is None else self.lookup.features
-            predicted = self.lookup is not None and bool(self.lookup.predicted)
+            looked_up = [lookup.features for lookup in self.lookups[:1]]
+            predicted = any(lookup.predicted for lookup in self.lookups[:1])
             previous, self._previous = self._previous, None
-            given = (
-                self._following,
-                self._current,
-                previous,
-                looked_up,
-                predicted,
-                state,
-                self._next_ids,
-                self._mode_to_tell(),
-            )
-            self._announce_job = self._update_job = self._worker.submit(self._exchange.announce, *given)
+            given = (self._following, self._current, previous, looked_up, predicted, state)
+            job = (self._exchange.announce, *given, self._next_ids or [], self._mode_to_tell())
+            self._announce_job = self._update_job = self._worker.submit(*job)
         return self._announce_job
 
     def _prefetch(self) -> None:
@@ -242,9 +281,9 @@ class OverlappedCollection:
         if self._prefetched:
             return
         self._announce(final=True)
-        features, state, self._prefetched = self._next_ids, self._state_of_next_ids(final=True), True
-        self._following.snapshot = None if features is None else KJTSnapshot(features)
-        job = (self._exchange.prefetch, self._following, self._current, state, features, self._mode_to_tell())
+        lookups, state, self._prefetched = self._next_ids, self._state_of_next_ids(final=True), True
+        self._following.submitted_ids = None if lookups is None else [KJTSnapshot(features) for features in lookups]
+        job = (self._exchange.prefetch, self._following, self._current, state, lookups or [], self._mode_to_tell())
         self._prefetch_job, self._next_ids = self._worker.submit(*job), None
 
     def _state_of_next_ids(self, final: bool) -> NextIds:
@@ -255,59 +294,51 @@ class OverlappedCollection:
         return NextIds.UNKNOWN if final else NextIds.LATER
 
     def _mode_to_tell(self) -> int:
-        mispredicted = self.lookup is not None and self.lookup.predicted is False
+        mispredicted = any(lookup.predicted is False for lookup in self.lookups)
         return self._mode.if_mispredicted if mispredicted else self._mode.mode
 
-    def _send_gradient(self, batch: PipelinedBatch, gradient: Tensor | None, following: PipelinedBatch) -> None:
+    def _take_gradients(self, batch: PipelinedBatch, arrival: _Arrival, gradients: list[Tensor | None]) -> None:
+        if batch.gradient_sent or arrival.gradients is not None:
+            errors.second_backward(self.path)
+        arrival.gradients = gradients
+        if all(each.gradients is not None for each in self._arrivals):
+            self._send_gradient()
+
+    def _send_gradient(self) -> None:
+        """Hand over the gradients that have come; there are no others."""
         self._prefetch()
+        batch, following = self._current, self._following
         batch.gradient_sent = True
         self._arrived = None if self._observer is None else self._observer.stamp()
-        following.ready = self._worker.submit(self._exchange.exchange_colliding, batch, following, gradient)
+        job = (self._exchange.exchange_colliding, batch, following, *self._gradient())
+        following.ready = self._worker.submit(*job)
         self._previous = batch
 
-    def _take_gradient(self, batch: PipelinedBatch, gradient: Tensor) -> None:
-        if batch.gradient_sent or self._late_gradient is not None:
-            errors.second_backward(self.path)
-        if self.plain:
-            self._late_gradient = gradient
-        else:
-            self._send_gradient(batch, gradient, self._following)
+    def _gradient(self) -> tuple[Tensor | None, list[KeyedJaggedTensor] | None]:
+        """Return the gradients of all ids, and the lookups that they are of if the owners do not know of those."""
+        if not self._arrivals:
+            return None, None
+        submitted, *further = [arrival.came() for arrival in self._arrivals]
+        # an update by a gradient of zero is none, but where it moves the row
+        unasked = self._moves_without_gradient and len(submitted) < len(self._arrivals[0].sizes)
+        if any(further) or unasked:
+            came = [pair for pairs in (submitted, *further) for pair in pairs]
+            return _joined([gradient for _, gradient in came]) if came else None, [features for features, _ in came]
+        return self._arrivals[0].whole_gradient(self._local.dim) if submitted else None, None
 
     def _observed_wait(self) -> AbstractContextManager[None]:
         arrived, self._arrived = self._arrived, None
         return nullcontext() if self._observer is None else self._observer.awaited("embedding rows", arrived)
-
-    # -- falling back to TorchRec
 
     def _torchrec_lookup(self, features: KeyedJaggedTensor) -> Any:
         self.drain()
         self.module.freescale_sharding.checks.check_ids(features)
         if torch.is_grad_enabled():  # TorchRec will update the tables in this lookup's backward
             if self._sparse_adam:
-                errors.second_update(self.path)
+                errors.update_outside_of_step(self.path)
             self._local.prepare_update(self._rates, self._step)
-            if not self._in_step:  # what was fetched ahead was so before that update
-                self._following = self._exchange.new_batch()
+            self._following = self._exchange.new_batch()  # what was fetched ahead was so before that update
         return self._torchrec_forward(features)
-
-    def _fall_back(self) -> None:
-        """Leave the collection to plain TorchRec, for which a second lookup in a step is a second update: told, not refused."""
-        if self._accumulating or not self._current.updates:
-            errors.second_lookup_in_window(self.path)
-        warnings.warn(
-            f"embedding collection {self.path!r} is looked up several times in one step: its exchange is not overlapped from "
-            "here on. Look all features up in one call",
-            stacklevel=2,
-        )
-        self.plain = True
-
-    def _end_last_step(self) -> None:
-        """End the step in which it fell back: TorchRec has updated the tables, what was sorted and fetched ahead is void."""
-        self._prefetch()
-        self._worker.drain()
-        self._current.urgent = self._current.patient = None
-        self._send_gradient(self._current, self._late_gradient, self._exchange.new_batch())
-        self.drain()
 
     def _refuse_uneven_end(self, step: int) -> None:
         if self._prefetch_job is not None:  # done long ago, unless compute is shorter than the exchange
@@ -324,21 +355,60 @@ class OverlappedCollection:
         self._write_counts = counts
 
 
-def _join_graph(rows: Tensor, take: Callable[[Tensor], None]) -> Tensor:
-    """Return ``rows`` as part of the autograd graph; backward calls ``take`` with their gradient."""
-    return _GraphEntry.apply(rows, torch.empty(0, device=rows.device, requires_grad=True), take)
+@dataclass
+class _Arrival:
+    """Rows that have come together, for the lookups submitted ahead or for one that was not, and their gradients.
+
+    Attributes:
+        sizes: ids of each lookup.
+        rows: of the lookups that the model has not made yet, each of shape ``[ids, dim]``.
+        features: of those that it has made.
+        gradients: of each lookup, None where backward has not come by; None before backward.
+    """
+
+    sizes: Sequence[int]
+    rows: dict[int, Tensor] = field(default_factory=dict)
+    features: dict[int, KeyedJaggedTensor] = field(default_factory=dict)
+    gradients: list[Tensor | None] | None = None
+
+    @property
+    def left(self) -> list[int]:
+        """Which lookups the model has not made yet."""
+        return list(self.rows)
+
+    def take(self, index: int, features: KeyedJaggedTensor) -> Tensor:
+        """Return the rows of a lookup that the model makes."""
+        self.features[index] = features
+        return self.rows.pop(index)
+
+    def came(self) -> list[tuple[KeyedJaggedTensor, Tensor]]:
+        """Return the lookups that backward has come by, and their gradients."""
+        gradients = enumerate(self.gradients or [])
+        return [(self.features[index], gradient) for index, gradient in gradients if gradient is not None]
+
+    def whole_gradient(self, dim: int) -> Tensor:
+        """Return the gradients of all its lookups, zero where backward has not come by."""
+        assert self.gradients is not None
+        some = next(gradient for gradient in self.gradients if gradient is not None)
+        return _joined([some.new_zeros(size, dim) if g is None else g for g, size in zip(self.gradients, self.sizes)])
+
+
+def _joined(gradients: list[Tensor]) -> Tensor:
+    return torch.cat(gradients) if len(gradients) > 1 else gradients[0].contiguous()
 
 
 class _GraphEntry(torch.autograd.Function):
-    # Its backward hands the gradient to the worker, so the colliding rows travel while DDP still waits for its last bucket
-    # and the dense optimizer steps.
+    # Its backward hands the gradients to the worker, so the colliding rows travel while DDP still waits for its last bucket
+    # and the dense optimizer steps. Autograd calls it once all lookups' gradients have come. Results are no views, so that
+    # they may be changed in place.
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, anchor: Tensor, take: Callable[[Tensor], None]) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, take: Callable[[list[Tensor | None]], None], rows: Tensor, *places: Tensor) -> Any:
         ctx.take = take
-        return rows
+        ctx.set_materialize_grads(False)
+        return tuple(rows.index_select(0, each) for each in places)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        ctx.take(gradient.contiguous())
-        return None, None, None
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.take(list(gradients))
+        return (None,) * (3 + len(gradients))

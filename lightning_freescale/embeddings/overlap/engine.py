@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.report import COUNTS
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 from lightning_freescale.embeddings.shards import ShardedTables
+
+Ids: TypeAlias = "KeyedJaggedTensor | Sequence[KeyedJaggedTensor]"
+"""Of one lookup, or of each of several."""
 
 
 class OverlapEngine:
@@ -89,7 +92,7 @@ class OverlapEngine:
 
     def begin_step(
         self,
-        upcoming: Mapping[str, KeyedJaggedTensor] | None = None,
+        upcoming: Mapping[str, Ids] | None = None,
         *,
         updates: bool = True,
         rate_of_group: Callable[[int], float] | None = None,
@@ -100,8 +103,8 @@ class OverlapEngine:
         """Begin the step of a batch, before its forward.
 
         Args:
-            upcoming: ids of the next batch by collection; None if there is no next batch. Those of collections that are left
-                out may be given to :meth:`submit_next_ids` before backward.
+            upcoming: ids of the next batch by collection, of each lookup if there are several; None if there is no next
+                batch. Those of collections that are left out may be given to :meth:`submit_next_ids` before backward.
             updates: whether an optimizer step follows this batch; else its gradients are added to those of the next.
             rate_of_group: learning rate of each parameter group; without it tables keep the rates they were sharded with.
             step: optimizer steps done so far; counted here if not given.
@@ -126,17 +129,26 @@ class OverlapEngine:
             self.submit_next_ids(upcoming)
         return agreed
 
-    def lookups(self) -> dict[str, Lookup]:
-        """Return what the model has looked up in this step so far, by collection."""
-        return {path: each.lookup for path, each in self.collections.items() if each.lookup is not None}
+    def lookups(self) -> dict[str, list[Lookup]]:
+        """Return what the model has looked up in this step so far, in its order, by collection."""
+        return {path: each.lookups for path, each in self.collections.items() if each.lookups}
 
-    def submit_next_ids(self, upcoming: Mapping[str, KeyedJaggedTensor], modes: Mapping[str, int] | None = None) -> None:
+    def submit_next_ids(self, upcoming: Mapping[str, Ids], modes: Mapping[str, int] | None = None) -> None:
         """Submit ids of the next batch that were not known before the forward, and the modes that its lookups led to."""
         for path, mode in (modes or {}).items():
             self.collections[path].propose_mode(mode)
-        for path, features in upcoming.items():
+        for path, lookups in upcoming.items():
             if path in self.collections:
-                self.collections[path].submit_next_ids(features)
+                self.collections[path].submit_next_ids([lookups] if isinstance(lookups, KeyedJaggedTensor) else lookups)
+
+    def end_forward(self) -> None:
+        """Say, before backward, that the model has looked everything up in this step and that no other next ids will be known.
+
+        Needed where a collection may be looked up on some ranks only: a rank that waits for rows would wait for one whose
+        backward waits for the first.
+        """
+        for collection in self.collections.values():
+            collection.end_forward()
 
     def end_backward(self) -> None:
         """Hand over, after backward, what it has not handed over itself."""
@@ -153,10 +165,6 @@ class OverlapEngine:
         """Wait until every update of the steps that :meth:`end_backward` has ended is in the tables. Collective."""
         for collection in self.collections.values():
             collection.drain()
-
-    def overlapped(self) -> frozenset[str]:
-        """Return the paths of the collections that are not left to plain TorchRec, nor have fallen back to it."""
-        return frozenset(path for path, collection in self.collections.items() if not collection.plain)
 
     @contextmanager
     def writing(self) -> Iterator[None]:

@@ -13,27 +13,27 @@ def second_backward(path: str) -> NoReturn:
     )
 
 
-def second_update(path: str) -> NoReturn:
+def update_outside_of_step(path: str) -> NoReturn:
     """Raise because TorchRec's backward would have to run an optimizer that it does not have."""
     raise ValueError(
-        f"embedding collection {path!r} is looked up outside of a step, or twice in one, and its optimizer on CPU updates a "
-        "table once per step: look all features up in one call, or use SGD, Adagrad or RowWiseAdagrad for it"
+        f"embedding collection {path!r} is looked up outside of a step, with gradients, and its optimizer on CPU updates "
+        "tables in steps only: look it up under torch.no_grad(), or use SGD, Adagrad or RowWiseAdagrad for it"
     )
 
 
-def second_lookup_in_window(path: str) -> NoReturn:
-    """Raise because TorchRec's backward would update while gradients are accumulated."""
+def late_lookup(path: str) -> NoReturn:
+    """Raise because rows are looked up after the gradients of their step have been sent."""
     raise ValueError(
-        f"embedding collection {path!r} is looked up twice in a step while gradients are accumulated, which plain TorchRec "
-        "cannot: look all features up in one call"
+        f"embedding collection {path!r} is looked up after the backward of its step has come by its other lookups, or after a "
+        "training_step without any: look everything up in training_step, before backward"
     )
 
 
-def no_gradient(path: str) -> NoReturn:
-    """Raise because rows were looked up for nothing, and would move."""
+def lookup_in_backward(path: str) -> NoReturn:
+    """Raise because backward looks up what the step has not."""
     raise ValueError(
-        f"embedding collection {path!r} was looked up, but no gradient came back: its optimizer would move the rows all the "
-        "same. Look it up under torch.no_grad() where the loss does not need it"
+        f"embedding collection {path!r} is looked up during backward, which the forward had not done with these ids: for "
+        "activation checkpointing pass use_reentrant=False, and change no ids meanwhile"
     )
 
 

@@ -39,8 +39,9 @@ class ExchangeWorker(WorkerThread):
         issued = None
         if self._stream is not None:
             for argument in args:
-                if isinstance(argument, (Tensor, KeyedJaggedTensor)):
-                    argument.record_stream(self._stream)
+                for each in argument if isinstance(argument, list) else [argument]:
+                    if isinstance(each, (Tensor, KeyedJaggedTensor)):
+                        each.record_stream(self._stream)
             issued = torch.cuda.current_stream(self._stream.device).record_event()
         self._last = super().submit(self._run_in_order, issued, job, *args)
         return self._last

@@ -23,7 +23,7 @@ class NextIds(IntEnum):
     ENDED = 1  # there is no such batch
     REQUESTED = 2  # they are in this message
     LATER = 3  # they may be in the next one: all ranks send another
-    TOLD = 4  # they were in the message before
+    TOLD = 4  # they were in a message before
     DRAINING = 5  # none are asked for: this message only carries gradients
 
 
@@ -32,7 +32,8 @@ class LookedUp(IntEnum):
 
     PREDICTED = 0  # the ids that were submitted ahead
     OTHERS = 1  # others, or ids that nobody had submitted: they follow
-    WRONG = 2  # ids that have no row; the error follows
+    MORE = 2  # others beside those: they are in this message, which is sent anew once their rows have come
+    WRONG = 3  # ids that have no row; the error follows
 
 
 class Head(NamedTuple):
@@ -41,7 +42,7 @@ class Head(NamedTuple):
     number: int  # of the message, so that ranks which have lost step notice
     state: int  # :class:`NextIds`
     lookup: int  # :class:`LookedUp`
-    ids: int  # rows asked of the receiver for the next batch
+    ids: int  # rows asked of the receiver in this message
     most_ids: int  # the most that the sender asks of any rank
     other_ids: int  # rows asked of the receiver for the current batch
     digest: int  # of the features of the next batch; 0 without
@@ -83,33 +84,34 @@ class LookupHandshake:
         self._layout, self._dedup = layout, dedup
         self._features: tuple[str, ...] | None = None
 
-    def request(self, features: KeyedJaggedTensor) -> tuple[RowRequest, int]:
-        """Return the rows that a batch needs, and a digest of its features.
+    def request(self, lookups: Sequence[KeyedJaggedTensor]) -> tuple[RowRequest, int]:
+        """Return the rows that the lookups of a batch need, and a digest of their features; 0 if there are none.
 
         Raises:
             ValueError: the ids are wrong, or the features are others than before.
         """
-        keys = tuple(features.keys())
-        self._features = self._features or keys
-        if keys != self._features:
-            raise ValueError(
-                f"the KeyedJaggedTensor has features {list(keys)}, in earlier batches it had {list(self._features)}: keep them "
-                "and their order"
-            )
-        digest = zlib.crc32("\0".join(keys).encode()) & 0x7FFFFFFF or 1
-        return RowRequest.from_features(features, self._layout, self._dedup), digest
+        for features in lookups:
+            keys = tuple(features.keys())
+            self._features = self._features or keys
+            if keys != self._features:
+                raise ValueError(
+                    f"the KeyedJaggedTensor has features {list(keys)}, in earlier lookups it had {list(self._features)}: keep "
+                    "them and their order"
+                )
+        digest = zlib.crc32("\0".join(self._features or ()).encode()) & 0x7FFFFFFF or 1 if lookups else 0
+        return RowRequest.from_lookups(lookups, self._layout, self._dedup), digest
 
-    def ids_to_send(self, state: NextIds, features: KeyedJaggedTensor | None, mode: int) -> IdsToSend:
+    def ids_to_send(self, state: NextIds, lookups: Sequence[KeyedJaggedTensor], mode: int) -> IdsToSend:
         """Return what to tell of a batch; ids that are wrong count as unknown: the model may never look them up."""
-        if state != NextIds.REQUESTED or features is None:
+        if state != NextIds.REQUESTED:
             return IdsToSend(state, self.no_rows, mode=mode)
         try:
-            return IdsToSend(state, *self.request(features), mode)
+            return IdsToSend(state, *self.request(lookups), mode)
         except ValueError:
             return IdsToSend(NextIds.UNKNOWN, self.no_rows, mode=mode)
 
     def raise_errors(
-        self, heads: Sequence[Head], wrong: Exception | None = None, features: KeyedJaggedTensor | None = None
+        self, heads: Sequence[Head], wrong: Exception | None = None, lookups: Sequence[KeyedJaggedTensor] = ()
     ) -> None:
         """Raise what any rank's lookup of the current batch has got wrong, on every rank; collective if there is anything.
 
@@ -123,7 +125,7 @@ class LookupHandshake:
             found = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
             raise ValueError(f"embedding collection {self.path!r}, {'; '.join(found)}") from wrong
         if len({head.lookup_digest for head in heads if head.lookup_digest}) > 1:
-            keys = gather_objects(None if features is None else list(features.keys()), self.group)
+            keys = gather_objects(list(lookups[0].keys()) if lookups else None, self.group)
             found = [f"rank {rank} has {mine}" for rank, mine in enumerate(keys) if mine]
             raise ValueError(
                 f"embedding collection {self.path!r}: the ranks look up different features, {'; '.join(found)}: pass the same "

@@ -1,4 +1,4 @@
-"""The first message of a step: which rows the next batch needs, and the gradients that nobody waits for."""
+"""Messages with a head: what the ranks tell each other, which rows they ask for, and gradients."""
 
 from __future__ import annotations
 
@@ -55,7 +55,6 @@ class IdExchange:
         received = self._transport.rows(slots.length)
         self._transport.exchange(received, message, gives, slots.sizes)
         self._transport.count("ids", 4, [preamble + count for count in counts])
-        self._transport.count("non_colliding", 4 * self._transport.dim, given.requested.sizes)
 
         words = received.view(torch.int32).view(-1)
         told = take(words, slots.words(), [preamble] * ranks).view(ranks, preamble).tolist()  # on CUDA the host waits here

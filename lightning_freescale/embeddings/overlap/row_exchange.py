@@ -10,9 +10,11 @@ A step takes four of them, in three jobs::
 A and B run while the current batch computes, C and D between its backward and the lookup of the next one. An owner applies
 the gradients that come with A before it reads the rows that go with B, so a row has all updates of the batches before.
 
-No sizes travel ahead: A's head tells its own, B's are bounded by what was asked, those of C and D are known from B. Two things
-add exchanges: a rank whose model looks up other ids than it had submitted is served anew, and a rank that does not know the
-next ids when it needs the current ones sends them in a message of their own; the heads of A tell all ranks of both.
+No sizes travel ahead: A's head tells its own, B's are bounded by what was asked, those of C and D are known from B. The heads
+of A and C tell all ranks of what adds exchanges: a rank whose model first looks up other ids than it had submitted is served
+anew; one that does not know the next ids when it needs the current ones sends them in a message of their own; and one that
+looks up more than it had submitted asks for it in place of C. Its rows were not compared with those of the next batch, so in
+that step all rows count as colliding.
 """
 
 from __future__ import annotations
@@ -25,7 +27,12 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.comm_ops import get_gradient_division
 
-from lightning_freescale.embeddings.overlap.batch_state import GradientAccumulator, PipelinedBatch, SomeRows
+from lightning_freescale.embeddings.overlap.batch_state import (
+    FurtherLookup,
+    GradientAccumulator,
+    PipelinedBatch,
+    SomeRows,
+)
 from lightning_freescale.embeddings.overlap.handshake import Head, IdsToSend, LookedUp, LookupHandshake, NextIds
 from lightning_freescale.embeddings.overlap.id_exchange import IdExchange
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
@@ -68,6 +75,7 @@ class RowExchange:
         self._heads: list[Head] = []
         self._nothing = self.new_batch()
         self._nothing.updates = False  # nor brings it about that of the kept gradients
+        self._nothing_given = self._all_of(self._nothing)
 
     def new_batch(self) -> PipelinedBatch:
         """Return the state of a batch that nothing is known of."""
@@ -82,10 +90,10 @@ class RowExchange:
         following: PipelinedBatch,
         current: PipelinedBatch,
         previous: PipelinedBatch | None,
-        looked_up: KeyedJaggedTensor | None,
+        looked_up: Sequence[KeyedJaggedTensor],
         predicted: bool,
         state: NextIds,
-        features: KeyedJaggedTensor | None,
+        upcoming: Sequence[KeyedJaggedTensor],
         mode: int,
     ) -> None:
         """A: tell the owners which rows the batch after ``current`` needs, and send gradients that nobody waits for.
@@ -94,21 +102,20 @@ class RowExchange:
             following: the batch after ``current``.
             current: the batch that computes.
             previous: the batch whose last gradients have not been sent; None if there is none.
-            looked_up: what the model has looked up in ``current``, None if nothing.
+            looked_up: what the model has looked up in ``current`` so far.
             predicted: whether that was submitted ahead.
             state: of the ids of ``following``.
-            features: these ids.
+            upcoming: these ids, by lookup.
             mode: how this rank comes to know ids.
         """
         lookup, request, wrong = LookedUp.PREDICTED, self._no_rows, None
         if not (predicted and current.submitted):
             lookup, current.digest = LookedUp.OTHERS, 0
             try:
-                if looked_up is not None:
-                    request, current.digest = self._handshake.request(looked_up)
+                request, current.digest = self._handshake.request(looked_up)
             except ValueError as error:
                 lookup, wrong = LookedUp.WRONG, error.with_traceback(None)  # no circle through this frame
-        sent = self._handshake.ids_to_send(state, features, mode)
+        sent = self._handshake.ids_to_send(state, upcoming, mode)
         self._heads, following.incoming = self._send_ids(sent, current, previous, lookup, request.sizes)
         following.request, following.digest = sent.request, sent.digest
         self._handshake.raise_errors(self._heads, wrong, looked_up)
@@ -120,12 +127,12 @@ class RowExchange:
         following: PipelinedBatch,
         current: PipelinedBatch,
         state: NextIds,
-        features: KeyedJaggedTensor | None,
+        upcoming: Sequence[KeyedJaggedTensor],
         mode: int,
     ) -> None:
         """B: learn which rows of ``following`` are updated before it, and fetch all others."""
-        if any(head.state == NextIds.LATER for head in self._heads):
-            self._hear_later(following, current, self._handshake.ids_to_send(state, features, mode))
+        if self._waits_for_ids():
+            self._hear_later(following, current, self._handshake.ids_to_send(state, upcoming, mode))
         states = [head.state for head in self._heads]
         agree = len({head.digest for head in self._heads if head.digest}) <= 1
         following.mode = max(head.mode for head in self._heads)
@@ -141,20 +148,59 @@ class RowExchange:
         if current.updates:
             self._window_start = following.number
 
-    def exchange_colliding(self, current: PipelinedBatch, following: PipelinedBatch, gradient: Tensor | None) -> None:
-        """C and D: send what the next batch waits for of a gradient (``[ids, dim]``; None is zero), and fetch its last rows."""
+    def fetch_more(self, lookup: FurtherLookup, current: PipelinedBatch) -> None:
+        """Fetch the rows of a lookup of ``current`` that was not submitted; other ranks serve it in the message they are at."""
+        kind, request, wrong = LookedUp.MORE, self._no_rows, None
+        try:
+            request, _ = self._handshake.request([lookup.features])
+        except ValueError as error:
+            kind, wrong = LookedUp.WRONG, error.with_traceback(None)
+        # others may be sending gradients: their slots have to be there
+        given = self._nothing_given if self._waits_for_ids() else self._given_in_time(current)
+        given = SomeRows(self._nothing_given.requested, given.incoming)
+        sent = IdsToSend(NextIds.TOLD, request)
+        heads, incoming, _ = self._exchange(sent, current, kind, given, self.transport.rows(0))
+        self._handshake.raise_errors(heads, wrong, [lookup.features])
+        lookup.rows, lookup.places = self._serve_more(heads, incoming, request), request.inverse
+
+    def exchange_colliding(
+        self,
+        current: PipelinedBatch,
+        following: PipelinedBatch,
+        gradient: Tensor | None,
+        anew: Sequence[KeyedJaggedTensor] | None,
+    ) -> None:
+        """C and D: send what the next batch waits for of a gradient, and fetch its last rows.
+
+        Args:
+            current: the batch whose backward has run.
+            following: the batch after it.
+            gradient: of the rows of its lookups, shape ``[ids, dim]``; None is zero.
+            anew: the lookups that it is of, if they are not those that the owners know of.
+        """
+        lookup, request = LookedUp.PREDICTED, self._no_rows
+        if anew is not None:
+            lookup = LookedUp.OTHERS
+            request, current.digest = self._handshake.request(anew)
+            current.request = request
         current.gradient = self._sum_per_row(current, gradient)
-        urgent, awaited = current.urgent, following.awaited
-        if urgent is None or awaited is None:
-            return
-        first = current.gradient.index_select(0, urgent.requested.index)
-        gradients = self.transport.exchange_rows(first, urgent.requested.sizes, urgent.incoming.sizes)
-        kept = self.accumulator.rows
-        due = self._last_batch[kept[0]] == following.number if kept else None
-        self._update(current, urgent, gradients, due)
-        values = self.local.read(following.incoming.rows.index_select(0, awaited.incoming.index))
-        last = self.transport.exchange_rows(values, awaited.incoming.sizes, awaited.requested.sizes)
-        following.rows[following.late_places] = last
+        given = self._given_in_time(current)
+        if anew is not None:
+            given = SomeRows(self._nothing_given.requested, given.incoming)
+        sent = IdsToSend(NextIds.TOLD, request)
+        heads, incoming, gradients = self._until_served(sent, current, lookup, given, current.gradient)
+        self.transport.count("colliding", 4 * self.transport.dim, given.requested.sizes)
+        changed = [head.lookup == LookedUp.OTHERS for head in heads]
+        if any(changed):
+            self._update_anew(current, following, incoming, changed)
+        elif current.updates and following.awaited is None:
+            self._update(current, given, gradients, None)
+            current.gradient, current.patient = None, self._nothing_given
+        elif current.updates:
+            kept = self.accumulator.rows
+            due = self._last_batch[kept[0]] == following.number if kept else None
+            self._update(current, given, gradients, due)
+            self._send_last_rows(following)
 
     # -- between steps
 
@@ -167,9 +213,9 @@ class RowExchange:
         self.accumulator.pop()
         self._window_start = current.number
         if previous is not None:
-            previous.patient = self._all_of(self._nothing)
+            previous.patient = self._nothing_given
 
-    # -- A
+    # -- messages with a head
 
     def _send_ids(
         self,
@@ -181,18 +227,50 @@ class RowExchange:
     ) -> tuple[list[Head], IncomingRows]:
         """Exchange heads, ids and the last gradients of ``previous``, and apply these; return what all ranks have told."""
         previous = previous or self._nothing
-        self._messages = (self._messages + 1) & 0x7FFFFFFF
-        most, updates = max(sent.request.sizes), int(current.updates)
-        head = Head(self._messages, sent.state, lookup, 0, most, 0, sent.digest, current.digest, updates, sent.mode)
         given = previous.patient or self._all_of(previous)
         gradients = self.transport.rows(0) if previous.gradient is None else previous.gradient
-        heads, incoming, came = self._ids.exchange(sent, head, other_ids or self._no_rows.sizes, given, gradients)
+        heads, incoming, came = self._exchange(sent, current, lookup, given, gradients, other_ids)
+        self.transport.count("non_colliding", 4 * self.transport.dim, given.requested.sizes)
         previous.gradient = None
         if previous.updates:
             self._update(previous, given, came, None)
         else:
             self.accumulator.accumulate(*self._in_order(previous, given, came))
         return heads, incoming
+
+    def _exchange(
+        self,
+        sent: IdsToSend,
+        current: PipelinedBatch,
+        lookup: LookedUp,
+        given: SomeRows,
+        gradients: Tensor,
+        other_ids: Sequence[int] | None = None,
+    ) -> tuple[list[Head], IncomingRows, Tensor]:
+        self._messages = (self._messages + 1) & 0x7FFFFFFF
+        most, updates = max(sent.request.sizes), int(current.updates)
+        head = Head(self._messages, sent.state, lookup, 0, most, 0, sent.digest, current.digest, updates, sent.mode)
+        return self._ids.exchange(sent, head, other_ids or self._no_rows.sizes, given, gradients)
+
+    def _until_served(
+        self, sent: IdsToSend, current: PipelinedBatch, lookup: LookedUp, given: SomeRows, gradients: Tensor
+    ) -> tuple[list[Head], IncomingRows, Tensor]:
+        """Exchange a message, again and again until no rank has had to ask for more rows of ``current`` instead."""
+        while True:
+            heads, incoming, came = self._exchange(sent, current, lookup, given, gradients)
+            self._handshake.raise_errors(heads)
+            if all(head.lookup != LookedUp.MORE for head in heads):
+                return heads, incoming, came
+            self._serve_more(heads, incoming, self._no_rows)
+
+    def _serve_more(self, heads: Sequence[Head], incoming: IncomingRows, request: RowRequest) -> Tensor:
+        """Serve the ranks that have asked for more rows; return those of this rank's own request."""
+        wanted = self._no_incoming.replaced(incoming, [head.lookup == LookedUp.MORE for head in heads])
+        return self.transport.exchange_rows(self.local.read(wanted.rows), wanted.sizes, request.sizes)
+
+    def _waits_for_ids(self) -> bool:
+        """Whether the next message is the one with the ids of ranks that did not know them before."""
+        return any(head.state == NextIds.LATER for head in self._heads)
 
     def _hear_later(self, following: PipelinedBatch, current: PipelinedBatch, sent: IdsToSend) -> None:
         """Hear the ids of the ranks that did not know them when they needed the rows of the current batch."""
@@ -201,8 +279,8 @@ class RowExchange:
             following.request, following.digest = sent.request, sent.digest
         else:
             sent = IdsToSend(NextIds.TOLD, self._no_rows)
-        heads, incoming = self._send_ids(sent, current, None)
-        self._handshake.raise_errors(heads)
+        none = self.transport.rows(0)
+        heads, incoming, _ = self._until_served(sent, current, LookedUp.PREDICTED, self._nothing_given, none)
         self._heads = [new if is_later else old for new, old, is_later in zip(heads, self._heads, later)]
         following.incoming = following.incoming.replaced(incoming, later)
 
@@ -263,7 +341,41 @@ class RowExchange:
             pairs = zip(RowSubset.split(shared, mine), RowSubset.split(urgent, here))
             current.urgent, current.patient = (SomeRows(*pair) for pair in pairs)
 
+    # -- D
+
+    def _send_last_rows(self, following: PipelinedBatch) -> None:
+        """Exchange the values of the rows that have just been updated."""
+        awaited = following.awaited
+        assert awaited is not None
+        values = self.local.read(following.incoming.rows.index_select(0, awaited.incoming.index))
+        last = self.transport.exchange_rows(values, awaited.incoming.sizes, awaited.requested.sizes)
+        following.rows[following.late_places] = last
+
     # -- gradients
+
+    def _given_in_time(self, current: PipelinedBatch) -> SomeRows:
+        """Return the rows whose gradients go with C: those that the next batch needs, or all if nobody knows which."""
+        if not current.updates:
+            return self._nothing_given
+        return self._all_of(current) if current.urgent is None else current.urgent
+
+    def _update_anew(
+        self, current: PipelinedBatch, following: PipelinedBatch, incoming: IncomingRows, changed: Sequence[bool]
+    ) -> None:
+        """Update rows of which some were not compared with those of ``following``: all of them, and fetch all of those."""
+        current.incoming = current.incoming.replaced(incoming, changed)
+        rows = current.incoming.rows
+        self._last_batch[rows] = self._last_batch[rows].clamp(min=current.number)
+        if not current.updates:
+            return
+        assert current.gradient is not None
+        gradients = self.transport.exchange_rows(current.gradient, current.request.sizes, current.incoming.sizes)
+        self._update(current, self._all_of(current), gradients, None)
+        current.gradient, current.patient = None, self._nothing_given
+        if following.any_submitted:
+            asked, sizes = following.incoming, following.request.sizes
+            following.rows = self.transport.exchange_rows(self.local.read(asked.rows), asked.sizes, sizes)
+            following.places = following.request.inverse
 
     def _sum_per_row(self, current: PipelinedBatch, gradient: Tensor | None) -> Tensor:
         if gradient is None:

@@ -29,30 +29,37 @@ class RowRequest:
         rows: row number on its owner, shape ``[rows]``.
         sizes: rows per owner.
         ids: ids of the batch per owner.
+        of_lookup: ids of each lookup.
         slots: without dedup and with several features, rows per owner and feature, shape ``[ranks, features]``, on the host;
             else of shape ``[ranks, 0]``.
         order: the ids of the batch by the row that they name, shape ``[ids]``.
         first: where in ``order`` the ids of each row begin, shape ``[rows]``.
-        inverse: which of ``rows`` each id of the batch is, shape ``[ids]``, ids in the layout's order of features.
+        inverse: which of ``rows`` each id of the batch is, shape ``[ids]``, lookup by lookup, each in the layout's order of
+            features.
     """
 
     rows: Tensor
     sizes: list[int]
     ids: list[int]
+    of_lookup: list[int]
     slots: Tensor
     order: Tensor
     first: Tensor
     inverse: Tensor
 
     @classmethod
-    def from_features(cls, features: KeyedJaggedTensor, layout: RowLayout, dedup: bool) -> RowRequest:
-        """Return the request for a batch's ids.
+    def from_lookups(cls, lookups: Sequence[KeyedJaggedTensor], layout: RowLayout, dedup: bool) -> RowRequest:
+        """Return the request for the ids of a batch, all lookups together.
 
         Raises:
             ValueError: an id has no row, the ids are no integers or are weighted, or a feature is missing.
         """
-        ids = _checked_ids(features, layout)
-        keys = torch.cat([layout.keys(index, part) for index, part in enumerate(ids)])
+        if not lookups:
+            return cls.empty(layout, dedup)
+        ids = [_checked_ids(features, layout) for features in lookups]
+        of_lookup = [sum(part.numel() for part in parts) for parts in ids]
+        parts = [(index, part) for parts in ids for index, part in enumerate(parts)]
+        keys = torch.cat([layout.keys(index, part) for index, part in parts])
         slots = _no_slots(layout, dedup)
         if dedup:
             ordered, order = _sorted(keys, layout.key_bits)
@@ -63,26 +70,26 @@ class RowRequest:
             edges = torch.searchsorted(ordered, layout.starts)
             owned, of_ids = torch.diff(edges), torch.diff(F.pad(first, (0, 1), value=keys.numel())[edges])
         else:
-            lengths = keys.new_tensor([part.numel() for part in ids])
-            feature = torch.repeat_interleave(torch.arange(len(ids), device=keys.device), lengths, output_size=len(keys))
-            slot = layout.owners(keys) * len(ids) + feature
+            lengths, features = keys.new_tensor([part.numel() for _, part in parts]), len(layout.features)
+            feature = torch.repeat_interleave(keys.new_tensor([index for index, _ in parts]), lengths, output_size=len(keys))
+            slot = layout.owners(keys) * features + feature
             order = torch.argsort(slot, stable=True)
             ordered, first = keys[order], torch.arange(len(keys), device=keys.device)
             places = first
-            counts = torch.bincount(slot, minlength=layout.ranks * len(ids)).view(layout.ranks, -1)
+            counts = torch.bincount(slot, minlength=layout.ranks * features).view(layout.ranks, -1)
             slots, owned = counts.cpu() if slots.shape[1] else slots, counts.sum(dim=1)
             of_ids = owned
         rows = ordered - torch.repeat_interleave(layout.starts[:-1], owned, output_size=len(ordered))
         inverse = torch.empty_like(order, dtype=torch.int32)
         inverse[order] = places.int()
         sizes, id_sizes = torch.stack([owned, of_ids]).tolist()  # on CUDA the host waits here
-        return cls(rows.int(), sizes, id_sizes, slots, order.int(), first.int(), inverse)
+        return cls(rows.int(), sizes, id_sizes, of_lookup, slots, order.int(), first.int(), inverse)
 
     @classmethod
     def empty(cls, layout: RowLayout, dedup: bool) -> RowRequest:
         """Return a request for no rows."""
         nothing = torch.empty(0, dtype=torch.int32, device=layout.device)
-        return cls(nothing, [0] * layout.ranks, [0] * layout.ranks, _no_slots(layout, dedup), nothing, nothing, nothing)
+        return cls(nothing, [0] * layout.ranks, [0] * layout.ranks, [], _no_slots(layout, dedup), nothing, nothing, nothing)
 
     def sum_per_row(self, gradient: Tensor) -> Tensor:
         """Add the gradients of all ids of a row up, in the order of the batch: ``[ids, dim]`` to ``[rows, dim]``."""

@@ -42,7 +42,8 @@ def _outputs() -> bool:
         assert engine.lookups() == {}
         expected, found = whole(ids), root["tables"](ids)
         assert _parts(found) == _parts(expected)
-        assert engine.lookups()["tables"].features is ids and engine.lookups()["tables"].predicted is predicted
+        (lookup,) = engine.lookups()["tables"]
+        assert lookup.features is ids and lookup.predicted is predicted
         engine.end_backward()
     engine.drain()
     return True

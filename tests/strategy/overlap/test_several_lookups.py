@@ -1,0 +1,60 @@
+"""A table that is looked up several times in a step has one update, as that of the unsharded module."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_freescale import FreeScaleStrategy
+from lightning_freescale.testing import run_distributed
+from tests.helpers.overlap_training import Run, assert_same
+from tests.helpers.recommender import trainer
+from tests.helpers.several_lookups import KINDS, loader
+
+STEPS, EPOCHS = 9, 2
+
+
+def _fit(kind: str, optimizer: str, sharded: bool, lookahead: str = "batch", dedup: bool = True, window: int = 1) -> Run:
+    common: dict[str, Any] = {"find_unused_parameters": True}
+    if sharded:
+        strategy: Any = FreeScaleStrategy(**common, lookahead=lookahead, dedup=dedup)
+    else:
+        strategy, optimizer = DDPStrategy(**common), "lazy_adam" if optimizer == "adam" else optimizer
+    module = KINDS[kind](optimizer)
+    fitting = trainer(
+        strategy=strategy, devices=int(os.environ["WORLD_SIZE"]), max_epochs=EPOCHS, accumulate_grad_batches=window
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fitting.fit(module, loader(int(os.environ["RANK"]), STEPS))
+    state = fitting._checkpoint_connector.dump_checkpoint(weights_only=False)
+    told = [str(one.message) for one in caught]
+    return Run(module.losses, state["state_dict"], [s["state"] for s in state["optimizer_states"]], module.statistics, told)
+
+
+def _assert_like_unsharded(ranks: int, kind: str, optimizer: str, **options: Any) -> list[Run]:
+    window = options.get("window", 1)
+    unsharded = run_distributed(_fit, ranks, kind, optimizer, False, window=window)
+    sharded = run_distributed(_fit, ranks, kind, optimizer, True, **options)
+    for mine, theirs in zip(sharded, unsharded):
+        assert len(set(theirs.losses)) > STEPS, "the loss must move, or equality means nothing"
+        assert mine.losses == pytest.approx(theirs.losses, rel=1e-5, abs=1e-7)
+    assert_same(sharded[0].weights, unsharded[0].weights, rtol=1e-5, atol=1e-6)
+    return sharded
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_update_as_in_the_unsharded_module(kind: str, optimizer: str) -> None:
+    _assert_like_unsharded(2, kind, optimizer)
+
+
+@pytest.mark.parametrize("kind", ["ThreeLookups", "Drawn"])
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
+def test_other_optimizers(kind: str, optimizer: str) -> None:
+    _assert_like_unsharded(3, kind, optimizer, dedup=False)
