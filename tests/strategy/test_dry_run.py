@@ -100,21 +100,24 @@ def test_sees_what_the_step_looks_up() -> None:
     assert result.error is None and set(result.features) == {"items", "bags"}
     assert model.after == 0, "the step goes no further than its last lookup"
     for path, features in _seen_in_a_real_step(model, batch).items():
-        assert same_features(result.features[path], features)
-        assert result.features[path] is not features
+        (found,) = result.features[path]
+        assert same_features(found, features) and found is not features
     assert model.after == 1
 
 
 def test_stops_at_the_last_one_wanted() -> None:
     ran: list[bool] = []
-    result = _dry_run(Model(lambda model, batch: ran.append(True)), wanted=["items"])
+    result = _dry_run(Model(lambda model, batch: ran.append(True)), wanted={"items": 1})
     assert set(result.features) == {"items"} and not ran
 
 
-def test_the_first_of_two_lookups_counts() -> None:
+def test_several_lookups_in_their_order() -> None:
     model, batch = Model(lambda model, batch: model.items(batch["more"])), _batch()
     batch["more"] = KeyedJaggedTensor(["clicked", "shown"], torch.arange(2), lengths=torch.ones(2, dtype=torch.int64))
-    assert torch.equal(_dry_run(model, batch).features["items"].values(), batch["ids"])
+    (first,) = _dry_run(model, batch).features["items"]
+    both = _dry_run(model, batch, wanted={"items": 2}).features["items"]
+    assert torch.equal(first.values(), batch["ids"])
+    assert [each.values().tolist() for each in both] == [batch["ids"].tolist(), [0, 1]]
 
 
 def test_without_gradients_and_without_copies_of_the_tables() -> None:

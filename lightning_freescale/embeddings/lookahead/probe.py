@@ -73,7 +73,7 @@ class Probe:
 
     def learn(self, batch: Any, lookups: Sequence[KeyedJaggedTensor]) -> None:
         """Learn where in ``batch`` the ids stand that were looked up in a step on it, if they were not known ahead."""
-        if self.mode == LookaheadMode.PROBE and not self._find_new(batch, lookups):
+        if self.mode == LookaheadMode.PROBE and not self._find_new(batch, lookups) and not self._paths:
             self._fall_back("they do not stand in the batch")
 
     def ids_of(self, batch: Any) -> list[KeyedJaggedTensor] | None:
@@ -81,12 +81,10 @@ class Probe:
         self._told_by = None
         if not self._paths:
             return None
-        found = [follow_path(batch, path) for path in self._paths]
-        known = [features for features in found if features is not None]
-        if len(known) < len(found):
+        found = [features for path in self._paths if (features := follow_path(batch, path)) is not None]
+        if not found:
             self._count_failure("batches differ in where they stand")
-            return None
-        return known
+        return found or None
 
     def told(self, lookups: Sequence[KeyedJaggedTensor], by: str) -> list[KeyedJaggedTensor] | None:
         """Return the ids that somebody has told of another batch; None if they were wrong too often."""

@@ -45,6 +45,7 @@ class Head(NamedTuple):
     ids: int  # rows asked of the receiver in this message
     most_ids: int  # the most that the sender asks of any rank
     other_ids: int  # rows asked of the receiver for the current batch
+    gradients: int  # rows whose gradients follow
     digest: int  # of the features of the next batch; 0 without
     lookup_digest: int  # of those of the current batch
     updates: int  # whether an optimizer step follows the current batch

@@ -15,9 +15,14 @@ from lightning_freescale.embeddings.overlap.messages import PartLayout, put, tak
 from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest
 from lightning_freescale.embeddings.overlap.transport import Transport
 
-_IDS, _OTHER_IDS = Head._fields.index("ids"), Head._fields.index("other_ids")
+_IDS, _MOST_IDS, _OTHER_IDS, _GRADIENTS = map(Head._fields.index, ("ids", "most_ids", "other_ids", "gradients"))
 _FEWEST_IDS = 1024
 """Ids that a part has room for at first; what does not fit goes in one more exchange, and the room grows for the next."""
+
+
+def heads_travel_apart(device: torch.device) -> bool:
+    """Whether heads go from host to host, in a message of their own: from a GPU the host would have to wait for them."""
+    return device.type == "cuda"
 
 
 class IdExchange:
@@ -30,7 +35,8 @@ class IdExchange:
 
     def __init__(self, transport: Transport, slots: int) -> None:
         self._transport, self._slots = transport, slots
-        self._preamble = len(Head._fields) + slots
+        self._apart = heads_travel_apart(transport.device)
+        self._preamble = 0 if self._apart else len(Head._fields) + slots  # of the message with the ids
         self._room = _FEWEST_IDS
 
     def exchange(
@@ -46,30 +52,57 @@ class IdExchange:
             gradients: of all its requested rows, shape ``[rows, dim]``.
 
         Returns:
-            The heads of all ranks, the rows they ask for, and the gradients that came, shape ``[len(given.incoming), dim]``.
+            The heads of all ranks, the rows they ask for, and the gradients that came, shape ``[len(given.incoming), dim]``;
+            those of a rank that sends none are undefined.
         """
+        numbers = np.empty((self._transport.ranks, len(head) + self._slots), np.int32)
+        numbers[:, : len(head)] = head
+        numbers[:, _IDS], numbers[:, _OTHER_IDS], numbers[:, _GRADIENTS] = sent.request.sizes, other_ids, given.requested.sizes
+        numbers[:, len(head) :] = sent.request.slots
+        exchange = self._exchange_apart if self._apart else self._exchange_together
+        told, rows, came = exchange(sent.request, numbers, given, gradients)
+        heads = [Head(*each[: len(head)]) for each in told]
+        by_slot = torch.tensor([each[len(head) :] for each in told], dtype=torch.int64).view(len(told), self._slots)
+        return heads, IncomingRows(rows.long(), [answer.ids for answer in heads], by_slot), came
+
+    def _exchange_together(
+        self, request: RowRequest, numbers: np.ndarray, given: SomeRows, gradients: Tensor
+    ) -> tuple[list[list[int]], Tensor, Tensor]:
         room, ranks, preamble = self._room, self._transport.ranks, self._preamble
-        counts = [min(size, room) for size in sent.request.sizes]
-        message, gives = self._pack(sent.request, head, other_ids, counts, given, gradients)
+        counts = [min(size, room) for size in request.sizes]
+        message, parts = self._pack(request, counts, given, gradients)
+        words = message.view(torch.int32).view(-1)
+        put(words, parts.words(), [preamble] * ranks, torch.from_numpy(numbers.ravel()))
         slots = self._layout([room] * ranks, given.incoming.sizes)
         received = self._transport.rows(slots.length)
-        self._transport.exchange(received, message, gives, slots.sizes)
+        self._transport.exchange(received, message, parts.sizes, slots.sizes)
         self._transport.count("ids", 4, [preamble + count for count in counts])
 
         words = received.view(torch.int32).view(-1)
-        told = take(words, slots.words(), [preamble] * ranks).view(ranks, preamble).tolist()  # on CUDA the host waits here
-        heads = [Head(*each[: len(head)]) for each in told]
-        arrived = [min(answer.ids, room) for answer in heads]
+        told = take(words, slots.words(), [preamble] * ranks).view(ranks, preamble).tolist()
+        asked = [each[_IDS] for each in told]
+        arrived = [min(ids, room) for ids in asked]
         rows = take(words, slots.words(preamble), arrived)
         came = self._layout(arrived, given.incoming.sizes)  # gradients follow the ids, wherever the slot ends
         starts = [slot + first - start for slot, first, start in zip(slots.starts, came.first_rows, came.starts)]
-        most = max(answer.most_ids for answer in heads)
+        most = max(each[_MOST_IDS] for each in told)
         if most > room:
-            rows = self._send_rest(sent.request, counts, rows, arrived, heads)
+            rows = self._send_rest(request, counts, rows, arrived, asked)
             self._room = 1 << most.bit_length()
-        by_slot = torch.tensor([each[len(head) :] for each in told], dtype=torch.int64).view(ranks, self._slots)
-        incoming = IncomingRows(rows.long(), [answer.ids for answer in heads], by_slot)
-        return heads, incoming, take(received, starts, given.incoming.sizes)
+        return told, rows, take(received, starts, given.incoming.sizes)
+
+    def _exchange_apart(
+        self, request: RowRequest, numbers: np.ndarray, given: SomeRows, gradients: Tensor
+    ) -> tuple[list[list[int]], Tensor, Tensor]:
+        told = self._transport.exchange_numbers(numbers)
+        asked, gradient_rows = [each[_IDS] for each in told], [each[_GRADIENTS] for each in told]
+        message, parts = self._pack(request, request.sizes, given, gradients)
+        slots = self._layout(asked, gradient_rows)
+        received = self._transport.rows(slots.length)
+        self._transport.exchange(received, message, parts.sizes, slots.sizes, exact=True)
+        self._transport.count("ids", 4, request.sizes)
+        rows = take(received.view(torch.int32).view(-1), slots.words(), asked)
+        return told, rows, take(received, slots.first_rows, gradient_rows)
 
     def exchange_other(self, request: RowRequest, heads: Sequence[Head], asks: Sequence[bool]) -> IncomingRows:
         """Ask for the rows of the current batch, by the ranks marked in ``asks``; return what they ask for. Collective."""
@@ -88,36 +121,25 @@ class IdExchange:
     def _layout(self, ids: Sequence[int], rows: Sequence[int]) -> PartLayout:
         return PartLayout(self._transport.dim, [4 * (self._preamble + count) for count in ids], rows)
 
-    def _pack(
-        self,
-        request: RowRequest,
-        head: Head,
-        other_ids: Sequence[int],
-        counts: list[int],
-        given: SomeRows,
-        gradients: Tensor,
-    ) -> tuple[Tensor, list[int]]:
+    def _pack(self, request: RowRequest, counts: list[int], given: SomeRows, gradients: Tensor) -> tuple[Tensor, PartLayout]:
+        """Return a message with the first ``counts[rank]`` ids for each rank, and gradients; without heads."""
         parts = self._layout(counts, given.requested.sizes)
         message = self._transport.rows(parts.length)
         if given.requested.index.numel():
             source = given.requested.index.new_zeros(parts.length)
             put(source, parts.first_rows, given.requested.sizes, given.requested.index)
             torch.index_select(gradients, 0, source, out=message)
-        words, preamble, ranks = message.view(torch.int32).view(-1), self._preamble, self._transport.ranks
-        heads = np.empty((ranks, preamble), np.int32)
-        heads[:, : len(head)] = head
-        heads[:, _IDS], heads[:, _OTHER_IDS], heads[:, len(head) :] = request.sizes, other_ids, request.slots
-        put(words, parts.words(), [preamble] * ranks, torch.from_numpy(heads.ravel()).to(words.device))
-        first = request.rows if counts == request.sizes else take(request.rows, _starts(request.sizes), counts)
-        put(words, parts.words(preamble), counts, first)
-        return message, parts.sizes
+        if any(counts):
+            first = request.rows if counts == request.sizes else take(request.rows, _starts(request.sizes), counts)
+            put(message.view(torch.int32).view(-1), parts.words(self._preamble), counts, first)
+        return message, parts
 
     def _send_rest(
-        self, request: RowRequest, counts: list[int], rows: Tensor, arrived: list[int], heads: Sequence[Head]
+        self, request: RowRequest, counts: list[int], rows: Tensor, arrived: list[int], asked: Sequence[int]
     ) -> Tensor:
         """Exchange the ids that did not fit, and return all that came, by rank."""
         gives = [size - count for size, count in zip(request.sizes, counts)]
-        gets = [head.ids - count for head, count in zip(heads, arrived)]
+        gets = [ids - count for ids, count in zip(asked, arrived)]
         starts = [start + count for start, count in zip(_starts(request.sizes), counts)]
         rest = self._transport.exchange_words(take(request.rows, starts, gives), gives, gets)
         pairs = zip(rows.split(arrived), rest.split(gets))

@@ -249,7 +249,7 @@ class RowExchange:
     ) -> tuple[list[Head], IncomingRows, Tensor]:
         self._messages = (self._messages + 1) & 0x7FFFFFFF
         most, updates = max(sent.request.sizes), int(current.updates)
-        head = Head(self._messages, sent.state, lookup, 0, most, 0, sent.digest, current.digest, updates, sent.mode)
+        head = Head(self._messages, sent.state, lookup, 0, most, 0, 0, sent.digest, current.digest, updates, sent.mode)
         return self._ids.exchange(sent, head, other_ids or self._no_rows.sizes, given, gradients)
 
     def _until_served(

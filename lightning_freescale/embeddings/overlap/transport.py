@@ -6,6 +6,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,6 +72,14 @@ class Transport:
         self.exchange(received.view(torch.float32), words.view(torch.float32), gives, gets, exact=True)
         self.count("ids", 4, gives)
         return received
+
+    def exchange_numbers(self, numbers: np.ndarray) -> list[list[int]]:
+        """Send row ``rank`` of numbers of 32 bits to each rank, from host to host; return a row of each. Collective."""
+        received, size = np.empty_like(numbers), [numbers.shape[1]] * self.ranks
+        with self._recorded(size, size):
+            self._group.exchange(torch.from_numpy(received.ravel()), torch.from_numpy(numbers.ravel()), size, size, exact=True)
+        self.count("ids", 4, size)
+        return [[int(number) for number in row] for row in received]
 
     def count(self, kind: str, width: int, gives: list[int]) -> None:
         """Count the bytes of what goes to other ranks: ``gives[rank]`` times ``width`` to each."""

@@ -7,7 +7,6 @@ from collections import OrderedDict
 from typing import Any
 
 import pytest
-from torchrec import KeyedJaggedTensor
 
 from lightning_freescale.embeddings.lookahead.ids_function import IdsFunction
 from tests.helpers.jagged import make_features
@@ -15,31 +14,33 @@ from tests.helpers.jagged import make_features
 IDS = make_features()
 
 
-def _ids(told: Any, overlapped: tuple[str, ...] = ("net.items",), plain: tuple[str, ...] = ()) -> dict[str, KeyedJaggedTensor]:
+def _ids(told: Any, overlapped: tuple[str, ...] = ("net.items",), plain: tuple[str, ...] = ()) -> dict[str, Any]:
     return IdsFunction(lambda batch: told, "my_function", overlapped, plain)({"any": "batch"})
 
 
 def test_one_of_one_collection() -> None:
-    assert _ids(IDS) == {"net.items": IDS}
-    assert _ids(IDS, plain=("bags",)) == {"net.items": IDS}
+    assert _ids(IDS) == {"net.items": [IDS]}
+    assert _ids(IDS, plain=("bags",)) == {"net.items": [IDS]}
+    assert _ids([IDS, IDS]) == _ids({"net.items": (IDS, IDS)}) == {"net.items": [IDS, IDS]}, "of two lookups"
 
 
 def test_some_of_several_by_path() -> None:
-    assert _ids(OrderedDict(tags=IDS), ("net.items", "tags")) == {"tags": IDS}
+    assert _ids(OrderedDict(tags=IDS), ("net.items", "tags")) == {"tags": [IDS]}
     assert _ids({}, ("net.items", "tags")) == {}
-    assert _ids({"tags": IDS, "bags": IDS}, ("tags",), ("bags",)) == {"tags": IDS}, "the others are exchanged by TorchRec"
+    assert _ids({"tags": IDS, "bags": IDS}, ("tags",), ("bags",)) == {"tags": [IDS]}, "the others are exchanged by TorchRec"
 
 
 @pytest.mark.parametrize(
     ("told", "kind", "message"),
     [
-        (IDS, ValueError, "my_function returned one KeyedJaggedTensor, but 2 collections .*'net.items', 'tags'"),
+        (IDS, ValueError, "my_function returned ids without a path, but 2 collections .*'net.items', 'tags'"),
         (
             None,
             TypeError,
             "my_function returned a NoneType: return the KeyedJaggedTensor .* the paths are .'net.items', 'tags'",
         ),
-        ([IDS], TypeError, "my_function returned a list"),
+        ([IDS], ValueError, "my_function returned ids without a path, but 2 collections"),
+        ({"tags": [IDS, 3]}, TypeError, "my_function returned a int for 'tags'"),
         (
             {"net": IDS},
             ValueError,

@@ -7,7 +7,6 @@ import warnings
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_freescale import FreeScaleStrategy
@@ -58,3 +57,34 @@ def test_one_update_as_in_the_unsharded_module(kind: str, optimizer: str) -> Non
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
 def test_other_optimizers(kind: str, optimizer: str) -> None:
     _assert_like_unsharded(3, kind, optimizer, dedup=False)
+
+
+@pytest.mark.parametrize("kind", ["ThreeLookups", "Conditional", "Drawn", "OnSomeRanks", "Detaches"])
+def test_windows_of_two_batches(kind: str) -> None:
+    _assert_like_unsharded(2, kind, "adagrad", window=2)
+
+
+def _counts(run: Run) -> tuple[int, int, int]:
+    names = ("predicted_lookups", "unpredicted_lookups", "mispredicted_lookups")
+    predicted, unpredicted, mispredicted = (int(run.statistics[name]) for name in names)
+    return predicted, unpredicted, mispredicted
+
+
+def test_all_lookups_are_known_ahead() -> None:
+    """Where they stand is learned in the first step, and the first of an epoch has none before it."""
+    for run in _assert_like_unsharded(2, "ThreeLookups", "adagrad"):
+        assert _counts(run) == (3 * (STEPS * EPOCHS - EPOCHS - 1), 3 * (EPOCHS + 1), 0)
+        assert not [text for text in run.warnings if "lookup" in text or "overlapped" in text]
+
+
+def test_lookups_that_come_later_are_known_from_then_on() -> None:
+    for run in _assert_like_unsharded(2, "Conditional", "adagrad"):
+        in_time, not_in_time = STEPS * EPOCHS - EPOCHS - 1, EPOCHS + 1
+        later = [step for step in range(STEPS) if step and step % 3 == 0]  # the first of them was not foreseen
+        assert _counts(run) == (2 * in_time + len(later) * EPOCHS - 1, 2 * not_in_time, 1)
+
+
+def test_a_trial_run_finds_all_of_them() -> None:
+    for run in _assert_like_unsharded(2, "Drawn", "adagrad", lookahead="trial_run"):
+        predicted, _, _ = _counts(run)
+        assert predicted == 3 * (STEPS * EPOCHS - EPOCHS - 1)
