@@ -39,8 +39,8 @@ class FurtherLookup:
     """
 
     features: KeyedJaggedTensor
-    rows: Tensor | None = None
-    places: Tensor | None = None
+    rows: Tensor = field(init=False)
+    places: Tensor = field(init=False)
 
 
 @dataclass(frozen=True)

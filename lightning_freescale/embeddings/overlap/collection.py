@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,6 +25,7 @@ from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
 from lightning_freescale.embeddings.overlap.row_exchange import RowExchange
 from lightning_freescale.embeddings.overlap.row_requests import as_output
+from lightning_freescale.embeddings.overlap.step_lookups import StepLookups
 from lightning_freescale.embeddings.overlap.transport import ExchangeObserver
 
 
@@ -47,7 +47,6 @@ class OverlappedCollection:
     Attributes:
         group: process group of this collection alone.
         statistics: totals since it was made.
-        lookups: what the model has looked up in this step, in its order; empty before and after it.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class OverlappedCollection:
     ) -> None:
         self.path, self.module, self.group = collection.path, module, group
         self.statistics = ExchangeStatistics()
-        self.lookups: list[Lookup] = []
         # a thread and a group per collection: all that happens to its rows happens there
         self._worker = ExchangeWorker(collection.path, local.layout.device)
         self._exchange = RowExchange(collection.path, local, group, dedup, self.statistics)
@@ -71,15 +69,14 @@ class OverlappedCollection:
         self._need_ids = collection.need_indices
         # this step, and what it has submitted of the next one
         self._current, self._following = self._exchange.new_batch(), self._exchange.new_batch()
-        self._in_step = self._accumulating = False
+        self._lookups = StepLookups()
+        self._in_step = False
         self._rates: list[float | None] = []
         self._step = 0
         self._next_ids: list[KeyedJaggedTensor] | None = None
         self._ended = self._prefetched = False
         self._announce_job: Future[Any] | None = None
         self._mode = ModeProposal()
-        self._arrivals: list[_Arrival] = []
-        self._kept: list[tuple[KJTSnapshot, Tensor]] = []
         # what outlives a step
         self._previous: PipelinedBatch | None = None  # its last gradients have not been sent yet
         self._prefetch_job: Future[Any] | None = None
@@ -106,12 +103,12 @@ class OverlappedCollection:
         self._refuse_writes()
         self._refuse_uneven_end(step)
         accumulated = not self._current.updates
-        self._accumulating = accumulated and not restart
         self._current, self._following = self._following, self._exchange.new_batch()
         if accumulated and restart:
             self._worker.submit(self._exchange.discard_accumulated, self._current, self._previous)
         self._current.updates, self._current.rates, self._current.step = updates, self._rates, step
         self._next_ids, self._ended, self._announce_job, self._prefetched = None, False, None, False
+        self._lookups = StepLookups(self._current.submitted_ids, partial(self._take_gradient, self._current))
         self._mode, self._in_step = mode, True
         self.statistics.count(steps=1)
         return self._current.mode
@@ -132,26 +129,22 @@ class OverlappedCollection:
         """Set the mode that goes to the other ranks with the next ids, if it is known after the forward only."""
         self._mode = ModeProposal(mode, mode)
 
+    @property
+    def lookups(self) -> list[Lookup]:
+        """What the model has looked up in this step, in its order; empty before and after it."""
+        return self._lookups.made
+
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Return the rows of a lookup, as the unsharded collection would."""
         if not self._in_step or not torch.is_grad_enabled():
             return self._torchrec_lookup(features)
         if torch._C._current_graph_task_id() != -1:  # in a backward: activation checkpointing computes something again
-            return self._output(features, self._looked_up_before(features))
-        batch = self._current
-        if batch.gradient_sent:
-            errors.late_lookup(self.path)
-        index = self._find_submitted(features)
-        if not batch.looked_up:
-            self._receive(features, index)
-            rows = self._arrivals[0].take(index or 0, features)
-        elif index is not None:
-            rows = self._arrivals[0].take(index, features)
+            rows = self._lookups.made_before(features)
+            if rows is None:
+                errors.lookup_in_backward(self.path)
         else:
-            rows = self._fetch_more(features)
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # what is saved now may be asked for again
-            self._kept.append((KJTSnapshot(features), rows.detach().clone()))
-        return self._output(features, rows)
+            rows = self._look_up(features)
+        return as_output(features, rows, self._local.layout, self._need_ids)
 
     def end_forward(self) -> None:
         """Submit what is known once the model has looked everything up: other ranks may wait for it before their backward."""
@@ -167,7 +160,7 @@ class OverlappedCollection:
         if not self._current.gradient_sent:
             self._send_gradient()
         self._in_step = False
-        self.lookups, self._arrivals, self._kept = [], [], []
+        self._lookups = StepLookups()
 
     # -- between steps
 
@@ -203,26 +196,28 @@ class OverlappedCollection:
 
     # -- parts of a step
 
-    def _find_submitted(self, features: KeyedJaggedTensor) -> int | None:
-        """Return which of the lookups submitted ahead this one is, and note it; None if it is none of those left."""
-        submitted = self._current.submitted_ids
-        left = [] if submitted is None else range(len(submitted))
-        if self._arrivals:
-            left = self._arrivals[0].left
-        index = next((index for index in left if submitted is not None and submitted[index].matches(features)), None)
-        predicted = None if submitted is None else index is not None
+    def _look_up(self, features: KeyedJaggedTensor) -> Tensor:
+        batch = self._current
+        if batch.gradient_sent:
+            errors.late_lookup(self.path)
+        index = self._lookups.note(features)
+        predicted = self._lookups.made[-1].predicted
         kind = {None: "unpredicted_lookups", True: "predicted_lookups", False: "mispredicted_lookups"}[predicted]
         self.statistics.count(**{kind: 1})
-        self.lookups.append(Lookup(features, predicted))
-        return index
+        if not batch.looked_up:
+            batch.looked_up = True
+            self._receive(alone=index is None or not batch.all_submitted)
+        elif index is None:
+            self._fetch_more(features)
+        return self._lookups.give_out(index, features)
 
-    def _receive(self, features: KeyedJaggedTensor, index: int | None) -> None:
-        """Wait for the rows submitted ahead, or, if the first lookup is none of those, for its own."""
+    def _receive(self, alone: bool) -> None:
+        """Wait for the rows submitted ahead, or, if the first lookup is none of those, for its own.
+
+        If these are others, or some rank had submitted none, rows come with this announcement, and an error of one rank has to
+        be an error of all (``alone``); else it can wait for the next ids.
+        """
         batch = self._current
-        batch.looked_up = True
-        # if these ids are others, or some rank had submitted none, rows come with this announcement, and an error of one rank
-        # has to be an error of all; else it can wait for the next ids
-        alone = index is None or not batch.all_submitted
         if self._next_ids is not None or self._ended:
             self._prefetch()
         announced = self._announce(final=False) if alone else None
@@ -232,37 +227,18 @@ class OverlappedCollection:
             if announced is not None:
                 self._worker.wait(announced)
         self._worker.hand_over(batch.rows, batch.places)
-        self._add_arrival(batch.rows, batch.places, batch.request.of_lookup)
+        self._lookups.receive(batch.rows, batch.places, batch.request.of_lookup)
         batch.rows = batch.rows.new_empty(0)  # memory: the next batch's rows come while this one computes
 
-    def _fetch_more(self, features: KeyedJaggedTensor) -> Tensor:
-        """Return the rows of a lookup that was not submitted, when all other ranks have come as far as to serve it."""
+    def _fetch_more(self, features: KeyedJaggedTensor) -> None:
+        """Fetch the rows of a lookup that was not submitted, when all other ranks have come as far as to serve it."""
         self._announce(final=False)
         lookup = FurtherLookup(features)
         job = self._worker.submit(self._exchange.fetch_more, lookup, self._current)
         with self.statistics.timed("exposed_s"), self._observed_wait():
             self._worker.wait(job)
-        assert lookup.rows is not None
-        assert lookup.places is not None
         self._worker.hand_over(lookup.rows, lookup.places)
-        return self._add_arrival(lookup.rows, lookup.places, [lookup.places.numel()]).take(0, features)
-
-    def _add_arrival(self, rows: Tensor, places: Tensor, sizes: Sequence[int]) -> _Arrival:
-        arrival = _Arrival(sizes)
-        self._arrivals.append(arrival)
-        anchor = torch.empty(0, device=rows.device, requires_grad=True)
-        take = partial(self._take_gradients, self._current, arrival)
-        arrival.rows = dict(enumerate(_GraphEntry.apply(anchor, take, rows, *places.split(arrival.sizes))))
-        return arrival
-
-    def _looked_up_before(self, features: KeyedJaggedTensor) -> Tensor:
-        rows = next((rows for snapshot, rows in self._kept if snapshot.matches(features)), None)
-        if rows is None:
-            errors.lookup_in_backward(self.path)
-        return rows.clone().requires_grad_()
-
-    def _output(self, features: KeyedJaggedTensor, rows: Tensor) -> dict[str, JaggedTensor]:
-        return as_output(features, rows, self._local.layout, self._need_ids)
+        self._lookups.receive(lookup.rows, lookup.places, [lookup.places.numel()])
 
     def _announce(self, final: bool) -> Future[Any]:
         """Submit what this rank has looked up, and the next ids unless they may be known later (``final``: they will not)."""
@@ -297,11 +273,10 @@ class OverlappedCollection:
         mispredicted = any(lookup.predicted is False for lookup in self.lookups)
         return self._mode.if_mispredicted if mispredicted else self._mode.mode
 
-    def _take_gradients(self, batch: PipelinedBatch, arrival: _Arrival, gradients: list[Tensor | None]) -> None:
-        if batch.gradient_sent or arrival.gradients is not None:
+    def _take_gradient(self, batch: PipelinedBatch, again: bool) -> None:
+        if again or batch.gradient_sent:
             errors.second_backward(self.path)
-        arrival.gradients = gradients
-        if all(each.gradients is not None for each in self._arrivals):
+        if self._lookups.all_gradients_came:
             self._send_gradient()
 
     def _send_gradient(self) -> None:
@@ -310,21 +285,9 @@ class OverlappedCollection:
         batch, following = self._current, self._following
         batch.gradient_sent = True
         self._arrived = None if self._observer is None else self._observer.stamp()
-        job = (self._exchange.exchange_colliding, batch, following, *self._gradient())
-        following.ready = self._worker.submit(*job)
+        gradient, anew = self._lookups.gradient(self._local.dim, self._moves_without_gradient)
+        following.ready = self._worker.submit(self._exchange.exchange_colliding, batch, following, gradient, anew)
         self._previous = batch
-
-    def _gradient(self) -> tuple[Tensor | None, list[KeyedJaggedTensor] | None]:
-        """Return the gradients of all ids, and the lookups that they are of if the owners do not know of those."""
-        if not self._arrivals:
-            return None, None
-        submitted, *further = [arrival.came() for arrival in self._arrivals]
-        # an update by a gradient of zero is none, but where it moves the row
-        unasked = self._moves_without_gradient and len(submitted) < len(self._arrivals[0].sizes)
-        if any(further) or unasked:
-            came = [pair for pairs in (submitted, *further) for pair in pairs]
-            return _joined([gradient for _, gradient in came]) if came else None, [features for features, _ in came]
-        return self._arrivals[0].whole_gradient(self._local.dim) if submitted else None, None
 
     def _observed_wait(self) -> AbstractContextManager[None]:
         arrived, self._arrived = self._arrived, None
@@ -353,62 +316,3 @@ class OverlappedCollection:
         if self._write_counts is not None and counts != self._write_counts:
             errors.unannounced_write(self.path)
         self._write_counts = counts
-
-
-@dataclass
-class _Arrival:
-    """Rows that have come together, for the lookups submitted ahead or for one that was not, and their gradients.
-
-    Attributes:
-        sizes: ids of each lookup.
-        rows: of the lookups that the model has not made yet, each of shape ``[ids, dim]``.
-        features: of those that it has made.
-        gradients: of each lookup, None where backward has not come by; None before backward.
-    """
-
-    sizes: Sequence[int]
-    rows: dict[int, Tensor] = field(default_factory=dict)
-    features: dict[int, KeyedJaggedTensor] = field(default_factory=dict)
-    gradients: list[Tensor | None] | None = None
-
-    @property
-    def left(self) -> list[int]:
-        """Which lookups the model has not made yet."""
-        return list(self.rows)
-
-    def take(self, index: int, features: KeyedJaggedTensor) -> Tensor:
-        """Return the rows of a lookup that the model makes."""
-        self.features[index] = features
-        return self.rows.pop(index)
-
-    def came(self) -> list[tuple[KeyedJaggedTensor, Tensor]]:
-        """Return the lookups that backward has come by, and their gradients."""
-        gradients = enumerate(self.gradients or [])
-        return [(self.features[index], gradient) for index, gradient in gradients if gradient is not None]
-
-    def whole_gradient(self, dim: int) -> Tensor:
-        """Return the gradients of all its lookups, zero where backward has not come by."""
-        assert self.gradients is not None
-        some = next(gradient for gradient in self.gradients if gradient is not None)
-        return _joined([some.new_zeros(size, dim) if g is None else g for g, size in zip(self.gradients, self.sizes)])
-
-
-def _joined(gradients: list[Tensor]) -> Tensor:
-    return torch.cat(gradients) if len(gradients) > 1 else gradients[0].contiguous()
-
-
-class _GraphEntry(torch.autograd.Function):
-    # Its backward hands the gradients to the worker, so the colliding rows travel while DDP still waits for its last bucket
-    # and the dense optimizer steps. Autograd calls it once all lookups' gradients have come. Results are no views, so that
-    # they may be changed in place.
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, take: Callable[[list[Tensor | None]], None], rows: Tensor, *places: Tensor) -> Any:
-        ctx.take = take
-        ctx.set_materialize_grads(False)
-        return tuple(rows.index_select(0, each) for each in places)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.take(list(gradients))
-        return (None,) * (3 + len(gradients))

@@ -33,10 +33,10 @@ from lightning_freescale.embeddings.overlap.batch_state import (
     PipelinedBatch,
     SomeRows,
 )
+from lightning_freescale.embeddings.overlap.collisions import Collisions
 from lightning_freescale.embeddings.overlap.handshake import Head, IdsToSend, LookedUp, LookupHandshake, NextIds
 from lightning_freescale.embeddings.overlap.id_exchange import IdExchange
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
-from lightning_freescale.embeddings.overlap.messages import PartLayout, put, ranges, take
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
 from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest, RowSubset
 from lightning_freescale.embeddings.overlap.transport import Transport
@@ -69,9 +69,7 @@ class RowExchange:
         self._no_incoming = IncomingRows(nothing.rows.long(), nothing.sizes, nothing.slots)
         self._ids = IdExchange(self.transport, nothing.slots.shape[1])
         self._messages = self._batches = 0
-        # the number of the last batch that asked for each row: two batches are compared without sorting, and nothing is reset
-        self._last_batch = torch.zeros(local.count, dtype=torch.int32, device=self._device)
-        self._window_start = 1  # rows that no batch has asked for have 0
+        self._collisions = Collisions(local, self.transport, statistics)
         self._heads: list[Head] = []
         self._nothing = self.new_batch()
         self._nothing.updates = False  # nor brings it about that of the kept gradients
@@ -142,11 +140,11 @@ class RowExchange:
         following.submitted = agree and states[self._rank] == NextIds.REQUESTED
         following.all_submitted = agree and set(states) == {NextIds.REQUESTED}
         if following.any_submitted:
-            self._send_rows(following, current, *self._find_collisions(following, current))
+            self._collisions.send_others(following, current)
         else:
             following.request, following.incoming, following.digest = self._no_rows, self._no_incoming, 0
         if current.updates:
-            self._window_start = following.number
+            self._collisions.begin_window(following.number)
 
     def fetch_more(self, lookup: FurtherLookup, current: PipelinedBatch) -> None:
         """Fetch the rows of a lookup of ``current`` that was not submitted; other ranks serve it in the message they are at."""
@@ -198,7 +196,7 @@ class RowExchange:
             current.gradient, current.patient = None, self._nothing_given
         elif current.updates:
             kept = self.accumulator.rows
-            due = self._last_batch[kept[0]] == following.number if kept else None
+            due = self._collisions.asked_by(following.number, kept[0]) if kept else None
             self._update(current, given, gradients, due)
             self._send_last_rows(following)
 
@@ -211,7 +209,7 @@ class RowExchange:
     def discard_accumulated(self, current: PipelinedBatch, previous: PipelinedBatch | None) -> None:
         """Forget the gradients kept for an optimizer step that does not come; a window begins with ``current``."""
         self.accumulator.pop()
-        self._window_start = current.number
+        self._collisions.begin_window(current.number)
         if previous is not None:
             previous.patient = self._nothing_given
 
@@ -292,54 +290,7 @@ class RowExchange:
         if asks[self._rank]:
             current.request, current.rows, current.places = request, values, request.inverse
         current.incoming = current.incoming.replaced(new, asks)
-        self._last_batch[new.rows] = current.number
-
-    # -- B
-
-    def _find_collisions(self, following: PipelinedBatch, current: PipelinedBatch) -> tuple[Tensor, Tensor]:
-        """Owner: return which incoming rows of ``following`` are updated before it, and which of ``current`` it needs."""
-        rows = following.incoming.rows
-        # a row collides if any batch of the window has it
-        awaited = self._last_batch[rows] >= self._window_start if current.updates else torch.zeros_like(rows, dtype=torch.bool)
-        self._last_batch[rows] = following.number
-        self.statistics.count_collisions(rows, awaited)
-        return awaited, self._last_batch[current.incoming.rows] == following.number
-
-    def _send_rows(self, following: PipelinedBatch, current: PipelinedBatch, awaited: Tensor, urgent: Tensor) -> None:
-        """Exchange which rows collide, and the values of those that do not: ``[flags of following, of current | rows]``."""
-        dim, none = self.transport.dim, self._no_rows.sizes
-        asked, here = following.incoming.sizes, current.incoming.sizes if current.updates else none
-        late, at_once = RowSubset.split(awaited, asked)
-        parts = PartLayout(dim, [a + b for a, b in zip(asked, here)], at_once.sizes)
-        source = late.index.new_zeros(parts.length)
-        put(source, parts.first_rows, at_once.sizes, following.incoming.rows.index_select(0, at_once.index))
-        message = self.local.read(source) if at_once.index.numel() else self.transport.rows(parts.length)
-        flags, starts = message.view(torch.uint8).view(-1), parts.octets()
-        put(flags, starts, asked, awaited.view(torch.uint8))
-        if current.updates:
-            put(flags, [start + size for start, size in zip(starts, asked)], here, urgent.view(torch.uint8))
-
-        asks, mine = following.request.sizes, current.request.sizes if current.updates else none
-        slots = PartLayout(dim, [a + b for a, b in zip(asks, mine)], asks)
-        following.rows = self.transport.rows(slots.length)
-        self.transport.exchange(following.rows, message, parts.sizes, slots.sizes)
-        self.transport.count("ids", 1, [a + b for a, b in zip(asked, here)])
-        self.transport.count("non_colliding", 4 * dim, at_once.sizes)
-
-        flags, starts = following.rows.view(torch.uint8).view(-1), slots.octets()
-        waiting, others = RowSubset.split(take(flags, starts, asks).view(torch.bool), asks)
-        # a slot has room for all rows of its owner: those that come last go behind the others
-        ends = [first + count for first, count in zip(slots.first_rows, others.sizes)]
-        following.late_places = ranges(ends, waiting.sizes, self._device)
-        places = waiting.index.new_empty(sum(asks), dtype=torch.int32)
-        places[waiting.index] = following.late_places.int()
-        places[others.index] = ranges(slots.first_rows, others.sizes, self._device).int()
-        following.places = places.index_select(0, following.request.inverse)
-        following.awaited = SomeRows(waiting, late)
-        if current.updates:
-            shared = take(flags, [start + size for start, size in zip(starts, asks)], mine).view(torch.bool)
-            pairs = zip(RowSubset.split(shared, mine), RowSubset.split(urgent, here))
-            current.urgent, current.patient = (SomeRows(*pair) for pair in pairs)
+        self._collisions.mark(new.rows, current.number)
 
     # -- D
 
@@ -364,8 +315,7 @@ class RowExchange:
     ) -> None:
         """Update rows of which some were not compared with those of ``following``: all of them, and fetch all of those."""
         current.incoming = current.incoming.replaced(incoming, changed)
-        rows = current.incoming.rows
-        self._last_batch[rows] = self._last_batch[rows].clamp(min=current.number)
+        self._collisions.mark(current.incoming.rows, current.number)
         if not current.updates:
             return
         assert current.gradient is not None

@@ -1,0 +1,148 @@
+"""What a model looks up in one step: which of it was submitted ahead, the rows it gets, and the gradients that come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec import KeyedJaggedTensor
+
+from lightning_freescale.embeddings.lookahead.kjt_snapshot import KJTSnapshot
+from lightning_freescale.embeddings.overlap.batch_state import Lookup
+
+
+class StepLookups:
+    """The lookups of one collection in one step.
+
+    Args:
+        submitted: the lookups submitted ahead; None if nothing was.
+        take: called in backward when gradients have come, with whether some had come for the same rows before.
+
+    Attributes:
+        made: the lookups that the model has made, in its order.
+    """
+
+    def __init__(
+        self, submitted: Sequence[KJTSnapshot] | None = None, take: Callable[[bool], None] = lambda again: None
+    ) -> None:
+        self.made: list[Lookup] = []
+        self._submitted, self._take = submitted, take
+        self._arrivals: list[_Arrival] = []
+        self._kept: list[tuple[KJTSnapshot, Tensor]] = []
+
+    def note(self, features: KeyedJaggedTensor) -> int | None:
+        """Note that the model makes a lookup; return which of those submitted ahead it is, None if it is none of those left."""
+        submitted = self._submitted or ()
+        left = self._arrivals[0].rows if self._arrivals else range(len(submitted))
+        index = next((index for index in left if index < len(submitted) and submitted[index].matches(features)), None)
+        self.made.append(Lookup(features, None if self._submitted is None else index is not None))
+        return index
+
+    def receive(self, rows: Tensor, places: Tensor, sizes: Sequence[int]) -> None:
+        """Take rows that have come, shape ``[rows, dim]``, for one or more lookups of ``sizes`` ids.
+
+        Args:
+            rows: in any order.
+            places: which of them each id is, shape ``[ids]``.
+            sizes: ids of each lookup.
+        """
+        arrival = _Arrival(sizes)
+        self._arrivals.append(arrival)
+        anchor = torch.empty(0, device=rows.device, requires_grad=True)
+        given = _GraphEntry.apply(anchor, partial(self._take_gradients, arrival), rows, *places.split(list(sizes)))
+        arrival.rows = dict(enumerate(given))
+
+    def give_out(self, index: int | None, features: KeyedJaggedTensor) -> Tensor:
+        """Return the rows of the lookup just noted, shape ``[ids, dim]``, as part of the autograd graph."""
+        arrival = self._arrivals[0 if index is not None else -1]
+        arrival.features[index or 0] = features
+        rows = arrival.rows.pop(index or 0)
+        if (
+            torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        ):  # backward may ask again for what is saved now
+            self._kept.append((KJTSnapshot(features), rows.detach().clone()))
+        return rows
+
+    def made_before(self, features: KeyedJaggedTensor) -> Tensor | None:
+        """Return the rows of a lookup of the forward again, in backward; None if there was none with these ids."""
+        rows = next((rows for snapshot, rows in self._kept if snapshot.matches(features)), None)
+        return None if rows is None else rows.clone().requires_grad_()
+
+    @property
+    def all_gradients_came(self) -> bool:
+        """Whether backward has come by all that was looked up."""
+        return all(arrival.gradients is not None for arrival in self._arrivals)
+
+    def gradient(self, dim: int, none_is_not_zero: bool) -> tuple[Tensor | None, list[KeyedJaggedTensor] | None]:
+        """Return the gradients of all ids, shape ``[ids, dim]``, and the lookups they are of if the owners know of others.
+
+        Args:
+            dim: width of a row.
+            none_is_not_zero: whether an update by a gradient of zero would move a row.
+        """
+        if not self._arrivals:
+            return None, None
+        for arrival in self._arrivals:
+            arrival.rows = {}  # whose graph holds this object
+        first, *further = [arrival.came() for arrival in self._arrivals]
+        if any(further) or (none_is_not_zero and len(first) < len(self._arrivals[0].sizes)):
+            came = [pair for pairs in (first, *further) for pair in pairs]
+            return _joined([gradient for _, gradient in came]) if came else None, [features for features, _ in came]
+        return self._arrivals[0].whole_gradient(dim) if first else None, None
+
+    def _take_gradients(self, arrival: _Arrival, gradients: list[Tensor | None]) -> None:
+        again, arrival.gradients = arrival.gradients is not None, gradients
+        self._take(again)
+
+
+@dataclass
+class _Arrival:
+    """Rows that have come together, for the lookups submitted ahead or for one that was not, and their gradients.
+
+    Attributes:
+        sizes: ids of each lookup.
+        rows: of the lookups that the model has not made yet, each of shape ``[ids, dim]``.
+        features: of those that it has made.
+        gradients: of each lookup, None where backward has not come by; None before backward.
+    """
+
+    sizes: Sequence[int]
+    rows: dict[int, Tensor] = field(default_factory=dict)
+    features: dict[int, KeyedJaggedTensor] = field(default_factory=dict)
+    gradients: list[Tensor | None] | None = None
+
+    def came(self) -> list[tuple[KeyedJaggedTensor, Tensor]]:
+        """Return the lookups that backward has come by, and their gradients."""
+        gradients = enumerate(self.gradients or [])
+        return [(self.features[index], gradient) for index, gradient in gradients if gradient is not None]
+
+    def whole_gradient(self, dim: int) -> Tensor:
+        """Return the gradients of all its lookups, zero where backward has not come by."""
+        assert self.gradients is not None
+        some = next(gradient for gradient in self.gradients if gradient is not None)
+        return _joined([some.new_zeros(size, dim) if g is None else g for g, size in zip(self.gradients, self.sizes)])
+
+
+def _joined(gradients: list[Tensor]) -> Tensor:
+    return torch.cat(gradients) if len(gradients) > 1 else gradients[0].contiguous()
+
+
+class _GraphEntry(torch.autograd.Function):
+    # Its backward hands the gradients to the worker, so the colliding rows travel while DDP still waits for its last bucket
+    # and the dense optimizer steps. Autograd calls it once all lookups' gradients have come. Results are no views, so that
+    # they may be changed in place.
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, take: Callable[[list[Tensor | None]], None], rows: Tensor, *places: Tensor) -> Any:
+        ctx.take = take
+        ctx.set_materialize_grads(False)
+        return tuple(rows.index_select(0, each) for each in places)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.take(list(gradients))
+        return (None,) * (3 + len(gradients))
