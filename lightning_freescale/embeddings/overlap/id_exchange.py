@@ -37,6 +37,7 @@ class IdExchange:
         self._transport, self._slots = transport, slots
         self._apart = heads_travel_apart(transport.device)
         self._preamble = 0 if self._apart else len(Head._fields) + slots  # of the message with the ids
+        self._no_slots = torch.empty(transport.ranks, 0, dtype=torch.int64)
         self._room = _FEWEST_IDS
 
     def exchange(
@@ -58,11 +59,12 @@ class IdExchange:
         numbers = np.empty((self._transport.ranks, len(head) + self._slots), np.int32)
         numbers[:, : len(head)] = head
         numbers[:, _IDS], numbers[:, _OTHER_IDS], numbers[:, _GRADIENTS] = sent.request.sizes, other_ids, given.requested.sizes
-        numbers[:, len(head) :] = sent.request.slots
+        if self._slots:
+            numbers[:, len(head) :] = sent.request.slots
         exchange = self._exchange_apart if self._apart else self._exchange_together
         told, rows, came = exchange(sent.request, numbers, given, gradients)
         heads = [Head(*each[: len(head)]) for each in told]
-        by_slot = torch.tensor([each[len(head) :] for each in told], dtype=torch.int64).view(len(told), self._slots)
+        by_slot = torch.tensor([each[len(head) :] for each in told]) if self._slots else self._no_slots
         return heads, IncomingRows(rows.long(), [answer.ids for answer in heads], by_slot), came
 
     def _exchange_together(
@@ -71,18 +73,20 @@ class IdExchange:
         room, ranks, preamble = self._room, self._transport.ranks, self._preamble
         counts = [min(size, room) for size in request.sizes]
         message, parts = self._pack(request, counts, given, gradients)
-        words = message.view(torch.int32).view(-1)
-        put(words, parts.words(), [preamble] * ranks, torch.from_numpy(numbers.ravel()))
+        words = message.view(torch.int32).view(-1).numpy()
+        for start, each in zip(parts.words(), numbers):
+            words[start : start + preamble] = each
         slots = self._layout([room] * ranks, given.incoming.sizes)
         received = self._transport.rows(slots.length)
         self._transport.exchange(received, message, parts.sizes, slots.sizes)
         self._transport.count("ids", 4, [preamble + count for count in counts])
 
-        words = received.view(torch.int32).view(-1)
-        told = take(words, slots.words(), [preamble] * ranks).view(ranks, preamble).tolist()
+        received_words = received.view(torch.int32).view(-1)
+        words = received_words.numpy()
+        told = [words[start : start + preamble].tolist() for start in slots.words()]
         asked = [each[_IDS] for each in told]
         arrived = [min(ids, room) for ids in asked]
-        rows = take(words, slots.words(preamble), arrived)
+        rows = take(received_words, slots.words(preamble), arrived) if any(arrived) else received_words[:0]
         came = self._layout(arrived, given.incoming.sizes)  # gradients follow the ids, wherever the slot ends
         starts = [slot + first - start for slot, first, start in zip(slots.starts, came.first_rows, came.starts)]
         most = max(each[_MOST_IDS] for each in told)

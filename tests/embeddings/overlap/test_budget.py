@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_freescale.comm import process_group
-from lightning_freescale.embeddings.overlap import OverlapEngine
+from lightning_freescale.embeddings.overlap import OverlapEngine, id_exchange
 from lightning_freescale.embeddings.overlap.exchange_worker import ExchangeWorker
 from lightning_freescale.embeddings.overlap.row_exchange import RowExchange
 from lightning_freescale.testing import run_distributed
@@ -144,12 +144,23 @@ def _finish_jobs(engine: OverlapEngine | None) -> None:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_step_keeps_to_its_budget(ranks: int) -> None:
-    for calls, exchanges, waits in run_distributed(_counted, ranks, True):
+    for calls, exchanges, _ in run_distributed(_counted, ranks, True):
         for path in ("items", "tags"):
             thread = f"freescale-{path}"
-            # the last step has no next batch, so nothing of B, C and D
-            assert exchanges[thread] == 4 * (STEPS - 1) + 1, "four exchanges per step"
+            # the last step has no next batch, so nothing of B and D
+            assert exchanges[thread] == 4 * (STEPS - 1) + 2, "four exchanges per step"
             assert calls[thread] / STEPS <= 1200, "calls of the engine's thread per step"
+
+
+def _counted_apart() -> tuple[Counter[str], Counter[str], Counter[str]]:
+    id_exchange.heads_travel_apart = lambda device: True
+    return _counted(True)
+
+
+def test_the_host_does_not_wait_for_colliding_rows() -> None:
+    """As on a GPU: heads go from host to host, and tell how long the others are."""
+    for _, exchanges, waits in run_distributed(_counted_apart, 2):
+        assert exchanges["freescale-tags"] == 6 * (STEPS - 1) + 4, "four exchanges per step, and two of heads"
         assert not {name: count for name, count in waits.items() if name.startswith("freescale-tags")}, "one table: no wait"
 
 

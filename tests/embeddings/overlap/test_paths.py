@@ -157,7 +157,7 @@ def test_writing_the_tables_without_saying_so() -> None:
 
 
 def _looked_up_again(engine: bool) -> tuple[Run, list[str]]:
-    """Every fourth step the candidates are looked up once more, with gradients; every third without."""
+    """Every third step looks up once more, without gradients."""
     from tests.helpers import sequences
 
     data, once = batches(dist.get_rank(), 12), sequences.Sequences.forward
@@ -168,8 +168,7 @@ def _looked_up_again(engine: bool) -> tuple[Run, list[str]]:
         if self.calls % 3 == 0:
             with torch.no_grad():
                 extra = extra + self.items(batch["ids"])["history"].values().sum()
-        loss = once(self, batch) + 0.01 * extra
-        return loss + 0.01 * self.items(batch["ids"])["history"].values().sum() if self.calls == 8 else loss
+        return once(self, batch) + 0.01 * extra
 
     sequences.Sequences.forward = forward
     with warnings.catch_warnings(record=True) as caught:
@@ -188,13 +187,11 @@ def _early_or_late(step: int, following: Batch | None) -> tuple[NextIds | None, 
 
 
 @pytest.mark.slow
-def test_several_lookups_in_a_step() -> None:
+def test_lookups_without_gradients_in_a_step() -> None:
     plain, mine = run_distributed(_looked_up_again, 2, False), run_distributed(_looked_up_again, 2, True)
     for (expected, _), (found, told) in zip(plain, mine):
         same(expected, found)
-        assert (
-            sum("'items' is looked up several times in one step: its exchange is not overlapped" in text for text in told) == 1
-        )
+        assert not [text for text in told if "looked up" in text]
 
 
 def _not_looked_up(engine: bool) -> Run:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from torch import Tensor
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from lightning_freescale import FreeScaleStrategy
@@ -114,11 +113,6 @@ class Pooled(CountingModel):
         self.bags = EmbeddingBagCollection(tables=[config])
 
 
-class LooksUpTwice(CountingModel):
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) + 0 * self.net(batch["features"]).sum()
-
-
 def _refused(make: Any, **options: Any) -> str:
     try:
         fit(make(), my_loader(4), **options)
@@ -145,7 +139,6 @@ def _refused(make: Any, **options: Any) -> str:
             },
             "GradientAccumulationScheduler: collections ['net.embeddings']",
         ),
-        (LooksUpTwice, {}, "'net.embeddings' is looked up twice in a step while gradients are accumulated"),
     ],
 )
 def test_refused_where_tables_are_updated_in_backward(make: Any, options: dict[str, Any], message: str) -> None:
