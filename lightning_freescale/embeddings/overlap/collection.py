@@ -26,7 +26,7 @@ from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
 from lightning_freescale.embeddings.overlap.row_exchange import RowExchange
 from lightning_freescale.embeddings.overlap.row_requests import as_output
 from lightning_freescale.embeddings.overlap.step_lookups import StepLookups
-from lightning_freescale.embeddings.overlap.transport import ExchangeObserver
+from lightning_freescale.embeddings.overlap.transport import FAREWELL, ExchangeObserver
 
 
 class OverlappedCollection:
@@ -185,11 +185,16 @@ class OverlappedCollection:
         self._following, self._write_counts = self._exchange.new_batch(), None
 
     def close(self) -> None:
-        """Give TorchRec's forward back; without waiting for ranks that may be gone."""
+        """Give TorchRec's forward back; without waiting for ranks that may be gone.
+
+        After a drain, ranks say farewell: one that closed its connections at once could cut off another that still reads.
+        """
         del self.module.forward
         self._state_dict_hook.remove()
         self.module.freescale_sharding.checks.enabled = True
-        if self._worker.stop(timeout=1.0):
+        if self.error is None and self._previous is None and not self._in_step:
+            self._worker.submit(self._exchange.transport.say_farewell)
+        if self._worker.stop(timeout=1.0 + FAREWELL.total_seconds()):
             dist.destroy_process_group(self.group)
         else:  # its exchange waits for a rank that may be gone
             self.group.abort()

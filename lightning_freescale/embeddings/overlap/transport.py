@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from datetime import timedelta
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
+
+FAREWELL = timedelta(seconds=2)
+"""How long a rank that has done all its exchanges waits for the others."""
 
 
 class ExchangeObserver(Protocol):
@@ -80,6 +85,13 @@ class Transport:
             self._group.exchange(torch.from_numpy(received.ravel()), torch.from_numpy(numbers.ravel()), size, size, exact=True)
         self.count("ids", 4, size)
         return [[int(number) for number in row] for row in received]
+
+    def say_farewell(self) -> None:
+        """Wait until all ranks have come as far as this, or one of them is gone or late."""
+        if self.device.type == "cpu":
+            nothing, sizes = torch.zeros(self.ranks), [1] * self.ranks
+            with suppress(dist.DistBackendError):
+                self._group.exchange(torch.empty_like(nothing), nothing, sizes, sizes, exact=True, timeout=FAREWELL)
 
     def count(self, kind: str, width: int, gives: list[int]) -> None:
         """Count the bytes of what goes to other ranks: ``gives[rank]`` times ``width`` to each."""
