@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule as LightningModule
 from lightning.pytorch import Trainer as Trainer
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import GradientAccumulationScheduler as GradientAccumulationScheduler
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import MixedPrecision as MixedPrecision
 from lightning.pytorch.profilers import PyTorchProfiler as PyTorchProfiler
 from lightning.pytorch.strategies import Strategy as Strategy
@@ -66,6 +67,17 @@ def counting_ahead(trainer: Trainer, updates: bool) -> Generator[None, None, Non
         yield
     finally:
         steps.completed, batches.current.ready, batches.total.ready = before
+
+
+@contextmanager
+def unlogged(trainer: Trainer) -> Generator[None, None, None]:
+    """Give the Trainer loggers that do nothing; afterwards its own again, and its other attributes, ``should_stop`` say."""
+    attributes = dict(vars(trainer))
+    trainer.loggers = [DummyLogger() for _ in trainer.loggers]
+    try:
+        yield
+    finally:
+        vars(trainer).update(attributes)
 
 
 def prepared_batch(trainer: Trainer, batch: Any) -> Any:

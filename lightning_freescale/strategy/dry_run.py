@@ -6,7 +6,7 @@ fx tracing would tell them, too, but fails on LightningModules: ``self.log``, co
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,9 +17,10 @@ from torch import nn
 from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from lightning_freescale._lightning.loops import LightningModule
-from lightning_freescale.embeddings.collections import Collection, replace_everywhere
+from lightning_freescale.embeddings.collections import Collection
 from lightning_freescale.embeddings.overlap.row_layout import output_names
-from lightning_freescale.strategy.preserve_state import preserve_module_state
+from lightning_freescale.strategy.file_writes import FileWritesRefused
+from lightning_freescale.strategy.preserve_state import preserve_state
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,15 @@ def dry_run_ids(
     device: torch.device,
     wanted: Mapping[str, int] | None = None,
     prepare: Callable[[Any], Any] | None = None,
+    beside: Mapping[str, Any] | None = None,
+    leave: Iterable[Any] = (),
 ) -> DryRunResult:
     """Return the ids that ``module.training_step(*args)`` would look up, without gradients, exchange or a trace of it.
 
     The step runs on a copy of ``args`` until every wanted lookup was made; until then collections return zeros, so ids
-    that depend on embeddings come out wrong. Their hooks do not run, nothing is logged by ``self.log``, and the module and
-    the random states are afterwards as they were (:func:`preserve_module_state` says how far that goes). What else the step
-    does before its lookups is done twice: writing to a logger or a file, collectives, changes of the trainer or of parameters.
+    that depend on embeddings come out wrong. Their hooks do not run, nothing is logged by ``self.log``, no file is written, and
+    all that the module leads to is afterwards as it was, or the step does not run (:func:`preserve_state`,
+    :class:`FileWritesRefused`). What the step does elsewhere before its lookups is done twice: to globals, by collectives.
 
     Args:
         module: the user's; DDP has no part in this. Autocast is the caller's.
@@ -57,22 +60,31 @@ def dry_run_ids(
         device: where it runs.
         wanted: how many lookups to wait for, by the path of the collection; one of each if not given.
         prepare: makes the batch that the step gets of the first of ``args``, with no more of a trace than the step.
+        beside: other objects that stay as they are, by what an error calls them.
+        leave: objects that the module leads to and that may change.
 
     Returns:
-        The lookups of each collection that was called, or the error of the step.
+        The lookups of each collection that was called, or the error of the step; a LeavesTraceError if it cannot run
+        without a trace.
     """
     if not module.automatic_optimization:
         return DryRunResult(error=RuntimeError("with automatic_optimization=False training_step would update the parameters"))
     seen: dict[str, list[KeyedJaggedTensor]] = {}
     needed = dict.fromkeys((collection.path for collection, _ in collections), 1) if wanted is None else wanted
-    inside = {inner for _, held in collections for inner in held.modules()}
+    instead = [(each, each) for each in leave]
+    for collection, held in collections:
+        instead += [(inner, inner) for inner in (*held.modules(), *held.parameters())]
+        instead.append((held, _StandIn(collection, held, seen, needed)))
+    roots = {"self": module, **(beside or {})}
     try:
         given = copy.deepcopy(args)  # a step may pop from its batch, or change it in place
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"), preserve_module_state(module, device, skip=inside):
-            # preserve_module_state puts everything back
-            for collection, held in collections:
-                replace_everywhere(module, held, _StandIn(collection, held, seen, needed))
-            for inner in module.modules():
+        with (
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),
+            preserve_state(roots, device, instead),
+            FileWritesRefused(),
+        ):
+            for inner in module.modules():  # preserve_state puts it back
                 if isinstance(inner, LightningModule):
                     vars(inner).update(dict.fromkeys(("log", "log_dict", "print"), lambda *args, **kwargs: None))
             batch = given[0] if prepare is None else prepare(given[0])

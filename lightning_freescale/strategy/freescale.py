@@ -70,8 +70,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         lookahead: how the next batch's ids are known, with ``overlap``. ``"batch"``: they stand in the batch, or ``ids_of``
             or a method ``embedding_ids(batch)`` of the LightningModule tells them; what nobody knows is exchanged without
             overlap, after one notice. ``"trial_run"``: where they do not stand in the batch, the next ``training_step`` runs
-            once more, without gradients and up to its lookups. That is dear, and a step that writes parameters, files or
-            objects of its own before it looks up does so twice, **which changes the numbers**.
+            once more, without gradients and up to its lookups. That is dear. What the module leads to is put back afterwards,
+            or refused by name; what the step does to globals before it looks up is done twice, **which changes the numbers**.
         ids_of: a function that tells the ids which the model will look up in a batch, of that batch as it comes out of the
             loader, before hooks change it and before it is on the device. It is called once for each batch but the first of
             an epoch, in the main process, and must leave the batch as it is. It returns the ``KeyedJaggedTensor``, or a

@@ -8,14 +8,21 @@ from typing import Any
 
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale._lightning.loops import Trainer, counting_ahead, prepared_batch, rank_zero_info, rank_zero_warn
+from lightning_freescale._lightning.loops import (
+    Trainer,
+    counting_ahead,
+    prepared_batch,
+    rank_zero_info,
+    rank_zero_warn,
+    unlogged,
+)
 from lightning_freescale.embeddings.lookahead.ids_function import IdsFunction
 from lightning_freescale.embeddings.lookahead.probe import LookaheadMode, Probe
 from lightning_freescale.embeddings.overlap import OverlapEngine, OverlapReport
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.strategy.dry_run import dry_run_ids
 from lightning_freescale.strategy.lookahead_loader import ENDED, UNKNOWN, LookaheadLoader
-from lightning_freescale.strategy.preserve_state import ParameterChangedError
+from lightning_freescale.strategy.preserve_state import LeavesTraceError
 from lightning_freescale.strategy.validation import has_embedding_ids
 
 _WAYS = (
@@ -158,7 +165,7 @@ class OverlapController:
             return {}
         trainer = self.trainer
         later = (value + 1 if isinstance(value, int) else value for value in args[1:])  # batch_idx, if it takes one
-        with counting_ahead(trainer, self._updates), trainer.precision_plugin.train_step_context():
+        with counting_ahead(trainer, self._updates), unlogged(trainer), trainer.precision_plugin.train_step_context():
             result = dry_run_ids(
                 trainer.lightning_module,
                 self.engine.tables.modules,
@@ -166,11 +173,16 @@ class OverlapController:
                 trainer.strategy.root_device,
                 wanted,
                 partial(prepared_batch, trainer),
+                beside={
+                    "trainer.optimizers": trainer.optimizers,
+                    "trainer.lr_scheduler_configs": trainer.lr_scheduler_configs,
+                },
+                leave=(trainer, *(optimizer.state for optimizer in trainer.optimizers)),
             )
-        if isinstance(result.error, ParameterChangedError):
+        if isinstance(result.error, LeavesTraceError):
             raise RuntimeError(
-                f"FreeScaleStrategy(lookahead='trial_run'): training_step writes to a parameter before it looks up ids, and a "
-                f"trial run has done so, too ({result.error}). {_WAYS}"
+                f"FreeScaleStrategy(lookahead='trial_run'): a trial run of training_step would leave a trace, so that the "
+                f"numbers could be others: {result.error}. {_WAYS}"
             ) from result.error
         for path in wanted:
             if path not in result.features:

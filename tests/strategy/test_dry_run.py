@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import random
+import sys
+import threading
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -18,10 +23,24 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollec
 
 from lightning_freescale.embeddings.collections import find_collections
 from lightning_freescale.strategy.dry_run import DryRunResult, dry_run_ids
+from lightning_freescale.strategy.preserve_state import LeavesTraceError
 from tests.helpers.jagged import same_features
 
 CPU = torch.device("cpu")
 DIM = 4
+NOTED: list[Any] = []
+"""What a step notes in a global, which no dry run puts back."""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_noted() -> None:
+    NOTED.clear()
+
+
+@pytest.fixture
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 def _items() -> EmbeddingCollection:
@@ -57,6 +76,7 @@ class Model(L.LightningModule):
         self.items, self.bags, self.between = _items(), _bags(), between
         self.norm, self.metric, self.mean = nn.BatchNorm1d(3), torchmetrics.MeanMetric(), torchmetrics.CatMetric()
         self.register_buffer("queue", torch.zeros(3))
+        self.compiled = torch.compile(nn.BatchNorm1d(3), backend="eager")
         self.teacher = nn.Parameter(torch.zeros(2), requires_grad=False)
         self.losses, self.counters, self.step, self.after = [0.5], {"steps": [1]}, 1, 0
         self.generator = torch.Generator().manual_seed(3)
@@ -106,9 +126,8 @@ def test_sees_what_the_step_looks_up() -> None:
 
 
 def test_stops_at_the_last_one_wanted() -> None:
-    ran: list[bool] = []
-    result = _dry_run(Model(lambda model, batch: ran.append(True)), wanted={"items": 1})
-    assert set(result.features) == {"items"} and not ran
+    result = _dry_run(Model(lambda model, batch: NOTED.append("between")), wanted={"items": 1})
+    assert set(result.features) == {"items"} and not NOTED
 
 
 def test_several_lookups_in_their_order() -> None:
@@ -121,11 +140,10 @@ def test_several_lookups_in_their_order() -> None:
 
 
 def test_without_gradients_and_without_copies_of_the_tables() -> None:
-    found: list[Any] = []
-    model = Model(lambda model, batch: found.extend([torch.is_grad_enabled(), model.items.state, model.queue]))
+    model = Model(lambda model, batch: NOTED.extend([torch.is_grad_enabled(), model.items.state, model.queue]))
     model.items.register_buffer("state", torch.zeros(3))
     assert _dry_run(model).error is None
-    assert found[0] is False and found[1] is model.items.state and found[2] is not model.queue
+    assert NOTED[0] is False and NOTED[1] is model.items.state and NOTED[2] is not model.queue
 
 
 def test_a_collection_that_the_step_does_not_call() -> None:
@@ -183,6 +201,11 @@ SIDE_EFFECTS: dict[str, Callable[[Model, dict[str, Any]], Any]] = {
     "buffer replaced": lambda model, batch: setattr(model, "queue", torch.ones(3)),
     "list": lambda model, batch: model.losses.append(1.0),
     "nested list": lambda model, batch: model.counters["steps"].append(1),
+    "parameter": lambda model, batch: model.teacher.add_(1),
+    "parameter's data": lambda model, batch: model.teacher.data.add_(1),
+    "parameter's data replaced": lambda model, batch: setattr(model.teacher, "data", model.teacher.data + 1),
+    "trained parameter": lambda model, batch: model.norm.weight.data.mul_(2),
+    "compiled module": lambda model, batch: model.compiled(batch["dense"]),
     "number": lambda model, batch: setattr(model, "step", model.step + 1),
     "new attribute": lambda model, batch: setattr(model, "extra", 1),
     "training mode": lambda model, batch: model.eval(),
@@ -215,18 +238,16 @@ def _trace(model: Model, batch: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("name", list(SIDE_EFFECTS))
 def test_leaves_no_trace(name: str) -> None:
-    ran: list[bool] = []
-
     def effect(model: Model, batch: dict[str, Any]) -> None:
         SIDE_EFFECTS[name](model, batch)
-        ran.append(True)
+        NOTED.append("ran")
 
     model, batch = Model(effect), _batch()
     before, attributes = _trace(model, batch), {key: id(value) for key, value in vars(model).items()}
     children = [id(module) for module in model.modules()]
     versions = [buffer._version for buffer in model.buffers()]
     result = _dry_run(model, batch)
-    assert result.error is None and ran
+    assert result.error is None and NOTED
     assert _trace(model, batch) == before
     assert {key: id(value) for key, value in vars(model).items()} == attributes
     assert [id(module) for module in model.modules()] == children
@@ -266,24 +287,10 @@ def test_an_interrupt_passes_and_leaves_no_trace() -> None:
     assert _trace(model, batch) == before
 
 
-@pytest.mark.parametrize("how", ["in place", "data"])
-def test_a_changed_parameter_is_told(how: str) -> None:
-    def update(model: Model, batch: dict[str, Any]) -> None:
-        if how == "data":
-            model.teacher.data = model.teacher.data + 1
-        else:
-            with torch.no_grad():
-                model.teacher.add_(1)
-
-    result = _dry_run(Model(update))
-    assert isinstance(result.error, RuntimeError) and "'teacher'" in str(result.error)
-
-
 def test_manual_optimization_is_not_run() -> None:
-    ran: list[bool] = []
-    model = Model(lambda model, batch: ran.append(True))
+    model = Model(lambda model, batch: NOTED.append("ran"))
     model.automatic_optimization = False
-    assert "automatic_optimization" in str(_dry_run(model).error) and not ran
+    assert "automatic_optimization" in str(_dry_run(model).error) and not NOTED
 
 
 def test_no_hook_of_a_collection_fires_and_a_forward_of_its_own_stays() -> None:
@@ -300,28 +307,25 @@ def test_no_hook_of_a_collection_fires_and_a_forward_of_its_own_stays() -> None:
 
 @pytest.mark.parametrize("caught", [Exception, BaseException])
 def test_a_step_that_catches_everything(caught: type[BaseException]) -> None:
-    noticed: list[BaseException] = []
-
     class Careful(Model):
         def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor | None:
             try:
                 return super().training_step(batch, batch_idx)
             except caught as error:
-                noticed.append(error)
+                NOTED.append(error)
                 return None
 
     result = _dry_run(Careful())
     assert result.error is None and set(result.features) == {"items", "bags"}
-    assert bool(noticed) == (caught is BaseException)
+    assert bool(NOTED) == (caught is BaseException)
 
 
 def test_what_is_shared_stays_shared() -> None:
-    found: list[bool] = []
-    model = Model(lambda model, batch: found.extend([model.alias is model.losses, model.norm.shared is model.queue]))
+    model = Model(lambda model, batch: NOTED.extend([model.alias is model.losses, model.norm.shared is model.queue]))
     model.alias = model.losses
     model.norm.register_buffer("shared", model.queue)
     assert _dry_run(model).error is None
-    assert found == [True, True]
+    assert NOTED == [True, True]
 
 
 def test_a_table_held_twice() -> None:
@@ -329,6 +333,61 @@ def test_a_table_held_twice() -> None:
     model.nested = nn.ModuleDict({"again": model.bags})
     result = _dry_run(model)
     assert result.error is None and set(result.features) == {"items", "bags"}
+
+
+def test_a_table_in_a_list() -> None:
+    model = Model(lambda model, batch: NOTED.append(float(model.again[0](batch["users"]).values().abs().sum())))
+    model.again = [model.bags]
+    result = _dry_run(model, wanted=["items", "bags", "more"])
+    assert result.error is None and set(result.features) == {"items", "bags"}
+    assert NOTED == [0.0], "no lookup but one of zeros"
+
+
+def _write(name: str) -> None:
+    with open(name, "w") as file:
+        file.write("written")
+
+
+def test_a_step_that_writes_a_file_is_refused_before_it_has(in_folder: Path) -> None:
+    result = _dry_run(Model(lambda model, batch: _write("notes")))
+    assert isinstance(result.error, LeavesTraceError) and "writes to the file 'notes'" in str(result.error)
+    assert not Path("notes").exists()
+    _write("notes")
+    assert _dry_run(Model(lambda model, batch: NOTED.append(Path("notes").read_text()))).error is None
+    assert NOTED == ["written"], "reading is free"
+
+
+def test_a_step_that_goes_on_where_it_cannot_write(in_folder: Path) -> None:
+    def careful(model: Model, batch: dict[str, Any]) -> None:
+        with suppress(Exception):
+            _write("notes")
+
+    result = _dry_run(Model(careful))
+    assert result.error is None and set(result.features) == {"items", "bags"} and not Path("notes").exists()
+
+
+def test_other_threads_and_caches_of_compiled_code_may_write(in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def effect(model: Model, batch: dict[str, Any]) -> None:
+        thread = threading.Thread(target=_write, args=["notes"])
+        thread.start()
+        thread.join()
+        NOTED.append(importlib.import_module("imported_in_a_dry_run").NUMBER)
+
+    Path("imported_in_a_dry_run.py").write_text("NUMBER = 3")
+    monkeypatch.syspath_prepend(in_folder)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert _dry_run(Model(effect)).error is None
+    assert Path("notes").exists() and NOTED == [3] and list(in_folder.rglob("*.pyc"))
+
+
+def test_what_cannot_be_put_back_is_named_and_the_step_does_not_run() -> None:
+    model = Model(lambda model, batch: NOTED.append("ran"))
+    model.norm.sampler = {"of": [iter([])]}
+    model.extra = {}
+    result = _dry_run(model)
+    assert isinstance(result.error, LeavesTraceError)
+    assert str(result.error) == "self.norm.sampler['of'][0], of type list_iterator, cannot go back to where it was"
+    assert not NOTED and isinstance(model.items, EmbeddingCollection) and model.queue is model._buffers["queue"]
 
 
 def test_weights_that_need_gradients_and_a_backward_that_waits() -> None:
@@ -372,7 +431,7 @@ class Ahead(L.Callback):
     """Runs a dry run of another batch before every step."""
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        result = _dry_run(module, {**_batch(100 + batch_idx), "ahead": True})
+        result = _dry_run(module, {**_batch(100 + batch_idx), "ahead": True}, leave=[trainer])
         assert result.error is None and set(result.features) == {"items", "bags"}
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 from lightning_freescale import FreeScaleStrategy
@@ -24,7 +23,6 @@ from tests.helpers.overlap_training import (
     against_plain,
     as_tensors,
     assert_bitwise,
-    error_of,
     fit_overlapped,
     notices,
     with_tags,
@@ -83,18 +81,6 @@ class Moves(training.Computes):
 
 def test_state_that_no_trial_run_could_put_back_is_as_without_overlap() -> None:
     assert_bitwise(run_distributed(against_plain, 2, Moves, as_tensors))
-
-
-class MovesVisibly(Moves):
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        with torch.no_grad():
-            self.slow.weight.mul_(0.9)
-        return super().training_step(batch, batch_idx)
-
-
-def test_a_trial_run_that_changes_a_parameter_is_an_error() -> None:
-    for told in run_distributed(error_of, 2, MovesVisibly, as_tensors, lookahead="trial_run"):
-        assert "lookahead='trial_run'): training_step writes to a parameter" in told and "'slow.weight'" in told
 
 
 def test_one_notice_of_all_that_nobody_knows() -> None:
