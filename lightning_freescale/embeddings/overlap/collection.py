@@ -241,9 +241,11 @@ class OverlappedCollection:
         """Submit all that this rank will know of the next batch before backward."""
         if self._prefetched:
             return
+        if self._next_ids is not None:
+            self._following.snapshot = KJTSnapshot(self._next_ids)
+            self._next_ids = self._following.snapshot.features  # the worker reads what later lookups are compared with
         self._announce(final=True)
         features, state, self._prefetched = self._next_ids, self._state_of_next_ids(final=True), True
-        self._following.snapshot = None if features is None else KJTSnapshot(features)
         job = (self._exchange.prefetch, self._following, self._current, state, features, self._mode_to_tell())
         self._prefetch_job, self._next_ids = self._worker.submit(*job), None
 
