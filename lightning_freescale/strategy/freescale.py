@@ -227,7 +227,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         assert self.lightning_module is not None
-        self._update_due = False
+        self._update_due = self.gradients_wait = False
         trainer = self.lightning_module.trainer
         self._balance_monitor = BalanceMonitor(trainer, self.timeline, process_group_timeout(self))
         self._at_teardown.callback(self._balance_monitor.stop)
@@ -281,6 +281,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         if self.tables is not None:
             refuse_second_backward(self._update_due)
             self._update_due = not self._accumulating
+        self.gradients_wait = self._accumulating
         loss = closure_loss if self._loss_weight == 1.0 else closure_loss * self._loss_weight
         try:
             scaled = super().backward(loss, optimizer, *args, **kwargs)
@@ -296,7 +297,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._end_backward()  # again, for a training_step that returned None
-        self._update_due = False
+        self._update_due = self.gradients_wait = False
         if self.groups is not None:
             self.groups.step += 1
         if self.overlap_controller is not None:
