@@ -55,5 +55,24 @@ def _register_strategy(strategies: Any) -> None:
             strategies.StrategyRegistry.register(name, _freescale_strategy, description=description, **options)
 
 
+def _refuse_strategy(**options: Any) -> Any:
+    raise ValueError(
+        "strategy='freescale' is for the Trainer of lightning.pytorch: import lightning as L and use L.Trainer. Those of "
+        "pytorch_lightning and Fabric have another Strategy class; beside Fabric use "
+        "lightning_freescale.embeddings.overlap.OverlapEngine"
+    )
+
+
+@wrapt.when_imported("pytorch_lightning.strategies")
+def _refuse_in_trainer(strategies: Any) -> None:
+    strategies.StrategyRegistry.register("freescale", _refuse_strategy)
+
+
+@wrapt.when_imported("lightning_fabric.strategies")
+@wrapt.when_imported("lightning.fabric.strategies")
+def _refuse_in_fabric(strategies: Any) -> None:
+    strategies.STRATEGY_REGISTRY.register("freescale", _refuse_strategy)
+
+
 if find_spec("torch") is not None:
     import lightning_freescale.comm  # noqa: F401 (registers the backend)

@@ -102,11 +102,15 @@ class FreeScaleGroup(dist.ProcessGroup):
     @_accept_c10d_argument_names
     def allgather(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         """Gather a tensor of every rank in a list, as ``dist.all_gather``."""
-        outputs, tensor = (output[0], input[0]) if isinstance(input, list) else (output, input)
-        if self._is_native(tensor):
-            return self._native("allgather", [outputs], [tensor], opts)
-        outgoing, incoming = partial(RankBuffers.from_repeated, tensor), partial(RankBuffers.from_tensors, "output", outputs)
-        return self._collective("all_gather", outgoing, incoming, outputs, opts)
+        outputs, inputs = (output, input) if isinstance(input, list) else ([output], [input])
+        if self._is_native(*inputs):
+            return self._native("allgather", outputs, inputs, opts)
+        if len(inputs) != 1 or len(outputs) != 1:
+            told = f"{len(outputs)} lists of outputs for {len(inputs)} inputs: pass one of each"
+            return self._refuse("all_gather", told, opts)
+        outgoing = partial(RankBuffers.from_repeated, inputs[0])
+        incoming = partial(RankBuffers.from_tensors, "output", outputs[0])
+        return self._collective("all_gather", outgoing, incoming, outputs[0], opts)
 
     @_accept_c10d_argument_names
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
@@ -119,11 +123,20 @@ class FreeScaleGroup(dist.ProcessGroup):
     @_accept_c10d_argument_names
     def all_gather_single_coalesced(self, output: list[Tensor], input: list[Tensor], opts: Any = None) -> dist.Work:
         """Run several :meth:`all_gather_single` and return one Work."""
+        if not input or len(output) != len(input):
+            told = f"{len(output)} outputs for {len(input)} inputs: pass one for each, and at least one"
+            return self._refuse("all_gather_single", told, opts, *input)
         return CoalescedWork([self.all_gather_single(*pair, opts) for pair in zip(output, input, strict=True)], output)
 
     @_accept_c10d_argument_names
     def allgather_coalesced(self, output: list[list[Tensor]], input: list[Tensor], opts: Any = None) -> dist.Work:
         """Run several :meth:`allgather` and return one Work; ``output`` is by rank, then by input."""
+        if not input or [len(row) for row in output] != [len(input)] * self.size():
+            told = (
+                f"lists of {[len(row) for row in output]} outputs for {self.size()} ranks and {len(input)} inputs: pass a list "
+                "per rank with an output for each input, and at least one"
+            )
+            return self._refuse("all_gather", told, opts, *input)
         columns = [list(column) for column in zip(*output, strict=True)]
         works = [self.allgather([column], [tensor], opts) for column, tensor in zip(columns, input, strict=True)]
         return CoalescedWork(works, [tensor for row in output for tensor in row])
@@ -221,6 +234,16 @@ class FreeScaleGroup(dist.ProcessGroup):
         if not getattr(opts, "asyncOp", True):
             work.wait()
         return work
+
+    def _refuse(self, name: str, told: str, opts: Any, *tensors: Tensor) -> dist.Work:
+        """Raise ValueError here, and tell the other ranks, unless they are in torch's own collective and cannot hear of it."""
+        if self._is_native(*tensors):
+            raise ValueError(f"freescale {name}: {told}")
+
+        def fail(ranks: int) -> RankBuffers:
+            raise ValueError(told)
+
+        return self._collective(name, fail, fail, [], opts)
 
     def _collective(
         self, name: str, outgoing: BuffersForRanks, incoming: BuffersForRanks, results: list[Tensor], opts: Any

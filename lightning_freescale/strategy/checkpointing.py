@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_freescale._lightning.ddp import DDPBase
+from lightning_freescale._lightning.loops import rank_zero_warn
 from lightning_freescale.checkpoint.random_state import gather_random_states, set_random_state
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class UnshardedCheckpointStrategy(DDPBase):
         tables: the sharded tables; None if the module has none.
         groups: which of the user's parameter groups drives which table, while fitting.
         overlap_controller: what overlaps the exchange with compute; None outside of a fit, and without overlap.
+        gradients_wait: whether gradients have been accumulated for an optimizer step that is still to come.
     """
 
     def __init__(self, **ddp_options: Any) -> None:
@@ -37,6 +39,7 @@ class UnshardedCheckpointStrategy(DDPBase):
         self.tables: ShardedTables | None = None
         self.groups: ParameterGroups | None = None
         self.overlap_controller: OverlapController | None = None
+        self.gradients_wait = self._told_of_gradients = False
         self._extra: dict[str, Any] = {}
         self._random_states: list[dict[str, Any]] = []
 
@@ -81,8 +84,24 @@ class UnshardedCheckpointStrategy(DDPBase):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if "optimizer_states" in checkpoint:
             checkpoint[_EXTRA] = {**self._extra, "random_states": gather_random_states(self.root_device)}
+            self._tell_of_gradients()
         self._extra = {}
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _tell_of_gradients(self) -> None:
+        """Warn once of what the file does not hold; at the end of an epoch Lightning forgets it as well."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if not self.gradients_wait or self._told_of_gradients or trainer.is_last_batch:
+            return
+        self._told_of_gradients = True
+        rank_zero_warn(
+            "this checkpoint is written between two optimizer steps of "
+            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}), and holds no gradients: a run that resumes "
+            "from it takes its first optimizer step with those of the remaining batches alone, unlike a run that goes on. To "
+            "resume exactly, save after an optimizer step: let val_check_interval and the like be multiples of "
+            "accumulate_grad_batches"
+        )
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

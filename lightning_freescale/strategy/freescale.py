@@ -34,14 +34,17 @@ from lightning_freescale.strategy.module_setup import (
     materialize,
     refuse_collections,
     sync_dense,
+    tell_of_lazy_updates,
     wrap_dense,
 )
 from lightning_freescale.strategy.validation import (
+    named_for_freescale,
     refuse_accumulation,
     refuse_lookahead,
     refuse_options,
     refuse_sampler,
     refuse_second_backward,
+    refuse_several_optimizers,
     refuse_trial_runs,
     refuse_unknown_options,
 )
@@ -130,6 +133,13 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         if cls.strategy_name not in strategy_registry:
             strategy_registry.register(cls.strategy_name, cls, description=str(cls.__doc__).splitlines()[0])
 
+    def __repr__(self) -> str:
+        # pytorch_lightning and Fabric refuse it in a message with this in its place
+        return (
+            "<FreeScaleStrategy, which only the Trainer of lightning.pytorch takes: import lightning as L, not "
+            "pytorch_lightning; beside Fabric use lightning_freescale.embeddings.overlap.OverlapEngine>"
+        )
+
     # -- set-up
 
     @contextmanager
@@ -190,6 +200,19 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             )
 
     @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        try:
+            super().setup_optimizers(trainer)
+        except RuntimeError as error:
+            refuse_several_optimizers(error, trainer.lightning_module)
+            raise
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        exception.args = tuple(named_for_freescale(argument) for argument in exception.args)
+
+    @override
     def teardown(self) -> None:
         self._balance_monitor = self.overlap_controller = None
         self._at_teardown.close()
@@ -227,7 +250,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         assert self.lightning_module is not None
-        self._update_due = False
+        self._update_due = self.gradients_wait = False
         trainer = self.lightning_module.trainer
         self._balance_monitor = BalanceMonitor(trainer, self.timeline, process_group_timeout(self))
         self._at_teardown.callback(self._balance_monitor.stop)
@@ -281,6 +304,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         if self.tables is not None:
             refuse_second_backward(self._update_due)
             self._update_due = not self._accumulating
+        self.gradients_wait = self._accumulating
         loss = closure_loss if self._loss_weight == 1.0 else closure_loss * self._loss_weight
         try:
             scaled = super().backward(loss, optimizer, *args, **kwargs)
@@ -296,7 +320,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._end_backward()  # again, for a training_step that returned None
-        self._update_due = False
+        self._update_due = self.gradients_wait = False
         if self.groups is not None:
             self.groups.step += 1
         if self.overlap_controller is not None:
@@ -339,6 +363,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
                 self.setup_optimizers(trainer)  # over blueprints: configure_optimizers is called once, before sharding
                 self.groups = ParameterGroups(self.optimizers[0], sharding)
                 optimizers = self.groups.optimizers
+                tell_of_lazy_updates(optimizers)
             return sharding.shard(
                 group=embedding_group(earlier, self.transport, self.root_device, process_group_timeout(self)),
                 local_world_size=self.num_processes,

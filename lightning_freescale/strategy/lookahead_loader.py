@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 from lightning_freescale._lightning.loader_wrapper import LoaderWrapper
+from lightning_freescale.strategy.batch_memory import BatchMemory
 
 _MOST_WAITING = 4
 """More batches than this do not wait between loader and step: then nobody tells which of them have been trained on."""
@@ -27,7 +28,8 @@ class LookaheadLoader(LoaderWrapper):
     """Any iterable of batches, each fetched before the one in front of it is handed out.
 
     Batches and their order are those of the loader. Two things come earlier than without: the time that a fetch takes, and
-    random numbers that a data set draws from the global state in the main process (``num_workers=0``).
+    random numbers that a data set draws from the global state in the main process (``num_workers=0``). Where a loader makes
+    every batch in the same memory, batches are copied, after a warning.
 
     A checkpoint resumes as if nothing had been fetched ahead: where the loader has ``state_dict`` and ``load_state_dict``, a
     copy of its state is kept with every batch that has not been trained on.
@@ -39,12 +41,13 @@ class LookaheadLoader(LoaderWrapper):
 
     def __init__(self, loader: Any, limit: Callable[[], float] | None = None) -> None:
         resumable = _ResumableLoader(loader)
-        super().__init__(loader, resumable, _limit=limit, _resumable=resumable)
+        super().__init__(loader, resumable, _limit=limit, _resumable=resumable, _memory=BatchMemory())
 
     def __iter__(self) -> Iterator[Any]:
         # not a generator: the loader draws its workers' seed from the global state now, as it would without this one
         self._resumable.queue = queue = PrefetchQueue()
-        return _Batches(iter(self._loader), queue, self._limit, self._loader if "state_dict" in vars(self) else None)
+        stateful = self._loader if "state_dict" in vars(self) else None
+        return _Batches(iter(self._loader), queue, self._limit, stateful, self._memory)
 
     def start_batch(self) -> Any:
         """Take note that training on a batch begins, and return the :attr:`next_batch`. Call it for every batch but None."""
@@ -126,8 +129,15 @@ class PrefetchQueue:
 class _Batches(Iterator[Any]):
     """One iteration. Dropping it drops the loader's iterator, and with it the workers."""
 
-    def __init__(self, batches: Iterator[Any], queue: PrefetchQueue, limit: Callable[[], float] | None, stateful: Any) -> None:
-        self._batches, self._queue = batches, queue
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        queue: PrefetchQueue,
+        limit: Callable[[], float] | None,
+        stateful: Any,
+        memory: BatchMemory,
+    ) -> None:
+        self._batches, self._queue, self._memory = batches, queue, memory
         self._limit, self._stateful = limit, stateful
         self._handed_out = 0
 
@@ -144,12 +154,24 @@ class _Batches(Iterator[Any]):
     def _fetch(self) -> PrefetchedBatch:
         # a copy, because a loader may hand out the very object that it counts in
         fetched = PrefetchedBatch(state=None if self._stateful is None else copy.deepcopy(self._stateful.state_dict()))
+        waiting = list(self._queue.waiting)
+        before = self._memory.copies_of(each.batch for each in waiting)
         try:
             fetched.batch = next(self._batches)
         except StopIteration:
             fetched.error = StopIteration()  # a new one: the loader's knows its frames
         except Exception as error:  # it belongs to this batch, and the one before it can still be trained on
             fetched.error = error
+        for each, copied in zip(waiting, before):
+            restored = self._memory.restored(each.batch, copied)
+            if each.handed_out and restored is not each.batch:
+                raise RuntimeError(
+                    "the training loader has filled the memory of a batch again that waits to be trained on: strategy "
+                    "'freescale' and Lightning each fetch one batch ahead. Give each batch memory of its own, or use "
+                    "FreeScaleStrategy(overlap=False)"
+                )
+            each.batch = restored
+        fetched.batch = self._memory.own(fetched.batch)
         self._queue.push(fetched)
         return fetched
 

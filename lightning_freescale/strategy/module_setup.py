@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection as Group
+from collections.abc import Mapping
 from datetime import timedelta
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -13,12 +14,13 @@ from torch import nn
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_freescale._lightning.loops import Trainer, rank_zero_warn
+from lightning_freescale._lightning.loops import Trainer, rank_zero_info, rank_zero_warn
 from lightning_freescale.comm import BACKEND, FreeScaleGroup, LaneOptions
 from lightning_freescale.strategy.validation import refuse_accumulation, refuse_unsupported
 
 if TYPE_CHECKING:
     from lightning_freescale.embeddings.collections import Collection
+    from lightning_freescale.embeddings.optimizer import TableOptimizer
     from lightning_freescale.embeddings.shards import ShardedTables
 
 
@@ -57,6 +59,18 @@ def refuse_collections(
     if fitting:
         refuse_unsupported(trainer)
         refuse_accumulation(trainer, [c.path for c, _ in found if not overlap or c.pooled or c.managed])
+
+
+def tell_of_lazy_updates(optimizers: Mapping[str, TableOptimizer]) -> None:
+    """Tell of the tables, by key, that do not end up as the dense optimizer of the unsharded module would leave them."""
+    lazy = sorted(key for key, optimizer in optimizers.items() if optimizer.moves_without_gradient)
+    if lazy:
+        kinds = " and ".join(sorted({optimizers[key].fused_class.__name__ for key in lazy}))
+        rank_zero_info(
+            f"strategy 'freescale': {kinds} updates only the rows of tables {lazy} that a step looks up, as TorchRec and "
+            "torch.optim.SparseAdam do. Under 'ddp' the dense optimizer moves all other rows in every step, too: expect other "
+            "weights there"
+        )
 
 
 def embedding_group(

@@ -57,6 +57,25 @@ def refuse_unsupported(trainer: Trainer) -> None:
         )
 
 
+def refuse_several_optimizers(error: RuntimeError, module: Any) -> None:
+    """Say in place of Lightning's ``error`` what configure_optimizers may return instead of several optimizers."""
+    if module.automatic_optimization and str(error).startswith("Training with multiple optimizers"):
+        raise ValueError(
+            f"{type(module).__name__}.configure_optimizers returns several optimizers. Return one, with a parameter group for "
+            "each set of parameters (their options may differ), and give tables that need another kind of optimizer theirs in "
+            "__init__ by torchrec.optim.apply_optimizer_in_backward"
+        ) from error
+
+
+def named_for_freescale(text: Any) -> Any:
+    """Return what Lightning's DDPStrategy tells the user to write, with the names of this strategy."""
+    if not isinstance(text, str):
+        return text
+    return text.replace("'ddp_find_unused_parameters", "'freescale_find_unused_parameters").replace(
+        "DDPStrategy(find_unused", "FreeScaleStrategy(find_unused"
+    )
+
+
 def refuse_options(start_method: str, model_averaging_period: int | None) -> None:
     """Refuse options of DDPStrategy that do not go with sharded tables, by a ValueError."""
     if start_method != "popen":

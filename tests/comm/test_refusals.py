@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_freescale.testing import run_distributed
-from tests.helpers.comm_groups import SOON, Outcome, everyone_sends, make_group, nothing_left, outcome
+from tests.helpers.comm_groups import SOON, TIMEOUT, Outcome, everyone_sends, make_group, nothing_left, outcome
 
 Call = Callable[[Any, bool], Any]
 
@@ -33,6 +34,11 @@ def _gathered(given: Tensor, out: list[Tensor]) -> Call:
 
 def _gathered_into(given: Tensor, out: Tensor) -> Call:
     return lambda group, async_op: dist.all_gather_into_tensor(out, given, group, async_op)
+
+
+def _raw(name: str, *lists: Any) -> Call:
+    """A method of the group itself, which takes lists of lists."""
+    return lambda group, async_op: getattr(group, name)(*lists).wait()
 
 
 def _parts(count: int) -> list[Tensor]:
@@ -88,6 +94,32 @@ REFUSED: dict[str, tuple[str, Callable[[int], Call], str]] = {
         lambda n: _gathered(torch.ones(2), [torch.ones(2), torch.ones(3), *_parts(n - 2)]),
         "",
     ),
+    "lists of no tensors": ("all_gather", lambda n: _raw("allgather", [], []), "0 lists of outputs for 0 inputs"),
+    "no list to gather": ("all_gather", lambda n: _raw("allgather", [], [torch.ones(2)]), "0 lists of outputs for 1 inputs"),
+    "nothing to gather": ("all_gather", lambda n: _raw("allgather", [[]], []), "1 lists of outputs for 0 inputs"),
+    "two tensors to gather": (
+        "all_gather",
+        lambda n: _raw("allgather", [_parts(n), _parts(n)], _parts(2)),
+        "2 lists of outputs for 2 inputs",
+    ),
+    "no lists at all": ("all_gather", lambda n: _raw("allgather_coalesced", [], []), "lists of [] outputs"),
+    "lists for nothing": ("all_gather", lambda n: _raw("allgather_coalesced", [[]] * n, []), "and 0 inputs"),
+    "lists of nothing": (
+        "all_gather",
+        lambda n: _raw("allgather_coalesced", [[]] * n, _parts(1)),
+        "ranks and 1 inputs",
+    ),
+    "a list too few": ("all_gather", lambda n: _raw("allgather_coalesced", [_parts(1)] * (n - 1), _parts(1)), "] outputs"),
+    "no outputs to gather into": (
+        "all_gather_single",
+        lambda n: _raw("allgather_into_tensor_coalesced", [], _parts(1)),
+        "0 outputs for 1 inputs",
+    ),
+    "no pairs to gather": (
+        "all_gather_single",
+        lambda n: _raw("allgather_into_tensor_coalesced", [], []),
+        "0 outputs for 0 inputs",
+    ),
     "a strided tensor to gather": ("all_gather", lambda n: _gathered(torch.ones(4)[::2], _parts(n)), "contiguous"),
     "room that cannot be shared": (
         "all_gather_single",
@@ -130,6 +162,22 @@ def _assert_refused(case: str, rank: int, attempts: list[Outcome]) -> None:
 def test_one_rank_refuses_and_all_know(case: str, size: int) -> None:
     for rank, attempts in enumerate(run_distributed(_attempts, size, case, timeout=60)):
         _assert_refused(case, rank, attempts)
+
+
+LISTS = [case for case, (_, _, words) in REFUSED.items() if words.endswith(("inputs", "outputs", "tensors for"))]
+
+
+def _refused_by_gloo() -> dict[str, str]:
+    said = {}
+    for case in LISTS:
+        gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT))
+        said[case] = outcome(REFUSED[case][1](gloo.size()), gloo, False).kind
+    return said
+
+
+def test_gloo_refuses_the_same_lists() -> None:
+    for said in run_distributed(_refused_by_gloo, 2, timeout=60):
+        assert len(said) == 15 and all(said.values()), said
 
 
 def _goes_on(rows: int) -> list[Outcome]:

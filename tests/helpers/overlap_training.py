@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -171,6 +172,23 @@ class Stream(IterableDataset):
         yield from self.batches
 
 
+class OneBuffer:
+    """Makes every batch in the memory of the one before."""
+
+    def __init__(self) -> None:
+        self.batches = [as_tensors(batch) for batch in my_loader(STEPS)]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        ids, label = np.zeros(max(len(batch["ids"]) for batch in self.batches), np.int64), np.zeros(4, np.float32)
+        for batch in self.batches:
+            count = len(batch["ids"])
+            ids[:count], label[:] = batch["ids"], batch["label"]
+            yield {**batch, "ids": torch.from_numpy(ids)[:count], "label": torch.from_numpy(label)}
+
+
 @dataclass
 class Record:
     """A batch that is no dict."""
@@ -221,6 +239,15 @@ class Computes(OfTensors):
     def ids(self: OfTensors, batch: Batch) -> Tensor:
         items = int(batch["lengths"].view(3, -1)[:2].sum())
         return torch.cat([(batch["ids"][:items] * 7) % ITEMS, batch["ids"][items:]])
+
+
+class RewritesThroughNumpy(OfTensors):
+    """Its ids are rewritten in the batch where torch does not see it."""
+
+    def ids(self, batch: Batch) -> Tensor:
+        ids = batch["ids"].numpy()
+        ids[:] = (ids + 5) % 13
+        return batch["ids"]
 
 
 class Draws(OfTensors):

@@ -338,7 +338,7 @@ def test_a_table_held_twice() -> None:
 def test_a_table_in_a_list() -> None:
     model = Model(lambda model, batch: NOTED.append(float(model.again[0](batch["users"]).values().abs().sum())))
     model.again = [model.bags]
-    result = _dry_run(model, wanted=["items", "bags", "more"])
+    result = _dry_run(model, wanted={"items": 1, "bags": 1, "more": 1})
     assert result.error is None and set(result.features) == {"items", "bags"}
     assert NOTED == [0.0], "no lookup but one of zeros"
 

@@ -49,7 +49,7 @@ def find_path(batch: Any, features: KeyedJaggedTensor) -> KJTPath | None:
     Looks into mappings, lists, tuples, dataclasses and plain objects. The same object comes first, then a KeyedJaggedTensor
     over the same memory, then single tensors. Empty tensors have no memory: they are found only as the same object.
     """
-    nodes = list(_walk(batch))
+    nodes = list(walk(batch))
     whole = _first(nodes, lambda node: node is features)
     if whole is None:
         whole = _first(nodes, lambda node: isinstance(node, KeyedJaggedTensor) and _same_tensors(node, features))
@@ -71,9 +71,24 @@ def same_memory(a: Tensor | None, b: Tensor | None) -> bool:
     """Return whether two tensors are the same object or the same view of the same memory. Two missing ones are."""
     if a is b:
         return True
-    if a is None or b is None or any(t.layout is not torch.strided or t.is_nested for t in (a, b)):
+    if a is None or b is None or a.layout is not torch.strided or b.layout is not torch.strided or a.is_nested or b.is_nested:
         return False
-    return a.data_ptr() != 0 and _view(a) == _view(b)
+    same_view = (a.device, a.dtype, a.shape, a.stride()) == (b.device, b.dtype, b.shape, b.stride())
+    return same_view and a.data_ptr() == b.data_ptr() != 0
+
+
+def walk(batch: Any) -> Iterator[tuple[Steps, Any]]:
+    """Yield everything that a batch holds, the nearest first, each object once."""
+    waiting: deque[tuple[Steps, Any]] = deque([((), batch)])
+    seen: set[int] = set()
+    while waiting and len(seen) < _MOST_NODES:
+        steps, node = waiting.popleft()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        yield steps, node
+        if len(steps) < _MOST_STEPS:
+            waiting.extend(((*steps, step), child) for step, child in _children(node) if not isinstance(child, _LEAVES))
 
 
 def _find_tensors(nodes: list[tuple[Steps, Any]], features: KeyedJaggedTensor) -> KJTPath | None:
@@ -108,24 +123,6 @@ def _same_tensors(a: KeyedJaggedTensor, b: KeyedJaggedTensor) -> bool:
     jagged = any(x is not None and same_memory(x, y) for x, y in (lengths, offsets))
     both = ((a.values(), b.values()), (a.weights_or_none(), b.weights_or_none()))
     return jagged and a.keys() == b.keys() and all(same_memory(x, y) for x, y in both)
-
-
-def _view(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
-
-
-def _walk(batch: Any) -> Iterator[tuple[Steps, Any]]:
-    """Yield everything that a batch holds, the nearest first, each object once."""
-    waiting: deque[tuple[Steps, Any]] = deque([((), batch)])
-    seen: set[int] = set()
-    while waiting and len(seen) < _MOST_NODES:
-        steps, node = waiting.popleft()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        yield steps, node
-        if len(steps) < _MOST_STEPS:
-            waiting.extend(((*steps, step), child) for step, child in _children(node) if not isinstance(child, _LEAVES))
 
 
 def _children(node: Any) -> Iterator[tuple[PathStep, Any]]:

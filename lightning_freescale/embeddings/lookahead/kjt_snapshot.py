@@ -10,12 +10,37 @@ from lightning_freescale.embeddings.lookahead.kjt_path import same_memory
 
 
 class KJTSnapshot:
-    """Ids as they are now, to be compared later with those that the model passes.
+    """Ids as they are now, to be submitted, and to be compared later with those that the model passes.
 
-    Its tensors are kept, not copied, one by one: TorchRec adds lengths or offsets to a KeyedJaggedTensor later. Changes in
-    place are seen by torch's version counters; those made behind torch's back (``.data``, a numpy view) are not.
+    On the CPU they are copied: torch does not count what a numpy view changes. On CUDA, where there is no such view, the
+    tensors are kept one by one (TorchRec adds lengths or offsets to a KeyedJaggedTensor later), and changes in place are seen
+    by torch's version counters; those through ``.data`` are not. Inference tensors have none and are copied.
+
+    Attributes:
+        features: the ids to submit.
     """
 
+    def __init__(self, features: KeyedJaggedTensor) -> None:
+        kept = _FeatureTensors(features)
+        self._copied = features.values().device.type == "cpu" or any(tensor.is_inference() for tensor in kept.tensors())
+        self.features = _copy(features) if self._copied else features
+        self._parts = _FeatureTensors(self.features) if self._copied else kept
+        self._writes = self._count_writes()
+
+    def matches(self, passed: KeyedJaggedTensor) -> bool:
+        """Return whether ``passed`` holds the features of this snapshot in the same order, with the same lengths, ids, weights.
+
+        On CUDA it is free if they share their memory; otherwise contents are compared, and the host waits for that. False if
+        the snapshot's tensors have been changed in place: the ids are gone then.
+        """
+        return self._count_writes() == self._writes and self._parts.same(_FeatureTensors(passed))
+
+    def _count_writes(self) -> list[int]:
+        """Return how often each tensor has been changed in place; nobody else has copies."""
+        return [] if self._copied else [tensor._version for tensor in self._parts.tensors()]
+
+
+class _FeatureTensors:
     def __init__(self, features: KeyedJaggedTensor) -> None:
         inverse = features.inverse_indices_or_none()
         self.inverse = None if inverse is None else inverse[1]
@@ -23,31 +48,20 @@ class KJTSnapshot:
         self.structure = (tuple(features.keys()), strides, () if inverse is None else tuple(inverse[0]))
         self.values, self.weights = features.values(), features.weights_or_none()
         self.lengths, self.offsets = features.lengths_or_none(), features.offsets_or_none()
-        self._versions = self._count_writes()
 
-    def matches(self, passed: KeyedJaggedTensor) -> bool:
-        """Return whether ``passed`` holds the features of this snapshot in the same order, with the same lengths, ids, weights.
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.values, self.weights, self.lengths, self.offsets, self.inverse) if t is not None]
 
-        Free if they share their memory. Otherwise contents are compared, and on CUDA the host waits for that. False if the
-        snapshot's tensors have been changed in place: the ids are gone then.
-        """
-        other = KJTSnapshot(passed)
+    def same(self, other: _FeatureTensors) -> bool:
         return (
-            self._versions is not None
-            and self._count_writes() == self._versions
-            and self.structure == other.structure
+            self.structure == other.structure
             and _same(self.values, other.values)
             and _same(self.weights, other.weights)
             and self._same_jagged(other)
             and _same(self.inverse, other.inverse)
         )
 
-    def _count_writes(self) -> list[int] | None:
-        """Return how often each tensor has been changed in place; None if torch does not count."""
-        tensors = [t for t in (self.values, self.weights, self.lengths, self.offsets, self.inverse) if t is not None]
-        return None if any(t.is_inference() for t in tensors) else [t._version for t in tensors]
-
-    def _same_jagged(self, other: KJTSnapshot) -> bool:
+    def _same_jagged(self, other: _FeatureTensors) -> bool:
         """One of the two tells the other, and both may be there: look for shared memory before comparing."""
         both = ((self.lengths, other.lengths), (self.offsets, other.offsets))
         if any(a is not None and same_memory(a, b) for a, b in both):
@@ -64,3 +78,17 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None or (a.dtype, a.device, a.shape) != (b.dtype, b.device, b.shape):
         return False
     return torch.equal(a, b)  # on CUDA the host waits here
+
+
+def _copy(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    weights, lengths, offsets = features.weights_or_none(), features.lengths_or_none(), features.offsets_or_none()
+    inverse = features.inverse_indices_or_none()
+    return KeyedJaggedTensor(
+        features.keys(),
+        features.values().clone(),
+        None if weights is None else weights.clone(),
+        None if lengths is None else lengths.clone(),
+        None if offsets is None else offsets.clone(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if features.variable_stride_per_key() else None,
+        inverse_indices=None if inverse is None else (inverse[0], inverse[1].clone()),
+    )

@@ -261,10 +261,12 @@ class OverlappedCollection:
         """Submit all that this rank will know of the next batch before backward."""
         if self._prefetched:
             return
+        if self._next_ids is not None:
+            self._following.submitted_ids = snapshots = [KJTSnapshot(features) for features in self._next_ids]
+            self._next_ids = [each.features for each in snapshots]  # the worker reads what later lookups are compared with
         self._announce(final=True)
-        lookups, state, self._prefetched = self._next_ids, self._state_of_next_ids(final=True), True
-        self._following.submitted_ids = None if lookups is None else [KJTSnapshot(features) for features in lookups]
-        job = (self._exchange.prefetch, self._following, self._current, state, lookups or [], self._mode_to_tell())
+        lookups, state, self._prefetched = self._next_ids or [], self._state_of_next_ids(final=True), True
+        job = (self._exchange.prefetch, self._following, self._current, state, lookups, self._mode_to_tell())
         self._prefetch_job, self._next_ids = self._worker.submit(*job), None
 
     def _state_of_next_ids(self, final: bool) -> NextIds:

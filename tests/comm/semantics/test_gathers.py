@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -63,6 +64,27 @@ def all_gather_coalesced(side: Side) -> Any:
     out = [[side.blank(3), side.blank(2, 300)] for _ in range(side.size)]
     dist.all_gather_coalesced(out, given, group=side.group)
     return out
+
+
+@named(CASES)
+def nothing(side: Side) -> Any:
+    """Tensors of no elements, of any shape."""
+    results, n = [], side.size
+    for shape in [(0,), (0, 3), (2, 0)]:
+        given, listed, gathered = side.numbers(*shape), _blanks(side, shape), side.blank(n * shape[0], *shape[1:])
+        pairs = [[side.blank(*shape)] for _ in range(n)]
+        dist.all_gather(listed, given, group=side.group)
+        dist.all_gather_into_tensor(gathered, given, group=side.group)
+        side.group.allgather_coalesced(pairs, [given]).wait()
+        side.group.allgather_into_tensor_coalesced([gathered], [given]).wait()
+        out, sent = side.blank(n * shape[0], *shape[1:]), side.numbers(n * shape[0], *shape[1:])
+        dist.all_to_all_single(out, sent, group=side.group)
+        dist.all_to_all_single(out, sent, [shape[0]] * n, [shape[0]] * n, group=side.group)
+        dist.all_to_all(_blanks(side, shape), _blanks(side, shape), group=side.group)
+        results += [*listed, gathered, pairs, out]
+    work = dist.all_gather([torch.from_numpy(np.empty(0))] * n, torch.from_numpy(np.empty(0)), group=side.group, async_op=True)
+    work.wait()
+    return results
 
 
 @named(CASES)

@@ -89,6 +89,8 @@ CASES = {
     "ids that are computed, bf16-mixed": Case(
         training.Computes, _tensors, options={"precision": "bf16-mixed"}, trial_runs=True
     ),
+    "ids that are rewritten through numpy": Case(training.RewritesThroughNumpy, _tensors, (0, 8, 4), said=UNKNOWN),
+    "a loader with one buffer": Case(training.OfTensors, training.OneBuffer),
     "ids that are drawn": Case(training.Draws, _tensors, NEVER, said=UNKNOWN),
     "ids that are drawn, trial runs": Case(training.Draws, _tensors, trial_runs=True),
     "draws that nobody foresees": Case(training.DrawsUnforeseen, _tensors, (0, 8, 4), said=UNKNOWN, trial_runs=True),
@@ -128,6 +130,7 @@ def _both(case: Case) -> tuple[Run, Run]:
 
 
 FAST = ["validation in the middle", "two collections", "ids of tensors in the batch", "a stream"]
+FAST += ["ids that are rewritten through numpy", "a loader with one buffer"]
 FAST += ["ids that are computed, trial runs", "draws that nobody foresees", "a step that takes the iterator"]
 
 
