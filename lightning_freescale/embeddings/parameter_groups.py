@@ -1,10 +1,10 @@
-"""The user's optimizer over tables that backward updates: who drives which table, and at what rate."""
+"""The user's optimizer over tables that backward updates: who drives which table, and with what options."""
 
 from __future__ import annotations
 
 from torch.optim import Optimizer
 
-from lightning_freescale.embeddings.optimizer import TableOptimizer
+from lightning_freescale.embeddings.optimizer import TableOptimizer, UpdateSettings, followed_options, unsupported_options
 from lightning_freescale.embeddings.sharding import TableSharding
 
 
@@ -12,7 +12,7 @@ class ParameterGroups:
     """The parameter groups of the user's optimizer, which of them drives which table, and how many updates are done.
 
     The tables are updated during backward, so creating this takes them out of the optimizer; but its parameter groups go on
-    setting their learning rates, and checkpoints list its parameters as the user gave them.
+    setting their options, and checkpoints list its parameters as the user gave them.
 
     Args:
         optimizer: built over the unsharded parameters; its tables are removed.
@@ -66,6 +66,23 @@ class ParameterGroups:
                 )
         return self._layout + [[""] * len(group["params"]) for group in groups[len(self._layout) :]]
 
-    def learning_rate(self, group: int) -> float:
-        """Return the rate that the user's schedulers have set for a parameter group."""
-        return float(self._optimizer.param_groups[group]["lr"])
+    def settings(self) -> dict[str, UpdateSettings]:
+        """Return what the next step updates each table with, by table key: what schedulers and callbacks have set by now.
+
+        Raises:
+            ValueError: an option was changed that updates of tables cannot follow.
+        """
+        options: dict[int | None, dict[str, float]] = {None: {}}
+        for key, how in self.optimizers.items():
+            if how.group is not None and how.group not in options:
+                options[how.group] = self._options(how.group, key)
+        return {key: UpdateSettings(self.step, options[how.group]) for key, how in self.optimizers.items()}
+
+    def _options(self, group: int, table: str) -> dict[str, float]:
+        for name, value, demanded in unsupported_options(self._optimizer, group):
+            raise ValueError(
+                f"parameter group {group} of {type(self._optimizer).__name__} holds the embedding table {table!r}, and its "
+                f"{name} was changed from {demanded!r} to {value!r} during training, which updates of tables cannot follow: "
+                f"leave it at {demanded!r}, or put the tables into a parameter group of their own"
+            )
+        return followed_options(self._optimizer, group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torchrec.optim.fused import FusedOptimizerModule
 
 from lightning_freescale.embeddings.collections import Collection, Table
 from lightning_freescale.embeddings.id_checks import LookupChecks
-from lightning_freescale.embeddings.optimizer import TableOptimizer
+from lightning_freescale.embeddings.optimizer import TableOptimizer, UpdateSettings
 
 
 @dataclass(frozen=True)
@@ -98,12 +98,11 @@ class ShardedTables:
                 found |= dict.fromkeys(collection.names(table.key.removeprefix(f"{collection.path}.")), table.key)
         return found
 
-    def prepare_update(self, rate_of_group: Callable[[int], float], step: int, skip: Container[str] = ()) -> None:
+    def prepare_update(self, settings: Mapping[str, UpdateSettings], skip: Container[str] = ()) -> None:
         """Set what the update of a training step needs, before its forward.
 
         Args:
-            rate_of_group: learning rate of each of the user's parameter groups.
-            step: updates done so far.
+            settings: of each table by its key; tables left out are not updated.
             skip: paths of the collections that somebody else updates.
         """
         for collection, module in self.modules:
@@ -112,11 +111,18 @@ class ShardedTables:
             module.freescale_sharding.checks.reset_count()
             keys = {table.name: table.key for table in collection.tables}
             for kernel in kernels(module):
-                optimizer = self.optimizers[keys[kernel._config.embedding_tables[0].name]]
-                if optimizer.group is not None:
-                    kernel.emb_module.set_learning_rate(rate_of_group(optimizer.group))
-                # FBGEMM counts forwards, also those of validation; Adam's bias correction needs the updates
-                kernel.emb_module.iter.fill_(step)
+                key = keys[kernel._config.embedding_tables[0].name]  # the others of the kernel have the same
+                if key in settings:
+                    prepare_kernel(kernel.emb_module, settings[key])
+
+
+def prepare_kernel(module: Any, settings: UpdateSettings) -> None:
+    """Give FBGEMM's ``module`` what its next update is computed with; it reads all that in the forward before it."""
+    module.update_hyper_parameters(settings.options)
+    # FBGEMM counts forwards, also those of validation; Adam's bias correction needs the updates, and has them from iter_cpu,
+    # or, where that is 0, from iter
+    module.iter.fill_(settings.step)
+    module.iter_cpu.fill_(settings.step)
 
 
 def shards_of(collection: Collection, module: Any) -> Iterator[Shard]:

@@ -17,7 +17,7 @@ from torchrec import JaggedTensor, KeyedJaggedTensor
 from lightning_freescale.embeddings.collections import Collection
 from lightning_freescale.embeddings.lookahead.kjt_snapshot import KJTSnapshot
 from lightning_freescale.embeddings.lookahead.probe import ModeProposal
-from lightning_freescale.embeddings.optimizer import TableOptimizer
+from lightning_freescale.embeddings.optimizer import TableOptimizer, UpdateSettings
 from lightning_freescale.embeddings.overlap import errors
 from lightning_freescale.embeddings.overlap.batch_state import Lookup, PipelinedBatch
 from lightning_freescale.embeddings.overlap.exchange_worker import ExchangeWorker
@@ -74,7 +74,7 @@ class OverlappedCollection:
         # this step, and what it has submitted of the next one
         self._current, self._following = self._exchange.new_batch(), self._exchange.new_batch()
         self._in_step = self._accumulating = False
-        self._rates: list[float | None] = []
+        self._settings: Sequence[UpdateSettings] = [UpdateSettings(0)] * len(collection.tables)
         self._step = 0
         self._next_ids: KeyedJaggedTensor | None = None
         self._ended = self._prefetched = False
@@ -99,11 +99,13 @@ class OverlappedCollection:
 
     # -- a step
 
-    def begin_step(self, updates: bool, rates: Sequence[float | None], step: int, restart: bool, mode: ModeProposal) -> int:
+    def begin_step(
+        self, updates: bool, settings: Sequence[UpdateSettings], step: int, restart: bool, mode: ModeProposal
+    ) -> int:
         """Begin the step of a batch, before its forward; see :meth:`OverlapEngine.begin_step`. Return the agreed mode."""
         self.end_step()
         self.module.freescale_sharding.checks.reset_count()
-        self._rates, self._step = list(rates), step
+        self._settings, self._step = settings, step
         if self.plain:
             return self._current.mode
         self._refuse_writes()
@@ -113,7 +115,7 @@ class OverlappedCollection:
         self._current, self._following = self._following, self._exchange.new_batch()
         if accumulated and restart:
             self._worker.submit(self._exchange.discard_accumulated, self._current, self._previous)
-        self._current.updates, self._current.rates, self._current.step = updates, self._rates, step
+        self._current.updates, self._current.settings = updates, settings
         self._next_ids, self._ended, self._announce_job, self._prefetched = None, False, None, False
         self._mode, self._in_step = mode, True
         self.statistics.count(steps=1)
@@ -285,7 +287,7 @@ class OverlappedCollection:
         if torch.is_grad_enabled():  # TorchRec will update the tables in this lookup's backward
             if self._sparse_adam:
                 errors.second_update(self.path)
-            self._local.prepare_update(self._rates, self._step)
+            self._local.prepare_update(self._settings)
             if not self._in_step:  # what was fetched ahead was so before that update
                 self._following = self._exchange.new_batch()
         return self._torchrec_forward(features)

@@ -64,6 +64,11 @@ def _loader(steps: int, full: bool) -> DataLoader:
     return DataLoader(Steps(steps, full), batch_size=None)
 
 
+def every_row_loader(steps: int) -> DataLoader:
+    """This rank's batches, in each of which some rank looks up every row: there torch's dense updates are those of rows."""
+    return _loader(steps, full=True)
+
+
 def _tables(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [parameter for name, parameter in module.named_parameters() if "embeddings" in name]
 
