@@ -21,7 +21,8 @@ class ParameterGroups:
     Attributes:
         optimizers: how each table is updated, by table key; tables that nobody updates are missing.
         in_backward: keys of the tables that keep an optimizer of their own.
-        step: updates done so far. FBGEMM's own count is of forwards, also of those in validation.
+        step: optimizer steps done so far.
+        updates: how many each table's optimizer has done, by table key.
 
     Raises:
         ValueError: no fused optimizer does what the user's does.
@@ -31,7 +32,7 @@ class ParameterGroups:
         names = {parameter: name for name, parameter in sharding.root.named_parameters()}
         key_of = {weight: key for key, weight in sharding.parameters.items()}
         self.root = sharding.root
-        self.step = 0
+        self.step, self.updates = 0, sharding.updates
         self.tables = frozenset(sharding.parameters)
         self.in_backward = frozenset(sharding.in_backward)
         self.optimizers = dict(sharding.in_backward)
@@ -76,7 +77,13 @@ class ParameterGroups:
         for key, how in self.optimizers.items():
             if how.group is not None and how.group not in options:
                 options[how.group] = self._options(how.group, key)
-        return {key: UpdateSettings(self.step, options[how.group]) for key, how in self.optimizers.items()}
+        return {key: UpdateSettings(self.updates[key], options[how.group]) for key, how in self.optimizers.items()}
+
+    def count_step(self) -> None:
+        """Note that an optimizer step has been done."""
+        self.step += 1
+        for key in self.optimizers:
+            self.updates[key] += 1
 
     def _options(self, group: int, table: str) -> dict[str, float]:
         for name, value, demanded in unsupported_options(self._optimizer, group):

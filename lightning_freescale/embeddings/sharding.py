@@ -38,6 +38,7 @@ class TableSharding:
         parameters: meta-device weight of every table by its key in the state dict of ``root``, and the parameters in which
             TorchRec keeps ids, which no optimizer updates.
         in_backward: optimizers that the user has applied in backward, by table key.
+        updates: how many each table's optimizer has done; those applied in backward go on where an earlier fit has ended.
         sparse_adam: keys of the tables that the overlap engine can update.
 
     Raises:
@@ -51,11 +52,15 @@ class TableSharding:
         overlapped = [c for c, *_ in self._replaced if overlap and not (c.pooled or c.managed)]
         self.sparse_adam = frozenset(table.key for collection in overlapped for table in collection.tables)
         self.in_backward: dict[str, TableOptimizer] = {}
+        self.updates: dict[str, int] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         for collection, module, blueprint in self._replaced:
             self.parameters |= collection.parameters(blueprint)
+            self.updates |= {table.key: 0 for table in collection.tables}
             if hasattr(module, "freescale_sharding"):
-                self.in_backward |= module.freescale_sharding.in_backward
+                record = module.freescale_sharding
+                self.in_backward |= record.in_backward
+                self.updates |= {key: record.updates[key] for key in record.in_backward}
             else:
                 self._read_weights(collection, module)
             replace_everywhere(root, module, blueprint)
@@ -146,7 +151,7 @@ class TableSharding:
         _add_sparse_adam_states(collection, module, chosen)
         in_backward = {key: self.in_backward[key] for key in chosen if key in self.in_backward}
         checks = LookupChecks(collection, chosen)
-        module.freescale_sharding = ShardingRecord(collection, tables, chosen, in_backward, checks)
+        module.freescale_sharding = ShardingRecord(collection, tables, chosen, in_backward, self.updates, checks)
         module.register_forward_pre_hook(checks, with_kwargs=True)
         module.register_forward_hook(_wait_for_output)
         if collection.pooled:

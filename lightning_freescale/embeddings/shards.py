@@ -43,6 +43,7 @@ class ShardingRecord:
         plan: TorchRec's plan for its tables.
         optimizers: how each table is updated, by table key.
         in_backward: those of ``optimizers`` that the user applied in backward.
+        updates: how many each table's optimizer has done, by table key; of all collections that were sharded together.
         checks: of its lookups.
     """
 
@@ -50,6 +51,7 @@ class ShardingRecord:
     plan: Any
     optimizers: dict[str, TableOptimizer]
     in_backward: dict[str, TableOptimizer]
+    updates: dict[str, int]
     checks: LookupChecks
 
 

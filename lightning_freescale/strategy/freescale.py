@@ -299,7 +299,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self._end_backward()  # again, for a training_step that returned None
         self._update_due = False
         if self.groups is not None:
-            self.groups.step += 1
+            self.groups.count_step()
         if self.overlap_controller is not None:
             with self.timeline.span("host", "embeddings: logging"):
                 self.overlap_controller.log_step()
