@@ -82,7 +82,8 @@ def optimizer_state_dict(
         let new ones in.
     """
     states: dict[str, dict[str, Tensor]] = {}
-    values = [(shard, name, value) for shard in tables.shards() for name, value in shard.state.items()]
+    shards = [shard for shard in tables.shards() if groups.has_state(shard.table.key)]
+    values = [(shard, name, value) for shard in shards for name, value in shard.state.items()]
     own = [(_placement_of(shard, (shard.table.key, name), value), value) for shard, name, value in values]
     for (key, name), whole in _gather(tables, own):
         states.setdefault(key, {})[name] = whole
@@ -111,7 +112,11 @@ def load_optimizer_state_dict(
     dense, states, step = split(full, groups.layout(), groups.tables)
     groups.step = extra.get("updates", step)
     states |= extra.get("in_backward_states", {})
-    groups.updates.update(extra.get("table_updates") or dict.fromkeys(groups.updates, groups.step))
+    for key, weight in groups.weights.items():
+        # without a state: a table that was frozen, or that torch's Adam has never updated
+        stateful = weight.requires_grad and (key in groups.in_backward or groups.has_state(key))
+        updates = int(states.get(key, {}).get("step", groups.step if stateful else 0))
+        groups.updates[key] = extra.get("table_updates", {}).get(key, updates)
     for shard in tables.shards():
         updates = groups.updates[shard.table.key]
         if updates and shard.state and shard.table.key not in states:
@@ -190,7 +195,7 @@ def split(
             state = full["state"].get(old)
             if name in tables:
                 if state:
-                    states[name] = {key: value for key, value in state.items() if key != "step"}
+                    states[name] = state
                 continue
             if state is not None:
                 dense["state"][index] = state

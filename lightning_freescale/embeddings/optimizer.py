@@ -34,10 +34,12 @@ class UpdateSettings:
     Attributes:
         step: updates of the table done before it.
         options: of its parameter group in that step, in FBGEMM's words; those left out stay as they are.
+        frozen: whether there is no update.
     """
 
     step: int
     options: Mapping[str, float] = field(default_factory=dict)
+    frozen: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,11 @@ class TableOptimizer:
     group: int | None = None
     initial_state: float = 0.0
     sparse_adam: bool = False
+
+    @property
+    def state_from_start(self) -> bool:
+        """Whether torch's optimizer has the state of a table that it has never updated."""
+        return self.fused_class in (torch.optim.Adagrad, RowWiseAdagrad)
 
     @property
     def moves_without_gradient(self) -> bool:

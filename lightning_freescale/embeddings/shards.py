@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor
 from torchrec.optim.fused import FusedOptimizerModule
 
 from lightning_freescale.embeddings.collections import Collection, Table
 from lightning_freescale.embeddings.id_checks import LookupChecks
 from lightning_freescale.embeddings.optimizer import TableOptimizer, UpdateSettings
+
+_COUNTLESS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+"""Optimizers whose updates do not depend on how many there have been."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +108,11 @@ class ShardedTables:
         """Set what the update of a training step needs, before its forward.
 
         Args:
-            settings: of each table by its key; tables left out are not updated.
+            settings: of each table, by its key.
             skip: paths of the collections that somebody else updates.
+
+        Raises:
+            ValueError: tables that FBGEMM updates together would need different updates.
         """
         for collection, module in self.modules:
             if collection.path in skip:
@@ -113,18 +120,41 @@ class ShardedTables:
             module.freescale_sharding.checks.reset_count()
             keys = {table.name: table.key for table in collection.tables}
             for kernel in kernels(module):
-                key = keys[kernel._config.embedding_tables[0].name]  # the others of the kernel have the same
-                if key in settings:
-                    prepare_kernel(kernel.emb_module, settings[key])
+                held = [keys[spec.name] for spec in kernel._config.embedding_tables]
+                prepare_kernel(kernel.emb_module, {key: settings[key] for key in held})
 
 
-def prepare_kernel(module: Any, settings: UpdateSettings) -> None:
-    """Give FBGEMM's ``module`` what its next update is computed with; it reads all that in the forward before it."""
-    module.update_hyper_parameters(settings.options)
+def prepare_kernel(module: Any, settings: Mapping[str, UpdateSettings]) -> None:
+    """Give FBGEMM's ``module`` what its next update is computed with; it reads all that in the forward before it.
+
+    Args:
+        module: FBGEMM's module.
+        settings: of each of its tables, by key.
+
+    Raises:
+        ValueError: they differ in what the tables of a module have in common.
+    """
+    given = next(iter(settings.values()))
+    frozen = [key for key, each in settings.items() if each.frozen]
+    if frozen and len(frozen) < len(settings):
+        raise ValueError(
+            f"embedding tables {frozen} are frozen (requires_grad=False) and {sorted(settings.keys() - set(frozen))} are not, "
+            f"but one kernel of FBGEMM updates them together: freeze and unfreeze all of them at once, or put them into "
+            "parameter groups of their own"
+        )
+    if module.optimizer not in _COUNTLESS and len({each.step for each in settings.values()}) > 1:
+        raise ValueError(
+            f"embedding tables {list(settings)} have seen {[each.step for each in settings.values()]} updates, because some "
+            "were frozen for a time, but one kernel of FBGEMM updates them together, with one bias correction: put them into "
+            "parameter groups of their own"
+        )
+    if module.placeholder_autograd_tensor.requires_grad == given.frozen:
+        module.requires_grad_(not given.frozen)
+    module.update_hyper_parameters(given.options)
     # FBGEMM counts forwards, also those of validation; Adam's bias correction needs the updates, and has them from iter_cpu,
     # or, where that is 0, from iter
-    module.iter.fill_(settings.step)
-    module.iter_cpu.fill_(settings.step)
+    module.iter.fill_(given.step)
+    module.iter_cpu.fill_(given.step)
 
 
 def shards_of(collection: Collection, module: Any) -> Iterator[Shard]:

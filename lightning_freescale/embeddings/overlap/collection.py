@@ -68,8 +68,7 @@ class OverlappedCollection:
         self._worker = ExchangeWorker(collection.path, local.layout.device)
         self._exchange = RowExchange(collection.path, local, group, dedup, self.statistics)
         self._local = local
-        self._sparse_adam = any(optimizer.sparse_adam for optimizer in optimizers)
-        self._moves_without_gradient = any(optimizer.moves_without_gradient for optimizer in optimizers)
+        self._optimizers = optimizers
         self._need_ids = collection.need_indices
         # this step, and what it has submitted of the next one
         self._current, self._following = self._exchange.new_batch(), self._exchange.new_batch()
@@ -169,7 +168,8 @@ class OverlappedCollection:
         if not self._in_step:
             return
         rows = sum(self._current.request.sizes) if self._current.looked_up else 0  # its job was waited for in the lookup
-        if rows and self._moves_without_gradient and not self._current.gradient_sent and self._late_gradient is None:
+        lost = rows and not self._current.gradient_sent and self._late_gradient is None
+        if lost and any(optimizer.moves_without_gradient for optimizer in self._trained()):
             errors.no_gradient(self.path)
         self._in_step = False
         if self.plain:
@@ -285,7 +285,7 @@ class OverlappedCollection:
         self.drain()
         self.module.freescale_sharding.checks.check_ids(features)
         if torch.is_grad_enabled():  # TorchRec will update the tables in this lookup's backward
-            if self._sparse_adam:
+            if any(optimizer.sparse_adam for optimizer in self._trained()):
                 errors.second_update(self.path)
             self._local.prepare_update(self._settings)
             if not self._in_step:  # what was fetched ahead was so before that update
@@ -310,6 +310,10 @@ class OverlappedCollection:
         self._current.urgent = self._current.patient = None
         self._send_gradient(self._current, self._late_gradient, self._exchange.new_batch())
         self.drain()
+
+    def _trained(self) -> list[TableOptimizer]:
+        """Return the optimizers of the tables that are not frozen in this step."""
+        return [optimizer for optimizer, given in zip(self._optimizers, self._settings) if not given.frozen]
 
     def _refuse_uneven_end(self, step: int) -> None:
         if self._prefetch_job is not None:  # done long ago, unless compute is shorter than the exchange

@@ -114,9 +114,9 @@ class OverlapEngine:
         """
         step = self._steps if step is None else step
         self._steps = step + updates
-        agreed = {}
+        agreed, default = {}, UpdateSettings(step)
         for path, collection in self.collections.items():
-            given = [(settings or {}).get(key) or UpdateSettings(step) for key in self._table_keys[path]]
+            given = [(settings or {}).get(key, default) for key in self._table_keys[path]]
             mode = (modes or {}).get(path, ModeProposal())
             agreed[path] = collection.begin_step(updates, given, step, restart, mode)
         if upcoming is None:

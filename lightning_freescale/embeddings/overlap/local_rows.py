@@ -23,11 +23,13 @@ class LocalTable:
 
     Attributes:
         index: the table's place in the layout.
+        key: the table's key.
         first_row: number of its first row here.
         weight: live view, shape ``[rows, dim]``.
     """
 
     index: int
+    key: str
     first_row: int
     weight: Tensor
 
@@ -43,7 +45,6 @@ class TableKernel:
 
     def __init__(self, module: Any, features: Sequence[int], tables: dict[int, LocalTable]) -> None:
         self.module, self.tables = module, tables
-        self._first = next(iter(tables))
         self._feature_of = {index: features.index(index) for index in features}
         self._features = len(features)
 
@@ -58,13 +59,13 @@ class TableKernel:
             counts[feature + 1] = len(rows[index][0])
         ids = torch.cat([rows[index][0] - self.tables[index].first_row for _, index in given])
         gradients = torch.cat([rows[index][1] for _, index in given])
-        self.prepare_update(settings)
+        prepare_kernel(self.module, {self.tables[index].key: settings[index] for index in rows})
         with torch.enable_grad():
             self.module(indices=ids, offsets=counts.cumsum(0).to(ids.device)).backward(gradients)
 
     def prepare_update(self, settings: Sequence[UpdateSettings]) -> None:
-        """Set what the next update is computed with."""
-        prepare_kernel(self.module, settings[self._first])
+        """Set what TorchRec's own update of all its tables is computed with."""
+        prepare_kernel(self.module, {table.key: settings[index] for index, table in self.tables.items()})
 
 
 class CpuKernel(TableKernel):
@@ -89,12 +90,12 @@ class CpuKernel(TableKernel):
 
     def update(self, rows: dict[int, tuple[Tensor, Tensor]], settings: Sequence[UpdateSettings]) -> None:
         """Update all rows given by table, as :meth:`TableKernel.update` does, to the bit."""
-        module, mine = self.module, settings[self._first]
-        if mine is not self._prepared:  # a step has several updates
-            module.update_hyper_parameters(mine.options)
-            self._arguments = [getattr(module.optimizer_args, name) for name in self._names]
-            self._prepared = mine
+        module = self.module
         for index, (numbers, gradients) in rows.items():
+            if settings[index] is not self._prepared:  # a step has several updates
+                self._prepared = settings[index]
+                module.update_hyper_parameters(self._prepared.options)
+                self._arguments = [getattr(module.optimizer_args, name) for name in self._names]
             (placement, offset), size, state = self._places[index]
             first_row = self.tables[index].first_row
             ids = numbers - first_row if first_row else numbers
@@ -166,7 +167,7 @@ class LocalRows:
             held = {}
             for spec, weight in zip(specs, kernel.emb_module.split_embedding_weights()):
                 index = index_of[spec.name]
-                held[index] = LocalTable(index, int(layout.first_row[rank, index]), weight)
+                held[index] = LocalTable(index, collection.tables[index].key, int(layout.first_row[rank, index]), weight)
             features = [index_of[spec.name] for spec in specs for _ in spec.feature_names]
             optimizer = tables.optimizers[collection.tables[features[0]].key]
             arguments = (kernel.emb_module, features, held)
@@ -207,7 +208,7 @@ class LocalRows:
             return
         by_table = self._by_table(rows, gradients)
         for kernel in self.kernels:
-            given = {index: by_table[index] for index in kernel.tables if index in by_table}
+            given = {index: by_table[index] for index in kernel.tables if index in by_table and not settings[index].frozen}
             if given:
                 kernel.update(given, settings)
 
