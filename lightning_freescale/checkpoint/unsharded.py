@@ -77,19 +77,21 @@ def optimizer_state_dict(
     """Return the state dict of the user's optimizer with its tables in it, whole on rank 0. Collective.
 
     Returns:
-        That state dict, and what has no place in it: the number of updates, the states of the tables that have an optimizer
-        of their own, and for every rank the ids that its maps have seen since they last let new ones in.
+        That state dict, and what has no place in it: the numbers of optimizer steps and of each table's updates, the states of
+        the tables that have an optimizer of their own, and for every rank the ids that its maps have seen since they last
+        let new ones in.
     """
     states: dict[str, dict[str, Tensor]] = {}
-    values = [(shard, name, value) for shard in tables.shards() for name, value in shard.state.items()]
+    shards = [shard for shard in tables.shards() if groups.has_state(shard.table.key)]
+    values = [(shard, name, value) for shard in shards for name, value in shard.state.items()]
     own = [(_placement_of(shard, (shard.table.key, name), value), value) for shard, name, value in values]
     for (key, name), whole in _gather(tables, own):
         states.setdefault(key, {})[name] = whole
     in_backward = {key: states.pop(key) for key in groups.in_backward if key in states}
     histories = {remapping.prefixes[0]: get_input_history(remapping.mc_module) for remapping in id_remappings(tables)}
-    extra = {"updates": groups.step, "in_backward_states": in_backward}
+    extra = {"updates": groups.step, "table_updates": dict(groups.updates), "in_backward_states": in_backward}
     extra["id_maps"] = gather_objects(histories, tables.group) if histories else []
-    return merge(dense, groups.layout(), groups.tables, states, groups.step), extra
+    return merge(dense, groups.layout(), groups.tables, states, groups.updates), extra
 
 
 @torch.no_grad()
@@ -110,10 +112,16 @@ def load_optimizer_state_dict(
     dense, states, step = split(full, groups.layout(), groups.tables)
     groups.step = extra.get("updates", step)
     states |= extra.get("in_backward_states", {})
+    for key, weight in groups.weights.items():
+        # without a state: a table that was frozen, or that torch's Adam has never updated
+        stateful = weight.requires_grad and (key in groups.in_backward or groups.has_state(key))
+        updates = int(states.get(key, {}).get("step", groups.step if stateful else 0))
+        groups.updates[key] = extra.get("table_updates", {}).get(key, updates)
     for shard in tables.shards():
-        if groups.step and shard.state and shard.table.key not in states:
+        updates = groups.updates[shard.table.key]
+        if updates and shard.state and shard.table.key not in states:
             raise ValueError(
-                f"the checkpoint has no optimizer state for table {shard.table.key!r}, which has seen {groups.step} updates: "
+                f"the checkpoint has no optimizer state for table {shard.table.key!r}, which has seen {updates} updates: "
                 "load its weights alone with model.load_state_dict, or resume from a checkpoint that was saved during fit"
             )
     for shard in tables.shards():
@@ -134,9 +142,13 @@ def load_optimizer_state_dict(
 
 
 def merge(
-    dense: dict[str, Any], layout: list[list[str]], tables: Collection[str], states: Mapping[str, Any], step: int
+    dense: dict[str, Any],
+    layout: list[list[str]],
+    tables: Collection[str],
+    states: Mapping[str, Any],
+    updates: Mapping[str, int],
 ) -> dict[str, Any]:
-    """Return the state dict that the user's optimizer would have if it had updated the tables too, ``step`` times.
+    """Return the state dict that the user's optimizer would have if it had updated the tables too, so often each.
 
     ``dense`` is the state dict of the optimizer that holds the dense parameters only, ``states`` has those of the tables by
     name, ``layout`` the parameter names of every group in the order the user gave them, tables included.
@@ -149,7 +161,7 @@ def merge(
         for index, name in enumerate(names, first):
             state = states.get(name) if name in tables else dense["state"].get(next(old))
             if state is not None:
-                merged[index] = {"step": torch.tensor(float(step)), **state} if name in tables else state
+                merged[index] = {"step": torch.tensor(float(updates[name])), **state} if name in tables else state
         groups.append({**group, "params": [*range(first, first + len(names))]})
         first += len(names)
     return {"state": merged, "param_groups": groups}
@@ -183,7 +195,7 @@ def split(
             state = full["state"].get(old)
             if name in tables:
                 if state:
-                    states[name] = {key: value for key, value in state.items() if key != "step"}
+                    states[name] = state
                 continue
             if state is not None:
                 dense["state"][index] = state

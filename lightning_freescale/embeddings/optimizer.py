@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +19,27 @@ _DEMANDS: dict[type[Optimizer], dict[str, Any]] = {
     torch.optim.Adagrad: {**_PLAIN, "lr_decay": 0},
     RowWiseAdagrad: {**_PLAIN, "lr_decay": 0},
     torch.optim.Adam: {**_PLAIN, "amsgrad": False},
-    torch.optim.AdamW: {"maximize": False, "amsgrad": False},
+    torch.optim.AdamW: {"maximize": False, "amsgrad": False, "decoupled_weight_decay": True},
 }
 # the class TorchRec translates to FBGEMM's fused optimizer; its Adam decays weights the way AdamW does
 _FUSED: dict[type[Optimizer], type[Optimizer]] = {torch.optim.AdamW: torch.optim.Adam}
 _NOT_ON_CPU = (torch.optim.Adam, torch.optim.AdamW)
 _ON_CPU = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """What a table's update in one step is computed with.
+
+    Attributes:
+        step: updates of the table done before it.
+        options: of its parameter group in that step, in FBGEMM's words; those left out stay as they are.
+        frozen: whether there is no update.
+    """
+
+    step: int
+    options: Mapping[str, float] = field(default_factory=dict)
+    frozen: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,7 +49,7 @@ class TableOptimizer:
     Attributes:
         fused_class: optimizer class that TorchRec translates for FBGEMM.
         arguments: its arguments, in FBGEMM's words.
-        group: which of the user's parameter groups holds the table and sets its learning rate; None if none does.
+        group: which of the user's parameter groups holds the table and sets its options; None if none does.
         initial_state: value the accumulated squares start from.
         sparse_adam: whether the overlap engine updates the table by :mod:`.sparse_adam`, because FBGEMM cannot. Whoever
             derives a TableOptimizer is told whether it could.
@@ -44,6 +60,11 @@ class TableOptimizer:
     group: int | None = None
     initial_state: float = 0.0
     sparse_adam: bool = False
+
+    @property
+    def state_from_start(self) -> bool:
+        """Whether torch's optimizer has the state of a table that it has never updated."""
+        return self.fused_class in (torch.optim.Adagrad, RowWiseAdagrad)
 
     @property
     def moves_without_gradient(self) -> bool:
@@ -90,19 +111,18 @@ class TableOptimizer:
         Raises:
             ValueError: no fused optimizer does the same; the message names the table, the setting and the fix.
         """
-        kind, settings = type(optimizer), optimizer.param_groups[group]
+        kind = type(optimizer)
         if kind not in _DEMANDS:
             raise ValueError(
                 f"{kind.__name__} holds the embedding table {table!r}, and no fused optimizer does what it does. Use SGD, "
                 "Adagrad, RowWiseAdagrad, Adam or AdamW for the table's parameters, or give the table an optimizer of its own "
                 "with torchrec.optim.apply_optimizer_in_backward"
             )
-        for name, demanded in _DEMANDS[kind].items():
-            if settings.get(name, demanded) != demanded:
-                raise ValueError(
-                    f"{kind.__name__}({name}={settings[name]!r}) holds the embedding table {table!r}, which is updated row by "
-                    f"row during backward: put the table into a parameter group with {name}={demanded!r}"
-                )
+        for name, value, demanded in unsupported_options(optimizer, group):
+            raise ValueError(
+                f"{kind.__name__}({name}={value!r}) holds the embedding table {table!r}, which is updated row by row during "
+                f"backward: put the table into a parameter group with {name}={demanded!r}"
+            )
         without_fused = device.type == "cpu" and kind in _NOT_ON_CPU
         if without_fused and not sparse_adam:
             raise ValueError(
@@ -110,14 +130,27 @@ class TableOptimizer:
                 "EmbeddingCollection under FreeScaleStrategy(overlap=True) does without. Put the table's parameters into SGD, "
                 "Adagrad or RowWiseAdagrad (torchrec.optim.RowWiseAdagrad), or train on a GPU"
             )
-        arguments = {"lr": float(settings["lr"])}
-        if "eps" in settings:
-            arguments["eps"] = settings["eps"]
-        if kind in _NOT_ON_CPU:
-            arguments["beta1"], arguments["beta2"] = settings["betas"]
-            arguments["weight_decay"] = settings["weight_decay"]
         initial = optimizer.defaults.get("initial_accumulator_value", 0.0)  # torch ignores a parameter group's own
-        return cls(_FUSED.get(kind, kind), arguments, group, initial, without_fused)
+        return cls(_FUSED.get(kind, kind), followed_options(optimizer, group), group, initial, without_fused)
+
+
+def followed_options(optimizer: Optimizer, group: int) -> dict[str, float]:
+    """Return the options that a parameter group has now and that the updates of its tables follow, in FBGEMM's words."""
+    settings = optimizer.param_groups[group]
+    options = {"lr": float(settings["lr"])}
+    if "eps" in settings:
+        options["eps"] = float(settings["eps"])
+    if type(optimizer) in _NOT_ON_CPU:
+        options["beta1"], options["beta2"] = (float(beta) for beta in settings["betas"])
+        options["weight_decay"] = float(settings["weight_decay"])
+    return options
+
+
+def unsupported_options(optimizer: Optimizer, group: int) -> list[tuple[str, Any, Any]]:
+    """Return the options of a parameter group that updates of tables cannot follow: name, value, and what it must be."""
+    settings, demands = optimizer.param_groups[group], _DEMANDS[type(optimizer)]
+    given = [(name, settings.get(name, demanded), demanded) for name, demanded in demands.items()]
+    return [(name, value, demanded) for name, value, demanded in given if value != demanded]
 
 
 FROZEN = TableOptimizer(torch.optim.SGD, {"lr": 0.0})

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torchrec import KeyedTensor
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
@@ -38,6 +38,7 @@ class TableSharding:
         parameters: meta-device weight of every table by its key in the state dict of ``root``, and the parameters in which
             TorchRec keeps ids, which no optimizer updates.
         in_backward: optimizers that the user has applied in backward, by table key.
+        updates: how many each table's optimizer has done; those applied in backward go on where an earlier fit has ended.
         sparse_adam: keys of the tables that the overlap engine can update.
 
     Raises:
@@ -51,13 +52,17 @@ class TableSharding:
         overlapped = [c for c, *_ in self._replaced if overlap and not (c.pooled or c.managed)]
         self.sparse_adam = frozenset(table.key for collection in overlapped for table in collection.tables)
         self.in_backward: dict[str, TableOptimizer] = {}
+        self.updates: dict[str, int] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         for collection, module, blueprint in self._replaced:
             self.parameters |= collection.parameters(blueprint)
+            self._read_weights(collection, module)
             if hasattr(module, "freescale_sharding"):
-                self.in_backward |= module.freescale_sharding.in_backward
+                record = module.freescale_sharding
+                self.in_backward |= record.in_backward
+                self.updates |= {key: record.updates[key] for key in record.in_backward}
             else:
-                self._read_weights(collection, module)
+                self._read_in_backward(collection, module)
             replace_everywhere(root, module, blueprint)
 
     def restore(self) -> None:
@@ -111,7 +116,12 @@ class TableSharding:
     def _read_weights(self, collection: Collection, module: Any) -> None:
         weights = collection.parameters(module)
         for key in (table.key for table in collection.tables):
+            self.updates[key] = 0
             self.parameters[key].requires_grad_(weights[key].requires_grad)
+
+    def _read_in_backward(self, collection: Collection, module: Any) -> None:
+        weights = collection.parameters(module)
+        for key in (table.key for table in collection.tables):
             given = TableOptimizer.from_applied_in_backward(weights[key], key, self.device, key in self.sparse_adam)
             if given is not None:
                 self.in_backward[key] = given
@@ -143,10 +153,14 @@ class TableSharding:
         module: Any = collection.sharder.shard(blueprint, tables, env, self.device)
         if collection.managed:
             patch_sharded(module)
+        _register_leaves(collection, module, self.parameters)
+        for kernel in kernels(module):
+            kernel.emb_module.register_forward_hook(_keep_in_graph)
         _add_sparse_adam_states(collection, module, chosen)
         in_backward = {key: self.in_backward[key] for key in chosen if key in self.in_backward}
-        checks = LookupChecks(collection, chosen)
-        module.freescale_sharding = ShardingRecord(collection, tables, chosen, in_backward, checks)
+        trained = {key: optimizer for key, optimizer in chosen.items() if self.parameters[key].requires_grad}
+        checks = LookupChecks(collection, trained)
+        module.freescale_sharding = ShardingRecord(collection, tables, chosen, in_backward, self.updates, checks)
         module.register_forward_pre_hook(checks, with_kwargs=True)
         module.register_forward_hook(_wait_for_output)
         if collection.pooled:
@@ -155,12 +169,23 @@ class TableSharding:
 
 
 def _attach_optimizer(weight: Any, optimizer: TableOptimizer) -> None:
-    # TorchRec reads these two attributes. A kernel has one learning rate, so tables of different parameter groups must not
-    # share one: _batch_key, which TorchRec strips, keeps them apart
+    # TorchRec reads these two attributes. A kernel has one learning rate, and is frozen as a whole, so tables of different
+    # parameter groups must not share one: _batch_key, which TorchRec strips, keeps them apart
     fused = FROZEN if optimizer.sparse_adam else optimizer
     own = sorted(optimizer.arguments.items()) if optimizer.sparse_adam else ""
     weight._optimizer_classes = [fused.fused_class]
-    weight._optimizer_kwargs = [{**fused.arguments, "_batch_key": f"{optimizer.group} {own}"}]
+    weight._optimizer_kwargs = [{**fused.arguments, "_batch_key": f"{optimizer.group} {weight.requires_grad} {own}"}]
+
+
+def _register_leaves(collection: Collection, module: Any, blueprint: Mapping[str, nn.Parameter]) -> None:
+    # TorchRec's parameters are views, whose requires_grad cannot be set; leaves over the same memory take it
+    for table in collection.tables:
+        path, _, name = table.key.removeprefix(f"{collection.path}.").rpartition(".")
+        holder = module.get_submodule(path)
+        view = getattr(holder, name)
+        leaf = nn.Parameter(view.detach(), requires_grad=blueprint[table.key].requires_grad)
+        leaf._in_backward_optimizers = view._in_backward_optimizers  # type: ignore[attr-defined]
+        setattr(holder, name, leaf)
 
 
 def _add_sparse_adam_states(collection: Collection, module: Any, chosen: Mapping[str, TableOptimizer]) -> None:
@@ -170,6 +195,11 @@ def _add_sparse_adam_states(collection: Collection, module: Any, chosen: Mapping
         if chosen[keys[names[0]]].sparse_adam:  # FBGEMM's kernel only holds the rows, the moments are beside it
             held = kernel.emb_module.split_embedding_weights()
             kernel.sparse_adam_states = {name: new_state(weight) for name, weight in zip(names, held)}
+
+
+def _keep_in_graph(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    # what a frozen kernel returns needs no gradient; but another rank may hold tables that do, and its exchange needs this one
+    return output if output.requires_grad or not torch.is_grad_enabled() else output.requires_grad_()
 
 
 def _wait_for_output(module: nn.Module, args: Any, output: Any) -> Any:

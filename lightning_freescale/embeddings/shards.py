@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor
 from torchrec.optim.fused import FusedOptimizerModule
 
 from lightning_freescale.embeddings.collections import Collection, Table
 from lightning_freescale.embeddings.id_checks import LookupChecks
-from lightning_freescale.embeddings.optimizer import TableOptimizer
+from lightning_freescale.embeddings.optimizer import TableOptimizer, UpdateSettings
+
+_COUNTLESS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+"""Optimizers whose updates do not depend on how many there have been."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class ShardingRecord:
         plan: TorchRec's plan for its tables.
         optimizers: how each table is updated, by table key.
         in_backward: those of ``optimizers`` that the user applied in backward.
+        updates: how many each table's optimizer has done, by table key; of all collections that were sharded together.
         checks: of its lookups.
     """
 
@@ -50,6 +55,7 @@ class ShardingRecord:
     plan: Any
     optimizers: dict[str, TableOptimizer]
     in_backward: dict[str, TableOptimizer]
+    updates: dict[str, int]
     checks: LookupChecks
 
 
@@ -98,13 +104,15 @@ class ShardedTables:
                 found |= dict.fromkeys(collection.names(table.key.removeprefix(f"{collection.path}.")), table.key)
         return found
 
-    def prepare_update(self, rate_of_group: Callable[[int], float], step: int, skip: Container[str] = ()) -> None:
+    def prepare_update(self, settings: Mapping[str, UpdateSettings], skip: Container[str] = ()) -> None:
         """Set what the update of a training step needs, before its forward.
 
         Args:
-            rate_of_group: learning rate of each of the user's parameter groups.
-            step: updates done so far.
+            settings: of each table, by its key.
             skip: paths of the collections that somebody else updates.
+
+        Raises:
+            ValueError: tables that FBGEMM updates together would need different updates.
         """
         for collection, module in self.modules:
             if collection.path in skip:
@@ -112,11 +120,41 @@ class ShardedTables:
             module.freescale_sharding.checks.reset_count()
             keys = {table.name: table.key for table in collection.tables}
             for kernel in kernels(module):
-                optimizer = self.optimizers[keys[kernel._config.embedding_tables[0].name]]
-                if optimizer.group is not None:
-                    kernel.emb_module.set_learning_rate(rate_of_group(optimizer.group))
-                # FBGEMM counts forwards, also those of validation; Adam's bias correction needs the updates
-                kernel.emb_module.iter.fill_(step)
+                held = [keys[spec.name] for spec in kernel._config.embedding_tables]
+                prepare_kernel(kernel.emb_module, {key: settings[key] for key in held})
+
+
+def prepare_kernel(module: Any, settings: Mapping[str, UpdateSettings]) -> None:
+    """Give FBGEMM's ``module`` what its next update is computed with; it reads all that in the forward before it.
+
+    Args:
+        module: FBGEMM's module.
+        settings: of each of its tables, by key.
+
+    Raises:
+        ValueError: they differ in what the tables of a module have in common.
+    """
+    given = next(iter(settings.values()))
+    frozen = [key for key, each in settings.items() if each.frozen]
+    if frozen and len(frozen) < len(settings):
+        raise ValueError(
+            f"embedding tables {frozen} are frozen (requires_grad=False) and {sorted(settings.keys() - set(frozen))} are not, "
+            f"but one kernel of FBGEMM updates them together: freeze and unfreeze all of them at once, or put them into "
+            "parameter groups of their own"
+        )
+    if module.optimizer not in _COUNTLESS and len({each.step for each in settings.values()}) > 1:
+        raise ValueError(
+            f"embedding tables {list(settings)} have seen {[each.step for each in settings.values()]} updates, because some "
+            "were frozen for a time, but one kernel of FBGEMM updates them together, with one bias correction: put them into "
+            "parameter groups of their own"
+        )
+    if module.placeholder_autograd_tensor.requires_grad == given.frozen:
+        module.requires_grad_(not given.frozen)
+    module.update_hyper_parameters(given.options)
+    # FBGEMM counts forwards, also those of validation; Adam's bias correction needs the updates, and has them from iter_cpu,
+    # or, where that is 0, from iter
+    module.iter.fill_(given.step)
+    module.iter_cpu.fill_(given.step)
 
 
 def shards_of(collection: Collection, module: Any) -> Iterator[Shard]:

@@ -21,7 +21,6 @@ def update_rows(
     rows: Tensor,
     gradients: Tensor,
     arguments: Mapping[str, Any],
-    rate: float,
     step: int,
 ) -> None:
     """One step of Adam for some rows, in place; the others keep their moments, as in FBGEMM and in torch's SparseAdam.
@@ -34,8 +33,7 @@ def update_rows(
         state: what :func:`new_state` returned.
         rows: shape ``[rows]``, each row once.
         gradients: shape ``[rows, dim]``.
-        arguments: ``beta1``, ``beta2``, ``eps``, ``weight_decay``.
-        rate: learning rate.
+        arguments: ``lr``, ``beta1``, ``beta2``, ``eps``, ``weight_decay``.
         step: updates done before this one.
     """
     beta1, beta2 = arguments.get("beta1", 0.9), arguments.get("beta2", 0.999)
@@ -46,4 +44,4 @@ def update_rows(
     root = (second / (1 - beta2 ** (step + 1))).sqrt_().add_(arguments.get("eps", 1e-8))
     change = (first / (1 - beta1 ** (step + 1))).div_(root)
     old = weight[rows]
-    weight[rows] = old - rate * (change + arguments.get("weight_decay", 0.0) * old)
+    weight[rows] = old - arguments["lr"] * (change + arguments.get("weight_decay", 0.0) * old)

@@ -279,9 +279,10 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         controller = self.overlap_controller
         if self.tables is not None and self.groups is not None:
             with self.timeline.span("host", "embeddings: before the step"):
-                self.tables.prepare_update(self.groups.learning_rate, self.groups.step, skip=self._overlapped())
+                settings = self.groups.settings()
+                self.tables.prepare_update(settings, skip=self._overlapped())
                 if controller is not None:
-                    controller.before_forward(not self._accumulating, self.groups.learning_rate, self.groups.step)
+                    controller.before_forward(not self._accumulating, settings, self.groups.step)
         output = super().training_step(*args, **kwargs)
         if controller is not None:
             with self.timeline.span("host", "embeddings: ids of the next step"):
@@ -322,7 +323,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self._end_backward()  # again, for a training_step that returned None
         self._update_due = self.gradients_wait = False
         if self.groups is not None:
-            self.groups.step += 1
+            self.groups.count_step()
         if self.overlap_controller is not None:
             with self.timeline.span("host", "embeddings: logging"):
                 self.overlap_controller.log_step()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from lightning_freescale._lightning.loops import (
 )
 from lightning_freescale.embeddings.lookahead.ids_function import IdsFunction
 from lightning_freescale.embeddings.lookahead.probe import LookaheadMode, Probe
+from lightning_freescale.embeddings.optimizer import UpdateSettings
 from lightning_freescale.embeddings.overlap import OverlapEngine, OverlapReport
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.strategy.dry_run import dry_run_ids
@@ -84,13 +85,13 @@ class OverlapController:
             self._warned = True
             rank_zero_warn(f"{_why_not_ahead(loader)}: the embedding exchange is not overlapped with compute")
 
-    def before_forward(self, updates: bool, rate_of_group: Callable[[int], float], step: int) -> None:
+    def before_forward(self, updates: bool, settings: Mapping[str, UpdateSettings], step: int) -> None:
         """Submit the ids that are known of the next batch, and how this rank comes to know them."""
         self._updates = updates
         self._agreed_modes = self.engine.begin_step(
             self._known_ids(),
             updates=updates,
-            rate_of_group=rate_of_group,
+            settings=settings,
             step=step,
             restart=self._batch_idx % self.trainer.accumulate_grad_batches == 0,  # where Lightning zeroes the dense gradients
             modes={path: probe.proposal for path, probe in self._probes.items()},

@@ -20,7 +20,7 @@ def _dense() -> dict:
 
 
 def test_merge_numbers_parameters_as_the_user_gave_them() -> None:
-    full = merge(_dense(), LAYOUT, TABLES, {"table": {"sum": torch.full((3, 2), 7.0)}}, step=4)
+    full = merge(_dense(), LAYOUT, TABLES, {"table": {"sum": torch.full((3, 2), 7.0)}}, {"table": 4})
     assert [group["params"] for group in full["param_groups"]] == [[0, 1, 2], [3]]
     assert full["param_groups"][1]["lr"] == 0.5
     assert {index: float(state["sum"].flatten()[0]) for index, state in full["state"].items()} == {0: 0, 1: 7, 2: 1}
@@ -29,7 +29,7 @@ def test_merge_numbers_parameters_as_the_user_gave_them() -> None:
 
 def test_split_is_the_inverse() -> None:
     dense = _dense()
-    full = merge(dense, LAYOUT, TABLES, {"table": {"sum": torch.full((3, 2), 7.0)}}, step=4)
+    full = merge(dense, LAYOUT, TABLES, {"table": {"sum": torch.full((3, 2), 7.0)}}, {"table": 4})
     back, states, step = split(full, LAYOUT, TABLES)
     assert back["param_groups"] == dense["param_groups"]
     assert {i: float(s["sum"][0]) for i, s in back["state"].items()} == {0: 0.0, 1: 1.0}

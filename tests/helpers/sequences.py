@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from lightning_freescale.embeddings.optimizer import TableOptimizer
+from lightning_freescale.embeddings.optimizer import TableOptimizer, UpdateSettings
 from lightning_freescale.embeddings.overlap import OverlapEngine
 from lightning_freescale.embeddings.sharding import TableSharding
 from lightning_freescale.embeddings.shards import ShardedTables
@@ -133,7 +133,7 @@ def train_plain(
     with sharded(optimizer, plan) as (model, ddp, tables, dense):
         losses = []
         for step, batch in enumerate(data):
-            tables.prepare_update(rate_at(rate, optimizer, step), step)
+            tables.prepare_update(settings_at(rate, tables, step))
             dense.zero_grad()
             loss = ddp(batch)
             loss.backward()
@@ -160,7 +160,7 @@ def train_overlapped(
         for step, batch in enumerate(data):
             following = data[step + 1] if step + 1 < len(data) else None
             early, late = submit(step, following) if submit is not None else (known(following), {})
-            engine.begin_step(early, rate_of_group=rate_at(rate, optimizer, step))
+            engine.begin_step(early, settings=settings_at(rate, tables, step))
             dense.zero_grad()
             loss = ddp(batch)
             engine.submit_next_ids(late)
@@ -183,6 +183,7 @@ def known(following: Batch | None) -> NextIds | None:
     return None if following is None else {"items": following["ids"], "tags": following["tags"]}
 
 
-def rate_at(rate: Rate | None, optimizer: TableOptimizer, step: int) -> Callable[[int], float]:
-    """The learning rate of every group in a step."""
-    return lambda _: optimizer.arguments["lr"] if rate is None else rate(step)
+def settings_at(rate: Rate | None, tables: ShardedTables, step: int) -> dict[str, UpdateSettings]:
+    """What every table is updated with in a step."""
+    options = {} if rate is None else {"lr": rate(step)}
+    return dict.fromkeys(tables.optimizers, UpdateSettings(step, options))

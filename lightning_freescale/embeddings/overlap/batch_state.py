@@ -12,6 +12,7 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
 from lightning_freescale.embeddings.lookahead.kjt_snapshot import KJTSnapshot
+from lightning_freescale.embeddings.optimizer import UpdateSettings
 from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest, RowSubset
 
 
@@ -62,8 +63,7 @@ class PipelinedBatch:
         rows: the slots that the rows came in, shape ``[places, dim]``.
         places: where in ``rows`` the row of each id is, shape ``[ids]``.
         late_places: where in ``rows`` those belong that come after the backward of the batch before.
-        rates: learning rate per kernel for its update.
-        step: updates done before its own.
+        settings: what its update is computed with, by the tables' places in the layout.
         updates: whether an optimizer step follows it; else its gradients are kept for the next one.
         any_submitted: whether any rank has submitted its ids ahead.
         submitted: whether this rank has.
@@ -87,8 +87,7 @@ class PipelinedBatch:
     rows: Tensor
     places: Tensor
     late_places: Tensor | None = None
-    rates: Sequence[float | None] = ()
-    step: int = 0
+    settings: Sequence[UpdateSettings] = ()
     updates: bool = True
     any_submitted: bool = False
     submitted: bool = False

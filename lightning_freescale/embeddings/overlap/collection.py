@@ -16,7 +16,7 @@ from torchrec import JaggedTensor, KeyedJaggedTensor
 from lightning_freescale.embeddings.collections import Collection
 from lightning_freescale.embeddings.lookahead.kjt_snapshot import KJTSnapshot
 from lightning_freescale.embeddings.lookahead.probe import ModeProposal
-from lightning_freescale.embeddings.optimizer import TableOptimizer
+from lightning_freescale.embeddings.optimizer import TableOptimizer, UpdateSettings
 from lightning_freescale.embeddings.overlap import errors
 from lightning_freescale.embeddings.overlap.batch_state import FurtherLookup, Lookup, PipelinedBatch
 from lightning_freescale.embeddings.overlap.exchange_worker import ExchangeWorker
@@ -64,14 +64,13 @@ class OverlappedCollection:
         self._worker = ExchangeWorker(collection.path, local.layout.device)
         self._exchange = RowExchange(collection.path, local, group, dedup, self.statistics)
         self._local = local
-        self._sparse_adam = any(optimizer.sparse_adam for optimizer in optimizers)
-        self._moves_without_gradient = any(optimizer.moves_without_gradient for optimizer in optimizers)
+        self._optimizers = optimizers
         self._need_ids = collection.need_indices
         # this step, and what it has submitted of the next one
         self._current, self._following = self._exchange.new_batch(), self._exchange.new_batch()
         self._lookups = StepLookups()
         self._in_step = False
-        self._rates: list[float | None] = []
+        self._settings: Sequence[UpdateSettings] = [UpdateSettings(0)] * len(collection.tables)
         self._step = 0
         self._next_ids: list[KeyedJaggedTensor] | None = None
         self._ended = self._prefetched = False
@@ -96,17 +95,19 @@ class OverlappedCollection:
 
     # -- a step
 
-    def begin_step(self, updates: bool, rates: Sequence[float | None], step: int, restart: bool, mode: ModeProposal) -> int:
+    def begin_step(
+        self, updates: bool, settings: Sequence[UpdateSettings], step: int, restart: bool, mode: ModeProposal
+    ) -> int:
         """Begin the step of a batch, before its forward; see :meth:`OverlapEngine.begin_step`. Return the agreed mode."""
         self.end_step()
-        self._rates, self._step = list(rates), step
+        self._settings, self._step = settings, step
         self._refuse_writes()
         self._refuse_uneven_end(step)
         accumulated = not self._current.updates
         self._current, self._following = self._following, self._exchange.new_batch()
         if accumulated and restart:
             self._worker.submit(self._exchange.discard_accumulated, self._current, self._previous)
-        self._current.updates, self._current.rates, self._current.step = updates, self._rates, step
+        self._current.updates, self._current.settings = updates, settings
         self._next_ids, self._ended, self._announce_job, self._prefetched = None, False, None, False
         self._lookups = StepLookups(self._current.submitted_ids, partial(self._take_gradient, self._current))
         self._mode, self._in_step = mode, True
@@ -292,7 +293,8 @@ class OverlappedCollection:
         batch, following = self._current, self._following
         batch.gradient_sent = True
         self._arrived = None if self._observer is None else self._observer.stamp()
-        gradient, anew = self._lookups.gradient(self._local.dim, self._moves_without_gradient)
+        moves = any(optimizer.moves_without_gradient for optimizer in self._trained())
+        gradient, anew = self._lookups.gradient(self._local.dim, none_is_not_zero=moves)
         following.ready = self._worker.submit(self._exchange.exchange_colliding, batch, following, gradient, anew)
         self._previous = batch
 
@@ -304,11 +306,15 @@ class OverlappedCollection:
         self.drain()
         self.module.freescale_sharding.checks.check_ids(features)
         if torch.is_grad_enabled():  # TorchRec will update the tables in this lookup's backward
-            if self._sparse_adam:
+            if any(optimizer.sparse_adam for optimizer in self._trained()):
                 errors.update_outside_of_step(self.path)
-            self._local.prepare_update(self._rates, self._step)
+            self._local.prepare_update(self._settings)
             self._following = self._exchange.new_batch()  # what was fetched ahead was so before that update
         return self._torchrec_forward(features)
+
+    def _trained(self) -> list[TableOptimizer]:
+        """Return the optimizers of the tables that are not frozen in this step."""
+        return [optimizer for optimizer, given in zip(self._optimizers, self._settings) if not given.frozen]
 
     def _refuse_uneven_end(self, step: int) -> None:
         if self._prefetch_job is not None:  # done long ago, unless compute is shorter than the exchange

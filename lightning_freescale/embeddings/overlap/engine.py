@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -14,6 +14,7 @@ from torchrec import KeyedJaggedTensor
 from lightning_freescale.comm import BACKEND, LaneOptions
 from lightning_freescale.embeddings.collections import Collection
 from lightning_freescale.embeddings.lookahead.probe import ModeProposal
+from lightning_freescale.embeddings.optimizer import UpdateSettings
 from lightning_freescale.embeddings.overlap.batch_state import Lookup
 from lightning_freescale.embeddings.overlap.collection import OverlappedCollection
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
@@ -55,7 +56,7 @@ class OverlapEngine:
         self._dedup, self._timeout, self._transport = dedup, timeout, transport
         self.collections: dict[str, OverlappedCollection] = {}
         self.plain: dict[str, str] = {}
-        self._parameter_groups: dict[str, list[int | None]] = {}
+        self._table_keys: dict[str, list[str]] = {}
         layouts = [(collection, module, self._layout(collection, module)) for collection, module in tables.modules]
         for collection, module, layout in layouts:
             if layout is not None:
@@ -69,7 +70,7 @@ class OverlapEngine:
         optimizers = [self.tables.optimizers[table.key] for table in collection.tables]
         overlapped = OverlappedCollection(collection, module, local, group, optimizers, self._dedup)
         self.collections[collection.path] = overlapped
-        self._parameter_groups[collection.path] = [kernel.group for kernel in local.kernels]
+        self._table_keys[collection.path] = [table.key for table in collection.tables]
 
     def _layout(self, collection: Collection, module: Any) -> RowLayout | None:
         if collection.pooled:
@@ -95,7 +96,7 @@ class OverlapEngine:
         upcoming: Mapping[str, Ids] | None = None,
         *,
         updates: bool = True,
-        rate_of_group: Callable[[int], float] | None = None,
+        settings: Mapping[str, UpdateSettings] | None = None,
         step: int | None = None,
         restart: bool = False,
         modes: Mapping[str, ModeProposal] | None = None,
@@ -106,8 +107,8 @@ class OverlapEngine:
             upcoming: ids of the next batch by collection, of each lookup if there are several; None if there is no next
                 batch. Those of collections that are left out may be given to :meth:`submit_next_ids` before backward.
             updates: whether an optimizer step follows this batch; else its gradients are added to those of the next.
-            rate_of_group: learning rate of each parameter group; without it tables keep the rates they were sharded with.
-            step: optimizer steps done so far; counted here if not given.
+            settings: what each table is updated with, by table key; others keep the options they were sharded with.
+            step: optimizer steps done so far, for tables without ``settings``; counted here if not given.
             restart: forget gradients that were kept for an optimizer step which did not come.
             modes: how this rank comes to know ids, by collection; for loops in which ranks must do so alike.
 
@@ -116,12 +117,11 @@ class OverlapEngine:
         """
         step = self._steps if step is None else step
         self._steps = step + updates
-        agreed = {}
+        agreed, default = {}, UpdateSettings(step)
         for path, collection in self.collections.items():
-            groups = self._parameter_groups[path]
-            rates = [None if group is None or rate_of_group is None else rate_of_group(group) for group in groups]
+            given = [(settings or {}).get(key, default) for key in self._table_keys[path]]
             mode = (modes or {}).get(path, ModeProposal())
-            agreed[path] = collection.begin_step(updates, rates, step, restart, mode)
+            agreed[path] = collection.begin_step(updates, given, step, restart, mode)
         if upcoming is None:
             for collection in self.collections.values():
                 collection.submit_end()

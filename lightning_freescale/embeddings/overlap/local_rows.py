@@ -11,8 +11,9 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor
 
 from lightning_freescale.embeddings.collections import Collection
+from lightning_freescale.embeddings.optimizer import UpdateSettings
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout
-from lightning_freescale.embeddings.shards import ShardedTables, kernels
+from lightning_freescale.embeddings.shards import ShardedTables, kernels, prepare_kernel
 from lightning_freescale.embeddings.sparse_adam import update_rows
 
 
@@ -22,11 +23,13 @@ class LocalTable:
 
     Attributes:
         index: the table's place in the layout.
+        key: the table's key.
         first_row: number of its first row here.
         weight: live view, shape ``[rows, dim]``.
     """
 
     index: int
+    key: str
     first_row: int
     weight: Tensor
 
@@ -38,31 +41,31 @@ class TableKernel:
         module: FBGEMM's module.
         features: the table of each of its features, by its place in the layout.
         tables: its tables by their place in the layout.
-        group: the parameter group that sets its learning rate, if one does.
     """
 
-    def __init__(self, module: Any, features: Sequence[int], tables: dict[int, LocalTable], group: int | None) -> None:
-        self.module, self.tables, self.group = module, tables, group
+    def __init__(self, module: Any, features: Sequence[int], tables: dict[int, LocalTable]) -> None:
+        self.module, self.tables = module, tables
         self._feature_of = {index: features.index(index) for index in features}
         self._features = len(features)
 
-    def update(self, rows: dict[int, tuple[Tensor, Tensor]], rate: float | None, step: int) -> None:
-        """Update all rows given by table, once each; gradients of a row that is there several times are added up in order."""
+    def update(self, rows: dict[int, tuple[Tensor, Tensor]], settings: Sequence[UpdateSettings]) -> None:
+        """Update all rows given by table, once each; gradients of a row that is there several times are added up in order.
+
+        ``settings`` has those of all tables of the layout; FBGEMM has those of a kernel's tables in common.
+        """
         given = sorted((self._feature_of[index], index) for index in rows)
         counts = torch.zeros(self._features + 1, dtype=torch.int64)
         for feature, index in given:
             counts[feature + 1] = len(rows[index][0])
         ids = torch.cat([rows[index][0] - self.tables[index].first_row for _, index in given])
         gradients = torch.cat([rows[index][1] for _, index in given])
-        self.prepare_update(rate, step)
+        prepare_kernel(self.module, {self.tables[index].key: settings[index] for index in rows})
         with torch.enable_grad():
             self.module(indices=ids, offsets=counts.cumsum(0).to(ids.device)).backward(gradients)
 
-    def prepare_update(self, rate: float | None, step: int) -> None:
-        """Set the learning rate, and the number of updates done: FBGEMM would count forwards."""
-        if rate is not None:
-            self.module.set_learning_rate(rate)
-        self.module.iter.fill_(step)
+    def prepare_update(self, settings: Sequence[UpdateSettings]) -> None:
+        """Set what TorchRec's own update of all its tables is computed with."""
+        prepare_kernel(self.module, {table.key: settings[index] for index, table in self.tables.items()})
 
 
 class CpuKernel(TableKernel):
@@ -76,26 +79,30 @@ class CpuKernel(TableKernel):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        name, settings = self._OPERATORS[self.module.optimizer]
+        name, self._names = self._OPERATORS[self.module.optimizer]
         self._operator = getattr(torch.ops.fbgemm, f"split_embedding_nobag_backward_codegen_{name}_cpu")
         self._rounding = self.module.optimizer_args.stochastic_rounding
-        self._settings = tuple(getattr(self.module.optimizer_args, setting) for setting in settings)
+        self._prepared: UpdateSettings | None = None
+        self._arguments: list[Any] = []
         self._places = {
             index: self._place(feature, len(self.tables[index].weight)) for index, feature in self._feature_of.items()
         }
 
-    def update(self, rows: dict[int, tuple[Tensor, Tensor]], rate: float | None, step: int) -> None:
+    def update(self, rows: dict[int, tuple[Tensor, Tensor]], settings: Sequence[UpdateSettings]) -> None:
         """Update all rows given by table, as :meth:`TableKernel.update` does, to the bit."""
-        self.prepare_update(rate, step)
         module = self.module
         for index, (numbers, gradients) in rows.items():
+            if settings[index] is not self._prepared:  # a step has several updates
+                self._prepared = settings[index]
+                module.update_hyper_parameters(self._prepared.options)
+                self._arguments = [getattr(module.optimizer_args, name) for name in self._names]
             (placement, offset), size, state = self._places[index]
             first_row = self.tables[index].first_row
             ids = numbers - first_row if first_row else numbers
             self._operator(
                 *(gradients, module.weights_host.data, placement, offset, gradients.shape[1]),
                 *(size, module.total_hash_size_bits, ids, torch.tensor([0, ids.numel()]), self._rounding),
-                *(*state, module.learning_rate_tensor, *self._settings),
+                *(*state, module.learning_rate_tensor, *self._arguments),
             )
 
     def _place(self, feature: int, size: int) -> tuple[Any, Tensor, Any]:
@@ -113,7 +120,7 @@ class AdamKernel(TableKernel):
 
     Args:
         states: of each table, by its place in the layout.
-        arguments: of the optimizer, in FBGEMM's words.
+        arguments: of the optimizer, in FBGEMM's words, where no parameter group sets them.
         others: as for :class:`TableKernel`.
     """
 
@@ -121,13 +128,13 @@ class AdamKernel(TableKernel):
         super().__init__(*others)
         self._states, self._arguments = states, arguments
 
-    def update(self, rows: dict[int, tuple[Tensor, Tensor]], rate: float | None, step: int) -> None:
+    def update(self, rows: dict[int, tuple[Tensor, Tensor]], settings: Sequence[UpdateSettings]) -> None:
         """Update all rows given by table, once each."""
-        rate = self._arguments["lr"] if rate is None else rate
         for index, (numbers, gradients) in rows.items():
             merged, inverse = torch.unique(numbers - self.tables[index].first_row, return_inverse=True)
             sums = gradients.new_zeros(len(merged), gradients.shape[1]).index_add_(0, inverse, gradients)
-            update_rows(self.tables[index].weight, self._states[index], merged, sums, self._arguments, rate, step)
+            arguments, step = {**self._arguments, **settings[index].options}, settings[index].step
+            update_rows(self.tables[index].weight, self._states[index], merged, sums, arguments, step)
 
 
 class LocalRows:
@@ -160,10 +167,10 @@ class LocalRows:
             held = {}
             for spec, weight in zip(specs, kernel.emb_module.split_embedding_weights()):
                 index = index_of[spec.name]
-                held[index] = LocalTable(index, int(layout.first_row[rank, index]), weight)
+                held[index] = LocalTable(index, collection.tables[index].key, int(layout.first_row[rank, index]), weight)
             features = [index_of[spec.name] for spec in specs for _ in spec.feature_names]
             optimizer = tables.optimizers[collection.tables[features[0]].key]
-            arguments = (kernel.emb_module, features, held, optimizer.group)
+            arguments = (kernel.emb_module, features, held)
             if optimizer.sparse_adam:
                 states = {index_of[name]: state for name, state in kernel.sparse_adam_states.items()}
                 found.append(AdamKernel(states, optimizer.arguments, *arguments))
@@ -171,10 +178,10 @@ class LocalRows:
                 found.append((CpuKernel if tables.device.type == "cpu" else TableKernel)(*arguments))
         return cls(layout, rank, found, collection.tables[0].dim)
 
-    def prepare_update(self, rates: Sequence[float | None], step: int) -> None:
+    def prepare_update(self, settings: Sequence[UpdateSettings]) -> None:
         """Before TorchRec's own backward updates rows, set what :meth:`update` would be given."""
-        for kernel, rate in zip(self.kernels, rates):
-            kernel.prepare_update(rate, step)
+        for kernel in self.kernels:
+            kernel.prepare_update(settings)
 
     @torch.no_grad()
     def read(self, rows: Tensor) -> Tensor:
@@ -189,22 +196,21 @@ class LocalRows:
                 values[here] = table.weight.index_select(0, rows[here] - table.first_row).float()
         return values
 
-    def update(self, rows: Tensor, gradients: Tensor, rates: Sequence[float | None], step: int) -> None:
+    def update(self, rows: Tensor, gradients: Tensor, settings: Sequence[UpdateSettings]) -> None:
         """Do one optimizer step for these rows.
 
         Args:
             rows: shape ``[rows]``; a row that is there several times gets the sum, added up in this order.
             gradients: shape ``[rows, dim]``.
-            rates: learning rate of each kernel; None keeps the kernel's own.
-            step: updates done before this one.
+            settings: of each table, by its place in the layout.
         """
         if not rows.numel():
             return
         by_table = self._by_table(rows, gradients)
-        for kernel, rate in zip(self.kernels, rates):
-            given = {index: by_table[index] for index in kernel.tables if index in by_table}
+        for kernel in self.kernels:
+            given = {index: by_table[index] for index in kernel.tables if index in by_table and not settings[index].frozen}
             if given:
-                kernel.update(given, rate, step)
+                kernel.update(given, settings)
 
     def write_counts(self) -> list[int]:
         """Return torch's count of writes to each table.

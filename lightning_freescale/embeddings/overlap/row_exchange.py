@@ -344,7 +344,7 @@ class RowExchange:
         if self.accumulator.rows:
             kept_rows, kept_gradients = self.accumulator.pop(due)
             rows, gradients = torch.cat([*kept_rows, rows]), torch.cat([*kept_gradients, gradients])
-        self.local.update(rows, gradients, batch.rates, batch.step)
+        self.local.update(rows, gradients, batch.settings)
 
     def _in_order(self, batch: PipelinedBatch, chosen: SomeRows, gradients: Tensor) -> tuple[Tensor, Tensor]:
         """Return some rows that this rank owns, and their gradients, in the order of summation."""

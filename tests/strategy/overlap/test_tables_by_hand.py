@@ -90,9 +90,9 @@ def _slowed(seconds: float, at_the_end: float, *callbacks: Callable[[], L.Callba
     """Every update takes its time."""
     plain = LocalRows.update
 
-    def slow(self: LocalRows, rows: Tensor, gradients: Tensor, rates: Any, step: int) -> None:
-        time.sleep(at_the_end if step == 2 * STEPS - 1 else seconds)
-        plain(self, rows, gradients, rates, step)
+    def slow(self: LocalRows, rows: Tensor, gradients: Tensor, settings: Any) -> None:
+        time.sleep(at_the_end if settings[0].step == 2 * STEPS - 1 else seconds)
+        plain(self, rows, gradients, settings)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalRows, "update", slow)
