@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 
 import torch
@@ -117,6 +118,12 @@ class ParameterGroups:
         self.step, self._window_open = self.step + 1, False
         for key in self.optimizers.keys() - self._frozen:
             self.updates[key] += 1
+
+    def uncount(self, idle_steps: Mapping[str, int]) -> None:
+        """Take back, by table key, steps that were counted and in which a table had no gradient."""
+        for key, count in idle_steps.items():
+            if key in self.updates:
+                self.updates[key] -= count
 
     def has_state(self, table: str) -> bool:
         """Return whether torch's optimizer would have a state of a table by now, if it has any."""

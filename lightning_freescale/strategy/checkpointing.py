@@ -48,6 +48,11 @@ class UnshardedCheckpointStrategy(DDPBase):
         if self.overlap_controller is not None:
             self.overlap_controller.engine.drain()
 
+    def count_updates(self) -> None:
+        """Count as updates of a table only the steps that had a gradient for it. After a drain."""
+        if self.overlap_controller is not None and self.groups is not None:
+            self.groups.uncount(self.overlap_controller.engine.take_idle_steps())
+
     def writing_tables(self) -> AbstractContextManager[None]:
         """Enter this around writes to the tables by hand, on every rank.
 
@@ -74,6 +79,7 @@ class UnshardedCheckpointStrategy(DDPBase):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state dict that the user's optimizer would have unsharded; whole on rank 0. Collective."""
         self.drain()
+        self.count_updates()
         state = super().optimizer_state(optimizer)
         if self.tables is None or self.groups is None:
             return state

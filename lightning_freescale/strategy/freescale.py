@@ -344,6 +344,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         if self.overlap_controller is not None:
             self._end_backward()
             self.drain()
+            self.count_updates()
             self.overlap_report = self.overlap_controller.report()
         return self.overlap_report
 

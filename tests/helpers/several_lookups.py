@@ -146,6 +146,15 @@ class NothingOnSomeRanks(ThreeLookups):
         return self.kept(self.query(batch["label"].expand(DIM)).square().mean())
 
 
+class NothingInSomeSteps(ThreeLookups):
+    """In every third step no rank looks anything up."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if batch_idx % 3 != 1:
+            return super().training_step(batch, batch_idx)
+        return self.kept(self.query(batch["label"].expand(DIM)).square().mean())
+
+
 class Detaches(ThreeLookups):
     """In odd steps positives are looked up, and lead to no gradient."""
 
@@ -186,6 +195,7 @@ KINDS = {
         Drawn,
         OnSomeRanks,
         NothingOnSomeRanks,
+        NothingInSomeSteps,
         Detaches,
         InPlace,
         TheSameTwice,

@@ -176,6 +176,12 @@ class OverlappedCollection:
         if self._update_job is not None:
             self._worker.wait(self._update_job)
 
+    def take_idle_steps(self) -> list[int]:
+        """Return, by table, how many optimizer steps since the last call had no gradient on any rank. Drain first."""
+        counts = self._exchange.idle_steps
+        self._exchange.idle_steps = [0] * len(counts)
+        return counts
+
     @property
     def error(self) -> Exception | None:
         """What has gone wrong in the background, on this rank or another."""

@@ -166,6 +166,14 @@ class OverlapEngine:
         for collection in self.collections.values():
             collection.drain()
 
+    def take_idle_steps(self) -> dict[str, int]:
+        """Return how many optimizer steps since the last call had no gradient for a table, on any rank, by table key.
+
+        They are no updates; until they are taken, the engine takes them off the ``settings`` that it is given. Drain first.
+        """
+        taken = [(self._table_keys[path], each.take_idle_steps()) for path, each in self.collections.items()]
+        return {key: count for keys, counts in taken for key, count in zip(keys, counts)}
+
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Let anybody else write to the tables inside: updates under way come first, rows fetched ahead are thrown away.

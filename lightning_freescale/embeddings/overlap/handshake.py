@@ -48,6 +48,7 @@ class Head(NamedTuple):
     gradients: int  # rows whose gradients follow
     digest: int  # of the features of the next batch; 0 without
     lookup_digest: int  # of those of the current batch
+    moves: int  # whether the sender has a gradient of the current batch
     updates: int  # whether an optimizer step follows the current batch
     mode: int  # how the sender comes to know ids
 
@@ -61,12 +62,14 @@ class IdsToSend:
         request: the rows that it needs.
         digest: of its features.
         mode: how this rank comes to know ids.
+        moves: whether it has a gradient of the current batch.
     """
 
     state: NextIds
     request: RowRequest
     digest: int = 0
     mode: int = 0
+    moves: bool = False
 
 
 class LookupHandshake:

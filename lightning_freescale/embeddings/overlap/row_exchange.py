@@ -20,6 +20,7 @@ that step all rows count as colliding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -54,6 +55,7 @@ class RowExchange:
 
     Attributes:
         transport: of its messages.
+        idle_steps: for each table the optimizer steps in which no rank had a gradient: they are no updates of it.
         accumulator: gradients kept for a later optimizer step.
     """
 
@@ -69,6 +71,8 @@ class RowExchange:
         self._no_incoming = IncomingRows(nothing.rows.long(), nothing.sizes, nothing.slots)
         self._ids = IdExchange(self.transport, nothing.slots.shape[1])
         self._messages = self._batches = 0
+        self.idle_steps = [0] * len(local.layout.tables)
+        self._moved = False  # in this window, on any rank
         self._collisions = Collisions(local, self.transport, statistics)
         self._heads: list[Head] = []
         self._nothing = self.new_batch()
@@ -185,8 +189,9 @@ class RowExchange:
         given = self._given_in_time(current)
         if anew is not None:
             given = SomeRows(self._nothing_given.requested, given.incoming)
-        sent = IdsToSend(NextIds.TOLD, request)
+        sent = IdsToSend(NextIds.TOLD, request, moves=gradient is not None)
         heads, incoming, gradients = self._until_served(sent, current, lookup, given, current.gradient)
+        self._count_step(current, any(head.moves for head in heads))
         self.transport.count("colliding", 4 * self.transport.dim, given.requested.sizes)
         changed = [head.lookup == LookedUp.OTHERS for head in heads]
         if any(changed):
@@ -209,6 +214,7 @@ class RowExchange:
     def discard_accumulated(self, current: PipelinedBatch, previous: PipelinedBatch | None) -> None:
         """Forget the gradients kept for an optimizer step that does not come; a window begins with ``current``."""
         self.accumulator.pop()
+        self._moved = False
         self._collisions.begin_window(current.number)
         if previous is not None:
             previous.patient = self._nothing_given
@@ -247,7 +253,9 @@ class RowExchange:
     ) -> tuple[list[Head], IncomingRows, Tensor]:
         self._messages = (self._messages + 1) & 0x7FFFFFFF
         most, updates = max(sent.request.sizes), int(current.updates)
-        head = Head(self._messages, sent.state, lookup, 0, most, 0, 0, sent.digest, current.digest, updates, sent.mode)
+        head = Head(
+            self._messages, sent.state, lookup, 0, most, 0, 0, sent.digest, current.digest, int(sent.moves), updates, sent.mode
+        )
         return self._ids.exchange(sent, head, other_ids or self._no_rows.sizes, given, gradients)
 
     def _until_served(
@@ -293,6 +301,15 @@ class RowExchange:
         self._collisions.mark(new.rows, current.number)
 
     # -- D
+
+    def _count_step(self, current: PipelinedBatch, moved: bool) -> None:
+        self._moved |= moved
+        if current.updates and not self._moved:
+            self.idle_steps = [idle + (not given.frozen) for idle, given in zip(self.idle_steps, current.settings)]
+        if any(self.idle_steps):
+            pairs = zip(current.settings, self.idle_steps)
+            current.settings = [replace(given, step=given.step - idle) for given, idle in pairs]
+        self._moved &= not current.updates
 
     def _send_last_rows(self, following: PipelinedBatch) -> None:
         """Exchange the values of the rows that have just been updated."""

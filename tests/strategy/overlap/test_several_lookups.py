@@ -44,6 +44,11 @@ def _assert_like_unsharded(ranks: int, kind: str, optimizer: str, **options: Any
         assert len(set(theirs.losses)) > STEPS, "the loss must move, or equality means nothing"
         assert mine.losses == pytest.approx(theirs.losses, rel=1e-5, abs=1e-7)
     assert_same(sharded[0].weights, unsharded[0].weights, rtol=1e-5, atol=1e-6)
+    steps = [
+        {name: float(each["step"]) for name, each in run.states[0].items() if "step" in each}
+        for run in (sharded[0], unsharded[0])
+    ]
+    assert steps[0] == steps[1], "updates of each parameter"
     return sharded
 
 
