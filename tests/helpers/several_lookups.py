@@ -187,6 +187,14 @@ class Checkpointed(ThreeLookups):
         return checkpoint(lambda factor: torch.sin(look_up(ids) * factor), scale, use_reentrant=False)
 
 
+class WrongLater(Drawn):
+    """On the second rank a later lookup holds an id that no row exists for."""
+
+    def negatives(self, batch: Batch, batch_idx: int) -> KeyedJaggedTensor:
+        ids = super().negatives(batch, batch_idx)
+        return _jagged(ids.values() + ITEMS, ids.lengths()) if self.global_rank and batch_idx == 4 else ids
+
+
 KINDS = {
     kind.__name__: kind
     for kind in (
@@ -202,3 +210,4 @@ KINDS = {
         Checkpointed,
     )
 }
+"""What trains; the rest is refused."""

@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.testing import run_distributed
+from tests.helpers import several_lookups
 from tests.helpers.overlap_training import Run, assert_same
 from tests.helpers.recommender import trainer
 from tests.helpers.several_lookups import KINDS, loader
@@ -18,13 +19,13 @@ from tests.helpers.several_lookups import KINDS, loader
 STEPS, EPOCHS = 9, 2
 
 
-def _fit(kind: str, optimizer: str, sharded: bool, lookahead: str = "batch", dedup: bool = True, window: int = 1) -> Run:
+def _fit(kind: str, optimizer: str, sharded: bool, window: int = 1, **options: Any) -> Run:
     common: dict[str, Any] = {"find_unused_parameters": True}
     if sharded:
-        strategy: Any = FreeScaleStrategy(**common, lookahead=lookahead, dedup=dedup)
+        strategy: Any = FreeScaleStrategy(**common, **options)
     else:
         strategy, optimizer = DDPStrategy(**common), "lazy_adam" if optimizer == "adam" else optimizer
-    module = KINDS[kind](optimizer)
+    module = getattr(several_lookups, kind)(optimizer)
     fitting = trainer(
         strategy=strategy, devices=int(os.environ["WORLD_SIZE"]), max_epochs=EPOCHS, accumulate_grad_batches=window
     )
@@ -93,3 +94,26 @@ def test_a_trial_run_finds_all_of_them() -> None:
     for run in _assert_like_unsharded(2, "Drawn", "adagrad", lookahead="trial_run"):
         predicted, _, _ = _counts(run)
         assert predicted == 3 * (STEPS * EPOCHS - EPOCHS - 1)
+
+
+def _known_ids(batch: Any) -> Any:
+    return [batch["history"], batch["positive"], batch["negative"]]
+
+
+def test_a_function_tells_all_of_them() -> None:
+    for run in _assert_like_unsharded(2, "ThreeLookups", "adagrad", ids_of=_known_ids):
+        assert _counts(run) == (3 * (STEPS * EPOCHS - EPOCHS), 3 * EPOCHS, 0)
+
+
+def _error(kind: str) -> str:
+    try:
+        _fit(kind, "adagrad", True)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_later_lookup_that_is_wrong_is_an_error_of_every_rank() -> None:
+    for told in run_distributed(_error, 2, "WrongLater"):
+        assert "rank 1: feature 'item' holds id" in told
+        assert "rank 0" not in told
