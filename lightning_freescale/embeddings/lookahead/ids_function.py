@@ -5,32 +5,42 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from torch import Tensor
 from torchrec import KeyedJaggedTensor
+
+from lightning_freescale.embeddings.plain_embedding import EmbeddingIds
 
 
 class IdsFunction:
     """Calls the user's function and checks what it returns.
 
     Args:
-        function: of a batch; returns a KeyedJaggedTensor, or one for each path of a collection, in a mapping.
+        function: of a batch; returns a KeyedJaggedTensor, or one for each path of a collection, in a mapping. The ids of an
+            ``nn.Embedding`` are a tensor instead.
         name: of the function, for errors and warnings.
         overlapped: paths of the collections whose ids are asked for.
         plain: paths of the module's other collections; what is told of them is passed over.
+        embeddings: paths of those that are an ``nn.Embedding``.
     """
 
     def __init__(
-        self, function: Callable[[Any], Any], name: str, overlapped: Collection[str], plain: Collection[str] = ()
+        self,
+        function: Callable[[Any], Any],
+        name: str,
+        overlapped: Collection[str],
+        plain: Collection[str] = (),
+        embeddings: Collection[str] = (),
     ) -> None:
         self.function, self.name = function, name
-        self.overlapped, self.plain = list(overlapped), list(plain)
+        self.overlapped, self.plain, self.embeddings = list(overlapped), list(plain), frozenset(embeddings)
 
     def __call__(self, batch: Any) -> dict[str, KeyedJaggedTensor]:
         """Return the ids in ``batch`` by the path of their collection; the function may leave collections out.
 
         Raises:
             Exception: what the function raises, with a note that says who had called it.
-            TypeError: it returns neither of the two.
-            ValueError: it names no collection of the module, or returns one KeyedJaggedTensor for several collections.
+            TypeError: it returns something else, or a tensor for a collection, or none for an ``nn.Embedding``.
+            ValueError: it names no collection of the module, or returns one lookup for several collections.
         """
         try:
             told = self.function(batch)
@@ -39,30 +49,33 @@ class IdsFunction:
             note = f"raised by {self.name}, which strategy 'freescale' had asked for the ids of the next batch"
             error.__notes__ = [*getattr(error, "__notes__", ()), note]
             raise
-        if isinstance(told, KeyedJaggedTensor):
-            return {self._only_path(): told}
+        if isinstance(told, (KeyedJaggedTensor, Tensor)):
+            told = {self._only_path(told): told}
         if not isinstance(told, Mapping):
             raise TypeError(
-                f"{self.name} returned a {type(told).__name__}: return the KeyedJaggedTensor that the model will look up, or a "
-                f"mapping from the paths of collections to one each; the paths are {self.overlapped}"
+                f"{self.name} returned a {type(told).__name__}: return the KeyedJaggedTensor that the model will look up, or the "
+                f"tensor for an nn.Embedding, or a mapping from the paths to one each; the paths are {self.overlapped}"
             )
-        for path, features in told.items():
-            self._check(path, features)
-        return {path: features for path, features in told.items() if path in self.overlapped}
+        features = {path: self._as_features(path, ids) for path, ids in told.items()}
+        return {path: ids for path, ids in features.items() if path in self.overlapped}
 
-    def _only_path(self) -> str:
+    def _only_path(self, told: Any) -> str:
         if len(self.overlapped) != 1:
             raise ValueError(
-                f"{self.name} returned one KeyedJaggedTensor, but {len(self.overlapped)} collections are overlapped: return a "
+                f"{self.name} returned one {type(told).__name__}, but {len(self.overlapped)} collections are overlapped: return a "
                 f"mapping from the paths {self.overlapped} to one each"
             )
         return self.overlapped[0]
 
-    def _check(self, path: Any, features: Any) -> None:
+    def _as_features(self, path: Any, ids: Any) -> KeyedJaggedTensor:
         if path not in self.overlapped and path not in self.plain:
             raise ValueError(
                 f"{self.name} returned ids for {path!r}, which is no embedding collection of the module: use the paths "
                 f"{self.overlapped}"
             )
-        if not isinstance(features, KeyedJaggedTensor):
-            raise TypeError(f"{self.name} returned a {type(features).__name__} for {path!r}: return a KeyedJaggedTensor")
+        if path in self.embeddings and type(ids) is Tensor:
+            return EmbeddingIds(path, ids)
+        if path in self.embeddings or not isinstance(ids, KeyedJaggedTensor):
+            wanted = "the tensor of ids" if path in self.embeddings else "a KeyedJaggedTensor"
+            raise TypeError(f"{self.name} returned a {type(ids).__name__} for {path!r}: return {wanted}")
+        return ids

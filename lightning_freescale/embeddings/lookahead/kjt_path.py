@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
+from lightning_freescale.embeddings.plain_embedding import EmbeddingIds
+
 _MOST_STEPS, _MOST_NODES = 8, 20_000
 """A batch may hold a list of names per sample, or lead to something huge; ids are near its root."""
 _LEAVES = (str, bytes, int, float, type(None))
@@ -35,7 +37,8 @@ class KJTPath:
     Attributes:
         whole: where a KeyedJaggedTensor stands in the batch; None if the model makes one of tensors in the batch.
         keys: its features, if it is made.
-        tensors: where the tensors are that it is made of, by the names of KeyedJaggedTensor's arguments.
+        tensors: where the tensors are that it is made of, by the names of KeyedJaggedTensor's arguments. Those of
+            :class:`EmbeddingIds` are made of one tensor, ``"ids"``.
     """
 
     whole: Steps | None
@@ -50,6 +53,9 @@ def find_path(batch: Any, features: KeyedJaggedTensor) -> KJTPath | None:
     over the same memory, then single tensors. Empty tensors have no memory: they are found only as the same object.
     """
     nodes = list(_walk(batch))
+    if isinstance(features, EmbeddingIds):
+        steps = _find_tensor(nodes, features.ids)
+        return None if steps is None else KJTPath(None, tuple(features.keys()), (("ids", steps),))
     whole = _first(nodes, lambda node: node is features)
     if whole is None:
         whole = _first(nodes, lambda node: isinstance(node, KeyedJaggedTensor) and _same_tensors(node, features))
@@ -64,6 +70,8 @@ def follow_path(batch: Any, path: KJTPath) -> KeyedJaggedTensor | None:
     tensors = {name: _at(batch, steps) for name, steps in path.tensors}
     if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         return None
+    if "ids" in tensors:
+        return EmbeddingIds(path.keys[0], tensors["ids"])
     return KeyedJaggedTensor(keys=list(path.keys), **tensors)
 
 
