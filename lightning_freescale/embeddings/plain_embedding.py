@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
 from typing_extensions import override
@@ -51,7 +51,7 @@ class ShardedEmbedding(ShardedEmbeddingCollection):
         self.num_embeddings, self.embedding_dim, self.padding_idx = config.num_embeddings, config.embedding_dim, padding_idx
         # TorchRec finds this rank's rows at embeddings.<table>.weight; to torch they are the module's own parameter
         inner = self._modules.pop("embeddings")
-        vars(self)["embeddings"] = inner
+        object.__setattr__(self, "embeddings", inner)
         self._parameters["weight"] = inner.get_submodule(config.name).get_parameter("weight")
         self._table_key = f"embeddings.{config.name}.weight"
         self._register_state_dict_hook(ShardedEmbedding._rename_saved)
@@ -113,8 +113,8 @@ def table_name(path: str) -> str:
     return path.replace(".", "/")
 
 
-def as_collection(path: str, embedding: nn.Embedding) -> EmbeddingCollection:
-    """Return an EmbeddingCollection on the meta device that has the weight of ``embedding``, which is there as well."""
+def as_collection(path: str, embedding: Any) -> EmbeddingCollection:
+    """Return an EmbeddingCollection that has the weight of ``embedding``, an ``nn.Embedding``; both on the meta device."""
     config = EmbeddingConfig(
         name=table_name(path),
         num_embeddings=embedding.num_embeddings,

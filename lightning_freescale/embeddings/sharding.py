@@ -61,6 +61,8 @@ class TableSharding:
             self.parameters |= collection.parameters(blueprint)
             if hasattr(module, "freescale_sharding"):
                 self.in_backward |= module.freescale_sharding.in_backward
+                for key in module.freescale_sharding.frozen:
+                    self.parameters[key].requires_grad_(False)
             else:
                 self._read_weights(collection, module)
             replace_everywhere(root, module, blueprint)
@@ -159,8 +161,9 @@ class TableSharding:
             patch_sharded(module)
         _add_sparse_adam_states(collection, module, chosen)
         in_backward = {key: self.in_backward[key] for key in chosen if key in self.in_backward}
+        frozen = frozenset(key for key in chosen if not self.parameters[key].requires_grad)
         checks = LookupChecks(collection, chosen)
-        module.freescale_sharding = ShardingRecord(collection, tables, chosen, in_backward, checks)
+        module.freescale_sharding = ShardingRecord(collection, tables, chosen, in_backward, frozen, checks)
         module.register_forward_pre_hook(checks, with_kwargs=True)
         module.register_forward_hook(_wait_for_output)
         if collection.pooled:

@@ -44,6 +44,7 @@ class ShardingRecord:
         plan: TorchRec's plan for its tables.
         optimizers: how each table is updated, by table key.
         in_backward: those of ``optimizers`` that the user applied in backward.
+        frozen: keys of the tables whose weights needed no gradient, which TorchRec's cannot say.
         checks: of its lookups.
     """
 
@@ -51,6 +52,7 @@ class ShardingRecord:
     plan: Any
     optimizers: dict[str, TableOptimizer]
     in_backward: dict[str, TableOptimizer]
+    frozen: frozenset[str]
     checks: LookupChecks
 
 

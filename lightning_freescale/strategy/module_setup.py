@@ -61,7 +61,9 @@ def tell_embeddings(module: nn.Module, shard: Shard) -> None:
             f"reduced in every step: FreeScaleStrategy(shard={[*sizes]!r}), or shard='auto', shards it"
         )
     if shard == "auto":
-        found = f"shards {', '.join(sizes.values())}" if sizes else f"finds no nn.Embedding of {LARGE_EMBEDDING} numbers to shard"
+        found = (
+            f"shards {', '.join(sizes.values())}" if sizes else f"finds no nn.Embedding of {LARGE_EMBEDDING} numbers or more"
+        )
         rank_zero_info(f"strategy 'freescale': shard='auto' {found}")
         for reason in choice.unshardable.values():
             rank_zero_info(f"strategy 'freescale': shard='auto' leaves an nn.Embedding whole: {reason}")

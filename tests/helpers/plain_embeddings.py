@@ -60,7 +60,8 @@ class PlainModel(L.LightningModule):
         return self.scores(batch)
 
     def configure_optimizers(self) -> Any:
-        return OPTIMIZERS[self.optimizer](self.parameters())
+        tables = [module.weight for module in self.modules() if isinstance(module, nn.Embedding)]
+        return OPTIMIZERS[self.optimizer]([{"params": [self.encoder.hidden.weight], "lr": 0.02}, {"params": tables}])
 
     def on_train_end(self) -> None:
         controller = getattr(self.trainer.strategy, "overlap_controller", None)
@@ -69,7 +70,7 @@ class PlainModel(L.LightningModule):
 
 
 class PlainBatches(Dataset):
-    """This rank's batches, with padding; the last one of ``uneven`` ranks is shorter."""
+    """This rank's batches, with padding."""
 
     def __init__(self, steps: int, rank: int, size: int = 4) -> None:
         draw = torch.Generator().manual_seed(100 + rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torchrec import KeyedJaggedTensor
 
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.testing import run_distributed
-from tests.helpers.overlap_training import assert_same
-from tests.helpers.plain_embeddings import ITEMS, KEYS, KINDS, LENGTH, SHARDED, PlainBatches, PlainModel, plain_loader
+from tests.helpers.overlap_training import assert_same, my_loader
+from tests.helpers.plain_embeddings import ITEMS, KEYS, SHARDED, PlainBatches, PlainModel, plain_loader
 from tests.helpers.recommender import DIM, Recommender, trainer
 
 STEPS = 6
@@ -33,10 +33,13 @@ def _state(fitting: Any) -> tuple[dict[str, Tensor], Any]:
 # -- checkpoints
 
 
+WAYS = [["freescale"], ["ddp"], ["freescale", "freescale"], ["ddp", "freescale"], ["freescale", "ddp"]]
+
+
 def _changes_over(path: Path, optimizer: str) -> list[Any]:
     """Two epochs at once, and one after the other under other strategies."""
     results = []
-    for index, strategies in enumerate((["freescale"], ["ddp"], ["freescale", "freescale"], ["ddp", "freescale"], ["freescale", "ddp"])):
+    for index, strategies in enumerate(WAYS):
         file, losses = None, []
         for epochs, name in zip([2] if len(strategies) == 1 else [1, 2], strategies):
             torch.manual_seed(0)
@@ -132,8 +135,7 @@ class Looks(PlainModel):
         seen["attributes"] = (item.num_embeddings, item.embedding_dim, item.padding_idx, repr(item))
         seen["same"] = self.again is item
         seen["names"] = [name for name, _ in self.named_parameters(remove_duplicate=False) if "emb" in name or "again" in name]
-        seen["state"] = {key: type(value).__name__ for key, value in self.state_dict().items() if "emb" in key or "again" in key}
-        seen["ids"] = {}
+        seen["state"] = {key: type(value).__name__ for key, value in self.state_dict().items() if key in seen["names"]}
         torch.manual_seed(0)
         whole = Looks()
         for shape in ((), (0,), (3,), (2, 3), (2, 0, 3), (2, 3, 2)):
@@ -144,7 +146,8 @@ class Looks(PlainModel):
                 found += 1
         ids = torch.randint(0, ITEMS, (3, 4)).T
         assert torch.equal(item(ids), whole.encoder.item_emb(ids))
-        for error, look in (("weight", lambda: item.weight), ("list", lambda: item([1])), ("id", lambda: item(torch.tensor([77])))):
+        looks = {"weight": lambda: item.weight, "list": lambda: item([1]), "id": lambda: item(torch.tensor([77]))}
+        for error, look in looks.items():
             try:
                 look()
             except (RuntimeError, TypeError, ValueError) as raised:
@@ -172,13 +175,12 @@ def test_it_is_called_and_named_as_before() -> None:
         assert seen["attributes"] == (ITEMS, DIM, 0, "ShardedEmbedding(50, 8, padding_idx=0)")
         assert seen["same"]
         assert seen["names"] == ["encoder.item_emb.weight", "encoder.pos_emb.weight", "kind_emb.weight", "again.weight"]
-        kinds = {"encoder.item_emb.weight": "ShardedTensor", "encoder.pos_emb.weight": "Tensor", "kind_emb.weight": "ShardedTensor"}
-        assert seen["state"] == {**kinds, "again.weight": "ShardedTensor"}
+        assert seen["state"] == {name: "Tensor" if "pos" in name else "ShardedTensor" for name in seen["names"]}
         assert "RuntimeError: encoder.item_emb.weight is sharded" in seen["weight"]
         assert "full_weight('encoder.item_emb')" in seen["weight"] and "FreeScaleStrategy(shard=...)" in seen["weight"]
         assert "TypeError: embedding 'encoder.item_emb' is given a list" in seen["list"]
         assert "id 77, but table 'encoder/item_emb' has num_embeddings=50" in seen["id"]
-        assert seen["unknown"] == "full_weight('encoder.items'): no sharded table has that name, did you mean 'encoder.item_emb'?"
+        assert "full_weight('encoder.items'): no sharded table" in seen["unknown"] and "'encoder.item_emb'?" in seen["unknown"]
     assert ranks[0][1].keys() == Looks().state_dict().keys()
 
 
@@ -191,8 +193,6 @@ def _full_weight() -> Any:
     torch.manual_seed(0)
     module = OfCollections("adagrad")
     fitting = _trainer(FreeScaleStrategy(), max_steps=3)
-    from tests.helpers.overlap_training import my_loader
-
     fitting.fit(module, my_loader(3))
     return module.full, _state(fitting)[0].get("net.embeddings.embeddings.item.weight")
 
@@ -213,14 +213,15 @@ class OnMeta(PlainModel):
 
 
 def _on_meta() -> Any:
+    torch.manual_seed(0)
     module = OnMeta()
     before = {"kind": module.kind_emb.weight.clone()}
     fitting = _trainer(max_steps=0)
     fitting.fit(module, plain_loader(STEPS))
     initial = _state(fitting)[0]
-    _trainer().fit(module, plain_loader(STEPS))
-    after = fitting._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"]
-    return before, initial, after
+    again = _trainer()
+    again.fit(module, plain_loader(STEPS))
+    return before, initial, _state(again)[0]
 
 
 def test_on_the_meta_device_it_is_drawn_as_torch_draws_it() -> None:
@@ -254,23 +255,30 @@ def _with_adam() -> Any:
     return module.losses, _state(fitting)[0]
 
 
+def _undo_rows(module: Any, optimizer: Any, batch: dict[str, Tensor], before: Any) -> None:
+    """Torch's Adam moves every row; put those back that no id of the batch names, and their moments."""
+    for index, (name, weight) in enumerate(module.named_parameters()):
+        if name in KEYS:
+            others = torch.ones(len(weight), dtype=torch.bool)
+            others[batch["items" if name == KEYS[0] else "kind"].long().flatten()] = False
+            weight.data[others] = before[0][name][others]
+            for moment in ("exp_avg", "exp_avg_sq"):
+                optimizer.state[weight][moment][others] = before[1][index][moment][others] if before[1] else 0.0
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_adam_is_that_of_the_rows_looked_up(world: int) -> None:
     torch.manual_seed(0)
-    module, settings, losses = PlainModel(), {"lr": 0.02, "betas": (0.8, 0.95)}, []
-    tables = [module.encoder.item_emb, module.kind_emb]
-    for table in tables:
-        table.sparse = True
-    rows = torch.optim.SparseAdam([table.weight for table in tables], **settings)
-    rest = torch.optim.Adam([module.encoder.pos_emb.weight, module.encoder.hidden.weight], **settings)
+    module, losses = WithAdam(), []
+    optimizer = module.configure_optimizers()
     for step in range(STEPS):
         batch = _global_batch(step, world)
         loss = nn.functional.mse_loss(module.scores(batch) / DIM, batch["label"])
-        for optimizer in (rows, rest):
-            optimizer.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        rows.step()
-        rest.step()
+        before = copy.deepcopy((module.state_dict(), optimizer.state_dict()["state"]))
+        optimizer.step()
+        _undo_rows(module, optimizer, batch, before)
         losses.append(loss.item())
     ranks = run_distributed(_with_adam, world)
     mean = [sum(of_ranks) / world for of_ranks in zip(*(mine for mine, _ in ranks))]
@@ -315,7 +323,7 @@ def _looked_ahead(make: Any, **options: Any) -> tuple[list[int], list[list[float
         (Computes, {}, STEPS - 2),
         (Tells, {}, STEPS - 1 + STEPS - 2),
         (Computes, {"shard": ["encoder.item_emb"], "ids_of": tell}, STEPS - 1),
-        (Computes, {"lookahead": "trial_run"}, STEPS - 1 + STEPS - 2),
+        (Computes, {"lookahead": "trial_run"}, 2 * (STEPS - 2)),
     ],
 )
 def test_the_next_ids_are_found_or_told(make: Any, options: dict[str, Any], known: int) -> None:

@@ -49,12 +49,13 @@ class IdsFunction:
             note = f"raised by {self.name}, which strategy 'freescale' had asked for the ids of the next batch"
             error.__notes__ = [*getattr(error, "__notes__", ()), note]
             raise
-        if isinstance(told, (KeyedJaggedTensor, Tensor)):
+        if isinstance(told, KeyedJaggedTensor) or (isinstance(told, Tensor) and self.embeddings):
             told = {self._only_path(told): told}
         if not isinstance(told, Mapping):
             raise TypeError(
-                f"{self.name} returned a {type(told).__name__}: return the KeyedJaggedTensor that the model will look up, or the "
-                f"tensor for an nn.Embedding, or a mapping from the paths to one each; the paths are {self.overlapped}"
+                f"{self.name} returned a {type(told).__name__}: return the KeyedJaggedTensor that the model looks up (of an "
+                f"nn.Embedding the tensor), or a mapping from the paths of collections to one each; the paths are "
+                f"{self.overlapped}"
             )
         features = {path: self._as_features(path, ids) for path, ids in told.items()}
         return {path: ids for path, ids in features.items() if path in self.overlapped}
@@ -62,8 +63,8 @@ class IdsFunction:
     def _only_path(self, told: Any) -> str:
         if len(self.overlapped) != 1:
             raise ValueError(
-                f"{self.name} returned one {type(told).__name__}, but {len(self.overlapped)} collections are overlapped: return a "
-                f"mapping from the paths {self.overlapped} to one each"
+                f"{self.name} returned one {type(told).__name__}, but {len(self.overlapped)} collections are overlapped: "
+                f"return a mapping from the paths {self.overlapped} to one each"
             )
         return self.overlapped[0]
 
