@@ -107,8 +107,8 @@ def _find_tensors(nodes: list[tuple[Steps, Any]], features: KeyedJaggedTensor) -
 
 
 def _find_ids(nodes: list[tuple[Steps, Any]], features: EmbeddingIds) -> KJTPath | None:
-    tensors = [(steps, node) for steps, node in nodes if isinstance(node, Tensor) and node.layout is torch.strided]
-    keys = tuple(features.keys())
+    found, keys = ((steps, node) for steps, node in nodes if isinstance(node, Tensor)), tuple(features.keys())
+    tensors = [(steps, node) for steps, node in found if node.layout is torch.strided and not node.is_nested]
     for steps, node in tensors:  # of any shape: they are looked up as one row of ids
         if same_memory(node, features.ids) or (node.is_contiguous() and same_memory(node.view(-1), features.values())):
             return KJTPath(None, keys, (("ids", steps),))
@@ -125,10 +125,8 @@ def _slices_of(whole: Tensor, part: Tensor) -> tuple[slice, ...] | None:
     Counted from the front where it begins and from the back where it ends, as ``[1:]`` and ``[:-1]`` are, for a tensor of
     another size.
     """
-    if whole.is_nested or part.data_ptr() == 0:
-        return None
     same = whole.dtype == part.dtype and whole.stride() == part.stride() and min(whole.stride(), default=0) > 0
-    if not same or whole.untyped_storage().data_ptr() != part.untyped_storage().data_ptr():
+    if not same or part.data_ptr() == 0 or whole.untyped_storage().data_ptr() != part.untyped_storage().data_ptr():
         return None
     offset, slices = int(part.storage_offset() - whole.storage_offset()), [slice(None)] * whole.dim()
     for dim in sorted(range(whole.dim()), key=whole.stride, reverse=True):
