@@ -174,7 +174,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             self.groups = None  # else a checkpoint after validate or test still is one of the fit before
         found = collections_of(module, self.shard, warn=True)
         if fitting:
-            tell_embeddings(module, self.shard)
+            tell_embeddings(module, self.shard, found)
         if not found:
             rank_zero_info("strategy 'freescale': no embedding collection to shard in the module, it trains as with 'ddp'")
             super().setup(trainer)

@@ -47,7 +47,7 @@ def collections_of(module: nn.Module | None, shard: Shard, warn: bool = False) -
     return found
 
 
-def tell_embeddings(module: nn.Module, shard: Shard) -> None:
+def tell_embeddings(module: nn.Module, shard: Shard, found: Sequence[tuple[Collection, Any]]) -> None:
     """Say which large ``nn.Embedding`` modules are not sharded although they could be, or what ``shard="auto"`` does."""
     if find_spec("torchrec") is None:
         return
@@ -61,10 +61,10 @@ def tell_embeddings(module: nn.Module, shard: Shard) -> None:
             f"reduced in every step: FreeScaleStrategy(shard={[*sizes]!r}), or shard='auto', shards it"
         )
     if shard == "auto":
-        found = (
-            f"shards {', '.join(sizes.values())}" if sizes else f"finds no nn.Embedding of {LARGE_EMBEDDING} numbers or more"
-        )
-        rank_zero_info(f"strategy 'freescale': shard='auto' {found}")
+        none = "" if any(c.embedding for c, _ in found) else f"finds no nn.Embedding of {LARGE_EMBEDDING} numbers to shard"
+        taken = f"shards {', '.join(sizes.values())}" if sizes else none
+        if taken:  # else they are sharded, by an earlier fit
+            rank_zero_info(f"strategy 'freescale': shard='auto' {taken}")
         for reason in choice.unshardable.values():
             rank_zero_info(f"strategy 'freescale': shard='auto' leaves an nn.Embedding whole: {reason}")
 

@@ -19,8 +19,8 @@ from lightning_freescale.strategy.preserve_state import ParameterChangedError
 from lightning_freescale.strategy.validation import has_embedding_ids
 
 _WAYS = (
-    "Put the KeyedJaggedTensor (of an nn.Embedding the tensor of ids) into the batch as the model looks it up; or tell the ids "
-    "by FreeScaleStrategy(ids_of=...) or a method embedding_ids(batch) of the LightningModule"
+    "Put the KeyedJaggedTensor into the batch as the model looks it up, or an nn.Embedding's tensor of ids; or tell the ids by "
+    "FreeScaleStrategy(ids_of=...) or a method embedding_ids(batch) of the LightningModule"
 )
 _TRIAL_RUN_WAY = "; or let a trial run of training_step find them, FreeScaleStrategy(lookahead='trial_run')"
 
