@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectio
 from torchrec.distributed.types import ModuleSharder, ShardedModule
 
 from lightning_freescale.embeddings.managed_collision import is_managed, managed_blueprint, refuse_unshardable
+from lightning_freescale.embeddings.plain_embedding import EmbeddingSharder, table_name
 
 _KINDS = (EmbeddingCollection, EmbeddingBagCollection)
 
@@ -31,6 +32,7 @@ class Table:
         dim: embedding width.
         features: the KeyedJaggedTensor features that look it up.
         init: fills a tensor with initial weights.
+        padding_row: the row that is zero at first and never updated, if there is one.
     """
 
     name: str
@@ -39,11 +41,14 @@ class Table:
     dim: int
     features: tuple[str, ...]
     init: Callable[[torch.Tensor], Any]
+    padding_row: int | None = None
 
 
 @dataclass(frozen=True)
 class Collection:
     """One embedding collection of a module: where it is and how to build it anew without memory.
+
+    Or an ``nn.Embedding``, which is a collection of one table to everyone but the user.
 
     Attributes:
         path: where the module holds it, as in ``named_modules``.
@@ -54,6 +59,7 @@ class Collection:
         pooled: whether it is an EmbeddingBagCollection.
         managed: whether TorchRec remaps its ids before it looks them up, so that any id has a row.
         need_indices: whether it returns the ids as the weights of its JaggedTensors.
+        embedding: whether it is an ``nn.Embedding``, see :mod:`.plain_embedding`.
     """
 
     path: str
@@ -64,6 +70,7 @@ class Collection:
     pooled: bool
     managed: bool
     need_indices: bool
+    embedding: bool = False
 
     def names(self, inner: str) -> tuple[str, ...]:
         """Return what the whole module calls something that the collection calls ``inner``, first as it is at ``path``."""
@@ -74,11 +81,12 @@ class Collection:
         return {self.names(name)[0]: weight for name, weight in module.named_parameters(remove_duplicate=False)}
 
 
-def find_collections(root: nn.Module) -> list[tuple[Collection, Any]]:
+def find_collections(root: nn.Module, embeddings: Container[nn.Module] = ()) -> list[tuple[Collection, Any]]:
     """Return every collection under ``root`` that can be sharded, each with the module that stands there now.
 
     That is the user's unsharded one, or the sharded one that an earlier call of the strategy left. Collections inside
     other TorchRec modules belong to those and are not returned, except that one with managed collisions is one collection.
+    Of the plain ``nn.Embedding`` modules under ``root`` those in ``embeddings`` are returned as collections.
 
     Raises:
         ValueError: a module is sharded already, or manages collisions and cannot be sharded.
@@ -98,6 +106,8 @@ def find_collections(root: nn.Module) -> list[tuple[Collection, Any]]:
             inside = f"{path}." if path else ""
         elif is_managed(module) or type(module) in _KINDS:
             found.append((_describe(path, tuple(aliases), module), module))
+        elif module in embeddings:
+            found.append((_describe_embedding(path, tuple(aliases), module), module))
         elif isinstance(module, ShardedModule):
             raise ValueError(
                 f"module {path!r} is already sharded ({type(module).__name__}): strategy 'freescale' shards by itself, pass "
@@ -144,3 +154,10 @@ def _describe(path: str, aliases: tuple[str, ...], module: Any) -> Collection:
         for c in configs
     )
     return Collection(path, aliases, blueprint, tables, sharder, pooled, managed, need_indices)
+
+
+def _describe_embedding(path: str, aliases: tuple[str, ...], module: Any) -> Collection:
+    rows, dim, padding = module.num_embeddings, module.embedding_dim, module.padding_idx
+    table = Table(table_name(path), f"{path}.weight", rows, dim, (path,), nn.init.normal_, padding)
+    blueprint = partial(nn.Embedding, rows, dim, padding_idx=padding, device=torch.device("meta"))
+    return Collection(path, aliases, blueprint, (table,), EmbeddingSharder(padding), False, False, False, embedding=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from lightning_freescale.embeddings.id_checks import LookupChecks
 from lightning_freescale.embeddings.id_remapping import fill_id_remappings
 from lightning_freescale.embeddings.managed_collision import patch_sharded
 from lightning_freescale.embeddings.optimizer import FROZEN, TableOptimizer
+from lightning_freescale.embeddings.plain_embedding import as_collection
 from lightning_freescale.embeddings.planning import check_plan, row_wise_planner
 from lightning_freescale.embeddings.shards import Shard, ShardedTables, ShardingRecord, kernels, shards_of
 from lightning_freescale.embeddings.sparse_adam import new_state
@@ -33,6 +34,7 @@ class TableSharding:
         root: the module, changed in place.
         device: where the shards will live.
         overlap: whether the overlap engine will run, which updates some tables that FBGEMM cannot.
+        embeddings: plain ``nn.Embedding`` modules under ``root`` to shard as well, see :mod:`.embedding_choice`.
 
     Attributes:
         parameters: meta-device weight of every table by its key in the state dict of ``root``, and the parameters in which
@@ -45,10 +47,13 @@ class TableSharding:
         ValueError: an optimizer that the user has applied in backward cannot update a sharded table on ``device``.
     """
 
-    def __init__(self, root: nn.Module, device: torch.device, overlap: bool = False) -> None:
+    def __init__(
+        self, root: nn.Module, device: torch.device, overlap: bool = False, embeddings: Container[nn.Module] = ()
+    ) -> None:
         self.root = root
         self.device = device
-        self._replaced = [(collection, module, collection.blueprint()) for collection, module in find_collections(root)]
+        found = find_collections(root, embeddings)
+        self._replaced = [(collection, module, collection.blueprint()) for collection, module in found]
         overlapped = [c for c, *_ in self._replaced if overlap and not (c.pooled or c.managed)]
         self.sparse_adam = frozenset(table.key for collection in overlapped for table in collection.tables)
         self.in_backward: dict[str, TableOptimizer] = {}
@@ -95,6 +100,7 @@ class TableSharding:
             ValueError: the plan misses a collection or a table, or differs from the one that sharded them earlier.
         """
         collections = [collection for collection, *_ in self._replaced]
+        self._replace_embeddings()
         chosen = {table.key: (optimizers or {}).get(table.key, FROZEN) for c in collections for table in c.tables}
         plan = plan or self._earlier_plan()
         if plan is None:
@@ -125,6 +131,14 @@ class TableSharding:
             given = TableOptimizer.from_applied_in_backward(weights[key], key, self.device, key in self.sparse_adam)
             if given is not None:
                 self.in_backward[key] = given
+
+    def _replace_embeddings(self) -> None:
+        # the optimizer was built over what the user knows, an nn.Embedding; TorchRec plans and shards collections
+        for index, (collection, original, blueprint) in enumerate(self._replaced):
+            if collection.embedding:
+                as_known = as_collection(collection.path, blueprint)
+                replace_everywhere(self.root, blueprint, as_known)
+                self._replaced[index] = (collection, original, as_known)
 
     def _earlier_plan(self) -> ShardingPlan | None:
         records = {collection.path: getattr(module, "freescale_sharding", None) for collection, module, _ in self._replaced}
@@ -244,6 +258,8 @@ def _fill_shards(
                 value.copy_(source.state[state])
         elif whole[key].is_meta:
             shard.table.init(shard.weight)
+            if shard.table.padding_row in range(shard.rows.start, shard.rows.stop):
+                shard.weight[shard.table.padding_row - shard.rows.start] = 0.0
         else:
             shard.weight.copy_(whole[key][shard.rows, shard.columns])
 

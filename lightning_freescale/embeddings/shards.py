@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -103,6 +104,34 @@ class ShardedTables:
             for table in collection.tables:
                 found |= dict.fromkeys(collection.names(table.key.removeprefix(f"{collection.path}.")), table.key)
         return found
+
+    @torch.no_grad()
+    def full_weight(self, path: str) -> Tensor:
+        """Return a copy of a whole table, shape ``[rows, dim]``, on every rank. Collective; drain first.
+
+        Args:
+            path: its name in the module's state dict, without ``.weight`` if you like.
+
+        Raises:
+            ValueError: no sharded table has that name.
+        """
+        keys = self.state_dict_keys()
+        key = keys.get(path, keys.get(f"{path}.weight"))
+        if key is None:
+            known = [name.removesuffix(".weight") for name in keys]
+            near = get_close_matches(path, known, n=1)
+            raise ValueError(
+                f"full_weight({path!r}): no sharded table has that name, "
+                f"{f'did you mean {near[0]!r}?' if near else f'there are {known}'}"
+            )
+        (table,) = (table for table in self.tables if table.key == key)
+        whole = torch.zeros(table.rows, table.dim, device=self.device)
+        for shard in self.shards():
+            if shard.table.key == key:
+                whole[shard.rows, shard.columns] = shard.weight
+        # every number is on one rank, zeros are on all others: their bits add up to the same bits, also those of -0.0
+        dist.all_reduce(whole.view(torch.int32), group=self.group)
+        return whole
 
     def prepare_update(self, settings: Mapping[str, UpdateSettings], skip: Container[str] = ()) -> None:
         """Set what the update of a training step needs, before its forward.

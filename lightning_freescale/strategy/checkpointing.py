@@ -8,6 +8,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -47,6 +48,23 @@ class UnshardedCheckpointStrategy(DDPBase):
         """Wait until every update of the steps so far is in the tables: before reading them by hand, on every rank."""
         if self.overlap_controller is not None:
             self.overlap_controller.engine.drain()
+
+    def full_weight(self, path: str) -> Tensor:
+        """Return a copy of a whole sharded table on every rank, shape ``[rows, dim]``, without gradient. Collective.
+
+        Updates under way are in it; later ones are not.
+
+        Args:
+            path: the table's name in the module's state dict, such as ``"item_emb"`` for an ``nn.Embedding`` or
+                ``"net.items.embeddings.item"`` for a table of an EmbeddingCollection.
+
+        Raises:
+            ValueError: no sharded table has that name.
+        """
+        if self.tables is None:
+            raise ValueError(f"full_weight({path!r}): the module has no sharded tables, read the parameter itself")
+        self.drain()
+        return self.tables.full_weight(path)
 
     def count_updates(self) -> None:
         """Count as updates of a table only the steps that had a gradient for it. After a drain."""

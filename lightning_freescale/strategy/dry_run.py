@@ -19,6 +19,7 @@ from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from lightning_freescale._lightning.loops import LightningModule
 from lightning_freescale.embeddings.collections import Collection
 from lightning_freescale.embeddings.overlap.row_layout import output_names
+from lightning_freescale.embeddings.plain_embedding import EmbeddingIds, rows_of_ids
 from lightning_freescale.strategy.file_writes import FileWritesRefused
 from lightning_freescale.strategy.preserve_state import preserve_state
 
@@ -112,7 +113,14 @@ class _StandIn(nn.Module):
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["held"], name)
 
-    def forward(self, features: KeyedJaggedTensor) -> Any:
+    def forward(self, features: Any) -> Any:
+        collection: Collection = self.collection
+        if not collection.embedding:
+            return self._look_up(features)
+        found = self._look_up(EmbeddingIds(collection.path, features))
+        return rows_of_ids(found, collection.path, features, None)
+
+    def _look_up(self, features: KeyedJaggedTensor) -> Any:
         collection: Collection = self.collection
         if not isinstance(features, KeyedJaggedTensor):
             raise TypeError(f"collection {collection.path!r} is given a {type(features).__name__}, no KeyedJaggedTensor")

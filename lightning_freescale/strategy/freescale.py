@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,6 +34,7 @@ from lightning_freescale.strategy.module_setup import (
     materialize,
     refuse_collections,
     sync_dense,
+    tell_embeddings,
     tell_of_lazy_updates,
     wrap_dense,
 )
@@ -45,6 +46,7 @@ from lightning_freescale.strategy.validation import (
     refuse_sampler,
     refuse_second_backward,
     refuse_several_optimizers,
+    refuse_shard,
     refuse_trial_runs,
     refuse_unknown_options,
 )
@@ -81,6 +83,9 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             mapping from paths of collections in the module to one each; those it leaves out are looked for in the batch. Ids
             that turn out to be others are exchanged anew: the numbers are the same. It goes before a method
             ``embedding_ids`` of the LightningModule, which is asked in the same way.
+        shard: plain ``nn.Embedding`` modules to shard as well, by their paths in the LightningModule, such as
+            ``["item_emb"]``; they are called and saved as before. ``"auto"``: all with a million numbers or more, those that
+            cannot be sharded are told. By default none.
         **ddp_options: as in :class:`lightning.pytorch.strategies.DDPStrategy`; those it does not know go to
             ``DistributedDataParallel`` for the dense part.
 
@@ -90,7 +95,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     Raises:
         ValueError: ``sigterm_every_n_steps`` is less than 1, there is no such transport or lookahead, or an option would have
             no effect beside another.
-        TypeError: ``ids_of`` is no function, or there is no such option.
+        TypeError: ``ids_of`` is no function, ``shard`` no list, or there is no such option.
     """
 
     strategy_name = "freescale"
@@ -107,6 +112,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         sigterm_every_n_steps: int = 50,
         lookahead: Literal["batch", "trial_run"] = "batch",
         ids_of: Callable[[Any], Any] | None = None,
+        shard: Sequence[str] | Literal["auto"] | None = None,
         **ddp_options: Any,
     ) -> None:
         refuse_unknown_options(ddp_options, FreeScaleStrategy)
@@ -114,10 +120,12 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         if sigterm_every_n_steps < 1:
             raise ValueError(f"sigterm_every_n_steps={sigterm_every_n_steps!r}: pass a number of steps, at least 1")
         refuse_lookahead(lookahead, ids_of, overlap)
+        refuse_shard(shard)
         self.plan, self.planner = plan, planner
         self.transport = LaneOptions(transport).transport
         self.overlap, self.dedup = overlap, dedup
         self.lookahead, self.ids_of = lookahead, ids_of
+        self.shard = shard
         self.sigterm_every_n_steps = sigterm_every_n_steps
         self.timeline = Timeline()
         self.overlap_report: OverlapReport | None = None
@@ -160,7 +168,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        return bool(collections_of(self.lightning_module))
+        return bool(collections_of(self.lightning_module, self.shard))
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -174,7 +182,9 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self.tables = self.overlap_report = None
         if fitting or self.groups is None or self.groups.root is not module:
             self.groups = None  # else a checkpoint after validate or test still is one of the fit before
-        found = collections_of(module, warn=True)
+        found = collections_of(module, self.shard, warn=True)
+        if fitting:
+            tell_embeddings(module, self.shard, found)
         if not found:
             rank_zero_info("strategy 'freescale': no embedding collection to shard in the module, it trains as with 'ddp'")
             super().setup(trainer)
@@ -240,7 +250,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         refuse_sampler(getattr(dataloader, "sampler", None), self.world_size)
         loader, module = super().process_dataloader(dataloader), self.lightning_module
         # not by the sharded tables: configure_optimizers may ask for the number of steps, and so for the loader, before them
-        if not self.overlap or not collections_of(module):
+        if not self.overlap or not collections_of(module, self.shard):
             return loader
         assert module is not None
         trainer = module.trainer
@@ -358,7 +368,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         earlier = ShardedTables.from_collections(found)
         if earlier is not None and not fitting and earlier.device == self.root_device:
             return earlier
-        sharding = TableSharding(module, self.root_device, self.overlap)
+        sharding = TableSharding(module, self.root_device, self.overlap, {held for c, held in found if c.embedding})
         try:
             optimizers = sharding.in_backward
             if fitting:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection as Group
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,19 +24,50 @@ if TYPE_CHECKING:
     from lightning_freescale.embeddings.shards import ShardedTables
 
 
-def collections_of(module: nn.Module | None, warn: bool = False) -> list[tuple[Collection, Any]]:
+Shard = Sequence[str] | Literal["auto"] | None
+"""Which plain ``nn.Embedding`` modules to shard, see :func:`.choose_embeddings`."""
+
+
+def collections_of(module: nn.Module | None, shard: Shard, warn: bool = False) -> list[tuple[Collection, Any]]:
     """Return the embedding collections of a module, see :func:`.find_collections`; none without TorchRec.
 
     If asked to ``warn``, it warns of collections that cannot be sharded.
+
+    Raises:
+        ValueError: an ``nn.Embedding`` that ``shard`` names cannot be sharded.
+        ModuleNotFoundError: ``shard`` asks for TorchRec's tables, and TorchRec is not there.
     """
-    if module is None or find_spec("torchrec") is None:
+    if module is None or (find_spec("torchrec") is None and not shard):
         return []
     from lightning_freescale.embeddings.collections import find_collections, unsupported_collections
+    from lightning_freescale.embeddings.embedding_choice import choose_embeddings
 
-    found = find_collections(module)
+    found = find_collections(module, set(choose_embeddings(module, shard).chosen.values()))
     for path in unsupported_collections(module, found) if warn else ():
         rank_zero_warn(f"embedding collection {path!r} is of a kind that cannot be sharded: it is replicated as with 'ddp'")
     return found
+
+
+def tell_embeddings(module: nn.Module, shard: Shard, found: Sequence[tuple[Collection, Any]]) -> None:
+    """Say which large ``nn.Embedding`` modules are not sharded although they could be, or what ``shard="auto"`` does."""
+    if find_spec("torchrec") is None:
+        return
+    from lightning_freescale.embeddings.embedding_choice import LARGE_EMBEDDING, choose_embeddings
+
+    choice = choose_embeddings(module, shard)
+    sizes = {path: f"{path!r} ({e.num_embeddings} x {e.embedding_dim})" for path, e in (choice.chosen | choice.left).items()}
+    if choice.left:
+        rank_zero_info(
+            f"strategy 'freescale': nn.Embedding {', '.join(sizes.values())} is whole on every rank, and its dense gradient is "
+            f"reduced in every step: FreeScaleStrategy(shard={[*sizes]!r}), or shard='auto', shards it"
+        )
+    if shard == "auto":
+        none = "" if any(c.embedding for c, _ in found) else f"finds no nn.Embedding of {LARGE_EMBEDDING} numbers to shard"
+        taken = f"shards {', '.join(sizes.values())}" if sizes else none
+        if taken:  # else they are sharded, by an earlier fit
+            rank_zero_info(f"strategy 'freescale': shard='auto' {taken}")
+        for reason in choice.unshardable.values():
+            rank_zero_info(f"strategy 'freescale': shard='auto' leaves an nn.Embedding whole: {reason}")
 
 
 def refuse_collections(

@@ -27,8 +27,8 @@ from lightning_freescale.strategy.preserve_state import LeavesTraceError
 from lightning_freescale.strategy.validation import has_embedding_ids
 
 _WAYS = (
-    "Put the KeyedJaggedTensor into the batch as the model looks it up; or tell the ids by FreeScaleStrategy(ids_of=...) or a "
-    "method embedding_ids(batch) of the LightningModule"
+    "Put the KeyedJaggedTensor into the batch as the model looks it up, or an nn.Embedding's tensor of ids; or tell the ids by "
+    "FreeScaleStrategy(ids_of=...) or a method embedding_ids(batch) of the LightningModule"
 )
 _TRIAL_RUN_WAY = "; or let a trial run of training_step find them, FreeScaleStrategy(lookahead='trial_run')"
 
@@ -221,4 +221,5 @@ def _ids_function(trainer: Trainer, engine: OverlapEngine, ids_of: Callable[[Any
     name = f"FreeScaleStrategy(ids_of={getattr(ids_of, '__qualname__', type(ids_of).__name__)})"
     if ids_of is None and has_embedding_ids(module):
         ids_of, name = module.embedding_ids, f"{type(module).__name__}.embedding_ids"
-    return None if ids_of is None else IdsFunction(ids_of, name, engine.collections, engine.plain)
+    embeddings = [collection.path for collection, _ in engine.tables.modules if collection.embedding]
+    return None if ids_of is None else IdsFunction(ids_of, name, engine.collections, engine.plain, embeddings)

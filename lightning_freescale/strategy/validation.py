@@ -130,6 +130,15 @@ def refuse_lookahead(lookahead: str, ids_of: Any, overlap: bool) -> None:
         )
 
 
+def refuse_shard(shard: Any) -> None:
+    """Refuse anything but ``"auto"``, None or paths, by a TypeError."""
+    if shard is None or shard == "auto":
+        return
+    if isinstance(shard, str) or not isinstance(shard, Sequence) or not all(isinstance(path, str) for path in shard):
+        example = f"[{shard!r}]" if isinstance(shard, str) else "['item_emb']"
+        raise TypeError(f"FreeScaleStrategy(shard={shard!r}): pass a list of paths, such as {example}, or 'auto'")
+
+
 def has_embedding_ids(module: Any) -> bool:
     """Whether the LightningModule has a method that tells the ids in a batch; an attribute of that name is none."""
     return callable(getattr(type(module), "embedding_ids", None))

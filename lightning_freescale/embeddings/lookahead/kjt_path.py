@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
+from lightning_freescale.embeddings.plain_embedding import EmbeddingIds
+
 _MOST_STEPS, _MOST_NODES = 8, 20_000
 """A batch may hold a list of names per sample, or lead to something huge; ids are near its root."""
 _LEAVES = (str, bytes, int, float, type(None))
@@ -35,21 +37,27 @@ class KJTPath:
     Attributes:
         whole: where a KeyedJaggedTensor stands in the batch; None if the model makes one of tensors in the batch.
         keys: its features, if it is made.
-        tensors: where the tensors are that it is made of, by the names of KeyedJaggedTensor's arguments.
+        tensors: where the tensors are that it is made of, by the names of KeyedJaggedTensor's arguments. Those of
+            :class:`EmbeddingIds` are made of one tensor, ``"ids"``.
+        slices: which part of that tensor they are; all of it if empty.
     """
 
     whole: Steps | None
     keys: tuple[str, ...] = ()
     tensors: tuple[tuple[str, Steps], ...] = ()
+    slices: tuple[slice, ...] = ()
 
 
 def find_path(batch: Any, features: KeyedJaggedTensor) -> KJTPath | None:
     """Return where ``features``, or the tensors it was made of, stand in ``batch``; None if they do not.
 
     Looks into mappings, lists, tuples, dataclasses and plain objects. The same object comes first, then a KeyedJaggedTensor
-    over the same memory, then single tensors. Empty tensors have no memory: they are found only as the same object.
+    over the same memory, then single tensors. Empty tensors have no memory: they are found only as the same object. The ids
+    of an ``nn.Embedding`` may be a slice of a tensor, such as ``items[:, :-1]``.
     """
     nodes = list(walk(batch))
+    if isinstance(features, EmbeddingIds):
+        return _find_ids(nodes, features)
     whole = _first(nodes, lambda node: node is features)
     if whole is None:
         whole = _first(nodes, lambda node: isinstance(node, KeyedJaggedTensor) and _same_tensors(node, features))
@@ -64,6 +72,9 @@ def follow_path(batch: Any, path: KJTPath) -> KeyedJaggedTensor | None:
     tensors = {name: _at(batch, steps) for name, steps in path.tensors}
     if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         return None
+    if "ids" in tensors:
+        ids = tensors["ids"]
+        return EmbeddingIds(path.keys[0], ids[path.slices]) if ids.dim() >= len(path.slices) else None
     return KeyedJaggedTensor(keys=list(path.keys), **tensors)
 
 
@@ -108,6 +119,38 @@ def _find_tensors(nodes: list[tuple[Steps, Any]], features: KeyedJaggedTensor) -
         return None
     found = tuple((name, steps) for name, steps in tensors.items() if steps is not None)
     return KJTPath(None, tuple(features.keys()), found) if len(found) == len(tensors) else None
+
+
+def _find_ids(nodes: list[tuple[Steps, Any]], features: EmbeddingIds) -> KJTPath | None:
+    found, keys = ((steps, node) for steps, node in nodes if isinstance(node, Tensor)), tuple(features.keys())
+    tensors = [(steps, node) for steps, node in found if node.layout is torch.strided and not node.is_nested]
+    for steps, node in tensors:  # of any shape: they are looked up as one row of ids
+        if same_memory(node, features.ids) or (node.is_contiguous() and same_memory(node.view(-1), features.values())):
+            return KJTPath(None, keys, (("ids", steps),))
+    for steps, node in tensors:
+        slices = _slices_of(node, features.ids)
+        if slices is not None:
+            return KJTPath(None, keys, (("ids", steps),), slices)
+    return None
+
+
+def _slices_of(whole: Tensor, part: Tensor) -> tuple[slice, ...] | None:
+    """Return how ``part`` was cut out of ``whole``, of the same number of dimensions; None if it was not.
+
+    Counted from the front where it begins and from the back where it ends, as ``[1:]`` and ``[:-1]`` are, for a tensor of
+    another size.
+    """
+    same = whole.dtype == part.dtype and whole.stride() == part.stride() and min(whole.stride(), default=0) > 0
+    if not same or part.data_ptr() == 0 or whole.untyped_storage().data_ptr() != part.untyped_storage().data_ptr():
+        return None
+    offset, slices = int(part.storage_offset() - whole.storage_offset()), [slice(None)] * whole.dim()
+    for dim in sorted(range(whole.dim()), key=whole.stride, reverse=True):
+        start, offset = divmod(offset, whole.stride(dim))
+        left = whole.shape[dim] - start - part.shape[dim]
+        if start < 0 or left < 0:
+            return None
+        slices[dim] = slice(start, -left if left else None)
+    return tuple(slices)
 
 
 def _find_tensor(nodes: list[tuple[Steps, Any]], tensor: Tensor) -> Steps | None:

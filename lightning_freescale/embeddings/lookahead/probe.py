@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -121,11 +120,14 @@ class Probe:
 
     def _find_new(self, batch: Any, lookups: Sequence[KeyedJaggedTensor]) -> bool:
         """Add the places of lookups to those known; return whether all have one and any is new."""
-        found = [find_path(batch, features) for features in lookups]
-        new = Counter(path for path in found if path is not None) - Counter(self._paths)
-        if None in found or not new:
+        new = [path for features in lookups if (path := find_path(batch, features)) is not None]
+        all_found = len(new) == len(lookups)
+        for path in self._paths:
+            if path in new:  # the same ids may be looked up twice
+                new.remove(path)
+        if not all_found or not new:
             return False
-        self._paths += new.elements()
+        self._paths += new
         return True
 
     def _count_failure(self, reason: str) -> None:

@@ -7,15 +7,19 @@ from collections import OrderedDict
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_freescale.embeddings.lookahead.ids_function import IdsFunction
-from tests.helpers.jagged import make_features
+from lightning_freescale.embeddings.plain_embedding import EmbeddingIds
+from tests.helpers.jagged import make_features, same_features
 
 IDS = make_features()
 
 
-def _ids(told: Any, overlapped: tuple[str, ...] = ("net.items",), plain: tuple[str, ...] = ()) -> dict[str, Any]:
-    return IdsFunction(lambda batch: told, "my_function", overlapped, plain)({"any": "batch"})
+def _ids(
+    told: Any, overlapped: tuple[str, ...] = ("net.items",), plain: tuple[str, ...] = (), embeddings: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    return IdsFunction(lambda batch: told, "my_function", overlapped, plain, embeddings)({"any": "batch"})
 
 
 def test_one_of_one_collection() -> None:
@@ -28,6 +32,26 @@ def test_some_of_several_by_path() -> None:
     assert _ids(OrderedDict(tags=IDS), ("net.items", "tags")) == {"tags": [IDS]}
     assert _ids({}, ("net.items", "tags")) == {}
     assert _ids({"tags": IDS, "bags": IDS}, ("tags",), ("bags",)) == {"tags": [IDS]}, "the others are exchanged by TorchRec"
+
+
+def test_an_embedding_takes_a_tensor() -> None:
+    ids = torch.arange(6).view(2, 3)
+    expected = EmbeddingIds("item_emb", ids)
+    assert same_features(_ids(ids, ("item_emb",), embeddings=("item_emb",))["item_emb"][0], expected)
+    found = _ids({"item_emb": ids, "tags": IDS}, ("item_emb", "tags"), embeddings=("item_emb",))
+    assert same_features(found["item_emb"][0], expected) and found["tags"] == [IDS]
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"tags": torch.arange(3)}, "returned a Tensor for 'tags': return a KeyedJaggedTensor"),
+        ({"item_emb": IDS}, "returned a KeyedJaggedTensor for 'item_emb': return the tensor of ids"),
+    ],
+)
+def test_a_collection_takes_no_tensor_nor_an_embedding_another(told: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        _ids(told, ("item_emb", "tags"), embeddings=("item_emb",))
 
 
 @pytest.mark.parametrize(

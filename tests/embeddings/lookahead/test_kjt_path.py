@@ -15,6 +15,7 @@ from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from lightning_freescale.embeddings.lookahead.kjt_path import find_path, follow_path
 from lightning_freescale.embeddings.lookahead.kjt_snapshot import KJTSnapshot
+from lightning_freescale.embeddings.plain_embedding import EmbeddingIds
 from tests.helpers.jagged import KEYS, LABEL, make_features, rewrapped, same_features
 
 
@@ -192,6 +193,59 @@ def test_variable_strides_are_never_made_but_found() -> None:
     plain = KeyedJaggedTensor(KEYS, here.values(), lengths=here.lengths(), stride=1)
     assert not same_features(here, plain)
     assert not KJTSnapshot(plain).matches(here)
+
+
+# -- of an nn.Embedding
+
+
+CUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "all": lambda items: items,
+    "in another shape": lambda items: items.view(-1, 2),
+    "but the last": lambda items: items[:, :-1],
+    "but the first": lambda items: items[:, 1:],
+    "both": lambda items: items[1:, 2:-1],
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_ids_of_an_embedding_are_a_tensor_or_a_slice_of_one(cut: str) -> None:
+    here, there = (torch.arange(n * (n + 1)).view(n, n + 1) for n in (4, 6))
+    path = find_path({"label": LABEL, "other": here.clone(), "items": [here]}, EmbeddingIds("emb", CUTS[cut](here)))
+    assert path is not None
+    ids = follow_path({"label": LABEL, "other": here, "items": [there]}, path)
+    assert isinstance(ids, EmbeddingIds) and torch.equal(ids.ids.flatten(), CUTS[cut](there).flatten())
+    assert same_features(ids, EmbeddingIds("emb", CUTS[cut](there)))
+    assert not path.slices or follow_path({"items": [there[0, 0]]}, path) is None
+    assert follow_path({"items": [None]}, path) is None
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda items: items.clone(),
+        lambda items: items[:, ::2],
+        lambda items: items.T,
+        lambda items: items.flatten()[1:],
+        lambda items: items[:, 0],
+        lambda items: items.view(torch.int32)[:, :2],
+        lambda items: items + 1,
+        lambda items: items[:0],
+    ],
+)
+def test_other_ids_of_an_embedding_are_not_found(made: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    items = torch.arange(12).view(3, 4)
+    assert (
+        find_path(
+            {"items": items, "empty": torch.empty(0, 4), "expanded": LABEL.expand(2, 3)}, EmbeddingIds("emb", made(items))
+        )
+        is None
+    )
+
+
+def test_a_part_that_reaches_beyond_is_no_slice() -> None:
+    items = torch.arange(24).view(4, 6)
+    assert find_path({"items": items[:, :3]}, EmbeddingIds("emb", items[:, 1:4])) is None
+    assert find_path({"items": items[1:]}, EmbeddingIds("emb", items[:2])) is None
 
 
 def test_a_batch_without_that_place() -> None:

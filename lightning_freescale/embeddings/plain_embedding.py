@@ -1,0 +1,149 @@
+"""An ``nn.Embedding`` that is sharded: TorchRec's EmbeddingCollection of one table, called and saved as the plain module.
+
+No forward of the user's has to change: ids of any shape go in, rows come out, and the weight keeps its name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
+from typing_extensions import override
+
+
+class EmbeddingIds(KeyedJaggedTensor):
+    """The ids of one call of an embedding, as TorchRec takes them: one feature of one sample that has them all.
+
+    Args:
+        path: of the embedding in the module; the feature's name.
+        ids: integers of any shape.
+
+    Attributes:
+        ids: the tensor as it was given.
+    """
+
+    def __init__(self, path: str, ids: Tensor) -> None:
+        count = ids.numel()
+        # filled on the device, and said again in numbers: the host does not wait to learn them
+        lengths = torch.full((1,), count, dtype=torch.int64, device=ids.device)
+        super().__init__([path], ids.reshape(-1), lengths=lengths, stride=1, length_per_key=[count], offset_per_key=[0, count])
+        self.ids = ids
+
+
+class ShardedEmbedding(ShardedEmbeddingCollection):
+    """Stands where an ``nn.Embedding`` stood: what TorchRec makes of :func:`as_collection` of it, with its calls and names.
+
+    The result of a call is the caller's to change, as that of an ``nn.Embedding``; the row ``padding_idx`` gets no gradient.
+
+    Attributes:
+        num_embeddings: rows of the whole table.
+        embedding_dim: width of a row.
+        padding_idx: the row that is never updated; None if there is none.
+    """
+
+    def __init__(self, module: EmbeddingCollection, *arguments: Any, padding_idx: int | None, **options: Any) -> None:
+        super().__init__(module, *arguments, **options)
+        (config,) = module.embedding_configs()
+        (self.path,) = config.feature_names
+        self.num_embeddings, self.embedding_dim, self.padding_idx = config.num_embeddings, config.embedding_dim, padding_idx
+        # TorchRec finds this rank's rows at embeddings.<table>.weight; to torch they are the module's own parameter
+        inner = self._modules.pop("embeddings")
+        object.__setattr__(self, "embeddings", inner)
+        self._parameters["weight"] = inner.get_submodule(config.name).get_parameter("weight")
+        self._table_key = f"embeddings.{config.name}.weight"
+        self._register_state_dict_hook(ShardedEmbedding._rename_saved)
+        self._load_state_dict_pre_hooks.clear()  # TorchRec's, which the next one calls
+        self._register_load_state_dict_pre_hook(ShardedEmbedding._rename_loaded, with_module=True)
+
+    @override
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Return the rows of ``ids``, integers of any shape, as ``[*ids.shape, dim]``.
+
+        Raises:
+            TypeError: ``ids`` is no tensor.
+        """
+        if not isinstance(ids, Tensor):
+            raise TypeError(f"embedding {self.path!r} is given a {type(ids).__name__}: pass a tensor of ids")
+        return rows_of_ids(super().__call__(EmbeddingIds(self.path, ids)), self.path, ids, self.padding_idx)
+
+    @override
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise RuntimeError(
+                f"{self.path}.weight is sharded, this rank has some of its {self.num_embeddings} rows only: read a copy of all "
+                f"by trainer.strategy.full_weight({self.path!r}), on every rank; or, if the model computes with it, leave "
+                f"{self.path!r} out of FreeScaleStrategy(shard=...)"
+            )
+        return super().__getattr__(name)
+
+    @override
+    def extra_repr(self) -> str:
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}"
+
+    @staticmethod
+    def _rename_saved(module: ShardedEmbedding, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        state[f"{prefix}weight"] = state.pop(f"{prefix}{module._table_key}")
+
+    @staticmethod
+    def _rename_loaded(module: ShardedEmbedding, state: dict[str, Any], prefix: str, *others: Any) -> None:
+        if f"{prefix}weight" in state:
+            state[f"{prefix}{module._table_key}"] = state.pop(f"{prefix}weight")
+            module._pre_load_state_dict_hook(module, state, prefix, *others)
+            state[f"{prefix}weight"] = state.pop(f"{prefix}{module._table_key}")
+
+
+class EmbeddingSharder(EmbeddingCollectionSharder):
+    """Makes a :class:`ShardedEmbedding` of what :func:`as_collection` has made of an ``nn.Embedding``."""
+
+    def __init__(self, padding_idx: int | None) -> None:
+        super().__init__()
+        self.padding_idx = padding_idx
+
+    @override
+    def shard(self, module: EmbeddingCollection, params: Any, env: Any, device: Any = None, module_fqn: Any = None) -> Any:
+        return ShardedEmbedding(module, params, env, self.fused_params, device, padding_idx=self.padding_idx)
+
+
+def table_name(path: str) -> str:
+    """Return the name of the table of the embedding at ``path``; torch takes no dots in it."""
+    return path.replace(".", "/")
+
+
+def as_collection(path: str, embedding: Any) -> EmbeddingCollection:
+    """Return an EmbeddingCollection that has the weight of ``embedding``, an ``nn.Embedding``; both on the meta device."""
+    config = EmbeddingConfig(
+        name=table_name(path),
+        num_embeddings=embedding.num_embeddings,
+        embedding_dim=embedding.embedding_dim,
+        feature_names=[path],
+    )
+    collection = EmbeddingCollection(tables=[config], device=torch.device("meta"))
+    collection.embeddings[config.name].weight = embedding.weight
+    return collection
+
+
+def rows_of_ids(found: Any, path: str, ids: Tensor, padding_idx: int | None) -> Tensor:
+    """Return what a collection has ``found`` for :class:`EmbeddingIds` as an ``nn.Embedding`` would return it."""
+    padded = (ids == padding_idx).unsqueeze(-1) if padding_idx is not None and torch.is_grad_enabled() else None
+    rows: Tensor = _OwnRows.apply(found[path].values(), (*ids.shape, found[path].values().shape[1]), padded)
+    return rows
+
+
+class _OwnRows(torch.autograd.Function):
+    # A copy, because autograd forbids to change views of what other functions have returned. Its backward drops the gradient
+    # of the padding row, also one that is infinite: a factor of zero would not, and a hook is lost where a view is changed
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, shape: tuple[int, ...], padded: Tensor | None) -> Tensor:
+        ctx.padded = padded
+        return rows.view(shape).clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.padded is not None:
+            gradient = gradient.masked_fill(ctx.padded, 0.0)
+        return gradient.reshape(-1, gradient.shape[-1]), None, None

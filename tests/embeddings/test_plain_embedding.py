@@ -1,0 +1,43 @@
+"""What an nn.Embedding's call returns when a collection has looked the ids up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torchrec import JaggedTensor
+
+from lightning_freescale.embeddings.plain_embedding import EmbeddingIds, rows_of_ids
+
+WEIGHT = torch.arange(20.0).view(5, 4)
+
+
+def _look_up(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+    features = EmbeddingIds("emb", ids)
+    values = weight[features.values().clone()]
+    return rows_of_ids({"emb": JaggedTensor(values=values[: len(values)], lengths=features.lengths())}, "emb", ids, padding_idx)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (2, 0, 2)])
+def test_ids_of_any_shape_are_one_sample(shape: tuple[int, ...]) -> None:
+    ids = torch.ones(shape, dtype=torch.int32)
+    features = EmbeddingIds("emb", ids)
+    assert features.keys() == ["emb"] and features.stride() == 1
+    assert features.lengths().tolist() == features.length_per_key() == [ids.numel()]
+    assert features.offset_per_key() == [0, ids.numel()] and features.offsets().tolist() == [0, ids.numel()]
+    assert features.ids is ids and features.values().shape == (ids.numel(),)
+    assert torch.equal(_look_up(ids, WEIGHT, None), WEIGHT[ids.long()])
+
+
+def test_the_result_may_be_changed_and_the_padding_row_has_no_gradient() -> None:
+    ids = torch.tensor([[1, 2], [1, 4]])
+    weight = WEIGHT.clone().requires_grad_()
+    found = _look_up(ids, weight, 1)
+    found *= 2
+    found[0, 0] = float("inf") * found[0, 0]
+    ids.zero_()
+    found.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [[0.0] * 4, [0.0] * 4, [2.0] * 4, [0.0] * 4, [2.0] * 4]
+    with torch.no_grad():
+        assert torch.equal(_look_up(torch.tensor([1]), weight, 1)[0], WEIGHT[1])
