@@ -63,7 +63,8 @@ class ParameterGroups:
     @cached_property
     def weights(self) -> dict[str, nn.Parameter]:
         """This rank's weights of every table that has been sharded, by table key; the user freezes tables by them."""
-        return {key: self.root.get_parameter(key) for key in self.updates}
+        parameters = dict(self.root.named_parameters(remove_duplicate=False))
+        return {key: parameters[key] for key in self.updates}
 
     def layout(self) -> list[list[str]]:
         """Return the parameter names of every group as the user gave them, tables included.

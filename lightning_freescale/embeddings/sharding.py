@@ -195,11 +195,11 @@ def _register_leaves(collection: Collection, module: Any, blueprint: Mapping[str
     # TorchRec's parameters are views, whose requires_grad cannot be set; leaves over the same memory take it
     for table in collection.tables:
         path, _, name = table.key.removeprefix(f"{collection.path}.").rpartition(".")
-        holder = module.get_submodule(path)
-        view = getattr(holder, name)
+        held = module.get_submodule(path)._parameters
+        view = held[name]
         leaf = nn.Parameter(view.detach(), requires_grad=blueprint[table.key].requires_grad)
         leaf._in_backward_optimizers = view._in_backward_optimizers  # type: ignore[attr-defined]
-        setattr(holder, name, leaf)
+        held[name] = leaf
 
 
 def _add_sparse_adam_states(collection: Collection, module: Any, chosen: Mapping[str, TableOptimizer]) -> None:
