@@ -22,6 +22,8 @@ from lightning_freescale.embeddings.planning import check_plan, row_wise_planner
 from lightning_freescale.embeddings.shards import Shard, ShardedTables, ShardingRecord, kernels, shards_of
 from lightning_freescale.embeddings.sparse_adam import new_state
 
+_ROWS_AT_ONCE = 4096
+
 
 class TableSharding:
     """Takes the embedding collections out of a module, and puts TorchRec's sharded ones in their places.
@@ -112,6 +114,8 @@ class TableSharding:
             env = ShardingEnv.from_process_group(group)
             modules = [self._shard_collection(c, blueprint, plan, chosen, env) for c, _, blueprint in self._replaced]
             for (collection, original, _), module in zip(self._replaced, modules):
+                if not hasattr(original, "freescale_sharding"):
+                    _follow_first_rank(collection, original, group)
                 _fill_shards(shards_of(collection, module), collection, original, chosen)
                 if collection.managed:
                     fill_id_remappings(collection, module, original)
@@ -235,6 +239,29 @@ def _order_columns(names: list[str], module: nn.Module, args: Any, output: Keyed
 
 
 @torch.no_grad()
+def _follow_first_rank(collection: Collection, original: Any, group: dist.ProcessGroup) -> None:
+    """Give all ranks the first one's unsharded weights where they differ, as DDP does for the dense part. Collective."""
+    weights = collection.parameters(original)
+    for weight in (weights[table.key].data for table in collection.tables):
+        if weight.is_meta:
+            continue
+        mine = _digest(weight)
+        digests = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(digests, mine, group=group)
+        if any(not torch.equal(other, mine) for other in digests):
+            dist.broadcast(weight, dist.get_global_rank(group, 0), group=group)
+
+
+def _digest(weight: Tensor) -> Tensor:
+    """Return two sums over all bits of a table, the second one of which depends on their order."""
+    sums = torch.zeros(2, dtype=torch.int64, device=weight.device)
+    for number, rows in enumerate(weight.split(_ROWS_AT_ONCE)):
+        bits = rows.contiguous().view(torch.uint8).view(-1).long()
+        places = torch.arange(1, len(bits) + 1, device=weight.device)
+        sums += torch.stack([bits.sum(), (bits * places).sum() * (2 * number + 1)])
+    return sums
+
+
 def _fill_shards(
     shards: Iterable[Shard], collection: Collection, original: Any, optimizers: Mapping[str, TableOptimizer]
 ) -> None:

@@ -36,6 +36,20 @@ def test_same_losses_as_ddp(optimizer: str) -> None:
     assert max(ddp[0]) / min(ddp[0]) > 1.5, "the loss must move, or equality means nothing"
 
 
+def _losses_of_other_starts(strategy: str) -> list[float]:
+    """Every rank draws weights of its own: DDP trains with those of the first."""
+    torch.manual_seed(int(os.environ["RANK"]))
+    module = Recommender("sgd")
+    trainer(strategy=strategy, **WORLD).fit(module, fixed_loader(int(os.environ["RANK"]), 6))
+    return module.losses
+
+
+def test_ranks_begin_with_the_weights_of_the_first() -> None:
+    ddp, mine = (run_distributed(_losses_of_other_starts, 2, strategy) for strategy in ("ddp", "freescale"))
+    for rank in range(2):
+        assert mine[rank] == pytest.approx(ddp[rank], rel=1e-5)
+
+
 def _after_one_step(strategy: str, samples: int, batch_size: int, **options: Any) -> dict[str, torch.Tensor]:
     """Weights after one SGD step: they differ from the initial ones by the gradient alone."""
     torch.manual_seed(0)
