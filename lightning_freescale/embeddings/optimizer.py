@@ -41,6 +41,11 @@ class UpdateSettings:
     options: Mapping[str, float] = field(default_factory=dict)
     frozen: bool = False
 
+    @property
+    def clipped(self) -> bool:
+        """Whether clipping takes the table in: torch clips what a parameter group holds and has a gradient."""
+        return bool(self.options) and not self.frozen
+
 
 @dataclass(frozen=True)
 class TableOptimizer:

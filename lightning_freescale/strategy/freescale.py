@@ -27,6 +27,7 @@ from lightning_freescale.profiling.recording.collectives import collectives_on
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.strategy.balance_monitor import BalanceMonitor, calibrated_data
 from lightning_freescale.strategy.checkpointing import UnshardedCheckpointStrategy
+from lightning_freescale.strategy.clipping import TableClipping, clip_options, refuse_clipping
 from lightning_freescale.strategy.lookahead_loader import LookaheadLoader
 from lightning_freescale.strategy.module_setup import (
     collections_of,
@@ -41,6 +42,7 @@ from lightning_freescale.strategy.module_setup import (
 from lightning_freescale.strategy.validation import (
     named_for_freescale,
     refuse_accumulation,
+    refuse_clip,
     refuse_lookahead,
     refuse_options,
     refuse_sampler,
@@ -86,6 +88,10 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         shard: plain ``nn.Embedding`` modules to shard as well, by their paths in the LightningModule, such as
             ``["item_emb"]``; they are called and saved as before. ``"auto"``: all with a million numbers or more, those that
             cannot be sharded are told. By default none.
+        clip: what gradient clipping is about. ``"all"``: dense part and tables together, as in the unsharded module. By value
+            it costs nothing; by norm, or where the module has a ``configure_gradient_clipping`` of its own, no row can be
+            updated before all gradients are known, so less of the exchange is hidden. ``"dense"``: the dense part alone, the
+            norm without the tables, **which changes the numbers**.
         **ddp_options: as in :class:`lightning.pytorch.strategies.DDPStrategy`; those it does not know go to
             ``DistributedDataParallel`` for the dense part.
 
@@ -96,6 +102,9 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         ValueError: ``sigterm_every_n_steps`` is less than 1, there is no such transport or lookahead, or an option would have
             no effect beside another.
         TypeError: ``ids_of`` is no function, ``shard`` no list, or there is no such option.
+        ValueError: ``sigterm_every_n_steps`` is less than 1, there is no such transport, lookahead or clip, or an option
+            would have no effect beside another.
+        TypeError: ``ids_of`` is no function, or there is no such option.
     """
 
     strategy_name = "freescale"
@@ -113,6 +122,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         lookahead: Literal["batch", "trial_run"] = "batch",
         ids_of: Callable[[Any], Any] | None = None,
         shard: Sequence[str] | Literal["auto"] | None = None,
+        clip: Literal["all", "dense"] = "all",
         **ddp_options: Any,
     ) -> None:
         refuse_unknown_options(ddp_options, FreeScaleStrategy)
@@ -121,6 +131,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             raise ValueError(f"sigterm_every_n_steps={sigterm_every_n_steps!r}: pass a number of steps, at least 1")
         refuse_lookahead(lookahead, ids_of, overlap)
         refuse_shard(shard)
+        refuse_clip(clip)
+        self.clip = clip
         self.plan, self.planner = plan, planner
         self.transport = LaneOptions(transport).transport
         self.overlap, self.dedup = overlap, dedup
@@ -131,6 +143,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self.overlap_report: OverlapReport | None = None
         self._at_teardown = ExitStack()
         self._balance_monitor: BalanceMonitor | None = None
+        self._clipping: TableClipping | None = None
         self._loss_weight = 1.0
         self._accumulating = self._update_due = False
 
@@ -203,11 +216,18 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             from lightning_freescale.embeddings.overlap import OverlapEngine
             from lightning_freescale.strategy.overlap import OverlapController
 
-            engine = OverlapEngine(self.tables, self.dedup, process_group_timeout(self), self.transport)
+            assert self.groups is not None
+            clips = clip_options(trainer, self.groups.optimizers) if self.clip == "all" else {}
+            engine = OverlapEngine(self.tables, self.dedup, process_group_timeout(self), self.transport, **clips)
             self._at_teardown.callback(engine.close)
             self.overlap_controller = OverlapController(
                 trainer, engine, self.timeline, self.lookahead == "trial_run", self.ids_of
             )
+        if fitting and self.clip == "all":
+            assert self.groups is not None
+            controller = self.overlap_controller
+            self._clipping = TableClipping(trainer, self.groups, None if controller is None else controller.engine)
+            self._at_teardown.enter_context(self._clipping.running())
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -224,7 +244,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
 
     @override
     def teardown(self) -> None:
-        self._balance_monitor = self.overlap_controller = None
+        self._balance_monitor = self.overlap_controller = self._clipping = None
         self._at_teardown.close()
         if self.tables is None:
             super().teardown()
@@ -277,8 +297,10 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         assert self.lightning_module is not None
         if self.tables is not None:
             overlapped = self._overlapped()
-            plain = [collection.path for collection, _ in self.tables.modules if collection.path not in overlapped]
-            refuse_accumulation(self.lightning_module.trainer, plain)
+            plain = [collection for collection, _ in self.tables.modules if collection.path not in overlapped]
+            refuse_accumulation(self.lightning_module.trainer, [collection.path for collection in plain])
+            if self._clipping is not None:
+                self._clipping.start_batch(plain)
         if self.overlap_controller is not None:
             self.overlap_controller.start_batch(self.lightning_module.trainer.train_dataloader, batch, batch_idx)
         assert self._balance_monitor is not None
@@ -331,6 +353,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._end_backward()  # again, for a training_step that returned None
+        if self.overlap_controller is not None:
+            self.overlap_controller.engine.apply_gradients()
         self._update_due = self.gradients_wait = False
         if self.groups is not None:
             self.groups.count_step()
@@ -376,6 +400,9 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
                 self.groups = ParameterGroups(self.optimizers[0], sharding)
                 optimizers = self.groups.optimizers
                 tell_of_lazy_updates(optimizers)
+                if self.clip == "all":
+                    plain = [each for each, _ in found if not self.overlap or each.pooled or each.managed]
+                    refuse_clipping(trainer, plain, optimizers)
             return sharding.shard(
                 group=embedding_group(earlier, self.transport, self.root_device, process_group_timeout(self)),
                 local_world_size=self.num_processes,

@@ -14,7 +14,6 @@ from lightning_freescale._lightning.loops import (
     GradientAccumulationScheduler,
     MixedPrecision,
     Trainer,
-    is_overridden,
 )
 from lightning_freescale.balance import BalancedSampler
 
@@ -39,16 +38,6 @@ def refuse_unsupported(trainer: Trainer) -> None:
                 f"{type(callback).__name__} copies the unsharded module, but the embedding tables are sharded. Remove it, or "
                 "use strategy='ddp'"
             )
-    if trainer.gradient_clip_val:
-        raise ValueError(
-            f"Trainer(gradient_clip_val={trainer.gradient_clip_val}): {_BECAUSE}, so their gradients are gone before they "
-            "could be clipped. Remove it"
-        )
-    if is_overridden("configure_gradient_clipping", module):
-        raise ValueError(
-            f"{type(module).__name__}.configure_gradient_clipping: {_BECAUSE}, so it would clip the dense gradients only. "
-            "Remove it, and clip dense gradients in on_before_optimizer_step if that is what you want"
-        )
     plugin = trainer.precision_plugin
     if plugin.precision not in ("32-true", "bf16-mixed") or (isinstance(plugin, MixedPrecision) and plugin.scaler):
         raise ValueError(
@@ -151,6 +140,12 @@ def refuse_trial_runs(module: Any, lookahead: str) -> None:
             f"FreeScaleStrategy(lookahead='trial_run'): {type(module).__name__}.embedding_ids tells the ids, so no trial run "
             "looks for them. Leave lookahead out, or remove the method"
         )
+
+
+def refuse_clip(clip: str) -> None:
+    """Refuse a ``clip`` that there is not, by a ValueError."""
+    if clip not in ("all", "dense"):
+        raise ValueError(f"FreeScaleStrategy(clip={clip!r}): pass 'all' or 'dense'")
 
 
 def refuse_sampler(sampler: Any, world_size: int) -> None:

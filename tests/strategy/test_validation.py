@@ -123,7 +123,6 @@ def test_drop_last_leaves_nothing() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gradient_clip_val": 1.0}, r"gradient_clip_val=1.0.*Remove it"),
         ({"precision": "64-true"}, r"precision='64-true'"),
         ({"overfit_batches": 1}, r"overfit_batches=1.*limit_train_batches"),
     ],
@@ -137,11 +136,6 @@ class Manual(Recommender):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-
-
-class Clips(Recommender):
-    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
-        pass
 
 
 class With(Recommender):
@@ -159,7 +153,6 @@ class With(Recommender):
     ("module", "message"),
     [
         (Manual, "automatic_optimization=False"),
-        (Clips, r"Clips\.configure_gradient_clipping"),
         (lambda: With(torch.optim.RMSprop), r"RMSprop holds .*apply_optimizer_in_backward"),
         (lambda: With(lambda p: torch.optim.SGD(p, momentum=0.9)), r"momentum=0.9.*momentum=0"),
         (lambda: With(lambda p: torch.optim.Adagrad(p, weight_decay=0.1)), r"weight_decay=0.1.*weight_decay=0"),
@@ -239,6 +232,8 @@ def test_table_smaller_than_the_data() -> None:
 def test_strategy_arguments() -> None:
     with pytest.raises(ValueError, match="sigterm_every_n_steps=0"):
         FreeScaleStrategy(sigterm_every_n_steps=0)
+    with pytest.raises(ValueError, match=r"clip='tables'.*'all' or 'dense'"):
+        FreeScaleStrategy(clip="tables")
 
 
 def _fit_with_plan() -> None:

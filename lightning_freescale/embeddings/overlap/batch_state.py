@@ -13,6 +13,7 @@ from torchrec import KeyedJaggedTensor
 
 from lightning_freescale.embeddings.lookahead.kjt_snapshot import KJTSnapshot
 from lightning_freescale.embeddings.optimizer import UpdateSettings
+from lightning_freescale.embeddings.overlap.local_rows import add_up
 from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest, RowSubset
 
 
@@ -65,6 +66,8 @@ class PipelinedBatch:
         late_places: where in ``rows`` those belong that come after the backward of the batch before.
         settings: what its update is computed with, by the tables' places in the layout.
         updates: whether an optimizer step follows it; else its gradients are kept for the next one.
+        held: whether its gradients, with those kept before, are held by the owners until they are clipped.
+        compared: whether its rows were compared with those of the batch after it.
         any_submitted: whether any rank has submitted its ids ahead.
         submitted: whether this rank has.
         all_submitted: whether all have, without error or disagreement.
@@ -89,6 +92,8 @@ class PipelinedBatch:
     late_places: Tensor | None = None
     settings: Sequence[UpdateSettings] = ()
     updates: bool = True
+    held: bool = False
+    compared: bool = True
     any_submitted: bool = False
     submitted: bool = False
     all_submitted: bool = False
@@ -119,9 +124,7 @@ class GradientAccumulator:
         """Keep ``gradients``, shape ``[rows, dim]``, added up per row with those kept before."""
         if not len(rows):
             return
-        merged, inverse = torch.unique(torch.cat([*self.rows, rows]), return_inverse=True)
-        sums = gradients.new_zeros(len(merged), gradients.shape[1])
-        sums.index_add_(0, inverse, torch.cat([*self.gradients, gradients]))
+        merged, sums = add_up(torch.cat([*self.rows, rows]), torch.cat([*self.gradients, gradients]))
         self.rows, self.gradients = [merged], [sums]
 
     def pop(self, mask: Tensor | None = None) -> tuple[list[Tensor], list[Tensor]]:

@@ -43,6 +43,7 @@ class OverlappedCollection:
         group: for this collection alone.
         optimizers: of its tables.
         dedup: request each row once per rank and batch.
+        hold_gradients: keep the gradients of a step until :meth:`apply_gradients`, so that they can be clipped.
 
     Attributes:
         group: process group of this collection alone.
@@ -57,6 +58,7 @@ class OverlappedCollection:
         group: dist.ProcessGroup,
         optimizers: Sequence[TableOptimizer],
         dedup: bool,
+        hold_gradients: bool = False,
     ) -> None:
         self.path, self.module, self.group = collection.path, module, group
         self.statistics = ExchangeStatistics()
@@ -66,6 +68,8 @@ class OverlappedCollection:
         self._local = local
         self._optimizers = optimizers
         self._need_ids = collection.need_indices
+        self._hold_gradients = hold_gradients
+        self._held: PipelinedBatch | None = None  # its gradients are kept until they are clipped
         # this step, and what it has submitted of the next one
         self._current, self._following = self._exchange.new_batch(), self._exchange.new_batch()
         self._lookups = StepLookups()
@@ -100,6 +104,7 @@ class OverlappedCollection:
     ) -> int:
         """Begin the step of a batch, before its forward; see :meth:`OverlapEngine.begin_step`. Return the agreed mode."""
         self.end_step()
+        self.apply_gradients()
         self._settings, self._step = settings, step
         self._refuse_writes()
         self._refuse_uneven_end(step)
@@ -108,6 +113,7 @@ class OverlappedCollection:
         if accumulated and restart:
             self._worker.submit(self._exchange.discard_accumulated, self._current, self._previous)
         self._current.updates, self._current.settings = updates, settings
+        self._current.held = updates and self._hold_gradients
         self._next_ids, self._ended, self._announce_job, self._prefetched = None, False, None, False
         self._lookups = StepLookups(self._current.submitted_ids, partial(self._take_gradient, self._current))
         self._mode, self._in_step = mode, True
@@ -162,6 +168,43 @@ class OverlappedCollection:
             self._send_gradient()
         self._in_step = False
         self._lookups = StepLookups()
+
+    # -- clipping, between backward and the optimizer step
+
+    @property
+    def updates(self) -> bool:
+        """Whether an optimizer step follows the current batch."""
+        return self._current.updates
+
+    def submit_square_sum(self) -> Future[Any] | None:
+        """Have the square sum of the step's whole gradient found, as :attr:`square_sum`; None if it is not held. Collective."""
+        return None if self._held is None else self._worker.submit(self._exchange.held.sum_squares, self._held.settings)
+
+    def square_sum(self, job: Future[Any]) -> Tensor:
+        """Wait for the sum that was submitted, and return it: float64, without dimensions, the same on every rank."""
+        with self.statistics.timed("exposed_s"), self._observed_wait():
+            self._worker.wait(job)
+        square_sum = self._exchange.held.square_sum
+        self._worker.hand_over(square_sum)
+        return square_sum
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply the gradients that are held."""
+        if self._held is not None:
+            self._worker.submit(self._exchange.held.scale, factor, self._held.settings)
+
+    def clamp_gradients(self, limit: float) -> None:
+        """Limit every element of the gradients that are held."""
+        if self._held is not None:
+            self._worker.submit(self._exchange.held.clamp, limit, self._held.settings)
+
+    def apply_gradients(self) -> None:
+        """Update the rows by the gradients that are held, if there are any. Collective."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._arrived = None if self._observer is None else self._observer.stamp()
+            job = self._worker.submit(self._exchange.apply_held, held, self._following)
+            self._following.ready = self._update_job = job
 
     # -- between steps
 
@@ -302,7 +345,7 @@ class OverlappedCollection:
         moves = any(optimizer.moves_without_gradient for optimizer in self._trained())
         gradient, anew = self._lookups.gradient(self._local.dim, none_is_not_zero=moves)
         following.ready = self._worker.submit(self._exchange.exchange_colliding, batch, following, gradient, anew)
-        self._previous = batch
+        self._previous, self._held = (None, batch) if batch.held else (batch, None)
 
     def _observed_wait(self) -> AbstractContextManager[None]:
         arrived, self._arrived = self._arrived, None
@@ -312,6 +355,8 @@ class OverlappedCollection:
         self.drain()
         self.module.freescale_sharding.checks.check_ids(features)
         if torch.is_grad_enabled():  # TorchRec will update the tables in this lookup's backward
+            if self._hold_gradients or self._local.clip_value is not None:
+                errors.unclipped_update(self.path)
             if any(optimizer.sparse_adam for optimizer in self._trained()):
                 errors.update_outside_of_step(self.path)
             self._local.prepare_update(self._settings)

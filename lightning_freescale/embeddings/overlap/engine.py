@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
 from lightning_freescale.comm import BACKEND, LaneOptions
@@ -42,17 +43,28 @@ class OverlapEngine:
             plain TorchRec, with it they differ by the order of summation.
         timeout: of every exchange.
         transport: what moves rows and ids, see :class:`lightning_freescale.comm.LaneOptions`.
+        clip_value: limit of every element of a row's gradient, summed over ranks and batches; None for none.
+        hold_gradients: update no row before :meth:`apply_gradients`, so that gradients can be clipped by their norm. Costs
+            overlap: no gradient travels under the next forward. Clipping leaves tables alone that no parameter group holds.
 
     Attributes:
         tables: the sharded tables.
+        clip_value: as given.
         collections: those that are overlapped, by path.
         plain: why each of the others is left to plain TorchRec, by path.
     """
 
     def __init__(
-        self, tables: ShardedTables, dedup: bool = True, timeout: timedelta | None = None, transport: str = "auto"
+        self,
+        tables: ShardedTables,
+        dedup: bool = True,
+        timeout: timedelta | None = None,
+        transport: str = "auto",
+        clip_value: float | None = None,
+        hold_gradients: bool = False,
     ) -> None:
         self.tables, self._steps = tables, 0
+        self.clip_value, self._hold_gradients = clip_value, hold_gradients
         self._dedup, self._timeout, self._transport = dedup, timeout, transport
         self.collections: dict[str, OverlappedCollection] = {}
         self.plain: dict[str, str] = {}
@@ -63,12 +75,12 @@ class OverlapEngine:
                 self._take_over(collection, module, layout)
 
     def _take_over(self, collection: Collection, module: Any, layout: RowLayout) -> None:
-        local = LocalRows.from_module(layout, collection, module, self.tables)
+        local = LocalRows.from_module(layout, collection, module, self.tables, self.clip_value)
         lane = LaneOptions(self._transport, name=collection.path)
         group = dist.new_group(backend=BACKEND, timeout=self._timeout, pg_options=lane)
         dist.all_reduce(layout.starts.new_zeros(1), group=group)  # NCCL connects at the first collective: now, not in a step
         optimizers = [self.tables.optimizers[table.key] for table in collection.tables]
-        overlapped = OverlappedCollection(collection, module, local, group, optimizers, self._dedup)
+        overlapped = OverlappedCollection(collection, module, local, group, optimizers, self._dedup, self._hold_gradients)
         self.collections[collection.path] = overlapped
         self._table_keys[collection.path] = [table.key for table in collection.tables]
 
@@ -154,6 +166,37 @@ class OverlapEngine:
         """Hand over, after backward, what it has not handed over itself."""
         for collection in self.collections.values():
             collection.end_step()
+
+    @property
+    def updates(self) -> bool:
+        """Whether an optimizer step follows the current batch."""
+        return all(collection.updates for collection in self.collections.values())
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether the gradients of the current batch are kept after backward, to be clipped."""
+        return self._hold_gradients and self.updates
+
+    def square_sum(self) -> Tensor:
+        """Return the sum of the squares of the tables' gradients that are held: float64, the same on all ranks. Collective."""
+        jobs = [(each, each.submit_square_sum()) for each in self.collections.values()]
+        found = [each.square_sum(job) for each, job in jobs if job is not None]
+        return sum(found, torch.zeros((), dtype=torch.float64, device=self.tables.device))
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply the tables' gradients that are held by one number."""
+        for collection in self.collections.values():
+            collection.scale_gradients(factor)
+
+    def clamp_gradients(self, limit: float) -> None:
+        """Limit every element of the tables' gradients that are held."""
+        for collection in self.collections.values():
+            collection.clamp_gradients(limit)
+
+    def apply_gradients(self) -> None:
+        """Update the tables by the gradients that are held; the next :meth:`begin_step` would do it, too. Collective."""
+        for collection in self.collections.values():
+            collection.apply_gradients()
 
     def raise_errors(self) -> None:
         """After anything has failed, raise what has gone wrong in an exchange: it may be the cause, on another rank."""

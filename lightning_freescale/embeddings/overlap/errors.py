@@ -29,6 +29,14 @@ def late_lookup(path: str) -> NoReturn:
     )
 
 
+def unclipped_update(path: str) -> NoReturn:
+    """Raise because TorchRec's backward would update before anything is clipped."""
+    raise ValueError(
+        f"embedding collection {path!r} is looked up outside of a step, with gradients, which are clipped in steps only: look "
+        "it up under torch.no_grad(), or clip the dense part alone by FreeScaleStrategy(clip='dense')"
+    )
+
+
 def lookup_in_backward(path: str) -> NoReturn:
     """Raise because backward looks up what the step has not."""
     raise ValueError(

@@ -131,10 +131,15 @@ class AdamKernel(TableKernel):
     def update(self, rows: dict[int, tuple[Tensor, Tensor]], settings: Sequence[UpdateSettings]) -> None:
         """Update all rows given by table, once each."""
         for index, (numbers, gradients) in rows.items():
-            merged, inverse = torch.unique(numbers - self.tables[index].first_row, return_inverse=True)
-            sums = gradients.new_zeros(len(merged), gradients.shape[1]).index_add_(0, inverse, gradients)
+            merged, sums = add_up(numbers - self.tables[index].first_row, gradients)
             arguments, step = {**self._arguments, **settings[index].options}, settings[index].step
             update_rows(self.tables[index].weight, self._states[index], merged, sums, arguments, step)
+
+
+def add_up(rows: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+    """Return every row once, and its gradients added up in order: shapes ``[rows]`` and ``[rows, dim]``."""
+    merged, inverse = torch.unique(rows, return_inverse=True)
+    return merged, gradients.new_zeros(len(merged), gradients.shape[1]).index_add_(0, inverse, gradients)
 
 
 class LocalRows:
@@ -145,19 +150,26 @@ class LocalRows:
         rank: this rank.
         kernels: what updates them.
         dim: width of a row.
+        clip_value: limit of every element of a row's gradient, added up, in :meth:`update`; None for none.
 
     Attributes:
+        clip_value: as given.
         count: rows owned.
     """
 
-    def __init__(self, layout: RowLayout, rank: int, kernels: Sequence[TableKernel], dim: int) -> None:
+    def __init__(
+        self, layout: RowLayout, rank: int, kernels: Sequence[TableKernel], dim: int, clip_value: float | None = None
+    ) -> None:
         self.layout, self.kernels, self.dim = layout, list(kernels), dim
+        self.clip_value = clip_value
         self._tables = [table for kernel in self.kernels for table in kernel.tables.values()]
         self._first_rows = layout.first_row[rank].to(layout.device)
         self.count = layout.rows_of(rank)
 
     @classmethod
-    def from_module(cls, layout: RowLayout, collection: Collection, module: Any, tables: ShardedTables) -> LocalRows:
+    def from_module(
+        cls, layout: RowLayout, collection: Collection, module: Any, tables: ShardedTables, clip_value: float | None = None
+    ) -> LocalRows:
         """Return what TorchRec's sharded ``module`` holds of ``collection`` on this rank."""
         rank = tables.group.rank()
         index_of = {table.name: index for index, table in enumerate(collection.tables)}
@@ -176,7 +188,7 @@ class LocalRows:
                 found.append(AdamKernel(states, optimizer.arguments, *arguments))
             else:
                 found.append((CpuKernel if tables.device.type == "cpu" else TableKernel)(*arguments))
-        return cls(layout, rank, found, collection.tables[0].dim)
+        return cls(layout, rank, found, collection.tables[0].dim, clip_value)
 
     def prepare_update(self, settings: Sequence[UpdateSettings]) -> None:
         """Before TorchRec's own backward updates rows, set what :meth:`update` would be given."""
@@ -209,8 +221,17 @@ class LocalRows:
         by_table = self._by_table(rows, gradients)
         for kernel in self.kernels:
             given = {index: by_table[index] for index in kernel.tables if index in by_table and not settings[index].frozen}
+            if self.clip_value is not None:
+                given = {index: self._clamped(*each) if settings[index].clipped else each for index, each in given.items()}
             if given:
                 kernel.update(given, settings)
+
+    def clipped(self, rows: Tensor, settings: Sequence[UpdateSettings]) -> Tensor | slice:
+        """Return an index of those of ``rows`` whose tables clipping takes in."""
+        tables = [table.index for table in self._tables if settings[table.index].clipped]
+        if len(tables) == len(self._tables):
+            return slice(None)
+        return torch.isin(self._table_of(rows), torch.tensor(tables, dtype=torch.int64, device=rows.device))
 
     def write_counts(self) -> list[int]:
         """Return torch's count of writes to each table.
@@ -218,6 +239,11 @@ class LocalRows:
         FBGEMM's updates do not raise a tensor's version and ours go past it, so any change is somebody else's.
         """
         return [table.weight._version for table in self._tables]
+
+    def _clamped(self, rows: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.clip_value is not None
+        rows, sums = add_up(rows, gradients)
+        return rows, sums.clamp_(-self.clip_value, self.clip_value)
 
     def _by_table(self, rows: Tensor, gradients: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
         """Return the tables that have any of ``rows``, each with its rows and gradients."""

@@ -15,6 +15,9 @@ of A and C tell all ranks of what adds exchanges: a rank whose model first looks
 anew; one that does not know the next ids when it needs the current ones sends them in a message of their own; and one that
 looks up more than it had submitted asks for it in place of C. Its rows were not compared with those of the next batch, so in
 that step all rows count as colliding.
+
+Where gradients are clipped by more than their own row, all of them go with C, the owners hold them, and the update waits, and
+with it D, until they are clipped.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from lightning_freescale.embeddings.overlap.batch_state import (
 )
 from lightning_freescale.embeddings.overlap.collisions import Collisions
 from lightning_freescale.embeddings.overlap.handshake import Head, IdsToSend, LookedUp, LookupHandshake, NextIds
+from lightning_freescale.embeddings.overlap.held_gradients import HeldGradients
 from lightning_freescale.embeddings.overlap.id_exchange import IdExchange
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
@@ -57,6 +61,7 @@ class RowExchange:
         transport: of its messages.
         idle_steps: for each table the optimizer steps in which no rank had a gradient: they are no updates of it.
         accumulator: gradients kept for a later optimizer step.
+        held: the same, while they are clipped.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class RowExchange:
         self.local, self.statistics = local, statistics
         self.accumulator = GradientAccumulator()
         self.transport = Transport(group, local.dim, local.layout.device, statistics)
+        self.held = HeldGradients(self.accumulator, local, self.transport)
         self._rank, self._device = self.transport.rank, self.transport.device
         self._handshake = LookupHandshake(path, group, local.layout, dedup)
         nothing = self._no_rows = self._handshake.no_rows
@@ -196,13 +202,22 @@ class RowExchange:
         changed = [head.lookup == LookedUp.OTHERS for head in heads]
         if any(changed):
             self._update_anew(current, following, incoming, changed)
-        elif current.updates and following.awaited is None:
+        elif current.updates and (current.held or following.awaited is None):
             self._update(current, given, gradients, None)
             current.gradient, current.patient = None, self._nothing_given
         elif current.updates:
             kept = self.accumulator.rows
             due = self._collisions.asked_by(following.number, kept[0]) if kept else None
             self._update(current, given, gradients, due)
+            self._send_last_rows(following)
+
+    def apply_held(self, current: PipelinedBatch, following: PipelinedBatch) -> None:
+        """Update rows by the gradients that are held, and D."""
+        for rows, gradients in zip(*self.accumulator.pop()):
+            self.local.update(rows, gradients, current.settings)
+        if not current.compared:
+            self._send_all_rows(following)
+        elif following.awaited is not None:
             self._send_last_rows(following)
 
     # -- between steps
@@ -319,19 +334,26 @@ class RowExchange:
         last = self.transport.exchange_rows(values, awaited.incoming.sizes, awaited.requested.sizes)
         following.rows[following.late_places] = last
 
+    def _send_all_rows(self, following: PipelinedBatch) -> None:
+        """Exchange the values of all rows: nobody knows which of them have just been updated."""
+        if following.any_submitted:
+            asked, sizes = following.incoming, following.request.sizes
+            following.rows = self.transport.exchange_rows(self.local.read(asked.rows), asked.sizes, sizes)
+            following.places = following.request.inverse
+
     # -- gradients
 
     def _given_in_time(self, current: PipelinedBatch) -> SomeRows:
-        """Return the rows whose gradients go with C: those that the next batch needs, or all if nobody knows which."""
+        """Return the rows whose gradients go with C: those that the next batch needs; all if nobody knows which, or clips."""
         if not current.updates:
             return self._nothing_given
-        return self._all_of(current) if current.urgent is None else current.urgent
+        return self._all_of(current) if current.held or current.urgent is None else current.urgent
 
     def _update_anew(
         self, current: PipelinedBatch, following: PipelinedBatch, incoming: IncomingRows, changed: Sequence[bool]
     ) -> None:
         """Update rows of which some were not compared with those of ``following``: all of them, and fetch all of those."""
-        current.incoming = current.incoming.replaced(incoming, changed)
+        current.incoming, current.compared = current.incoming.replaced(incoming, changed), False
         self._collisions.mark(current.incoming.rows, current.number)
         if not current.updates:
             return
@@ -339,10 +361,8 @@ class RowExchange:
         gradients = self.transport.exchange_rows(current.gradient, current.request.sizes, current.incoming.sizes)
         self._update(current, self._all_of(current), gradients, None)
         current.gradient, current.patient = None, self._nothing_given
-        if following.any_submitted:
-            asked, sizes = following.incoming, following.request.sizes
-            following.rows = self.transport.exchange_rows(self.local.read(asked.rows), asked.sizes, sizes)
-            following.places = following.request.inverse
+        if not current.held:
+            self._send_all_rows(following)
 
     def _sum_per_row(self, current: PipelinedBatch, gradient: Tensor | None) -> Tensor:
         if gradient is None:
@@ -356,8 +376,11 @@ class RowExchange:
         return SomeRows(*(RowSubset.all_of(each, self._device) for each in sizes))
 
     def _update(self, batch: PipelinedBatch, chosen: SomeRows, gradients: Tensor, due: Tensor | None) -> None:
-        """Update some rows of a batch, and of the kept gradients those marked in ``due``, or all."""
+        """Update some rows of a batch, and of the kept gradients those marked in ``due``, or all; or hold them all."""
         rows, gradients = self._in_order(batch, chosen, gradients)
+        if batch.held:
+            self.accumulator.accumulate(rows, gradients)
+            return
         if self.accumulator.rows:
             kept_rows, kept_gradients = self.accumulator.pop(due)
             rows, gradients = torch.cat([*kept_rows, rows]), torch.cat([*kept_gradients, gradients])

@@ -22,20 +22,24 @@ WRONG = 5
 """In this step other ids are told than the model looks up."""
 
 
-def _watched(events_count: bool, dedup: bool) -> tuple[set[str], set[str], int]:
+def _watched(events_count: bool, dedup: bool, holds: bool = False) -> tuple[set[str], set[str], int]:
     accesses = Accesses()
     data = batches(dist.get_rank(), STEPS)
     with sharded(OPTIMIZERS["rowwise_adagrad"]) as (_, ddp, tables, dense):
         install(accesses)
         ClockStream.events_count = events_count
         _put_streams_in_place(accesses)
-        engine = OverlapEngine(tables, dedup=dedup)
+        engine = OverlapEngine(tables, dedup=dedup, hold_gradients=holds)
         with Watch(accesses):
             for step, (batch, following) in enumerate(zip(data, [*data[1:], None])):
                 engine.begin_step(_copied_ids(data[0] if step == WRONG else following))
                 dense.zero_grad()
                 ddp(batch).backward()
                 engine.end_backward()
+                if holds:
+                    engine.scale_gradients(engine.square_sum().sqrt())
+                    engine.clamp_gradients(1.0)
+                    engine.apply_gradients()
                 dense.step()
             engine.drain()
         engine.close()
@@ -63,9 +67,9 @@ def _put_streams_in_place(accesses: Accesses) -> None:
     collection.ExchangeWorker = lambda path, device: ExchangeWorker(path, torch.device("cuda"))
 
 
-@pytest.mark.parametrize("dedup", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_events_order_all_that_two_streams_share(dedup: bool) -> None:
-    for unordered, unrecorded, seen in run_distributed(_watched, 2, True, dedup):
+@pytest.mark.parametrize(("dedup", "holds"), [(True, False), pytest.param(False, False, marks=pytest.mark.slow), (True, True)])
+def test_events_order_all_that_two_streams_share(dedup: bool, holds: bool) -> None:
+    for unordered, unrecorded, seen in run_distributed(_watched, 2, True, dedup, holds):
         assert seen > 100 * STEPS, "it has looked at something"
         assert not unordered and not unrecorded
 
