@@ -317,15 +317,6 @@ class RowExchange:
 
     # -- D
 
-    def _count_step(self, current: PipelinedBatch, moved: bool) -> None:
-        self._moved |= moved
-        if current.updates and not self._moved:
-            self.idle_steps = [idle + (not given.frozen) for idle, given in zip(self.idle_steps, current.settings)]
-        if any(self.idle_steps):
-            pairs = zip(current.settings, self.idle_steps)
-            current.settings = [replace(given, step=given.step - idle) for given, idle in pairs]
-        self._moved &= not current.updates
-
     def _send_last_rows(self, following: PipelinedBatch) -> None:
         """Exchange the values of the rows that have just been updated."""
         awaited = following.awaited
@@ -342,6 +333,16 @@ class RowExchange:
             following.places = following.request.inverse
 
     # -- gradients
+
+    def _count_step(self, current: PipelinedBatch, moved: bool) -> None:
+        """Take note of whether any rank has a gradient of this batch; a window without one is no update of the tables."""
+        self._moved |= moved
+        if current.updates and not self._moved:
+            self.idle_steps = [idle + (not given.frozen) for idle, given in zip(self.idle_steps, current.settings)]
+        if any(self.idle_steps):
+            pairs = zip(current.settings, self.idle_steps)
+            current.settings = [replace(given, step=given.step - idle) for given, idle in pairs]
+        self._moved &= not current.updates
 
     def _given_in_time(self, current: PipelinedBatch) -> SomeRows:
         """Return the rows whose gradients go with C: those that the next batch needs; all if nobody knows which, or clips."""

@@ -59,12 +59,13 @@ class StepLookups:
     def give_out(self, index: int | None, features: KeyedJaggedTensor) -> Tensor:
         """Return the rows of the lookup just noted, shape ``[ids, dim]``, as part of the autograd graph."""
         arrival = self._arrivals[0 if index is not None else -1]
-        arrival.features[index or 0] = features
+        # as they are now: the gradient is of these rows, whatever becomes of the ids
+        snapshot = KJTSnapshot(features) if index is None or self._submitted is None else self._submitted[index]
+        arrival.features[index or 0] = snapshot.features
         rows = arrival.rows.pop(index or 0)
-        if (
-            torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        ):  # backward may ask again for what is saved now
-            self._kept.append((KJTSnapshot(features), rows.detach().clone()))
+        # what is saved by a hook, as activation checkpointing does, is not kept but may be asked for in backward
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            self._kept.append((snapshot, rows.detach().clone()))
         return rows
 
     def made_before(self, features: KeyedJaggedTensor) -> Tensor | None:
