@@ -81,10 +81,11 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             or refused by name; what the step does to globals before it looks up is done twice, **which changes the numbers**.
         ids_of: a function that tells the ids which the model will look up in a batch, of that batch as it comes out of the
             loader, before hooks change it and before it is on the device. It is called once for each batch but the first of
-            an epoch, in the main process, and must leave the batch as it is. It returns the ``KeyedJaggedTensor``, or a
-            mapping from paths of collections in the module to one each; those it leaves out are looked for in the batch. Ids
-            that turn out to be others are exchanged anew: the numbers are the same. It goes before a method
-            ``embedding_ids`` of the LightningModule, which is asked in the same way.
+            an epoch, in the main process, and must leave the batch as it is. It returns the ``KeyedJaggedTensor`` (of an
+            ``nn.Embedding`` the tensor), a list of them for several lookups in a step, or a mapping from paths of collections
+            in the module to that; those it leaves out are looked for in the batch. Ids that turn out to be others are
+            exchanged anew: the numbers are the same. It goes before a method ``embedding_ids`` of the LightningModule, which
+            is asked in the same way.
         shard: plain ``nn.Embedding`` modules to shard as well, by their paths in the LightningModule, such as
             ``["item_emb"]``; they are called and saved as before. ``"auto"``: all with a million numbers or more, those that
             cannot be sharded are told. By default none.
@@ -99,12 +100,9 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         overlap_report: what the overlap was worth in the last fit, once it has ended; None without overlap.
 
     Raises:
-        ValueError: ``sigterm_every_n_steps`` is less than 1, there is no such transport or lookahead, or an option would have
-            no effect beside another.
-        TypeError: ``ids_of`` is no function, ``shard`` no list, or there is no such option.
         ValueError: ``sigterm_every_n_steps`` is less than 1, there is no such transport, lookahead or clip, or an option
             would have no effect beside another.
-        TypeError: ``ids_of`` is no function, or there is no such option.
+        TypeError: ``ids_of`` is no function, ``shard`` no list, or there is no such option.
     """
 
     strategy_name = "freescale"
