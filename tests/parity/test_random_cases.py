@@ -1,0 +1,46 @@
+"""Random models under "freescale" against the same under "ddp"; ``benchmarks/random_parity.py`` runs as many as you like."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from random_cases import Outcome, defects, random_case, run_case
+
+from lightning_freescale.testing import run_distributed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 1012))
+def test_a_random_case_is_that_of_ddp(seed: int) -> None:
+    case = random_case(seed)
+    assert defects(run_distributed(run_case, case.ranks, case)) == []
+
+
+def _outcomes(**changes: object) -> dict[str, Outcome]:
+    same = Outcome("", 2, (1.0, 0.5), {"weight": torch.ones(3)}, torch.zeros(1, dtype=torch.uint8))
+    return {"ddp": same, "freescale": replace(same, **changes), "dedup=False": same}
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({}, []),
+        ({"losses": (1.0, 0.501)}, ["freescale, rank 0: losses differ by 2.0e-03"]),
+        ({"losses": (1.0,)}, ["freescale, rank 0: losses differ by 0.0e+00"]),
+        ({"weights": {"weight": torch.tensor([1, 1, 1.01])}}, ["freescale: weight differs by 1.0e-02"]),
+        ({"weights": {"weight": torch.tensor([1, 1, torch.nan])}}, ["freescale: weight differs by nan"]),
+        ({"weights": {}}, ["freescale: names differ: ['weight']"]),
+        ({"random_state": torch.ones(1, dtype=torch.uint8)}, ["freescale, rank 0: random numbers differ"]),
+        ({"error": "ValueError: late", "steps": 1}, ["freescale, rank 0: ValueError: late"]),
+        ({"error": "ValueError: refused", "steps": 0}, []),
+    ],
+)
+def test_what_is_a_defect(changes: dict[str, object], found: list[str]) -> None:
+    assert defects([_outcomes(**changes)]) == found
