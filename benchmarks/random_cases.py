@@ -159,7 +159,8 @@ class Model(L.LightningModule):
             for lookup in range(part.lookups):
                 if lookup and part.when == "some steps" and batch["step"] % 3 != 1:
                     continue
-                if part.when == "some ranks" and self.global_rank and batch["step"] % 2:
+                # without gradients TorchRec looks up, which is for all ranks
+                if part.when == "some ranks" and self.training and self.global_rank and batch["step"] % 2:
                     continue
                 hidden = hidden + (1 + lookup) * torch.tanh(self.layers[index](self._looked_up(index, lookup, batch)))
         hidden = nn.functional.dropout(hidden, self.case.dropout, self.training)
@@ -192,13 +193,13 @@ class Model(L.LightningModule):
         kinds: dict[str, tuple[type[torch.optim.Optimizer], float, dict[str, Any]]] = {
             "sgd": (torch.optim.SGD, 0.1, {}),
             "adagrad": (torch.optim.Adagrad, 0.05, {"eps": EPS}),
-            "rowwise_adagrad": (torch.optim.Adagrad, 0.05, {"eps": EPS}),
+            "rowwise_adagrad": (RowWiseAdagrad, 0.05, {"eps": EPS}),
             "adam": (torch.optim.Adam, 0.01, {"eps": EPS}),
             "adamw": (torch.optim.AdamW, 0.01, {"eps": EPS, "weight_decay": 0.02}),
         }
         kind, rate, options = kinds[self.case.optimizer]
         if self.case.optimizer == "rowwise_adagrad":  # has no rows in a bias
-            dense, kind = [parameter for parameter in dense if parameter.dim() == 2], RowWiseAdagrad
+            dense = [parameter for parameter in dense if parameter.dim() == 2]
         lazy = self.lazy and self.case.optimizer in ("adam", "adamw")
         groups: list[dict[str, Any]] = [{"params": dense + tables}]
         if self.case.groups == 2:

@@ -69,6 +69,7 @@ class LookupChecks:
 
     Attributes:
         ids: whether ids are checked. Those of managed collisions have a row, whatever they are.
+        lookups: those with gradients in this step.
         enabled: whether lookups are checked by this; the overlap engine does it itself.
     """
 
@@ -78,12 +79,12 @@ class LookupChecks:
         self._tables = {feature: table for table in collection.tables for feature in table.features}
         self._limits: dict[tuple[str, ...], Tensor] = {}
         self._stateful = sorted({o.fused_class.__name__ for o in optimizers.values() if o.fused_class is not torch.optim.SGD})
-        self._lookups = 0
+        self.lookups = 0
         self._warned = False
 
     def reset_count(self) -> None:
         """Count lookups from 0 again, at the beginning of a training step."""
-        self._lookups = 0
+        self.lookups = 0
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check a lookup that is about to run, as :meth:`torch.nn.Module.register_forward_pre_hook` calls it."""
@@ -91,11 +92,11 @@ class LookupChecks:
             return
         if self.ids:
             self.check_ids(args[0] if args else kwargs.get("features"))
-        self._lookups += torch.is_grad_enabled()
-        if self._lookups > 1 and self._stateful and not self._warned:
+        self.lookups += torch.is_grad_enabled()
+        if self.lookups > 1 and self._stateful and not self._warned:
             self._warned = True
             warnings.warn(
-                f"collection {self._path!r} is looked up {self._lookups} times in one step: {', '.join(self._stateful)} "
+                f"collection {self._path!r} is looked up {self.lookups} times in one step: {', '.join(self._stateful)} "
                 "updates its tables once per lookup, as in plain TorchRec, not once per step. Look all features up in one call",
                 stacklevel=2,
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 
 import torch
@@ -114,10 +114,10 @@ class ParameterGroups:
             found[key] = shared.get(alike) or shared.setdefault(alike, UpdateSettings(updates, options[group], frozen))
         return found
 
-    def count_step(self) -> None:
-        """Note that an optimizer step has been done."""
+    def count_step(self, idle: Iterable[str] = ()) -> None:
+        """Note that an optimizer step has been done, in which the tables ``idle``, by key, had no gradient."""
         self.step, self._window_open = self.step + 1, False
-        for key in self.optimizers.keys() - self._frozen:
+        for key in self.optimizers.keys() - self._frozen - set(idle):
             self.updates[key] += 1
 
     def uncount(self, idle_steps: Mapping[str, int]) -> None:

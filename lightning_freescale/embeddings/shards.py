@@ -133,6 +133,16 @@ class ShardedTables:
         dist.all_reduce(whole.view(torch.int32), group=self.group)
         return whole
 
+    def idle_tables(self, backward: bool, skip: Container[str]) -> list[str]:
+        """Return the keys of the tables that the last step has not updated.
+
+        Args:
+            backward: whether it had a backward.
+            skip: paths of the collections that somebody else updates.
+        """
+        idle = [c for c, module in self.modules if not (backward and module.freescale_sharding.checks.lookups)]
+        return [table.key for collection in idle if collection.path not in skip for table in collection.tables]
+
     def prepare_update(self, settings: Mapping[str, UpdateSettings], skip: Container[str] = ()) -> None:
         """Set what the update of a training step needs, before its forward.
 

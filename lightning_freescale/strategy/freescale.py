@@ -353,9 +353,9 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self._end_backward()  # again, for a training_step that returned None
         if self.overlap_controller is not None:
             self.overlap_controller.engine.apply_gradients()
+        if self.groups is not None and self.tables is not None:
+            self.groups.count_step(self.tables.idle_tables(self._update_due, self._overlapped()))
         self._update_due = self.gradients_wait = False
-        if self.groups is not None:
-            self.groups.count_step()
         if self.overlap_controller is not None:
             with self.timeline.span("host", "embeddings: logging"):
                 self.overlap_controller.log_step()

@@ -11,7 +11,7 @@ import torch
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from lightning_freescale import FreeScaleDataModule
+from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.embeddings.optimizer import TableOptimizer
 from lightning_freescale.testing import run_distributed
 from tests.helpers.recommender import Recommender, Samples, collate, trainer
@@ -133,14 +133,16 @@ class Towers(Recommender):
         return loss + self.net(features=batch["features"]).pow(2).mean()
 
 
-def _fit_towers(optimizer: str) -> int:
+def _fit_towers(optimizer: str, overlap: bool) -> int:
     module, data = Towers(optimizer), Samples(32)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer(devices=2).fit(module, FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate))
+        trainer(devices=2, strategy=FreeScaleStrategy(overlap=overlap)).fit(
+            module, FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate)
+        )
     return sum("looked up 2 times in one step: Adagrad" in str(w.message) for w in caught)
 
 
-def test_two_lookups_in_a_step_are_told_once() -> None:
-    assert run_distributed(_fit_towers, 2, "adagrad") == [1, 1]
-    assert run_distributed(_fit_towers, 2, "sgd") == [0, 0]
+def test_two_lookups_in_a_step_without_overlap_are_told_once() -> None:
+    assert run_distributed(_fit_towers, 2, "adagrad", False) == [1, 1]
+    assert run_distributed(_fit_towers, 2, "sgd", False) == run_distributed(_fit_towers, 2, "adagrad", True) == [0, 0]

@@ -96,6 +96,8 @@ class Probe:
         """Take note of whether ids submitted ahead, in any mode, were those looked up in the step on ``batch``."""
         if predicted:
             self._failures = 0
+        elif self.mode == LookaheadMode.NONE:
+            return  # they had been submitted before it gave up
         elif self.mode == LookaheadMode.DRY_RUN:
             self._count_failure("a trial run of training_step looks up others than the step itself")
         elif self._told_by is not None:

@@ -47,6 +47,8 @@ class OverlappedCollection:
 
     Attributes:
         group: process group of this collection alone.
+        others: the module's other collections. Whoever waits in one of them for other ranks answers them in all, because one of
+            them may wait in another collection for this rank.
         statistics: totals since it was made.
     """
 
@@ -61,6 +63,7 @@ class OverlappedCollection:
         hold_gradients: bool = False,
     ) -> None:
         self.path, self.module, self.group = collection.path, module, group
+        self.others: list[OverlappedCollection] = []
         self.statistics = ExchangeStatistics()
         # a thread and a group per collection: all that happens to its rows happens there
         self._worker = ExchangeWorker(collection.path, local.layout.device)
@@ -79,6 +82,7 @@ class OverlappedCollection:
         self._next_ids: list[KeyedJaggedTensor] | None = None
         self._ended = self._prefetched = False
         self._announce_job: Future[Any] | None = None
+        self._told_as_submitted = False  # in that job
         self._mode = ModeProposal()
         # what outlives a step
         self._previous: PipelinedBatch | None = None  # its last gradients have not been sent yet
@@ -110,11 +114,14 @@ class OverlappedCollection:
         self._refuse_uneven_end(step)
         accumulated = not self._current.updates
         self._current, self._following = self._following, self._exchange.new_batch()
+        if not self._current.submitted:  # its ids were wrong, or the ranks' features differ: all are asked again
+            self._current.submitted_ids = None
         if accumulated and restart:
             self._worker.submit(self._exchange.discard_accumulated, self._current, self._previous)
         self._current.updates, self._current.settings = updates, settings
         self._current.held = updates and self._hold_gradients
         self._next_ids, self._ended, self._announce_job, self._prefetched = None, False, None, False
+        self._told_as_submitted = False
         self._lookups = StepLookups(self._current.submitted_ids, partial(self._take_gradient, self._current))
         self._mode, self._in_step = mode, True
         self.statistics.count(steps=1)
@@ -152,6 +159,19 @@ class OverlappedCollection:
         else:
             rows = self._look_up(features)
         return as_output(features, rows, self._local.layout, self._need_ids)
+
+    def announce_in_time(self) -> None:
+        """Submit what is known, because this rank waits in another collection."""
+        if self._in_step and self._announce_job is None:
+            self._announce(final=False, early=True)
+            if self._next_ids is not None or self._ended:
+                self._prefetch()
+
+    def serve_in_time(self) -> None:
+        """Serve a rank that may need more rows, because this one waits in another collection."""
+        if self._in_step and not self._current.gradient_sent:
+            self.announce_in_time()
+            self._worker.submit(self._exchange.fetch_more, self._current)
 
     def end_forward(self) -> None:
         """Submit what is known once the model has looked everything up: other ranks may wait for it before their backward."""
@@ -259,10 +279,11 @@ class OverlappedCollection:
         predicted = self._lookups.made[-1].predicted
         kind = {None: "unpredicted_lookups", True: "predicted_lookups", False: "mispredicted_lookups"}[predicted]
         self.statistics.count(**{kind: 1})
-        if not batch.looked_up:
-            batch.looked_up = True
-            self._receive(alone=index is None or not batch.all_submitted)
-        elif index is None:
+        first, batch.looked_up = not batch.looked_up, True
+        told = self._announce_job is not None  # without this lookup: another collection had to wait
+        if first and (index is not None or self._told_as_submitted or not told):
+            self._receive(alone=not batch.all_submitted or not (told or index is not None))
+        if index is None and (told or not first):
             self._fetch_more(features)
         return self._lookups.give_out(index, features)
 
@@ -276,31 +297,40 @@ class OverlappedCollection:
         if self._next_ids is not None or self._ended:
             self._prefetch()
         announced = self._announce(final=False) if alone else None
+        if announced is not None:
+            for other in self.others:
+                other.announce_in_time()
         with self.statistics.timed("exposed_s"), self._observed_wait():
             if batch.ready is not None:
                 self._worker.wait(batch.ready)
             if announced is not None:
                 self._worker.wait(announced)
         self._worker.hand_over(batch.rows, batch.places)
-        self._lookups.receive(batch.rows, batch.places, batch.request.of_lookup)
+        self._lookups.receive(batch.rows, batch.places, batch.request.of_lookup, asked_for=True)
         batch.rows = batch.rows.new_empty(0)  # memory: the next batch's rows come while this one computes
 
     def _fetch_more(self, features: KeyedJaggedTensor) -> None:
         """Fetch the rows of a lookup that was not submitted, when all other ranks have come as far as to serve it."""
         self._announce(final=False)
         lookup = FurtherLookup(features)
-        job = self._worker.submit(self._exchange.fetch_more, lookup, self._current)
+        job = self._worker.submit(self._exchange.fetch_more, self._current, lookup)
+        for other in self.others:
+            other.serve_in_time()
         with self.statistics.timed("exposed_s"), self._observed_wait():
             self._worker.wait(job)
         self._worker.hand_over(lookup.rows, lookup.places)
-        self._lookups.receive(lookup.rows, lookup.places, [lookup.places.numel()])
+        self._lookups.receive(lookup.rows, lookup.places, [lookup.places.numel()], asked_for=False)
 
-    def _announce(self, final: bool) -> Future[Any]:
-        """Submit what this rank has looked up, and the next ids unless they may be known later (``final``: they will not)."""
+    def _announce(self, final: bool, early: bool = False) -> Future[Any]:
+        """Submit what this rank has looked up, and the next ids unless they may be known later (``final``: they will not).
+
+        Where nothing has been looked up, that is all there will be, or, if it is ``early``, what was submitted will be.
+        """
         if self._announce_job is None:
             state = self._state_of_next_ids(final)
             looked_up = [lookup.features for lookup in self.lookups[:1]]
-            predicted = any(lookup.predicted for lookup in self.lookups[:1])
+            predicted = bool(self.lookups[0].predicted) if self.lookups else early and self._current.submitted_ids is not None
+            self._told_as_submitted = predicted
             previous, self._previous = self._previous, None
             given = (self._following, self._current, previous, looked_up, predicted, state)
             job = (self._exchange.announce, *given, self._next_ids or [], self._mode_to_tell())
@@ -344,6 +374,8 @@ class OverlappedCollection:
         self._arrived = None if self._observer is None else self._observer.stamp()
         moves = any(optimizer.moves_without_gradient for optimizer in self._trained())
         gradient, anew = self._lookups.gradient(self._local.dim, none_is_not_zero=moves)
+        if moves and self._told_as_submitted and not self.lookups:
+            anew = []
         following.ready = self._worker.submit(self._exchange.exchange_colliding, batch, following, gradient, anew)
         self._previous, self._held = (None, batch) if batch.held else (batch, None)
 

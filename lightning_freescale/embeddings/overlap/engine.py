@@ -73,6 +73,8 @@ class OverlapEngine:
         for collection, module, layout in layouts:
             if layout is not None:
                 self._take_over(collection, module, layout)
+        for path, overlapped in self.collections.items():
+            overlapped.others = [other for name, other in self.collections.items() if name != path]
 
     def _take_over(self, collection: Collection, module: Any, layout: RowLayout) -> None:
         local = LocalRows.from_module(layout, collection, module, self.tables, self.clip_value)

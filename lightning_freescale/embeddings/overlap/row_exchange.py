@@ -156,11 +156,15 @@ class RowExchange:
         if current.updates:
             self._collisions.begin_window(following.number)
 
-    def fetch_more(self, lookup: FurtherLookup, current: PipelinedBatch) -> None:
-        """Fetch the rows of a lookup of ``current`` that was not submitted; other ranks serve it in the message they are at."""
+    def fetch_more(self, current: PipelinedBatch, lookup: FurtherLookup | None = None) -> None:
+        """Fetch the rows of a lookup of ``current`` that was not submitted; other ranks serve it in the message they are at.
+
+        Without a lookup, serve those of others in the same way.
+        """
         kind, request, wrong = LookedUp.MORE, self._no_rows, None
+        looked_up = [] if lookup is None else [lookup.features]
         try:
-            request, _ = self._handshake.request([lookup.features])
+            request, _ = self._handshake.request(looked_up)
         except ValueError as error:
             kind, wrong = LookedUp.WRONG, error.with_traceback(None)
         # others may be sending gradients: their slots have to be there
@@ -168,8 +172,10 @@ class RowExchange:
         given = SomeRows(self._nothing_given.requested, given.incoming)
         sent = IdsToSend(NextIds.TOLD, request)
         heads, incoming, _ = self._exchange(sent, current, kind, given, self.transport.rows(0))
-        self._handshake.raise_errors(heads, wrong, [lookup.features])
-        lookup.rows, lookup.places = self._serve_more(heads, incoming, request), request.inverse
+        self._handshake.raise_errors(heads, wrong, looked_up)
+        rows = self._serve_more(heads, incoming, request)
+        if lookup is not None:
+            lookup.rows, lookup.places = rows, request.inverse
 
     def exchange_colliding(
         self,

@@ -37,20 +37,21 @@ class StepLookups:
     def note(self, features: KeyedJaggedTensor) -> int | None:
         """Note that the model makes a lookup; return which of those submitted ahead it is, None if it is none of those left."""
         submitted = self._submitted or ()
-        left = self._arrivals[0].rows if self._arrivals else range(len(submitted))
+        left = self._arrivals[0].rows if self._arrivals and self._arrivals[0].asked_for else range(len(submitted))
         index = next((index for index in left if index < len(submitted) and submitted[index].matches(features)), None)
         self.made.append(Lookup(features, None if self._submitted is None else index is not None))
         return index
 
-    def receive(self, rows: Tensor, places: Tensor, sizes: Sequence[int]) -> None:
+    def receive(self, rows: Tensor, places: Tensor, sizes: Sequence[int], asked_for: bool) -> None:
         """Take rows that have come, shape ``[rows, dim]``, for one or more lookups of ``sizes`` ids.
 
         Args:
             rows: in any order.
             places: which of them each id is, shape ``[ids]``.
             sizes: ids of each lookup.
+            asked_for: whether their owners know that this rank has them in this step; else they have only been served.
         """
-        arrival = _Arrival(sizes)
+        arrival = _Arrival(sizes, asked_for)
         self._arrivals.append(arrival)
         anchor = torch.empty(0, device=rows.device, requires_grad=True)
         given = _GraphEntry.apply(anchor, partial(self._take_gradients, arrival), rows, *places.split(list(sizes)))
@@ -89,11 +90,12 @@ class StepLookups:
             return None, None
         for arrival in self._arrivals:
             arrival.rows = {}  # whose graph holds this object
-        first, *further = [arrival.came() for arrival in self._arrivals]
-        if any(further) or (none_is_not_zero and len(first) < len(self._arrivals[0].sizes)):
-            came = [pair for pairs in (first, *further) for pair in pairs]
+        came = [pair for arrival in self._arrivals for pair in arrival.came()]
+        asked_for = self._arrivals[0] if self._arrivals[0].asked_for else None
+        known = len(asked_for.came()) if asked_for is not None else 0
+        if len(came) > known or (none_is_not_zero and asked_for is not None and known < len(asked_for.sizes)):
             return _joined([gradient for _, gradient in came]) if came else None, [features for features, _ in came]
-        return self._arrivals[0].whole_gradient(dim) if first else None, None
+        return asked_for.whole_gradient(dim) if asked_for is not None and came else None, None
 
     def _take_gradients(self, arrival: _Arrival, gradients: list[Tensor | None]) -> None:
         again, arrival.gradients = arrival.gradients is not None, gradients
@@ -106,12 +108,14 @@ class _Arrival:
 
     Attributes:
         sizes: ids of each lookup.
+        asked_for: whether the owners know of them.
         rows: of the lookups that the model has not made yet, each of shape ``[ids, dim]``.
         features: of those that it has made.
         gradients: of each lookup, None where backward has not come by; None before backward.
     """
 
     sizes: Sequence[int]
+    asked_for: bool
     rows: dict[int, Tensor] = field(default_factory=dict)
     features: dict[int, KeyedJaggedTensor] = field(default_factory=dict)
     gradients: list[Tensor | None] | None = None

@@ -51,6 +51,7 @@ def test_several_lookups_of_a_step() -> None:
     for _ in range(3):
         assert probe.mode == LookaheadMode.PROBE
         probe.report(False, batch, [here, LOST])
+    probe.report(False, batch, [here])
     assert probe.mode == LookaheadMode.NONE and not probe.known
 
 

@@ -194,7 +194,7 @@ def broken(batch: Batch) -> Any:
 @pytest.mark.parametrize(
     ("function", "parts"),
     [
-        (wrong_type, ["TypeError", "ids_of=wrong_type) returned a Tensor", "['net.embeddings']"]),
+        (wrong_type, ["TypeError", "ids_of=wrong_type) returned a Tensor for 'net.embeddings': return a KeyedJaggedTensor"]),
         (wrong_type_inside, ["TypeError", "returned a Tensor for 'net.embeddings'"]),
         (unknown_path, ["ValueError", "'net.embedding', which is no embedding collection", "['net.embeddings']"]),
         (broken, ["KeyError", 'batch["no such key"]', "in broken", "raised by FreeScaleStrategy(ids_of=broken)"]),
@@ -211,7 +211,7 @@ def only_features(batch: Batch) -> KeyedJaggedTensor:
 
 def test_one_for_several_collections_is_an_error() -> None:
     for told in run_distributed(error_of, 2, training.TwoCollections, with_tags, ids_of=only_features):
-        assert "one KeyedJaggedTensor, but 2 collections are overlapped" in told and "['net.embeddings', 'tags']" in told
+        assert "ids without a path, but 2 collections are overlapped" in told and "['net.embeddings', 'tags']" in told
 
 
 class HasAnAttribute(CountingModel):
