@@ -187,6 +187,27 @@ class Checkpointed(ThreeLookups):
         return checkpoint(lambda factor: torch.sin(look_up(ids) * factor), scale, use_reentrant=False)
 
 
+class Crosswise(ThreeLookups):
+    """In odd steps every rank looks up a collection of its own, once or twice, by ids that stand nowhere in the batch."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer)
+        config = EmbeddingConfig(name="other", num_embeddings=ITEMS, embedding_dim=DIM, feature_names=["item"])
+        self.others = EmbeddingCollection(tables=[config])
+        draw = torch.Generator().manual_seed(1)
+        self.others.embeddings["other"].weight.data.copy_(torch.randn(ITEMS, DIM, generator=draw) * 0.5)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        chosen = [self.items, self.others]
+        if batch_idx % 2:
+            chosen = chosen[self.global_rank % 2 :][:1] * (1 + batch_idx % 3)
+        hidden: Any = 0.0
+        for scale, collection in enumerate(chosen, 1):
+            ids = _jagged((batch["history"].values() * 7 + scale) % ITEMS, batch["history"].lengths())
+            hidden = hidden + scale * torch.tanh(self.query(collection(ids)["item"].values()))
+        return self.kept((hidden.sum() / 10 - batch["label"].sum()).square())
+
+
 class WrongLater(Drawn):
     """On the second rank a later lookup holds an id that no row exists for."""
 
@@ -208,6 +229,7 @@ KINDS = {
         InPlace,
         TheSameTwice,
         Checkpointed,
+        Crosswise,
     )
 }
 """What trains; the rest is refused."""

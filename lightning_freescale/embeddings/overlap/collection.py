@@ -114,8 +114,8 @@ class OverlappedCollection:
         self._refuse_uneven_end(step)
         accumulated = not self._current.updates
         self._current, self._following = self._following, self._exchange.new_batch()
-        if not self._current.submitted:  # its ids were wrong, or the ranks' features differ: all are asked again
-            self._current.submitted_ids = None
+        if self._current.submitted_ids and not self._current.submitted:
+            self._current.submitted_ids = []  # they were wrong, or the ranks' features differ: all are asked again
         if accumulated and restart:
             self._worker.submit(self._exchange.discard_accumulated, self._current, self._previous)
         self._current.updates, self._current.settings = updates, settings
@@ -280,10 +280,11 @@ class OverlappedCollection:
         kind = {None: "unpredicted_lookups", True: "predicted_lookups", False: "mispredicted_lookups"}[predicted]
         self.statistics.count(**{kind: 1})
         first, batch.looked_up = not batch.looked_up, True
-        told = self._announce_job is not None  # without this lookup: another collection had to wait
-        if first and (index is not None or self._told_as_submitted or not told):
-            self._receive(alone=not batch.all_submitted or not (told or index is not None))
-        if index is None and (told or not first):
+        told = self._announce_job is not None  # before this lookup, because this rank waits or has waited elsewhere
+        comes = index is not None or (first and not told)
+        if first and (comes or self._told_as_submitted):
+            self._receive(alone=not batch.all_submitted or (index is None and not told))
+        if not comes:
             self._fetch_more(features)
         return self._lookups.give_out(index, features)
 
@@ -329,7 +330,7 @@ class OverlappedCollection:
         if self._announce_job is None:
             state = self._state_of_next_ids(final)
             looked_up = [lookup.features for lookup in self.lookups[:1]]
-            predicted = bool(self.lookups[0].predicted) if self.lookups else early and self._current.submitted_ids is not None
+            predicted = bool(self.lookups[0].predicted) if self.lookups else early and bool(self._current.submitted_ids)
             self._told_as_submitted = predicted
             previous, self._previous = self._previous, None
             given = (self._following, self._current, previous, looked_up, predicted, state)
