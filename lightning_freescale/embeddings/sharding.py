@@ -22,7 +22,7 @@ from lightning_freescale.embeddings.planning import check_plan, row_wise_planner
 from lightning_freescale.embeddings.shards import Shard, ShardedTables, ShardingRecord, kernels, shards_of
 from lightning_freescale.embeddings.sparse_adam import new_state
 
-_ROWS_AT_ONCE = 4096
+_ROWS_AT_ONCE = 2**20
 
 
 class TableSharding:
@@ -253,12 +253,11 @@ def _follow_first_rank(collection: Collection, original: Any, group: dist.Proces
 
 
 def _digest(weight: Tensor) -> Tensor:
-    """Return two sums over all bits of a table, the second one of which depends on their order."""
+    """Return two sums over the bits of a table, the second one of which depends on the order of its rows."""
     sums = torch.zeros(2, dtype=torch.int64, device=weight.device)
-    for number, rows in enumerate(weight.split(_ROWS_AT_ONCE)):
-        bits = rows.contiguous().view(torch.uint8).view(-1).long()
-        places = torch.arange(1, len(bits) + 1, device=weight.device)
-        sums += torch.stack([bits.sum(), (bits * places).sum() * (2 * number + 1)])
+    for start in range(0, len(weight), _ROWS_AT_ONCE):
+        rows = weight[start : start + _ROWS_AT_ONCE].contiguous().view(torch.int32).sum(dim=1)
+        sums += torch.stack([rows.sum(), (rows * torch.arange(start, start + len(rows), device=weight.device)).sum()])
     return sums
 
 

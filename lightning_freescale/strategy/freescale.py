@@ -217,7 +217,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             assert self.groups is not None
             clips = clip_options(trainer, self.groups.optimizers) if self.clip == "all" else {}
             engine = OverlapEngine(self.tables, self.dedup, process_group_timeout(self), self.transport, **clips)
-            self._at_teardown.callback(engine.close)
+            self._at_teardown.callback(engine.close, farewell=False)  # training ends with a report of all ranks
             self.overlap_controller = OverlapController(
                 trainer, engine, self.timeline, self.lookahead == "trial_run", self.ids_of
             )

@@ -187,8 +187,8 @@ class Checkpointed(ThreeLookups):
         return checkpoint(lambda factor: torch.sin(look_up(ids) * factor), scale, use_reentrant=False)
 
 
-class Crosswise(ThreeLookups):
-    """In odd steps every rank looks up a collection of its own, once or twice, by ids that stand nowhere in the batch."""
+class TwoCollections(ThreeLookups):
+    """Another one beside."""
 
     def __init__(self, optimizer: str) -> None:
         super().__init__(optimizer)
@@ -197,14 +197,31 @@ class Crosswise(ThreeLookups):
         draw = torch.Generator().manual_seed(1)
         self.others.embeddings["other"].weight.data.copy_(torch.randn(ITEMS, DIM, generator=draw) * 0.5)
 
+    def computed(self, batch: Batch, scale: int) -> KeyedJaggedTensor:
+        return _jagged((batch["history"].values() * 7 + scale) % ITEMS, batch["history"].lengths())
+
+
+class Crosswise(TwoCollections):
+    """In odd steps every rank looks up a collection of its own, once or twice, by ids that stand nowhere in the batch."""
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         chosen = [self.items, self.others]
         if batch_idx % 2:
             chosen = chosen[self.global_rank % 2 :][:1] * (1 + batch_idx % 3)
         hidden: Any = 0.0
         for scale, collection in enumerate(chosen, 1):
-            ids = _jagged((batch["history"].values() * 7 + scale) % ITEMS, batch["history"].lengths())
-            hidden = hidden + scale * torch.tanh(self.query(collection(ids)["item"].values()))
+            found = collection(self.computed(batch, scale))["item"].values()
+            hidden = hidden + scale * torch.tanh(self.query(found))
+        return self.kept((hidden.sum() / 10 - batch["label"].sum()).square())
+
+
+class SubmittedInVain(TwoCollections):
+    """Waits for one collection's rows while the other's have been submitted, which it does not look up in odd steps."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        hidden = torch.tanh(self.query(self.look_up(self.computed(batch, 1))))
+        if batch_idx % 2 == 0:
+            hidden = hidden * self.others(batch["history"])["item"].values()
         return self.kept((hidden.sum() / 10 - batch["label"].sum()).square())
 
 
@@ -230,6 +247,7 @@ KINDS = {
         TheSameTwice,
         Checkpointed,
         Crosswise,
+        SubmittedInVain,
     )
 }
 """What trains; the rest is refused."""

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import random
-import sys
-import threading
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -355,29 +351,6 @@ def test_a_step_that_writes_a_file_is_refused_before_it_has(in_folder: Path) -> 
     _write("notes")
     assert _dry_run(Model(lambda model, batch: NOTED.append(Path("notes").read_text()))).error is None
     assert NOTED == ["written"], "reading is free"
-
-
-def test_a_step_that_goes_on_where_it_cannot_write(in_folder: Path) -> None:
-    def careful(model: Model, batch: dict[str, Any]) -> None:
-        with suppress(Exception):
-            _write("notes")
-
-    result = _dry_run(Model(careful))
-    assert result.error is None and set(result.features) == {"items", "bags"} and not Path("notes").exists()
-
-
-def test_other_threads_and_caches_of_compiled_code_may_write(in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def effect(model: Model, batch: dict[str, Any]) -> None:
-        thread = threading.Thread(target=_write, args=["notes"])
-        thread.start()
-        thread.join()
-        NOTED.append(importlib.import_module("imported_in_a_dry_run").NUMBER)
-
-    Path("imported_in_a_dry_run.py").write_text("NUMBER = 3")
-    monkeypatch.syspath_prepend(in_folder)
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    assert _dry_run(Model(effect)).error is None
-    assert Path("notes").exists() and NOTED == [3] and list(in_folder.rglob("*.pyc"))
 
 
 def test_what_cannot_be_put_back_is_named_and_the_step_does_not_run() -> None:

@@ -163,9 +163,10 @@ class OverlappedCollection:
     def announce_in_time(self) -> None:
         """Submit what is known, because this rank waits in another collection."""
         if self._in_step and self._announce_job is None:
-            self._announce(final=False, early=True)
             if self._next_ids is not None or self._ended:
-                self._prefetch()
+                self._prefetch(early=True)
+            else:
+                self._announce(final=False, early=True)
 
     def serve_in_time(self) -> None:
         """Serve a rank that may need more rows, because this one waits in another collection."""
@@ -254,15 +255,16 @@ class OverlappedCollection:
         """Throw away rows fetched ahead, because the tables have been written. Call it on every rank, after a drain."""
         self._following, self._write_counts = self._exchange.new_batch(), None
 
-    def close(self) -> None:
+    def close(self, farewell: bool) -> None:
         """Give TorchRec's forward back; without waiting for ranks that may be gone.
 
-        After a drain, ranks say farewell: one that closed its connections at once could cut off another that still reads.
+        After a drain, ranks say farewell if asked to: one that closed its connections at once could cut off another that still
+        reads.
         """
         del self.module.forward
         self._state_dict_hook.remove()
         self.module.freescale_sharding.checks.enabled = True
-        if self.error is None and self._previous is None and not self._in_step:
+        if farewell and self.error is None and self._previous is None and not self._in_step:
             self._worker.submit(self._exchange.transport.say_farewell)
         if self._worker.stop(timeout=1.0 + FAREWELL.total_seconds()):
             dist.destroy_process_group(self.group)
@@ -338,14 +340,14 @@ class OverlappedCollection:
             self._announce_job = self._update_job = self._worker.submit(*job)
         return self._announce_job
 
-    def _prefetch(self) -> None:
-        """Submit all that this rank will know of the next batch before backward."""
+    def _prefetch(self, early: bool = False) -> None:
+        """Submit all that this rank will know of the next batch before backward, after what :meth:`_announce` does."""
         if self._prefetched:
             return
         if self._next_ids is not None:
             self._following.submitted_ids = snapshots = [KJTSnapshot(features) for features in self._next_ids]
             self._next_ids = [each.features for each in snapshots]  # the worker reads what later lookups are compared with
-        self._announce(final=True)
+        self._announce(final=True, early=early)
         lookups, state, self._prefetched = self._next_ids or [], self._state_of_next_ids(final=True), True
         job = (self._exchange.prefetch, self._following, self._current, state, lookups, self._mode_to_tell())
         self._prefetch_job, self._next_ids = self._worker.submit(*job), None

@@ -230,10 +230,14 @@ class OverlapEngine:
         for collection in self.collections.values():
             collection.discard_prefetched()
 
-    def close(self) -> None:
-        """Give the collections back to TorchRec. Drain first; what is under way is lost."""
+    def close(self, farewell: bool = True) -> None:
+        """Give the collections back to TorchRec. Drain first; what is under way is lost.
+
+        Args:
+            farewell: wait, for 2 seconds at most, until all ranks close. Not needed where they have met since the drain.
+        """
         for collection in self.collections.values():
-            collection.close()
+            collection.close(farewell)
         self.collections = {}
 
     def mean_statistics(self) -> dict[str, float]:
