@@ -46,8 +46,8 @@ class FreeScaleDataModule(LightningDataModule):
         drop_last: leave out an incomplete last step.
         shuffle: draw a new order every epoch; a stream comes in its own.
         seed: seeds the order.
-        **loader_options: further options of ``torch.utils.data.DataLoader``, such as ``num_workers`` and ``pin_memory``; for
-            an ``IterableDataset`` only ``num_workers``.
+        **loader_options: further options of ``torch.utils.data.DataLoader``, such as ``num_workers`` and ``pin_memory`` (by
+            default where there is a CUDA device); for an ``IterableDataset`` only ``num_workers``.
 
     Attributes:
         train: the training data: how it is planned, and where a run stands in it.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
+from lightning.fabric.utilities.apply_func import _TransferableDataType
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Callback as Callback
 from lightning.pytorch import LightningDataModule as LightningDataModule
@@ -15,15 +16,19 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import GradientAccumulationScheduler as GradientAccumulationScheduler
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import MixedPrecision as MixedPrecision
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.profilers import PyTorchProfiler as PyTorchProfiler
 from lightning.pytorch.strategies import Strategy as Strategy
 from lightning.pytorch.trainer.states import TrainerFn as TrainerFn
 from lightning.pytorch.utilities import rank_zero_info as rank_zero_info
 from lightning.pytorch.utilities import rank_zero_warn as rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden as is_overridden
+from lightning_utilities.core.apply_func import apply_to_collection as apply_to_collection
 
 # moving optimizer states is part of every strategy's set-up, but has no public name
 optimizers_to_device = _optimizers_to_device
+# whatever Lightning moves to the device in a batch, anything with a method ``to``
+Movable = _TransferableDataType
 AVERAGING: tuple[type[Callback], ...] = tuple(
     getattr(callbacks, name) for name in ("StochasticWeightAveraging", "WeightAveraging") if hasattr(callbacks, name)
 )
@@ -85,6 +90,14 @@ def prepared_batch(trainer: Trainer, batch: Any) -> Any:
     batch = trainer.precision_plugin.convert_input(batch)
     batch = trainer.lightning_module._on_before_batch_transfer(batch)  # the data module's hook, if it has one
     return trainer.strategy.batch_to_device(batch, trainer.strategy.root_device)
+
+
+def leaves_transfer_alone(trainer: Trainer) -> bool:
+    """Whether batches reach the device as they come out of the loader, by Lightning's own means."""
+    hooks = ("on_before_batch_transfer", "transfer_batch_to_device")
+    parts = (trainer.lightning_module, getattr(trainer, "datamodule", None))
+    own = any(is_overridden(hook, part) for hook in hooks for part in parts)
+    return not own and type(trainer.precision_plugin).convert_input is Precision.convert_input
 
 
 def reload_train_loader(trainer: Trainer) -> None:

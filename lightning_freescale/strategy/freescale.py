@@ -275,6 +275,12 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         return LookaheadLoader(loader, lambda: trainer.num_training_batches) if trainer.training else loader
 
     @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if self.overlap_controller is not None:
+            batch = self.overlap_controller.copied(batch)  # what follows finds it on the device
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
     def on_train_start(self) -> None:
         super().on_train_start()
         assert self.lightning_module is not None

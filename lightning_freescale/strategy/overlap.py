@@ -22,6 +22,7 @@ from lightning_freescale.embeddings.optimizer import UpdateSettings
 from lightning_freescale.embeddings.overlap import OverlapEngine, OverlapReport
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.strategy.dry_run import dry_run_ids
+from lightning_freescale.strategy.early_copy import EarlyCopy
 from lightning_freescale.strategy.lookahead_loader import ENDED, UNKNOWN, LookaheadLoader
 from lightning_freescale.strategy.preserve_state import LeavesTraceError
 from lightning_freescale.strategy.validation import has_embedding_ids
@@ -61,6 +62,8 @@ class OverlapController:
         self._probes = {path: Probe(fallback) for path in engine.collections}
         self._batch: Any = None
         self._next_batch: Any = UNKNOWN
+        # a trial run prepares the next batch itself
+        self._early_copy = None if trial_runs else EarlyCopy.for_trainer(trainer)
         self._batch_idx = 0
         self._updates = self._warned = self._asked = False
         self._noticed: set[str] = set()
@@ -84,6 +87,10 @@ class OverlapController:
         elif not self._warned:
             self._warned = True
             rank_zero_warn(f"{_why_not_ahead(loader)}: the embedding exchange is not overlapped with compute")
+
+    def copied(self, batch: Any) -> Any:
+        """Return the copy on the device of a batch, if there is one already, else the batch."""
+        return batch if self._early_copy is None else self._early_copy.take(batch)
 
     def before_forward(self, updates: bool, settings: Mapping[str, UpdateSettings], step: int) -> None:
         """Submit the ids that are known of the next batch, and how this rank comes to know them."""
@@ -143,12 +150,13 @@ class OverlapController:
         function = self._ids_function
         if function is not None and any(self._probes[path].mode == LookaheadMode.PROBE for path in self.engine.collections):
             self._told = function(self._next_batch)
+        batch = self._next_batch if self._early_copy is None else self._early_copy.start(self._next_batch)
         found = {}
         for path, probe in self._probes.items():
             if function is not None and path in self._told:
                 ids = probe.told(self._told[path], function.name)
             else:
-                ids = probe.ids_of(self._next_batch)
+                ids = probe.ids_of(batch)
             if ids is not None:
                 device = self.trainer.strategy.root_device
                 found[path] = [features.to(device, non_blocking=True) for features in ids]

@@ -7,13 +7,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
 from lightning_freescale.embeddings.lookahead.kjt_snapshot import KJTSnapshot
 from lightning_freescale.embeddings.optimizer import UpdateSettings
-from lightning_freescale.embeddings.overlap.local_rows import add_up
 from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest, RowSubset
 
 
@@ -108,31 +106,3 @@ class PipelinedBatch:
     gradient: Tensor | None = None
     looked_up: bool = False
     gradient_sent: bool = False
-
-
-@dataclass
-class GradientAccumulator:
-    """Gradients that an owner keeps until the next optimizer step: nothing, or one tensor of rows and one of their sums.
-
-    They arrive as non-colliding gradients do, and are applied with the last batch of the window.
-    """
-
-    rows: list[Tensor] = field(default_factory=list)
-    gradients: list[Tensor] = field(default_factory=list)
-
-    def accumulate(self, rows: Tensor, gradients: Tensor) -> None:
-        """Keep ``gradients``, shape ``[rows, dim]``, added up per row with those kept before."""
-        if not len(rows):
-            return
-        merged, sums = add_up(torch.cat([*self.rows, rows]), torch.cat([*self.gradients, gradients]))
-        self.rows, self.gradients = [merged], [sums]
-
-    def pop(self, mask: Tensor | None = None) -> tuple[list[Tensor], list[Tensor]]:
-        """Remove and return rows and gradients: all that are kept, or those in ``mask`` (bool)."""
-        if not self.rows or mask is None:
-            kept = self.rows, self.gradients
-            self.rows, self.gradients = [], []
-            return kept
-        rows, gradients = self.rows[0], self.gradients[0]
-        self.rows, self.gradients = [rows[~mask]], [gradients[~mask]]
-        return [rows[mask]], [gradients[mask]]

@@ -138,22 +138,24 @@ class OverlapEngine:
             agreed[path] = collection.begin_step(updates, given, step, restart, mode)
         if upcoming is None:
             for collection in self.collections.values():
-                collection.submit_end()
+                collection.jobs.submit_end()
         else:
             self.submit_next_ids(upcoming)
         return agreed
 
     def lookups(self) -> dict[str, list[Lookup]]:
         """Return what the model has looked up in this step so far, in its order, by collection."""
-        return {path: each.lookups for path, each in self.collections.items() if each.lookups}
+        made = {path: each.jobs.lookups.made for path, each in self.collections.items()}
+        return {path: lookups for path, lookups in made.items() if lookups}
 
     def submit_next_ids(self, upcoming: Mapping[str, Ids], modes: Mapping[str, int] | None = None) -> None:
         """Submit ids of the next batch that were not known before the forward, and the modes that its lookups led to."""
         for path, mode in (modes or {}).items():
-            self.collections[path].propose_mode(mode)
+            self.collections[path].jobs.propose_mode(mode)
         for path, lookups in upcoming.items():
             if path in self.collections:
-                self.collections[path].submit_next_ids([lookups] if isinstance(lookups, KeyedJaggedTensor) else lookups)
+                several = [lookups] if isinstance(lookups, KeyedJaggedTensor) else lookups
+                self.collections[path].jobs.submit_next_ids(several)
 
     def end_forward(self) -> None:
         """Say, before backward, that the model has looked everything up in this step and that no other next ids will be known.
@@ -162,17 +164,17 @@ class OverlapEngine:
         backward waits for the first.
         """
         for collection in self.collections.values():
-            collection.end_forward()
+            collection.jobs.end_forward()
 
     def end_backward(self) -> None:
         """Hand over, after backward, what it has not handed over itself."""
         for collection in self.collections.values():
-            collection.end_step()
+            collection.jobs.end()
 
     @property
     def updates(self) -> bool:
         """Whether an optimizer step follows the current batch."""
-        return all(collection.updates for collection in self.collections.values())
+        return all(collection.jobs.current.updates for collection in self.collections.values())
 
     @property
     def holds_gradients(self) -> bool:
@@ -181,24 +183,24 @@ class OverlapEngine:
 
     def square_sum(self) -> Tensor:
         """Return the sum of the squares of the tables' gradients that are held: float64, the same on all ranks. Collective."""
-        jobs = [(each, each.submit_square_sum()) for each in self.collections.values()]
+        jobs = [(each, each.jobs.submit_square_sum()) for each in self.collections.values()]
         found = [each.square_sum(job) for each, job in jobs if job is not None]
         return sum(found, torch.zeros((), dtype=torch.float64, device=self.tables.device))
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply the tables' gradients that are held by one number."""
         for collection in self.collections.values():
-            collection.scale_gradients(factor)
+            collection.jobs.scale_gradients(factor)
 
     def clamp_gradients(self, limit: float) -> None:
         """Limit every element of the tables' gradients that are held."""
         for collection in self.collections.values():
-            collection.clamp_gradients(limit)
+            collection.jobs.clamp_gradients(limit)
 
     def apply_gradients(self) -> None:
         """Update the tables by the gradients that are held; the next :meth:`begin_step` would do it, too. Collective."""
         for collection in self.collections.values():
-            collection.apply_gradients()
+            collection.jobs.apply_gradients()
 
     def raise_errors(self) -> None:
         """After anything has failed, raise what has gone wrong in an exchange: it may be the cause, on another rank."""

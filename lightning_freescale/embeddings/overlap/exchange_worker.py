@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
 from lightning_freescale._worker import WorkerThread
+from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
+from lightning_freescale.embeddings.overlap.transport import ExchangeObserver
 
 
 class ExchangeWorker(WorkerThread):
@@ -22,15 +25,19 @@ class ExchangeWorker(WorkerThread):
     Args:
         path: of the collection, for errors.
         device: on CUDA the jobs run on the stream (not tested on GPU).
+        statistics: what to count waits in.
 
     Attributes:
         error: what a job has raised.
+        observer: told when training waits for rows.
     """
 
-    def __init__(self, path: str, device: torch.device) -> None:
+    def __init__(self, path: str, device: torch.device, statistics: ExchangeStatistics) -> None:
         super().__init__(f"freescale-{path}")
         self.error: Exception | None = None
-        self._path = path
+        self.observer: ExchangeObserver | None = None
+        self._arrived: Any = None
+        self._path, self._statistics = path, statistics
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._last: Future[Any] | None = None
 
@@ -55,6 +62,19 @@ class ExchangeWorker(WorkerThread):
         queued = future.result()
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(queued)
+
+    def arrive(self) -> None:
+        """Note that this rank has done its part of what it will await next."""
+        self._arrived = None if self.observer is None else self.observer.stamp()
+
+    def await_rows(self, *jobs: Future[Any] | None) -> None:
+        """Wait as :meth:`wait`, as exposed communication."""
+        arrived, self._arrived = self._arrived, None
+        observed = nullcontext() if self.observer is None else self.observer.awaited("embedding rows", arrived)
+        with self._statistics.timed("exposed_s"), observed:
+            for job in jobs:
+                if job is not None:
+                    self.wait(job)
 
     def drain(self) -> None:
         """Wait for all jobs given so far; raises as :meth:`wait`."""

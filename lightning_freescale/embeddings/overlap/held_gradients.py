@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_freescale.embeddings.optimizer import UpdateSettings
-from lightning_freescale.embeddings.overlap.batch_state import GradientAccumulator
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
+from lightning_freescale.embeddings.overlap.row_updates import GradientAccumulator
 from lightning_freescale.embeddings.overlap.transport import Transport
 
 

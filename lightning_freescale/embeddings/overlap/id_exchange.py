@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_freescale.embeddings.overlap.batch_state import SomeRows
-from lightning_freescale.embeddings.overlap.handshake import Head, IdsToSend
+from lightning_freescale.embeddings.overlap.batch_state import PipelinedBatch, SomeRows
+from lightning_freescale.embeddings.overlap.handshake import Head, IdsToSend, LookedUp
 from lightning_freescale.embeddings.overlap.messages import PartLayout, put, take
 from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest
 from lightning_freescale.embeddings.overlap.transport import Transport
@@ -39,26 +39,39 @@ class IdExchange:
         self._preamble = 0 if self._apart else len(Head._fields) + slots  # of the message with the ids
         self._no_slots = torch.empty(transport.ranks, 0, dtype=torch.int64)
         self._room = _FEWEST_IDS
+        self._messages = 0
 
     def exchange(
-        self, sent: IdsToSend, head: Head, other_ids: Sequence[int], given: SomeRows, gradients: Tensor
+        self,
+        sent: IdsToSend,
+        current: PipelinedBatch,
+        lookup: LookedUp,
+        given: SomeRows,
+        gradients: Tensor,
+        other_ids: Sequence[int] | None = None,
     ) -> tuple[list[Head], IncomingRows, Tensor]:
         """Tell every rank what it is asked for. Collective.
 
         Args:
             sent: the ids.
-            head: what all ranks are told alike.
-            other_ids: rows that each rank is asked for in the current batch.
-            given: the rows of an earlier batch whose gradients go along.
+            current: the batch that computes.
+            lookup: what the model has looked up in it.
+            given: the rows of a batch whose gradients go along.
             gradients: of all its requested rows, shape ``[rows, dim]``.
+            other_ids: rows that each rank is asked for in the current batch; None for no rows.
 
         Returns:
             The heads of all ranks, the rows they ask for, and the gradients that came, shape ``[len(given.incoming), dim]``;
             those of a rank that sends none are undefined.
         """
+        self._messages = (self._messages + 1) & 0x7FFFFFFF
+        most, digests, moves, updates = max(sent.request.sizes), (sent.digest, current.digest), int(sent.moves), current.updates
+        head = Head(self._messages, sent.state, lookup, 0, most, 0, 0, *digests, moves, int(updates), sent.mode)
         numbers = np.empty((self._transport.ranks, len(head) + self._slots), np.int32)
         numbers[:, : len(head)] = head
-        numbers[:, _IDS], numbers[:, _OTHER_IDS], numbers[:, _GRADIENTS] = sent.request.sizes, other_ids, given.requested.sizes
+        numbers[:, _IDS], numbers[:, _GRADIENTS] = sent.request.sizes, given.requested.sizes
+        if other_ids is not None:
+            numbers[:, _OTHER_IDS] = other_ids
         if self._slots:
             numbers[:, len(head) :] = sent.request.slots
         exchange = self._exchange_apart if self._apart else self._exchange_together

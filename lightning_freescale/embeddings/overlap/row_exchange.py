@@ -23,7 +23,6 @@ with it D, until they are clipped.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -31,12 +30,7 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.comm_ops import get_gradient_division
 
-from lightning_freescale.embeddings.overlap.batch_state import (
-    FurtherLookup,
-    GradientAccumulator,
-    PipelinedBatch,
-    SomeRows,
-)
+from lightning_freescale.embeddings.overlap.batch_state import FurtherLookup, PipelinedBatch, SomeRows
 from lightning_freescale.embeddings.overlap.collisions import Collisions
 from lightning_freescale.embeddings.overlap.handshake import Head, IdsToSend, LookedUp, LookupHandshake, NextIds
 from lightning_freescale.embeddings.overlap.held_gradients import HeldGradients
@@ -44,6 +38,7 @@ from lightning_freescale.embeddings.overlap.id_exchange import IdExchange
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
 from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest, RowSubset
+from lightning_freescale.embeddings.overlap.row_updates import RowUpdates
 from lightning_freescale.embeddings.overlap.transport import Transport
 
 
@@ -58,27 +53,26 @@ class RowExchange:
         statistics: what to count in.
 
     Attributes:
+        path: of the collection.
+        local: this rank's rows.
         transport: of its messages.
-        idle_steps: for each table the optimizer steps in which no rank had a gradient: they are no updates of it.
-        accumulator: gradients kept for a later optimizer step.
-        held: the same, while they are clipped.
+        updates: what becomes of the gradients that come.
+        held: those that are clipped first.
     """
 
     def __init__(
         self, path: str, local: LocalRows, group: dist.ProcessGroup, dedup: bool, statistics: ExchangeStatistics
     ) -> None:
-        self.local, self.statistics = local, statistics
-        self.accumulator = GradientAccumulator()
+        self.path, self.local, self.statistics = path, local, statistics
+        self.updates = RowUpdates(local)
         self.transport = Transport(group, local.dim, local.layout.device, statistics)
-        self.held = HeldGradients(self.accumulator, local, self.transport)
+        self.held = HeldGradients(self.updates.kept, local, self.transport)
         self._rank, self._device = self.transport.rank, self.transport.device
         self._handshake = LookupHandshake(path, group, local.layout, dedup)
         nothing = self._no_rows = self._handshake.no_rows
         self._no_incoming = IncomingRows(nothing.rows.long(), nothing.sizes, nothing.slots)
         self._ids = IdExchange(self.transport, nothing.slots.shape[1])
-        self._messages = self._batches = 0
-        self.idle_steps = [0] * len(local.layout.tables)
-        self._moved = False  # in this window, on any rank
+        self._batches = 0
         self._collisions = Collisions(local, self.transport, statistics)
         self._heads: list[Head] = []
         self._nothing = self.new_batch()
@@ -171,7 +165,7 @@ class RowExchange:
         given = self._nothing_given if self._waits_for_ids() else self._given_in_time(current)
         given = SomeRows(self._nothing_given.requested, given.incoming)
         sent = IdsToSend(NextIds.TOLD, request)
-        heads, incoming, _ = self._exchange(sent, current, kind, given, self.transport.rows(0))
+        heads, incoming, _ = self._ids.exchange(sent, current, kind, given, self.transport.rows(0))
         self._handshake.raise_errors(heads, wrong, looked_up)
         rows = self._serve_more(heads, incoming, request)
         if lookup is not None:
@@ -203,24 +197,23 @@ class RowExchange:
             given = SomeRows(self._nothing_given.requested, given.incoming)
         sent = IdsToSend(NextIds.TOLD, request, moves=gradient is not None)
         heads, incoming, gradients = self._until_served(sent, current, lookup, given, current.gradient)
-        self._count_step(current, any(head.moves for head in heads))
+        self.updates.count_step(current, any(head.moves for head in heads))
         self.transport.count("colliding", 4 * self.transport.dim, given.requested.sizes)
         changed = [head.lookup == LookedUp.OTHERS for head in heads]
         if any(changed):
             self._update_anew(current, following, incoming, changed)
         elif current.updates and (current.held or following.awaited is None):
-            self._update(current, given, gradients, None)
+            self.updates.take(current, given, gradients)
             current.gradient, current.patient = None, self._nothing_given
         elif current.updates:
-            kept = self.accumulator.rows
+            kept = self.updates.kept.rows
             due = self._collisions.asked_by(following.number, kept[0]) if kept else None
-            self._update(current, given, gradients, due)
+            self.updates.take(current, given, gradients, due)
             self._send_last_rows(following)
 
     def apply_held(self, current: PipelinedBatch, following: PipelinedBatch) -> None:
         """Update rows by the gradients that are held, and D."""
-        for rows, gradients in zip(*self.accumulator.pop()):
-            self.local.update(rows, gradients, current.settings)
+        self.updates.apply_held(current)
         if not current.compared:
             self._send_all_rows(following)
         elif following.awaited is not None:
@@ -234,8 +227,7 @@ class RowExchange:
 
     def discard_accumulated(self, current: PipelinedBatch, previous: PipelinedBatch | None) -> None:
         """Forget the gradients kept for an optimizer step that does not come; a window begins with ``current``."""
-        self.accumulator.pop()
-        self._moved = False
+        self.updates.discard()
         self._collisions.begin_window(current.number)
         if previous is not None:
             previous.patient = self._nothing_given
@@ -254,37 +246,18 @@ class RowExchange:
         previous = previous or self._nothing
         given = previous.patient or self._all_of(previous)
         gradients = self.transport.rows(0) if previous.gradient is None else previous.gradient
-        heads, incoming, came = self._exchange(sent, current, lookup, given, gradients, other_ids)
+        heads, incoming, came = self._ids.exchange(sent, current, lookup, given, gradients, other_ids)
         self.transport.count("non_colliding", 4 * self.transport.dim, given.requested.sizes)
         previous.gradient = None
-        if previous.updates:
-            self._update(previous, given, came, None)
-        else:
-            self.accumulator.accumulate(*self._in_order(previous, given, came))
+        self.updates.take(previous, given, came)
         return heads, incoming
-
-    def _exchange(
-        self,
-        sent: IdsToSend,
-        current: PipelinedBatch,
-        lookup: LookedUp,
-        given: SomeRows,
-        gradients: Tensor,
-        other_ids: Sequence[int] | None = None,
-    ) -> tuple[list[Head], IncomingRows, Tensor]:
-        self._messages = (self._messages + 1) & 0x7FFFFFFF
-        most, updates = max(sent.request.sizes), int(current.updates)
-        head = Head(
-            self._messages, sent.state, lookup, 0, most, 0, 0, sent.digest, current.digest, int(sent.moves), updates, sent.mode
-        )
-        return self._ids.exchange(sent, head, other_ids or self._no_rows.sizes, given, gradients)
 
     def _until_served(
         self, sent: IdsToSend, current: PipelinedBatch, lookup: LookedUp, given: SomeRows, gradients: Tensor
     ) -> tuple[list[Head], IncomingRows, Tensor]:
         """Exchange a message, again and again until no rank has had to ask for more rows of ``current`` instead."""
         while True:
-            heads, incoming, came = self._exchange(sent, current, lookup, given, gradients)
+            heads, incoming, came = self._ids.exchange(sent, current, lookup, given, gradients)
             self._handshake.raise_errors(heads)
             if all(head.lookup != LookedUp.MORE for head in heads):
                 return heads, incoming, came
@@ -340,16 +313,6 @@ class RowExchange:
 
     # -- gradients
 
-    def _count_step(self, current: PipelinedBatch, moved: bool) -> None:
-        """Take note of whether any rank has a gradient of this batch; a window without one is no update of the tables."""
-        self._moved |= moved
-        if current.updates and not self._moved:
-            self.idle_steps = [idle + (not given.frozen) for idle, given in zip(self.idle_steps, current.settings)]
-        if any(self.idle_steps):
-            pairs = zip(current.settings, self.idle_steps)
-            current.settings = [replace(given, step=given.step - idle) for given, idle in pairs]
-        self._moved &= not current.updates
-
     def _given_in_time(self, current: PipelinedBatch) -> SomeRows:
         """Return the rows whose gradients go with C: those that the next batch needs; all if nobody knows which, or clips."""
         if not current.updates:
@@ -366,7 +329,7 @@ class RowExchange:
             return
         assert current.gradient is not None
         gradients = self.transport.exchange_rows(current.gradient, current.request.sizes, current.incoming.sizes)
-        self._update(current, self._all_of(current), gradients, None)
+        self.updates.take(current, self._all_of(current), gradients)
         current.gradient, current.patient = None, self._nothing_given
         if not current.held:
             self._send_all_rows(following)
@@ -381,20 +344,3 @@ class RowExchange:
     def _all_of(self, batch: PipelinedBatch) -> SomeRows:
         sizes = (batch.request.sizes, batch.incoming.sizes)
         return SomeRows(*(RowSubset.all_of(each, self._device) for each in sizes))
-
-    def _update(self, batch: PipelinedBatch, chosen: SomeRows, gradients: Tensor, due: Tensor | None) -> None:
-        """Update some rows of a batch, and of the kept gradients those marked in ``due``, or all; or hold them all."""
-        rows, gradients = self._in_order(batch, chosen, gradients)
-        if batch.held:
-            self.accumulator.accumulate(rows, gradients)
-            return
-        if self.accumulator.rows:
-            kept_rows, kept_gradients = self.accumulator.pop(due)
-            rows, gradients = torch.cat([*kept_rows, rows]), torch.cat([*kept_gradients, gradients])
-        self.local.update(rows, gradients, batch.settings)
-
-    def _in_order(self, batch: PipelinedBatch, chosen: SomeRows, gradients: Tensor) -> tuple[Tensor, Tensor]:
-        """Return some rows that this rank owns, and their gradients, in the order of summation."""
-        rows = batch.incoming.rows.index_select(0, chosen.incoming.index)
-        order = batch.incoming.order_by_slot(chosen.incoming.index)
-        return (rows, gradients) if order is None else (rows[order], gradients[order])

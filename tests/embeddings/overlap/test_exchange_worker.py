@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_freescale.embeddings.overlap.exchange_worker import ExchangeWorker
+from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
 
 
 def _fail(error: BaseException) -> NoReturn:
@@ -16,7 +17,7 @@ def _fail(error: BaseException) -> NoReturn:
 
 @pytest.mark.parametrize("error", [ValueError("wrong ids"), OSError("connection closed"), KeyboardInterrupt("stop")])
 def test_jobs_behind_a_failed_one_fail_alike_without_being_run(error: BaseException) -> None:
-    worker, ran = ExchangeWorker("items", torch.device("cpu")), []
+    worker, ran = ExchangeWorker("items", torch.device("cpu"), ExchangeStatistics()), []
     done = worker.submit(ran.append, 1)
     failed, behind = worker.submit(_fail, error), worker.submit(ran.append, 2)
     worker.wait(done)

@@ -30,7 +30,7 @@ def _held_now(engine: OverlapEngine) -> int:
     seen: dict[int, int] = {}
     for collection in engine.collections.values():
         collection._worker.drain()
-        _held((collection._current, collection._following, collection._previous), seen)
+        _held((collection.jobs.current, collection.jobs.following, collection.jobs.unsent), seen)
     return sum(seen.values())
 
 
@@ -47,7 +47,7 @@ def _most() -> tuple[int, int]:
             loss.backward()
             engine.end_backward()
             most = max(most, _held_now(engine))
-            assert all(len(each._exchange.accumulator.rows) == 0 for each in engine.collections.values())
+            assert all(len(each._exchange.updates.kept.rows) == 0 for each in engine.collections.values())
         engine.drain()
         return most, max(sizes)
 

@@ -64,7 +64,7 @@ def _put_streams_in_place(accesses: Accesses) -> None:
         accesses.add("exchange", [message], [received], [])
 
     ExchangeWorker._run_in_order, Transport.exchange = run_watched, exchange_watched
-    collection.ExchangeWorker = lambda path, device: ExchangeWorker(path, torch.device("cuda"))
+    collection.ExchangeWorker = lambda path, device, *rest: ExchangeWorker(path, torch.device("cuda"), *rest)
 
 
 @pytest.mark.parametrize(("dedup", "holds"), [(True, False), pytest.param(False, False, marks=pytest.mark.slow), (True, True)])

@@ -1,0 +1,134 @@
+"""Batches go to the device once, before they are trained on: on CPU with stand-ins for its memory and streams."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
+
+from lightning_freescale import FreeScaleStrategy
+from lightning_freescale._lightning.loops import leaves_transfer_alone
+from lightning_freescale.strategy.early_copy import EarlyCopy
+from lightning_freescale.testing import run_distributed
+from tests.helpers.jagged import copy_of
+from tests.helpers.overlap_training import CountingModel, Run, assert_same, fit, my_loader
+from tests.helpers.stream_clocks import Accesses, ClockStream, Watch, install
+
+CPU, STEPS = torch.device("cpu"), 8
+
+
+class Device:
+    """Memory of its own, for whatever is copied without waiting."""
+
+    def __init__(self) -> None:
+        self.copied: Counter[int] = Counter()
+        self._held: dict[int, Tensor] = {}
+        plain = Tensor.to
+
+        def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if not kwargs.get("non_blocking") or tensor.data_ptr() in self._held:
+                return plain(tensor, *args, **kwargs)
+            self.copied[tensor.data_ptr()] += 1
+            copy = tensor.clone()
+            self._held[copy.data_ptr()] = copy
+            return copy
+
+        Tensor.to = to
+
+
+class AfterTransfer(CountingModel):
+    """Has the hook that may run once per batch."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.transferred = getattr(self, "transferred", 0) + 1
+        return batch
+
+
+def _fit(early: bool) -> tuple[Run, int, list[int]]:
+    torch.manual_seed(0)
+    module, loader, device = AfterTransfer(), my_loader(STEPS), None
+    sources = [batch["features"].values().data_ptr() for batch in loader.dataset.batches]
+    if early:
+        install(Accesses())
+        device = Device()
+        EarlyCopy.for_trainer = classmethod(lambda cls, trainer: cls(CPU))
+    run = fit(module, loader, strategy=FreeScaleStrategy())
+    return run, module.transferred, [] if device is None else [device.copied[source] for source in sources]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_batch_goes_to_the_device_once_and_gives_the_same_numbers(ranks: int) -> None:
+    expected, found = run_distributed(_fit, ranks, False), run_distributed(_fit, ranks, True)
+    for (plain, times, _), (early, mine, copied) in zip(expected, found):
+        assert early.losses == plain.losses
+        assert_same(early.weights, plain.weights, rtol=0, atol=0)
+        assert early.statistics["mispredicted_lookups"] == 0 and early.statistics["predicted_lookups"] > 0
+        assert mine == times
+        assert copied == [0] + [1] * (STEPS - 1), "Lightning copies the first, nobody any other again"
+
+
+def _watched(events_count: bool) -> tuple[set[str], set[str]]:
+    accesses = Accesses()
+    install(accesses)
+    ClockStream.events_count = events_count
+    batch = {"features": my_loader(1).dataset[0]["features"], "label": torch.ones(3), "name": "a"}
+    Device()
+    with Watch(accesses):
+        copies = EarlyCopy(CPU)
+        begun = copies.start(batch)
+        assert copies.take(dict(batch)) is not begun, "another batch"
+        taken = copies.take(batch)
+        assert taken is begun and taken["name"] == "a" and taken["label"] is not batch["label"]
+        assert copies.take(batch) is batch, "only once"
+        taken["label"] * 2, copy_of(taken["features"])
+    return accesses.unordered, accesses.unrecorded
+
+
+def test_the_copy_is_ordered_before_its_use() -> None:
+    assert run_distributed(_watched, 1, True) == [(set(), set())]
+    unordered, _ = run_distributed(_watched, 1, False)[0]
+    assert unordered
+
+
+def _of_packed() -> bool:
+    install(Accesses())
+    batch = {"packed": pack_sequence([torch.ones(2)])}
+    return EarlyCopy(CPU).start(batch) is batch
+
+
+def test_what_cannot_be_recorded_on_a_stream_is_left_to_lightning() -> None:
+    assert run_distributed(_of_packed, 1) == [True]
+
+
+class Moves(L.LightningModule):
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        return batch
+
+
+class ChangesBefore(L.LightningDataModule):
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "precision", "alone"),
+    [
+        (L.LightningModule, None, "32-true", True),
+        (L.LightningModule, L.LightningDataModule, "bf16-mixed", True),
+        (Moves, None, "32-true", False),
+        (L.LightningModule, ChangesBefore, "32-true", False),
+        (L.LightningModule, None, "64-true", False),
+    ],
+)
+def test_hooks_that_come_before_the_copy_are_left_alone(module: Any, data: Any, precision: Any, alone: bool) -> None:
+    plugin = L.Trainer(accelerator="cpu", precision=precision, logger=False, barebones=True).precision_plugin
+    trainer: Any = SimpleNamespace(lightning_module=module(), datamodule=data and data(), precision_plugin=plugin)
+    assert leaves_transfer_alone(trainer) is alone
+    trainer.strategy = SimpleNamespace(root_device=CPU)
+    assert EarlyCopy.for_trainer(trainer) is None, "there is no copy on CPU"
