@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +24,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_freescale.embeddings.optimizer import TableOptimizer
 from lightning_freescale.embeddings.overlap import OverlapEngine
+from lightning_freescale.embeddings.plain_embedding import EmbeddingIds
 from lightning_freescale.embeddings.sharding import TableSharding
 
 CPU = torch.device("cpu")
@@ -64,6 +65,20 @@ class Recommender(nn.Module):
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Loss, twice: TorchRec's pipeline wants a loss and a result."""
         rows = compute(self.items(batch.features)["item"].values(), batch.inverse, self.seconds)
+        loss = self.dense(rows).square().mean()
+        return loss, loss
+
+
+class PlainRecommender(Recommender):
+    """The same with a plain ``nn.Embedding``."""
+
+    def __init__(self, rows: int, dim: int, seconds: float) -> None:
+        super().__init__(rows, dim, seconds)
+        self.items = nn.Embedding(rows, dim, device=torch.device("meta"))
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Loss, twice."""
+        rows = compute(self.items(batch.features.values()), batch.inverse, self.seconds)
         loss = self.dense(rows).square().mean()
         return loss, loss
 
@@ -127,10 +142,12 @@ class Ours:
     """The engine: only the rows that the batch before updates, too, are waited for."""
 
     def __init__(self, model: Recommender) -> None:
-        sharding, world = TableSharding(model, CPU), dist.get_world_size()
+        plain = isinstance(model.items, nn.Embedding)
+        sharding = TableSharding(model, CPU, embeddings={model.items} if plain else ())
+        self._ids: Callable[[Any], Any] = (lambda kjt: EmbeddingIds("items", kjt.values())) if plain else (lambda kjt: kjt)
         names = list(sharding.parameters)
         optimizers = {name: TableOptimizer(RowWiseAdagrad, dict(ADAGRAD)) for name in names}
-        tables = sharding.shard(group=dist.new_group(), local_world_size=world, optimizers=optimizers)
+        tables = sharding.shard(group=dist.new_group(), local_world_size=dist.get_world_size(), optimizers=optimizers)
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
         self.model = DistributedDataParallel(model)
         self.optimizer = torch.optim.SGD(model.dense.parameters(), lr=1e-3)
@@ -139,7 +156,7 @@ class Ours:
     def steps(self, batches: Sequence[Batch]) -> Iterator[None]:
         """One step per batch; at the end nothing is under way."""
         for batch, upcoming in zip(batches, [*batches[1:], None]):
-            self.engine.begin_step(upcoming=None if upcoming is None else {"items": upcoming.features})
+            self.engine.begin_step(upcoming=None if upcoming is None else {"items": self._ids(upcoming.features)})
             self.optimizer.zero_grad()
             self.model(batch)[0].backward()
             self.engine.end_backward()
@@ -169,6 +186,9 @@ def build(names: Sequence[str], rows: int, dim: int, seconds: float) -> dict[str
             made[name] = Plain(DistributedDataParallel(model), Wire())
         elif name == "ours":
             made[name] = Ours(model)
+        elif name == "embedding":
+            torch.manual_seed(0)
+            made[name] = Ours(PlainRecommender(rows, dim, seconds))
         elif name == "pipeline":
             made[name] = Pipelined(_with_torchrec(model), Wire())
         else:

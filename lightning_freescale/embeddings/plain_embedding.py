@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
 from typing_extensions import override
@@ -109,8 +109,9 @@ class EmbeddingSharder(EmbeddingCollectionSharder):
 
 
 def table_name(path: str) -> str:
-    """Return the name of the table of the embedding at ``path``; torch takes no dots in it."""
-    return path.replace(".", "/")
+    """Return the name of the table of the embedding at ``path``; torch takes no dots in it, and no name of a method."""
+    name = path.replace(".", "/")
+    return f"{name}/" if hasattr(nn.ModuleDict(), name) else name
 
 
 def as_collection(path: str, embedding: Any) -> EmbeddingCollection:
@@ -128,22 +129,25 @@ def as_collection(path: str, embedding: Any) -> EmbeddingCollection:
 
 def rows_of_ids(found: Any, path: str, ids: Tensor, padding_idx: int | None) -> Tensor:
     """Return what a collection has ``found`` for :class:`EmbeddingIds` as an ``nn.Embedding`` would return it."""
-    padded = (ids == padding_idx).unsqueeze(-1) if padding_idx is not None and torch.is_grad_enabled() else None
-    rows: Tensor = _OwnRows.apply(found[path].values(), (*ids.shape, found[path].values().shape[1]), padded)
-    return rows
+    padded = (ids == padding_idx).reshape(-1, 1) if padding_idx is not None and torch.is_grad_enabled() else None
+    rows: Tensor = found[path].values()
+    if rows._is_view() or rows.is_leaf:  # which autograd forbids to change
+        rows = rows.clone()
+    if padded is not None and rows.requires_grad:
+        rows = _WithoutPadding.apply(rows, padded)
+    return rows.view(*ids.shape, rows.shape[1])
 
 
-class _OwnRows(torch.autograd.Function):
-    # A copy, because autograd forbids to change views of what other functions have returned. Its backward drops the gradient
-    # of the padding row, also one that is infinite: a factor of zero would not, and a hook is lost where a view is changed
+class _WithoutPadding(torch.autograd.Function):
+    # Its backward drops the gradient of the padding row, also one that is infinite: a factor of zero would not, and a hook is
+    # lost where a view is changed. It says that it changes the rows in place, which spares a copy
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, shape: tuple[int, ...], padded: Tensor | None) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, padded: Tensor) -> Tensor:
         ctx.padded = padded
-        return rows.view(shape).clone()
+        ctx.mark_dirty(rows)
+        return rows
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.padded is not None:
-            gradient = gradient.masked_fill(ctx.padded, 0.0)
-        return gradient.reshape(-1, gradient.shape[-1]), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.masked_fill(ctx.padded, 0.0), None

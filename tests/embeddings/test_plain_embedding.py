@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec import JaggedTensor
 
-from lightning_freescale.embeddings.plain_embedding import EmbeddingIds, rows_of_ids
+from lightning_freescale.embeddings.plain_embedding import EmbeddingIds, as_collection, rows_of_ids
 
 WEIGHT = torch.arange(20.0).view(5, 4)
 
 
-def _look_up(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+def _look_up(ids: Tensor, weight: Tensor, padding_idx: int | None, whole: bool = False) -> Tensor:
     features = EmbeddingIds("emb", ids)
     values = weight[features.values().clone()]
-    return rows_of_ids({"emb": JaggedTensor(values=values[: len(values)], lengths=features.lengths())}, "emb", ids, padding_idx)
+    found = {"emb": JaggedTensor(values=values if whole else values[: len(values)], lengths=features.lengths())}
+    return rows_of_ids(found, "emb", ids, padding_idx)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (2, 0, 2)])
@@ -29,10 +30,11 @@ def test_ids_of_any_shape_are_one_sample(shape: tuple[int, ...]) -> None:
     assert torch.equal(_look_up(ids, WEIGHT, None), WEIGHT[ids.long()])
 
 
-def test_the_result_may_be_changed_and_the_padding_row_has_no_gradient() -> None:
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_result_may_be_changed_and_the_padding_row_has_no_gradient(whole: bool) -> None:
     ids = torch.tensor([[1, 2], [1, 4]])
     weight = WEIGHT.clone().requires_grad_()
-    found = _look_up(ids, weight, 1)
+    found = _look_up(ids, weight, 1, whole)
     found *= 2
     found[0, 0] = float("inf") * found[0, 0]
     ids.zero_()
@@ -40,4 +42,10 @@ def test_the_result_may_be_changed_and_the_padding_row_has_no_gradient() -> None
     assert weight.grad is not None
     assert weight.grad.tolist() == [[0.0] * 4, [0.0] * 4, [2.0] * 4, [0.0] * 4, [2.0] * 4]
     with torch.no_grad():
-        assert torch.equal(_look_up(torch.tensor([1]), weight, 1)[0], WEIGHT[1])
+        assert torch.equal(_look_up(torch.tensor([1]), weight, 1, whole)[0], WEIGHT[1])
+
+
+@pytest.mark.parametrize("path", ["items", "keys", "type", "training", "net.items", "item_emb"])
+def test_an_embedding_may_have_any_name(path: str) -> None:
+    collection = as_collection(path, nn.Embedding(5, 4, device="meta"))
+    assert collection.embedding_configs()[0].feature_names == [path]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.testing import run_distributed
@@ -91,6 +92,14 @@ class LooksUpTwice(PlainModel):
         return (super().scores({**batch, "items": batch["items"][:, :-1]})) + after.sum(dim=1)
 
 
+class ComputesAgain(PlainModel):
+    """The encoder once more in backward, in place of keeping what it has computed."""
+
+    def scores(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        encoded = checkpoint(self.encoder, batch["items"], use_reentrant=False)
+        return (encoded * self.kind_emb(batch["kind"])).sum(dim=1)
+
+
 def _both(make: Callable[[], PlainModel], **options: Any) -> list[Fit]:
     fits = []
     for strategy in ("ddp", FreeScaleStrategy(shard=SHARDED)):
@@ -108,6 +117,7 @@ def _both(make: Callable[[], PlainModel], **options: Any) -> list[Fit]:
     [
         (LooksUpSlices, {}),
         (LooksUpTwice, {}),
+        (ComputesAgain, {}),
         pytest.param(PlainModel, {"accumulate_grad_batches": 2}, marks=pytest.mark.slow),
         pytest.param(PlainModel, {"precision": "bf16-mixed"}, marks=pytest.mark.slow),
     ],

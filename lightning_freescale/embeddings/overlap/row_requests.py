@@ -162,7 +162,9 @@ def as_output(features: KeyedJaggedTensor, rows: Tensor, layout: RowLayout, with
         jagged = features[feature]
         end = start + jagged.values().numel()
         weights = jagged.values() if with_ids else None
-        outputs[name] = JaggedTensor(values=rows[start:end], lengths=jagged.lengths(), weights=weights)
+        # a whole tensor, where it is one, may be changed in place at no cost
+        values = rows[start:end] if len(layout.features) > 1 else rows
+        outputs[name] = JaggedTensor(values=values, lengths=jagged.lengths(), weights=weights)
         start = end
     return outputs
 
