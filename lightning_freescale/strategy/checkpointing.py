@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_freescale._lightning.ddp import DDPBase
-from lightning_freescale._lightning.loops import rank_zero_warn
 from lightning_freescale.checkpoint.random_state import gather_random_states, set_random_state
+from lightning_freescale.checkpoint.window_gradients import gather_window, restore_window
 
 if TYPE_CHECKING:
     from lightning_freescale.embeddings.parameter_groups import ParameterGroups
@@ -40,9 +40,10 @@ class UnshardedCheckpointStrategy(DDPBase):
         self.tables: ShardedTables | None = None
         self.groups: ParameterGroups | None = None
         self.overlap_controller: OverlapController | None = None
-        self.gradients_wait = self._told_of_gradients = False
+        self.gradients_wait = False
         self._extra: dict[str, Any] = {}
         self._random_states: list[dict[str, Any]] = []
+        self._open_window: list[dict[str, Any]] = []
 
     def drain(self) -> None:
         """Wait until every update of the steps so far is in the tables: before reading them by hand, on every rank."""
@@ -107,30 +108,24 @@ class UnshardedCheckpointStrategy(DDPBase):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if "optimizer_states" in checkpoint:
-            checkpoint[_EXTRA] = {**self._extra, "random_states": gather_random_states(self.root_device)}
-            self._tell_of_gradients()
+            checkpoint[_EXTRA] = {**self._extra, "random_states": gather_random_states(self.root_device), **self._window()}
         self._extra = {}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def _tell_of_gradients(self) -> None:
-        """Warn once of what the file does not hold; at the end of an epoch Lightning forgets it as well."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        if not self.gradients_wait or self._told_of_gradients or trainer.is_last_batch:
-            return
-        self._told_of_gradients = True
-        rank_zero_warn(
-            "this checkpoint is written between two optimizer steps of "
-            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}), and holds no gradients: a run that resumes "
-            "from it takes its first optimizer step with those of the remaining batches alone, unlike a run that goes on. To "
-            "resume exactly, save after an optimizer step: let val_check_interval and the like be multiples of "
-            "accumulate_grad_batches"
-        )
+    def _window(self) -> dict[str, Any]:
+        """Return what is accumulated for the next optimizer step; at the end of an epoch Lightning forgets it."""
+        module = self.lightning_module
+        assert module is not None
+        if not self.gradients_wait or module.trainer.is_last_batch:
+            return {}
+        names = () if self.tables is None else self.tables.names_in_module()
+        engine = None if self.overlap_controller is None else self.overlap_controller.engine
+        return {"window": gather_window(module, names, engine)}
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         extra = checkpoint.get(_EXTRA, {})
-        self._random_states = extra.get("random_states", [])
+        self._random_states, self._open_window = extra.get("random_states", []), extra.get("window", [])
         if self.tables is not None and self.groups is not None:
             full = checkpoint["optimizer_states"][0]
             with self.writing_tables():
@@ -144,6 +139,12 @@ class UnshardedCheckpointStrategy(DDPBase):
         if self._random_states:
             set_random_state(self._random_states, self.root_device)
             self._random_states = []
+        self.gradients_wait = bool(self._open_window)
+        if self._open_window:
+            engine = None if self.overlap_controller is None else self.overlap_controller.engine
+            assert self.lightning_module is not None
+            restore_window(self._open_window, self.lightning_module, engine)
+            self._open_window = []
 
 
 def _unsharded() -> ModuleType:

@@ -284,7 +284,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         assert self.lightning_module is not None
-        self._update_due = self.gradients_wait = False
+        self._update_due = False
         trainer = self.lightning_module.trainer
         self._balance_monitor = BalanceMonitor(trainer, self.timeline, process_group_timeout(self))
         self._at_teardown.callback(self._balance_monitor.stop)

@@ -1,19 +1,22 @@
-"""A run that resumes where gradients are being accumulated: they are in no checkpoint."""
+"""A run that resumes where gradients are being accumulated goes on as if it had not stopped."""
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.types import ShardingPlan
 
-from lightning_freescale import FreeScaleDataModule
+from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.testing import run_distributed
 from tests.checkpoint.test_resume import Seen
 from tests.helpers.overlap_training import assert_same
-from tests.helpers.recommender import Samples, collate, trainer
+from tests.helpers.recommender import Net, Samples, collate, trainer
 
 
 class SaveAfterBatches(L.Callback):
@@ -39,40 +42,73 @@ class CutShort(Seen):
 
 
 def _accumulate(
-    path: str, after: tuple[int, ...] = (), resume: Any = None, make: type[Seen] = Seen
-) -> tuple[list[float], dict[str, Any], list[str]]:
-    """Losses, weights and what is said of a run with windows of 3 batches; 8 batches an epoch."""
+    path: str, after: tuple[int, ...] = (), resume: Any = None, make: type[Seen] = Seen, ranks: int = 2, **options: Any
+) -> tuple[list[float], dict[str, Any], Any]:
+    """Losses, weights and optimizer states of a run with windows of 3 batches; 8 batches an epoch."""
     torch.manual_seed(0 if resume is None else 7)
     module, data = make("adagrad"), Samples(64)
     loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate)
-    fit = trainer(devices=2, max_epochs=2, accumulate_grad_batches=3, callbacks=[SaveAfterBatches(path, after)])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit.fit(module, loader, ckpt_path=None if resume is None else f"{path}{resume}")
-    told = [str(one.message) for one in caught if "holds no gradients" in str(one.message)]
-    return module.losses, fit.strategy.lightning_module_state_dict(), told
+    strategy, save = FreeScaleStrategy(**options), SaveAfterBatches(path, after)
+    fit = trainer(strategy=strategy, devices=ranks, max_epochs=2, accumulate_grad_batches=3, callbacks=[save])
+    fit.fit(module, loader, ckpt_path=None if resume is None else f"{path}{resume}")
+    state = fit._checkpoint_connector.dump_checkpoint(weights_only=False)
+    return module.losses, state["state_dict"], state["optimizer_states"]
 
 
-def _resume_accumulating(path: str) -> list[tuple[list[float], dict[str, Any], list[str]]]:
-    whole = _accumulate(path, (1, 4, 5, 6, 8))
-    return [whole, _accumulate(path, resume=6), _accumulate(path, resume=5)]
+def _resume_accumulating(path: str) -> list[tuple[list[float], dict[str, Any], Any]]:
+    whole = _accumulate(path, (4, 5, 6))
+    # saved again where it has resumed, before the window ends
+    return [whole, _accumulate(path, (5,), resume=4), *(_accumulate(path, resume=batch) for batch in (5, 6))]
 
 
-def test_resume_inside_a_window(tmp_path: Path) -> None:
-    """Gradients are in no checkpoint, which is said once when it is written; after an optimizer step a resume is bitwise."""
+def test_resume_inside_a_window_is_bitwise(tmp_path: Path) -> None:
     ranks = run_distributed(_resume_accumulating, 2, str(tmp_path / "batch"))
-    for whole, exact, inside in ranks:
-        assert exact[0] == whole[0][6:]
-        assert inside[0][:1] == whole[0][5:6] and inside[0][1:] != whole[0][6:], "the step after batch 6 lacks 4 and 5"
-    assert [len(whole[2]) for whole, *_ in ranks] == [1, 0]
-    assert "Trainer(accumulate_grad_batches=3)" in ranks[0][0][2][0]
-    assert_same(ranks[0][1][1], ranks[0][0][1])
+    for whole, *resumed in ranks:
+        for after, (losses, *_) in zip((4, 5, 6), resumed):
+            assert losses == whole[0][after:]
+    for mine in ranks[0][1:]:
+        assert_same(mine[1:], ranks[0][0][1:])
 
 
-def _save_between_windows(path: str) -> list[list[str]]:
-    return [_accumulate(path, (1, 3, 6, 8))[2], _accumulate(path, make=CutShort)[2]]
+def _windows(path: str) -> list[bool]:
+    _accumulate(path, (1, 3, 5, 6, 8))
+    _accumulate(path := f"{path}_short", make=CutShort)
+    files = [*(path.removesuffix("_short") + str(after) for after in (1, 3, 5, 6, 8)), f"{path}_epoch"]
+    return ["window" in torch.load(each, weights_only=True).get("freescale", {}) for each in files]
 
 
-def test_checkpoints_that_lack_no_gradients_say_nothing(tmp_path: Path) -> None:
-    """Weights alone, after an optimizer step, and where the epoch ends and Lightning forgets what was accumulated."""
-    assert run_distributed(_save_between_windows, 2, str(tmp_path / "batch")) == [[[], []]] * 2
+def test_only_an_open_window_is_saved(tmp_path: Path) -> None:
+    """Not with weights alone, after an optimizer step, nor where the epoch ends and Lightning forgets what was accumulated."""
+    none = [False, False, True, False, False, False]
+    assert run_distributed(_windows, 2, str(tmp_path / "batch")) == [none] * 2
+
+
+def _error(path: str, ranks: int, **options: Any) -> str:
+    with pytest.raises(ValueError, match="between two optimizer steps") as error:
+        _accumulate(path, resume=5, ranks=ranks, **options)
+    return str(error.value)
+
+
+def _on_one_owner() -> ShardingPlan:
+    how = {"item": table_wise(rank=0, compute_kernel="fused"), "cat": table_wise(rank=1, compute_kernel="fused")}
+    sharder = EmbeddingCollectionSharder()
+    return ShardingPlan(
+        {
+            "net.embeddings": construct_module_sharding_plan(
+                Net(torch.device("meta")).embeddings, how, sharder=sharder, local_size=2, world_size=2, device_type="cpu"
+            )
+        }
+    )
+
+
+def _on_other_owners(path: str) -> str:
+    _accumulate(path, (5,))
+    return _error(path, 2, plan=_on_one_owner())
+
+
+def test_gradients_that_belong_to_other_ranks_are_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "batch")
+    for text in run_distributed(_on_other_owners, 2, path):
+        assert "'net.embeddings' is sharded otherwise" in text
+    (text,) = run_distributed(_error, 1, path, 1)
+    assert "was written on 2 ranks" in text and "Resume on 2 ranks, or from" in text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -135,6 +135,20 @@ class OverlappedCollection:
         updates = self._exchange.updates
         counts, updates.idle_steps = updates.idle_steps, [0] * len(updates.idle_steps)
         return counts
+
+    def accumulated_gradients(self) -> dict[str, Any]:
+        """Return what :meth:`restore_accumulated` takes. Drain first."""
+        updates = self._exchange.updates
+        rows, gradients = ([each.cpu() for each in kept] for kept in (updates.kept.rows, updates.kept.gradients))
+        return {"rows": rows, "gradients": gradients, "moved": updates.moved, "first_rows": self._local.layout.first_row}
+
+    def restore_accumulated(self, kept: Mapping[str, Any]) -> None:
+        """Go on in a window, before the first step."""
+        if not torch.equal(kept["first_rows"], self._local.layout.first_row):
+            errors.other_sharding(self.path)
+        device = self._local.layout.device
+        rows, gradients = ([each.to(device) for each in kept[name]] for name in ("rows", "gradients"))
+        self._worker.wait(self._worker.submit(self._exchange.restore_window, rows, gradients, kept["moved"]))
 
     @property
     def error(self) -> Exception | None:

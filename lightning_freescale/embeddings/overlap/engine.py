@@ -221,6 +221,23 @@ class OverlapEngine:
         taken = [(self._table_keys[path], each.take_idle_steps()) for path, each in self.collections.items()]
         return {key: count for keys, counts in taken for key, count in zip(keys, counts)}
 
+    def accumulated_gradients(self) -> dict[str, dict[str, Any]]:
+        """Return what this rank keeps, as an owner, for the optimizer step of the current window, by collection.
+
+        None of it is on the device. Drain first.
+        """
+        return {path: collection.accumulated_gradients() for path, collection in self.collections.items()}
+
+    def restore_accumulated(self, kept: Mapping[str, Mapping[str, Any]]) -> None:
+        """Go on in the window that :meth:`accumulated_gradients` was called in, before the first step.
+
+        Raises:
+            ValueError: the tables are sharded otherwise than they were.
+        """
+        for path, collection in self.collections.items():
+            if path in kept:
+                collection.restore_accumulated(kept[path])
+
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Let anybody else write to the tables inside: updates under way come first, rows fetched ahead are thrown away.

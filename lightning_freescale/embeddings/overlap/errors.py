@@ -54,6 +54,14 @@ def unannounced_write(path: str) -> NoReturn:
     )
 
 
+def other_sharding(path: str) -> NoReturn:
+    """Raise because accumulated gradients are of rows that other ranks own now."""
+    raise ValueError(
+        f"the checkpoint was written between two optimizer steps, and embedding collection {path!r} is sharded otherwise than "
+        "it was then: resume with the same plan, or from a checkpoint that was written after an optimizer step"
+    )
+
+
 def uneven_ends(ended: list[int], step: int) -> NoReturn:
     """Raise because some ranks have another batch, and some have not."""
     raise RuntimeError(

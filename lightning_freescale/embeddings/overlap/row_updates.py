@@ -20,22 +20,23 @@ class RowUpdates:
     Attributes:
         idle_steps: for each table the optimizer steps in which no rank had a gradient: they are no updates of it.
         kept: gradients kept for a later optimizer step, or held until they are clipped.
+        moved: whether any rank has had a gradient in this window.
     """
 
     def __init__(self, local: LocalRows) -> None:
         self.local, self.kept = local, GradientAccumulator()
         self.idle_steps = [0] * len(local.layout.tables)
-        self._moved = False  # in this window, on any rank
+        self.moved = False
 
     def count_step(self, current: PipelinedBatch, moved: bool) -> None:
         """Take note of whether any rank has a gradient of this batch; a window without one is no update of the tables."""
-        self._moved |= moved
-        if current.updates and not self._moved:
+        self.moved |= moved
+        if current.updates and not self.moved:
             self.idle_steps = [idle + (not given.frozen) for idle, given in zip(self.idle_steps, current.settings)]
         if any(self.idle_steps):
             pairs = zip(current.settings, self.idle_steps)
             current.settings = [replace(given, step=given.step - idle) for given, idle in pairs]
-        self._moved &= not current.updates
+        self.moved &= not current.updates
 
     def take(self, batch: PipelinedBatch, chosen: SomeRows, gradients: Tensor, due: Tensor | None = None) -> None:
         """Update some rows of a batch; or keep their gradients, if it is clipped or no optimizer step follows it.
@@ -66,7 +67,7 @@ class RowUpdates:
     def discard(self) -> None:
         """Forget the gradients kept for an optimizer step that does not come."""
         self.kept.pop()
-        self._moved = False
+        self.moved = False
 
 
 @dataclass
