@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import KernelConfig, TopologyFactory, TrainerConfig
@@ -19,13 +21,47 @@ OVERLAPPED_KERNELS = ("fused", "fused_uvm")
 _FUSED = ("fused", "fused_uvm", "fused_uvm_caching")
 
 
+def memory_for_tables(root: nn.Module, tables: Iterable[Tensor], device: torch.device, group: dist.ProcessGroup) -> int | None:
+    """Return the bytes of a GPU that dense part and its optimizer leave free, the least of all ranks. Collective.
+
+    TorchRec's planner takes 32 GB for granted otherwise. None on the CPU.
+
+    Args:
+        root: the module that is trained.
+        tables: those of its parameters that are sharded.
+        device: of this rank.
+        group: of all ranks.
+    """
+    if device.type != "cuda":
+        return None
+    sharded = set(map(id, tables))
+    dense = sum(p.nbytes for p in root.parameters() if id(p) not in sharded)
+    buffers = sum(buffer.nbytes for buffer in root.buffers())
+    # each with a gradient, its place in a bucket of DDP, and two states of Adam
+    free = torch.cuda.get_device_properties(device).total_memory - 5 * dense - buffers
+    least = torch.tensor(max(free, 0), device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+    return int(least)
+
+
 def row_wise_planner(
-    collections: list[Collection], device: torch.device, world_size: int, local_world_size: int
+    collections: list[Collection],
+    device: torch.device,
+    world_size: int,
+    local_world_size: int,
+    memory: int | None = None,
 ) -> EmbeddingShardingPlanner:
     """Return TorchRec's planner, held to row-wise sharding with the optimizer fused into backward.
 
     EmbeddingBagCollections may be sharded table-wise as well: on CPU, TorchRec plans nothing else for them. Tables too small
     to give every rank a row are sharded table-wise.
+
+    Args:
+        collections: whose tables are planned.
+        device: the kind of device.
+        world_size: ranks.
+        local_world_size: ranks per node.
+        memory: bytes of a GPU that tables may take, less 15 % for activations; TorchRec's default if not given.
 
     Raises:
         ValueError: a table with managed collisions, which TorchRec shards row-wise only, is too small for that.
@@ -36,7 +72,7 @@ def row_wise_planner(
         for table in collection.tables
     }
     topology = TopologyFactory.create_topology(
-        TrainerConfig(world_size=world_size, local_world_size=local_world_size),
+        TrainerConfig(world_size=world_size, local_world_size=local_world_size, hbm_cap_bytes=memory),
         kernel_config=KernelConfig(compute_device=device.type),
     )
     # 15 % is TorchRec's own default share; its default estimate of the dense part warns that it is unreliable

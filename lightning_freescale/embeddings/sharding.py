@@ -18,7 +18,7 @@ from lightning_freescale.embeddings.id_remapping import fill_id_remappings
 from lightning_freescale.embeddings.managed_collision import patch_sharded
 from lightning_freescale.embeddings.optimizer import FROZEN, TableOptimizer
 from lightning_freescale.embeddings.plain_embedding import as_collection
-from lightning_freescale.embeddings.planning import check_plan, row_wise_planner
+from lightning_freescale.embeddings.planning import check_plan, memory_for_tables, row_wise_planner
 from lightning_freescale.embeddings.shards import Shard, ShardedTables, ShardingRecord, kernels, shards_of
 from lightning_freescale.embeddings.sparse_adam import new_state
 
@@ -106,7 +106,9 @@ class TableSharding:
         chosen = {table.key: (optimizers or {}).get(table.key, FROZEN) for c in collections for table in c.tables}
         plan = plan or self._earlier_plan()
         if plan is None:
-            planner = planner or row_wise_planner(collections, self.device, group.size(), local_world_size)
+            if planner is None:
+                memory = memory_for_tables(self.root, self.parameters.values(), self.device, group)
+                planner = row_wise_planner(collections, self.device, group.size(), local_world_size, memory)
             plan = planner.collective_plan(self.root, [collection.sharder for collection in collections], group)
         # an unsharded run would not draw the random numbers that shards are created with: dropout must stay what it was
         with torch.random.fork_rng(devices=[self.device.index] if self.device.type == "cuda" else []):
