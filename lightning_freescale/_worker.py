@@ -10,6 +10,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+import torch
+
 Job = Callable[..., Any]
 
 
@@ -75,8 +77,7 @@ class WorkerThread:
         return not thread.is_alive()
 
     def _start(self) -> None:
-        self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
-        self._thread.start()
+        self._thread = start_daemon(self._work, self.name)
 
     def _work(self) -> None:
         while (queued := self._jobs.get()) is not None:
@@ -89,6 +90,20 @@ class WorkerThread:
                 self._waiting -= 1
             resolve()  # only now: who waits for it may give this thread the next job
             del queued, future, job, args, resolve  # their tensors
+
+
+def start_daemon(run: Callable[[], None], name: str) -> threading.Thread:
+    """Start a thread that works on its caller's CUDA device, which belongs to a thread and is the first one in a new one."""
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run_on_device() -> None:
+        if device is not None:
+            torch.cuda.set_device(device)
+        run()
+
+    thread = threading.Thread(target=run_on_device, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 def _attempt(future: Future[Any], job: Job, *args: Any) -> Callable[[], None]:

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "balance": set(),
     "comm": {"_worker"},
     "profiling": {"_worker"},
-    "data": {"_objects", "_torchrec", "balance", "comm"},
+    "data": {"_worker", "_objects", "_torchrec", "balance", "comm"},
     "embeddings": {"_objects", "_torchrec", "_worker", "comm"},
     "checkpoint": {"_objects", "embeddings"},
     "_lightning": {"profiling"},

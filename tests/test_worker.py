@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 
 import pytest
+import torch
 
-from lightning_freescale._worker import WorkerThread
+from lightning_freescale._worker import WorkerThread, start_daemon
 from tests.helpers.comm_groups import lane_threads
 
 
@@ -142,3 +143,14 @@ def test_it_counts_the_processors_time_of_background_jobs_not_their_waiting(work
     burnt = [worker.submit(_burn) for _ in range(4)]
     wait(burnt, timeout=30)
     assert 0.2 <= worker.cpu_seconds < 0.5
+
+
+@pytest.mark.parametrize("initialized", [True, False])
+def test_a_thread_works_on_its_callers_device(monkeypatch: pytest.MonkeyPatch, initialized: bool) -> None:
+    """With stand-ins for the device: work that a thread issues must not go to the first GPU, which is another rank's."""
+    seen: list[tuple[str, int]] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append((threading.current_thread().name, device)))
+    start_daemon(lambda: None, "mine").join(10)
+    assert seen == ([("mine", 3)] if initialized else [])

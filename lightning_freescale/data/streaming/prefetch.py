@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Generator, Iterator
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
+
+from lightning_freescale._worker import start_daemon
 
 T = TypeVar("T")
 _END: Any = object()
@@ -31,8 +32,7 @@ class PrefetchThread(Generic[T]):
             self._permits.put(True)
         self._error: BaseException | None = None
         # a daemon, so that a rank whose peers are gone can end without waiting for them
-        self._thread = threading.Thread(target=self._run, name="freescale-stream", daemon=True)
-        self._thread.start()
+        self._thread = start_daemon(self._run, "freescale-stream")
 
     def __iter__(self) -> Iterator[T]:
         """Yield the items in their order; raise what the thread raised."""
