@@ -138,8 +138,10 @@ class AdamKernel(TableKernel):
 
 def add_up(rows: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
     """Return every row once, and its gradients added up in order: shapes ``[rows]`` and ``[rows, dim]``."""
-    merged, inverse = torch.unique(rows, return_inverse=True)
-    return merged, gradients.new_zeros(len(merged), gradients.shape[1]).index_add_(0, inverse, gradients)
+    merged, inverse, counts = torch.unique(rows, return_inverse=True, return_counts=True)
+    order = torch.argsort(inverse, stable=True)
+    # not index_add_, which on CUDA adds in any order
+    return merged, torch.embedding_bag(gradients, order, counts.cumsum(0) - counts)[0]
 
 
 class LocalRows:
