@@ -93,7 +93,7 @@ class WorkerThread:
 
 
 def start_daemon(run: Callable[[], None], name: str) -> threading.Thread:
-    """Start a thread that works on its caller's CUDA device, which belongs to a thread and is the first one in a new one."""
+    """Start a thread that works on its caller's CUDA device. By itself a new thread works on the first."""
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run_on_device() -> None:

@@ -47,7 +47,7 @@ class FreeScaleDataModule(LightningDataModule):
         shuffle: draw a new order every epoch; a stream comes in its own.
         seed: seeds the order.
         **loader_options: further options of ``torch.utils.data.DataLoader``, such as ``num_workers`` and ``pin_memory`` (by
-            default where there is a CUDA device); for an ``IterableDataset`` only ``num_workers``.
+            default where the Trainer's device is a GPU); for an ``IterableDataset`` only ``num_workers``.
 
     Attributes:
         train: the training data: how it is planned, and where a run stands in it.
@@ -192,7 +192,7 @@ class FreeScaleDataModule(LightningDataModule):
             return self.train.loader(*self._rank_and_world_size(), epoch, timeout)
         sampler = self.train.resumed_sampler(*self._rank_and_world_size(), epoch)
         self._reload_next_epoch(self.train.epoch_is_cut_anew)
-        return BalancedDataLoader.from_sampler(self.train.dataset, sampler, self.collate_fn, **self._loader_options)
+        return BalancedDataLoader.from_sampler(self.train.dataset, sampler, self.collate_fn, **self._options_of_loader())
 
     def val_dataloader(self) -> BalancedDataLoader | list[Any]:
         """Return a loader of this rank's part of the validation samples, each once, in order."""
@@ -213,7 +213,11 @@ class FreeScaleDataModule(LightningDataModule):
         rank, world_size = self._rank_and_world_size()
         costs = np.zeros(size_of(dataset, name))
         sampler = BalancedSampler(costs, self.batch_size, num_replicas=world_size, rank=rank, shuffle=False, balance=False)
-        return BalancedDataLoader.from_sampler(dataset, sampler, self.collate_fn, **self._loader_options)
+        return BalancedDataLoader.from_sampler(dataset, sampler, self.collate_fn, **self._options_of_loader())
+
+    def _options_of_loader(self) -> dict[str, Any]:
+        on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+        return {"pin_memory": on_gpu, **self._loader_options}  # from pinned memory a batch is copied without a wait
 
     def _rank_and_world_size(self) -> tuple[int, int]:
         return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)

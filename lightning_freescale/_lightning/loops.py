@@ -23,7 +23,6 @@ from lightning.pytorch.trainer.states import TrainerFn as TrainerFn
 from lightning.pytorch.utilities import rank_zero_info as rank_zero_info
 from lightning.pytorch.utilities import rank_zero_warn as rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden as is_overridden
-from lightning_utilities.core.apply_func import apply_to_collection as apply_to_collection
 
 # moving optimizer states is part of every strategy's set-up, but has no public name
 optimizers_to_device = _optimizers_to_device
@@ -93,8 +92,8 @@ def prepared_batch(trainer: Trainer, batch: Any) -> Any:
 
 
 def leaves_transfer_alone(trainer: Trainer) -> bool:
-    """Whether batches reach the device as they come out of the loader, by Lightning's own means."""
-    hooks = ("on_before_batch_transfer", "transfer_batch_to_device")
+    """Whether batches reach the device, and the step, as they come out of the loader, by Lightning's own means."""
+    hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
     parts = (trainer.lightning_module, getattr(trainer, "datamodule", None))
     own = any(is_overridden(hook, part) for hook in hooks for part in parts)
     return not own and type(trainer.precision_plugin).convert_input is Precision.convert_input

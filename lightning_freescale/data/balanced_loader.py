@@ -40,10 +40,8 @@ class BalancedDataLoader(DataLoader[Any]):
             dataset: map-style.
             sampler: yields the indices of each step.
             collate_fn: turns the list of samples of a step into a batch; torch's default if not given.
-            **loader_options: further options of ``torch.utils.data.DataLoader``; ``pin_memory`` is on where there is a CUDA
-                device, if not given.
+            **loader_options: further options of ``torch.utils.data.DataLoader``.
         """
-        loader_options.setdefault("pin_memory", torch.cuda.is_available())
         return cls(
             _BulkDataset(dataset),
             # batch_size=None with a DistributedSampler is the one shape that Lightning neither refuses nor rebuilds

@@ -129,18 +129,18 @@ def as_collection(path: str, embedding: Any) -> EmbeddingCollection:
 
 def rows_of_ids(found: Any, path: str, ids: Tensor, padding_idx: int | None) -> Tensor:
     """Return what a collection has ``found`` for :class:`EmbeddingIds` as an ``nn.Embedding`` would return it."""
-    padded = (ids == padding_idx).reshape(-1, 1) if padding_idx is not None and torch.is_grad_enabled() else None
-    rows: Tensor = found[path].values()
-    if rows._is_view() or rows.is_leaf:  # which autograd forbids to change
-        rows = rows.clone()
-    if padded is not None and rows.requires_grad:
-        rows = _WithoutPadding.apply(rows, padded)
-    return rows.view(*ids.shape, rows.shape[1])
+    found_rows: Tensor = found[path].values()
+    shape = (*ids.shape, found_rows.shape[1])
+    # a tensor of its own, which the caller may change: a view is one of what TorchRec has returned, which autograd forbids
+    rows = found_rows.view(shape).clone() if found_rows._is_view() else torch.ops.aten._unsafe_view(found_rows, shape)
+    if padding_idx is not None and rows.requires_grad:
+        rows = _WithoutPadding.apply(rows, (ids == padding_idx).unsqueeze(-1))
+    return rows
 
 
 class _WithoutPadding(torch.autograd.Function):
     # Its backward drops the gradient of the padding row, also one that is infinite: a factor of zero would not, and a hook is
-    # lost where a view is changed. It says that it changes the rows in place, which spares a copy
+    # lost where the rows are changed. It says that it changes them in place, which spares a copy
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, padded: Tensor) -> Tensor:

@@ -31,6 +31,9 @@ def memory_for_tables(root: nn.Module, tables: Iterable[Tensor], device: torch.d
         tables: those of its parameters that are sharded.
         device: of this rank.
         group: of all ranks.
+
+    Raises:
+        ValueError: nothing is left.
     """
     if device.type != "cuda":
         return None
@@ -39,8 +42,13 @@ def memory_for_tables(root: nn.Module, tables: Iterable[Tensor], device: torch.d
     buffers = sum(buffer.nbytes for buffer in root.buffers())
     # each with a gradient, its place in a bucket of DDP, and two states of Adam
     free = torch.cuda.get_device_properties(device).total_memory - 5 * dense - buffers
-    least = torch.tensor(max(free, 0), device=device)
+    least = torch.tensor(free, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+    if least <= 0:
+        raise ValueError(
+            f"a dense part of {dense / 2**30:.1f} GiB, with gradients and optimizer states, leaves no memory for embedding "
+            "tables on the smallest GPU: pass FreeScaleStrategy(plan=...), or planner=... with the memory that tables may take"
+        )
     return int(least)
 
 

@@ -13,10 +13,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_freescale._lightning.ddp import DDPBase
+from lightning_freescale._lightning.loops import rank_zero_warn
+from lightning_freescale.checkpoint.accumulated_gradients import gather_accumulated, restore_accumulated
 from lightning_freescale.checkpoint.random_state import gather_random_states, set_random_state
-from lightning_freescale.checkpoint.window_gradients import gather_window, restore_window
 
 if TYPE_CHECKING:
+    from lightning_freescale.embeddings.overlap import OverlapEngine
     from lightning_freescale.embeddings.parameter_groups import ParameterGroups
     from lightning_freescale.embeddings.shards import ShardedTables
     from lightning_freescale.strategy.overlap import OverlapController
@@ -43,12 +45,13 @@ class UnshardedCheckpointStrategy(DDPBase):
         self.gradients_wait = False
         self._extra: dict[str, Any] = {}
         self._random_states: list[dict[str, Any]] = []
-        self._open_window: list[dict[str, Any]] = []
+        self._restored_gradients: list[dict[str, Any]] = []
+        self._left_in_window = False  # by the last fit, so that what it had accumulated is lost
 
     def drain(self) -> None:
         """Wait until every update of the steps so far is in the tables: before reading them by hand, on every rank."""
-        if self.overlap_controller is not None:
-            self.overlap_controller.engine.drain()
+        if (engine := self._engine()) is not None:
+            engine.drain()
 
     def full_weight(self, path: str) -> Tensor:
         """Return a copy of a whole sharded table on every rank, shape ``[rows, dim]``, without gradient. Collective.
@@ -108,24 +111,44 @@ class UnshardedCheckpointStrategy(DDPBase):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if "optimizer_states" in checkpoint:
-            checkpoint[_EXTRA] = {**self._extra, "random_states": gather_random_states(self.root_device), **self._window()}
+            checkpoint[_EXTRA] = {**self._extra, "random_states": gather_random_states(self.root_device)}
+            if accumulated := self._accumulated():
+                checkpoint[_EXTRA]["accumulated"] = accumulated
         self._extra = {}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def _window(self) -> dict[str, Any]:
+    def _accumulated(self) -> list[dict[str, Any]]:
         """Return what is accumulated for the next optimizer step; at the end of an epoch Lightning forgets it."""
         module = self.lightning_module
         assert module is not None
-        if not self.gradients_wait or module.trainer.is_last_batch:
-            return {}
-        names = () if self.tables is None else self.tables.names_in_module()
-        engine = None if self.overlap_controller is None else self.overlap_controller.engine
-        return {"window": gather_window(module, names, engine)}
+        if self._left_in_window:
+            rank_zero_warn(
+                "this checkpoint is written after a fit that ended between two optimizer steps of "
+                f"Trainer(accumulate_grad_batches={module.trainer.accumulate_grad_batches}), and holds no accumulated "
+                "gradients: a run that resumes from it takes its first optimizer step with those of the remaining batches "
+                "alone. Save before the fit ends, such as in on_train_end"
+            )
+            return []
+        wait = self.gradients_wait and not module.trainer.is_last_batch
+        return gather_accumulated(wait, module, self._sharded_names(), self._engine())
+
+    def _sharded_names(self) -> frozenset[str]:
+        return frozenset() if self.tables is None else frozenset(self.tables.names_in_module())
+
+    def _engine(self) -> OverlapEngine | None:
+        return None if self.overlap_controller is None else self.overlap_controller.engine
+
+    @override
+    def teardown(self) -> None:
+        # what is left of a fit that failed is not the next one's
+        self._left_in_window, self.gradients_wait = self._left_in_window or self.gradients_wait, False
+        self._restored_gradients, self._random_states = [], []
+        super().teardown()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         extra = checkpoint.get(_EXTRA, {})
-        self._random_states, self._open_window = extra.get("random_states", []), extra.get("window", [])
+        self._random_states, self._restored_gradients = extra.get("random_states", []), extra.get("accumulated", [])
         if self.tables is not None and self.groups is not None:
             full = checkpoint["optimizer_states"][0]
             with self.writing_tables():
@@ -139,12 +162,13 @@ class UnshardedCheckpointStrategy(DDPBase):
         if self._random_states:
             set_random_state(self._random_states, self.root_device)
             self._random_states = []
-        self.gradients_wait = bool(self._open_window)
-        if self._open_window:
-            engine = None if self.overlap_controller is None else self.overlap_controller.engine
-            assert self.lightning_module is not None
-            restore_window(self._open_window, self.lightning_module, engine)
-            self._open_window = []
+        self._left_in_window, self.gradients_wait = False, bool(self._restored_gradients)
+        if self._restored_gradients:
+            module, sharded = self.lightning_module, self._sharded_names()
+            assert module is not None
+            assert self.model is not None
+            ranks, self._restored_gradients = self._restored_gradients, []
+            restore_accumulated(ranks, module, sharded, self.model, self._engine())
 
 
 def _unsharded() -> ModuleType:

@@ -1,19 +1,23 @@
-"""The next batch on its way to the device, while the batch before computes."""
+"""The next batch on its way to the device, before the step of the batch before it."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torchrec.streamable import Pipelineable
 
-from lightning_freescale._lightning.loops import Movable, Trainer, apply_to_collection, leaves_transfer_alone
+from lightning_freescale._lightning.loops import Movable, Trainer, leaves_transfer_alone
 
 
 class EarlyCopy:
-    """Copies the next batch on a stream of its own; Lightning's own copy, later and on the stream that computes, is that one.
+    """Copies the next batch as soon as its ids are needed, on a stream of its own; Lightning finds it on the device later.
 
-    So its ids, which the exchange needs now, go to the device once. From pinned memory (``DataLoader(pin_memory=True)``) the
-    host does not wait for it. Not tested on GPU.
+    So the ids go to the device once. From pinned memory (``DataLoader(pin_memory=True)``) the host does not wait. The stream
+    that computes does, before the step of the batch before: the copy is hidden as far as the host runs ahead of the device.
+    Not tested on GPU.
 
     Args:
         device: where to, a CUDA device.
@@ -33,8 +37,8 @@ class EarlyCopy:
     def start(self, batch: Any) -> Any:
         """Begin to copy a batch, and return its copy, which the current stream may use; the batch itself if it cannot be."""
         self._source = self._copy = None
-        if not all(hasattr(each, "record_stream") for each in _movable(batch)):
-            return batch  # nobody could tell when its memory is free again
+        if not all(isinstance(each, (Tensor, Pipelineable)) for each in _movable(batch)):
+            return batch  # nobody could tell when the memory of something else is free again
         with torch.cuda.stream(self._stream):
             copy = apply_to_collection(batch, Movable, lambda each: each.to(self._device, non_blocking=True))
             copied = self._stream.record_event()

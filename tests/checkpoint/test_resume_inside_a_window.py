@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torchrec.distributed.sharding_plan import construct_module_sharding_plan, t
 from torchrec.distributed.types import ShardingPlan
 
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
+from lightning_freescale.checkpoint.accumulated_gradients import restore_accumulated
 from lightning_freescale.testing import run_distributed
 from tests.checkpoint.test_resume import Seen
 from tests.helpers.overlap_training import assert_same
@@ -42,15 +44,24 @@ class CutShort(Seen):
 
 
 def _accumulate(
-    path: str, after: tuple[int, ...] = (), resume: Any = None, make: type[Seen] = Seen, ranks: int = 2, **options: Any
+    path: str,
+    after: tuple[int, ...] = (),
+    resume: Any = None,
+    make: type[Seen] = Seen,
+    ranks: int = 2,
+    window: int = 3,
+    stop: bool = False,
+    **options: Any,
 ) -> tuple[list[float], dict[str, Any], Any]:
-    """Losses, weights and optimizer states of a run with windows of 3 batches; 8 batches an epoch."""
+    """Losses, weights and optimizer states of a run with windows of some batches; 8 batches an epoch."""
     torch.manual_seed(0 if resume is None else 7)
     module, data = make("adagrad"), Samples(64)
     loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate)
     strategy, save = FreeScaleStrategy(**options), SaveAfterBatches(path, after)
-    fit = trainer(strategy=strategy, devices=ranks, max_epochs=2, accumulate_grad_batches=3, callbacks=[save])
+    fit = trainer(strategy=strategy, devices=ranks, max_epochs=2, accumulate_grad_batches=window, callbacks=[save])
     fit.fit(module, loader, ckpt_path=None if resume is None else f"{path}{resume}")
+    if stop:
+        fit.save_checkpoint(f"{path}_stopped")
     state = fit._checkpoint_connector.dump_checkpoint(weights_only=False)
     return module.losses, state["state_dict"], state["optimizer_states"]
 
@@ -70,11 +81,81 @@ def test_resume_inside_a_window_is_bitwise(tmp_path: Path) -> None:
         assert_same(mine[1:], ranks[0][0][1:])
 
 
+class UsesAtFirst(Seen):
+    """The last batch of a window does not use its bias."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer)
+        self.bias = torch.nn.Parameter(torch.zeros(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss if batch_idx % 3 == 2 else loss + self.bias.square().sum() + (self.global_rank + 1) * self.bias.sum()
+
+
+def _resume_unused(path: str) -> list[dict[str, Any]]:
+    options = {"make": UsesAtFirst, "find_unused_parameters": True}
+    return [_accumulate(path, (5,), **options)[1], _accumulate(path, resume=5, **options)[1]]
+
+
+def test_parameters_that_the_rest_of_the_window_does_not_use(tmp_path: Path) -> None:
+    whole, resumed = run_distributed(_resume_unused, 2, str(tmp_path / "batch"))[0]
+    assert whole["bias"] != 0
+    assert_same(resumed, whole)
+
+
+def _begin_anew(path: str) -> tuple[Any, Any]:
+    _accumulate(path, (5,))
+    if torch.distributed.get_rank() == 0:
+        saved = torch.load(f"{path}5", weights_only=True)
+        del saved["freescale"]["accumulated"]
+        torch.save(saved, f"{path}_without")
+    torch.distributed.barrier()
+    return _accumulate(path, resume=5, window=1), _accumulate(path, resume="_without", window=1)
+
+
+def test_a_window_that_begins_with_the_resume_is_one_without_them(tmp_path: Path) -> None:
+    """As for the dense part, whose gradients Lightning sets to zero then."""
+    for found, expected in run_distributed(_begin_anew, 2, str(tmp_path / "batch")):
+        assert_same(found, expected)
+
+
+class Stops(Seen):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.trainer.should_stop = batch_idx == 4
+
+
+def _save_after_a_stop(path: str) -> tuple[list[str], bool]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _accumulate(path, make=Stops, stop=True)
+    told = [str(one.message) for one in caught if "holds no accumulated gradients" in str(one.message)]
+    return told, "accumulated" in torch.load(f"{path}_stopped", weights_only=True)["freescale"]
+
+
+def test_a_checkpoint_after_a_fit_that_ended_in_a_window_says_what_it_lacks(tmp_path: Path) -> None:
+    (told, held), (others, _) = run_distributed(_save_after_a_stop, 2, str(tmp_path / "batch"))
+    assert len(told) == 1 and "Trainer(accumulate_grad_batches=3)" in told[0]
+    assert not held and others == []
+
+
+def _of_another_module() -> str:
+    given = [{"dense": {"gone.weight": torch.ones(2)}, "tables": {"net.gone": {}}}]
+    module = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="between two optimizer steps") as error:
+        restore_accumulated(given, module, frozenset(), module, None)
+    return str(error.value)
+
+
+def test_gradients_of_what_is_not_there_are_refused() -> None:
+    assert "accumulated gradients of ['gone.weight', 'net.gone']" in run_distributed(_of_another_module, 1)[0]
+
+
 def _windows(path: str) -> list[bool]:
     _accumulate(path, (1, 3, 5, 6, 8))
     _accumulate(path := f"{path}_short", make=CutShort)
     files = [*(path.removesuffix("_short") + str(after) for after in (1, 3, 5, 6, 8)), f"{path}_epoch"]
-    return ["window" in torch.load(each, weights_only=True).get("freescale", {}) for each in files]
+    return ["accumulated" in torch.load(each, weights_only=True).get("freescale", {}) for each in files]
 
 
 def test_only_an_open_window_is_saved(tmp_path: Path) -> None:

@@ -49,3 +49,15 @@ def test_the_result_may_be_changed_and_the_padding_row_has_no_gradient(whole: bo
 def test_an_embedding_may_have_any_name(path: str) -> None:
     collection = as_collection(path, nn.Embedding(5, 4, device="meta"))
     assert collection.embedding_configs()[0].feature_names == [path]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_result_is_no_view(whole: bool) -> None:
+    """Rows of a frozen embedding, or looked up without gradients, take what is trained on top of them in place."""
+    trained = torch.ones(4, requires_grad=True)
+    with torch.no_grad():
+        found = _look_up(torch.tensor([[1, 2]]), WEIGHT.clone().requires_grad_(), 1, whole)
+    found += trained
+    found.sum().backward()
+    assert trained.grad is not None and trained.grad.tolist() == [2.0] * 4
+    _look_up(torch.tensor([[1, 2]]), WEIGHT.clone().requires_grad_(), 1, whole).detach_()

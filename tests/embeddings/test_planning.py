@@ -57,3 +57,16 @@ def _memory(on_gpu: bool) -> int | None:
 def test_the_smallest_gpu_counts_and_the_dense_part_has_its_place() -> None:
     assert run_distributed(_memory, 2, True) == [80 * GIB - 5 * 4 * 1000**2 - 40] * 2
     assert run_distributed(_memory, 2, False) == [None, None]
+
+
+def _too_large() -> str:
+    planning.torch.cuda.get_device_properties = lambda device: SimpleNamespace(total_memory=10**7)
+    tensor = torch.tensor
+    planning.torch.tensor = lambda value, device: tensor(value)
+    with pytest.raises(ValueError, match="leaves no memory for embedding tables") as error:
+        memory_for_tables(Tables(1), (), torch.device("cuda"), dist.group.WORLD)
+    return str(error.value)
+
+
+def test_a_dense_part_that_fills_the_gpu_is_refused() -> None:
+    assert "pass FreeScaleStrategy(plan=...)" in run_distributed(_too_large, 1)[0]

@@ -12,18 +12,19 @@ from lightning_freescale.embeddings.lookahead.kjt_path import same_memory
 class KJTSnapshot:
     """Ids as they are now, to be submitted, and to be compared later with those that the model passes.
 
-    On the CPU they are copied: torch does not count what a numpy view changes. On CUDA, where there is no such view, the
-    tensors are kept one by one (TorchRec adds lengths or offsets to a KeyedJaggedTensor later), and changes in place are seen
-    by torch's version counters; those through ``.data`` are not. Inference tensors have none and are copied.
+    They are copied: whoever reads them later must not see what has become of them since. On the CPU they are compared with the
+    copy, because torch does not count what a numpy view changes. On CUDA, where there is no such view, the tensors themselves
+    are kept as well, one by one (TorchRec adds lengths or offsets to a KeyedJaggedTensor later), and changes in place are seen
+    by torch's version counters; those through ``.data`` are not. Inference tensors have none.
 
     Attributes:
-        features: the ids to submit.
+        features: the copy, to submit.
     """
 
     def __init__(self, features: KeyedJaggedTensor) -> None:
         kept = _FeatureTensors(features)
+        self.features = _copy(features)
         self._copied = features.values().device.type == "cpu" or any(tensor.is_inference() for tensor in kept.tensors())
-        self.features = _copy(features) if self._copied else features
         self._parts = _FeatureTensors(self.features) if self._copied else kept
         self._writes = self._count_writes()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -46,7 +45,7 @@ class OverlappedCollection:
         others: the module's other collections. Whoever waits in one of them for other ranks answers them in all, because one of
             them may wait in another collection for this rank.
         statistics: totals since it was made.
-        jobs: of the current step.
+        jobs: of the current step; between steps, of the last.
     """
 
     def __init__(
@@ -115,13 +114,6 @@ class OverlappedCollection:
             rows = self._look_up(features)
         return as_output(features, rows, self._local.layout, self._need_ids)
 
-    def square_sum(self, job: Future[Any]) -> Tensor:
-        """Wait for :meth:`StepJobs.submit_square_sum`, and return the sum: float64, without dimensions, equal on all ranks."""
-        self._worker.await_rows(job)
-        square_sum = self._exchange.held.square_sum
-        self._worker.hand_over(square_sum)
-        return square_sum
-
     # -- between steps
 
     def drain(self) -> None:
@@ -148,7 +140,8 @@ class OverlappedCollection:
             errors.other_sharding(self.path)
         device = self._local.layout.device
         rows, gradients = ([each.to(device) for each in kept[name]] for name in ("rows", "gradients"))
-        self._worker.wait(self._worker.submit(self._exchange.restore_window, rows, gradients, kept["moved"]))
+        self._worker.wait(self._worker.submit(self._exchange.restore_accumulated, rows, gradients, kept["moved"]))
+        self.jobs.current.updates = False  # so that a window which begins now is one without them
 
     @property
     def error(self) -> Exception | None:
@@ -188,7 +181,7 @@ class OverlappedCollection:
         first, batch.looked_up = not batch.looked_up, True
         told = jobs.announced is not None  # before this lookup, because this rank waits or has waited elsewhere
         comes = index is not None or (first and not told)
-        if first and (comes or jobs.told_as_submitted):
+        if first and (comes or jobs.announced_submitted):
             self._receive(alone=not batch.all_submitted or (index is None and not told))
         if not comes:
             self._fetch_more(features)

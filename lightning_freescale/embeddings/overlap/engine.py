@@ -183,8 +183,8 @@ class OverlapEngine:
 
     def square_sum(self) -> Tensor:
         """Return the sum of the squares of the tables' gradients that are held: float64, the same on all ranks. Collective."""
-        jobs = [(each, each.jobs.submit_square_sum()) for each in self.collections.values()]
-        found = [each.square_sum(job) for each, job in jobs if job is not None]
+        submitted = [(each.jobs, each.jobs.submit_square_sum()) for each in self.collections.values()]
+        found = [jobs.square_sum(job) for jobs, job in submitted if job is not None]
         return sum(found, torch.zeros((), dtype=torch.float64, device=self.tables.device))
 
     def scale_gradients(self, factor: Tensor) -> None:
@@ -234,9 +234,8 @@ class OverlapEngine:
         Raises:
             ValueError: the tables are sharded otherwise than they were.
         """
-        for path, collection in self.collections.items():
-            if path in kept:
-                collection.restore_accumulated(kept[path])
+        for path, gradients in kept.items():
+            self.collections[path].restore_accumulated(gradients)
 
     @contextmanager
     def writing(self) -> Iterator[None]:

@@ -39,7 +39,6 @@ class ExchangeWorker(WorkerThread):
         self._arrived: Any = None
         self._path, self._statistics = path, statistics
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._last: Future[Any] | None = None
 
     def submit(self, job: Callable[..., Any], *args: Any) -> Future[Any]:
         """Queue a job; work that the current CUDA stream has been given so far comes before it."""
@@ -50,8 +49,7 @@ class ExchangeWorker(WorkerThread):
                     if isinstance(each, (Tensor, KeyedJaggedTensor)):
                         each.record_stream(self._stream)
             issued = torch.cuda.current_stream(self._stream.device).record_event()
-        self._last = super().submit(self._run_in_order, issued, job, *args)
-        return self._last
+        return super().submit(self._run_in_order, issued, job, *args)
 
     def wait(self, future: Future[Any]) -> None:
         """Wait for a job; on CUDA the current stream waits for what it has queued.
@@ -75,11 +73,6 @@ class ExchangeWorker(WorkerThread):
             for job in jobs:
                 if job is not None:
                     self.wait(job)
-
-    def drain(self) -> None:
-        """Wait for all jobs given so far; raises as :meth:`wait`."""
-        if self._last is not None:
-            self.wait(self._last)
 
     def hand_over(self, *tensors: Tensor) -> None:
         """Let ``tensors`` that a job made be used on the current stream from now on."""

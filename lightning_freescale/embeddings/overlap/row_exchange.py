@@ -225,7 +225,7 @@ class RowExchange:
         """Send the gradients of a batch that nobody waits for, now. Collective."""
         self._handshake.raise_errors(self._send_ids(IdsToSend(NextIds.DRAINING, self._no_rows), previous, previous)[0])
 
-    def restore_window(self, rows: list[Tensor], gradients: list[Tensor], moved: bool) -> None:
+    def restore_accumulated(self, rows: list[Tensor], gradients: list[Tensor], moved: bool) -> None:
         """Go on in a window whose gradients so far were saved; before the first batch."""
         self.updates.kept.rows, self.updates.kept.gradients, self.updates.moved = rows, gradients, moved
         for each in rows:

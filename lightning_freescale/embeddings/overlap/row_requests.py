@@ -162,7 +162,7 @@ def as_output(features: KeyedJaggedTensor, rows: Tensor, layout: RowLayout, with
         jagged = features[feature]
         end = start + jagged.values().numel()
         weights = jagged.values() if with_ids else None
-        # a whole tensor, where it is one, may be changed in place at no cost
+        # a slice would be a view, and a change of it in place would cost autograd a copy
         values = rows[start:end] if len(layout.features) > 1 else rows
         outputs[name] = JaggedTensor(values=values, lengths=jagged.lengths(), weights=weights)
         start = end

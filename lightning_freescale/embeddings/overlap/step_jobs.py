@@ -25,8 +25,8 @@ class StepJobs:
     Args:
         exchange: does them.
         worker: runs them.
-        before: the jobs of the step before; None stands before the first step, and is never open.
-        mode: how this rank comes to know ids; None for loops in which ranks need not agree on it.
+        before: the jobs of the step before; None makes a placeholder before the first step, which is not open.
+        mode: how this rank comes to know ids; not given to the placeholder.
         moves_without_gradient: whether an update by a gradient of zero would move a row.
 
     Attributes:
@@ -35,7 +35,7 @@ class StepJobs:
         unsent: the batch whose last gradients have not been sent: that of the step before, after backward the current one.
         lookups: what the model has looked up.
         announced: the job in which this rank has said what it looks up; None before.
-        told_as_submitted: whether it said there that this is what it had submitted.
+        announced_submitted: whether it said there that it looks up what it had submitted.
         updated: the last job that brought updates of earlier steps into the tables; None if there was none.
         prefetched: the job in which this rank hears of the next batch; None before.
         open: whether the step has begun and not ended.
@@ -60,8 +60,8 @@ class StepJobs:
         self.lookups = StepLookups(self.current.submitted_ids, self._take_gradient)
         self.announced: Future[Any] | None = None
         self.prefetched: Future[Any] | None = None
-        self.told_as_submitted = False
-        self._next_ids: list[KeyedJaggedTensor] | None = None
+        self.announced_submitted = False
+        self._next_ids: list[KJTSnapshot] | None = None
         self._mode = mode or ModeProposal()
         self._ended = False
         self._held: PipelinedBatch | None = None  # its gradients are kept until they are clipped
@@ -71,7 +71,7 @@ class StepJobs:
     def submit_next_ids(self, lookups: Sequence[KeyedJaggedTensor]) -> None:
         """Submit the ids of the batch after the current one, by lookup, before backward; the first ones of a step count."""
         if self.open and self.prefetched is None and not self._ended and self._next_ids is None:
-            self._next_ids = list(lookups)
+            self._next_ids = [KJTSnapshot(features) for features in lookups]
             if self.current.looked_up:
                 self.prefetch()
 
@@ -85,7 +85,7 @@ class StepJobs:
 
     @property
     def next_is_known(self) -> bool:
-        """Whether nothing more will be known of the next batch."""
+        """Whether the next batch's ids have been submitted, or that there is none."""
         return self._next_ids is not None or self._ended
 
     # -- the jobs, in their order
@@ -101,10 +101,10 @@ class StepJobs:
             made = self.lookups.made
             looked_up = [lookup.features for lookup in made[:1]]
             predicted = bool(made[0].predicted) if made else early and bool(self.current.submitted_ids)
-            self.told_as_submitted = predicted
+            self.announced_submitted = predicted
             unsent, self.unsent = self.unsent, None
             batches, mine = (self.following, self.current, unsent), (looked_up, predicted)
-            job = (self._exchange.announce, *batches, *mine, self._state(final), self._next_ids or [], self._mode_to_tell())
+            job = (self._exchange.announce, *batches, *mine, self._state(final), self._ids_to_tell(), self._mode_to_tell())
             self.announced = self.updated = self._worker.submit(*job)
         return self.announced
 
@@ -112,11 +112,9 @@ class StepJobs:
         """Submit all that this rank will know of the next batch before backward, after :meth:`announce`; done once."""
         if self.prefetched is not None:
             return
-        if self._next_ids is not None:
-            self.following.submitted_ids = snapshots = [KJTSnapshot(features) for features in self._next_ids]
-            self._next_ids = [each.features for each in snapshots]  # the worker reads what later lookups are compared with
+        self.following.submitted_ids = self._next_ids
         self.announce(final=True, early=early)
-        job = (self._exchange.prefetch, self.following, self.current, self._state(final=True), self._next_ids or [])
+        job = (self._exchange.prefetch, self.following, self.current, self._state(final=True), self._ids_to_tell())
         self.prefetched, self._next_ids = self._worker.submit(*job, self._mode_to_tell()), None
 
     def fetch_more(self, lookup: FurtherLookup | None = None) -> Future[Any]:
@@ -151,7 +149,7 @@ class StepJobs:
         batch.gradient_sent = True
         self._worker.arrive()
         gradient, anew = self.lookups.gradient(self._exchange.local.dim, none_is_not_zero=self._moves)
-        if self._moves and self.told_as_submitted and not self.lookups.made:
+        if self._moves and self.announced_submitted and not self.lookups.made:
             anew = []
         self.following.ready = self._worker.submit(self._exchange.exchange_colliding, batch, self.following, gradient, anew)
         self.unsent, self._held = (None, batch) if batch.held else (batch, None)
@@ -168,6 +166,13 @@ class StepJobs:
     def submit_square_sum(self) -> Future[Any] | None:
         """Have the square sum of the step's whole gradient found; None if it is not held. Collective."""
         return None if self._held is None else self._worker.submit(self._exchange.held.sum_squares, self._held.settings)
+
+    def square_sum(self, job: Future[Any]) -> Tensor:
+        """Wait for the sum, and return it: float64, without dimensions, the same on all ranks."""
+        self._worker.await_rows(job)
+        square_sum = self._exchange.held.square_sum
+        self._worker.hand_over(square_sum)
+        return square_sum
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply the gradients that are held."""
@@ -206,6 +211,9 @@ class StepJobs:
         if self._next_ids is not None:
             return NextIds.REQUESTED
         return NextIds.UNKNOWN if final else NextIds.LATER
+
+    def _ids_to_tell(self) -> list[KeyedJaggedTensor]:
+        return [snapshot.features for snapshot in self._next_ids or ()]
 
     def _mode_to_tell(self) -> int:
         mispredicted = any(lookup.predicted is False for lookup in self.lookups.made)

@@ -72,7 +72,8 @@ class StepLookups:
     def made_before(self, features: KeyedJaggedTensor) -> Tensor | None:
         """Return the rows of a lookup of the forward again, in backward; None if there was none with these ids."""
         rows = next((rows for snapshot, rows in self._kept if snapshot.matches(features)), None)
-        return None if rows is None else rows.clone().requires_grad_()
+        # no leaf: it may be changed in place, as it was in forward
+        return None if rows is None else rows.requires_grad_().clone()
 
     @property
     def all_gradients_came(self) -> bool:

@@ -139,7 +139,7 @@ def _launched() -> Counter[str]:
 
 def _finish_jobs(engine: OverlapEngine | None) -> None:
     for collection in () if engine is None else engine.collections.values():
-        collection._worker.drain()
+        collection._worker.run(lambda: None)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])

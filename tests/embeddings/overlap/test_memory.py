@@ -29,7 +29,7 @@ def _held(state: Any, seen: dict[int, int]) -> dict[int, int]:
 def _held_now(engine: OverlapEngine) -> int:
     seen: dict[int, int] = {}
     for collection in engine.collections.values():
-        collection._worker.drain()
+        collection._worker.run(lambda: None)
         _held((collection.jobs.current, collection.jobs.following, collection.jobs.unsent), seen)
     return sum(seen.values())
 
