@@ -138,12 +138,10 @@ class UnshardedCheckpointStrategy(DDPBase):
     def _engine(self) -> OverlapEngine | None:
         return None if self.overlap_controller is None else self.overlap_controller.engine
 
-    @override
-    def teardown(self) -> None:
-        # what is left of a fit that failed is not the next one's
+    def leave_fit(self) -> None:
+        """Forget what was loaded and not used, because a fit failed, and note whether it ends inside a window."""
         self._left_in_window, self.gradients_wait = self._left_in_window or self.gradients_wait, False
         self._restored_gradients, self._random_states = [], []
-        super().teardown()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

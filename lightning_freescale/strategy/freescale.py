@@ -242,6 +242,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
 
     @override
     def teardown(self) -> None:
+        self.leave_fit()
         self._balance_monitor = self.overlap_controller = self._clipping = None
         self._at_teardown.close()
         if self.tables is None:
