@@ -51,7 +51,7 @@ def model(name: str) -> type[Training]:
 def _cases() -> list:
     """Every model with every optimizer on every number of ranks, but DLRM with Adam, which is refused below."""
     every = [(name, optimizer, ranks) for name in MODELS for optimizer in ("sgd", "adagrad", "adam") for ranks in (1, 2, 3)]
-    quick = [(name, "adagrad", 2) for name in AT_HAND]
+    quick = [(name, "sgd", 2) for name in AT_HAND]  # Adagrad does not see a gradient that is too large everywhere
     wanted = [case for case in every if case[:2] != ("DLRM", "adam")]
     return [pytest.param(*case, marks=() if case in quick else third_party) for case in wanted]
 
