@@ -29,6 +29,7 @@ def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--optimizers", nargs="+", default=["sgd", "adagrad", "adam"], choices=["sgd", "adagrad", "adam"])
     options = parser.parse_args()
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -36,7 +37,7 @@ def main() -> None:
     print("| model | package | optimizer | " + " | ".join(f"{ranks} ranks" for ranks in options.ranks) + " | rounding alone |")
     for name in options.models:
         kind = model(name)
-        for optimizer in ("sgd", "adagrad", "adam"):
+        for optimizer in options.optimizers:
             if (name, optimizer) == ("DLRM", "adam"):
                 continue  # refused on CPU
             found = [largest_difference(run_distributed(fit_both, ranks, kind, optimizer)) for ranks in options.ranks]

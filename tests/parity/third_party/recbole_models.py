@@ -91,7 +91,7 @@ class GRU4RecTraining(RecBoleTraining):
 
     model_class = GRU4Rec
     config = {"embedding_size": DIM, "hidden_size": 2 * DIM, "num_layers": 1, "dropout_prob": 0.3}
-    rates = {**RATES, "sgd": 5.0}  # its rows are drawn the smaller the more there are
+    rates = {**RATES, "sgd": 5.0, "adam": 0.005}  # its rows are drawn the smaller the more there are
 
 
 class BERT4RecTraining(RecBoleTraining):
