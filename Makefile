@@ -2,8 +2,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS = 1
 NUMBERS := $(addprefix tests/,balance checkpoint data embeddings parity strategy/overlap)
+THIRD_PARTY := tests/parity/third_party
 
-.PHONY: setup demo test test-fast lint clean
+.PHONY: setup demo test test-fast test-third-party lint clean
 
 setup: .venv/.ready
 
@@ -21,7 +22,16 @@ test: setup
 
 # without the tests marked slow: every contract once
 test-fast: setup
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal --durations=10
+	$(BIN)/python -m pytest -m "not slow and not third_party" -n 2 --dist worksteal --durations=10
+
+# other packages' models, all of them; installs those packages into .venv
+test-third-party: .venv/.third-party
+	$(BIN)/python -m pytest -m "third_party or not third_party" $(THIRD_PARTY)
+
+.venv/.third-party: .venv/.ready $(THIRD_PARTY)/requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps recbole==1.2.1
+	$(BIN)/python -m pip install --quiet -r $(THIRD_PARTY)/requirements.txt
+	touch $@
 
 lint: setup
 	$(BIN)/ruff check .

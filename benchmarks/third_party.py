@@ -1,0 +1,61 @@
+"""Do models of other packages train sharded under "freescale" as unsharded under "ddp"? Those of tests/parity/third_party.
+
+Prints, for each model and optimizer, the largest relative difference of a loss over 50 steps on 1, 2 and 3 ranks, and beside it
+what rounding alone does: "ddp" against "ddp" from weights that differ in their last bit, on 2 ranks. Adam is compared with one
+that leaves rows alone which no rank looks up. ``make test-third-party`` installs the packages.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+sys.path.append(str(Path(__file__).parents[1]))
+
+import harness
+
+from lightning_freescale.testing import run_distributed
+from tests.parity.third_party.test_third_party import MODELS, model
+from tests.parity.third_party.training import Fit, Training, fit, fit_both, largest_difference, strategies
+
+LAST_BIT = 2.0**-23
+
+
+def main() -> None:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--optimizers", nargs="+", default=["sgd", "adagrad", "adam"], choices=["sgd", "adagrad", "adam"])
+    options = parser.parse_args()
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    figures: dict[str, float] = {"largest": 0.0}
+    print("| model | package | optimizer | " + " | ".join(f"{ranks} ranks" for ranks in options.ranks) + " | rounding alone |")
+    for name in options.models:
+        kind = model(name)
+        for optimizer in options.optimizers:
+            if (name, optimizer) == ("DLRM", "adam"):
+                continue  # refused on CPU
+            found = [largest_difference(run_distributed(fit_both, ranks, kind, optimizer)) for ranks in options.ranks]
+            figures |= {f"{name}, {optimizer}, {ranks} ranks": each for ranks, each in zip(options.ranks, found)}
+            figures["largest"] = max(figures["largest"], *found)
+            figures[f"{name}, {optimizer}, rounding alone"] = alone = largest_difference(
+                run_distributed(rounded, 2, kind, optimizer)
+            )
+            cells = [name, f"{kind.package} {version(kind.package)}", optimizer, *(f"{each:.1e}" for each in (*found, alone))]
+            print("| " + " | ".join(cells) + " |", flush=True)
+    harness.finish(figures, options)
+
+
+def rounded(kind: type[Training], optimizer: str) -> list[Fit]:
+    """Fit twice under "ddp", the second time from weights that differ in their last bit."""
+    reference = "lazy adam" if optimizer == "adam" else optimizer
+    return [fit(kind, reference, strategies(kind)[0], rounding) for rounding in (0.0, LAST_BIT)]
+
+
+if __name__ == "__main__":
+    main()

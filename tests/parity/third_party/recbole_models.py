@@ -1,0 +1,136 @@
+"""RecBole's sequence models, trained on their own loss as RecBole's trainer does."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from recbole.data.interaction import Interaction
+from recbole.model.abstract_recommender import SequentialRecommender
+from recbole.model.sequential_recommender.bert4rec import BERT4Rec
+from recbole.model.sequential_recommender.gru4rec import GRU4Rec
+from recbole.model.sequential_recommender.sasrec import SASRec
+from torch import Tensor
+
+from tests.parity.third_party.training import DIM, ITEMS, LENGTH, RATES, SAMPLES, Training, sequences
+
+# as RecBole's Config has them by default; sizes and the loss are ours
+FIELDS = {
+    "USER_ID_FIELD": "user_id",
+    "ITEM_ID_FIELD": "item_id",
+    "LIST_SUFFIX": "_list",
+    "ITEM_LIST_LENGTH_FIELD": "item_length",
+    "NEG_PREFIX": "neg_",
+    "MAX_ITEM_LIST_LENGTH": LENGTH,
+    "MASK_ITEM_SEQ": "Mask_item_id_list",
+    "POS_ITEMS": "Pos_item_id",
+    "NEG_ITEMS": "Neg_item_id",
+    "MASK_INDEX": "MASK_INDEX",
+    "device": "cpu",
+}
+TRANSFORMER = {
+    "n_layers": 2,
+    "n_heads": 2,
+    "hidden_size": DIM,
+    "inner_size": 2 * DIM,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-12,
+    "initializer_range": 0.02,
+}
+
+
+class _Items:
+    def num(self, field: str) -> int:
+        return ITEMS
+
+
+class RecBoleTraining(Training):
+    """A model of RecBole's with the loss between two items, which only looks rows up."""
+
+    package = "recbole"
+    tables = ("model.item_embedding",)
+    model_class: ClassVar[type[SequentialRecommender]]
+    config: ClassVar[dict[str, Any]]
+    loss_type = "BPR"
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer)
+        self.model = self.model_class({**FIELDS, **self.config, "loss_type": self.loss_type}, _Items())
+
+    def loss(self, batch: Interaction) -> Tensor:
+        return self.model.calculate_loss(batch)
+
+    def scores(self, batch: Interaction) -> Tensor:
+        return self.model.predict(batch)
+
+    @staticmethod
+    def batches(seed: int, count: int) -> list[Interaction]:
+        return [
+            Interaction(
+                {
+                    "item_id_list": batch["items"],
+                    "item_length": batch["lengths"],
+                    "item_id": batch["positive"][:, 0].clone(),
+                    "neg_item_id": batch["negative"][:, 0].clone(),
+                }
+            )
+            for batch in sequences(seed, count)
+        ]
+
+
+class SASRecTraining(RecBoleTraining):
+    """Dropout as in RecBole's own settings."""
+
+    model_class = SASRec
+    config = {**TRANSFORMER, "hidden_dropout_prob": 0.5, "attn_dropout_prob": 0.5}
+    without_effect = ("attention.key.bias",)
+
+
+class GRU4RecTraining(RecBoleTraining):
+    """Dropout as in RecBole's own settings."""
+
+    model_class = GRU4Rec
+    config = {"embedding_size": DIM, "hidden_size": 2 * DIM, "num_layers": 1, "dropout_prob": 0.3}
+    rates = {**RATES, "sgd": 5.0, "adam": 0.005}  # its rows are drawn the smaller the more there are
+
+
+class BERT4RecTraining(RecBoleTraining):
+    """Predicts masked items; one more row, the last, is the mask."""
+
+    model_class = BERT4Rec
+    config = {**TRANSFORMER, "hidden_dropout_prob": 0.2, "attn_dropout_prob": 0.2, "mask_ratio": 0.2}
+    without_effect = ("attention.key.bias",)
+
+    @staticmethod
+    def batches(seed: int, count: int) -> list[Interaction]:
+        """Two masked items each, as RecBole's transform makes them of a sequence."""
+        found, row = [], torch.arange(SAMPLES)
+        for batch, interaction in zip(sequences(seed, count), RecBoleTraining.batches(seed, count)):
+            # an index of 0 is no item to RecBole: a history of two has one to mask
+            index = torch.stack([torch.where(batch["lengths"] > 2, batch["lengths"] - 2, 0), batch["lengths"] - 1], dim=1)
+            masked, there = batch["items"].clone(), index > 0
+            for column in (0, 1):
+                masked[row, index[:, column]] = torch.where(there[:, column], ITEMS, masked[row, index[:, column]])
+            interaction["Mask_item_id_list"], interaction["MASK_INDEX"] = masked, index
+            for name, ids in (("Pos_item_id", batch["positive"]), ("Neg_item_id", batch["negative"])):
+                interaction[name] = ids.gather(1, index) * there
+            found.append(interaction)
+        return found
+
+
+class SASRecSoftmax(SASRecTraining):
+    """RecBole's default loss: a softmax over the weight of all items."""
+
+    loss_type = "CE"
+
+
+class GRU4RecSoftmax(GRU4RecTraining):
+    """The same."""
+
+    loss_type = "CE"
+
+
+class BERT4RecSoftmax(BERT4RecTraining):
+    """The same."""
+
+    loss_type = "CE"

@@ -1,0 +1,91 @@
+"""Hugging Face's Llama and Bert over items instead of words."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
+
+from tests.parity.third_party.training import DIM, ITEMS, LENGTH, Training, ranking_loss, sequences
+
+SIZES = {
+    "hidden_size": DIM,
+    "intermediate_size": 2 * DIM,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": LENGTH,
+    "pad_token_id": 0,
+}
+
+
+class LlamaTraining(Training):
+    """The next item, at every position; rows of a table of our own go in, so the model's own table is not used."""
+
+    package = "transformers"
+    tables = ("item_embedding",)
+    options = {"find_unused_parameters": True}
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer)
+        self.item_embedding = nn.Embedding(ITEMS, DIM, padding_idx=0)
+        self.model = LlamaModel(LlamaConfig(vocab_size=1, bos_token_id=None, eos_token_id=None, **SIZES))
+
+    def states(self, items: Tensor) -> Tensor:
+        rows = self.item_embedding(items)
+        return self.model(inputs_embeds=rows, attention_mask=(items != 0).long()).last_hidden_state
+
+    def look_up(self, items: Tensor) -> Tensor:
+        return self.item_embedding(items)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        states, there = self.states(batch["items"]), batch["items"] != 0
+        return ranking_loss(states, self.look_up(batch["positive"]), self.look_up(batch["negative"]), there)
+
+    def scores(self, batch: dict[str, Tensor]) -> Tensor:
+        return (self.states(batch["items"]) * self.look_up(batch["positive"])).sum(dim=-1)
+
+    @staticmethod
+    def batches(seed: int, count: int) -> list[dict[str, Tensor]]:
+        return sequences(seed, count)
+
+
+class LlamaOwnTable(LlamaTraining):
+    """The model's own table holds the items.
+
+    It begins at 0.2, as the config can say, not at 0.02: Llama's norm divides by that, so behind it rounding in a row would be
+    fifty times as much.
+    """
+
+    tables = ("model.embed_tokens",)
+    options = {}
+
+    def __init__(self, optimizer: str) -> None:
+        Training.__init__(self, optimizer)
+        self.model = LlamaModel(LlamaConfig(vocab_size=ITEMS, initializer_range=0.2, **SIZES))
+
+    def states(self, items: Tensor) -> Tensor:
+        return self.model(input_ids=items, attention_mask=(items != 0).long()).last_hidden_state
+
+    def look_up(self, items: Tensor) -> Tensor:
+        return self.model.get_input_embeddings()(items)
+
+
+class BertTraining(LlamaTraining):
+    """The same over Bert, which sees later items as well; its dropout is on."""
+
+    without_effect = ("attention.self.key.bias",)
+
+    def __init__(self, optimizer: str) -> None:
+        Training.__init__(self, optimizer)
+        self.item_embedding = nn.Embedding(ITEMS, DIM, padding_idx=0)
+        self.model = BertModel(BertConfig(vocab_size=1, **SIZES), add_pooling_layer=False)
+
+
+class BertOwnTable(LlamaOwnTable):
+    """The model's own table holds the items."""
+
+    tables = ("model.embeddings.word_embeddings",)
+    without_effect = BertTraining.without_effect
+
+    def __init__(self, optimizer: str) -> None:
+        Training.__init__(self, optimizer)
+        self.model = BertModel(BertConfig(vocab_size=ITEMS, **SIZES), add_pooling_layer=False)
