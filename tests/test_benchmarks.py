@@ -169,7 +169,8 @@ def test_host_work_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys, "argv", ["host_work.py", *size])
     host_work.main()
     figures = json.loads(written.read_text())["figures"]
-    assert figures.keys() == {f"{name}_{ranks}" for name in ("process_over_plain", "thread_ms") for ranks in (2, 3)}
+    names = ("process_over_plain", "thread_ms", "embedding_over_collection")
+    assert figures.keys() == {f"{name}_{ranks}" for name in names for ranks in (2, 3)}
     assert all(value > 0 for value in figures.values())
 
 
