@@ -34,7 +34,7 @@ def main() -> None:
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     figures: dict[str, float] = {"largest": 0.0}
-    print("| model | package | optimizer | " + " | ".join(f"{ranks} ranks" for ranks in options.ranks) + " | rounding alone |")
+    print("| model | package | optimizer | " + " | ".join(f"ranks: {ranks}" for ranks in options.ranks) + " | rounding alone |")
     for name in options.models:
         kind = model(name)
         for optimizer in options.optimizers:
