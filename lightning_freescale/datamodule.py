@@ -192,7 +192,9 @@ class FreeScaleDataModule(LightningDataModule):
             return self.train.loader(*self._rank_and_world_size(), epoch, timeout)
         sampler = self.train.resumed_sampler(*self._rank_and_world_size(), epoch)
         self._reload_next_epoch(self.train.epoch_is_cut_anew)
-        return BalancedDataLoader.from_sampler(self.train.dataset, sampler, self.collate_fn, **self._options_of_loader())
+        return BalancedDataLoader.from_sampler(
+            self.train.dataset, sampler, self.collate_fn, self._on_gpu, **self._loader_options
+        )
 
     def val_dataloader(self) -> BalancedDataLoader | list[Any]:
         """Return a loader of this rank's part of the validation samples, each once, in order."""
@@ -213,11 +215,11 @@ class FreeScaleDataModule(LightningDataModule):
         rank, world_size = self._rank_and_world_size()
         costs = np.zeros(size_of(dataset, name))
         sampler = BalancedSampler(costs, self.batch_size, num_replicas=world_size, rank=rank, shuffle=False, balance=False)
-        return BalancedDataLoader.from_sampler(dataset, sampler, self.collate_fn, **self._options_of_loader())
+        return BalancedDataLoader.from_sampler(dataset, sampler, self.collate_fn, self._on_gpu, **self._loader_options)
 
-    def _options_of_loader(self) -> dict[str, Any]:
-        on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-        return {"pin_memory": on_gpu, **self._loader_options}  # from pinned memory a batch is copied without a wait
+    @property
+    def _on_gpu(self) -> bool:
+        return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
 
     def _rank_and_world_size(self) -> tuple[int, int]:
         return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)

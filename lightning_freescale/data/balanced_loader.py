@@ -32,6 +32,7 @@ class BalancedDataLoader(DataLoader[Any]):
         dataset: Dataset[Any],
         sampler: BalancedSampler,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        for_gpu: bool = False,
         **loader_options: Any,
     ) -> BalancedDataLoader:
         """Return the loader of one rank.
@@ -40,8 +41,10 @@ class BalancedDataLoader(DataLoader[Any]):
             dataset: map-style.
             sampler: yields the indices of each step.
             collate_fn: turns the list of samples of a step into a batch; torch's default if not given.
+            for_gpu: whether batches go to a GPU: from pinned memory then, if not said otherwise, without a wait of the host.
             **loader_options: further options of ``torch.utils.data.DataLoader``.
         """
+        loader_options.setdefault("pin_memory", for_gpu)
         return cls(
             _BulkDataset(dataset),
             # batch_size=None with a DistributedSampler is the one shape that Lightning neither refuses nor rebuilds

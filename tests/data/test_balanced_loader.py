@@ -38,3 +38,12 @@ def test_creating_the_iterator_leaves_the_global_state_alone(workers: int) -> No
     drawn = [value for batch in _epoch(0, workers=workers) for value in batch]
     assert (drawn == expected[:4]) == (workers == 0)
     assert float(torch.rand(())) == expected[0 if workers else 4]
+
+
+def test_batches_for_a_gpu_are_pinned_unless_said_otherwise() -> None:
+    sampler = BalancedSampler([1.0] * 8, 2, num_replicas=2, rank=0)
+    made = [
+        BalancedDataLoader.from_sampler(Noise(), sampler, for_gpu=for_gpu, **options)
+        for for_gpu, options in ((True, {}), (False, {}), (True, {"pin_memory": False}))
+    ]
+    assert [loader.pin_memory for loader in made] == [True, False, False]
