@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,12 +64,12 @@ def restore_accumulated(
             "parameters, or no overlapped collections, of this run: resume with the same module, shard= and overlap=, or "
             "from a checkpoint that was written after an optimizer step"
         )
-    given = [dense[name] for name in mine["dense"]]
-    if given:
+    used = [dense[name] for name in mine["dense"] if dense[name].requires_grad]
+    if used and isinstance(wrapped, DistributedDataParallel) and wrapped.find_unused_parameters:
         # DDP notes in backward what a window uses: a parameter that no rank has used since would keep each rank's own gradient
-        with wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) else nullcontext():
-            torch.autograd.backward([p.view_as(p) for p in given], [torch.zeros_like(p) for p in given])
-    for parameter, gradient in zip(given, mine["dense"].values()):
-        parameter.grad = gradient.to(parameter.device)
+        with wrapped.no_sync():
+            torch.autograd.backward([p.view_as(p) for p in used], [torch.zeros_like(p) for p in used])
+    for name, gradient in mine["dense"].items():
+        dense[name].grad = gradient.to(dense[name].device)
     if engine is not None:
         engine.restore_accumulated(mine["tables"])

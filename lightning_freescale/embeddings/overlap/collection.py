@@ -124,13 +124,13 @@ class OverlappedCollection:
 
     def take_idle_steps(self) -> list[int]:
         """Return, by table, how many optimizer steps since the last call had no gradient on any rank. Drain first."""
-        updates = self._exchange.updates
+        updates = self._exchange.row_updates
         counts, updates.idle_steps = updates.idle_steps, [0] * len(updates.idle_steps)
         return counts
 
     def accumulated_gradients(self) -> dict[str, Any]:
         """Return what :meth:`restore_accumulated` takes. Drain first."""
-        updates = self._exchange.updates
+        updates = self._exchange.row_updates
         rows, gradients = ([each.cpu() for each in kept] for kept in (updates.kept.rows, updates.kept.gradients))
         return {"rows": rows, "gradients": gradients, "moved": updates.moved, "first_rows": self._local.layout.first_row}
 

@@ -56,7 +56,7 @@ class RowExchange:
         path: of the collection.
         local: this rank's rows.
         transport: of its messages.
-        updates: what becomes of the gradients that come.
+        row_updates: what becomes of the gradients that come.
         held: those that are clipped first.
     """
 
@@ -64,9 +64,9 @@ class RowExchange:
         self, path: str, local: LocalRows, group: dist.ProcessGroup, dedup: bool, statistics: ExchangeStatistics
     ) -> None:
         self.path, self.local, self.statistics = path, local, statistics
-        self.updates = RowUpdates(local)
+        self.row_updates = RowUpdates(local)
         self.transport = Transport(group, local.dim, local.layout.device, statistics)
-        self.held = HeldGradients(self.updates.kept, local, self.transport)
+        self.held = HeldGradients(self.row_updates.kept, local, self.transport)
         self._rank, self._device = self.transport.rank, self.transport.device
         self._handshake = LookupHandshake(path, group, local.layout, dedup)
         nothing = self._no_rows = self._handshake.no_rows
@@ -197,23 +197,23 @@ class RowExchange:
             given = SomeRows(self._nothing_given.requested, given.incoming)
         sent = IdsToSend(NextIds.TOLD, request, moves=gradient is not None)
         heads, incoming, gradients = self._until_served(sent, current, lookup, given, current.gradient)
-        self.updates.count_step(current, any(head.moves for head in heads))
+        self.row_updates.count_step(current, any(head.moves for head in heads))
         self.transport.count("colliding", 4 * self.transport.dim, given.requested.sizes)
         changed = [head.lookup == LookedUp.OTHERS for head in heads]
         if any(changed):
             self._update_anew(current, following, incoming, changed)
         elif current.updates and (current.held or following.awaited is None):
-            self.updates.take(current, given, gradients)
+            self.row_updates.take(current, given, gradients)
             current.gradient, current.patient = None, self._nothing_given
         elif current.updates:
-            kept = self.updates.kept.rows
+            kept = self.row_updates.kept.rows
             due = self._collisions.asked_by(following.number, kept[0]) if kept else None
-            self.updates.take(current, given, gradients, due)
+            self.row_updates.take(current, given, gradients, due)
             self._send_last_rows(following)
 
     def apply_held(self, current: PipelinedBatch, following: PipelinedBatch) -> None:
         """Update rows by the gradients that are held, and D."""
-        self.updates.apply_held(current)
+        self.row_updates.apply_held(current)
         if not current.compared:
             self._send_all_rows(following)
         elif following.awaited is not None:
@@ -227,13 +227,13 @@ class RowExchange:
 
     def restore_accumulated(self, rows: list[Tensor], gradients: list[Tensor], moved: bool) -> None:
         """Go on in a window whose gradients so far were saved; before the first batch."""
-        self.updates.kept.rows, self.updates.kept.gradients, self.updates.moved = rows, gradients, moved
+        self.row_updates.kept.rows, self.row_updates.kept.gradients, self.row_updates.moved = rows, gradients, moved
         for each in rows:
             self._collisions.mark(each, 1)  # they are updated when the window ends
 
     def discard_accumulated(self, current: PipelinedBatch, previous: PipelinedBatch | None) -> None:
         """Forget the gradients kept for an optimizer step that does not come; a window begins with ``current``."""
-        self.updates.discard()
+        self.row_updates.discard()
         self._collisions.begin_window(current.number)
         if previous is not None:
             previous.patient = self._nothing_given
@@ -255,7 +255,7 @@ class RowExchange:
         heads, incoming, came = self._ids.exchange(sent, current, lookup, given, gradients, other_ids)
         self.transport.count("non_colliding", 4 * self.transport.dim, given.requested.sizes)
         previous.gradient = None
-        self.updates.take(previous, given, came)
+        self.row_updates.take(previous, given, came)
         return heads, incoming
 
     def _until_served(
@@ -335,7 +335,7 @@ class RowExchange:
             return
         assert current.gradient is not None
         gradients = self.transport.exchange_rows(current.gradient, current.request.sizes, current.incoming.sizes)
-        self.updates.take(current, self._all_of(current), gradients)
+        self.row_updates.take(current, self._all_of(current), gradients)
         current.gradient, current.patient = None, self._nothing_given
         if not current.held:
             self._send_all_rows(following)

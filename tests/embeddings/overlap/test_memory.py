@@ -47,7 +47,7 @@ def _most() -> tuple[int, int]:
             loss.backward()
             engine.end_backward()
             most = max(most, _held_now(engine))
-            assert all(len(each._exchange.updates.kept.rows) == 0 for each in engine.collections.values())
+            assert all(len(each._exchange.row_updates.kept.rows) == 0 for each in engine.collections.values())
         engine.drain()
         return most, max(sizes)
 
