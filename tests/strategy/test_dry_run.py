@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +10,15 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-import torchmetrics
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec import EmbeddingCollection, KeyedJaggedTensor
 
-from lightning_freescale.embeddings.collections import find_collections
-from lightning_freescale.strategy.dry_run import DryRunResult, dry_run_ids
 from lightning_freescale.strategy.preserve_state import LeavesTraceError
+from tests.helpers.dry_running import DIM, Model, dry_run, example_batch, item_collection
 from tests.helpers.jagged import same_features
 
-CPU = torch.device("cpu")
-DIM = 4
 NOTED: list[Any] = []
 """What a step notes in a global, which no dry run puts back."""
 
@@ -37,64 +32,6 @@ def _nothing_noted() -> None:
 def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def _items() -> EmbeddingCollection:
-    config = EmbeddingConfig(name="item", num_embeddings=20, embedding_dim=DIM, feature_names=["clicked", "shown"])
-    return EmbeddingCollection(tables=[config], need_indices=True)
-
-
-def _bags() -> EmbeddingBagCollection:
-    configs = [
-        EmbeddingBagConfig(name=name, num_embeddings=9, embedding_dim=dim, feature_names=features)
-        for name, dim, features in [("user", 3, ["user", "shared"]), ("other", 5, ["shared"])]
-    ]
-    return EmbeddingBagCollection(tables=configs)
-
-
-def _batch(seed: int = 0) -> dict[str, Any]:
-    draw = torch.Generator().manual_seed(seed)
-    lengths = torch.tensor([2, 0, 1, 1])
-    return {
-        "ids": torch.randint(0, 20, (4,), generator=draw),
-        "lengths": lengths,
-        "users": KeyedJaggedTensor(["user", "shared"], torch.randint(0, 9, (4,), generator=draw), lengths=lengths),
-        "dense": torch.rand(2, 3, generator=draw),
-        "names": ["a", "b"],
-    }
-
-
-class Model(L.LightningModule):
-    """Two lookups; everything before the second one is what a dry run executes."""
-
-    def __init__(self, between: Callable[[Model, dict[str, Any]], Any] = lambda model, batch: None) -> None:
-        super().__init__()
-        self.items, self.bags, self.between = _items(), _bags(), between
-        self.norm, self.metric, self.mean = nn.BatchNorm1d(3), torchmetrics.MeanMetric(), torchmetrics.CatMetric()
-        self.register_buffer("queue", torch.zeros(3))
-        self.compiled = torch.compile(nn.BatchNorm1d(3), backend="eager")
-        self.teacher = nn.Parameter(torch.zeros(2), requires_grad=False)
-        self.losses, self.counters, self.step, self.after = [0.5], {"steps": [1]}, 1, 0
-        self.generator = torch.Generator().manual_seed(3)
-        self.numbers = np.random.default_rng(3)
-
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        ids = torch.cat([batch["ids"][:2], batch["ids"][2:]])  # not in the batch
-        found = self.items(KeyedJaggedTensor(["clicked", "shown"], ids, lengths=batch["lengths"]))
-        self.between(self, batch)
-        pooled = self.bags(features=batch["users"])
-        self.after += 1
-        self.losses.append(0.0)
-        loss = found["clicked"].values().sum() + pooled.to_dict()["user"].sum()
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def _dry_run(model: Model, batch: dict[str, Any] | None = None, **options: Any) -> DryRunResult:
-    return dry_run_ids(model, find_collections(model), (batch or _batch(), 0), CPU, **options)
 
 
 def _seen_in_a_real_step(model: Model, batch: dict[str, Any]) -> dict[str, KeyedJaggedTensor]:
@@ -111,8 +48,8 @@ def _seen_in_a_real_step(model: Model, batch: dict[str, Any]) -> dict[str, Keyed
 
 
 def test_sees_what_the_step_looks_up() -> None:
-    model, batch = Model(), _batch()
-    result = _dry_run(model, batch)
+    model, batch = Model(), example_batch()
+    result = dry_run(model, batch)
     assert result.error is None and set(result.features) == {"items", "bags"}
     assert model.after == 0, "the step goes no further than its last lookup"
     for path, features in _seen_in_a_real_step(model, batch).items():
@@ -122,15 +59,15 @@ def test_sees_what_the_step_looks_up() -> None:
 
 
 def test_stops_at_the_last_one_wanted() -> None:
-    result = _dry_run(Model(lambda model, batch: NOTED.append("between")), wanted={"items": 1})
+    result = dry_run(Model(lambda model, batch: NOTED.append("between")), wanted={"items": 1})
     assert set(result.features) == {"items"} and not NOTED
 
 
 def test_several_lookups_in_their_order() -> None:
-    model, batch = Model(lambda model, batch: model.items(batch["more"])), _batch()
+    model, batch = Model(lambda model, batch: model.items(batch["more"])), example_batch()
     batch["more"] = KeyedJaggedTensor(["clicked", "shown"], torch.arange(2), lengths=torch.ones(2, dtype=torch.int64))
-    (first,) = _dry_run(model, batch, wanted={"items": 1}).features["items"]
-    both = _dry_run(model, batch, wanted={"items": 2}).features["items"]
+    (first,) = dry_run(model, batch, wanted={"items": 1}).features["items"]
+    both = dry_run(model, batch, wanted={"items": 2}).features["items"]
     assert torch.equal(first.values(), batch["ids"])
     assert [each.values().tolist() for each in both] == [batch["ids"].tolist(), [0, 1]]
 
@@ -138,14 +75,14 @@ def test_several_lookups_in_their_order() -> None:
 def test_without_gradients_and_without_copies_of_the_tables() -> None:
     model = Model(lambda model, batch: NOTED.extend([torch.is_grad_enabled(), model.items.state, model.queue]))
     model.items.register_buffer("state", torch.zeros(3))
-    assert _dry_run(model).error is None
+    assert dry_run(model).error is None
     assert NOTED[0] is False and NOTED[1] is model.items.state and NOTED[2] is not model.queue
 
 
 def test_a_collection_that_the_step_does_not_call() -> None:
     model = Model()
-    model.idle = _items()
-    result = _dry_run(model)
+    model.idle = item_collection()
+    result = dry_run(model)
     assert set(result.features) == {"items", "bags"} and result.error is None
     assert model.after == 0 and model.losses == [0.5], "it ran to its end, without a trace"
 
@@ -163,10 +100,10 @@ KEPT: list[Any] = []
 
 def test_zeros_of_the_shape_that_the_collection_returns() -> None:
     model = Outputs()
-    model.idle = _items()
-    model.training_step(_batch(), 0)
+    model.idle = item_collection()
+    model.training_step(example_batch(), 0)
     found, pooled, dim = KEPT
-    assert _dry_run(model).error is None
+    assert dry_run(model).error is None
     blank, blank_pooled, dim_in_dry_run = KEPT
     assert dim == dim_in_dry_run == DIM
     assert blank.keys() == found.keys()
@@ -182,111 +119,10 @@ def test_zeros_of_the_shape_that_the_collection_returns() -> None:
     assert blank_pooled.values().shape == pooled.values().shape
 
 
-# -- no trace
-
-SIDE_EFFECTS: dict[str, Callable[[Model, dict[str, Any]], Any]] = {
-    "torch": lambda model, batch: torch.rand(3),
-    "python": lambda model, batch: random.random(),
-    "numpy": lambda model, batch: np.random.rand(),
-    "own generator": lambda model, batch: torch.rand(3, generator=model.generator),
-    "own numpy generator": lambda model, batch: model.numbers.random(),
-    "batch norm": lambda model, batch: model.norm(batch["dense"]),
-    "metric": lambda model, batch: model.metric(batch["dense"]),
-    "list metric": lambda model, batch: model.mean.update(batch["dense"]),
-    "buffer": lambda model, batch: model.queue.add_(1),
-    "buffer replaced": lambda model, batch: setattr(model, "queue", torch.ones(3)),
-    "list": lambda model, batch: model.losses.append(1.0),
-    "nested list": lambda model, batch: model.counters["steps"].append(1),
-    "parameter": lambda model, batch: model.teacher.add_(1),
-    "parameter's data": lambda model, batch: model.teacher.data.add_(1),
-    "parameter's data replaced": lambda model, batch: setattr(model.teacher, "data", model.teacher.data + 1),
-    "trained parameter": lambda model, batch: model.norm.weight.data.mul_(2),
-    "compiled module": lambda model, batch: model.compiled(batch["dense"]),
-    "number": lambda model, batch: setattr(model, "step", model.step + 1),
-    "new attribute": lambda model, batch: setattr(model, "extra", 1),
-    "training mode": lambda model, batch: model.eval(),
-    "hook": lambda model, batch: model.norm.register_forward_hook(print),
-    "popped": lambda model, batch: batch.pop("dense"),
-    "changed": lambda model, batch: batch["dense"].mul_(2),
-    "ids changed": lambda model, batch: batch["users"].values().add_(1),
-    "names": lambda model, batch: batch["names"].append("c"),
-    "log": lambda model, batch: model.log("early", 1.0),
-    "log_dict": lambda model, batch: model.log_dict({"early": 1.0}),
-}
-
-
-def _trace(model: Model, batch: dict[str, Any]) -> Any:
-    """Everything that a side effect could have changed."""
-    numbers = np.random.get_state()
-    return repr(
-        [
-            [torch.get_rng_state().tolist(), random.getstate(), numbers[1].tolist(), numbers[2:]],
-            [model.generator.get_state().tolist(), model.numbers.bit_generator.state],
-            [(name, tensor.tolist()) for name, tensor in model.state_dict().items()],
-            [[sorted(vars(module)), module.training, len(module._forward_hooks)] for module in model.modules()],
-            [float(model.metric.mean_value), float(model.metric.weight), model.metric._update_count, model.mean.value],
-            [model.losses, model.counters, model.step, model.after],
-            sorted(batch),
-            [batch["ids"].tolist(), batch["dense"].tolist(), batch["users"].values().tolist(), batch["names"]],
-        ]
-    )
-
-
-@pytest.mark.parametrize("name", list(SIDE_EFFECTS))
-def test_leaves_no_trace(name: str) -> None:
-    def effect(model: Model, batch: dict[str, Any]) -> None:
-        SIDE_EFFECTS[name](model, batch)
-        NOTED.append("ran")
-
-    model, batch = Model(effect), _batch()
-    before, attributes = _trace(model, batch), {key: id(value) for key, value in vars(model).items()}
-    children = [id(module) for module in model.modules()]
-    versions = [buffer._version for buffer in model.buffers()]
-    result = _dry_run(model, batch)
-    assert result.error is None and NOTED
-    assert _trace(model, batch) == before
-    assert {key: id(value) for key, value in vars(model).items()} == attributes
-    assert [id(module) for module in model.modules()] == children
-    assert [buffer._version for buffer in model.buffers()] == versions, "autograd may have saved them"
-
-
-@pytest.mark.parametrize("name", sorted(set(SIDE_EFFECTS) - {"log", "log_dict", "popped"}))
-def test_the_side_effects_are_real(name: str) -> None:
-    model, batch = Model(), _batch()
-    before = _trace(model, batch)
-    SIDE_EFFECTS[name](model, batch)
-    assert _trace(model, batch) != before
-
-
-def _raise(model: Model, batch: dict[str, Any]) -> None:
-    model.queue.add_(1)
-    raise ValueError("no such thing")
-
-
-def test_an_error_of_the_step_is_returned() -> None:
-    model, batch = Model(_raise), _batch()
-    before = _trace(model, batch)
-    result = _dry_run(model, batch)
-    assert result.features == {} and isinstance(result.error, ValueError)
-    assert _trace(model, batch) == before
-
-
-def test_an_interrupt_passes_and_leaves_no_trace() -> None:
-    def interrupt(model: Model, batch: dict[str, Any]) -> None:
-        model.queue.add_(1)
-        raise KeyboardInterrupt
-
-    model, batch = Model(interrupt), _batch()
-    before = _trace(model, batch)
-    with pytest.raises(KeyboardInterrupt):
-        _dry_run(model, batch)
-    assert _trace(model, batch) == before
-
-
 def test_manual_optimization_is_not_run() -> None:
     model = Model(lambda model, batch: NOTED.append("ran"))
     model.automatic_optimization = False
-    assert "automatic_optimization" in str(_dry_run(model).error) and not NOTED
+    assert "automatic_optimization" in str(dry_run(model).error) and not NOTED
 
 
 def test_no_hook_of_a_collection_fires_and_a_forward_of_its_own_stays() -> None:
@@ -296,7 +132,7 @@ def test_no_hook_of_a_collection_fires_and_a_forward_of_its_own_stays() -> None:
     model = Model()
     model.items.register_forward_pre_hook(refuse)
     model.bags.forward = refuse
-    result = _dry_run(model)
+    result = dry_run(model)
     assert result.error is None and set(result.features) == {"items", "bags"}
     assert model.bags.forward is refuse and len(model.items._forward_pre_hooks) == 1
 
@@ -311,7 +147,7 @@ def test_a_step_that_catches_everything(caught: type[BaseException]) -> None:
                 NOTED.append(error)
                 return None
 
-    result = _dry_run(Careful())
+    result = dry_run(Careful())
     assert result.error is None and set(result.features) == {"items", "bags"}
     assert bool(NOTED) == (caught is BaseException)
 
@@ -320,21 +156,21 @@ def test_what_is_shared_stays_shared() -> None:
     model = Model(lambda model, batch: NOTED.extend([model.alias is model.losses, model.norm.shared is model.queue]))
     model.alias = model.losses
     model.norm.register_buffer("shared", model.queue)
-    assert _dry_run(model).error is None
+    assert dry_run(model).error is None
     assert NOTED == [True, True]
 
 
 def test_a_table_held_twice() -> None:
     model = Model(lambda model, batch: model.nested["again"](batch["users"]))
     model.nested = nn.ModuleDict({"again": model.bags})
-    result = _dry_run(model)
+    result = dry_run(model)
     assert result.error is None and set(result.features) == {"items", "bags"}
 
 
 def test_a_table_in_a_list() -> None:
     model = Model(lambda model, batch: NOTED.append(float(model.again[0](batch["users"]).values().abs().sum())))
     model.again = [model.bags]
-    result = _dry_run(model, wanted={"items": 1, "bags": 1, "more": 1})
+    result = dry_run(model, wanted={"items": 1, "bags": 1, "more": 1})
     assert result.error is None and set(result.features) == {"items", "bags"}
     assert NOTED == [0.0], "no lookup but one of zeros"
 
@@ -345,11 +181,11 @@ def _write(name: str) -> None:
 
 
 def test_a_step_that_writes_a_file_is_refused_before_it_has(in_folder: Path) -> None:
-    result = _dry_run(Model(lambda model, batch: _write("notes")))
+    result = dry_run(Model(lambda model, batch: _write("notes")))
     assert isinstance(result.error, LeavesTraceError) and "writes to the file 'notes'" in str(result.error)
     assert not Path("notes").exists()
     _write("notes")
-    assert _dry_run(Model(lambda model, batch: NOTED.append(Path("notes").read_text()))).error is None
+    assert dry_run(Model(lambda model, batch: NOTED.append(Path("notes").read_text()))).error is None
     assert NOTED == ["written"], "reading is free"
 
 
@@ -357,7 +193,7 @@ def test_what_cannot_be_put_back_is_named_and_the_step_does_not_run() -> None:
     model = Model(lambda model, batch: NOTED.append("ran"))
     model.norm.sampler = {"of": [iter([])]}
     model.extra = {}
-    result = _dry_run(model)
+    result = dry_run(model)
     assert isinstance(result.error, LeavesTraceError)
     assert str(result.error) == "self.norm.sampler['of'][0], of type list_iterator, cannot go back to where it was"
     assert not NOTED and isinstance(model.items, EmbeddingCollection) and model.queue is model._buffers["queue"]
@@ -367,7 +203,7 @@ def test_weights_that_need_gradients_and_a_backward_that_waits() -> None:
     model = Model(lambda model, batch: model.norm(batch["dense"]))
     model.norm.eval()
     waiting = (model.norm(torch.rand(2, 3)) * model.queue).sum()
-    assert _dry_run(model).error is None
+    assert dry_run(model).error is None
     waiting.backward()
     assert model.norm.weight.grad is not None and torch.is_grad_enabled()
 
@@ -390,10 +226,10 @@ def test_a_compiled_model_is_neither_compiled_again_nor_run() -> None:
 
     model = Compiled()
     model.between = lambda model, batch: model.tower(batch["dense"])
-    model.tower(_batch()["dense"])
+    model.tower(example_batch()["dense"])
     graphs = len(compiled)
-    assert graphs and _dry_run(model).error is None
-    model.tower(_batch()["dense"])
+    assert graphs and dry_run(model).error is None
+    model.tower(example_batch()["dense"])
     assert len(compiled) == graphs
 
 
@@ -404,7 +240,7 @@ class Ahead(L.Callback):
     """Runs a dry run of another batch before every step."""
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        result = _dry_run(module, {**_batch(100 + batch_idx), "ahead": True}, leave=[trainer])
+        result = dry_run(module, {**example_batch(100 + batch_idx), "ahead": True}, leave=[trainer])
         assert result.error is None and set(result.features) == {"items", "bags"}
 
 
@@ -421,7 +257,7 @@ def _fit(path: Any, callbacks: list[L.Callback]) -> tuple[dict[str, Tensor], str
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False, "accelerator": "cpu"}
     trainer = L.Trainer(logger=logger, callbacks=callbacks, max_epochs=2, log_every_n_steps=1, **quiet)
     model = Model(between)
-    trainer.fit(model, DataLoader([_batch(seed) for seed in range(3)], batch_size=None))
+    trainer.fit(model, DataLoader([example_batch(seed) for seed in range(3)], batch_size=None))
     return model.state_dict(), (logger.experiment.metrics_file_path and open(logger.experiment.metrics_file_path).read())
 
 

@@ -11,7 +11,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.testing import run_distributed
-from tests.helpers import overlap_training as training
+from tests.helpers import overlap_modules as modules
 from tests.helpers.overlap_training import CountingModel, Run, as_tensors, assert_same, changed_loader, fit, my_loader
 from tests.helpers.recommender import DIM, ITEMS, OPTIMIZERS
 
@@ -63,7 +63,7 @@ def test_as_under_ddp(options: dict[str, Any]) -> None:
                 assert (unpredicted, mispredicted) == (3, 0) and predicted == len(run.losses) - 3
 
 
-class SchedulesAndComputes(training.Schedules, training.Computes):
+class SchedulesAndComputes(modules.Schedules, modules.Computes):
     """A learning rate for every step, and ids that a trial run tells."""
 
 
@@ -98,7 +98,7 @@ def test_validation_inside_a_window() -> None:
 
 
 def _cut_short() -> list[Run]:
-    return _three(lambda: training.CutsShort("adagrad"), lambda: my_loader(STEPS), accumulate_grad_batches=3)
+    return _three(lambda: modules.CutsShort("adagrad"), lambda: my_loader(STEPS), accumulate_grad_batches=3)
 
 
 def test_a_window_that_its_epoch_cuts_short() -> None:

@@ -18,7 +18,7 @@ from torchrec.optim import apply_optimizer_in_backward
 
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.testing import run_distributed
-from tests.helpers import overlap_training as training
+from tests.helpers import overlap_modules as modules
 from tests.helpers.overlap_training import CountingModel, Run, as_tensors, assert_same, changed_loader, fit, my_loader
 from tests.helpers.recommender import DIM, ITEMS, OPTIMIZERS, trainer
 from tests.helpers.several_lookups import KINDS, Drawn, loader
@@ -93,7 +93,7 @@ class ByHook(CountingModel):
             self.clip_gradients(optimizer, 0.02 + 0.01 * self.global_step, "norm")
 
 
-class WithTags(training.TwoCollections, training.Schedules):
+class WithTags(modules.TwoCollections, modules.Schedules):
     """Two collections, and a learning rate for every step."""
 
 
@@ -131,14 +131,14 @@ class Reads(CountingModel):
     [
         (ByHook, {}),
         (ByHook, {"accumulate_grad_batches": 2}),
-        (WithTags, {**BY_NORM, "change": training.with_tags}),
-        (WithTags, {**BY_VALUE, "change": training.with_tags}),
+        (WithTags, {**BY_NORM, "change": modules.with_tags}),
+        (WithTags, {**BY_VALUE, "change": modules.with_tags}),
         (FreezesItems, BY_NORM),
-        (training.StepsAfterClosure, BY_NORM),
+        (modules.StepsAfterClosure, BY_NORM),
         (Reads, BY_NORM),
         (Reads, {**BY_NORM, "accumulate_grad_batches": 2}),
-        (training.CutsShort, {**BY_NORM, "accumulate_grad_batches": 3, "max_epochs": 2}),
-        (training.Computes, {**BY_NORM, "change": as_tensors}),
+        (modules.CutsShort, {**BY_NORM, "accumulate_grad_batches": 3, "max_epochs": 2}),
+        (modules.Computes, {**BY_NORM, "change": as_tensors}),
     ],
 )
 def test_as_under_ddp_also(make: Any, options: dict[str, Any]) -> None:
@@ -153,7 +153,7 @@ def test_tables_that_are_frozen_for_a_time(options: dict[str, Any]) -> None:
 
 def test_steps_without_a_loss() -> None:
     """Lightning allows them on one rank."""
-    _assert_as_ddp(run_distributed(_against_ddp, 1, [lambda: training.Skips("sgd")], **BY_NORM))
+    _assert_as_ddp(run_distributed(_against_ddp, 1, [lambda: modules.Skips("sgd")], **BY_NORM))
 
 
 class ClipsTwice(Drawn):

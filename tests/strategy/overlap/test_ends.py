@@ -13,16 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_freescale.testing import RankFailed, run_distributed
-from tests.helpers.overlap_training import (
-    CountingModel,
-    Run,
-    TwoCollections,
-    changed_loader,
-    exchange_threads,
-    fit,
-    my_loader,
-    with_tags,
-)
+from tests.helpers.overlap_modules import TwoCollections, with_tags
+from tests.helpers.overlap_training import CountingModel, Run, changed_loader, exchange_threads, fit, my_loader
 
 SOON = 100.0
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 from lightning_freescale.testing import run_distributed
-from tests.helpers import overlap_training as training
+from tests.helpers import overlap_modules as modules
 from tests.helpers.jagged import copy_of
+from tests.helpers.overlap_modules import with_tags
 from tests.helpers.overlap_training import (
     EPOCHS,
     KNOWN,
@@ -29,7 +30,6 @@ from tests.helpers.overlap_training import (
     error_of,
     fit_overlapped,
     notices,
-    with_tags,
 )
 from tests.helpers.recommender import DIM, FEATURES, ITEMS
 
@@ -39,19 +39,19 @@ ASKED: list[list[int]] = []
 def computed_ids(batch: Batch) -> KeyedJaggedTensor:
     """What Computes looks up."""
     ASKED.append(batch["ids"].tolist())
-    return KeyedJaggedTensor(FEATURES, training.Computes.ids(None, batch), lengths=batch["lengths"])
+    return KeyedJaggedTensor(FEATURES, modules.Computes.ids(None, batch), lengths=batch["lengths"])
 
 
 def by_path(batch: Batch) -> dict[str, KeyedJaggedTensor]:
     return {"net.embeddings": computed_ids(batch)}
 
 
-class Tells(training.Computes):
+class Tells(modules.Computes):
     def embedding_ids(self, batch: Batch) -> KeyedJaggedTensor:
         return computed_ids(batch)
 
 
-class TellsOthers(training.Computes):
+class TellsOthers(modules.Computes):
     def embedding_ids(self, batch: Batch) -> KeyedJaggedTensor:
         raise AssertionError("ids_of goes before it")
 
@@ -59,8 +59,8 @@ class TellsOthers(training.Computes):
 @pytest.mark.parametrize(
     ("make", "options"),
     [
-        (training.Computes, {"ids_of": computed_ids}),
-        (training.Computes, {"ids_of": by_path}),
+        (modules.Computes, {"ids_of": computed_ids}),
+        (modules.Computes, {"ids_of": by_path}),
         (Tells, {}),
         (TellsOthers, {"ids_of": computed_ids}),
     ],
@@ -74,7 +74,7 @@ def test_a_function_tells_the_ids(make: Callable[[], CountingModel], options: di
 
 def _asked(**options: Any) -> tuple[list[Any], list[Any], Run]:
     ASKED.clear()
-    run = fit_overlapped(training.Computes, as_tensors, ids_of=computed_ids, **options)
+    run = fit_overlapped(modules.Computes, as_tensors, ids_of=computed_ids, **options)
     return ASKED[:], [batch["ids"].tolist() for batch in changed_loader(STEPS, as_tensors)], run
 
 
@@ -83,7 +83,7 @@ def test_it_is_asked_once_for_every_batch_but_the_first_of_an_epoch() -> None:
         assert asked == batches[1:] * EPOCHS
 
 
-class ChangesOnTheWay(training.OfTensors):
+class ChangesOnTheWay(modules.OfTensors):
     """A hook copies the batch on its way, and leaves its mark on the copy."""
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
@@ -104,7 +104,7 @@ def wrong_ids(batch: Batch) -> KeyedJaggedTensor:
 
 
 def test_wrong_ids_are_served_anew_and_told_once() -> None:
-    ranks = run_distributed(against_plain, 2, training.Computes, as_tensors, ids_of=wrong_ids)
+    ranks = run_distributed(against_plain, 2, modules.Computes, as_tensors, ids_of=wrong_ids)
     assert_bitwise(ranks)
     for _, run in ranks:
         assert run.looked_ahead() == (0, 8, 4)
@@ -117,7 +117,7 @@ def wrong_on_one_rank(batch: Batch) -> KeyedJaggedTensor:
 
 
 def test_wrong_ids_of_one_rank_end_it_on_all() -> None:
-    ranks = run_distributed(against_plain, 3, training.Computes, as_tensors, ids_of=wrong_on_one_rank)
+    ranks = run_distributed(against_plain, 3, modules.Computes, as_tensors, ids_of=wrong_on_one_rank)
     assert_bitwise(ranks)
     assert [run.looked_ahead() for _, run in ranks] == [(5, 7, 0), (0, 8, 4), (5, 7, 0)], "the others hear of it a step later"
     (told,) = [text for _, run in ranks for text in notices(run)]
@@ -129,11 +129,11 @@ def beyond_the_table(batch: Batch) -> KeyedJaggedTensor:
 
 
 def test_ids_beyond_a_table_that_nobody_looks_up_are_wrong_ids() -> None:
-    ranks = run_distributed(against_plain, 2, training.Computes, as_tensors, ids_of=beyond_the_table)
+    ranks = run_distributed(against_plain, 2, modules.Computes, as_tensors, ids_of=beyond_the_table)
     assert_bitwise(ranks)
 
 
-class KnownInTheBatch(training.TwoCollections):
+class KnownInTheBatch(modules.TwoCollections):
     """Makes the ids of one collection in the step; those of the other stand in the batch."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -151,7 +151,7 @@ def test_what_it_leaves_out_is_looked_for_in_the_batch() -> None:
         assert run.looked_ahead() == tuple(a + b for a, b in zip(TOLD, KNOWN)) and not notices(run)
 
 
-class WithBags(training.Computes):
+class WithBags(modules.Computes):
     """Beside it a collection that TorchRec exchanges."""
 
     def __init__(self) -> None:
@@ -201,7 +201,7 @@ def broken(batch: Batch) -> Any:
     ],
 )
 def test_what_it_does_wrong_is_an_error_on_every_rank(function: Callable[[Batch], Any], parts: list[str]) -> None:
-    for told in run_distributed(error_of, 2, training.Computes, as_tensors, ids_of=function):
+    for told in run_distributed(error_of, 2, modules.Computes, as_tensors, ids_of=function):
         assert all(part in told for part in parts), told
 
 
@@ -210,7 +210,7 @@ def only_features(batch: Batch) -> KeyedJaggedTensor:
 
 
 def test_one_for_several_collections_is_an_error() -> None:
-    for told in run_distributed(error_of, 2, training.TwoCollections, with_tags, ids_of=only_features):
+    for told in run_distributed(error_of, 2, modules.TwoCollections, with_tags, ids_of=only_features):
         assert "ids without a path, but 2 collections are overlapped" in told and "['net.embeddings', 'tags']" in told
 
 

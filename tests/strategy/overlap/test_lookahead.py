@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.testing import run_distributed
-from tests.helpers import overlap_training as training
+from tests.helpers import overlap_modules as modules
 from tests.helpers.jagged import copy_of
+from tests.helpers.overlap_modules import with_tags
 from tests.helpers.overlap_training import (
     EPOCHS,
     KNOWN,
@@ -25,14 +26,13 @@ from tests.helpers.overlap_training import (
     assert_bitwise,
     fit_overlapped,
     notices,
-    with_tags,
 )
 from tests.helpers.recommender import DIM
 
 CALLS: list[int] = []
 
 
-class Notes(training.Computes):
+class Notes(modules.Computes):
     """Writes down every call outside of itself, where nothing can take it back; its ids stand nowhere in the batch."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -40,7 +40,7 @@ class Notes(training.Computes):
         return super().training_step(batch, batch_idx)
 
 
-class NotesKnown(training.OfTensors):
+class NotesKnown(modules.OfTensors):
     """The same with ids in the batch."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -67,7 +67,7 @@ def test_a_trial_run_is_asked_for() -> None:
         assert run.looked_ahead() == KNOWN and not notices(run)
 
 
-class Moves(training.Computes):
+class Moves(modules.Computes):
     """Moves a second set of weights along before it looks up, through ``.data``, which nothing notices."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ def test_state_that_no_trial_run_could_put_back_is_as_without_overlap() -> None:
 
 
 def test_one_notice_of_all_that_nobody_knows() -> None:
-    ranks = run_distributed(against_plain, 2, training.Computes, as_tensors)
+    ranks = run_distributed(against_plain, 2, modules.Computes, as_tensors)
     assert_bitwise(ranks)
     told = [text for _, run in ranks for text in notices(run)]
     assert len(told) == 1, "one of all ranks says so"
@@ -99,7 +99,7 @@ def test_one_notice_of_all_that_nobody_knows() -> None:
     assert "FreeScaleStrategy(lookahead='trial_run')" in told[0]
 
 
-class OfLists(training.TwoCollections):
+class OfLists(modules.TwoCollections):
     """Makes both KeyedJaggedTensors in the step."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -115,7 +115,7 @@ def test_one_notice_of_several_collections() -> None:
 
 
 def test_ranks_agree_with_the_one_that_knows_least() -> None:
-    ranks = run_distributed(against_plain, 3, training.DiffersByRank, as_tensors)
+    ranks = run_distributed(against_plain, 3, modules.DiffersByRank, as_tensors)
     assert_bitwise(ranks)
     assert [run.looked_ahead() for _, run in ranks] == [(1, 11, 0), NEVER, NEVER]
     (told,) = [text for _, run in ranks for text in notices(run)]

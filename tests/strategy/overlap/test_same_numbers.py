@@ -14,7 +14,9 @@ from torch.utils.data import DataLoader
 
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.testing import run_distributed
+from tests.helpers import overlap_modules as modules
 from tests.helpers import overlap_training as training
+from tests.helpers.overlap_modules import with_tags
 from tests.helpers.overlap_training import (
     EPOCHS,
     KNOWN,
@@ -33,7 +35,6 @@ from tests.helpers.overlap_training import (
     my_loader,
     notices,
     strategies,
-    with_tags,
 )
 
 UNKNOWN = "cannot be known ahead"
@@ -78,43 +79,39 @@ class Case:
 
 CASES = {
     "validation in the middle": Case(options={"val_check_interval": 2}, validates=True),
-    "a learning rate for every step": Case(training.Schedules),
+    "a learning rate for every step": Case(modules.Schedules),
     "bf16-mixed": Case(options={"precision": "bf16-mixed"}),
-    "two collections": Case(training.TwoCollections, lambda: changed_loader(STEPS, with_tags), (2 * KNOWN[0], 2 * KNOWN[1], 0)),
-    "batches are data classes": Case(training.OfRecords, lambda: changed_loader(STEPS, as_record)),
-    "batches are tuples": Case(training.OfTuples, lambda: changed_loader(STEPS, as_tuple)),
-    "ids of tensors in the batch": Case(training.OfTensors, _tensors),
-    "ids that are computed": Case(training.Computes, _tensors, NEVER, said=UNKNOWN),
-    "ids that are computed, trial runs": Case(training.Computes, _tensors, trial_runs=True),
-    "ids that are computed, bf16-mixed": Case(
-        training.Computes, _tensors, options={"precision": "bf16-mixed"}, trial_runs=True
-    ),
-    "ids that are rewritten through numpy": Case(training.RewritesThroughNumpy, _tensors, (0, 8, 4), said=UNKNOWN),
-    "a loader with one buffer": Case(training.OfTensors, training.OneBuffer),
-    "ids that are drawn": Case(training.Draws, _tensors, NEVER, said=UNKNOWN),
-    "ids that are drawn, trial runs": Case(training.Draws, _tensors, trial_runs=True),
-    "draws that nobody foresees": Case(training.DrawsUnforeseen, _tensors, (0, 8, 4), said=UNKNOWN, trial_runs=True),
-    "hooks that change the batch in place": Case(training.ChangesInPlace, _tensors, (0, 8, 4), said=UNKNOWN),
-    "hooks that change the batch in place, trial runs": Case(training.ChangesInPlace, _tensors, (5, 3, 4), trial_runs=True),
-    "hooks of the data module": Case(training.OfTensors, DataWithHooks, (0, 8, 4), said=UNKNOWN),
-    "hooks of the data module, trial runs": Case(training.OfTensors, DataWithHooks, (5, 3, 4), trial_runs=True),
+    "two collections": Case(modules.TwoCollections, lambda: changed_loader(STEPS, with_tags), (2 * KNOWN[0], 2 * KNOWN[1], 0)),
+    "batches are data classes": Case(modules.OfRecords, lambda: changed_loader(STEPS, as_record)),
+    "batches are tuples": Case(modules.OfTuples, lambda: changed_loader(STEPS, as_tuple)),
+    "ids of tensors in the batch": Case(modules.OfTensors, _tensors),
+    "ids that are computed": Case(modules.Computes, _tensors, NEVER, said=UNKNOWN),
+    "ids that are computed, trial runs": Case(modules.Computes, _tensors, trial_runs=True),
+    "ids that are computed, bf16-mixed": Case(modules.Computes, _tensors, options={"precision": "bf16-mixed"}, trial_runs=True),
+    "ids that are rewritten through numpy": Case(modules.RewritesThroughNumpy, _tensors, (0, 8, 4), said=UNKNOWN),
+    "a loader with one buffer": Case(modules.OfTensors, training.OneBuffer),
+    "ids that are drawn": Case(modules.Draws, _tensors, NEVER, said=UNKNOWN),
+    "ids that are drawn, trial runs": Case(modules.Draws, _tensors, trial_runs=True),
+    "draws that nobody foresees": Case(modules.DrawsUnforeseen, _tensors, (0, 8, 4), said=UNKNOWN, trial_runs=True),
+    "hooks that change the batch in place": Case(modules.ChangesInPlace, _tensors, (0, 8, 4), said=UNKNOWN),
+    "hooks that change the batch in place, trial runs": Case(modules.ChangesInPlace, _tensors, (5, 3, 4), trial_runs=True),
+    "hooks of the data module": Case(modules.OfTensors, DataWithHooks, (0, 8, 4), said=UNKNOWN),
+    "hooks of the data module, trial runs": Case(modules.OfTensors, DataWithHooks, (5, 3, 4), trial_runs=True),
     "a limit of batches": Case(options={"limit_train_batches": STEPS - 2}, ahead=(KNOWN[0] - 4, KNOWN[1], 0)),
     "a loader for every epoch": Case(options={"reload_dataloaders_every_n_epochs": 1}),
     "a stream": Case(loader=lambda: DataLoader(Stream(), batch_size=None)),
     "workers": Case(loader=lambda: DataLoader(_plain().dataset, batch_size=None, num_workers=2)),
     "several loaders": Case(
-        training.OfSeveralLoaders, lambda: {"main": _plain(), "other": my_loader(3)}, NEVER, said="use one DataLoader"
+        modules.OfSeveralLoaders, lambda: {"main": _plain(), "other": my_loader(3)}, NEVER, said="use one DataLoader"
     ),
-    "a step that takes the iterator": Case(training.Iterates, ahead=NEVER, said=UNKNOWN),
-    "a step that takes the iterator, trial runs": Case(training.Iterates, ahead=NEVER, said=UNKNOWN, trial_runs=True),
-    "a closure called before the step": Case(training.StepsAfterClosure),
-    "epochs that are cut short": Case(training.CutsShort, ahead=(5, 2, 1)),
-    "further lookups without gradients": Case(
-        training.LooksUpMore, lambda: changed_loader(STEPS, with_tags), (9 + 6, 3 + 2, 0)
-    ),
-    "evaluation between steps": Case(training.Evaluates),
-    "lookups with gradients between steps": Case(training.TrainsBetween, ahead=NEVER),
-    "a table that nobody trains": Case(training.Freezes),
+    "a step that takes the iterator": Case(modules.Iterates, ahead=NEVER, said=UNKNOWN),
+    "a step that takes the iterator, trial runs": Case(modules.Iterates, ahead=NEVER, said=UNKNOWN, trial_runs=True),
+    "a closure called before the step": Case(modules.StepsAfterClosure),
+    "epochs that are cut short": Case(modules.CutsShort, ahead=(5, 2, 1)),
+    "further lookups without gradients": Case(modules.LooksUpMore, lambda: changed_loader(STEPS, with_tags), (9 + 6, 3 + 2, 0)),
+    "evaluation between steps": Case(modules.Evaluates),
+    "lookups with gradients between steps": Case(modules.TrainsBetween, ahead=NEVER),
+    "a table that nobody trains": Case(modules.Freezes),
     "fast_dev_run": Case(options={"fast_dev_run": 3}, ahead=(1, 2, 0), validates=True),
 }
 
@@ -149,7 +146,7 @@ def test_bitwise(name: str) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_know_their_ids_in_different_ways() -> None:
-    runs = run_distributed(_both, 3, Case(training.DiffersByRank, _tensors, trial_runs=True))
+    runs = run_distributed(_both, 3, Case(modules.DiffersByRank, _tensors, trial_runs=True))
     assert_bitwise(runs)
     ahead = [overlapped.looked_ahead() for _, overlapped in runs]
     assert ahead == [(4, 8, 0), (4, 8, 0), (0, 8, 4)], "no rank runs trials, or stops to, alone"
@@ -159,7 +156,7 @@ def _alone() -> tuple[Run, Run]:
     runs = []
     for strategy in strategies():
         torch.manual_seed(0)
-        runs.append(fit(training.Skips(), my_loader(STEPS), max_epochs=EPOCHS, strategy=strategy))
+        runs.append(fit(modules.Skips(), my_loader(STEPS), max_epochs=EPOCHS, strategy=strategy))
     return runs[0], runs[1]
 
 
