@@ -61,3 +61,11 @@ def test_the_result_is_no_view(whole: bool) -> None:
     found.sum().backward()
     assert trained.grad is not None and trained.grad.tolist() == [2.0] * 4
     _look_up(torch.tensor([[1, 2]]), WEIGHT.clone().requires_grad_(), 1, whole).detach_()
+
+
+def test_a_change_of_the_result_does_not_reach_what_torchrec_has_returned() -> None:
+    ids = torch.tensor([1, 2])
+    whole = WEIGHT[ids]
+    jagged = JaggedTensor(values=whole[:2], lengths=torch.tensor([2]))
+    rows_of_ids({"emb": jagged}, "emb", ids, None).zero_()
+    assert torch.equal(whole, WEIGHT[ids])

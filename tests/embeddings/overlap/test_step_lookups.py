@@ -1,0 +1,22 @@
+"""Lookups of a step that activation checkpointing makes again in backward."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_freescale.embeddings.overlap.step_lookups import StepLookups
+from tests.helpers.jagged import make_features
+
+
+def test_rows_looked_up_again_may_be_changed_in_place_every_time() -> None:
+    features, lookups = make_features(0), StepLookups()
+    count = features.values().numel()
+    lookups.note(features)
+    lookups.receive(torch.rand(count, 4), torch.arange(count), [count], asked_for=False)
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        rows = lookups.give_out(None, features).detach().clone()
+    for _ in range(2):
+        again = lookups.made_before(features)
+        assert again is not None and again.requires_grad and torch.equal(again, rows)
+        again.mul_(2)
