@@ -59,11 +59,17 @@ class FreeScaleGroup(dist.ProcessGroup):
         self.options = options
         natives = _native_backends(backend_opts, rank, size)
         self.inner = dist.ProcessGroup(backend_opts.store, rank, size)
+        self._by_device = {device.type: kind.name.lower() for device, kind, _ in natives}
         for group in (self.inner, self):  # on this one, too, so that torch finds names, options and backends by device
             group._set_default_backend(natives[-1][1])
             for device, kind, native in natives:
                 group._register_backend(device, kind, native)
         self._executor = CollectiveExecutor(backend_opts, options)
+
+    @property
+    def moves_by_nccl(self) -> bool:
+        """Whether NCCL moves what :meth:`exchange` is given of CUDA tensors."""
+        return self._executor.transport is None and self._by_device.get("cuda") == "nccl"
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         """Return the name under which the backend is registered."""

@@ -11,8 +11,10 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from random_cases import Outcome, defects, random_case, run_case
+from random_cases import Case, Outcome, defects, random_case, run_case
 
+from lightning_freescale.comm import FreeScaleGroup
+from lightning_freescale.embeddings.overlap import id_exchange
 from lightning_freescale.testing import run_distributed
 
 
@@ -21,6 +23,25 @@ from lightning_freescale.testing import run_distributed
 def test_a_random_case_is_that_of_ddp(seed: int) -> None:
     case = random_case(seed)
     assert defects(run_distributed(run_case, case.ranks, case)) == []
+
+
+SEVERAL_COLLECTIONS = (5001, 5021, 5057, 5092, 5113, 5149)
+"""Seeds of cases on several ranks, whose steps look up on some ranks, or in some steps, or clip."""
+
+
+def _run_as_by_nccl(case: Case) -> dict[str, Outcome]:
+    """Heads go from host to host, and the collections take turns; by gloo, as there is no GPU."""
+    id_exchange.heads_travel_apart = lambda device: True
+    FreeScaleGroup.moves_by_nccl = True
+    return run_case(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEVERAL_COLLECTIONS)
+def test_collections_that_take_turns_do_not_wait_for_each_other(seed: int) -> None:
+    case = random_case(seed)
+    assert case.ranks > 1 and len(case.parts) > 1
+    assert defects(run_distributed(_run_as_by_nccl, case.ranks, case)) == []
 
 
 def _outcomes(**changes: object) -> dict[str, Outcome]:

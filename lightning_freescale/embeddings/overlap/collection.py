@@ -16,6 +16,7 @@ from lightning_freescale.embeddings.optimizer import TableOptimizer, UpdateSetti
 from lightning_freescale.embeddings.overlap import errors
 from lightning_freescale.embeddings.overlap.batch_state import FurtherLookup
 from lightning_freescale.embeddings.overlap.exchange_worker import ExchangeWorker
+from lightning_freescale.embeddings.overlap.launch_order import LaunchOrder
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
 from lightning_freescale.embeddings.overlap.row_exchange import RowExchange
@@ -39,6 +40,7 @@ class OverlappedCollection:
         optimizers: of its tables.
         dedup: request each row once per rank and batch.
         hold_gradients: keep the gradients of a step until :meth:`apply_gradients`, so that they can be clipped.
+        order: in which it takes turns with other collections; None: it need not.
 
     Attributes:
         group: process group of this collection alone.
@@ -57,13 +59,14 @@ class OverlappedCollection:
         optimizers: Sequence[TableOptimizer],
         dedup: bool,
         hold_gradients: bool = False,
+        order: LaunchOrder | None = None,
     ) -> None:
         self.path, self.module, self.group = collection.path, module, group
         self.others: list[OverlappedCollection] = []
         self.statistics = ExchangeStatistics()
         # a thread and a group per collection: all that happens to its rows happens there
-        self._worker = ExchangeWorker(collection.path, local.layout.device, self.statistics)
-        self._exchange = RowExchange(collection.path, local, group, dedup, self.statistics)
+        self._worker = ExchangeWorker(collection.path, local.layout.device, self.statistics, order)
+        self._exchange = RowExchange(collection.path, local, group, dedup, self.statistics, order)
         self.jobs = StepJobs(self._exchange, self._worker)
         self._local = local
         self._optimizers = optimizers

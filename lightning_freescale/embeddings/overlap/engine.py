@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 from torchrec import KeyedJaggedTensor
 
 from lightning_freescale.comm import BACKEND, LaneOptions
@@ -18,6 +19,7 @@ from lightning_freescale.embeddings.lookahead.probe import ModeProposal
 from lightning_freescale.embeddings.optimizer import UpdateSettings
 from lightning_freescale.embeddings.overlap.batch_state import Lookup
 from lightning_freescale.embeddings.overlap.collection import OverlappedCollection
+from lightning_freescale.embeddings.overlap.launch_order import LaunchOrder, refuse_one_queue
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.report import COUNTS
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout
@@ -70,19 +72,25 @@ class OverlapEngine:
         self.plain: dict[str, str] = {}
         self._table_keys: dict[str, list[str]] = {}
         layouts = [(collection, module, self._layout(collection, module)) for collection, module in tables.modules]
+        several = sum(layout is not None for *_, layout in layouts) > 1
+        order = LaunchOrder(timeout or default_pg_timeout) if several else None
         for collection, module, layout in layouts:
             if layout is not None:
-                self._take_over(collection, module, layout)
+                self._take_over(collection, module, layout, order)
         for path, overlapped in self.collections.items():
             overlapped.others = [other for name, other in self.collections.items() if name != path]
 
-    def _take_over(self, collection: Collection, module: Any, layout: RowLayout) -> None:
+    def _take_over(self, collection: Collection, module: Any, layout: RowLayout, order: LaunchOrder | None) -> None:
         local = LocalRows.from_module(layout, collection, module, self.tables, self.clip_value)
         lane = LaneOptions(self._transport, name=collection.path)
         group = dist.new_group(backend=BACKEND, timeout=self._timeout, pg_options=lane)
         dist.all_reduce(layout.starts.new_zeros(1), group=group)  # NCCL connects at the first collective: now, not in a step
+        waits_on_device = group.moves_by_nccl and group.size() > 1
+        if waits_on_device:
+            refuse_one_queue()
         optimizers = [self.tables.optimizers[table.key] for table in collection.tables]
-        overlapped = OverlappedCollection(collection, module, local, group, optimizers, self._dedup, self._hold_gradients)
+        options = (self._dedup, self._hold_gradients, order if waits_on_device else None)
+        overlapped = OverlappedCollection(collection, module, local, group, optimizers, *options)
         self.collections[collection.path] = overlapped
         self._table_keys[collection.path] = [table.key for table in collection.tables]
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
 from lightning_freescale._worker import WorkerThread
+from lightning_freescale.embeddings.overlap.launch_order import LaunchOrder
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
 from lightning_freescale.embeddings.overlap.transport import ExchangeObserver
 
@@ -26,18 +27,21 @@ class ExchangeWorker(WorkerThread):
         path: of the collection, for errors.
         device: on CUDA the jobs run on the stream (not tested on GPU).
         statistics: what to count waits in.
+        order: that its exchanges are launched in.
 
     Attributes:
         error: what a job has raised.
         observer: told when training waits for rows.
     """
 
-    def __init__(self, path: str, device: torch.device, statistics: ExchangeStatistics) -> None:
+    def __init__(
+        self, path: str, device: torch.device, statistics: ExchangeStatistics, order: LaunchOrder | None = None
+    ) -> None:
         super().__init__(f"freescale-{path}")
         self.error: Exception | None = None
         self.observer: ExchangeObserver | None = None
         self._arrived: Any = None
-        self._path, self._statistics = path, statistics
+        self._path, self._statistics, self._order = path, statistics, order
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def submit(self, job: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -96,4 +100,6 @@ class ExchangeWorker(WorkerThread):
         except BaseException as error:  # any: somebody waits for the job
             self.error = RuntimeError(f"embedding exchange of collection {self._path!r}: {error}")
             self.error.__cause__ = error
+        if self._order is not None:  # others may wait for their turn after this one's
+            self._order.fail(str(self.error))
         raise self.error

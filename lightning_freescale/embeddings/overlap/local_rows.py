@@ -60,7 +60,9 @@ class TableKernel:
         ids = torch.cat([rows[index][0] - self.tables[index].first_row for _, index in given])
         gradients = torch.cat([rows[index][1] for _, index in given])
         prepare_kernel(self.module, {self.tables[index].key: settings[index] for index in rows})
-        with torch.enable_grad():
+        # by itself, autograd runs the CUDA backwards of all threads on one thread: a model's backward that waits for this
+        # update, as a state_dict() in a hook does, would wait forever
+        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             self.module(indices=ids, offsets=counts.cumsum(0).to(ids.device)).backward(gradients)
 
     def prepare_update(self, settings: Sequence[UpdateSettings]) -> None:

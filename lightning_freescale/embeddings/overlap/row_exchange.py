@@ -35,6 +35,7 @@ from lightning_freescale.embeddings.overlap.collisions import Collisions
 from lightning_freescale.embeddings.overlap.handshake import Head, IdsToSend, LookedUp, LookupHandshake, NextIds
 from lightning_freescale.embeddings.overlap.held_gradients import HeldGradients
 from lightning_freescale.embeddings.overlap.id_exchange import IdExchange
+from lightning_freescale.embeddings.overlap.launch_order import LaunchOrder
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
 from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest, RowSubset
@@ -51,6 +52,7 @@ class RowExchange:
         group: process group of this collection alone.
         dedup: request each row once per rank and batch.
         statistics: what to count in.
+        order: as for :class:`Transport`.
 
     Attributes:
         path: of the collection.
@@ -61,11 +63,17 @@ class RowExchange:
     """
 
     def __init__(
-        self, path: str, local: LocalRows, group: dist.ProcessGroup, dedup: bool, statistics: ExchangeStatistics
+        self,
+        path: str,
+        local: LocalRows,
+        group: dist.ProcessGroup,
+        dedup: bool,
+        statistics: ExchangeStatistics,
+        order: LaunchOrder | None = None,
     ) -> None:
         self.path, self.local, self.statistics = path, local, statistics
         self.row_updates = RowUpdates(local)
-        self.transport = Transport(group, local.dim, local.layout.device, statistics)
+        self.transport = Transport(group, local.dim, local.layout.device, statistics, order)
         self.held = HeldGradients(self.row_updates.kept, local, self.transport)
         self._rank, self._device = self.transport.rank, self.transport.device
         self._handshake = LookupHandshake(path, group, local.layout, dedup)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_freescale.embeddings.overlap.launch_order import LaunchOrder
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
 
 FAREWELL = timedelta(seconds=2)
@@ -43,15 +44,23 @@ class Transport:
         dim: width of a row.
         device: of rows and ids.
         statistics: what to count in.
+        order: in which exchanges of device memory take turns with those of other collections; None: they need not.
 
     Attributes:
         observer: told of every exchange.
     """
 
-    def __init__(self, group: Any, dim: int, device: torch.device, statistics: ExchangeStatistics) -> None:
+    def __init__(
+        self,
+        group: Any,
+        dim: int,
+        device: torch.device,
+        statistics: ExchangeStatistics,
+        order: LaunchOrder | None = None,
+    ) -> None:
         self.rank, self.ranks, self.dim, self.device = group.rank(), group.size(), dim, device
         self.observer: ExchangeObserver | None = None
-        self._group, self._statistics = group, statistics
+        self._group, self._statistics, self._order = group, statistics, order
 
     def rows(self, count: int) -> Tensor:
         """Return memory for ``count`` rows."""
@@ -60,7 +69,7 @@ class Transport:
     def exchange(self, received: Tensor, message: Tensor, gives: list[int], gets: list[int], exact: bool = False) -> None:
         """Send ``gives[rank]`` floats of the message to each rank, and take ``gets[rank]`` from it, or fewer. Collective."""
         began = time.perf_counter()
-        with self._recorded(gives, gets if exact else gives):
+        with self._recorded(gives, gets if exact else gives), self._turn():
             self._group.exchange(received.view(-1), message.view(-1), gets, gives, exact=exact)
         self._statistics.count(transfer_s=time.perf_counter() - began)
 
@@ -96,6 +105,18 @@ class Transport:
     def count(self, kind: str, width: int, gives: list[int]) -> None:
         """Count the bytes of what goes to other ranks: ``gives[rank]`` times ``width`` to each."""
         self._statistics.count(**{f"{kind}_bytes": width * (sum(gives) - gives[self.rank])})
+
+    def _turn(self) -> AbstractContextManager[None]:
+        """Return the block in which this collection may launch. Collective."""
+        if self._order is None:
+            return nullcontext()
+        first, others = self.rank == 0, [0, *[1] * (self.ranks - 1)]
+        number = torch.full((self.ranks - 1 if first else 1,), self._order.draw() if first else 0)
+        sent, came = (number, number.new_empty(0)) if first else (number.new_empty(0), number)
+        none = [0] * self.ranks
+        gives, gets = (others, none) if first else (none, [1, *none[1:]])
+        self._group.exchange(came, sent, gets, gives, exact=True)
+        return self._order.turn(int(number[0]))
 
     def _recorded(self, gives: list[int], gets: list[int]) -> AbstractContextManager[None]:
         if self.observer is None or not self.observer.recording:

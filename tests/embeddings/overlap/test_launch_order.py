@@ -1,0 +1,114 @@
+"""Exchanges that NCCL moves are launched in one order on all ranks. Gloo moves them here, which needs no order."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_freescale.comm import FreeScaleGroup
+from lightning_freescale.embeddings.overlap import id_exchange
+from lightning_freescale.embeddings.overlap.exchange_worker import ExchangeWorker
+from lightning_freescale.embeddings.overlap.launch_order import LaunchOrder, refuse_one_queue
+from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
+from lightning_freescale.testing import run_distributed
+from tests.helpers.sequences import OPTIMIZERS, Run, batches, train_overlapped, train_plain
+
+STEPS = 12
+HOW = OPTIMIZERS["rowwise_adagrad"]
+
+
+class Launches:
+    """What is launched on this rank, in its order, by threads that come to it at other times on every rank."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._random, exchange = random.Random(dist.get_rank()), FreeScaleGroup.exchange
+
+        def launched(group: FreeScaleGroup, received: Tensor, send: Tensor, *args: Any, **kwargs: Any) -> None:
+            if send.dtype == torch.float32 and "timeout" not in kwargs:  # else from host to host: numbers, or the farewell
+                self.names.append(group.options.name)
+            else:
+                time.sleep(self._random.uniform(0, 4e-3))
+            exchange(group, received, send, *args, **kwargs)
+
+        FreeScaleGroup.exchange = launched
+
+
+def _trained(ordered: bool) -> tuple[list[str], Run, Run]:
+    id_exchange.heads_travel_apart = lambda device: True
+    FreeScaleGroup.moves_by_nccl = ordered
+    launches, data = Launches(), batches(dist.get_rank(), STEPS)
+    return launches.names, train_overlapped(HOW, data), train_plain(HOW, data)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_all_ranks_launch_in_one_order(ranks: int) -> None:
+    results = run_distributed(_trained, ranks, True)
+    assert all(results[0][0].count(path) > 4 * (STEPS - 1) for path in ("items", "tags"))
+    for names, overlapped, plain in results:
+        assert names == results[0][0]
+        assert overlapped.losses == plain.losses
+        for name, value in plain.tables.items():
+            assert torch.equal(overlapped.tables[name], value), name
+
+
+def test_the_check_sees_other_orders() -> None:
+    first, second = (names for names, *_ in run_distributed(_trained, 2, False))
+    assert sorted(first) == sorted(second) and first != second
+
+
+def test_turns_are_taken_by_number() -> None:
+    order, taken = LaunchOrder(timedelta(seconds=30)), []
+    numbers = [order.draw() for _ in range(5)]
+
+    def launch(number: int) -> None:
+        with order.turn(number):
+            taken.append(number)
+
+    threads = [threading.Thread(target=launch, args=(number,), daemon=True) for number in reversed(numbers)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.01)
+    for thread in threads:
+        thread.join(30)
+    assert taken == numbers == [0, 1, 2, 3, 4]
+
+
+def test_a_turn_that_does_not_come_is_an_error_in_time() -> None:
+    order = LaunchOrder(timedelta(seconds=0.1))
+    with pytest.raises(RuntimeError, match=r"exchange 1 .* waited 0\.1 s for exchange 0, which has not"), order.turn(1):
+        pass
+
+
+def test_who_waits_for_a_collection_that_has_failed_hears_of_it() -> None:
+    order, device = LaunchOrder(timedelta(minutes=5)), torch.device("cpu")
+    items, tags = (ExchangeWorker(path, device, ExchangeStatistics(), order) for path in ("items", "tags"))
+    order.draw()  # for items, which does not come to launch
+
+    def launch(number: int) -> None:
+        with order.turn(number):
+            raise AssertionError("not before the other")
+
+    def fail() -> None:
+        time.sleep(0.2)
+        raise OSError("no memory")
+
+    waiting, failed = tags.submit(launch, order.draw()), items.submit(fail)
+    assert "no memory" in str(failed.exception(30))
+    assert "an exchange launched before this one has failed" in str(waiting.exception(30))
+    assert items.stop(30) and tags.stop(30)
+
+
+def test_one_queue_of_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_one_queue()
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.raises(ValueError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1 .*: unset it, or pass"):
+        refuse_one_queue()
