@@ -48,8 +48,8 @@ class LaunchOrder:
             seconds = self._timeout.total_seconds()
             if not self._changed.wait_for(lambda: self._failure or self._launched == number, seconds):
                 raise RuntimeError(
-                    f"exchange {number} of this rank's collections waited {seconds:g} s for exchange {self._launched}, which has "
-                    "not been launched"
+                    f"exchange {number} of this rank's collections waited {seconds:g} s for exchange {self._launched}, which "
+                    "has not been launched"
                 )
             if self._failure:
                 raise RuntimeError(f"an exchange launched before this one has failed: {self._failure}")
@@ -73,6 +73,6 @@ def refuse_one_queue() -> None:
     """
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise ValueError(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 runs kernels in the order of their launches, so that NCCL's overlapped exchange and DDP's "
-            "all-reduce may wait for each other forever: unset it, or pass FreeScaleStrategy(overlap=False)"
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 runs kernels in the order of their launches, so that NCCL's overlapped exchange and "
+            "DDP's all-reduce may wait for each other forever: unset it, or pass FreeScaleStrategy(overlap=False)"
         )
