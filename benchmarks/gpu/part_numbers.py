@@ -158,9 +158,7 @@ def bitwise(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> boo
         return tensor.contiguous().reshape(-1).view(torch.uint8)
 
     return one.keys() == other.keys() and all(
-        tensor.dtype == other[name].dtype
-        and tensor.shape == other[name].shape
-        and torch.equal(bits(tensor), bits(other[name]))
+        tensor.dtype == other[name].dtype and tensor.shape == other[name].shape and torch.equal(bits(tensor), bits(other[name]))
         for name, tensor in one.items()
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_KERNEL = "fbgemm::jagged_to_padded_dense_forward"
 NEEDED = ("lightning", "torchrec", "fbgemm_gpu", "lightning_freescale")
 
 
@@ -23,6 +24,8 @@ def missing() -> str | None:
             importlib.import_module(name)
         except Exception as error:  # a binary of FBGEMM for another torch or GPU fails in many ways
             return f"{name} does not import: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+    if torch.cuda.is_available() and not torch._C._dispatch_has_kernel_for_dispatch_key(_KERNEL, "CUDA"):
+        return "fbgemm_gpu is the build for CPUs, and there is a GPU: install fbgemm-gpu in the place of fbgemm-gpu-cpu"
     return None
 
 
@@ -45,7 +48,7 @@ def one_rank() -> Iterator[torch.device]:
     if on_gpu:
         torch.cuda.set_device(device)
         options = {"backend": "nccl", "device_id": device}
-    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **options)
+    dist.init_process_group(store=dist.TCPStore("127.0.0.1", 0, 1, is_master=True), rank=0, world_size=1, **options)
     try:
         yield device
     finally:

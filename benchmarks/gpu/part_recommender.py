@@ -68,6 +68,7 @@ class Net(nn.Module):
         )
 
     def forward(self, batch: Batch) -> Tensor:
+        """The loss."""
         found = self.embeddings(batch["features"])
         history = found["history"].to_padded_dense(self.longest)
         weights = torch.softmax(history @ history.transpose(1, 2) / history.shape[2] ** 0.5, dim=2)
@@ -84,14 +85,17 @@ class Recommender(L.LightningModule):
         self.losses: list[Tensor] = []
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The loss, which is kept."""
         loss = self.net(batch)
         self.losses.append(loss.detach())  # not its number, for which the host would wait
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Looks rows up without gradients."""
         self.net(batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        """One for the tables and the rest."""
         kind, arguments = OPTIMIZERS[self.optimizer]
         return kind(self.parameters(), **arguments)
 
@@ -112,9 +116,11 @@ class Batches:
         self.position = 0
 
     def state_dict(self) -> dict[str, int]:
+        """What has been handed out."""
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on behind that."""
         self.position = state["position"]
 
 
@@ -128,7 +134,7 @@ def _batch(size: Size, popular: Tensor, seed: int, pin: bool) -> Batch:
     draw = torch.Generator().manual_seed(seed)
     lengths = (torch.rand(size.samples, generator=draw) ** 4 * size.longest).int() + 1
     lengths = torch.cat([lengths, torch.ones(2 * size.samples, dtype=torch.int32)])  # candidate and category: one each
-    items = torch.multinomial(popular, int(lengths[:-size.samples].sum()), replacement=True, generator=draw)
+    items = torch.multinomial(popular, int(lengths[: -size.samples].sum()), replacement=True, generator=draw)
     categories = torch.randint(0, CATEGORIES, (size.samples,), generator=draw)
     ids = KeyedJaggedTensor(["history", "candidate", "category"], torch.cat([items, categories]), lengths=lengths)
     label = torch.rand(size.samples, generator=draw)
