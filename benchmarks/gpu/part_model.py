@@ -56,7 +56,7 @@ def measure(report: Report, device: torch.device, quick: bool, out: Path) -> Non
 
     on_gpu = device.type == "cuda"
     rounds = 2 if quick else 5
-    timed = Steps(warmup=10, timed=30) if on_gpu and not quick else Steps(4, 6)
+    timed = Steps(warmup=6, timed=15) if on_gpu and not quick else Steps(4, 6)
     trials = _Trials(device, quick)
     for model in MODELS:
         with report.check(f"{model}, step times"):

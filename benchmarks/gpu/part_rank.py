@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_KERNEL = "fbgemm::jagged_to_padded_dense_forward"
+_OPERATOR = "fbgemm::jagged_to_padded_dense_forward"
 NEEDED = ("lightning", "torchrec", "fbgemm_gpu", "lightning_freescale")
 
 
@@ -24,9 +24,16 @@ def missing() -> str | None:
             importlib.import_module(name)
         except Exception as error:  # a binary of FBGEMM for another torch or GPU fails in many ways
             return f"{name} does not import: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
-    if torch.cuda.is_available() and not torch._C._dispatch_has_kernel_for_dispatch_key(_KERNEL, "CUDA"):
-        return "fbgemm_gpu is the build for CPUs, and there is a GPU: install fbgemm-gpu in the place of fbgemm-gpu-cpu"
+    if torch.cuda.is_available() and not _has_kernels("CUDA"):
+        return "fbgemm_gpu has no CUDA kernels, and there is a GPU: install fbgemm-gpu, and not fbgemm-gpu-cpu"
     return None
+
+
+def _has_kernels(key: str) -> bool:
+    try:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(_OPERATOR, key)
+    except RuntimeError:  # nobody has registered it
+        return False
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import json
 import tempfile
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ class Trace:
         ms: of wall time, under the profiler.
         idle: share of the time in which no stream ran anything; None if the profiler saw no GPU.
         kernels: that ran on the GPU.
-        threads: by thread, then by name: ``operators`` of torch, ``launches`` of kernels, each of :data:`WAITS`,
+        threads: by thread, then by name: ``operators`` that were called, ``launches`` of kernels, each of :data:`WAITS`,
             ``blocking copies``, and ``waited ms``, all in those waits and copies.
     """
 
@@ -101,8 +101,8 @@ def read(events: Iterable[Mapping[str, Any]], names: Mapping[int, str]) -> Trace
         _correlation(event) for event in on_gpu if event["cat"] == "gpu_memcpy" and "Pageable" in event["name"]
     }  # such a copy is staged by the host, whatever the call is named
     counts: dict[str, Counter[str]] = defaultdict(Counter)
-    for event in slices:
-        if begin <= event["ts"] < end and event["cat"] in ("cpu_op", *_CALLS):
+    for event in [*_outermost(slices), *(event for event in slices if event["cat"] in _CALLS)]:
+        if begin <= event["ts"] < end:
             _count(event, counts[names.get(event["tid"], "others")], pageable)
     return Trace(
         steps=steps,
@@ -113,10 +113,20 @@ def read(events: Iterable[Mapping[str, Any]], names: Mapping[int, str]) -> Trace
     )
 
 
+def _outermost(slices: list[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """The operators that were called, without those that they call, and without what autograd tells of itself."""
+    reached: dict[int, float] = {}
+    called = [event for event in slices if event["cat"] == "cpu_op" and event["name"].startswith(("aten::", "fbgemm::"))]
+    for event in sorted(called, key=lambda event: (event["ts"], -event["dur"])):
+        if event["ts"] >= reached.get(event["tid"], 0.0):
+            reached[event["tid"]] = event["ts"] + event["dur"]
+            yield event
+
+
 def _count(event: Mapping[str, Any], counts: Counter[str], pageable: set[Any]) -> None:
     name, waits = event["name"], False
     if event["cat"] == "cpu_op":
-        counts["operators"] += name.startswith(("aten::", "fbgemm::"))  # and not what autograd tells of itself
+        counts["operators"] += 1
     elif "LaunchKernel" in name or "LaunchCooperativeKernel" in name:
         counts["launches"] += 1
     elif name in WAITS:

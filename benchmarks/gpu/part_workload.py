@@ -38,7 +38,7 @@ class Workload:
 
 CPU = Workload(items=2_000, dim=16, layers=1, heads=2, histories=4, longest=40, negatives=16)
 GPU_QUICK = Workload(items=1_000_000, dim=128, layers=2, heads=4, histories=32, longest=256)
-GPU = Workload(items=5_000_000, dim=128, layers=4, heads=4, histories=128, longest=512)
+GPU = Workload(items=5_000_000, dim=128, layers=4, heads=4, histories=64, longest=512)
 
 
 def of_size(on_gpu: bool, quick: bool) -> Workload:
