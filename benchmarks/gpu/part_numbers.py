@@ -11,13 +11,12 @@ module on the same batches:
 - with precision bf16-mixed, against the loop under autocast;
 - under torch's CUDA sanitizer in all threads: accesses that nothing orders, which there may not be; a race made on purpose
   shows that it sees any.
-
-A difference is the largest of a tensor, by the largest number in it.
 """
 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ sys.path += [str(Path(__file__).parents[depth]) for depth in range(3)]
 import part_rank
 import part_report
 import torch
+from part_compare import judge
 from part_report import Report, Skip
 
 if TYPE_CHECKING:
@@ -80,8 +80,11 @@ def main(arguments: Sequence[str] | None = None, alter: Alter | None = None) -> 
     if why is not None:
         report.skip("everything", why)
         report.end()
-    with part_rank.one_rank() as device:
+    with part_rank.one_rank() as device, warnings.catch_warnings(record=True) as said:
+        warnings.filterwarnings("default", message=".*deterministic")
         compare(report, device, options.quick, alter)
+    for without in sorted({str(one.message).split(",")[0] for one in said if "deterministic" in str(one.message)}):
+        report.skip("determinism", without)
     report.end()
 
 
@@ -114,53 +117,6 @@ def compare(report: Report, device: torch.device, quick: bool, alter: Alter | No
             judge(report, f"{optimizer}, resumed", "the run that went on", *trials.resumed(optimizer), 0.0)
     sanitize(report, trials)
     _sum_up(report)
-
-
-def judge(report: Report, what: str, reference: str, run: Run, expected: Run, tolerance: float) -> None:
-    """Add a row; a failure if the two differ by more than may be, or if nothing has been trained."""
-    losses = relative({"loss": torch.tensor(run.losses)}, {"loss": torch.tensor(expected.losses)})
-    weights = max(relative(run.weights, expected.weights), relative(run.states, expected.states))
-    same = run.losses == expected.losses and bitwise(run.weights, expected.weights) and bitwise(run.states, expected.states)
-    moved = len(set(run.losses)) > 1
-    ok = moved and (same if tolerance == 0 else max(losses, weights) <= tolerance)
-    report.row(
-        what=what,
-        against=reference,
-        steps=len(run.losses),
-        losses=losses,
-        weights=weights,
-        bitwise=same,
-        expected="bitwise" if tolerance == 0 else f"<= {tolerance:g}",
-        ok=ok,
-    )
-    if not moved:
-        report.fail(what, "the loss does not move, so equality means nothing")
-    elif not ok:
-        report.fail(what, f"losses differ by {losses:.3g}, weights and states by {weights:.3g}, from those of {reference}")
-
-
-def relative(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The largest difference of a tensor by the largest number of the same tensor in ``other``; infinite if one is none."""
-    if one.keys() != other.keys():
-        raise ValueError(f"one has {sorted(one.keys() - other.keys())} and the other {sorted(other.keys() - one.keys())}")
-    found = [0.0]
-    for name, tensor in one.items():
-        difference = (tensor.double() - other[name].double()).abs().max().item()
-        largest = other[name].double().abs().max().item()
-        found.append(difference / largest if largest else (0.0 if difference == 0 else float("inf")))
-    return max(value if value == value else float("inf") for value in found)
-
-
-def bitwise(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Whether all tensors have the same names, kinds, shapes and bits."""
-
-    def bits(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-    return one.keys() == other.keys() and all(
-        tensor.dtype == other[name].dtype and tensor.shape == other[name].shape and torch.equal(bits(tensor), bits(other[name]))
-        for name, tensor in one.items()
-    )
 
 
 class _Trials:
@@ -227,6 +183,9 @@ class _Trials:
         return Run([loss.item() for loss in module.losses], weights, states)
 
 
+_WANTED: dict[str, bool | None] = {"a race made on purpose": True, "plain TorchRec": None}
+
+
 def sanitize(report: Report, trials: _Trials) -> None:
     """Count accesses that nothing orders: of a race made on purpose, of plain TorchRec, of the engine. Slow, so in the end."""
     if trials.device.type != "cuda":
@@ -241,10 +200,10 @@ def sanitize(report: Report, trials: _Trials) -> None:
         runs[name] = lambda options=options: trials.fit(Case("sanitizer", "rowwise_adagrad", options))
     for name, run in runs.items():
         with report.check(f"sanitizer, {name}"):
-            watch(report, accesses, name, run, wanted=name.startswith("a race"), overlapped="dedup" in name)
+            watch(report, accesses, name, run, wanted=_WANTED.get(name, False), overlapped="dedup" in name)
 
 
-def watch(report: Report, accesses: Any, name: str, run: Callable[[], Any], wanted: bool, overlapped: bool) -> None:
+def watch(report: Report, accesses: Any, name: str, run: Callable[[], Any], wanted: bool | None, overlapped: bool) -> None:
     """Add a row of what the sanitizer sees in a run.
 
     Args:
@@ -252,7 +211,7 @@ def watch(report: Report, accesses: Any, name: str, run: Callable[[], Any], want
         accesses: the sanitizer.
         name: of the run.
         run: what to watch.
-        wanted: whether it has to find something.
+        wanted: whether it has to find something; None if that is not ours to say.
         overlapped: whether the engine's thread has to be seen.
     """
     accesses.operators.clear()
@@ -263,13 +222,13 @@ def watch(report: Report, accesses: Any, name: str, run: Callable[[], Any], want
     background = sum(count for thread, count in accesses.operators.items() if thread.startswith("freescale"))
     count = accesses.unordered.total()
     seen = accesses.operators.total() > 0 and (background > 0 or not overlapped)
-    ok = seen and (count > 0) == wanted
+    ok = seen and wanted in (None, count > 0)
     report.row(
         what=f"sanitizer, {name}",
         operators=accesses.operators.total(),
         background=background,
         unordered=count,
-        expected="some" if wanted else "0",
+        expected={True: "some", False: "none", None: "any"}[wanted],
         ok=ok,
     )
     if not ok:
