@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 _OPERATOR = "fbgemm::jagged_to_padded_dense_forward"
-NEEDED = ("lightning", "torchrec", "fbgemm_gpu", "lightning_freescale")
+NEEDED = ("lightning", "torchrec", "fbgemm_gpu", "lightning_freescale.strategy", "lightning_freescale.callbacks")
 
 
 def missing() -> str | None:
