@@ -99,6 +99,14 @@ def test_nothing_to_train_with_is_a_skip(tmp_path: Path, monkeypatch: pytest.Mon
     assert skipped["what"] == "everything" and "no_such_package does not import: ModuleNotFoundError" in skipped["why"]
 
 
+def test_the_build_for_cpus_on_a_machine_with_a_gpu_is_a_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert part_rank.missing() is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "fbgemm_gpu has no CUDA kernels" in part_rank.missing()
+    monkeypatch.setattr(part_rank, "_OPERATOR", "fbgemm::no_such_operator")
+    assert "fbgemm_gpu has no CUDA kernels" in part_rank.missing()
+
+
 ONE = torch.tensor([[1.0, -2.0]])
 
 
