@@ -1,0 +1,72 @@
+"""Whether two runs have left the same numbers behind, and how far they are apart.
+
+``largest`` is the largest difference of a tensor by the largest number in it, ``mean`` the mean one by the mean number. What
+has a tolerance is held to ``mean``: Adam and Adagrad divide a gradient by its own size, so where a sum all but cancels, its
+rounding becomes a step of full length, in a few numbers among millions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from part_recommender import Run
+    from part_report import Report
+
+
+def judge(report: Report, what: str, reference: str, run: Run, expected: Run, tolerance: float) -> None:
+    """Add a row; a failure if the two differ by more than may be, or if nothing has been trained."""
+    losses = relative({"loss": torch.tensor(run.losses)}, {"loss": torch.tensor(expected.losses)})[0]
+    kept, known = run.weights | run.states, expected.weights | expected.states
+    largest, mean = relative(kept, known)
+    same = run.losses == expected.losses and bitwise(kept, known)
+    moved = len(set(run.losses)) > 1
+    ok = moved and (same if tolerance == 0 else max(losses, mean) <= tolerance)
+    report.row(
+        what=what,
+        against=reference,
+        steps=len(run.losses),
+        losses=losses,
+        largest=largest,
+        mean=mean,
+        bitwise=same,
+        expected="bitwise" if tolerance == 0 else f"<= {tolerance:g}",
+        ok=ok,
+    )
+    if not moved:
+        report.fail(what, "the loss does not move, so equality means nothing")
+    elif not ok:
+        report.fail(what, f"from {reference} losses differ by {losses:.3g}, weights and states by up to {largest:.3g}")
+
+
+def relative(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> tuple[float, float]:
+    """How far the tensor that is farthest off differs: by the largest number, and in the mean; infinite if something is NaN."""
+    if one.keys() != other.keys():
+        raise ValueError(f"one has {sorted(one.keys() - other.keys())} and the other {sorted(other.keys() - one.keys())}")
+    largest = mean = 0.0
+    for name, tensor in one.items():
+        expected = other[name].double()
+        off, size = (tensor.double() - expected).abs(), expected.abs()
+        largest = max(largest, _ratio(off.max().item(), size.max().item()))
+        mean = max(mean, _ratio(off.mean().item(), size.mean().item()))
+    return largest, mean
+
+
+def _ratio(off: float, size: float) -> float:
+    if off == 0:
+        return 0.0
+    return off / size if off == off and 0 < size < float("inf") else float("inf")
+
+
+def bitwise(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Whether all tensors have the same names, kinds, shapes and bits."""
+
+    def bits(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+    return one.keys() == other.keys() and all(
+        tensor.dtype == other[name].dtype and tensor.shape == other[name].shape and torch.equal(bits(tensor), bits(other[name]))
+        for name, tensor in one.items()
+    )

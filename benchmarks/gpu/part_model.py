@@ -1,0 +1,147 @@
+"""What overlap brings a model of realistic size on one GPU: step times with and without, in rounds that take turns.
+
+Run it on a machine with a CUDA GPU: ``python benchmarks/gpu/part_model.py --out DIR``. One rank trains in bf16, on histories of
+long-tailed lengths and a table of millions of items:
+
+hstu     the reference model of examples/: attention history by history, in thousands of small kernels
+sasrec   attention over padded histories, in few kernels
+
+One rank has nobody to exchange rows with: what overlap adds here is its host work, and what it saves is waits of the host and
+early copies. So over_plain near 1 is what to hope for, and the gain is for more ranks to show.
+
+Medians over the rounds, with the lowest and the highest; ``over_plain`` is of step times in the same round. Bubble and its
+parts are what BubbleProfiler says in a fit of its own, and ``gpu_idle``, the share of the time in which the GPU ran nothing
+because the host had not come that far, is of three steps under torch.profiler; neither slows the step times. ``host_busy`` is
+the training thread's processor time by the wall time: near 1, the host is what a step waits for.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+sys.path += [str(Path(__file__).parents[depth]) for depth in range(3)]
+
+import part_rank
+import part_report
+import torch
+from part_report import Report
+
+if TYPE_CHECKING:
+    from part_fit import Fit, Steps
+
+MODELS = ("sasrec", "hstu")  # the one that takes longer last: whoever is cut off has the other
+WAYS = {"plain": False, "overlap": True}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = part_report.options(__doc__, arguments)
+    report = Report("model", options.out)
+    why = part_rank.missing()
+    if why is not None:
+        report.skip("everything", why)
+        report.end()
+    with part_rank.one_rank() as device:
+        measure(report, device, options.quick, options.out)
+    report.end()
+
+
+def measure(report: Report, device: torch.device, quick: bool, out: Path) -> None:
+    """For each model rounds of all ways, and where the time goes."""
+    from part_fit import Steps
+
+    on_gpu = device.type == "cuda"
+    rounds = 2 if quick else 5
+    timed = Steps(warmup=6, timed=15) if on_gpu and not quick else Steps(4, 6)
+    trials = _Trials(device, quick)
+    if not on_gpu:
+        report.skip("gpu_idle", "no CUDA device")
+    for model in MODELS:
+        with report.check(f"{model}, step times"):
+            trials.fit(model, "overlap", Steps(1, 1))  # pays for what a process loads once
+            found: dict[str, list[Fit]] = defaultdict(list)
+            for turn in range(rounds):
+                for way in WAYS if turn % 2 == 0 else reversed(WAYS):
+                    fit = trials.fit(model, way, timed)
+                    found[way].append(fit)
+                    report.row(model=model, way=way, round=turn, step_ms=fit.step_ms, host_busy=_busy(fit))
+            _compare(report, model, found)
+        for way in WAYS:
+            with report.check(f"{model}, {way}, where the time goes"):
+                _explain(report, trials, model, way, out)
+
+
+def _compare(report: Report, model: str, found: dict[str, list[Fit]]) -> None:
+    """A row for each way, and the figures."""
+    ratios = [overlapped.step_ms / plain.step_ms for overlapped, plain in zip(found["overlap"], found["plain"])]
+    for way, fits in found.items():
+        times = [fit.step_ms for fit in fits]
+        over = {"over_plain": median(ratios), "over_low": min(ratios), "over_high": max(ratios)}
+        spread = {"step_ms": median(times), "low": min(times), "high": max(times), "rounds": len(times)}
+        busy = {"host_busy": median(_busy(fit) for fit in fits), "engine_cpu_ms": median(fit.cpu_ms["engine"] for fit in fits)}
+        report.row(model=model, way=way, **spread, **busy, **(over if way == "overlap" else dict.fromkeys(over)))
+        report.figure(f"{model}_{way}_step_ms", median(times))
+    report.figure(f"{model}_over_plain", median(ratios))
+    known = [fit.predicted or 0.0 for fit in found["overlap"]]
+    if min(known) <= 0.5:
+        report.fail(
+            f"{model}, overlap", f"the shares of lookups whose ids were known ahead are {known}: nothing was overlapped"
+        )
+
+
+def _explain(report: Report, trials: _Trials, model: str, way: str, out: Path) -> None:
+    from part_fit import Steps
+
+    from lightning_freescale import BubbleProfiler
+
+    steps = Steps(warmup=4, timed=12)
+    folder = out / f"bubbles_{model}_{way}"
+    profiler = BubbleProfiler(folder, label=f"{model}, {way}", warmup_steps=4, trace_steps=12, verbose=False)
+    trials.fit(model, way, steps, (profiler,))
+    if profiler.report is None:
+        raise RuntimeError("BubbleProfiler has no report")
+    idle: dict[str, Any] = {}
+    if trials.device.type == "cuda":
+        trace = trials.fit(model, way, Steps(4, 4, profiled=3)).trace
+        assert trace is not None
+        if trace.idle is None:
+            report.skip(f"{model}, {way}, gpu_idle", "torch.profiler saw nothing on the GPU")
+        else:
+            idle = {"gpu_idle": trace.idle, "kernels": trace.kernels}
+            report.figure(f"{model}_{way}_gpu_idle", trace.idle)
+    shares = {name: float(share) for name, share in profiler.report.shares.items()}
+    report.row(model=model, way=way, bubble=float(profiler.report.bubble), **shares, **idle)
+    report.figure(f"{model}_{way}_bubble", float(profiler.report.bubble))
+
+
+def _busy(fit: Fit) -> float:
+    return fit.cpu_ms["training"] / fit.step_ms
+
+
+class _Trials:
+    """Fits on the same batches."""
+
+    def __init__(self, device: torch.device, quick: bool) -> None:
+        from part_workload import of_size
+
+        self.device = device
+        self._load = of_size(device.type == "cuda", quick)
+        self._batches: list[Any] = []
+
+    def fit(self, model: str, way: str, steps: Steps, callbacks: tuple = ()) -> Fit:
+        from part_fit import fit
+        from part_workload import HSTU, SASRec, batches
+
+        if len(self._batches) < steps.total:
+            self._batches = batches(self._load, steps.total, self.device.type == "cuda")
+        torch.manual_seed(0)
+        module = {"hstu": HSTU, "sasrec": SASRec}[model](self._load)
+        return fit(module, self._batches[: steps.total], steps, self.device, WAYS[way], callbacks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""One rank on the GPU: strategy "freescale" under a Lightning Trainer against plain TorchRec, number by number.
+
+Run it on a machine with a CUDA GPU: ``python benchmarks/gpu/part_numbers.py --out DIR``. Without one it compares on the CPU and
+says what it leaves out. With ``torch.use_deterministic_algorithms``, as far as torch and FBGEMM have them, cases train the same
+module on the same batches:
+
+- every optimizer against a loop over plain TorchRec and DDP written by hand: without dedup, and with TorchRec's own exchange
+  (overlap=False), bitwise; with dedup, which sums in another order, within a tolerance;
+- with validation between the steps, which may change nothing of that;
+- from a checkpoint in the middle of an epoch, against the run that went on, bitwise, optimizer states included;
+- with precision bf16-mixed, against the loop under autocast;
+- under torch's CUDA sanitizer in all threads: accesses that nothing orders, which there may not be; a race made on purpose
+  shows that it sees any.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+sys.path += [str(Path(__file__).parents[depth]) for depth in range(3)]
+
+import part_rank
+import part_report
+import torch
+from part_compare import judge
+from part_report import Report, Skip
+
+if TYPE_CHECKING:
+    from part_recommender import Run, Size
+
+CLOSE = 1e-5
+"""Relative; what sums in another order may come to in so many steps."""
+Alter = Callable[[str, "Run"], None]
+NO_ADAM = "FBGEMM has no Adam on the CPU, so plain TorchRec has none"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fit that is compared with the loop written by hand; ``tolerance`` 0 stands for bitwise."""
+
+    name: str
+    optimizer: str
+    options: dict[str, Any] = field(default_factory=dict)
+    tolerance: float = 0.0
+    validate: bool = False
+    precision: str = "32-true"
+
+
+def cases() -> list[Case]:
+    """All that is compared with the loop written by hand."""
+    found = []
+    for optimizer in ("sgd", "adagrad", "rowwise_adagrad", "adam"):
+        found += [
+            Case(f"{optimizer}, no dedup", optimizer, {"dedup": False}),
+            Case(f"{optimizer}, no overlap", optimizer, {"overlap": False}),
+            Case(f"{optimizer}, dedup", optimizer, {}, CLOSE),
+        ]
+    for optimizer in ("rowwise_adagrad", "adam"):
+        found += [
+            Case(f"{optimizer}, validation between", optimizer, {"dedup": False}, validate=True),
+            Case(f"{optimizer}, no overlap, validation between", optimizer, {"overlap": False}, validate=True),
+        ]
+    found += [
+        Case("bf16-mixed, no dedup", "rowwise_adagrad", {"dedup": False}, precision="bf16-mixed"),
+        Case("bf16-mixed, no overlap", "rowwise_adagrad", {"overlap": False}, precision="bf16-mixed"),
+    ]
+    return found
+
+
+def main(arguments: Sequence[str] | None = None, alter: Alter | None = None) -> None:
+    options = part_report.options(__doc__, arguments)
+    report = Report("numbers", options.out)
+    why = part_rank.missing()
+    if why is not None:
+        report.skip("everything", why)
+        report.end()
+    with part_rank.one_rank() as device, warnings.catch_warnings(record=True) as said:
+        warnings.filterwarnings("default", message=".*deterministic")
+        compare(report, device, options.quick, alter)
+    for without in sorted({str(one.message).split(",")[0] for one in said if "deterministic" in str(one.message)}):
+        report.skip("determinism", without)
+    report.end()
+
+
+def compare(report: Report, device: torch.device, quick: bool, alter: Alter | None = None) -> None:
+    """All cases.
+
+    Args:
+        report: where their rows go.
+        device: where to train.
+        quick: small sizes, few steps.
+        alter: may change what a fit has left behind before it is compared, to see that the comparison notices.
+    """
+    from part_recommender import Size, train_plain
+
+    size = Size(items=200_000, dim=64, samples=256, longest=100, steps=20) if device.type == "cuda" else Size(601, 8, 8, 12, 10)
+    size = size if not quick else Size(min(size.items, 20_000), size.dim, min(size.samples, 64), size.longest, 6)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    trials = _Trials(device, size, alter or (lambda name, run: None))
+    plain: dict[tuple[str, bool], Run] = {}
+    for case in cases():
+        with report.check(case.name):
+            if case.optimizer == "adam" and device.type == "cpu":
+                raise Skip(NO_ADAM)
+            reference = case.optimizer, case.precision == "bf16-mixed"
+            if reference not in plain:
+                plain[reference] = train_plain(size, case.optimizer, trials.batches(), device, reference[1])
+            judge(report, case.name, "plain TorchRec", trials.fit(case), plain[reference], case.tolerance)
+    for optimizer in ("rowwise_adagrad", "adam"):  # the engine has an Adam of its own on the CPU
+        with report.check(f"{optimizer}, resumed"):
+            judge(report, f"{optimizer}, resumed", "the run that went on", *trials.resumed(optimizer), 0.0)
+    sanitize(report, trials)
+    _sum_up(report)
+
+
+class _Trials:
+    """Fits with the strategy."""
+
+    def __init__(self, device: torch.device, size: Size, alter: Alter) -> None:
+        self.device, self.size, self._alter = device, size, alter
+
+    def batches(self) -> list[Any]:
+        from part_recommender import batches
+
+        return batches(self.size, self.device)
+
+    def fit(self, case: Case) -> Run:
+        """One epoch; what it leaves behind, without states, which plain TorchRec has by other names."""
+        options: dict[str, Any] = {"val_check_interval": 2} if case.validate else {"limit_val_batches": 0}
+        run = self._run(case, self.size.steps, **options)
+        run.states = {}
+        self._alter(case.name, run)
+        return run
+
+    def resumed(self, optimizer: str) -> tuple[Run, Run]:
+        """What two fits leave behind, the second from the first one's checkpoint; and what one fit does."""
+        case, steps = Case(f"{optimizer}, resumed", optimizer), self.size.steps
+        whole = self._run(case, steps, limit_val_batches=0)
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "middle.ckpt"
+            first = self._run(case, steps // 2, path, limit_val_batches=0)
+            second = self._run(case, steps, ckpt_path=path, limit_val_batches=0)
+        second.losses = first.losses + second.losses
+        self._alter(case.name, second)
+        return second, whole
+
+    def _run(self, case: Case, steps: int, kept: Path | None = None, ckpt_path: Path | None = None, **options: Any) -> Run:
+        from part_recommender import Batches, Recommender, Run
+
+        from lightning_freescale import FreeScaleStrategy
+
+        torch.manual_seed(0)
+        module = Recommender(self.size, case.optimizer)
+        fitting = part_rank.trainer(
+            self.device,
+            strategy=FreeScaleStrategy(**case.options),
+            max_steps=steps,
+            precision=case.precision,
+            deterministic="warn",
+            **options,
+        )
+        validation = Batches(self.batches()[:2]) if case.validate else None
+        fitting.fit(module, Batches(self.batches()), validation, ckpt_path=ckpt_path, weights_only=False)
+        overlapped = fitting.strategy.overlap_report
+        if case.options.get("overlap", True) and (overlapped is None or overlapped.unpredicted_lookups >= 1):
+            raise RuntimeError(f"{case.name}: no exchange was overlapped, so this compares nothing of it")
+        with TemporaryDirectory() as folder:
+            path = kept or Path(folder) / "end.ckpt"
+            fitting.save_checkpoint(path)
+            state = torch.load(path, map_location="cpu", weights_only=False)
+        weights = {name.removeprefix("net."): weight for name, weight in state["state_dict"].items()}
+        states = {
+            f"{index}.{name}": torch.as_tensor(value)
+            for index, named in state["optimizer_states"][0]["state"].items()
+            for name, value in named.items()
+        }
+        return Run([loss.item() for loss in module.losses], weights, states)
+
+
+_WANTED: dict[str, bool | None] = {"a race made on purpose": True, "plain TorchRec": None}
+
+
+def sanitize(report: Report, trials: _Trials) -> None:
+    """Count accesses that nothing orders: of a race made on purpose, of plain TorchRec, of the engine. Slow, so in the end."""
+    if trials.device.type != "cuda":
+        report.skip("sanitizer", "no CUDA device, so no streams to put in order")
+        return
+    from part_sanitizer import Accesses, race
+
+    accesses = Accesses()
+    trials.size = replace(trials.size, steps=6)  # every operator's stack is kept
+    runs: dict[str, Callable[[], Any]] = {"a race made on purpose": lambda: race(trials.device)}
+    for name, options in (("plain TorchRec", {"overlap": False}), ("dedup", {}), ("no dedup", {"dedup": False})):
+        runs[name] = lambda options=options: trials.fit(Case("sanitizer", "rowwise_adagrad", options))
+    for name, run in runs.items():
+        with report.check(f"sanitizer, {name}"):
+            watch(report, accesses, name, run, wanted=_WANTED.get(name, False), overlapped="dedup" in name)
+
+
+def watch(report: Report, accesses: Any, name: str, run: Callable[[], Any], wanted: bool | None, overlapped: bool) -> None:
+    """Add a row of what the sanitizer sees in a run.
+
+    Args:
+        report: where the row goes.
+        accesses: the sanitizer.
+        name: of the run.
+        run: what to watch.
+        wanted: whether it has to find something; None if that is not ours to say.
+        overlapped: whether the engine's thread has to be seen.
+    """
+    accesses.operators.clear()
+    accesses.unordered.clear()
+    accesses.told.clear()
+    with accesses.watched():
+        run()
+    background = sum(count for thread, count in accesses.operators.items() if thread.startswith("freescale"))
+    count = accesses.unordered.total()
+    seen = accesses.operators.total() > 0 and (background > 0 or not overlapped)
+    ok = seen and wanted in (None, count > 0)
+    report.row(
+        what=f"sanitizer, {name}",
+        operators=accesses.operators.total(),
+        background=background,
+        unordered=count,
+        expected={True: "some", False: "none", None: "any"}[wanted],
+        ok=ok,
+    )
+    if not ok:
+        most = "; ".join(f"{count} x {what}" for what, count in accesses.unordered.most_common(8))
+        report.fail(f"sanitizer, {name}", "\n".join([*accesses.told, most or "it does not see what it should: a blind check"]))
+
+
+def _sum_up(report: Report) -> None:
+    rows = [row for row in report.found()["rows"] if "ok" in row]
+    report.figure("cases", len(rows))
+    report.figure("cases_ok", sum(bool(row["ok"]) for row in rows))
+
+
+if __name__ == "__main__":
+    main()

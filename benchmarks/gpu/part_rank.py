@@ -1,0 +1,84 @@
+"""One rank on this machine's GPU, or on its CPU: process group and Trainer of the parts of the first hour."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_OPERATOR = "fbgemm::jagged_to_padded_dense_forward"
+NEEDED = ("lightning", "torchrec", "fbgemm_gpu", "lightning_freescale.strategy", "lightning_freescale.callbacks")
+
+
+def missing() -> str | None:
+    """Why no part can train here, if it cannot: what does not import, and its error."""
+    for name in NEEDED:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # a binary of FBGEMM for another torch or GPU fails in many ways
+            return f"{name} does not import: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+    if torch.cuda.is_available() and not _has_kernels("CUDA"):
+        return "fbgemm_gpu has no CUDA kernels, and there is a GPU: install fbgemm-gpu, and not fbgemm-gpu-cpu"
+    return None
+
+
+def _has_kernels(key: str) -> bool:
+    try:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(_OPERATOR, key)
+    except RuntimeError:  # nobody has registered it
+        return False
+
+
+@contextmanager
+def one_rank() -> Iterator[torch.device]:
+    """A default process group of this process alone, with the backend that Lightning would take; yields the device.
+
+    Inside a process group of one rank that stands already, that one is used.
+    """
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    quiet()
+    if dist.is_initialized():
+        if dist.get_world_size() != 1:
+            raise RuntimeError(f"the process group has {dist.get_world_size()} ranks: run the parts in a process of their own")
+        yield device
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic with it, and reads it once
+    options: dict[str, Any] = {"backend": "gloo"}
+    if on_gpu:
+        torch.cuda.set_device(device)
+        options = {"backend": "nccl", "device_id": device}
+    dist.init_process_group(store=dist.TCPStore("127.0.0.1", 0, 1, is_master=True), rank=0, world_size=1, **options)
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def trainer(device: torch.device, **options: Any) -> Any:
+    """A Trainer that writes nothing."""
+    import lightning as L
+
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return L.Trainer(
+        accelerator="gpu" if device.type == "cuda" else "cpu",
+        devices=1,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+        **quiet,
+        **options,
+    )
+
+
+def quiet() -> None:
+    """What Lightning and TorchRec note about this machine is not what the parts are about."""
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric", "torchrec", "torch.fx._symbolic_trace"):
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,0 +1,211 @@
+"""The part that compares the strategy with plain TorchRec notices what differs, and says it at once."""
+
+from __future__ import annotations
+
+import json
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import part_numbers
+import part_rank
+import pytest
+import torch
+from part_compare import bitwise, judge, relative
+from part_numbers import Case
+from part_recommender import Run, Size
+from part_report import Report
+from torch import Tensor
+
+from lightning_freescale.testing import run_distributed
+
+ALTERED = "adagrad, no dedup"
+CHOSEN = [Case(ALTERED, "adagrad", {"dedup": False}), Case("sgd, dedup", "sgd", {}, 1e-5), Case("adam, dedup", "adam")]
+
+
+def _found(out: Path, part: str = "numbers") -> dict[str, Any]:
+    return json.loads((out / f"part_{part}.json").read_text())
+
+
+def _ends(main: Callable[..., Any], out: Path, **options: Any) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(["--out", str(out), "--quick"], **options)
+    return int(end.value.code)
+
+
+def _last_bit(run: Run) -> None:
+    weight = next(iter(run.weights.values()))
+    weight.view(torch.int32)[-1, -1] ^= 1
+
+
+def _trained(out: Path, flips: bool) -> tuple[int, list[int]]:
+    """The exit code, and how many rows were on disk before each comparison."""
+    part_numbers.cases = lambda: CHOSEN
+    rows = []
+
+    def alter(name: str, run: Run) -> None:
+        rows.append(len(_found(out)["rows"]))
+        warnings.warn("my_sum does not have a deterministic implementation, but you set", stacklevel=1)
+        if flips and name == ALTERED:
+            _last_bit(run)
+
+    return _ends(part_numbers.main, out, alter=alter), rows
+
+
+@pytest.mark.slow
+def test_one_bit_of_one_weight_fails_its_case_alone(tmp_path: Path) -> None:
+    ((code, rows),) = run_distributed(_trained, 1, tmp_path, True)
+    found = _found(tmp_path)
+    assert code == 1
+    assert rows == [0, 1, 2, 3], "a row is on disk before the next case is compared"
+    assert [row["what"] for row in found["rows"] if not row["ok"]] == [ALTERED] == [one["what"] for one in found["failed"]]
+    row = found["rows"][0]
+    assert row["losses"] == 0 < row["largest"] < 1e-6 and not row["bitwise"]
+    assert found["figures"] == {"cases": 4, "cases_ok": 3}
+    assert (tmp_path / "part_numbers.md").read_text().startswith("## numbers")
+
+
+@pytest.mark.slow
+def test_all_is_equal_on_the_cpu(tmp_path: Path) -> None:
+    ((code, _),) = run_distributed(_trained, 1, tmp_path, False)
+    found = _found(tmp_path)
+    assert code == 0 and not found["failed"]
+    assert [row["what"] for row in found["rows"] if row["bitwise"]] >= [ALTERED, "rowwise_adagrad, resumed", "adam, resumed"]
+    assert {"what": "adam, dedup", "why": part_numbers.NO_ADAM} in found["skipped"]
+    assert {"what": "determinism", "why": "my_sum does not have a deterministic implementation"} in found["skipped"]
+    assert [one["why"] for one in found["skipped"] if one["what"] == "sanitizer"] == [
+        "no CUDA device, so no streams to put in order"
+    ]
+
+
+def test_every_optimizer_is_compared_in_every_way() -> None:
+    made = {
+        (case.optimizer, case.options.get("dedup", True), case.options.get("overlap", True)) for case in part_numbers.cases()
+    }
+    ways = [(False, True), (True, False), (True, True)]
+    assert {(name, *way) for name in ("sgd", "adagrad", "rowwise_adagrad", "adam") for way in ways} == made
+    assert all(case.tolerance == 0 for case in part_numbers.cases() if case.options)
+    assert {case.precision for case in part_numbers.cases()} == {"32-true", "bf16-mixed"}
+    assert any(case.validate for case in part_numbers.cases())
+
+
+def test_nothing_to_train_with_is_a_skip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(part_rank, "NEEDED", ("torch", "no_such_package"))
+    assert _ends(part_numbers.main, tmp_path) == 0
+    (skipped,) = _found(tmp_path)["skipped"]
+    assert skipped["what"] == "everything" and "no_such_package does not import: ModuleNotFoundError" in skipped["why"]
+
+
+def test_the_build_for_cpus_on_a_machine_with_a_gpu_is_a_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert part_rank.missing() is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "fbgemm_gpu has no CUDA kernels" in part_rank.missing()
+    monkeypatch.setattr(part_rank, "_OPERATOR", "fbgemm::no_such_operator")
+    assert "fbgemm_gpu has no CUDA kernels" in part_rank.missing()
+
+
+ONE = torch.tensor([[1.0, -2.0]])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"weight": torch.nextafter(ONE, 2 * ONE)},
+        {"weight": ONE.double()},
+        {"weight": ONE[0]},
+        {"bias": ONE},
+        {"weight": ONE, "bias": ONE},
+        {},
+    ],
+)
+def test_what_is_not_the_same_bits(other: dict[str, Tensor]) -> None:
+    assert bitwise({"weight": ONE}, {"weight": ONE.clone()})
+    assert not bitwise({"weight": ONE}, other)
+
+
+def test_zeros_of_two_signs_differ_and_a_nan_is_itself() -> None:
+    assert not bitwise({"weight": torch.tensor(0.0)}, {"weight": torch.tensor(-0.0)})
+    assert bitwise({"weight": torch.tensor(float("nan"))}, {"weight": torch.tensor(float("nan"))})
+
+
+def test_difference_by_the_largest_number_of_its_tensor() -> None:
+    small, large = torch.tensor([0.0, 1.0]), torch.tensor([0.0, 100.0])
+    off = {"a": small + torch.tensor([0.03, 0.01]), "b": large + 0.1}
+    assert relative(off, {"a": small, "b": large}) == pytest.approx((0.03, 0.04))
+    assert relative({"a": small}, {"a": 0 * small}) == (float("inf"),) * 2 == relative({"a": small / 0}, {"a": small})
+    assert relative({"a": 0 * small}, {"a": 0 * small}) == (0.0, 0.0)
+    with pytest.raises(ValueError, match=r"one has \['a'\] and the other \['b'\]"):
+        relative({"a": small}, {"b": small})
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "off", "ok"), [(0.0, 0.0, True), (0.0, 1e-6, False), (1e-5, 1e-6, True), (1e-5, 1e-4, False)]
+)
+@pytest.mark.parametrize("where", ["losses", "weights", "states"])
+def test_what_is_within_its_tolerance(tmp_path: Path, tolerance: float, off: float, ok: bool, where: str) -> None:
+    report = Report("numbers", tmp_path)
+    run, expected = (Run([1.0, 0.5], {"w": torch.ones(2)}, {"s": torch.ones(2)}) for _ in range(2))
+    if where == "losses":
+        run.losses[1] *= 1 + off
+    else:
+        getattr(run, where)[where[0]] *= 1 + off
+    judge(report, "case", "reference", run, expected, tolerance)
+    assert _found(tmp_path)["rows"][0]["ok"] == ok == (not _found(tmp_path)["failed"])
+
+
+def test_losses_that_do_not_move_prove_nothing(tmp_path: Path) -> None:
+    judge(Report("numbers", tmp_path), "case", "reference", Run([0.5, 0.5]), Run([0.5, 0.5]), 0.0)
+    assert "does not move" in _found(tmp_path)["failed"][0]["error"]
+
+
+# -- the sanitizer
+
+
+def _sanitized(out: Path) -> tuple[dict[str, Any], list[Any]]:
+    from part_sanitizer import Accesses
+
+    report = Report("numbers", out)
+    with part_rank.one_rank() as device:
+        trials = part_numbers._Trials(device, Size(101, 8, 4, 6, 4), lambda name, run: None)
+        accesses = Accesses()
+        for name, options in (("dedup", {}), ("no overlap, and so no dedup", {"overlap": False})):
+            case = Case(name, "sgd", options)
+            part_numbers.watch(report, accesses, name, lambda case=case: trials.fit(case), wanted=False, overlapped=True)
+    return dict(accesses.operators), report.found()["rows"]
+
+
+@pytest.mark.slow
+def test_the_sanitizer_sees_the_engine_and_is_not_ok_where_it_does_not(tmp_path: Path) -> None:
+    ((_, rows),) = run_distributed(_sanitized, 1, tmp_path)
+    assert rows[0]["ok"] and rows[0]["background"] > 100 and rows[0]["operators"] > rows[0]["background"] + 100
+    assert not rows[1]["ok"] and rows[1]["background"] == 0
+
+
+def _accesses_on_two_streams(ordered: bool) -> tuple[int, list[str]]:
+    from part_sanitizer import _CALLBACKS, Accesses
+    from torch.cuda._sanitizer import ArgumentHandler
+
+    accesses, current = Accesses(), threading.local()
+    torch.cuda.current_stream = lambda: SimpleNamespace(cuda_stream=current.stream)
+
+    def access(stream: int, writes: bool) -> None:
+        arguments, current.stream = ArgumentHandler(), stream
+        (arguments.dataptrs_written if writes else arguments.dataptrs_read).add(64)
+        arguments.tensor_aliases[64] = ["x"]
+        accesses.launched(torch.ops.aten.add_.Tensor, arguments)
+
+    access(1, writes=True)
+    if ordered:
+        _CALLBACKS["_handle_event_record"].fire_callbacks(7, 1)
+        _CALLBACKS["_handle_event_wait"].fire_callbacks(7, 2)
+    access(2, writes=False)
+    return accesses.unordered.total(), accesses.told
+
+
+def test_the_sanitizer_finds_what_no_event_orders() -> None:
+    ((count, told),) = run_distributed(_accesses_on_two_streams, 1, False, init=False)
+    assert count == 1 and "CSAN detected a possible data race" in told[0]
+    assert run_distributed(_accesses_on_two_streams, 1, True, init=False) == [(0, [])]
