@@ -80,7 +80,7 @@ class OverlapEngine:
         local = LocalRows.from_module(layout, collection, module, self.tables, self.clip_value)
         lane = LaneOptions(self._transport, name=collection.path)
         group = dist.new_group(backend=BACKEND, timeout=self._timeout, pg_options=lane)
-        dist.all_reduce(layout.starts.new_zeros(1), group=group)  # NCCL connects at the first collective: now, not in a step
+        group.connect()  # now, not in a step
         optimizers = [self.tables.optimizers[table.key] for table in collection.tables]
         overlapped = OverlappedCollection(collection, module, local, group, optimizers, self._dedup, self._hold_gradients)
         self.collections[collection.path] = overlapped
