@@ -36,6 +36,8 @@ class NativeBackends:
     Attributes:
         inner: the group that has the backends.
         uses_nccl: whether CUDA tensors go to NCCL, now or once they come.
+        nccl: NCCL's backend, once there is one.
+        shows_nccl: whether NCCL is registered on the outer group as well. While that is made, torch would connect it again.
     """
 
     def __init__(self, outer: dist.ProcessGroup, backend_opts: Any, lane: CollectiveExecutor) -> None:
@@ -47,9 +49,12 @@ class NativeBackends:
         gloo.options.group_name = backend_opts.group_id
         gloo._set_sequence_number_for_group()
         kind, on_gpu = dist.ProcessGroup.BackendType.GLOO, torch.cuda.is_available()
-        self._register(kind, gloo, "cpu", *(["cuda"] if on_gpu else []))
+        for group in (self.inner, outer):  # on that one, too, so that torch finds names, options and backends by device
+            _register(group, kind, gloo, "cpu", *(["cuda"] if on_gpu else []))
         shared = lane.topology.find_shared_gpu()
         self.uses_nccl = on_gpu and dist.is_nccl_available() and not shared
+        self.nccl: Any = None
+        self.shows_nccl = True
         self._lacks_nccl = self.uses_nccl
         if shared and backend_opts.group_rank == 0:
             _tell_of_gloo(shared)
@@ -72,23 +77,27 @@ class NativeBackends:
     def register_nccl(self) -> None:
         """Let NCCL have the CUDA tensors, where it can; it connects at the first collective, or if torch connects it."""
         with self._registering:
-            if self._lacks_nccl:
+            if not self._lacks_nccl:
+                return
+            kind = dist.ProcessGroup.BackendType.NCCL
+            if self.nccl is None:
                 options: Any = dist.ProcessGroupNCCL.Options()
                 options._timeout = self._opts.timeout
                 options.global_ranks_in_group = self._opts.global_ranks_in_group
                 options.group_name = self._opts.group_id
                 store = dist.PrefixStore("nccl", self._opts.store)
-                nccl = dist.ProcessGroupNCCL(store, self._opts.group_rank, self._opts.group_size, options)
-                nccl._set_sequence_number_for_group()
-                self._register(dist.ProcessGroup.BackendType.NCCL, nccl, "cuda")
+                self.nccl = dist.ProcessGroupNCCL(store, self._opts.group_rank, self._opts.group_size, options)
+                self.nccl._set_sequence_number_for_group()
+                _register(self.inner, kind, self.nccl, "cuda")
+            if self.shows_nccl:
+                _register(self._outer(), kind, self.nccl, "cuda")
                 self._lacks_nccl = False
 
-    def _register(self, kind: Any, backend: Any, *devices: str) -> None:
-        for group in (self.inner, self._outer()):  # on that one, too, so that torch finds names, options and backends by device
-            assert group is not None
-            group._set_default_backend(kind)
-            for device in devices:
-                group._register_backend(torch.device(device), kind, backend)
+
+def _register(group: Any, kind: Any, backend: Any, *devices: str) -> None:
+    group._set_default_backend(kind)
+    for device in devices:
+        group._register_backend(torch.device(device), kind, backend)
 
 
 def _is_on_gpu(argument: Any) -> bool:

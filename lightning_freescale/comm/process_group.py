@@ -11,11 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_freescale.comm.auto_transport import settle_transport
 from lightning_freescale.comm.executor import BuffersForRanks, CollectiveExecutor
 from lightning_freescale.comm.native import NativeBackends
 from lightning_freescale.comm.options import LaneOptions
 from lightning_freescale.comm.sized_exchange import exchange_with_sizes
 from lightning_freescale.comm.transfer import RankBuffers
+from lightning_freescale.comm.transports.proof import ProofDevice
+from lightning_freescale.comm.transports.selection import auto_candidates
 from lightning_freescale.comm.work import CoalescedWork, FinishedWork, TransferWork, divide_to_whole
 
 BACKEND = "freescale"
@@ -61,8 +64,12 @@ class FreeScaleGroup(dist.ProcessGroup):
         self._executor = CollectiveExecutor(backend_opts, options)
         self._backends = NativeBackends(self, backend_opts, self._executor)
         self.inner = self._backends.inner
-        if self._executor.transport is None and not self._executor.topology.find_lacking("gpu"):
-            self._backends.register_nccl()
+        topology = self._executor.topology
+        if options.transport == "auto" and auto_candidates(topology):
+            device = ProofDevice.from_cuda(torch.device("cuda", torch.cuda.current_device()))
+            settle_transport(backend_opts, self._executor, self._backends, device)
+        if self._executor.transport is None and self._backends.nccl is None and not topology.find_lacking("gpu"):
+            self._backends.register_nccl()  # torch connects it as soon as the group is made
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         """Return the name under which the backend is registered."""
