@@ -24,7 +24,7 @@ from lightning_freescale.comm.p2p import GlooP2P
 from lightning_freescale.comm.priority import PRIORITY_GATE
 from lightning_freescale.comm.transfer import RankBuffers, Transfer
 from lightning_freescale.comm.transports.host.transport import HostTransport
-from lightning_freescale.comm.transports.selection import select_transport
+from lightning_freescale.comm.transports.selection import Transport, gather_topology, set_up_transport
 
 BuffersForRanks = Callable[[int], RankBuffers]
 """Checks tensors and makes their buffers for so many ranks."""
@@ -39,6 +39,8 @@ class CollectiveExecutor:
     ``backend_opts`` are what ``torch.distributed`` gives a backend: store, rank, size, timeout.
 
     Attributes:
+        gloo: the lane's connections, for collectives of gloo as well.
+        topology: what the ranks run on.
         transport: what moves CUDA tensors, None for torch's own backend. CPU tensors go through the host.
         failure: why the lane has ended, if it has.
     """
@@ -56,12 +58,28 @@ class CollectiveExecutor:
         self._handshake = CollectiveHandshake(self._p2p)
         self._worker = WorkerThread(f"freescale lane {self._name}")
         self._host = HostTransport(self._p2p, options)
-        self.transport = select_transport(options, self._p2p, self._host, dist.PrefixStore("topology", store), self._timeout)
+        self.gloo = self._p2p.open()
+        self._topology_store = dist.PrefixStore("topology", store)
+        self.topology = gather_topology(options, self._p2p, self._topology_store, self._timeout)
+        self.transport: Transport | None = None
+        if options.transport != "auto":  # else it is torch's own until another one has proved itself
+            self.set_up_transport(options.transport)
         self._eager = EagerExchange(self._p2p, self._move_agreed)
         self._process = os.getpid()
         if options.transport != "native":
             PRIORITY_GATE.lanes[options.priority] += 1
         _LIVE.add(self)
+
+    def set_up_transport(self, kind: str) -> None:
+        """Let the transport of that name move CUDA tensors from now on. Collective; for a lane without one.
+
+        Raises:
+            TransportRefused: it cannot be had; on every rank.
+            DistBackendError: a rank does not come.
+        """
+        self.transport = set_up_transport(
+            kind, self.options, self.topology, self._p2p, self._host, self._topology_store, self._timeout
+        )
 
     def run(
         self, name: str, outgoing: BuffersForRanks, incoming: BuffersForRanks, timeout: timedelta, background: bool

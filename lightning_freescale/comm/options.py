@@ -20,7 +20,9 @@ class LaneOptions:
 
     Attributes:
         transport: what moves CUDA tensors: ``"host"``, ``"peer"``, ``"nccl-zero-cta"``, ``"two-level"``, ``"native"``, or
-            ``"auto"``, which chooses by topology. CPU tensors take the host's path, or gloo's own with ``"native"``.
+            ``"auto"``: torch's own backend, until ``"peer"``, ``"two-level"`` or ``"host"`` has delivered the same bytes in
+            this process, and sooner with compute beside it, which is tried when the first such group is made. CPU tensors
+            take the host's path, or gloo's own with ``"native"``.
         name: of the lane, for errors and threads; that of the process group if empty.
         priority: lanes of lower priority in the same process pause while this one has work.
         chunk_bytes: what travels in one message, and where a lane may pause. Where a higher lane exists, a lane has two chunks

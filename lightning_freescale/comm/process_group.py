@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_freescale.comm.auto_transport import settle_transport
 from lightning_freescale.comm.executor import BuffersForRanks, CollectiveExecutor
+from lightning_freescale.comm.native import NativeBackends
 from lightning_freescale.comm.options import LaneOptions
 from lightning_freescale.comm.sized_exchange import exchange_with_sizes
 from lightning_freescale.comm.transfer import RankBuffers
+from lightning_freescale.comm.transports.proof import ProofDevice
+from lightning_freescale.comm.transports.selection import auto_candidates
 from lightning_freescale.comm.work import CoalescedWork, FinishedWork, TransferWork, divide_to_whole
 
 BACKEND = "freescale"
@@ -25,7 +29,7 @@ _DELEGATED = (
     *("broadcast", "reduce", "gather", "scatter", "allreduce_coalesced"),
     *("reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base"),
     *("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
-    *("send", "recv", "recv_anysource", "barrier", "monitored_barrier"),
+    *("send", "recv", "recv_anysource", "barrier"),
 )
 _C10D_ARGUMENT_NAMES = {
     **dict.fromkeys(("output_tensor", "output_tensors", "output_lists", "outputs"), "output"),
@@ -57,19 +61,20 @@ class FreeScaleGroup(dist.ProcessGroup):
         rank, size = backend_opts.group_rank, backend_opts.group_size
         super().__init__(rank, size)  # type: ignore[call-arg]  # the two-argument constructor is the one that Python may subclass
         self.options = options
-        natives = _native_backends(backend_opts, rank, size)
-        self.inner = dist.ProcessGroup(backend_opts.store, rank, size)
-        self._by_device = {device.type: kind.name.lower() for device, kind, _ in natives}
-        for group in (self.inner, self):  # on this one, too, so that torch finds names, options and backends by device
-            group._set_default_backend(natives[-1][1])
-            for device, kind, native in natives:
-                group._register_backend(device, kind, native)
         self._executor = CollectiveExecutor(backend_opts, options)
+        self._backends = NativeBackends(self, backend_opts, self._executor)
+        self.inner = self._backends.inner
+        topology = self._executor.topology
+        if options.transport == "auto" and auto_candidates(topology):
+            device = ProofDevice.from_cuda(torch.device("cuda", torch.cuda.current_device()))
+            settle_transport(backend_opts, self._executor, self._backends, device)
+        if self._executor.transport is None and self._backends.nccl is None and not topology.find_lacking("gpu"):
+            self._backends.register_nccl()  # torch connects it as soon as the group is made
 
     @property
     def moves_by_nccl(self) -> bool:
         """Whether NCCL moves what :meth:`exchange` is given of CUDA tensors."""
-        return self._executor.transport is None and self._by_device.get("cuda") == "nccl"
+        return self._executor.transport is None and self._backends.uses_nccl
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         """Return the name under which the backend is registered."""
@@ -99,8 +104,8 @@ class FreeScaleGroup(dist.ProcessGroup):
     def alltoall(self, output: list[Tensor], input: list[Tensor], opts: Any = None) -> dist.Work:
         """Send tensor ``r`` of the inputs to rank ``r``, as ``dist.all_to_all``."""
         if self._is_native(*input[:1]):
-            on_gpu = any(tensor.is_cuda for tensor in input)
-            return self._native("alltoall", output, input, opts) if on_gpu else self._gloo_alltoall(output, input, opts)
+            nccl = self._backends.uses_nccl and any(tensor.is_cuda for tensor in input)
+            return self._native("alltoall", output, input, opts) if nccl else self._gloo_alltoall(output, input, opts)
         outgoing = partial(RankBuffers.from_tensors, "input", input)
         incoming = partial(RankBuffers.from_tensors, "output", output)
         return self._collective("all_to_all", outgoing, incoming, output, opts)
@@ -151,7 +156,8 @@ class FreeScaleGroup(dist.ProcessGroup):
         """Do as ``dist.all_reduce``; also means of whole numbers, which Lightning logs where the backend is not called gloo."""
         given = [argument for argument in (opts, *args) if argument is not None]
         first = tensors[0] if isinstance(tensors, list) else tensors
-        if getattr(opts, "reduceOp", None) != dist.ReduceOp.AVG or first.is_cuda or first.is_floating_point():
+        nccl = self._backends.uses_nccl and first.is_cuda
+        if getattr(opts, "reduceOp", None) != dist.ReduceOp.AVG or nccl or first.is_floating_point():
             return self._native("allreduce", tensors, *given, **kwargs)
         opts.reduceOp = dist.ReduceOp.SUM
         native = self._native("allreduce", tensors, *given, **kwargs)
@@ -200,6 +206,17 @@ class FreeScaleGroup(dist.ProcessGroup):
         else:
             exchange_with_sizes(self, received, send, gets, gives)
 
+    def connect(self) -> None:
+        """Connect NCCL now, if it moves the all-to-alls of CUDA tensors: by itself it does at the first. Collective."""
+        if self._executor.transport is None and self._backends.uses_nccl:
+            self._all_reduce([torch.zeros(1, device="cuda")]).wait()
+
+    def monitored_barrier(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse, as ``dist.monitored_barrier`` does for all backends but gloo: its messages could meet those of the lane."""
+        raise ValueError(
+            "freescale monitored_barrier: pass a group of backend 'gloo'; collectives of this one name who is late"
+        )
+
     def wait_for_pending_works(self) -> None:
         """Finish what the lane has been given, and end its thread; the next collective may start another."""
         self._executor.wait_for_pending_works()
@@ -219,7 +236,7 @@ class FreeScaleGroup(dist.ProcessGroup):
         return self.options.transport == "native" or (on_gpu and self._executor.transport is None)
 
     def _native(self, name: str, *args: Any, **kwargs: Any) -> dist.Work:
-        return getattr(self.inner, name)(*(argument for argument in args if argument is not None), **kwargs)
+        return self._backends.call(name, *(argument for argument in args if argument is not None), **kwargs)
 
     def _gloo_alltoall(self, output: list[Tensor], input: list[Tensor], opts: Any) -> dist.Work:
         """Do in one tensor what gloo does only where all tensors of the lists have one size."""
@@ -228,7 +245,7 @@ class FreeScaleGroup(dist.ProcessGroup):
             for what, tensors in (("input", input), ("output", output))
         )
         sizes = [len(part) for part in incoming]
-        received = torch.empty(sum(sizes), dtype=torch.uint8)
+        received = torch.empty(sum(sizes), dtype=torch.uint8, device=outgoing[0].device)
         native = self._native("alltoall_base", received, torch.cat(outgoing), sizes, [len(part) for part in outgoing], opts)
 
         def unpack() -> None:
@@ -263,7 +280,7 @@ class FreeScaleGroup(dist.ProcessGroup):
 
 
 def _delegate(name: str) -> Callable[..., Any]:
-    return lambda group, *args, **kwargs: getattr(group.inner, name)(*args, **kwargs)
+    return lambda group, *args, **kwargs: group._backends.call(name, *args, **kwargs)
 
 
 for _old, _new in (  # torch has renamed methods, and calls both
@@ -275,23 +292,6 @@ for _old, _new in (  # torch has renamed methods, and calls both
     setattr(FreeScaleGroup, _old, getattr(FreeScaleGroup, _new))
 for _name in _DELEGATED:
     setattr(FreeScaleGroup, _name, _delegate(_name))
-
-
-def _native_backends(backend_opts: Any, rank: int, size: int) -> list[tuple[torch.device, Any, Any]]:
-    """Return device, kind and backend of what torch itself would use. Collective."""
-    kinds, store = dist.ProcessGroup.BackendType, backend_opts.store
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=backend_opts.timeout)
-    natives: list[tuple[torch.device, Any, Any]] = [(torch.device("cpu"), kinds.GLOO, gloo)]
-    if torch.cuda.is_available() and dist.is_nccl_available():
-        nccl_options = dist.ProcessGroupNCCL.Options()
-        nccl_options._timeout = backend_opts.timeout
-        nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, nccl_options)
-        natives.append((torch.device("cuda"), kinds.NCCL, nccl))
-    for _, _, native in natives:
-        native.options.global_ranks_in_group = backend_opts.global_ranks_in_group
-        native.options.group_name = backend_opts.group_id
-        native._set_sequence_number_for_group()
-    return natives
 
 
 def register_backend() -> None:

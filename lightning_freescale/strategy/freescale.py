@@ -174,7 +174,15 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         if "LOCAL_WORLD_SIZE" not in os.environ:
             os.environ["LOCAL_WORLD_SIZE"] = str(self.num_processes)
             self._at_teardown.callback(os.environ.pop, "LOCAL_WORLD_SIZE", None)  # the next Trainer may have other devices
-        super().setup_environment()
+        try:
+            super().setup_environment()
+        except RuntimeError as error:
+            if "Duplicate GPU detected" not in str(error):
+                raise
+            raise RuntimeError(
+                'several ranks run on one GPU, which NCCL refuses: FreeScaleStrategy(process_group_backend="gloo"), or a GPU '
+                "for each rank"
+            ) from error
 
     @property
     @override

@@ -1,9 +1,8 @@
-"""Which transport a lane takes: what the topology allows, why not the others, and the one that is set up."""
+"""Which transports a lane may take: what the topology allows, why not the others, and how one is set up."""
 
 from __future__ import annotations
 
 import json
-import logging
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
@@ -23,7 +22,6 @@ from lightning_freescale.comm.transports.topology import RankHardware, Topology
 from lightning_freescale.comm.transports.two_level import TwoLevelTransport
 
 _SAME_ON_ALL_RANKS = ("transport", "chunk_bytes", "pinned_bytes", "priority")
-_log = logging.getLogger(__name__)
 
 
 class TransportRefused(RuntimeError):  # noqa: N818 (says what happened)
@@ -34,55 +32,57 @@ Transport = HostTransport | PeerTransport | TwoLevelTransport | ZeroCtaTransport
 """Moves the bytes of a collective on which all ranks have agreed; runs on the lane's thread, one transfer at a time."""
 
 
-def select_transport(
-    options: LaneOptions, p2p: GlooP2P, host: HostTransport, store: dist.Store, timeout: timedelta
-) -> Transport | None:
-    """Set up the transport for CUDA tensors; None for torch's own backend. Collective.
+def gather_topology(options: LaneOptions, p2p: GlooP2P, store: dist.Store, timeout: timedelta) -> Topology:
+    """Tell all ranks what this one runs on, hear what they run on, and compare their options. Collective.
 
-    ``host`` can always be had. Only this call uses ``store``, on every rank; ``timeout`` is how long to wait for the others.
+    ``store`` is only for this and :func:`set_up_transport`, on every rank; ``timeout`` is how long to wait for the others.
 
     Raises:
         ValueError: the ranks do not give the same options; on every rank.
-        TransportRefused: the transport that ``options`` name cannot be had; on every rank.
         DistBackendError: a rank does not come.
     """
-    hardware = RankHardware.from_this_process(cuda=options.transport not in ("host", "native"))
+    hardware = RankHardware.from_this_process(options.transport)
     mine = {"options": {name: getattr(options, name) for name in _SAME_ON_ALL_RANKS}, "hardware": asdict(hardware)}
-    said = _all_gather_json("hardware", mine, p2p, store, timeout)
+    said = all_gather_json("hardware", mine, p2p, store, timeout)
     _check_same_options([each["options"] for each in said], p2p.ranks)
-    topology = Topology(tuple(RankHardware(**each["hardware"]) for each in said), tuple(p2p.ranks))
-    kind = select_kind(options.transport, topology)
-    if kind in ("host", "native"):
+    return Topology(tuple(RankHardware(**each["hardware"]) for each in said), tuple(p2p.ranks))
+
+
+def set_up_transport(
+    kind: str,
+    options: LaneOptions,
+    topology: Topology,
+    p2p: GlooP2P,
+    host: HostTransport,
+    store: dist.Store,
+    timeout: timedelta,
+) -> Transport | None:
+    """Set up the transport of that name for CUDA tensors; None for torch's own backend. Collective.
+
+    Raises:
+        TransportRefused: it cannot be had; on every rank.
+        DistBackendError: a rank does not come.
+    """
+    if kind in ("host", "native"):  # can always be had
         return host if kind == "host" else None
+    if reason := refusal(kind, topology):
+        raise TransportRefused(f"transport={kind!r} {reason}")
     near = next(ranks for ranks in topology.hosts.values() if p2p.rank in ranks)
     transport, reason = build_transport(kind, options, p2p, host, near, dist.PrefixStore("build", store), timeout)
-    reasons = _all_gather_json("built", reason, p2p, store, timeout)
+    reasons = all_gather_json("built", reason, p2p, store, timeout)
     failed = "; ".join(f"rank {rank}: {text}" for rank, text in zip(p2p.ranks, reasons) if text)
     if not failed:
         return transport
     if transport is not None:
         transport.close()
-    if options.transport != "auto":
-        raise TransportRefused(f"transport={kind!r} could not be set up: {failed}: pass 'host' or 'auto'")
-    _log.warning("transport='auto' takes 'host', because %r could not be set up: %s", kind, failed)
-    return host
+    raise TransportRefused(f"transport={kind!r} could not be set up: {failed}: pass 'native' or 'host'")
 
 
-def select_kind(transport: str, topology: Topology) -> str:
-    """Return what ``LaneOptions(transport=...)`` means here: ``"host"``, ``"native"``, or a name of :func:`refusal`.
-
-    Raises:
-        TransportRefused: the one that is named cannot be had.
-    """
-    if transport not in ("auto", "host", "native") and (reason := refusal(transport, topology)):
-        raise TransportRefused(f"transport={transport!r} {reason}")
-    if transport != "auto":
-        return transport
-    refusals = {kind: refusal(kind, topology) for kind in ("peer", "two-level")}
-    chosen = next((kind for kind, reason in refusals.items() if not reason), "host")
-    if chosen == "host" and not topology.find_lacking("gpu"):
-        _log.info("transport='auto' takes 'host': %s", "; ".join(f"{kind!r} {reason}" for kind, reason in refusals.items()))
-    return chosen
+def auto_candidates(topology: Topology) -> list[str]:
+    """Return the transports that ``"auto"`` may take in the place of torch's own backend; none without a GPU on every rank."""
+    if topology.size == 1 or topology.find_lacking("gpu"):
+        return []
+    return [*(kind for kind in ("peer", "two-level") if not refusal(kind, topology)), "host"]
 
 
 def refusal(transport: str, topology: Topology) -> str:
@@ -150,7 +150,7 @@ def build_transport(
         return None, f"{type(error).__name__}: {error}"
 
 
-def _all_gather_json(what: str, mine: Any, p2p: GlooP2P, store: dist.Store, timeout: timedelta) -> list[Any]:
+def all_gather_json(what: str, mine: Any, p2p: GlooP2P, store: dist.Store, timeout: timedelta) -> list[Any]:
     """Return what every rank says, by way of the store."""
     keys = [f"{what}/{rank}" for rank in range(p2p.size)]
     store.set(keys[p2p.rank], json.dumps(mine))

@@ -28,6 +28,7 @@ class RankHardware:
         boot: id of the host's last boot, which tells hosts of the same name apart.
         gpu: UUID of the current CUDA device; empty without CUDA.
         place: index and PCI bus id of that device, for errors.
+        visible: number of CUDA devices that the process sees.
         links: UUIDs of the devices that it reaches over NVLink.
         shares: whether several ranks may use one GPU (``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1``).
         bindings: whether the package cuda-bindings can be imported.
@@ -40,6 +41,7 @@ class RankHardware:
     boot: str = ""
     gpu: str = ""
     place: str = ""
+    visible: int = 0
     links: Sequence[str] = ()
     shares: bool = False
     bindings: bool = False
@@ -48,18 +50,28 @@ class RankHardware:
     zero_cta: bool = False
 
     @staticmethod
-    def from_this_process(cuda: bool = True) -> RankHardware:
-        """Look at this process; not at its GPU, unless ``cuda``. Not tested on GPU."""
+    def from_this_process(transport: str) -> RankHardware:
+        """Look at this process, as far as that transport needs to know it. Not tested on GPU.
+
+        Named transports between GPUs need one. Others look at it only where CUDA is in use: a process that computes on the
+        CPU need not pay for it, and its current device means nothing.
+        """
         host, boot = socket.gethostname(), _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
-        if not cuda or not torch.cuda.is_available():
+        used = torch.cuda.is_initialized() if transport in ("auto", "host", "native") else True
+        if not used or not torch.cuda.is_available():
             return RankHardware(host, boot)
-        device, bindings = torch.cuda.current_device(), import_cuda_bindings()
+        device = torch.cuda.current_device()
         properties = torch.cuda.get_device_properties(device)
+        place = f"cuda:{device}, PCI bus {getattr(properties, 'pci_bus_id', 'unknown')}"
+        if transport in ("host", "native"):
+            return RankHardware(host, boot, gpu=_uuid(device), place=place)
+        bindings = import_cuda_bindings()
         return RankHardware(
             host,
             boot,
             gpu=_uuid(device),
-            place=f"cuda:{device}, PCI bus {getattr(properties, 'pci_bus_id', 'unknown')}",
+            place=place,
+            visible=torch.cuda.device_count(),
             links=tuple(_uuid(other) for other in _linked_devices(device)),
             shares=os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1",
             bindings=bindings is not None,
@@ -105,8 +117,20 @@ class Topology:
 
     def find_shared_gpu(self) -> str:
         """Name the first two ranks that use the same GPU; empty if none do."""
-        pairs = combinations(range(self.size), 2)
-        return next((self._two(*pair) + " share a GPU" for pair in pairs if self._same_gpu(*pair)), "")
+        first: dict[str, int] = {}
+        for rank, hardware in enumerate(self.hardware):
+            if hardware.gpu and first.setdefault(hardware.gpu, rank) != rank:
+                return self._two(first[hardware.gpu], rank) + " share a GPU"
+        return ""
+
+    def find_alone(self) -> str:
+        """Name the ranks of a host that have GPUs of their own and see no other, so that links are not known; empty if none."""
+        for ranks in self.hosts.values():
+            blind = [rank for rank in ranks if self.hardware[rank].gpu and self.hardware[rank].visible == 1]
+            if blind and len({self.hardware[rank].gpu for rank in ranks}) > 1:
+                told = ", ".join(str(self.ranks[rank]) for rank in blind)
+                return f"{'rank' if len(blind) == 1 else 'ranks'} {told} of {self.hardware[blind[0]].host}"
+        return ""
 
     def find_lacking(self, attribute: str) -> str:
         """Name the ranks on which an attribute of the hardware is empty; empty if there are none."""

@@ -84,7 +84,7 @@ class OverlapEngine:
         local = LocalRows.from_module(layout, collection, module, self.tables, self.clip_value)
         lane = LaneOptions(self._transport, name=collection.path)
         group = dist.new_group(backend=BACKEND, timeout=self._timeout, pg_options=lane)
-        dist.all_reduce(layout.starts.new_zeros(1), group=group)  # NCCL connects at the first collective: now, not in a step
+        group.connect()  # now, not in a step
         waits_on_device = group.moves_by_nccl and group.size() > 1
         if waits_on_device:
             refuse_one_queue()

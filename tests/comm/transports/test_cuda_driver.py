@@ -132,11 +132,6 @@ def test_without_nvml_no_nvlink_is_seen(caplog: pytest.LogCaptureFixture) -> Non
     assert "NVLink could not be looked for" in caplog.text
 
 
-def test_without_cuda_only_the_host_is_looked_at() -> None:
-    here = topology.RankHardware.from_this_process(cuda=False)
-    assert here.host and not here.gpu and not here.bindings
-
-
 def test_torch_has_the_names_that_are_private_or_new() -> None:
     from torch._C import _distributed_c10d as c10d
 

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +14,13 @@ import torch.distributed as dist
 
 from lightning_freescale.comm import LaneOptions
 from lightning_freescale.comm.transports import selection
-from lightning_freescale.comm.transports.selection import TransportRefused, refusal, select_kind, select_transport
+from lightning_freescale.comm.transports.selection import (
+    TransportRefused,
+    auto_candidates,
+    gather_topology,
+    refusal,
+    set_up_transport,
+)
 from lightning_freescale.comm.transports.topology import RankHardware, Topology
 from lightning_freescale.testing import run_distributed
 from tests.helpers.comm_groups import everyone_sends, make_group, outcome
@@ -57,31 +63,47 @@ def test_hosts_of_one_name_are_told_apart_by_their_boot() -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "chosen"),
+    ("where", "candidates"),
     [
-        (_hosts(1), "peer"),
-        (_hosts(8), "peer"),
-        (_hosts(2, 2), "two-level"),
-        (_hosts(1, 2), "two-level"),
-        (_hosts(1, 1), "host"),
-        (_but(_hosts(4), 2, links=()), "host"),
-        (_but(_hosts(4), 0, links=()), "host"),
-        (_but(_hosts(2, 2), 3, links=()), "host"),
-        (_but(_hosts(4), 2, bindings=False), "host"),
-        (_but(_hosts(2), 1, gpu="a0"), "host"),
-        (_but(_hosts(2, shares=True), 1, gpu="a0"), "peer"),
-        (_but(_but(_hosts(2, shares=True), 1, gpu="a0"), 0, shares=False), "host"),
-        (_but(_hosts(2), 1, gpu=""), "host"),
-        (Topology((RankHardware("a"), RankHardware("a")), (0, 1)), "host"),
+        (_hosts(8), ["peer", "host"]),
+        (_hosts(2, 2), ["two-level", "host"]),
+        (_hosts(1, 2), ["two-level", "host"]),
+        (_hosts(1, 1), ["host"]),
+        (_but(_hosts(4), 2, links=()), ["host"]),
+        (_but(_hosts(4), 0, links=()), ["host"]),
+        (_but(_hosts(2, 2), 3, links=()), ["host"]),
+        (_but(_hosts(4), 2, bindings=False), ["host"]),
+        (_but(_hosts(2), 1, gpu="a0"), ["host"]),
+        (_but(_hosts(2, shares=True), 1, gpu="a0"), ["peer", "host"]),
+        (_but(_but(_hosts(2, shares=True), 1, gpu="a0"), 0, shares=False), ["host"]),
+        (_hosts(1), []),
+        (_but(_hosts(2), 1, gpu=""), []),
+        (Topology((RankHardware("a"), RankHardware("a")), (0, 1)), []),
     ],
 )
-def test_auto(where: Topology, chosen: str) -> None:
-    assert select_kind("auto", where) == chosen
+def test_what_auto_may_try(where: Topology, candidates: list[str]) -> None:
+    assert auto_candidates(where) == candidates
 
 
-def test_host_and_native_can_always_be_had() -> None:
-    nowhere = Topology((RankHardware("a"), RankHardware("b")), (0, 1))
-    assert [select_kind(name, nowhere) for name in ("host", "native")] == ["host", "native"]
+@pytest.mark.parametrize(
+    ("where", "alone"),
+    [
+        (_hosts(2, 2, visible=1), "ranks 10, 11 of a"),
+        (_but(_hosts(3, visible=3), 1, visible=1), "rank 11 of a"),
+        (_hosts(1, 1, visible=1), ""),  # each is alone on its host
+        (_but(_hosts(2, visible=1), 1, gpu="a0"), ""),  # on one GPU
+        (_hosts(4, visible=4), ""),
+        (Topology((RankHardware("a"), RankHardware("a")), (0, 1)), ""),
+    ],
+)
+def test_ranks_that_see_no_other_gpu_of_their_host(where: Topology, alone: str) -> None:
+    assert where.find_alone() == alone
+
+
+def test_shared_gpus() -> None:
+    assert _but(_hosts(4), 3, gpu="a1").find_shared_gpu() == "ranks 11 and 13 share a GPU"
+    assert _hosts(4).find_shared_gpu() == _hosts(2, 2).find_shared_gpu() == ""
+    assert Topology((RankHardware("a"), RankHardware("a")), (0, 1)).find_shared_gpu() == ""
 
 
 @pytest.mark.parametrize(
@@ -126,14 +148,13 @@ def test_host_and_native_can_always_be_had() -> None:
     ],
 )
 def test_what_is_named_and_cannot_be_had_is_refused(transport: str, where: Topology, told: str) -> None:
+    nobody: Any = None
     with pytest.raises(TransportRefused, match=f"transport='{transport}' .*{told}"):
-        select_kind(transport, where)
+        set_up_transport(transport, LaneOptions(), where, nobody, nobody, nobody, timedelta(seconds=1))
 
 
-def test_what_is_named_and_can_be_had_is_taken() -> None:
-    assert select_kind("peer", _hosts(4)) == "peer"
-    assert select_kind("two-level", _hosts(2, 1)) == "two-level"
-    assert select_kind("nccl-zero-cta", _hosts(2)) == "nccl-zero-cta"
+def test_what_is_named_and_can_be_had_is_not_refused() -> None:
+    assert refusal("peer", _hosts(4)) == refusal("two-level", _hosts(2, 1)) == refusal("nccl-zero-cta", _hosts(2)) == ""
     assert refusal("peer", _but(_hosts(2, shares=True), 1, gpu="a0")) == ""
 
 
@@ -141,19 +162,35 @@ def _p2p(rank: int, size: int) -> Any:
     return SimpleNamespace(rank=rank, size=size, ranks=[10 + each for each in range(size)])
 
 
-def _choose(monkeypatch: pytest.MonkeyPatch, where: Topology, named: str, build: Any) -> list[Any]:
+def _set_up(monkeypatch: pytest.MonkeyPatch, where: Topology, named: str, build: Any) -> list[Any]:
     """What every rank gets, if setting up a transport goes as ``build(rank)``."""
-    hardware = iter(where.hardware)
-    monkeypatch.setattr(RankHardware, "from_this_process", staticmethod(lambda cuda: next(hardware)))
     monkeypatch.setattr(selection, "build_transport", lambda kind, options, p2p, host, near, *rest: build(p2p.rank, kind, near))
-    store = dist.HashStore()
-    options, size = LaneOptions(transport=named), where.size
-    return on_ranks(size, lambda rank: select_transport(options, _p2p(rank, size), "host", store, timedelta(seconds=5)))
+    store, size, options, host = dist.HashStore(), where.size, LaneOptions(), cast(Any, "host")
+
+    def run(rank: int) -> Any:
+        return set_up_transport(named, options, where, _p2p(rank, size), host, store, timedelta(seconds=5))
+
+    return on_ranks(size, run)
+
+
+def test_host_and_native_can_always_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    nowhere = Topology((RankHardware("a"), RankHardware("b")), (0, 1))
+    assert [_set_up(monkeypatch, nowhere, name, None) for name in ("host", "native")] == [["host"] * 2, [None] * 2]
 
 
 def test_hosts_are_told_who_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
-    built = _choose(monkeypatch, _hosts(2, 1), "auto", lambda rank, kind, near: ((kind, near), ""))
+    built = _set_up(monkeypatch, _hosts(2, 1), "two-level", lambda rank, kind, near: ((kind, near), ""))
     assert sorted(map(str, built)) == sorted(map(str, [("two-level", [0, 1])] * 2 + [("two-level", [2])]))
+
+
+def test_ranks_hear_what_the_others_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = _hosts(2, 1)
+    hardware = iter(where.hardware)
+    monkeypatch.setattr(RankHardware, "from_this_process", staticmethod(lambda transport: next(hardware)))
+    store = dist.HashStore()
+    heard = on_ranks(3, lambda rank: gather_topology(LaneOptions(), _p2p(rank, 3), store, timedelta(seconds=5)))
+    assert heard[0] == heard[1] == heard[2] and heard[0].ranks == (10, 11, 12)
+    assert {each.gpu for each in heard[0].hardware} == {"a0", "a1", "b0"}
 
 
 class _Built:
@@ -163,23 +200,18 @@ class _Built:
         self.closed = True
 
 
-@pytest.mark.parametrize("named", ["peer", "auto"])
-def test_a_rank_that_fails_to_set_up_fails_on_all(named: str, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_a_rank_that_fails_to_set_up_fails_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     made = _Built()
-    results = _choose(monkeypatch, _hosts(2), named, lambda rank, *rest: (None, "no memory") if rank else (made, ""))
+    results = _set_up(monkeypatch, _hosts(2), "peer", lambda rank, *rest: (None, "no memory") if rank else (made, ""))
     assert made.closed
-    if named == "auto":
-        assert results == ["host", "host"]
-        assert "'peer' could not be set up: rank 11: no memory" in caplog.text
-    else:
-        assert all(
-            isinstance(result, TransportRefused) and "rank 11: no memory: pass 'host'" in str(result) for result in results
-        )
+    assert all(
+        isinstance(result, TransportRefused) and "rank 11: no memory: pass 'native'" in str(result) for result in results
+    )
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(dist.DistBackendError, match=r"while a freescale group was made, rank 11, 12 did not come within 0.2 s"):
-        select_transport(LaneOptions(), _p2p(0, 3), "host", dist.HashStore(), timedelta(seconds=0.2))
+        gather_topology(LaneOptions(), _p2p(0, 3), dist.HashStore(), timedelta(seconds=0.2))
 
 
 def test_it_takes_milliseconds() -> None:
@@ -189,7 +221,7 @@ def test_it_takes_milliseconds() -> None:
         taken = []
         for number in range(20):
             here, begun = dist.PrefixStore(str(number), store), time.perf_counter()
-            assert select_transport(LaneOptions(), _p2p(dist.get_rank(), 3), "host", here, timedelta(seconds=60)) == "host"
+            assert gather_topology(LaneOptions(), _p2p(dist.get_rank(), 3), here, timedelta(seconds=60)).size == 3
             taken.append(time.perf_counter() - begun)
         return min(taken)  # the others may have waited for their turn on a core
 
@@ -245,7 +277,8 @@ def test_no_rank_takes_the_store_with_it_before_all_have_read() -> None:
 
     def seconds(rank: int) -> float:
         begun = time.monotonic()
-        select_transport(LaneOptions(), _p2p(rank, 2), "host", Slow() if rank else store, timedelta(seconds=5))
+        slow: Any = Slow() if rank else store
+        gather_topology(LaneOptions(), _p2p(rank, 2), slow, timedelta(seconds=5))
         return time.monotonic() - begun
 
     assert min(on_ranks(2, seconds)) >= 0.3

@@ -1,0 +1,147 @@
+"""``transport="auto"``: torch's own backend moves CUDA tensors until a transport has proved itself, in this process."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from datetime import timedelta
+from functools import cache, partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_freescale.comm.executor import CollectiveExecutor
+from lightning_freescale.comm.native import NativeBackends
+from lightning_freescale.comm.transfer import RankBuffers
+from lightning_freescale.comm.transports.proof import AllToAll, Proof, ProofDevice, Verdict, Wait
+from lightning_freescale.comm.transports.selection import TransportRefused, auto_candidates, refusal
+from lightning_freescale.comm.transports.topology import Topology
+
+_MESSAGE_BYTES = 2048
+_MOST_SECONDS = 60.0
+"""What a candidate may take for an exchange, if the timeout of the group is not shorter still."""
+_verdicts: dict[tuple[Any, ...], str] = {}
+"""What was chosen in this process, for ranks, their GPUs and sizes: a lane of another collection need not measure again."""
+_log = logging.getLogger(__name__)
+
+
+def settle_transport(backend_opts: Any, lane: CollectiveExecutor, backends: NativeBackends, device: ProofDevice) -> None:
+    """Give an ``"auto"`` lane of CUDA tensors the transport that has proved itself, if there is one. Collective.
+
+    Each candidate runs on a lane of its own, so what fails there ends that lane alone. What was chosen, and why, is one line
+    in the log of the group's first rank. Not tested on GPU.
+
+    Raises:
+        DistBackendError: a rank does not come, or torch's own backend fails.
+    """
+    topology, first = lane.topology, backend_opts.group_rank == 0
+    key = topology.ranks, tuple(each.gpu for each in topology.hardware), lane.options.chunk_bytes, lane.options.pinned_bytes
+    known = {said["known"] for said in gather_over(lane.gloo, {"known": _verdicts.get(key, "")})}
+    if len(known) > 1 or known == {""}:  # all ranks measure, also those that knew
+        if first:
+            _tell_of_hidden_gpus(topology)
+        backends.shows_nccl = False
+        verdict = _prove(backend_opts, lane, backends, device)
+        backends.shows_nccl = True  # at the next collective, when the group is made
+        _verdicts[key] = verdict.chosen
+        if first:
+            _tell(verdict, topology, backends)
+    if _verdicts[key] == "native":
+        return
+    try:
+        lane.set_up_transport(_verdicts[key])
+    except TransportRefused as error:  # on all ranks
+        if first:
+            _log.warning("transport='auto' leaves this lane to torch's own backend: %s", error)
+
+
+def gather_over(gloo: Any, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what every rank says, over the lane's connections; texts may be cut."""
+    short = {name: value[: _MESSAGE_BYTES // 8] if isinstance(value, str) else value for name, value in mine.items()}
+    raw = json.dumps(short).encode()
+    sent = torch.frombuffer(bytearray(raw.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
+    came = [torch.empty_like(sent) for _ in range(gloo.size())]
+    gloo.allgather([came], [sent]).wait()
+    return [json.loads(each.numpy().tobytes()) for each in came]
+
+
+def _prove(backend_opts: Any, lane: CollectiveExecutor, backends: NativeBackends, device: ProofDevice) -> Verdict:
+    """Check and measure all candidates on lanes of their own, and close these."""
+    trials: dict[str, CollectiveExecutor] = {}
+    refused: dict[str, str] = {}
+    limit = min(_MOST_SECONDS, backend_opts.timeout.total_seconds() / 2)  # a rank that waits for another one waits longer
+    try:
+        for name in auto_candidates(lane.topology):
+            options = replace(lane.options, transport=name, name=f"{name} on trial")
+            store = dist.PrefixStore(f"{name} on trial", backend_opts.store)
+            opts = {each: getattr(backend_opts, each) for each in ("group_rank", "group_size", "timeout", "group_id")}
+            ranks = backend_opts.global_ranks_in_group
+            try:
+                trials[name] = CollectiveExecutor(SimpleNamespace(store=store, global_ranks_in_group=ranks, **opts), options)
+            except TransportRefused as error:  # on all ranks
+                refused[name] = str(error)
+        candidates: dict[str, AllToAll] = {name: partial(_begin, trial, limit) for name, trial in trials.items()}
+        ranks, gather = list(lane.topology.ranks), partial(gather_over, lane.gloo)
+        arguments = partial(_begin_native, backends), candidates, device, backend_opts.group_rank, ranks, gather, limit
+        verdict = Proof(*arguments, lane.options.chunk_bytes).run()
+        return replace(verdict, failures={**refused, **verdict.failures})
+    finally:
+        for trial in trials.values():
+            trial.abort()
+
+
+def _begin_native(backends: NativeBackends, received: Tensor, send: Tensor, gets: list[int], gives: list[int]) -> Wait:
+    work = backends.call("alltoall_base", received, send, gets, gives, dist.AllToAllOptions())
+    return lambda seconds: work.wait()  # torch's own watch over the group's timeout
+
+
+def _begin(trial: CollectiveExecutor, limit: float, received: Tensor, send: Tensor, gets: list[int], gives: list[int]) -> Wait:
+    outgoing = partial(RankBuffers.from_tensor, "input", send, gives)
+    incoming = partial(RankBuffers.from_tensor, "output", received, gets)
+    done = trial.run("all_to_all_single", outgoing, incoming, timedelta(seconds=limit), background=True)
+
+    def wait(seconds: float) -> None:
+        try:
+            error = done.exception(seconds)
+        except TimeoutError:
+            raise dist.DistBackendError(f"an exchange did not end within {seconds:g} s") from None
+        if error is not None:
+            raise error
+
+    return wait
+
+
+def _tell(verdict: Verdict, topology: Topology, backends: NativeBackends) -> None:
+    for name, failure in verdict.failures.items():
+        _log.warning("transport='auto' does not take %r, which failed its trial: %s", name, failure)
+    native = "NCCL" if backends.uses_nccl else "gloo"
+    measured = [f"{native if name == 'native' else name} {value:.2f} ms" for name, value in verdict.milliseconds.items()]
+    refusals = {kind: refusal(kind, topology) for kind in ("peer", "two-level")}
+    reasons = [f"{kind!r} {reason}" for kind, reason in refusals.items()] if all(refusals.values()) else []
+    _log.info(
+        "transport='auto' takes %s for ranks %s; exchange and compute beside it, slowest rank: %s%s",
+        native if verdict.chosen == "native" else repr(verdict.chosen),
+        ", ".join(map(str, topology.ranks)),
+        ", ".join(measured) or "not measured",
+        "".join(f"; {reason}" for reason in reasons),
+    )
+
+
+def _tell_of_hidden_gpus(topology: Topology) -> None:
+    alone = topology.find_alone()
+    if alone and all(refusal(kind, topology) for kind in ("peer", "two-level")):
+        _warn_of_hidden_gpus(alone)
+
+
+@cache
+def _warn_of_hidden_gpus(alone: str) -> None:
+    _log.warning(
+        "transport='auto' cannot try copies between the GPUs of a host, because %s see one GPU each: let every process see all "
+        "GPUs of its host and call torch.cuda.set_device (SLURM: --gpu-bind=none; Ray: "
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1), or pass transport='native'",
+        alone,
+    )

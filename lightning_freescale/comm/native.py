@@ -1,0 +1,129 @@
+"""torch's own backends under a group: gloo from the start, on the lane's own connections, and NCCL once something needs it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_freescale.comm.executor import CollectiveExecutor
+
+# User tags are made even and put above those of headers and exchanges, which use the same connections; chunks have odd ones.
+_FIRST_TAG = 2**30 + 4
+_TAGS = 2**29 - 4
+_WITH_TAG = {"send": 2, "recv": 2, "recv_anysource": 1}
+"""Methods with a tag, and where it stands among their arguments."""
+_log = logging.getLogger(__name__)
+
+
+class NativeBackends:
+    """What torch itself would use for the collectives of one group.
+
+    Gloo's is the group of connections that the lane has anyway: connections that nobody uses cost every pair of ranks a socket
+    on both sides. (Gloo's own lazy connections would wait five times the timeout for a rank that is gone.) So they end with the
+    lane. Gloo takes CUDA tensors, too, and keeps them where ranks share a GPU, which NCCL refuses.
+
+    Elsewhere NCCL is registered for CUDA tensors when a collective first needs it, or by :meth:`register_nccl`. torch connects
+    a registered NCCL as soon as the group is made, if the default group is bound to a device: communicators that nobody uses
+    would cost GPU memory. Not tested on GPU.
+
+    Attributes:
+        inner: the group that has the backends.
+        uses_nccl: whether CUDA tensors go to NCCL, now or once they come.
+        nccl: NCCL's backend, once there is one.
+        shows_nccl: whether NCCL is registered on the outer group as well. While that is made, torch would connect it again.
+    """
+
+    def __init__(self, outer: dist.ProcessGroup, backend_opts: Any, lane: CollectiveExecutor) -> None:
+        self._outer, self._opts = weakref.ref(outer), backend_opts  # no circle, which would keep connections open
+        self.inner = dist.ProcessGroup(backend_opts.store, backend_opts.group_rank, backend_opts.group_size)
+        self._registering = threading.Lock()
+        self._lane, gloo = lane, lane.gloo
+        gloo.options.global_ranks_in_group = backend_opts.global_ranks_in_group
+        gloo.options.group_name = backend_opts.group_id
+        gloo._set_sequence_number_for_group()
+        kind, on_gpu = dist.ProcessGroup.BackendType.GLOO, torch.cuda.is_available()
+        for group in (self.inner, outer):  # on that one, too, so that torch finds names, options and backends by device
+            _register(group, kind, gloo, "cpu", *(["cuda"] if on_gpu else []))
+        shared = lane.topology.find_shared_gpu()
+        self.uses_nccl = on_gpu and dist.is_nccl_available() and not shared
+        self.nccl: Any = None
+        self.shows_nccl = True
+        self._lacks_nccl = self.uses_nccl
+        if shared and backend_opts.group_rank == 0:
+            _tell_of_gloo(shared)
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> dist.Work:
+        """Run the collective of that name on torch's own backend for its tensors.
+
+        Raises:
+            DistBackendError: it is gloo's, and the lane has ended.
+            ValueError: the tag of a message is out of range.
+        """
+        if self._lacks_nccl and any(map(_is_on_gpu, (*args, *kwargs.values()))):
+            self.register_nccl()
+        if self._lane.failure and not (self.uses_nccl and any(map(_is_on_gpu, (*args, *kwargs.values())))):
+            raise dist.DistBackendError(self._lane.failure)
+        if name in _WITH_TAG:
+            args, kwargs = _move_tag(name, args, kwargs)
+        return getattr(self.inner, name)(*args, **kwargs)
+
+    def register_nccl(self) -> None:
+        """Let NCCL have the CUDA tensors, where it can; it connects at the first collective, or if torch connects it."""
+        with self._registering:
+            if not self._lacks_nccl:
+                return
+            kind = dist.ProcessGroup.BackendType.NCCL
+            if self.nccl is None:
+                options: Any = dist.ProcessGroupNCCL.Options()
+                options._timeout = self._opts.timeout
+                options.global_ranks_in_group = self._opts.global_ranks_in_group
+                options.group_name = self._opts.group_id
+                store = dist.PrefixStore("nccl", self._opts.store)
+                self.nccl = dist.ProcessGroupNCCL(store, self._opts.group_rank, self._opts.group_size, options)
+                self.nccl._set_sequence_number_for_group()
+                _register(self.inner, kind, self.nccl, "cuda")
+            if self.shows_nccl:
+                _register(self._outer(), kind, self.nccl, "cuda")
+                self._lacks_nccl = False
+
+
+def _register(group: Any, kind: Any, backend: Any, *devices: str) -> None:
+    group._set_default_backend(kind)
+    for device in devices:
+        group._register_backend(torch.device(device), kind, backend)
+
+
+def _is_on_gpu(argument: Any) -> bool:
+    """Return whether an argument of a collective is a CUDA tensor, has one in it, or is a barrier's options with a GPU."""
+    if isinstance(argument, Tensor):
+        return argument.is_cuda
+    if isinstance(argument, list | tuple):
+        return any(map(_is_on_gpu, argument))
+    return getattr(getattr(argument, "device", None), "type", "") == "cuda"
+
+
+def _move_tag(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    place = _WITH_TAG[name]
+    tag = kwargs["tag"] if "tag" in kwargs else args[place]
+    if not 0 <= tag < _TAGS:
+        raise ValueError(f"freescale {name}: tag={tag}: pass one from 0 to {_TAGS - 1}")
+    moved = _FIRST_TAG + 2 * tag
+    if "tag" in kwargs:
+        return args, {**kwargs, "tag": moved}
+    return (*args[:place], moved, *args[place + 1 :]), kwargs
+
+
+@cache
+def _tell_of_gloo(shared: str) -> None:
+    _log.warning(
+        "backend 'freescale': %s, which NCCL refuses: torch's own collectives of CUDA tensors take gloo. If they have GPUs "
+        "of their own, call torch.cuda.set_device before the group is made",
+        shared,
+    )

@@ -1,0 +1,220 @@
+"""An "auto" lane tries what it may take: real lanes over gloo, with CPU tensors in the place of those on a GPU."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_freescale.comm import auto_transport, process_group
+from lightning_freescale.comm.auto_transport import gather_over, settle_transport
+from lightning_freescale.comm.transports import proof
+from lightning_freescale.comm.transports.host.transport import HostTransport
+from lightning_freescale.comm.transports.proof import ProofDevice
+from lightning_freescale.comm.transports.selection import TransportRefused
+from lightning_freescale.testing import run_distributed
+from tests.helpers.comm_groups import everyone_sends, lane_threads, make_group
+from tests.helpers.fake_cuda import messages_of, pretend_cuda
+
+
+def _settled(group: Any, candidates: tuple[str, ...] = ("host",), native_seconds: float = 0.0) -> str:
+    """Settle as if the group had GPUs; torch's own backend takes so much longer than it does."""
+    begin = auto_transport._begin_native
+
+    def slower(*args: Any) -> Any:
+        wait = begin(*args)
+        return lambda seconds: time.sleep(native_seconds) or wait(seconds)
+
+    auto_transport._begin_native = slower
+    auto_transport.auto_candidates = lambda topology: list(candidates)
+    auto_transport.Proof = partial(proof.Proof, largest_bytes=200_000, typical_bytes=30_000, late_seconds=0.05)
+    device = ProofDevice(torch.device("cpu"), lambda: None, lambda: None)
+    try:
+        settle_transport(group._backends._opts, group._executor, group._backends, device)
+    finally:
+        auto_transport._begin_native = begin
+    return "native" if group._executor.transport is None else type(group._executor.transport).__name__
+
+
+def _on_trial(trouble: Callable[[Any], None]) -> None:
+    """Lanes on trial have trouble on this rank, with every transfer that they have moved."""
+    start = HostTransport.start_transfer
+
+    def troubled(host: HostTransport, transfer: Any, ranks: Any = None) -> Any:
+        complete = start(host, transfer, ranks)
+        if not host._options.name.endswith("on trial"):
+            return complete
+        return lambda pause: (complete(pause), trouble(transfer))
+
+    HostTransport.start_transfer = troubled  # type: ignore[assignment]
+
+
+def _corrupt(transfer: Any) -> None:
+    if transfer.incoming[0].numel() > 3:
+        transfer.incoming[0][2] ^= 1
+
+
+def _hang(transfer: Any) -> None:
+    threading.Event().wait()
+
+
+def _raise(transfer: Any) -> None:
+    raise OSError("no memory to pin")
+
+
+def test_what_wins_is_taken_and_told_once() -> None:
+    def run() -> Any:
+        told, group = messages_of("lightning_freescale"), make_group(chunk_bytes=1000)
+        took = _settled(group, native_seconds=0.2)
+        return took, told, everyone_sends(group), len(lane_threads())
+
+    results = run_distributed(run, 2)
+    assert [result[0] for result in results] == ["HostTransport"] * 2
+    assert all(result[2] for result in results) and all(result[3] <= 1 for result in results)
+    (line,) = results[0][1]
+    assert line.startswith("transport='auto' takes 'host' for ranks 0, 1; exchange and compute beside it, slowest rank: gloo 2")
+    assert ", host " in line and results[1][1] == []
+
+
+def test_what_does_not_win_is_not_taken() -> None:
+    def run() -> Any:
+        _on_trial(lambda transfer: time.sleep(0.2))
+        told, group = messages_of("lightning_freescale"), make_group(chunk_bytes=1000)
+        return _settled(group), told
+
+    results = run_distributed(run, 2)
+    assert [result[0] for result in results] == ["native"] * 2
+    assert results[0][1][-1].startswith("transport='auto' takes gloo for ranks 0, 1")
+
+
+@pytest.mark.parametrize(
+    ("trouble", "why"),
+    [
+        (_corrupt, "rank 1: 1 of "),
+        (_hang, "rank 1: an exchange did not end within 4 s"),
+        (_raise, "no memory to pin"),
+    ],
+)
+def test_what_is_wrong_or_hangs_or_raises_on_one_rank_is_taken_on_none(trouble: Any, why: str) -> None:
+    def run() -> Any:
+        if dist.get_rank() == 1:
+            _on_trial(trouble)
+        told, group = messages_of("lightning_freescale"), make_group(chunk_bytes=1000, timeout=8.0)
+        return _settled(group, native_seconds=0.2), told, everyone_sends(group)
+
+    results = run_distributed(run, 2)
+    assert [(result[0], result[2]) for result in results] == [("native", True)] * 2
+    warning, line = results[0][1]
+    assert warning.startswith("transport='auto' does not take 'host', which failed its trial: ") and why in warning
+    assert "takes gloo for ranks 0, 1" in line and "not measured" in line
+
+
+def test_what_cannot_be_set_up_is_told() -> None:
+    """Here "peer", which needs a GPU; the others are tried nevertheless."""
+
+    def run() -> Any:
+        told, group = messages_of("lightning_freescale"), make_group(chunk_bytes=1000)
+        return _settled(group, ("peer", "host"), native_seconds=0.2), told
+
+    results = run_distributed(run, 2)
+    assert [result[0] for result in results] == ["HostTransport"] * 2
+    assert "does not take 'peer', which failed its trial: transport='peer' moves CUDA tensors, and torch" in results[0][1][0]
+
+
+def test_the_verdict_is_kept_for_the_same_ranks_and_sizes() -> None:
+    def run() -> Any:
+        proofs = []
+        prove = auto_transport._prove
+        auto_transport._prove = lambda *args: proofs.append(1) or prove(*args)
+        groups = [make_group(chunk_bytes=size) for size in (1000, 1000, 2000, 1000)]
+        took = [_settled(group, native_seconds=0.1) for group in groups[:3]]
+        if dist.get_rank() == 1:  # it has forgotten: so all measure again
+            auto_transport._verdicts.clear()
+        took.append(_settled(groups[3], native_seconds=0.1))
+        return took, len(proofs), all(everyone_sends(group) for group in groups)
+
+    assert run_distributed(run, 2) == [(["HostTransport"] * 4, 3, True)] * 2
+
+
+def test_what_has_won_and_cannot_be_set_up_again_is_left() -> None:
+    def run() -> Any:
+        told, (first, second) = messages_of("lightning_freescale"), [make_group(chunk_bytes=1000) for _ in range(2)]
+        _settled(first, native_seconds=0.1)
+
+        def refuse(kind: str) -> None:
+            raise TransportRefused("no memory")
+
+        second._executor.set_up_transport = refuse
+        return _settled(second), told[1:]
+
+    results = run_distributed(run, 2)
+    assert [result[0] for result in results] == ["native"] * 2
+    assert results[0][1] == ["transport='auto' leaves this lane to torch's own backend: no memory"] and not results[1][1]
+
+
+def test_on_the_cpu_nothing_is_tried() -> None:
+    def run() -> Any:
+        process_group.settle_transport = None  # type: ignore[assignment]
+        group = make_group()
+        return group._executor.transport, everyone_sends(group)
+
+    assert run_distributed(run, 2) == [(None, True)] * 2
+
+
+def test_groups_with_gpus_try_and_hidden_gpus_are_told() -> None:
+    """While the group is made, torch does not see an NCCL in it that is connected already; later it does."""
+
+    def run() -> Any:
+        pretend_cuda(f"gpu {dist.get_rank()}", visible=1)
+        told, seen = messages_of("lightning_freescale"), []
+        process_group.ProofDevice.from_cuda = lambda device: seen.append(device)
+
+        def prove(opts: Any, lane: Any, backends: Any, device: Any) -> Any:
+            backends.register_nccl()
+            seen.append(type(backends._outer()._get_backend(torch.device("cuda"))).__name__)
+            return proof.Verdict("native", {"native": 1.0, "host": 2.0}, {})
+
+        auto_transport._prove = prove
+        group = make_group(transport="auto")
+        seen.append(type(group._get_backend(torch.device("cuda"))).__name__)
+        group._backends.register_nccl()
+        seen.append(type(group._get_backend(torch.device("cuda"))).__name__)
+        later = make_group(transport="auto")
+        seen.append(type(later._get_backend(torch.device("cuda"))).__name__)
+        return list(map(str, seen)), told
+
+    results = run_distributed(run, 2)
+    assert results[0][0] == ["cuda:0", "ProcessGroupGloo", "ProcessGroupGloo", "FakeNccl", "cuda:0", "FakeNccl"]
+    warning, line = results[0][1]
+    assert "because ranks 0, 1 of " in warning and "see one GPU each: let every process see all" in warning
+    assert "takes NCCL for ranks 0, 1; " in line and "NCCL 1.00 ms, host 2.00 ms; 'peer' needs" in line
+    assert results[1][1] == []
+
+
+def test_long_texts_are_cut_and_numbers_are_not() -> None:
+    def run() -> Any:
+        group = make_group()
+        return gather_over(group._executor.gloo, {"error": "\u00e9" * 5000, "value": 1 / 3})
+
+    for said in run_distributed(run, 2):
+        assert [(len(each["error"]), each["value"]) for each in said] == [(256, 1 / 3)] * 2
+
+
+def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout() -> None:
+    def run() -> Any:
+        group = make_group(timeout=2.0)
+        if dist.get_rank() == 1:
+            time.sleep(5)
+            return 0.0
+        begun = time.monotonic()
+        with pytest.raises(RuntimeError):
+            _settled(group)
+        return time.monotonic() - begun
+
+    assert run_distributed(run, 2)[0] < 5

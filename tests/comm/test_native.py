@@ -1,0 +1,208 @@
+"""Which of torch's own backends a group has, when they connect, and over which connections."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_freescale.comm import FreeScaleGroup, native
+from lightning_freescale.testing import run_distributed
+from tests.helpers.comm_groups import everyone_sends, make_group, outcome
+from tests.helpers.fake_cuda import FakeNccl, cuda_tensor, messages_of, pretend_cuda
+
+CUDA = torch.device("cuda")
+
+
+class _Inner:
+    """Stands in for the inner group: notes what comes, and what would have taken it."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.calls = group, []
+
+    def _set_default_backend(self, kind: Any) -> None:
+        pass
+
+    def _register_backend(self, device: torch.device, kind: Any, backend: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            self.calls.append((name, type(self.group._get_backend(CUDA)).__name__))
+
+        return call
+
+
+def _made(transport: str, shared: bool, use: Callable[[Any], Any] = lambda group: None) -> list[Any]:
+    """The backends that a group has for CUDA once it is made; NCCLs made and connected then; what ``use`` returns."""
+
+    def run() -> Any:
+        pretend_cuda("one" if shared else f"gpu {dist.get_rank()}")
+        told = messages_of("lightning_freescale")
+        group = make_group(transport=transport)
+        make_group(transport=transport)
+        FakeNccl.made, FakeNccl.connected = FakeNccl.made[:1], FakeNccl.connected[:1]
+        found = type(group._get_backend(CUDA)).__name__, len(FakeNccl.made), len(FakeNccl.connected)
+        return *found, use(group), everyone_sends(group), told
+
+    return run_distributed(run, 2)
+
+
+def _use_on_gpu(group: Any) -> Any:
+    """Delegated collectives, first of CPU tensors, then of CUDA tensors."""
+    real, group._backends.inner = group._backends.inner, _Inner(group)
+    inner = group._backends.inner
+    dist.all_reduce(torch.ones(2), group=group)
+    group.barrier(dist.BarrierOptions())
+    before = len(FakeNccl.made)
+    group.broadcast([cuda_tensor(2)], dist.BroadcastOptions())
+    group.reduce_scatter([cuda_tensor(2)], [[cuda_tensor(2)] * 2])
+    group._backends.inner = real
+    return before, inner.calls, len(FakeNccl.made)
+
+
+def test_a_lane_with_a_transport_has_nccl_only_once_it_is_used() -> None:
+    for backend, made, connected, used, sound, _ in _made("host", False, _use_on_gpu):
+        assert (backend, made, connected) == ("ProcessGroupGloo", 0, 0)
+        assert used == (0, [*[(name, "ProcessGroupGloo") for name in ("allreduce", "barrier")],
+                            *[(name, "FakeNccl") for name in ("broadcast", "reduce_scatter")]], 1)  # fmt: skip
+        assert sound
+
+
+def test_a_native_lane_has_nccl_connected_as_the_group_is_made() -> None:
+    assert _made("native", False) == [("FakeNccl", 1, 1, None, True, [])] * 2
+
+
+@pytest.mark.parametrize("transport", ["native", "host"])
+def test_where_ranks_share_a_gpu_gloo_has_its_tensors(transport: str) -> None:
+    told = []
+    for backend, made, connected, used, sound, messages in _made(transport, True, _use_on_gpu):
+        told += messages
+        assert (backend, made, connected) == ("ProcessGroupGloo", 0, 0)
+        assert {kind for _, kind in used[1]} == {"ProcessGroupGloo"} and used[2] == 0
+        assert sound
+    assert len(told) == 1 and "ranks 0 and 1 share a GPU, which NCCL refuses" in told[0]  # of two groups on two ranks
+
+
+def test_only_lanes_that_use_nccl_connect_it_before_the_first_step(monkeypatch: Any) -> None:
+    def connected(transport: str, shared: bool) -> list[Any]:
+        def run() -> list[Any]:
+            pretend_cuda("one" if shared else f"gpu {dist.get_rank()}", bound=False)
+            group, calls = make_group(transport=transport), []
+            zeros = torch.zeros
+            torch.zeros = lambda *shape, device: cuda_tensor(*shape)
+            group._all_reduce = lambda tensors: calls.append(tensors[0].device.type) or dist.barrier(async_op=True)
+            group.connect()
+            torch.zeros = zeros
+            return calls
+
+        return run_distributed(run, 2)
+
+    assert connected("native", False) == [["cuda"]] * 2
+    assert connected("native", True) == connected("host", False) == [[]] * 2
+
+
+def test_on_the_cpu_nothing_is_connected_or_looked_at() -> None:
+    def run() -> Any:
+        group = make_group(transport="native")
+        group._backends.call = None
+        group.connect()
+        return group._executor.topology.hardware[0].gpu
+
+    assert run_distributed(run, 2) == ["", ""]
+
+
+def _connections() -> int:
+    """Established TCP connections of this process."""
+    sockets = {os.readlink(link)[8:-1] for link in Path("/proc/self/fd").iterdir() if link.is_symlink()
+               and os.readlink(link).startswith("socket:")}  # fmt: skip
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/self/net", name).read_text().splitlines()[1:]]
+    return sum(row[9] in sockets and row[3] == "01" for row in rows)
+
+
+@pytest.mark.parametrize("transport", ["auto", "native"])
+def test_a_group_has_one_connection_to_each_peer(transport: str) -> None:
+    def run() -> list[int]:
+        dist.barrier()
+        counts = [_connections()]
+        group: FreeScaleGroup = make_group(transport=transport)
+        dist.barrier()
+        counts.append(_connections())
+        assert everyone_sends(group)
+        dist.all_reduce(torch.ones(3), group=group)
+        dist.all_gather_object([None] * 3, "text", group=group)
+        dist.barrier()
+        counts.append(_connections())
+        return [later - counts[0] for later in counts[1:]]
+
+    assert run_distributed(run, 3) == [[2, 2]] * 3
+
+
+def test_messages_of_users_do_not_meet_those_of_the_lane() -> None:
+    """With the tags of the first headers and of exchanges, in flight beside both."""
+
+    def run() -> bool:
+        group, rank = make_group(), dist.get_rank()
+        tags = [0, 1, 2, 2**29 - 5]
+        got = [torch.zeros(5) for _ in tags]
+        works = [dist.irecv(each, 1 - rank, group=group, tag=tag) for each, tag in zip(got, tags)]
+        sound = [everyone_sends(group, 5000)]
+        received, send = torch.zeros(4), torch.full((4,), float(rank))
+        group.exchange(received, send, [2, 2], [2, 2])
+        for tag in tags:
+            dist.send(torch.full((5,), float(tag % 1000 + rank)), 1 - rank, group=group, tag=tag)
+        for work in works:
+            work.wait()
+        sound += [bool((each == tag % 1000 + 1 - rank).all()) for each, tag in zip(got, tags)]
+        return all(sound) and received.tolist() == [0, 0, 1, 1]
+
+    assert run_distributed(run, 2) == [True, True]
+
+
+def test_a_tag_that_is_none_is_refused() -> None:
+    def run() -> Any:
+        group = make_group()
+        peer = 1 - dist.get_rank()
+        return [outcome(dist.send, torch.zeros(1), peer, group=group, tag=tag) for tag in (-1, 2**29 - 4)]
+
+    for refused in run_distributed(run, 2)[0]:
+        assert refused.kind == "ValueError" and "pass one from 0 to 536870907" in refused.text
+
+
+def test_unequal_lists_of_shared_gpus_are_packed() -> None:
+    """Where gloo has the CUDA tensors, whose own takes lists of equal tensors only; shown with CPU tensors."""
+
+    def run() -> list[Any]:
+        group, rank = make_group(transport="native"), dist.get_rank()
+        out = [torch.zeros(rank + 1), torch.zeros(rank + 1)]
+        dist.all_to_all(out, [torch.full((1,), float(rank)), torch.full((2,), float(rank))], group=group)
+        return [each.tolist() for each in out]
+
+    assert run_distributed(run, 2) == [[[0.0], [1.0]], [[0.0, 0.0], [1.0, 1.0]]]
+
+
+def test_what_is_on_a_gpu_is_seen_in_every_argument() -> None:
+    barrier = dist.BarrierOptions()
+    assert not native._is_on_gpu(barrier) and not native._is_on_gpu([[torch.ones(1)], None, 3])
+    barrier.device = CUDA
+    assert native._is_on_gpu(barrier) and native._is_on_gpu([[torch.ones(1), cuda_tensor(1)]])
+
+
+def test_a_lane_that_has_ended_says_so_of_gloos_collectives_too() -> None:
+    def run() -> Any:
+        group, peer = make_group(), 1 - dist.get_rank()
+        failed = outcome(dist.all_to_all_single, torch.zeros(3), torch.zeros(2 + dist.get_rank()), group=group)
+        return (
+            failed,
+            outcome(dist.all_reduce, torch.ones(1), group=group),
+            outcome(dist.send, torch.ones(1), peer, group=group),
+        )
+
+    for failed, *later in run_distributed(run, 2):
+        assert failed.text.startswith("freescale all_to_all_single, lane 'rows'")
+        assert all("freescale all_to_all_single, lane 'rows'" in each.text and each.seconds < 5 for each in later)
