@@ -7,6 +7,7 @@ them at once, and all come to one verdict.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from statistics import median
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 Wait = Callable[[float], object]
-"""Waits at most so many seconds, and raises what went wrong."""
+"""Waits at most so many seconds, and raises what went wrong; TimeoutError if it has not ended."""
 AllToAll = Callable[[Tensor, Tensor, list[int], list[int]], Wait]
 """Begins to fill the first tensor by parts from all ranks and to send them parts of the second; the sizes of either follow."""
 _MIB = 2**20
@@ -76,7 +77,7 @@ class Proof:
         candidates: what may take its place, by name.
         ranks: global rank of every rank, for errors.
         gather: returns what every rank says, which is a mapping of short texts or numbers.
-        limit: seconds that a candidate may take for an exchange.
+        limit: seconds that a candidate may take for all its exchanges.
         chunk_bytes: of the lane. Parts of this size and one byte around it are tried.
         largest_bytes: of the largest part, and about as much as is sent at a time.
         typical_bytes: of the exchange that is measured, of one rank.
@@ -95,6 +96,7 @@ class Proof:
     typical_bytes: int = 32 * _MIB
     late_seconds: float = 0.3
     _failures: dict[str, str] = field(default_factory=dict)
+    _spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def run(self) -> Verdict:
         """Return the verdict: the fastest candidate that has passed all checks and is faster than torch's own backend."""
@@ -128,7 +130,7 @@ class Proof:
                 self.device.compute()
                 send.copy_(given)
                 torch.bitwise_not(expected, out=received)  # so that a byte that does not come is seen
-                self.candidates[name](received, send, gets, gives)(self.limit)
+                self._wait(name, self.candidates[name](received, send, gets, gives))
                 for source, (came, should) in enumerate(zip(received.split(gets), expected.split(gets))):
                     if not torch.equal(came, should):
                         told = f"{int((came != should).sum())} of {len(should)} bytes from rank {self.ranks[source]}"
@@ -156,7 +158,7 @@ class Proof:
                     start = time.perf_counter()
                     wait = begin(received[name], send, parts, parts)
                     self.device.compute()
-                    wait(self.limit)
+                    self._wait(name, wait)
                     self.device.synchronize()
                     return 1000 * (time.perf_counter() - start)
 
@@ -165,6 +167,14 @@ class Proof:
                     taken[name].append(of_ranks)
         left = ("native", *self._left)
         return {name: max(median(of_rank) for of_rank in zip(*taken[name])) for name in left}
+
+    def _wait(self, name: str, wait: Wait) -> None:
+        start = time.monotonic()
+        try:
+            wait(self.limit if name == "native" else max(0.0, self.limit - self._spent[name]))
+        except TimeoutError:
+            raise TimeoutError(f"its exchanges did not end within {self.limit:g} s in all") from None
+        self._spent[name] += time.monotonic() - start
 
     def _attempt(self, name: str, run: Callable[[], float]) -> list[float] | None:
         """Return what it returns on every rank; None, and no more of that candidate, if it fails on any."""

@@ -46,7 +46,7 @@ def _verdicts(candidates: Candidates, native: float = 1.0, **options: Any) -> li
 
     def run() -> Verdict:
         clock = [0.0]
-        proof.time = SimpleNamespace(perf_counter=lambda: clock[0], sleep=time.sleep)  # type: ignore[assignment]
+        proof.time = SimpleNamespace(perf_counter=lambda: clock[0], sleep=time.sleep, monotonic=time.monotonic)  # type: ignore[assignment]
         device = ProofDevice(torch.device("cpu"), lambda: _move(clock, 10.0), lambda: None)
 
         def gather(mine: dict[str, Any]) -> list[dict[str, Any]]:
@@ -161,21 +161,43 @@ def test_what_fails_or_hangs_on_one_rank_is_dropped_on_all(at: int) -> None:
     """At once, or when it is measured; the others go on."""
 
     def candidates(rank: int, clock: list[float]) -> dict[str, AllToAll]:
-        def failing(error: str) -> AllToAll:
+        def failing(error: Exception) -> AllToAll:
             calls = iter(range(1000))
 
             def fail() -> None:
                 if next(calls) == at and rank == 2:
                     time.sleep(0.3)
-                    raise TimeoutError(error)
+                    raise error
 
             return _over_gloo(before=fail)
 
-        return {"hangs": failing("did not end"), "right": _taking(clock, 0.1), "breaks": failing("it broke")}
+        return {"hangs": failing(TimeoutError()), "right": _taking(clock, 0.1), "breaks": failing(OSError("it broke"))}
 
     verdict = _verdicts(candidates, native=5.0)[0]
-    assert verdict.failures == {"hangs": "rank 12: did not end", "breaks": "rank 12: it broke"}
+    assert verdict.failures == {"hangs": "rank 12: its exchanges did not end within 8 s in all", "breaks": "rank 12: it broke"}
     assert verdict.chosen == "right"
+
+
+def test_the_limit_is_for_all_exchanges_together() -> None:
+    def candidates(rank: int, clock: list[float]) -> dict[str, AllToAll]:
+        given: list[float] = []
+        group = _over_gloo()
+
+        def begin(*tensors_and_sizes: Any) -> Any:
+            wait = group(*tensors_and_sizes)
+
+            def slow(seconds: float) -> None:
+                wait(seconds)
+                given.append(seconds)
+                time.sleep(0.3)
+                if len(given) == 5 and not (given == sorted(given, reverse=True) and 0 < given[-1] <= LIMIT - 4 * 0.3):
+                    raise AssertionError(given)
+
+            return slow
+
+        return {"slow": begin}
+
+    assert not _verdicts(candidates)[0].failures
 
 
 def test_torchs_own_backend_must_not_fail() -> None:
