@@ -1,8 +1,8 @@
 """The GPU code in a CUDA library: where it lies, and zeroing what one GPU does not need.
 
-nvcc puts GPU code into the ELF section ``.nv_fatbin`` (``__nv_relfatbin`` where device code is linked apart): one fat binary for
-each source file, each a header and entries. All numbers are little-endian; NVIDIA does not publish the layout, this is what the
-tools that read it agree on.
+nvcc puts GPU code into the ELF section ``.nv_fatbin`` (``__nv_relfatbin`` where device code is linked apart): one fat binary
+for each source file, each a header and entries. All numbers are little-endian; NVIDIA does not publish the layout, this is what
+the tools that read it agree on.
 
 =======  ======  ================================================================
 fat binary, 16 bytes
@@ -73,9 +73,7 @@ def prune(path: Path, arch: int) -> tuple[list[Image], list[Image]]:
                 fitting = [image for image in images if (image.kind, image.arch) == (CUBIN, arch)]
                 if images and not fitting:
                     has = ", ".join(sorted({str(image) for image in images}))
-                    raise ValueError(
-                        f"{path.name}: no sm_{arch} machine code in the fat binary at byte {start}, which has {has}"
-                    )
+                    raise ValueError(f"{path.name}: the fat binary at byte {start} has no sm_{arch} machine code, only {has}")
                 kept += fitting
                 zeroed += [image for image in images if image not in fitting]
             for image in zeroed:
@@ -117,19 +115,15 @@ def _images(data: mmap.mmap, start: int, end: int, name: str) -> tuple[list[Imag
     images = []
     while at < stop:
         if stop - at < _SMALLEST_ENTRY:
-            raise ValueError(
-                f"{name}: the entry at byte {at} has {stop - at} bytes, and a header alone takes {_SMALLEST_ENTRY}"
-            )
+            raise ValueError(f"{name}: the entry at byte {at} has {stop - at} bytes, its header alone {_SMALLEST_ENTRY}")
         kind, _, header, size = struct.unpack_from("<HHIQ", data, at)
         arch = struct.unpack_from("<I", data, at + 28)[0]
         if kind not in (PTX, CUBIN):
-            raise ValueError(
-                f"{name}: the entry at byte {at} is of kind {kind}: only PTX ({PTX}) and cubins ({CUBIN}) are known"
-            )
+            raise ValueError(f"{name}: the entry at byte {at} is of kind {kind}, neither PTX ({PTX}) nor a cubin ({CUBIN})")
         if header < _SMALLEST_ENTRY or at + header + size > stop:
             raise ValueError(
-                f"{name}: the entry at byte {at}, a header of {header} bytes and {size} of code, does not fit into its fat binary, "
-                f"which ends at byte {stop}"
+                f"{name}: the entry at byte {at}, a header of {header} bytes and {size} of code, does not fit into its "
+                f"fat binary, which ends at byte {stop}"
             )
         images.append(Image(kind, arch, at + header, at + header + size))
         at += header + size

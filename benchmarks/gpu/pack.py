@@ -29,20 +29,18 @@ import fatbin
 import unpack_site
 
 MACHINE = "x86_64"
-_PLATFORMS = [f"manylinux_2_{minor}_{MACHINE}" for minor in (28, 27, 17)] + [
-    f"manylinux2014_{MACHINE}"
-]  # pip asks for each name
+_PLATFORMS = [f"manylinux{version}_{MACHINE}" for version in ("_2_28", "_2_27", "_2_17", "2014")]  # pip wants each by name
 
-# By torch's minor version. FBGEMM's wheels do not say which torch they are for. This order of versions is that of FBGEMM's table
-# of releases, and fbgemm-gpu 1.6.0 loads in torch 2.11.0+cu130, where a symbol that is missing would be an error.
+# By torch's minor version. FBGEMM's wheels do not say which torch they are for. Its table of releases, which ends with 1.5 for
+# torch 2.10, goes on so; fbgemm-gpu 1.6.0 loads in torch 2.11.0+cu130, where a missing symbol would be an error.
 RELEASES = {
     "2.11": ["fbgemm-gpu==1.6.0", "torchrec==1.6.1"],
     "2.13": ["fbgemm-gpu==1.8.0", "torchrec==1.8.0"],  # as in pyproject.toml
 }
 
 # What else the two and this package import that a machine with torch, Lightning, numpy and pyarrow need not have, and why. Not
-# here: iopath and torchmetrics, which importing TorchRec does not import, and attrs, cloudpickle, pyre-extensions, tqdm and wrapt, which
-# such a machine has; --with adds them where it has not.
+# here: iopath and torchmetrics, which importing TorchRec does not import, and attrs, cloudpickle, pyre-extensions, tqdm and
+# wrapt, which came with other packages there; --with adds them.
 NEEDS = {
     "tensordict==0.15.3": "torchrec.distributed imports it; from 0.15 on pure Python, for torch 2.11 or newer",
     "pyvers==0.2.2": "tensordict imports it",
@@ -152,9 +150,10 @@ def _lying_in(folder: Path, pin: str, python: str) -> Path | None:
     digits = python.replace(".", "")
     for path in sorted(folder.glob("*.whl")):
         called, numbered, *_, pythons, abi, platform = path.stem.split("-")
-        if (_normal(called), numbered) == (_normal(name), version) and (platform == "any" or platform.endswith(MACHINE)):
-            if abi == "abi3" or {f"cp{digits}", f"py{digits}", "py3"} & set(pythons.split(".")):
-                return path
+        named = (_normal(called), numbered) == (_normal(name), version)
+        runs = abi == "abi3" or {f"cp{digits}", f"py{digits}", "py3"} & set(pythons.split("."))
+        if named and runs and (platform == "any" or platform.endswith(MACHINE)):
+            return path
     return None
 
 

@@ -1,11 +1,11 @@
 """Unpack what pack.py packed: a folder for PYTHONPATH with TorchRec and FBGEMM, on a machine without a network.
 
-``python benchmarks/gpu/unpack_site.py site.tar.xz DIR`` needs nothing but Python and takes about a minute. It refuses an archive
-for another Python, torch, CUDA, processor or GPU and compares every file with the archive's checksum. DIR appears when all is
-well and is printed last; where it is there already, from the same archive, it is compared and left.
+``python benchmarks/gpu/unpack_site.py site.tar.xz DIR`` needs nothing but Python and takes about a minute. It refuses an
+archive for another Python, torch, CUDA, processor or GPU and compares every file with the archive's checksum. DIR appears when
+all is well and is printed last; where it is there already, from the same archive, it is compared and left.
 
-The archive is a tar of ``manifest.json``, then ``host/FILE`` for every file without its GPU code, then ``gpu/FILE`` with the GPU
-code that was kept. The manifest says where each piece lies in its file; between pieces there are zeros.
+The archive is a tar of ``manifest.json``, then ``host/FILE`` for every file without its GPU code, then ``gpu/FILE`` with the
+GPU code that was kept. The manifest says where each piece lies in its file; between pieces there are zeros.
 """
 
 from __future__ import annotations
@@ -108,9 +108,8 @@ def _compute_capabilities() -> list[str]:
         return []
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     if done.returncode:
-        print(
-            f"GPUs not compared with the archive: nvidia-smi says {done.stdout.strip() or done.stderr.strip()}", file=sys.stderr
-        )
+        said = done.stdout.strip() or done.stderr.strip()
+        print(f"GPUs not compared with the archive: nvidia-smi says {said}", file=sys.stderr)
         return []
     return done.stdout.split()
 
@@ -134,6 +133,8 @@ def _write(members: tarfile.TarFile, manifest: dict[str, Any], folder: Path) -> 
     """Every member into the places of its pieces."""
     files = {file["name"]: file for file in manifest["files"]}
     for member in members:
+        if member.name == MANIFEST:
+            continue
         part, _, name = member.name.partition("/")
         content = members.extractfile(member)
         if content is None or part not in ("host", "gpu") or name not in files:
