@@ -42,23 +42,27 @@ def fat(*entries: tuple[bytes, bytes]) -> bytes:
     return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
 
 
-def elf(gpu: bytes, section: bytes = b".nv_fatbin", host: bytes = CUDART) -> bytes:
-    """A 64-bit ELF file with two sections: the GPU code, and the sections' names."""
+def elf(gpu: bytes, section: bytes = b".nv_fatbin", host: bytes = CUDART, last: bool = False) -> bytes:
+    """A 64-bit ELF file with two sections: the GPU code, at byte 96 or at the very end, and the sections' names."""
+    host = host.ljust(len(host) + -len(host) % 16, b"\0")
     names = b"\0" + section + b"\0.shstrtab\0"
-    code = 64 + len(host) + -len(host) % 16
-    content = b"\x7fELF\x02\x01".ljust(64, b"\0") + host.ljust(code - 64, b"\0") + gpu
-    at, table = len(content), len(content) + len(names)
-    headers = bytes(64) + struct.pack("<II2QQQ24x", 1, 1, 2, 0, code, len(gpu))
-    headers += struct.pack("<II2QQQ24x", 2 + len(section), 3, 0, 0, at, len(names))
-    result = bytearray(content + names + headers)
-    struct.pack_into("<Q", result, 0x28, table)
+    parts = {"start": bytes(64), "host": host, "gpu": gpu, "names": names, "table": bytes(3 * 64)}
+    if last:
+        parts["gpu"] = parts.pop("gpu")
+    at = {name: sum(map(len, list(parts.values())[:number])) for number, name in enumerate(parts)}
+    result = bytearray(b"".join(parts.values()))
+    result[:6] = b"\x7fELF\x02\x01"
+    struct.pack_into("<Q", result, 0x28, at["table"])
     struct.pack_into("<HHH", result, 0x3A, 64, 3, 2)
+    struct.pack_into("<IIQQQQ", result, at["table"] + 64, 1, 1, 2, 0, at["gpu"], len(gpu))
+    struct.pack_into("<IIQQQQ", result, at["table"] + 128, 2 + len(section), 3, 0, 0, at["names"], len(names))
     return bytes(result)
 
 
 SM80, SM90, SM100 = image(CUBIN, 80, 48), image(CUBIN, 90, 80), image(CUBIN, 100, 112, header=112)
 TEXT = image(PTX, 90, 24)
-TWO = fat(SM80, SM90, SM100, TEXT) + bytes(8) + fat(image(CUBIN, 90, 800), image(PTX, 80, 16))
+LARGE = image(CUBIN, 90, 40_000)  # more than what tarfile reads at once
+TWO = fat(SM80, SM90, SM100, TEXT) + bytes(8) + fat(LARGE, image(PTX, 80, 16))
 
 
 @pytest.fixture
@@ -73,9 +77,9 @@ def test_all_but_one_architecture_becomes_zeros_and_the_rest_stays(library: Path
     library.write_bytes(elf(TWO))
     kept, zeroed = fatbin.prune(library, 90)
     first = fat(zeros(SM80), SM90, zeros(SM100), zeros(TEXT))
-    second = fat(image(CUBIN, 90, 800), zeros(image(PTX, 80, 16)))
+    second = fat(LARGE, zeros(image(PTX, 80, 16)))
     assert library.read_bytes() == elf(first + bytes(8) + second)
-    assert [str(one) for one in kept] == ["sm_90", "sm_90"] and [one.end - one.start for one in kept] == [80, 800]
+    assert [str(one) for one in kept] == ["sm_90", "sm_90"] and [one.end - one.start for one in kept] == [80, 40_000]
     assert [str(one) for one in zeroed] == ["sm_80", "sm_100", "PTX_90", "PTX_80"]
 
 
@@ -156,7 +160,8 @@ def wheels(tmp_path: Path) -> Path:
         package = pin.partition("==")[0].replace("-", "_")
         files = {f"{package}/__init__.py": f"name = {package!r}\n".encode()}
         if package == "fbgemm_gpu":
-            files |= {f"{package}/kernels.so": elf(TWO), f"{package}/more/host.so": elf(b"text", section=b".text")}
+            files |= {f"{package}/kernels.so": elf(TWO), f"{package}/last.so": elf(TWO, last=True)}
+            files |= {f"{package}/more/host.so": elf(b"text", section=b".text")}
             wheel(folder, pin, files, f"{tag}-{tag}-manylinux_2_28_x86_64")
         else:
             wheel(folder, pin, files)
@@ -203,11 +208,11 @@ def test_what_is_unpacked_is_what_was_in_the_wheels(
     del found[".site.json"]
     expected = {f"{name}/__init__.py" for name in ("torchrec", "tensordict", "pyvers", "jsonschema", "referencing", "rpds_py")}
     assert found.keys() >= expected
-    kernels = bytearray(elf(TWO))
-    library = wheels.parent / "kernels.so"
-    library.write_bytes(kernels)
-    fatbin.prune(library, 90)
-    assert found["fbgemm_gpu/kernels.so"] == library.read_bytes()
+    for name, content in {"kernels": elf(TWO), "last": elf(TWO, last=True)}.items():
+        library = wheels.parent / f"{name}.so"
+        library.write_bytes(content)
+        fatbin.prune(library, 90)
+        assert found[f"fbgemm_gpu/{name}.so"] == library.read_bytes()
     assert found["fbgemm_gpu/more/host.so"] == elf(b"text", section=b".text")
     assert found["fbgemm_gpu/__init__.py"] == b"name = 'fbgemm_gpu'\n"
     assert os.access(target / "fbgemm_gpu/kernels.so", os.X_OK) and not os.access(target / "fbgemm_gpu/__init__.py", os.X_OK)
@@ -220,7 +225,7 @@ def test_what_is_unpacked_is_what_was_in_the_wheels(
 def test_tar_reads_the_archive(wheels: Path) -> None:
     with tarfile.open(fileobj=lzma.open(packed(wheels)), mode="r|") as members:
         names = [member.name for member in members]
-    assert names[0] == "manifest.json" and names[-1] == "gpu/fbgemm_gpu/kernels.so"
+    assert names[0] == "manifest.json" and names[-1] == "gpu/fbgemm_gpu/last.so"
     assert "host/fbgemm_gpu/kernels.so" in names and "gpu/fbgemm_gpu/more/host.so" not in names
 
 
