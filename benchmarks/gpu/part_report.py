@@ -1,0 +1,150 @@
+"""What a part of the first hour writes: rows as they are measured, skips, failures and figures, in one JSON file.
+
+A part is a script ``part_X.py --out DIR [--quick]``. It makes one :class:`Report`, and every call that adds something writes
+DIR/part_X.json anew, atomically: whoever is cut off leaves all that had been measured. At its end it calls :meth:`Report.end`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+Cell = str | int | float | bool | None
+_MOST = 4000  # characters of an error that are kept, its last ones
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import harness
+
+
+class Skip(Exception):  # noqa: N818 (nothing went wrong)
+    """Raised inside :meth:`Report.check`: this cannot be done here, and says why."""
+
+
+class Report:
+    """What one part has found so far, on disk at every moment.
+
+    Args:
+        part: The part's name, as in ``part_<name>.py``.
+        out: The folder of the files; it is made if it is not there.
+        on: The device the part works on; ``None``: the GPU's name, or "CPU".
+    """
+
+    def __init__(self, part: str, out: Path, *, on: str | None = None) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        self.part, self._out = part, out
+        found = harness.where()
+        self.device = on or found.get("gpu", "CPU")
+        self._versions, self._commit = found, found.pop("commit")
+        self._rows: list[dict[str, Cell]] = []
+        self._skipped: list[dict[str, str]] = []
+        self._failed: list[dict[str, str]] = []
+        self._figures: dict[str, float] = {}
+        self.write()
+
+    def row(self, **cells: Cell) -> None:
+        """Add a line of the table; rows of one part may have different columns."""
+        self._rows.append(cells)
+        self.write()
+
+    def skip(self, what: str, why: str) -> None:
+        """Say that something cannot be done here, which is no failure."""
+        self._skipped.append({"what": what, "why": why})
+        self.write()
+
+    def fail(self, what: str, error: BaseException | str) -> None:
+        """Say that a check does not hold, or that it could not be made though it should; the part goes on and ends with 1."""
+        said = error if isinstance(error, str) else "".join(traceback.format_exception(error))
+        self._failed.append({"what": what, "error": said.strip()[-_MOST:]})
+        self.write()
+
+    def figure(self, name: str, value: float) -> None:
+        """A number that ``--require`` of the driver can demand, as ``X.name``."""
+        self._figures[name] = value
+        self.write()
+
+    @contextmanager
+    def check(self, what: str) -> Iterator[None]:
+        """What the block raises is a failure, or a skip if it is :class:`Skip`; the part goes on behind the block."""
+        try:
+            yield
+        except Skip as reason:
+            self.skip(what, str(reason))
+        except Exception as error:
+            self.fail(what, error)
+
+    def write(self) -> None:
+        """DIR/part_X.json, in one piece or as it was before."""
+        _replace(self._out / f"part_{self.part}.json", json.dumps(self.found(), indent=2) + "\n")
+
+    def found(self) -> dict[str, object]:
+        """What stands in the JSON file."""
+        return {
+            "part": self.part,
+            "device": self.device,
+            "versions": self._versions,
+            "commit": self._commit,
+            "rows": self._rows,
+            "skipped": self._skipped,
+            "failed": self._failed,
+            "figures": self._figures,
+        }
+
+    def end(self) -> NoReturn:
+        """Write and print DIR/part_X.md; exits with 1 if anything failed, with 0 otherwise."""
+        text = markdown(self.found())
+        _replace(self._out / f"part_{self.part}.md", text)
+        print(text, flush=True)
+        sys.exit(1 if self._failed else 0)
+
+
+def options(description: str | None, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags that every part has: ``out`` and ``quick``."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of part_X.json and part_X.md")
+    parser.add_argument("--quick", action="store_true", help="small sizes and few repeats")
+    return parser.parse_args(arguments)
+
+
+def markdown(found: dict) -> str:
+    """A part's JSON as a page of tables; one table for each set of columns, in the order of their first rows."""
+    versions = ", ".join(f"{name} {value}" for name, value in found["versions"].items() if name not in ("gpu", "machine"))
+    lines = [f"## {found['part']}", "", f"{found['device']}; {versions}; commit {found['commit']}"]
+    tables: dict[tuple[str, ...], list[dict]] = {}
+    for row in found["rows"]:
+        tables.setdefault(tuple(row), []).append(row)
+    for columns, rows in tables.items():
+        lines += ["", _line(columns), _line("---" for _ in columns)]
+        lines += [_line(_shown(row[column]) for column in columns) for row in rows]
+    for title, entries, said in (("Failed", found["failed"], "error"), ("Skipped", found["skipped"], "why")):
+        if entries:
+            lines += ["", f"{title}:", ""] + [f"- {entry['what']}: {_last_line(entry[said])}" for entry in entries]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Iterator[str] | Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _shown(cell: Cell) -> str:
+    if isinstance(cell, float):
+        return f"{cell:.4g}"
+    return "" if cell is None else str(cell).replace("|", "\\|").replace("\n", " ")
+
+
+def _last_line(text: str) -> str:
+    """The line of a traceback that names the error."""
+    return (text.strip() or "nothing said").splitlines()[-1]
+
+
+def _replace(path: Path, text: str) -> None:
+    written = path.with_suffix(f"{path.suffix}.{os.getpid()}")
+    written.write_text(text)
+    os.replace(written, path)
