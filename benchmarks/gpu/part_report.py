@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -79,6 +79,12 @@ class Report:
             self.skip(what, str(reason))
         except Exception as error:
             self.fail(what, error)
+
+    def take(self, what: str, said: Iterable[tuple[str, dict]]) -> None:
+        """Enter what another process says: name and arguments of a method of this class. If it fails, ``what`` has failed."""
+        with self.check(what):
+            for name, arguments in said:
+                getattr(self, name)(**arguments)
 
     def write(self) -> None:
         """DIR/part_X.json, in one piece or as it was before."""
