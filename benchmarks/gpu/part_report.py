@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-Cell = str | int | float | bool | None
-_MOST = 4000  # characters of an error that are kept, its last ones
-
 sys.path.append(str(Path(__file__).parents[1]))
 
 import harness
+
+Cell = str | int | float | bool | None
+_MOST = 4000  # characters of an error that are kept, its last ones
 
 
 class Skip(Exception):  # noqa: N818 (nothing went wrong)
@@ -88,7 +88,7 @@ class Report:
 
     def write(self) -> None:
         """DIR/part_X.json, in one piece or as it was before."""
-        _replace(self._out / f"part_{self.part}.json", json.dumps(self.found(), indent=2) + "\n")
+        replace(self._out / f"part_{self.part}.json", json.dumps(self.found(), indent=2) + "\n")
 
     def found(self) -> dict[str, object]:
         """What stands in the JSON file."""
@@ -106,7 +106,7 @@ class Report:
     def end(self) -> NoReturn:
         """Write and print DIR/part_X.md; exits with 1 if anything failed, with 0 otherwise."""
         text = markdown(self.found())
-        _replace(self._out / f"part_{self.part}.md", text)
+        replace(self._out / f"part_{self.part}.md", text)
         print(text, flush=True)
         sys.exit(1 if self._failed else 0)
 
@@ -135,6 +135,13 @@ def markdown(found: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
+def replace(path: Path, text: str) -> None:
+    """Write a file in one piece: a reader finds the old text or the new one."""
+    written = path.with_suffix(f"{path.suffix}.{os.getpid()}")
+    written.write_text(text)
+    os.replace(written, path)
+
+
 def _line(cells: Iterator[str] | Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
@@ -148,9 +155,3 @@ def _shown(cell: Cell) -> str:
 def _last_line(text: str) -> str:
     """The line of a traceback that names the error."""
     return (text.strip() or "nothing said").splitlines()[-1]
-
-
-def _replace(path: Path, text: str) -> None:
-    written = path.with_suffix(f"{path.suffix}.{os.getpid()}")
-    written.write_text(text)
-    os.replace(written, path)

@@ -3,8 +3,8 @@
 By every transport that can be had, two ranks exchange bytes of several sizes, which must be those that gloo moves; rates stand
 beside them. Then rank 1 is killed in the midst of exchanges, and rank 0 must end with an error within the group's timeout.
 
-Where TorchRec and Lightning are installed, the same is done in training: two nodes of one device each, a sharded ``nn.Embedding``
-against the unsharded module under ``"ddp"``, and a rank that is killed in a step.
+Where TorchRec and Lightning are installed, the same is done in training: two nodes of one device each, with a sharded
+``nn.Embedding``, against the unsharded module under ``"ddp"``; and a rank is killed in a step.
 
 The process groups need torch alone. Without a GPU it runs in small sizes on the CPU. Not tested on GPU.
 """
@@ -14,9 +14,10 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path += [str(Path(__file__).parents[depth]) for depth in range(3)]
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report.end()
 
 
-def _run(work: object, *args: object) -> object:
+def _run(work: Callable[..., None], *args: Any) -> Iterator[Any]:
     return rank_pair.run(work, *args, timeout=SECONDS, group_timeout=GROUP_TIMEOUT)
 
 

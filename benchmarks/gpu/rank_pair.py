@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from hour_process import die_with_parent
 
 GRACE = 2.0  # seconds that a process has to fail by itself after the other has failed
 _SAID, _ENDED, _RAISED = "said", "ended", "raised"
@@ -133,6 +134,7 @@ def _received(end: Connection, process: Any) -> tuple[str, Any]:
 
 
 def _process(work: Callable[..., None], args: Any, rank: int, port: int, timeout: float, end: Connection) -> None:
+    die_with_parent()
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NODE_RANK=str(rank))
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # both are on one GPU, and torch refuses that otherwise

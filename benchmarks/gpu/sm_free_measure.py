@@ -109,16 +109,20 @@ def _measure(rank: Rank, plan: Plan, beside: str, step: Step, note: str = "") ->
 
 def _row(plan: Plan, compute: str, beside: str, figures: Figures) -> dict[str, Any]:
     name = f"{compute}_{beside}"
+    half = {
+        each: f"{figures[f'{compute}_{each}_slowdown_low']:.3f} - {figures[f'{compute}_{each}_slowdown_high']:.3f}"
+        for each in ("alone", beside)
+    }
     return {
         "compute": compute,
         "beside": beside,
         "on": "GPU" if plan.on_gpu else "CPU",
         "MiB": plan.nbytes // MIB,
         "ms alone": figures[f"{compute}_alone_ms"],
-        "half of it within": f"{figures[f'{compute}_alone_slowdown_low']:.3f} - {figures[f'{compute}_alone_slowdown_high']:.3f}",
+        "half of it within": half["alone"],
         "ms beside": figures[f"{name}_ms"],
         "slow-down": round(figures[f"{name}_slowdown"], 4),
-        "half within": f"{figures[f'{name}_slowdown_low']:.3f} - {figures[f'{name}_slowdown_high']:.3f}",
+        "half within": half[beside],
         "GB/s": figures[f"{name}_gbps"],
         "GB/s without compute": figures[f"{beside}_gbps"],
     }

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sm_free_kernels import sm_copy
 from part_report import Skip
+from sm_free_kernels import sm_copy
 from sm_free_plan import Plan
 from sm_free_running import Step
 from torch import Tensor

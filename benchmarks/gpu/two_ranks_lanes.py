@@ -65,9 +65,9 @@ def _compare(rank: Rank, group: dist.ProcessGroup, transport: str, chunk: int, n
     gloo_ms = _median_ms(values, sent, received, None, repeats)
     name = f"{transport}, {_length(nbytes)} in chunks of {_length(chunk)}"
     on = "GPU" if torch.cuda.is_available() else "CPU"
-    cells = {"transport": transport, "on": on, "to the peer": _length(nbytes), "chunk": _length(chunk), "equal to gloo": all(equal)}
+    lane = {"transport": transport, "on": on, "to the peer": _length(nbytes), "chunk": _length(chunk)}
     rates = {"ms": ms, "GB/s": nbytes / ms / 1e6, "gloo: ms": gloo_ms, "gloo: GB/s": nbytes / gloo_ms / 1e6}
-    rank.say(("row", cells | rates))
+    rank.say(("row", lane | {"equal to gloo": all(equal)} | rates))
     rank.say(("figure", {"name": f"{transport}_{nbytes}_bytes_chunk_{chunk}_gbps", "value": nbytes / ms / 1e6}))
     if not all(equal):
         wrong = " and ".join(f"rank {one}" for one, same in enumerate(equal) if not same)
@@ -94,8 +94,9 @@ def say_death(rank: Rank, transport: str, under: str, seconds: float, noticed: E
     """What became of the rank that was not killed, ``seconds`` after all had still been well."""
     on = "GPU" if torch.cuda.is_available() else "CPU"
     said = str(noticed).strip().splitlines()[0][:300] if noticed is not None and str(noticed).strip() else repr(noticed)
-    cells = {"a rank is killed under": under, "transport": transport, "on": on, "timeout s": rank.timeout, "noticed after s": seconds}
-    rank.say(("row", cells | {"error": said if noticed is None else f"{type(noticed).__name__}: {said}"}))
+    told = said if noticed is None else f"{type(noticed).__name__}: {said}"
+    lane = {"a rank is killed under": under, "transport": transport, "on": on}
+    rank.say(("row", lane | {"timeout s": rank.timeout, "noticed after s": seconds, "error": told}))
     rank.say(("figure", {"name": f"{transport}_{under.replace(' ', '_')}_killed_seconds", "value": seconds}))
     if noticed is None or seconds > rank.timeout + 15:  # what drains a GPU takes seconds of its own
         error = f"no error within the timeout of {rank.timeout:g} s: {said} after {seconds:.1f} s"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import torch
@@ -35,6 +34,7 @@ class Recommender(L.LightningModule):
         self._dies = dies
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The loss; unless it is this rank's turn to die."""
         if self._dies is not None and self._dies.rank == 1 and batch_idx == DIES_IN_STEP:
             self._dies.die()
         self.begun = time.monotonic()
@@ -45,6 +45,7 @@ class Recommender(L.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Its sums are linear, so another order shows as rounding and no more."""
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
@@ -93,7 +94,7 @@ def _fit(rank: Rank, strategy: DDPStrategy, path: Path) -> tuple[list[float], di
 
 
 def _trainer(strategy: DDPStrategy, folder: Path) -> L.Trainer:
-    quiet: dict[str, Any] = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger"), False)
+    silent = ("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger")
     return L.Trainer(
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices=1,
@@ -102,7 +103,7 @@ def _trainer(strategy: DDPStrategy, folder: Path) -> L.Trainer:
         max_epochs=1,
         use_distributed_sampler=False,
         default_root_dir=folder,
-        **quiet,
+        **dict.fromkeys(silent, False),
     )
 
 
