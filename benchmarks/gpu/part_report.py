@@ -32,16 +32,19 @@ class Report:
     """What one part has found so far, on disk at every moment.
 
     Args:
-        part: The part's name, as in ``part_<name>.py``.
-        out: The folder of the files; it is made if it is not there.
-        on: The device the part works on; ``None``: the GPU's name, or "CPU".
+        part: the part's name, as in ``part_<name>.py``.
+        out: the folder of the files; it is made if it is not there.
+
+    Attributes:
+        part: as given.
+        device: the GPU's name, or "CPU".
     """
 
-    def __init__(self, part: str, out: Path, *, on: str | None = None) -> None:
+    def __init__(self, part: str, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         self.part, self._out = part, out
         found = harness.where()
-        self.device = on or found.get("gpu", "CPU")
+        self.device = found.get("gpu", "CPU")
         self._versions, self._commit = found, found.pop("commit")
         self._rows: list[dict[str, Cell]] = []
         self._skipped: list[dict[str, str]] = []

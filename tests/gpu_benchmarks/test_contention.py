@@ -40,7 +40,10 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_measures_what_a_cpu_can(ran: dict[str, Any]) -> None:
     equality, *rows = ran["rows"]
     assert equality["collectives"] == equality["equal to gloo"] > 100
-    assert [(row["compute"], row["beside"], row["on"]) for row in rows] == [("gemm", "host", "CPU"), ("attention", "host", "CPU")]
+    assert [(row["compute"], row["beside"], row["on"]) for row in rows] == [
+        ("gemm", "host", "CPU"),
+        ("attention", "host", "CPU"),
+    ]
     figures = ran["figures"]
     for row in rows:
         name = f"{row['compute']}_host"

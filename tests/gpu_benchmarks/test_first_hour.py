@@ -190,6 +190,7 @@ def test_killed_without_warning(hour: Hour) -> None:
     ("does", "told"),
     [
         ("found([dict(size=1)], failed=[dict(what='sums', error='they are odd')]); sys.exit(1)", "- sums: they are odd"),
+        ("found([dict(size=1)], failed=[dict(what='sums', error='they are odd')])", "- sums: they are odd"),
         ("found([dict(size=1)]); raise ZeroDivisionError('in the part')", "ZeroDivisionError: in the part"),
         ("sys.exit(0)", "exit code 0"),  # without a word of what it has found
         ("os.kill(os.getpid(), 11)", "exit code -11"),

@@ -70,7 +70,15 @@ def test_tables() -> None:
     rows = [{"a": 1, "b": 0.123456}, {"c": "x|y"}, {"a": True, "b": None}]
     failed = [{"what": "sums", "error": "Traceback\n  there\nValueError: odd"}]
     text = markdown(
-        {"part": "x", "device": "CPU", "versions": {"torch": "2"}, "commit": "abc", "rows": rows, "skipped": [], "failed": failed}
+        {
+            "part": "x",
+            "device": "CPU",
+            "versions": {"torch": "2"},
+            "commit": "abc",
+            "rows": rows,
+            "skipped": [],
+            "failed": failed,
+        }
     )
     assert "| a | b |\n| --- | --- |\n| 1 | 0.1235 |\n| True |  |\n" in text
     assert "| c |\n| --- |\n| x\\|y |" in text
