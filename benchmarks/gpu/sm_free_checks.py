@@ -9,7 +9,8 @@ from itertools import product
 
 import torch
 import torch.distributed as dist
-from sm_free_plan import Plan, Skipped
+from part_report import Skip
+from sm_free_plan import Plan
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -43,7 +44,7 @@ def equality(plan: Plan, group: dist.ProcessGroup) -> tuple[int, list[str]]:
     """How many cases there are, and which of them differ from gloo on any rank. Collective."""
     mine, cases = [], list(_cases())
     for name, values, collective in cases:
-        found, expected = collective(_late(values, plan), group), collective(values, None)
+        found, expected = collective(late(values, plan.on_gpu), group), collective(values, None)
         if found.device.type != plan.device or found.dtype != expected.dtype or not torch.equal(found.cpu(), expected):
             mine.append(name)
     everyones: list[list[str]] = [[], []]
@@ -61,21 +62,21 @@ def kernels(step: Callable[[], object]) -> tuple[int, str]:
     return sum(count for name, count in events.items() if not name.startswith(BY_COPY_ENGINE)), shown
 
 
-def proof(plan: Plan, work: Callable[[], object], steps: dict[str, Callable[[], int]]) -> dict[str, tuple[int, str]]:
-    """``kernels`` of every step.
+def proof(plan: Plan, work: Callable[[], object], name: str, step: Callable[[], int]) -> tuple[int, str]:
+    """``kernels`` of the step.
 
     Raises:
-        Skipped: the profiler does not see the kernels of ``work``, or no copies of the host transport: it would prove nothing.
+        Skip: the profiler does not see the kernels of ``work``, or no copies of the host transport: it would prove nothing.
     """
     if not plan.on_gpu:
-        raise Skipped("no CUDA device, so no kernels to count")
+        raise Skip("no CUDA device, so no kernels to count")
     count, shown = kernels(work)
     if not count:
-        raise Skipped(f"the profiler sees no kernel of a matrix product but {shown}: CUPTI does not work here")
-    found = {name: kernels(step) for name, step in steps.items()}
-    if "host" in found and not all(copy in found["host"][1] for copy in ("Memcpy DtoH", "Memcpy HtoD")):
-        raise Skipped(f"the profiler does not see both copies of the host transport but {found['host'][1]}")
-    return found
+        raise Skip(f"the profiler sees no kernel of a matrix product but {shown}: CUPTI does not work here")
+    count, shown = kernels(step)
+    if name == "host" and not all(copy in shown for copy in ("Memcpy DtoH", "Memcpy HtoD")):
+        raise Skip(f"the profiler does not see both copies of the host transport but {shown}")
+    return count, shown
 
 
 def _cases() -> Iterator[tuple[str, Tensor, Collective]]:
@@ -96,9 +97,9 @@ def _values(rows: int, dtype: torch.dtype) -> Tensor:
     return (numbers % (2 if dtype == torch.bool else 119)).to(dtype)
 
 
-def _late(values: Tensor, plan: Plan) -> Tensor:
+def late(values: Tensor, on_gpu: bool) -> Tensor:
     """On the device, written by work that is still queued: a transport that does not wait for it sends zeros."""
-    if not plan.on_gpu:
+    if not on_gpu:
         return values.clone()
     given, written = torch.zeros_like(values, device="cuda"), values.cuda()
     torch.cuda._sleep(2_000_000)

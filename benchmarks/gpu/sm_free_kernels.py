@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from sm_free_plan import Skipped
+from part_report import Skip
 from torch import Tensor
 
 Launch = Callable[[Tensor, Tensor, int], None]  # copies the first tensor to the second, so many times
@@ -23,7 +23,7 @@ def sm_copy(ctas: int) -> tuple[str, Launch]:
     """A kernel of ``ctas`` thread blocks, and the name of the compiler that could build it. It takes int32 of whole MiB.
 
     Raises:
-        Skipped: neither Triton nor NVRTC could.
+        Skip: neither Triton nor NVRTC could.
     """
     failures = []
     for compiler, build in (("Triton", _triton), ("NVRTC", _nvrtc)):
@@ -34,7 +34,7 @@ def sm_copy(ctas: int) -> tuple[str, Launch]:
             failures.append(f"{compiler}: {type(error).__name__}: {str(error).strip()[:200]}")
         else:
             return compiler, launch
-    raise Skipped("no kernel could be built; " + "; ".join(failures))
+    raise Skip("no kernel could be built; " + "; ".join(failures))
 
 
 def _triton(ctas: int) -> Launch:

@@ -1,8 +1,7 @@
-"""Compute alone and beside each transfer, in turns."""
+"""Compute alone and beside one transfer, in turns; functions for the two processes of :mod:`rank_pair`."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -12,49 +11,61 @@ from typing import Any
 import numpy as np
 import sm_free_checks
 import sm_free_compute
+import sm_free_traffic
 import torch
 import torch.distributed as dist
-from sm_free_pair import make_group
-from sm_free_plan import Plan, Skipped
+from part_report import Skip
+from rank_pair import Rank
+from sm_free_plan import MIB, Plan
 from sm_free_running import Running, Step
-from sm_free_traffic import Host, queued, transfers
 
 Figures = dict[str, float]
 Taken = dict[tuple[str, str], list[float]]
+LANES: dict[str, dict[str, Any]] = {"host": {}, "peer": {"chunk_bytes": 16 * MIB}}  # small chunks cost the peer transport calls
+ALONE = {
+    "sm_copy": sm_free_traffic.sm_copying,
+    "copy_engine": sm_free_traffic.copy_engines,
+    "peer_copy": sm_free_traffic.peer_copies,
+}
 
 
-def main_pair(rank: int, plan: Plan, timeout: float) -> tuple[Figures, list[str]] | None:
-    """Everything that the package's process group takes part in. Collective."""
-    group = make_group(timeout)
+def lane(rank: Rank, plan: Plan, transport: str) -> None:
+    """The package's process group: whether it is right, what it costs the compute, what it makes the GPU do. Collective."""
+    rank.init_gloo()
+    group = rank.make_lane(transport, **LANES[transport])
     cases, differing = sm_free_checks.equality(plan, group)
-    host = Host(plan, group)
-    if rank:
-        host.serve()
-        return None
-    steps, notes = transfers(plan, host)
-    works = sm_free_compute.works(plan)
-    figures = turns(plan, works, steps) | {"cases": cases, "equal_cases": cases - len(differing)}
-    proven, said = _prove(plan, works["gemm"], steps)
-    host.stop()
-    return figures | proven, notes + said + [f"differs from gloo: {name}" for name in differing]
+    _say_equality(rank, transport, cases, differing)
+    exchanges = sm_free_traffic.Exchanges(plan, group)
+    if rank.rank:
+        exchanges.serve()
+        return
+    _measure(rank, plan, transport, exchanges.step)
+    exchanges.stop()
 
 
-def symmetric_pair(rank: int, plan: Plan) -> tuple[Figures, list[str]] | None:
+def alone(rank: Rank, plan: Plan, name: str) -> None:
+    """A transfer that one process makes: the other one has nothing to do."""
+    if rank.rank:
+        return
+    try:
+        step, note = ALONE[name](plan)
+    except Skip as reason:
+        rank.say(("skip", {"what": name, "why": str(reason)}))
+    else:
+        _measure(rank, plan, name, step, note)
+
+
+def symmetric(rank: Rank, plan: Plan) -> None:
     """Copies out of the other process's symmetric memory. Collective."""
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # both processes are on one GPU
+    rank.init_gloo()
     step, _alive = _symmetric(plan)
-    answer = None
-    if rank == 0:
-        works = sm_free_compute.works(plan)
-        figures = turns(plan, works, {"symm_mem": step})
-        proven, said = _prove(plan, works["gemm"], {"symm_mem": step})
-        answer = ({name: value for name, value in (figures | proven).items() if "symm_mem" in name}, said)
+    if rank.rank == 0:
+        _measure(rank, plan, "symm_mem", step)
     dist.barrier()  # the peer's memory must live until here
-    return answer
 
 
-def turns(plan: Plan, works: dict[str, Callable[[], object]], steps: dict[str, Step]) -> Figures:
-    """The figures of every compute beside every step; the variants take turns, and the first round warms up."""
+def turns(plan: Plan, works: dict[str, Callable[[], object]], beside: str, step: Step) -> Figures:
+    """The figures of every compute alone and beside the step; both take turns, and the first round warms up."""
     stream = torch.cuda.Stream() if plan.on_gpu else None
     if plan.on_gpu:
         torch.cuda.synchronize()  # what the steps and the works read was written on another stream
@@ -63,18 +74,18 @@ def turns(plan: Plan, works: dict[str, Callable[[], object]], steps: dict[str, S
     rates: Taken = defaultdict(list)
     for _ in range(plan.rounds + 1):
         for compute, work in works.items():
-            for beside, step in {"alone": None, **steps}.items():
-                with Running(step) if step else nullcontext() as running:
+            for name in ("alone", beside):
+                with Running(step) if name == beside else nullcontext() as running:
                     timing = sm_free_compute.timed(work, times[compute], stream)
-                taken[compute, beside].append(timing.ms)
+                taken[compute, name].append(timing.ms)
                 if running:
-                    rates[f"{compute}_", beside].append(running.gbps(timing.begin, timing.end))
-        for beside, step in steps.items():
-            rates["", beside].append(_rate(step, plan.window))
-    return _figures(taken, rates)
+                    rates[f"{compute}_", name].append(running.gbps(timing.begin, timing.end))
+        rates["", beside].append(_rate(step, plan.window))
+    return make_figures(taken, rates)
 
 
-def _figures(taken: Taken, rates: Taken) -> Figures:
+def make_figures(taken: Taken, rates: Taken) -> Figures:
+    """Medians; a slow-down is against the same round's time alone, ``alone`` against its own median, which shows the noise."""
     figures: Figures = {f"{start}{beside}_gbps": float(np.median(rate[1:])) for (start, beside), rate in rates.items()}
     for (compute, beside), ms in taken.items():
         slowdown = np.divide(ms, taken[compute, "alone"] if beside != "alone" else np.median(ms[1:]))[1:]
@@ -83,6 +94,55 @@ def _figures(taken: Taken, rates: Taken) -> Figures:
         figures |= {f"{name}_ms": float(np.median(ms[1:])), f"{name}_slowdown": middle}
         figures |= {f"{name}_slowdown_low": low, f"{name}_slowdown_high": high}
     return figures
+
+
+def _measure(rank: Rank, plan: Plan, beside: str, step: Step, note: str = "") -> None:
+    works = sm_free_compute.works(plan)
+    figures = turns(plan, works, beside, step)
+    for compute in works:
+        rank.say(("row", _row(plan, compute, beside, figures)))
+    for name, value in figures.items():
+        if beside in name:  # what was measured alone has another value beside every transfer
+            rank.say(("figure", {"name": name, "value": value}))
+    _say_kernels(rank, plan, works["gemm"], beside, step, note)
+
+
+def _row(plan: Plan, compute: str, beside: str, figures: Figures) -> dict[str, Any]:
+    name = f"{compute}_{beside}"
+    half = {
+        each: f"{figures[f'{compute}_{each}_slowdown_low']:.3f} - {figures[f'{compute}_{each}_slowdown_high']:.3f}"
+        for each in ("alone", beside)
+    }
+    return {
+        "compute": compute,
+        "beside": beside,
+        "on": "GPU" if plan.on_gpu else "CPU",
+        "MiB": plan.nbytes // MIB,
+        "ms alone": figures[f"{compute}_alone_ms"],
+        "half of it within": half["alone"],
+        "ms beside": figures[f"{name}_ms"],
+        "slow-down": round(figures[f"{name}_slowdown"], 4),
+        "half within": half[beside],
+        "GB/s": figures[f"{name}_gbps"],
+        "GB/s without compute": figures[f"{beside}_gbps"],
+    }
+
+
+def _say_equality(rank: Rank, transport: str, cases: int, differing: list[str]) -> None:
+    rank.say(("row", {"transport": transport, "collectives": cases, "equal to gloo": cases - len(differing)}))
+    rank.say(("figure", {"name": f"{transport}_equal_share", "value": 1 - len(differing) / cases}))
+    if differing:
+        rank.say(("fail", {"what": f"{transport} equal to gloo", "error": "differs in " + ", ".join(differing)}))
+
+
+def _say_kernels(rank: Rank, plan: Plan, work: Callable[[], object], beside: str, step: Step, note: str) -> None:
+    try:
+        count, shown = sm_free_checks.proof(plan, work, beside, step)
+    except Skip as reason:
+        rank.say(("skip", {"what": f"profile of {beside}", "why": str(reason)}))
+        return
+    rank.say(("row", {"transfer": beside, "kernels in a step": count, "all that the GPU does": shown, "note": note}))
+    rank.say(("figure", {"name": f"{beside}_kernels", "value": float(count)}))
 
 
 def _count(plan: Plan, work: Callable[[], object], stream: torch.cuda.Stream | None) -> int:
@@ -99,15 +159,6 @@ def _rate(step: Step, window: float) -> float:
     return running.gbps(begin, end)
 
 
-def _prove(plan: Plan, work: Callable[[], object], steps: dict[str, Step]) -> tuple[Figures, list[str]]:
-    try:
-        found = sm_free_checks.proof(plan, work, steps)
-    except Skipped as reason:
-        return {}, [f"skipped: profiler: {reason}"]
-    figures = {f"{name}_kernels": float(count) for name, (count, _) in found.items()}
-    return figures, [f"the GPU does in one step of {name}: {shown}" for name, (_, shown) in found.items()]
-
-
 def _symmetric(plan: Plan) -> tuple[Step, Any]:
     import torch.distributed._symmetric_memory as symmetric
 
@@ -120,4 +171,5 @@ def _symmetric(plan: Plan) -> tuple[Step, Any]:
     target.copy_(peer)
     if not bool((target == 1 - dist.get_rank()).all()):
         raise RuntimeError("the peer's symmetric memory does not hold what the peer wrote")
-    return queued([(torch.cuda.Stream(), lambda: target.copy_(peer, non_blocking=True))], plan.nbytes), (own, memory)
+    copies = [(torch.cuda.Stream(), lambda: target.copy_(peer, non_blocking=True))]
+    return sm_free_traffic.queued(copies, plan.nbytes), (own, memory)

@@ -1,4 +1,4 @@
-"""Transfers that run beside the compute."""
+"""Transfers that run beside the compute; all but :class:`Exchanges` need a CUDA device."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from part_report import Skip
 from sm_free_kernels import sm_copy
-from sm_free_plan import Plan, Skipped
+from sm_free_plan import Plan
 from sm_free_running import Step
 from torch import Tensor
 
@@ -17,7 +18,7 @@ REPEATS = 16  # copies in one launch of the kernel, which so keeps its multiproc
 AHEAD = 2  # copies that are queued before the host waits for one
 
 
-class Host:
+class Exchanges:
     """All-to-alls between the two processes; before each, rank 0 tells whether there is another."""
 
     def __init__(self, plan: Plan, group: dist.ProcessGroup) -> None:
@@ -55,18 +56,6 @@ class Host:
         self._stream.synchronize()
 
 
-def transfers(plan: Plan, host: Host) -> tuple[dict[str, Step], list[str]]:
-    """Those which this machine can do, and about each of the others why it cannot."""
-    steps, notes = {"host": host.step}, []
-    for name, build in {"sm_copy": _sm_copy, "copy_engine": _copy_engine, "peer_copy": _peer_copy}.items():
-        try:
-            steps[name], note = build(plan)
-            notes.append(f"{name}: {note}")
-        except Skipped as reason:
-            notes.append(f"skipped: {name}: {reason}")
-    return steps, notes
-
-
 def queued(copies: list[tuple[torch.cuda.Stream, Callable[[], Any]]], nbytes: int) -> Step:
     """A step of copies on streams."""
     pending: deque[list[torch.cuda.Event]] = deque()
@@ -85,9 +74,8 @@ def queued(copies: list[tuple[torch.cuda.Stream, Callable[[], Any]]], nbytes: in
     return step
 
 
-def _sm_copy(plan: Plan) -> tuple[Step, str]:
-    if not plan.on_gpu:
-        raise Skipped("no CUDA device, so no streaming multiprocessors that a copy could take")
+def sm_copying(plan: Plan) -> tuple[Step, str]:
+    """A kernel that copies within the GPU, and which compiler built it."""
     compiler, launch = sm_copy(plan.ctas)
     source = torch.zeros(plan.nbytes // 4, dtype=torch.int32, device="cuda")
     target = torch.empty_like(source)
@@ -97,9 +85,8 @@ def _sm_copy(plan: Plan) -> tuple[Step, str]:
     return step, f"{plan.ctas} thread blocks, compiled by {compiler}"
 
 
-def _copy_engine(plan: Plan) -> tuple[Step, str]:
-    if not plan.on_gpu:
-        raise Skipped("no CUDA device, so no copy engines")
+def copy_engines(plan: Plan) -> tuple[Step, str]:
+    """Copies to and from the host."""
     pinned = [torch.zeros(plan.nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     device = [torch.zeros(plan.nbytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
     down, up = torch.cuda.Stream(), torch.cuda.Stream()  # the two directions have an engine each
@@ -107,10 +94,11 @@ def _copy_engine(plan: Plan) -> tuple[Step, str]:
     return step, "pinned memory, both directions at once"
 
 
-def _peer_copy(plan: Plan) -> tuple[Step, str]:
-    devices = torch.cuda.device_count() if plan.on_gpu else 0
+def peer_copies(plan: Plan) -> tuple[Step, str]:
+    """Copies to a second GPU."""
+    devices = torch.cuda.device_count()
     if devices < 2:
-        raise Skipped(f"{devices} CUDA devices, and a copy between devices needs two")
+        raise Skip(f"a copy between devices needs two of them, and torch sees {devices}")
     source = torch.zeros(plan.nbytes, dtype=torch.uint8, device="cuda:0")
     step = queued([(torch.cuda.Stream(), _copy(source, torch.zeros_like(source, device="cuda:1")))], plan.nbytes)
     return step, f"peer access {'is on' if torch.cuda.can_device_access_peer(0, 1) else 'is off: through host memory'}"

@@ -1,0 +1,117 @@
+"""All that the first hour on a GPU should show, by one command: ``python benchmarks/gpu/first_hour.py --out DIR``.
+
+It takes less than 15 minutes on one GPU. Each part is a process of its own with a limit; what it has found by then counts, and
+the next part goes on. They run in the order of what they are worth to someone who is cut off:
+
+numbers     strategy against plain TorchRec: if the numbers are wrong, the rest means nothing
+two_ranks   transports against gloo, training against ddp, a killed rank: what has a protocol of its own and never ran on a GPU
+host_time   waits and idle time of a step with overlap on, inline and off: they decide what the defaults should be
+contention  what a transfer costs the compute beside it: long, and of consequence for one question alone
+model       the step of the reference model: without a network between ranks it shows costs, not gains
+
+two_ranks and contention need torch alone. Without a GPU the parts run in small sizes or say what they leave out.
+
+DIR/summary.md and DIR/summary.json hold everything that is known, also while a part runs; part_*.json are the parts' own files
+and log.txt is what they print. It exits with 1 if a part failed, ran over its limit or was not run. Not tested on GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path += [str(Path(__file__).parents[depth]) for depth in range(2)]
+
+import harness
+from hour_process import run_limited
+from hour_summary import Summary
+
+HERE = Path(__file__).parent
+PARTS = {"numbers": 240, "two_ranks": 210, "host_time": 120, "contention": 210, "model": 120}  # seconds, in the order they run
+UNPACKING = 180.0  # seconds that --site may take
+
+
+class Stopped(Exception):  # noqa: N818 (says what happened)
+    """A signal ends this process."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+def main(arguments: Sequence[str] | None = None, scripts: Path = HERE) -> None:
+    """Run the parts; ``scripts`` is the folder of their scripts."""
+    options = parse(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name in ("log.txt", *(f"part_{part}.{kind}" for part in PARTS for kind in ("json", "md"))):
+        (options.out / name).unlink(missing_ok=True)  # what an earlier run has left would be taken for this one's
+    summary = Summary(options.out, options.parts)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stop)
+    try:
+        with tempfile.TemporaryDirectory(prefix="site-") as site:
+            run_parts(summary, options, scripts, Path(site))
+    except Stopped as stopped:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        summary.cut_off(f"stopped by {stopped}")
+        print(f"stopped by {stopped}: {options.out / 'summary.md'} holds what was known by then", file=sys.stderr)
+        sys.exit(128 + stopped.number)
+    print(f"\n{summary.overview()}\n{options.out / 'summary.md'} has it all", flush=True)
+    harness.finish(summary.figures(), options)
+    sys.exit(0 if summary.all_well else 1)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = harness.parser(__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("first_hour"), metavar="DIR", help="folder of all files (default: first_hour)")
+    add("--parts", default=",".join(PARTS), metavar="A,B", help=f"the parts to run (default: {','.join(PARTS)})")
+    add("--quick", action="store_true", help="small sizes and few repeats")
+    add("--site", type=Path, metavar="ARCHIVE", help="packages for the parts, as benchmarks/gpu/pack.py packs them")
+    add("--limit-minutes", type=float, default=15.0, metavar="N", help="when to stop, whatever runs then (default: 15)")
+    options = parser.parse_args(arguments)
+    asked = options.parts.split(",")
+    if unknown := [name for name in asked if name not in PARTS]:
+        parser.error(f"--parts {options.parts}: {', '.join(unknown)!r} is not among {', '.join(PARTS)}")
+    options.parts = [name for name in PARTS if name in asked]
+    if options.limit_minutes <= 0:
+        parser.error(f"--limit-minutes {options.limit_minutes:g}: give a positive number")
+    if options.site is not None and not options.site.is_file():
+        parser.error(f"--site {options.site}: there is no such file")
+    return options
+
+
+def run_parts(summary: Summary, options: argparse.Namespace, scripts: Path, site: Path) -> None:
+    deadline, log = time.monotonic() + 60 * options.limit_minutes, options.out / "log.txt"
+    paths = []
+    if options.site is not None:
+        command = [str(scripts / "unpack_site.py"), str(options.site), str(site)]
+        ended = run_limited(command, log, min(UNPACKING, deadline - time.monotonic()), [])
+        summary.site(ended)
+        paths = [str(site)] if ended.code == 0 else []  # some parts need none of it
+        print(summary.of_site(), flush=True)
+    for name in options.parts:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            summary.leave_out(name, f"the {options.limit_minutes:g} minutes were over")
+            continue
+        command = [str(scripts / f"part_{name}.py"), "--out", str(options.out), *(["--quick"] if options.quick else [])]
+        summary.begin(name)
+        ended = run_limited(command, log, min(PARTS[name], left), paths, each_second=summary.write)
+        summary.end(name, ended)
+        print(summary.page(name), flush=True)
+
+
+def _stop(number: int, frame: object) -> None:
+    raise Stopped(number)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""What transfers cost the compute beside them on one GPU: by streaming multiprocessors, through the host, by copy engines.
+
+Needs torch, numpy and this repository. Without a GPU the host transport alone is measured, in small sizes on the CPU.
+
+A matrix product and the jagged attention of HSTU (forward and backward) run alone and beside, in turns:
+
+sm_copy      a kernel of 24 thread blocks that copies on the GPU: it stands in for a collective of NCCL
+host, peer   all-to-alls over the package's process group, by these transports, with a second process on the same GPU
+copy_engine  copies to and from pinned memory, both directions at once
+symm_mem     copies out of the other process's symmetric memory
+peer_copy    copies to a second GPU, if there is one
+
+A slow-down is against the same round's time alone, median over the rounds; the time alone against its median shows the noise.
+GB/s are what the kernel copies, what goes to the peer, or what goes each way. The process group is also compared with gloo, and
+the profiler lists what the GPU does in one step of every transfer. Not tested on GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+sys.path += [str(Path(__file__).parents[depth]) for depth in range(3)]
+
+import part_report
+import rank_pair
+import sm_free_measure
+import sm_free_plan
+import torch
+
+SECONDS = 100.0  # that one transfer may take, of which a GPU needs about a third
+NO_NCCL = (
+    "NCCL takes no two ranks on one GPU, and a group of one rank sends nothing: sm_copy, which takes as many thread blocks, "
+    "stands in for it"
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = part_report.options(__doc__, arguments)
+    report = part_report.Report("contention", options.out)
+    plan = sm_free_plan.of_size(torch.cuda.is_available(), options.quick)
+    _lane(report, plan, "host")
+    for name in ("sm_copy", "copy_engine"):
+        _alone(report, plan, name)
+    _lane(report, plan, "peer")
+    if plan.on_gpu:
+        report.take("symm_mem", rank_pair.run(sm_free_measure.symmetric, plan, timeout=SECONDS))
+    else:
+        report.skip("symm_mem", "symmetric memory is on CUDA devices only, and there is none")
+    _alone(report, plan, "peer_copy")
+    report.skip("nccl", NO_NCCL if plan.on_gpu else "no CUDA device")
+    report.end()
+
+
+def _lane(report: part_report.Report, plan: sm_free_plan.Plan, transport: str) -> None:
+    if reason := rank_pair.lacking(transport):
+        report.skip(transport, reason)
+    else:
+        report.take(transport, rank_pair.run(sm_free_measure.lane, plan, transport, timeout=SECONDS))
+
+
+def _alone(report: part_report.Report, plan: sm_free_plan.Plan, name: str) -> None:
+    if plan.on_gpu:
+        report.take(name, rank_pair.run(sm_free_measure.alone, plan, name, timeout=SECONDS))
+    else:
+        report.skip(name, "no CUDA device")
+
+
+if __name__ == "__main__":
+    main()

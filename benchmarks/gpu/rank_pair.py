@@ -1,0 +1,155 @@
+"""Two processes on one device: rank 0 tells what it finds as it finds it, rank 1 is its peer and may be killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from hour_process import die_with_parent
+
+GRACE = 2.0  # seconds that a process has to fail by itself after the other has failed
+_SAID, _ENDED, _RAISED = "said", "ended", "raised"
+
+
+class PairFailed(RuntimeError):  # noqa: N818 (says what happened)
+    """A process raised or died; the message holds its traceback."""
+
+
+@dataclass
+class Rank:
+    """What a process of the pair knows of itself.
+
+    Attributes:
+        rank: 0 or 1.
+        timeout: seconds of its process groups.
+        say: hands anything that can be pickled to the caller of :func:`run`; of rank 0 alone.
+    """
+
+    rank: int
+    timeout: float
+    say: Callable[[Any], None]
+
+    def init_gloo(self) -> None:
+        """Make the default process group. Collective."""
+        dist.init_process_group("gloo", rank=self.rank, world_size=2, timeout=timedelta(seconds=self.timeout))
+
+    def make_lane(self, transport: str, **lane_options: Any) -> dist.ProcessGroup:
+        """The package's process group. Collective."""
+        import lightning_freescale  # noqa: F401 (registers the backend)
+        from lightning_freescale.comm import LaneOptions
+
+        options = LaneOptions(transport=transport, **lane_options)
+        return dist.new_group(backend="freescale", timeout=timedelta(seconds=self.timeout), pg_options=options)
+
+    def die(self) -> None:
+        """End as a process does whose machine fails: without a word."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run(work: Callable[..., None], *args: Any, timeout: float, group_timeout: float | None = None) -> Iterator[Any]:
+    """Call ``work(Rank, *args)`` in two new processes, and yield what rank 0 says, when it says it.
+
+    The processes have the environment that Lightning takes two nodes of one device from; both see the same GPU. That rank 1 is
+    killed is no failure: what rank 0 says of it counts.
+
+    Args:
+        work: a function of a module; on rank 0 it says what it finds.
+        *args: for ``work``.
+        timeout: seconds after which both are ended.
+        group_timeout: seconds of their process groups; None: as ``timeout``.
+
+    Raises:
+        PairFailed: a process raised, or died; the other one is ended.
+        TimeoutError: they took longer than ``timeout``; both are ended.
+    """
+    context, port = mp.get_context("spawn"), _free_port()  # CUDA does not survive a fork
+    ends: dict[Connection, int] = {}
+    processes = []
+    try:
+        for rank in range(2):
+            here, there = context.Pipe(duplex=False)
+            about = (rank, port, group_timeout or timeout, there)
+            processes.append(context.Process(target=_process, args=(work, args, *about), daemon=True))
+            processes[-1].start()
+            there.close()
+            ends[here] = rank
+        yield from _listen(ends, processes, timeout)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def lacking(transport: str) -> str:
+    """Why two ranks on this machine's one device cannot take a transport; empty if they should be able to."""
+    from lightning_freescale.comm.transports.cuda_driver import import_cuda_bindings
+
+    if transport in ("host", "native") and not (transport == "native" and torch.cuda.is_available()):
+        return ""
+    if not torch.cuda.is_available():
+        return "no CUDA device, and it moves CUDA tensors"
+    if transport != "peer":
+        return "NCCL takes no two ranks on one GPU"
+    return "" if import_cuda_bindings() is not None else "the package cuda-bindings cannot be imported"
+
+
+def _listen(ends: dict[Connection, int], processes: list[Any], timeout: float) -> Iterator[Any]:
+    deadline, failures = time.monotonic() + timeout, []
+    while ends:
+        ready = wait(list(ends), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready and not failures:
+            raise TimeoutError(f"the two processes did not finish within {timeout:g} s: look why they hang")
+        if not ready:
+            break
+        for end in ready:
+            kind, value = _received(end, processes[ends[end]])
+            if kind == _SAID:
+                yield value
+                continue
+            rank = ends.pop(end)
+            if kind == _RAISED and not (rank == 1 and value == -signal.SIGKILL):
+                failures.append(f"rank {rank}: {f'died with exit code {value}' if isinstance(value, int) else value}")
+                deadline = min(deadline, time.monotonic() + GRACE)
+    if failures:
+        raise PairFailed("\n".join(failures))
+
+
+def _received(end: Connection, process: Any) -> tuple[str, Any]:
+    try:
+        return end.recv()
+    except EOFError:
+        process.join()
+        return _RAISED, process.exitcode
+
+
+def _process(work: Callable[..., None], args: Any, rank: int, port: int, timeout: float, end: Connection) -> None:
+    die_with_parent()
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NODE_RANK=str(rank))
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # both are on one GPU, and torch refuses that otherwise
+    os.environ.pop("LOCAL_RANK", None)
+    try:
+        work(Rank(rank, timeout, lambda value: end.send((_SAID, value)) if rank == 0 else None), *args)
+    except BaseException:
+        end.send((_RAISED, traceback.format_exc()))
+    else:
+        end.send((_ENDED, None))
+    time.sleep(timeout)  # the peer may still need this rank's store and connections; the parent ends it
+    os._exit(1)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,134 @@
+"""The package's process group between two processes on one device: bytes, rates, and a rank that is killed."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from threading import Timer
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from rank_pair import Rank
+from sm_free_checks import late
+from torch import Tensor
+
+MIB = 2**20
+DIES_AFTER = 0.3  # seconds, in which some exchanges go well
+LONGEST = 20.0  # seconds for which exchanges may go well although a rank should be gone
+
+
+class Sizes(NamedTuple):
+    """What is sent, and how often.
+
+    Attributes:
+        nbytes: what goes to the peer in one exchange, by exchange.
+        chunks: bytes of the lanes' chunks.
+        total: bytes that a rate is measured over.
+    """
+
+    nbytes: tuple[int, ...]
+    chunks: tuple[int, ...]
+    total: int
+
+
+def of_size(on_gpu: bool, quick: bool) -> Sizes:
+    """Up to what fills NVLink for milliseconds, or small ones. Every size but the first is longer than a chunk."""
+    if not on_gpu:
+        return Sizes((4096, 2 * MIB + 40), (MIB,), 32 * MIB)
+    large = () if quick else (256 * MIB,)
+    return Sizes((4096, 2 * MIB + 40, 64 * MIB, *large), (MIB, 16 * MIB), 1024 * MIB if quick else 2048 * MIB)
+
+
+def lane(rank: Rank, transport: str, sizes: Sizes) -> None:
+    """Compare with gloo at every size, and with every chunk; then rank 1 is killed. Collective."""
+    rank.init_gloo()
+    for chunk in sizes.chunks if transport != "native" else sizes.chunks[:1]:  # a native lane has no chunks
+        group = rank.make_lane(transport, chunk_bytes=chunk, name=f"chunks of {chunk}")
+        for nbytes in sizes.nbytes:
+            _compare(rank, group, transport, chunk, nbytes, sizes.total)
+    _survive(rank, group, transport, max(sizes.nbytes))
+
+
+def _compare(rank: Rank, group: dist.ProcessGroup, transport: str, chunk: int, nbytes: int, total: int) -> None:
+    sent = [nbytes // 4 + rank.rank, nbytes]  # own part and peer's; the ranks keep parts of other lengths
+    received = [sent[0], nbytes]
+    if rank.rank:
+        sent, received = sent[::-1], received[::-1]
+    draw = torch.Generator().manual_seed(rank.rank)
+    values = torch.randint(0, 256, (sum(sent),), dtype=torch.uint8, generator=draw)
+    expected = _exchange(values, sent, received, None)
+    found = _exchange(late(values, torch.cuda.is_available()), sent, received, group)
+    equal: list[Any] = [None, None]
+    dist.all_gather_object(equal, bool(torch.equal(found.cpu(), expected)))
+    repeats = max(3, min(20, total // nbytes))
+    ms = _median_ms(values, sent, received, group, repeats)
+    try:
+        gloo_ms = _median_ms(values, sent, received, None, repeats)
+        gloo = {"gloo: ms": gloo_ms, "gloo: GB/s": nbytes / gloo_ms / 1e6}
+    except RuntimeError as error:  # the bytes were compared on the CPU: its rate is not what this is about
+        gloo = {"gloo: ms": f"{error}".splitlines()[0][:80], "gloo: GB/s": None}
+    name = f"{transport}, {_length(nbytes)} in chunks of {_length(chunk)}"
+    on = "GPU" if torch.cuda.is_available() else "CPU"
+    lane = {"transport": transport, "on": on, "to the peer": _length(nbytes), "chunk": _length(chunk)}
+    rank.say(("row", lane | {"equal to gloo": all(equal), "ms": ms, "GB/s": nbytes / ms / 1e6} | gloo))
+    rank.say(("figure", {"name": f"{transport}_{nbytes}_bytes_chunk_{chunk}_gbps", "value": nbytes / ms / 1e6}))
+    if not all(equal):
+        wrong = " and ".join(f"rank {one}" for one, same in enumerate(equal) if not same)
+        rank.say(("fail", {"what": name, "error": f"{wrong} received other bytes than by gloo"}))
+
+
+def _survive(rank: Rank, group: dist.ProcessGroup | None, transport: str, nbytes: int) -> None:
+    """Rank 1 is killed at some moment of one exchange after the other; rank 0 says how long it took to notice."""
+    values = torch.zeros(2 * nbytes, dtype=torch.uint8, device="cuda" if torch.cuda.is_available() else "cpu")
+    if rank.rank:
+        Timer(DIES_AFTER, rank.die).start()
+    begun = going_well = time.monotonic()
+    noticed = None
+    while noticed is None and going_well < begun + LONGEST:
+        try:
+            _exchange(values, [nbytes] * 2, [nbytes] * 2, group)
+            _wait_for_gpu()
+            going_well = time.monotonic()
+        except Exception as error:  # whatever torch's and our own groups raise
+            noticed = error
+    say_death(rank, transport, "process group", time.monotonic() - going_well, noticed)
+
+
+def say_death(rank: Rank, transport: str, under: str, seconds: float, noticed: Exception | None) -> None:
+    """What became of the rank that was not killed, ``seconds`` after all had still been well."""
+    on = "GPU" if torch.cuda.is_available() else "CPU"
+    said = str(noticed).strip().splitlines()[0][:300] if noticed is not None and str(noticed).strip() else repr(noticed)
+    told = said if noticed is None else f"{type(noticed).__name__}: {said}"
+    lane = {"a rank is killed under": under, "transport": transport, "on": on}
+    rank.say(("row", lane | {"timeout s": rank.timeout, "noticed after s": seconds, "error": told}))
+    rank.say(("figure", {"name": f"{transport}_{under.replace(' ', '_')}_killed_seconds", "value": seconds}))
+    if noticed is None or seconds > rank.timeout + 15:  # what drains a GPU takes seconds of its own
+        error = f"no error within the timeout of {rank.timeout:g} s: {said} after {seconds:.1f} s"
+        rank.say(("fail", {"what": f"a killed rank, {transport}, {under}", "error": error}))
+
+
+def _median_ms(values: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None, repeats: int) -> float:
+    on_device = values.cuda() if torch.cuda.is_available() else values  # gloo, too, takes CUDA tensors
+    taken = []
+    for _ in range(repeats + 1):  # the first one warms up
+        begin = time.perf_counter()
+        _exchange(on_device, sent, received, group)
+        _wait_for_gpu()
+        taken.append(1000 * (time.perf_counter() - begin))
+    return statistics.median(taken[1:])
+
+
+def _exchange(values: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None) -> Tensor:
+    out = values.new_zeros(sum(received))
+    dist.all_to_all_single(out, values, received, sent, group=group, async_op=True).wait()
+    return out
+
+
+def _wait_for_gpu() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _length(nbytes: int) -> str:
+    return f"{nbytes / MIB:.4g} MiB" if nbytes >= MIB else f"{nbytes // 1024} KiB"

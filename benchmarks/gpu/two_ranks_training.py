@@ -1,0 +1,127 @@
+"""Training under the strategy in two processes on one device, against the unsharded module under ``"ddp"``."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from rank_pair import Rank
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from two_ranks_lanes import say_death
+
+from lightning_freescale import FreeScaleStrategy
+
+ITEMS, DIM, SAMPLES, LENGTH, STEPS = 5000, 64, 64, 20, 8
+DIES_IN_STEP = 3
+ALLOWED = 1e-6  # of the largest weight: what another order of summation makes of it
+Batch = dict[str, Tensor]
+
+
+class Recommender(L.LightningModule):
+    """The mean of a history against the next item; the table is an ``nn.Embedding`` that the strategy shards."""
+
+    def __init__(self, dies: Rank | None = None) -> None:
+        super().__init__()
+        self.items = nn.Embedding(ITEMS, DIM)
+        self.dense = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM))
+        self.losses: list[float] = []
+        self.begun = 0.0
+        self._dies = dies
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The loss; unless it is this rank's turn to die."""
+        if self._dies is not None and self._dies.rank == 1 and batch_idx == DIES_IN_STEP:
+            self._dies.die()
+        self.begun = time.monotonic()
+        rows = self.items(batch["items"])
+        scores = (self.dense(rows[:, :-1].mean(1)) * rows[:, -1]).sum(1)
+        loss = nn.functional.binary_cross_entropy_with_logits(scores, batch["liked"])
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Its sums are linear, so another order shows as rounding and no more."""
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+class Batches(Dataset):
+    """The batches of one rank."""
+
+    def __init__(self, rank: int) -> None:
+        draw = torch.Generator().manual_seed(rank)
+        self._items = torch.randint(0, ITEMS, (STEPS, SAMPLES, LENGTH), generator=draw)
+        self._liked = torch.rand(STEPS, SAMPLES, generator=draw).round()
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __getitem__(self, step: int) -> Batch:
+        return {"items": self._items[step], "liked": self._liked[step]}
+
+
+def train(rank: Rank, transport: str, folder: Path) -> None:
+    """Train under ``"ddp"``, then under the strategy; then again, and rank 1 is killed. Collective."""
+    limit = timedelta(seconds=rank.timeout)
+    usual, reference = _fit(rank, DDPStrategy(process_group_backend="gloo", timeout=limit), folder / "ddp.ckpt")
+    ours, found = _fit(rank, _strategy(transport, limit), folder / "freescale.ckpt")
+    if rank.rank == 0:
+        _say_difference(rank, transport, usual, reference, ours, found)
+    dying = Recommender(dies=rank)
+    try:
+        _trainer(_strategy(transport, limit), folder).fit(dying, DataLoader(Batches(rank.rank), batch_size=None))
+        noticed = None
+    except BaseException as error:  # Lightning turns some errors into SystemExit
+        noticed = error if isinstance(error, Exception) else RuntimeError(repr(error))
+    say_death(rank, transport, "strategy", time.monotonic() - dying.begun, noticed)
+
+
+def _strategy(transport: str, limit: timedelta) -> FreeScaleStrategy:
+    return FreeScaleStrategy(transport=transport, shard=["items"], process_group_backend="gloo", timeout=limit)
+
+
+def _fit(rank: Rank, strategy: DDPStrategy, path: Path) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and unsharded weights; the weights on rank 0 alone."""
+    L.seed_everything(1)
+    module, trainer = Recommender(), _trainer(strategy, path.parent)
+    trainer.fit(module, DataLoader(Batches(rank.rank), batch_size=None))
+    trainer.save_checkpoint(path)
+    return module.losses, torch.load(path, map_location="cpu", weights_only=False)["state_dict"] if rank.rank == 0 else {}
+
+
+def _trainer(strategy: DDPStrategy, folder: Path) -> L.Trainer:
+    silent = ("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger")
+    return L.Trainer(
+        accelerator="gpu" if torch.cuda.is_available() else "cpu",
+        devices=1,
+        num_nodes=2,
+        strategy=strategy,
+        max_epochs=1,
+        use_distributed_sampler=False,
+        default_root_dir=folder,
+        **dict.fromkeys(silent, False),
+    )
+
+
+def _say_difference(
+    rank: Rank, transport: str, usual: list[float], reference: dict[str, Tensor], ours: list[float], found: dict[str, Tensor]
+) -> None:
+    if found.keys() != reference.keys() or len(usual) != len(ours):
+        error = f"{len(ours)} steps and the weights {sorted(found)}, under ddp {len(usual)} and {sorted(reference)}"
+        rank.say(("fail", {"what": f"training, {transport}", "error": error}))
+        return
+    largest = max(float(weight.abs().max()) for weight in reference.values())
+    # torch's max, since Python's loses a nan
+    weights = float(torch.stack([(found[name] - reference[name]).abs().max() for name in reference]).max()) / largest
+    losses = float((torch.tensor(ours) - torch.tensor(usual)).abs().max() / torch.tensor(usual).abs().max())
+    on = "GPU" if torch.cuda.is_available() else "CPU"
+    cells = {"trained with": transport, "on": on, "steps": len(ours), "loss": ours[-1]}
+    rank.say(("row", cells | {"weights from ddp's": weights, "losses from ddp's": losses, "allowed": ALLOWED}))
+    rank.say(("figure", {"name": f"{transport}_weights_from_ddp", "value": weights}))
+    if not (weights <= ALLOWED and losses <= ALLOWED):
+        error = f"weights differ by {weights:.2g} of the largest, losses by {losses:.2g}; allowed is {ALLOWED:g}"
+        rank.say(("fail", {"what": f"training, {transport}", "error": error}))

@@ -1,0 +1,91 @@
+"""Two processes, of which one tells and one may die."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import pytest
+import rank_pair
+import torch.distributed as dist
+from rank_pair import PairFailed, Rank
+
+pytestmark = pytest.mark.slow
+
+
+def test_what_rank_0_says_comes_at_once() -> None:
+    said = rank_pair.run(_says_and_waits, timeout=60)
+    assert next(said) == "early"
+    said.close()  # long before it ends
+
+
+def test_a_killed_rank_1_is_no_failure() -> None:
+    assert list(rank_pair.run(_survives, timeout=60, group_timeout=20)) == ["noticed"]
+
+
+@pytest.mark.parametrize(
+    ("end", "told"), [("_exits", "rank 1: died with exit code 3"), ("_raises", "rank 1: (?s:.*)the peer gives up")]
+)
+def test_a_peer_that_fails_ends_the_run(end: str, told: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(PairFailed, match=told):
+        list(rank_pair.run(globals()[end], timeout=100))
+    assert time.monotonic() - start < 50
+
+
+def test_a_killed_rank_0_is_a_failure() -> None:
+    with pytest.raises(PairFailed, match="rank 0: died with exit code -9"):
+        list(rank_pair.run(_rank_0_dies, timeout=60))
+
+
+@pytest.mark.parametrize("work", ["_hangs", "_hangs_alone"])
+def test_a_run_that_hangs_is_ended(work: str) -> None:
+    with pytest.raises(TimeoutError, match="did not finish within 8 s"):
+        list(rank_pair.run(globals()[work], timeout=8))
+
+
+def _says_and_waits(rank: Rank) -> None:
+    rank.say("early")
+    time.sleep(50)
+
+
+def _survives(rank: Rank) -> None:
+    rank.init_gloo()
+    if rank.rank:
+        rank.die()
+    with pytest.raises(RuntimeError):
+        dist.barrier()
+    rank.say("noticed")
+
+
+def _exits(rank: Rank) -> None:
+    _then_wait(rank, lambda: os._exit(3))
+
+
+def _raises(rank: Rank) -> None:
+    def give_up() -> None:
+        raise ValueError("the peer gives up")
+
+    _then_wait(rank, give_up)
+
+
+def _then_wait(rank: Rank, end: Callable[[], None]) -> None:
+    rank.init_gloo()
+    if rank.rank:
+        end()
+    dist.barrier()
+
+
+def _rank_0_dies(rank: Rank) -> None:
+    if rank.rank == 0:
+        rank.die()
+
+
+def _hangs(rank: Rank) -> None:
+    time.sleep(100)
+
+
+def _hangs_alone(rank: Rank) -> None:
+    if rank.rank == 0:
+        time.sleep(100)
