@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.helpers.thread_mode import ThreadMode
 
 
 class ClockEvent:
@@ -42,6 +43,9 @@ class ClockStream:
     def wait_event(self, event: ClockEvent) -> None:
         if self.events_count:
             self.clock |= event.clock  # the later of both, stream by stream
+
+    def synchronize(self) -> None:
+        """The host waits, which orders no streams."""
 
 
 class Accesses:
@@ -106,7 +110,7 @@ class Accesses:
         self._writes[address] = (stream, self.seen, place)
 
 
-class Watch(TorchDispatchMode):
+class Watch(ThreadMode):
     """Every operation of this thread is an access."""
 
     def __init__(self, accesses: Accesses) -> None:
