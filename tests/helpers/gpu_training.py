@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_freescale.embeddings.optimizer import TableOptimizer
 from lightning_freescale.embeddings.overlap import OverlapEngine
 from lightning_freescale.embeddings.overlap.exchange_worker import ExchangeWorker
+from lightning_freescale.embeddings.overlap.local_rows import TableKernel
 from lightning_freescale.embeddings.shards import ShardedTables, kernels
 from tests.helpers.pretended_gpu import GPU, PretendedGPU
 from tests.helpers.sequences import Batch, NextIds, Run, known, result_of, sharded
@@ -21,17 +23,40 @@ Modes = Callable[[], AbstractContextManager[Any]]
 NextIdsOf = Callable[[int, Batch | None], NextIds | None]
 
 
+class KernelOnGPU:
+    """FBGEMM's module, as :class:`TableKernel` calls it, on the CPU, without torch's modes: in its C++ they end the process."""
+
+    def __init__(self, module: Any, gpu: PretendedGPU, accesses: Accesses) -> None:
+        self._module, self._gpu, self._accesses = module, gpu, accesses
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def __call__(self, indices: Tensor, offsets: Tensor) -> KernelOnGPU:
+        self._ids = indices, offsets
+        return self
+
+    def backward(self, gradients: Tensor) -> None:
+        given, tables = [*self._ids, gradients], _memory_of(self._module)
+        if not all(map(self._gpu.holds, given + tables)):
+            raise RuntimeError("FBGEMM: expected all tensors to be on the same device")
+        self._accesses.add("update", given, tables, [])
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.enable_grad():
+            self._module(*self._ids).backward(gradients)
+
+
 def put_on_gpu(gpu: PretendedGPU, model: nn.Module, tables: ShardedTables) -> None:
     """Let the model and all that TorchRec's kernels hold be on the GPU."""
     tables.device = GPU
     gpu.take(*model.parameters(), *model.buffers())
     for _, module in tables.modules:
         for kernel in kernels(module):
-            held = vars(kernel.emb_module).values()
-            gpu.take(
-                *kernel.emb_module.parameters(), *kernel.emb_module.buffers(), *kernel.emb_module.split_embedding_weights()
-            )
-            gpu.take(*(each for each in held if isinstance(each, Tensor)))
+            gpu.take(*_memory_of(kernel.emb_module))
+
+
+def _memory_of(module: Any) -> list[Tensor]:
+    held = [each for each in vars(module).values() if isinstance(each, Tensor)]
+    return [*held, *module.parameters(), *module.buffers(), *module.split_embedding_weights()]
 
 
 def enter_in_jobs(modes: Modes) -> None:
@@ -69,7 +94,7 @@ def train(
         accesses: of the streams.
     """
     with sharded(optimizer) as (model, ddp, tables, dense):
-        gpu = PretendedGPU()
+        gpu, accesses = PretendedGPU(), accesses or Accesses()
 
         def modes() -> AbstractContextManager[Any]:
             stack = ExitStack()
@@ -79,13 +104,15 @@ def train(
 
         if on_gpu:
             put_on_gpu(gpu, model, tables)
-            install(accesses or Accesses())
+            install(accesses)
         if on_gpu or watches:
             enter_in_jobs(modes)
         inside: Modes = modes if on_gpu or watches else nullcontext
         with gpu.active() if on_gpu else nullcontext():  # what is made now is kept for good
             batches = [{name: each.to(GPU) for name, each in batch.items()} for batch in data] if on_gpu else data
             engine = OverlapEngine(tables, dedup=dedup, hold_gradients=holds, transport="native")
+            for kernel in _kernels_of(engine) if on_gpu else ():
+                kernel.module = KernelOnGPU(kernel.module, gpu, accesses)
         losses = []
         for step, (batch, following) in enumerate(zip(batches, [*batches[1:], None])):
             with inside():
@@ -105,6 +132,10 @@ def train(
         run = result_of(model, tables, losses)
         run.statistics = statistics
         return run, dict(gpu.waits)
+
+
+def _kernels_of(engine: OverlapEngine) -> list[TableKernel]:
+    return [kernel for collection in engine.collections.values() for kernel in collection._local.kernels]
 
 
 def _clip(engine: OverlapEngine) -> None:

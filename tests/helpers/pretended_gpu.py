@@ -130,8 +130,6 @@ class _Places(ThreadMode):
         if name in _INDEXING:  # numbers of the host may choose from the GPU's memory, not the other way round
             indices = [each for each in pytree.tree_leaves(args[1]) if isinstance(each, Tensor)]
             checked = [args[0], *args[2:3], *(each for each in indices if holds(each))]
-        elif func.namespace == "fbgemm":  # whose empty tensors are made in C++
-            checked = [each for each in given if each.numel()]
         places = {holds(each) for each in checked if each.dim() or holds(each)}  # a number of the host goes with all
         if len(places) > 1 and func not in _UNCHECKED:
             where = ", ".join(f"{'GPU' if holds(each) else 'host'} {tuple(each.shape)}" for each in checked)
