@@ -84,7 +84,7 @@ class Accesses:
             stream = torch.cuda.current_stream()
             self.seen += 1
             stream.clock[stream.name] = self.seen
-            place = f"{what} at {_place()} on {stream.name}"
+            place = f"{what} at {place_in_package()} on {stream.name}"
             self._kept += [tensor.untyped_storage() for tensor in read + written + made]
             for tensor in made:
                 self._made_on.setdefault(_address(tensor), (stream, place))
@@ -161,7 +161,7 @@ def _address(tensor: Tensor) -> int:
         return 0
 
 
-def _place() -> str:
+def place_in_package() -> str:
     for frame in reversed(traceback.extract_stack(limit=30)):
         if "/lightning_freescale/" in frame.filename:
             return f"{frame.filename.rsplit('/lightning_freescale/', 1)[1]}:{frame.lineno}"
