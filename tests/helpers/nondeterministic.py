@@ -35,6 +35,22 @@ def _copy_overwrites(result: Tensor, target: Tensor, dim: int, index: Tensor, so
     return not torch.equal(result.index_select(dim, index), source)
 
 
+def _has_weights(result: Tensor, given: Tensor, weights: Tensor | None = None, *args: Any) -> bool:
+    return weights is not None
+
+
+def _is_float(result: Any, *args: Any, **kwargs: Any) -> bool:
+    return result.is_floating_point()
+
+
+def _has_indices(result: Any, *args: Any, **kwargs: Any) -> bool:
+    return not isinstance(result, Tensor)
+
+
+def _takes_largest(result: Any, *args: Any, **kwargs: Any) -> bool:
+    return args[8] == 2  # mode="max"
+
+
 _INDEX_PUT = Rule("torch.Tensor.index_put` with ``accumulate=False``", _overwrites)
 _INDEX_ADD = Rule("torch.index_add` when called on CUDA tensor")
 _PUT = Rule("torch.Tensor.put_` when ``accumulate=True`` and called on a CUDA tensor")
@@ -54,12 +70,12 @@ RULES = {
     "index_copy_": Rule("torch.Tensor.index_copy` when called on a CPU or CUDA tensor", _copy_overwrites),
     "put": _PUT,
     "put_": _PUT,
-    "bincount": Rule("torch.bincount` when called on a CUDA tensor and ``weights``", lambda _, given, weights=None, *rest: weights is not None),
-    "cumsum": Rule("torch.cumsum` when called on a CUDA tensor when dtype is floating", lambda result, *args, **kwargs: result.is_floating_point()),
+    "bincount": Rule("torch.bincount` when called on a CUDA tensor and ``weights``", _has_weights),
+    "cumsum": Rule("torch.cumsum` when called on a CUDA tensor when dtype is floating", _is_float),
     "histc": Rule("torch.histc` when called on a CUDA tensor"),
-    "median": Rule("torch.median` with indices output", lambda result, *args, **kwargs: not isinstance(result, Tensor)),
+    "median": Rule("torch.median` with indices output", _has_indices),
     "nll_loss_forward": Rule("torch.nn.NLLLoss` when called on a CUDA tensor"),
-    "_embedding_bag_backward": Rule("torch.nn.EmbeddingBag` when attempting to differentiate", lambda *args, **kwargs: args[8] == 2),
+    "_embedding_bag_backward": Rule("torch.nn.EmbeddingBag` when attempting to differentiate", _takes_largest),
 }  # fmt: skip
 """By the name of the operation."""
 _OF_IMAGES = re.compile(
@@ -81,7 +97,7 @@ def undocumented() -> list[str]:
 
 
 class WatchDeterminism(ThreadMode):
-    """Notes in ``found`` what is not deterministic on CUDA, and where in the package; ``seen`` counts operations on the list."""
+    """Notes in ``found`` what is not deterministic on CUDA, and where in the package, and in ``seen`` what is on the list."""
 
     def __init__(self, found: set[str], seen: list[str]) -> None:
         super().__init__()

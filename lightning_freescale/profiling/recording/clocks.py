@@ -30,8 +30,8 @@ class HostClock:
 class CudaClock:
     """For streams that run behind the host: a stamp is an event on the current stream, from a pool. Not tested on GPU.
 
-    All are of one device: no time can be had from one GPU's event to another's. Events measure milliseconds in single precision,
-    so times are counted from an event that moves along with the run.
+    All are of one device: no time can be had from one GPU's event to another's. They measure milliseconds in single
+    precision, so times are counted from an event that moves along with the run.
     """
 
     def __init__(self, device: torch.device) -> None:
