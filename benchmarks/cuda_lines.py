@@ -24,16 +24,18 @@ from cuda_code import PACKAGE, ROOT, find_cuda_lines, package_files
 
 TESTS = (
     "tests/callbacks/test_workload.py",
-    # "tests/checkpoint/test_random_state.py",
+    "tests/checkpoint/test_random_state.py",
     "tests/comm/test_exchange.py",
+    "tests/comm/semantics/test_work_on_gpu.py",
     "tests/comm/transports/test_pinned_pool.py",
     "tests/comm/transports/test_staging.py",
     "tests/embeddings/lookahead/test_kjt_snapshot.py",
     "tests/embeddings/overlap/test_as_on_cuda.py",
-    # x
     "tests/embeddings/overlap/test_stream_order.py",
+    "tests/embeddings/overlap/test_table_kernel.py",
     "tests/embeddings/test_id_checks.py",
     "tests/embeddings/test_planning.py",
+    "tests/embeddings/test_sharding_on_gpu.py",
     "tests/profiling/recording/test_clocks.py",
     "tests/profiling/reporting/test_kineto.py",
     "tests/strategy/test_early_copy.py",
