@@ -249,7 +249,10 @@ def test_closing_lets_go_of_what_a_failed_transfer_was_using() -> None:
 def test_every_device_has_pinned_memory_and_streams_of_its_own_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device))
-    host, gpus = HostTransport(Mock(), LaneOptions(pinned_bytes=1000)), [torch.device("cuda", index) for index in (1, 0)]
+    host, gpus = (
+        HostTransport(Mock(), LaneOptions(pinned_bytes=1000, chunk_bytes=10)),
+        [torch.device("cuda", index) for index in (1, 0)],
+    )
     first, other = map(host._staging, gpus)
     assert first is not other and first is host._staging(gpus[0])
     assert made == [gpus[0]] * 2 + [gpus[1]] * 2, "a stream for each direction"
