@@ -141,6 +141,27 @@ def test_private_names_of_libraries_stay_behind_their_rooms(library: str, other:
     assert found == {}
 
 
+THREADS = {
+    "_worker.py": "the thread works on the device of the one that starts it",
+    "balance/plan.py": "plans on the host, with numpy: it has no use for a device",
+    "profiling/reporting/trace/chrome.py": "its Thread is a row of a trace",
+}
+"""Who starts threads, and why they do not work on the first GPU, which may be another rank's."""
+_STARTS = {"Thread", "Timer", "ThreadPool", "ThreadPoolExecutor", "start_new_thread", "to_thread", "run_in_executor"}
+
+
+def test_threads_work_on_the_ranks_own_device() -> None:
+    found = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = node.func if isinstance(node, ast.Call) else None
+            name = called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else ""
+            bases = [ast.unparse(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []
+            if {name, *(base.split(".")[-1] for base in bases)} & _STARTS:
+                found.add(str(path.relative_to(ROOT)))
+    assert found == THREADS.keys()
+
+
 def test_names_are_not_used_twice() -> None:
     classes = Counter(n.name for f in FILES for n in ast.walk(ast.parse(f.read_text())) if isinstance(n, ast.ClassDef))
     stems = Counter(path.stem for path in FILES if not path.stem.startswith("__"))

@@ -107,7 +107,7 @@ def test_samples_in_a_batch(batch: Any, samples: int) -> None:
     assert samples_in(batch) == samples
 
 
-def test_what_a_run_is() -> None:
+def test_what_a_run_is(monkeypatch: pytest.MonkeyPatch) -> None:
     fit = SimpleNamespace(strategy=DDPStrategy(), world_size=8, accumulate_grad_batches=3)
     fit.strategy.parallel_devices = [torch.device("cpu")]
     found = describe_run(fit, Recommender(), None)
@@ -117,6 +117,9 @@ def test_what_a_run_is() -> None:
     fit.strategy.strategy_name = "ours"
     assert (describe_run(fit, Recommender(), None).label, describe_run(fit, Recommender(), "mine").label) == ("ours", "mine")
     assert describe_run(fit, Recommender(), "mine").strategy == "ours"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+    fit.strategy.parallel_devices = [torch.device("cuda", 3)]
+    assert describe_run(fit, Recommender(), "mine").device == "GPU 3"
 
 
 def _work(steps: int, ranks: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

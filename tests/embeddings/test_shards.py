@@ -2,45 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-    ComputeDevice,
-    SplitTableBatchedEmbeddingBagsCodegen,
-    invokers,
-)
 
 from lightning_freescale.embeddings.optimizer import UpdateSettings
 from lightning_freescale.embeddings.shards import prepare_kernel
-
-
-class FakeAdam:
-    """FBGEMM has Adam on GPUs alone; its module is the same up to the call of the kernel, of which this keeps the arguments."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        host = (3, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)
-        self.module = SplitTableBatchedEmbeddingBagsCodegen(
-            [host], optimizer=EmbOptimType.EXACT_ADAGRAD, pooling_mode=PoolingMode.NONE
-        )
-        self.module.optimizer = EmbOptimType.ADAM
-        for name in ("dev", "host", "uvm", "offsets", "placements"):
-            for state in ("momentum2", "row_counter"):
-                setattr(self.module, f"{state}_{name}", getattr(self.module, f"momentum1_{name}"))
-        patch.setattr(invokers.lookup_adam, "invoke", self._invoke)
-
-    def _invoke(self, common: Any, arguments: Any, first: Any, second: Any, step: int, **_: Any) -> torch.Tensor:
-        names = ("eps", "beta1", "beta2", "weight_decay")
-        self.options = {"lr": common.learning_rate_tensor.item(), **{name: getattr(arguments, name) for name in names}}
-        self.step = step
-        return torch.zeros(1, 4)
-
-    def look_up(self) -> None:
-        """What a lookup in training and one in validation have in common."""
-        self.module(indices=torch.tensor([1]), offsets=torch.tensor([0, 1]))
+from tests.helpers.fake_adam import FakeAdam
 
 
 def test_adam_is_given_its_options_and_count_before_every_update(monkeypatch: pytest.MonkeyPatch) -> None:

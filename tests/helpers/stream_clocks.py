@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.helpers.thread_mode import ThreadMode
 
 
 class ClockEvent:
@@ -42,6 +43,9 @@ class ClockStream:
     def wait_event(self, event: ClockEvent) -> None:
         if self.events_count:
             self.clock |= event.clock  # the later of both, stream by stream
+
+    def synchronize(self) -> None:
+        """The host waits, which orders no streams."""
 
 
 class Accesses:
@@ -80,7 +84,7 @@ class Accesses:
             stream = torch.cuda.current_stream()
             self.seen += 1
             stream.clock[stream.name] = self.seen
-            place = f"{what} at {_place()} on {stream.name}"
+            place = f"{what} at {place_in_package()} on {stream.name}"
             self._kept += [tensor.untyped_storage() for tensor in read + written + made]
             for tensor in made:
                 self._made_on.setdefault(_address(tensor), (stream, place))
@@ -106,7 +110,7 @@ class Accesses:
         self._writes[address] = (stream, self.seen, place)
 
 
-class Watch(TorchDispatchMode):
+class Watch(ThreadMode):
     """Every operation of this thread is an access."""
 
     def __init__(self, accesses: Accesses) -> None:
@@ -157,7 +161,7 @@ def _address(tensor: Tensor) -> int:
         return 0
 
 
-def _place() -> str:
+def place_in_package() -> str:
     for frame in reversed(traceback.extract_stack(limit=30)):
         if "/lightning_freescale/" in frame.filename:
             return f"{frame.filename.rsplit('/lightning_freescale/', 1)[1]}:{frame.lineno}"

@@ -123,9 +123,14 @@ class ChangesAfter(L.LightningModule):
         (L.LightningModule, None, "64-true", False),
     ],
 )
-def test_hooks_around_the_copy_are_left_alone(module: Any, data: Any, precision: Any, alone: bool) -> None:
+def test_hooks_around_the_copy_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch, module: Any, data: Any, precision: Any, alone: bool
+) -> None:
     plugin = L.Trainer(accelerator="cpu", precision=precision, logger=False, barebones=True).precision_plugin
     trainer: Any = SimpleNamespace(lightning_module=module(), datamodule=data and data(), precision_plugin=plugin)
     assert leaves_transfer_alone(trainer) is alone
     trainer.strategy = SimpleNamespace(root_device=CPU)
     assert EarlyCopy.for_trainer(trainer) is None, "there is no copy on CPU"
+    monkeypatch.setattr(torch.cuda, "Stream", ClockStream)
+    trainer.strategy = SimpleNamespace(root_device=torch.device("cuda", 0))
+    assert (EarlyCopy.for_trainer(trainer) is not None) is alone

@@ -30,22 +30,24 @@ class HostClock:
 class CudaClock:
     """For streams that run behind the host: a stamp is an event on the current stream, from a pool. Not tested on GPU.
 
-    Events measure milliseconds in single precision, so times are counted from an event that moves along with the run.
+    All are of one device: no time can be had from one GPU's event to another's. They measure milliseconds in single
+    precision, so times are counted from an event that moves along with the run.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
         self._free: deque[Any] = deque()
         self._base: Any = None
         self.tie()
 
     def stamp(self) -> Any:
-        """Record an event on the current stream."""
+        """Record an event on the current stream of the clock's device."""
         try:
             event = self._free.pop()
         except IndexError:
             event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        # not the calling thread's device: a thread that has chosen none works on the first GPU, which may be another rank's
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def seconds(self, stamp: Any) -> float:

@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_freescale.comm.transports.host.staging import DeviceStaging
+from lightning_freescale.comm import LaneOptions
+from lightning_freescale.comm.transports.host.staging import DeviceStaging, HostStaging
+from lightning_freescale.comm.transports.host.transport import HostTransport
 from lightning_freescale.testing import run_distributed
 from tests.comm.transports.test_host import DEVICE, all_arrived, draw_sizes, make_host, make_p2p, make_transfer
 from tests.helpers.comm_groups import nothing_left, pinned_in_use
@@ -241,3 +244,17 @@ def _fails() -> int:
 def test_closing_lets_go_of_what_a_failed_transfer_was_using() -> None:
     _, stopped = run_distributed(_fails, 2, timeout=60)
     assert stopped > 0  # or there is nothing to let go of
+
+
+def test_every_device_has_pinned_memory_and_streams_of_its_own_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device))
+    host, gpus = (
+        HostTransport(Mock(), LaneOptions(pinned_bytes=1000, chunk_bytes=10)),
+        [torch.device("cuda", index) for index in (1, 0)],
+    )
+    first, other = map(host._staging, gpus)
+    assert first is not other and first is host._staging(gpus[0])
+    assert made == [gpus[0]] * 2 + [gpus[1]] * 2, "a stream for each direction"
+    assert first._outgoing.bound == first._incoming.bound == 500
+    assert isinstance(host._staging(torch.device("cpu")), HostStaging)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_freescale.comm import process_group
 from lightning_freescale.embeddings.overlap import OverlapEngine, id_exchange
@@ -18,6 +17,7 @@ from lightning_freescale.embeddings.overlap.exchange_worker import ExchangeWorke
 from lightning_freescale.embeddings.overlap.row_exchange import RowExchange
 from lightning_freescale.testing import run_distributed
 from tests.helpers.sequences import OPTIMIZERS, batches, known, sharded
+from tests.helpers.thread_mode import ThreadMode
 
 STEPS, WARMUP = 16, 6
 HOW = OPTIMIZERS["rowwise_adagrad"]
@@ -67,7 +67,7 @@ class Counts:
             self.waits[f"{name}: {argument.__name__}"] += 1
 
 
-class Launches(TorchDispatchMode):
+class Launches(ThreadMode):
     """Counts what would launch a kernel, by thread: neither views nor allocations."""
 
     def __init__(self, counter: Counter[str]) -> None:

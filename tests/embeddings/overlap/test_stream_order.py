@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale.embeddings.overlap import OverlapEngine, collection
-from lightning_freescale.embeddings.overlap.exchange_worker import ExchangeWorker
 from lightning_freescale.embeddings.overlap.transport import Transport
 from lightning_freescale.testing import run_distributed
+from tests.helpers.gpu_training import train
 from tests.helpers.jagged import copy_of
-from tests.helpers.sequences import OPTIMIZERS, Batch, batches, known, sharded
-from tests.helpers.stream_clocks import Accesses, ClockStream, Watch, install
+from tests.helpers.pretended_gpu import GPU
+from tests.helpers.sequences import OPTIMIZERS, Batch, batches, known
+from tests.helpers.stream_clocks import Accesses, ClockStream, Watch
 
 STEPS = 12
 WRONG = 5
@@ -25,46 +25,35 @@ WRONG = 5
 def _watched(events_count: bool, dedup: bool, holds: bool = False) -> tuple[set[str], set[str], int]:
     accesses = Accesses()
     data = batches(dist.get_rank(), STEPS)
-    with sharded(OPTIMIZERS["rowwise_adagrad"]) as (_, ddp, tables, dense):
-        install(accesses)
-        ClockStream.events_count = events_count
-        _put_streams_in_place(accesses)
-        engine = OverlapEngine(tables, dedup=dedup, hold_gradients=holds)
-        with Watch(accesses):
-            for step, (batch, following) in enumerate(zip(data, [*data[1:], None])):
-                engine.begin_step(_copied_ids(data[0] if step == WRONG else following))
-                dense.zero_grad()
-                ddp(batch).backward()
-                engine.end_backward()
-                if holds:
-                    engine.scale_gradients(engine.square_sum().sqrt())
-                    engine.clamp_gradients(1.0)
-                    engine.apply_gradients()
-                dense.step()
-            engine.drain()
-        engine.close()
+    ClockStream.events_count = events_count
+    _watch_exchanges(accesses)
+    train(
+        OPTIMIZERS["rowwise_adagrad"],
+        data,
+        on_gpu=True,
+        dedup=dedup,
+        holds=holds,
+        told=lambda step, following: _copied_ids(data[0] if step == WRONG else following),
+        watches=[partial(Watch, accesses)],
+        accesses=accesses,
+    )
     return accesses.unordered, accesses.unrecorded, accesses.seen
 
 
 def _copied_ids(batch: Batch | None) -> dict[str, KeyedJaggedTensor] | None:
     """What the engine is told: on CUDA that and what the model looks up are two copies."""
     ids = known(batch)
-    return ids and {path: copy_of(each) for path, each in ids.items()}
+    return ids and {path: copy_of(each).to(GPU) for path, each in ids.items()}
 
 
-def _put_streams_in_place(accesses: Accesses) -> None:
-    run, exchange = ExchangeWorker._run_in_order, Transport.exchange
-
-    def run_watched(self: ExchangeWorker, *args: Any) -> Any:
-        with Watch(accesses):
-            return run(self, *args)
+def _watch_exchanges(accesses: Accesses) -> None:
+    exchange = Transport.exchange
 
     def exchange_watched(self: Transport, received: Any, message: Any, *args: Any, **kwargs: Any) -> None:
         exchange(self, received, message, *args, **kwargs)
         accesses.add("exchange", [message], [received], [])
 
-    ExchangeWorker._run_in_order, Transport.exchange = run_watched, exchange_watched
-    collection.ExchangeWorker = lambda path, device, *rest: ExchangeWorker(path, torch.device("cuda"), *rest)
+    Transport.exchange = exchange_watched
 
 
 @pytest.mark.parametrize(("dedup", "holds"), [(True, False), pytest.param(False, False, marks=pytest.mark.slow), (True, True)])

@@ -1,64 +1,51 @@
-"""The update by FBGEMM's own backward, as on a GPU, on its kernels for the CPU."""
+"""How rows are updated on CUDA: by FBGEMM's Python as it is there, with a recorder in place of its C++."""
 
 from __future__ import annotations
 
-import threading
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
 
-from lightning_freescale.embeddings.overlap import OverlapEngine, local_rows
-from lightning_freescale.embeddings.overlap.local_rows import TableKernel
-from lightning_freescale.testing import run_distributed
-from tests.helpers.sequences import OPTIMIZERS, Run, batches, known, sharded, train_overlapped
+from lightning_freescale.embeddings.optimizer import UpdateSettings
+from lightning_freescale.embeddings.overlap.local_rows import LocalTable, TableKernel
+from lightning_freescale.embeddings.shards import prepare_kernel
+from tests.helpers.fake_adam import DIM, FakeAdam
 
-STEPS = 8
-
-
-def _both_kernels(optimizer: str) -> tuple[Run, Run]:
-    data = batches(dist.get_rank(), STEPS)
-    ours = train_overlapped(OPTIMIZERS[optimizer], data)
-    local_rows.CpuKernel = TableKernel
-    return ours, train_overlapped(OPTIMIZERS[optimizer], data)
+FEATURES = [0, 0, 1]
+"""The table of each."""
 
 
-@pytest.mark.parametrize("optimizer", [*OPTIMIZERS])
-def test_it_updates_to_the_same_bits(optimizer: str) -> None:
-    for ours, its in run_distributed(_both_kernels, 2, optimizer):
-        assert its.losses == ours.losses and len(set(its.losses)) > STEPS / 2
-        for name, value in ours.tables.items():
-            assert torch.equal(its.tables[name], value), name
+@pytest.fixture
+def adam(monkeypatch: pytest.MonkeyPatch) -> FakeAdam:
+    return FakeAdam(monkeypatch, (6, 4), FEATURES)
 
 
-def _saved_in_backward() -> tuple[set[tuple[str, bool]], list[int]]:
-    local_rows.CpuKernel = TableKernel
-    threads: set[tuple[str, bool]] = set()
-    backward, saved = torch.Tensor.backward, []
-
-    def watched(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        name = "engine" if threading.current_thread().name.startswith("freescale-") else "training"
-        threads.add((name, torch._C._is_multithreading_enabled()))
-        backward(tensor, *args, **kwargs)
-
-    torch.Tensor.backward = watched
-    data = batches(dist.get_rank(), STEPS)
-    with sharded(OPTIMIZERS["rowwise_adagrad"]) as (model, ddp, tables, _):
-        engine = OverlapEngine(tables)
-        for batch, following in zip(data, [*data[1:], None]):
-            engine.begin_step(known(following))
-            loss = ddp(batch)
-            loss.register_hook(lambda _: saved.append(len(model.state_dict())))
-            loss.backward()
-            engine.end_backward()
-        engine.drain()
-        engine.close()
-    return threads, saved
+@pytest.fixture
+def kernel(adam: FakeAdam) -> TableKernel:
+    """The rows of the second table are numbered from 100 on."""
+    weights = adam.module.split_embedding_weights()
+    return TableKernel(adam.module, FEATURES, {i: LocalTable(i, f"table {i}", 100 * i, weights[i]) for i in range(2)})
 
 
-def test_a_backward_may_wait_for_it() -> None:
-    """On CUDA autograd would run it on the thread that waits, unless told not to."""
-    for threads, saved in run_distributed(_saved_in_backward, 2):
-        assert threads == {("training", True), ("engine", False)}
-        assert len(saved) == STEPS
+def test_a_step_counts_once_however_many_updates_it_has(adam: FakeAdam, kernel: TableKernel) -> None:
+    """Colliding rows are updated before the others, and validation looks up between; FBGEMM alone would count every call."""
+    rates = []
+    for step in range(4):
+        for rows in ([1, 2], [3, 4]):
+            settings = UpdateSettings(step, {"lr": 0.5 / (step + 1)})
+            kernel.update({0: (torch.tensor(rows), torch.ones(2, DIM))}, [settings] * 2)
+        rates.append(adam.options["lr"])
+        prepare_kernel(adam.module, {"table 0": UpdateSettings(step)})
+        adam.look_up()
+    assert adam.steps == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4], "torch counts from 1"
+    assert rates == pytest.approx([0.5, 0.25, 0.5 / 3, 0.125])
+
+
+def test_rows_and_gradients_go_to_their_tables(adam: FakeAdam, kernel: TableKernel) -> None:
+    gradients = torch.arange(5.0 * DIM).view(5, DIM)
+    given = {1: (torch.tensor([103, 101]), gradients[3:]), 0: (torch.tensor([5, 0, 5]), gradients[:3])}
+    kernel.update(given, [UpdateSettings(0)] * 2)
+    assert adam.ids == [5, 0, 5, 3, 1] and adam.offsets == [0, 3, 3, 5]
+    assert torch.equal(adam.gradients, gradients)
+    kernel.update({1: given[1]}, [UpdateSettings(1)] * 2)
+    assert adam.ids == [3, 1] and adam.offsets == [0, 0, 0, 2]
+    assert torch.equal(adam.gradients, gradients[3:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from lightning_freescale.profiling.collection.step_buffer import StepBuffer
 from lightning_freescale.profiling.recording.clocks import CudaClock, HostClock, clock_for
-from lightning_freescale.profiling.recording.records import StepRecord
+from lightning_freescale.profiling.recording.records import StepRecord, resolve
 from lightning_freescale.profiling.recording.timeline import Timeline
 from tests.helpers.fake_cuda_events import Device
 
@@ -115,6 +116,33 @@ def test_steps_beside_watched_ones_keep_their_ends(device: Device) -> None:
     lengths = [[step.end - step.start for step in these] for these in (seen, steps)]
     assert lengths == [pytest.approx([0.5, 0.5]), pytest.approx([0.25, 0.25, 1.0])]
     assert [step.spans[0].end - step.spans[0].start for step in steps] == pytest.approx([0.25, 0.25, 1.0])
+
+
+@pytest.mark.parametrize("named", ["cuda:3", "cuda"])
+def test_a_thread_that_has_chosen_no_device_stamps_on_that_of_the_timeline(device: Device, named: str) -> None:
+    """The user's threads, and those of the data loader: their own device would be the first, which is another rank's."""
+    device.choose(3)
+    timeline = Timeline()
+    timeline.enable(torch.device(named))
+    timeline.open_step()
+
+    def exchange() -> None:
+        for _ in range(2):  # the second time with events that were used before
+            with timeline.background_collective("all_gather", 100):
+                device.work(0.25)
+
+    for _ in range(2):
+        thread = threading.Thread(target=exchange)
+        thread.start()
+        thread.join()
+        device.host(1.0)
+        record = timeline.close_step()
+        assert record is not None
+        background = timeline.pop_background()
+        (step,) = resolve([record], timeline.clock, background=background)
+        assert [one.done - one.arrive for one in step.hidden] == pytest.approx([0.25] * 2)
+        timeline.clock.release([stamp for one in background for stamp in (one.arrive, one.done)])
+        timeline.open_step(record.end)
 
 
 def test_the_clock_fits_the_device(device: Device) -> None:

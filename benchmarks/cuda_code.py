@@ -1,0 +1,181 @@
+"""What of the package only CUDA runs, found in its source: for cuda_lines.py."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "lightning_freescale"
+
+CONDITIONS = {
+    "_worker.py": {"device is not None": True, "torch.cuda.is_initialized()": True},
+    "embeddings/lookahead/kjt_snapshot.py": {"self._copied": False},
+    "embeddings/overlap/exchange_worker.py": {"self._stream is not None": True, "self._stream is None": False},
+    "embeddings/overlap/id_exchange.py": {"self._apart": True},
+    "embeddings/overlap/row_requests.py": {"keys.is_cuda or key_bits + place_bits > 63": True},
+    "strategy/overlap.py": {"self._early_copy is None": False},
+}
+"""Conditions that tell of CUDA by other words, and their value there."""
+
+FUNCTIONS = {
+    "comm/sized_exchange.py": {"exchange_with_sizes": "FreeScaleGroup.exchange calls it with CUDA tensors"},
+    "comm/transports/host/staging.py": {
+        "DeviceStaging": "for tensors on a GPU",
+        "PinnedPool": "memory of DeviceStaging",
+        "HostCopy.is_ready": "asks the event of a copy from a GPU",
+    },
+    "embeddings/id_checks.py": {"LookupChecks.in_range": "check_ids calls it with CUDA tensors"},
+    "embeddings/overlap/id_exchange.py": {"IdExchange._exchange_apart": "heads travel apart on CUDA"},
+    "embeddings/overlap/local_rows.py": {"TableKernel.update": "CpuKernel and AdamKernel have their own"},
+    "profiling/recording/clocks.py": {"CudaClock": "clock_for returns it for CUDA devices"},
+    "profiling/reporting/kineto.py": {
+        "temporal_breakdown": "of kernels on a GPU",
+        "_union": "temporal_breakdown calls it",
+        "KinetoWindow.breakdown": "of kernels on a GPU",
+    },
+    "strategy/early_copy.py": {
+        "EarlyCopy.__init__": "for_trainer makes it for CUDA devices",
+        "EarlyCopy.start": "as __init__",
+        "EarlyCopy.take": "as __init__",
+        "_movable": "EarlyCopy.start calls it",
+    },
+}
+"""Functions, and classes with all of theirs, that run on CUDA alone, with the reason."""
+
+ON_CPU_AS_WELL = {
+    "_worker.py": {"torch.cuda.is_initialized()": "asks whether there is CUDA"},
+    "comm/transports/host/transport.py": {"wait_event": "HostStaging has it, too"},
+    "strategy/preserve_state.py": {"torch.Stream": "a type", "torch.Event": "a type"},
+}
+"""What names CUDA in a line that every device runs, with the reason."""
+
+ELSEWHERE = (
+    "comm/transports/peer/",
+    "comm/transports/cuda_driver.py",
+    "comm/transports/nccl.py",
+    "comm/transports/two_level.py",
+)
+ELSEWHERE += ("comm/transports/topology.py", "comm/transports/selection.py", "comm/process_group.py", "comm/executor.py")
+"""What connects GPUs: tests/comm runs it over stand-ins for the driver and for NCCL."""
+
+_OF_STREAMS = ("elapsed_time", "record_event", "record_stream", "wait_event", "wait_stream")
+
+
+@dataclass
+class CudaLines:
+    """What only CUDA runs of a file.
+
+    Attributes:
+        spans: first and last lines of statements.
+        arms: arms of ``a if condition else b``.
+    """
+
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    arms: list[ast.expr] = field(default_factory=list)
+
+    def holds(self, line: int) -> bool:
+        """Whether a line is a CUDA line."""
+        return any(first <= line <= last for first, last in self.spans)
+
+
+def find_cuda_lines(name: str, tree: ast.Module) -> CudaLines:
+    """Find the CUDA lines of file ``name`` of the package.
+
+    Raises:
+        LookupError: a function or condition listed for it is not there.
+    """
+    functions, conditions = FUNCTIONS.get(name, {}), CONDITIONS.get(name, {})
+    defined = dict(_definitions(tree))
+    expressions = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.expr)}
+    if gone := [*(functions.keys() - defined.keys()), *(conditions.keys() - expressions)]:
+        raise LookupError(f"{name} has no {gone}: correct the lists of {Path(__file__).name}")
+    found = CudaLines([span for function in functions for span in _spans(defined[function].body)])
+    for node in ast.walk(tree):
+        if isinstance(node, ast.IfExp):
+            arms = {True: node.body, False: node.orelse}
+            found.arms += [arms[value] for value in _cuda_values(node.test, conditions) if not _is_constant(arms[value])]
+        for block in (getattr(node, part, None) for part in ("body", "orelse", "finalbody")):
+            for index, each in enumerate(block if isinstance(block, list) else ()):
+                if isinstance(each, ast.If):
+                    found.spans += _spans(_cuda_branch(each, block[index + 1 :], conditions))
+    return found
+
+
+def unclassified(name: str, tree: ast.Module) -> dict[int, str]:
+    """Return, by line, what names CUDA in lines that seem to run on every device, and is not said to."""
+    found, known = find_cuda_lines(name, tree), ON_CPU_AS_WELL.get(name, {})
+    arms = {id(inner) for arm in found.arms for inner in ast.walk(arm)}
+    named = [node for node in ast.walk(tree) if _names_cuda(node) and id(node) not in arms and not found.holds(node.lineno)]
+    unsaid = [node for node in named if not any(text in ast.unparse(_statement(tree, node)) for text in known)]
+    return {node.lineno: ast.unparse(node) for node in unsaid}
+
+
+def _definitions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield prefix + node.name, node
+            yield from _definitions(node, f"{prefix}{node.name}.")
+
+
+def _spans(statements: Iterable[ast.stmt]) -> list[tuple[int, int]]:
+    return [(each.lineno, each.end_lineno or each.lineno) for each in statements]
+
+
+def _cuda_branch(node: ast.If, rest: list[ast.stmt], conditions: Mapping[str, bool]) -> list[ast.stmt]:
+    """Return the statements that only CUDA comes to because of an ``if``, which ``rest`` follows in its block."""
+    values = _cuda_values(node.test, conditions)
+    if True in values:
+        return node.body
+    if False in values:
+        ends = isinstance(node.body[-1], (ast.Return, ast.Raise, ast.Continue, ast.Break))
+        return node.orelse or (rest if ends else [])
+    return []
+
+
+def _cuda_values(test: ast.expr, conditions: Mapping[str, bool]) -> set[bool]:
+    """Return the values that a condition has on CUDA alone."""
+    if (told := conditions.get(ast.unparse(test))) is not None:
+        return {told}
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return {not value for value in _cuda_values(test.operand, conditions)}
+    if isinstance(test, ast.BoolOp):
+        parts = [_cuda_values(part, conditions) for part in test.values]
+        decisive = isinstance(test.op, ast.And)  # one part decides that a conjunction is true, all that it is false
+        return {value for value in (True, False) if (any if value == decisive else all)(value in part for part in parts)}
+    if isinstance(test, ast.Attribute) and test.attr in ("is_cuda", "is_cpu"):
+        return {test.attr == "is_cuda"}
+    if isinstance(test, ast.Compare) and isinstance(test.left, ast.Attribute) and test.left.attr == "type":
+        kind = test.comparators[0]
+        if isinstance(kind, ast.Constant) and kind.value in ("cuda", "cpu"):
+            return {isinstance(test.ops[0], ast.Eq) == (kind.value == "cuda")}
+    return set()
+
+
+def _is_constant(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) or (isinstance(node, (ast.Tuple, ast.List)) and not node.elts)
+
+
+def _names_cuda(node: ast.AST) -> bool:
+    """Whether a node names ``torch.cuda``, or what streams and events do."""
+    if not isinstance(node, ast.Attribute):
+        return False
+    in_torch = isinstance(node.value, ast.Name) and node.value.id == "torch"
+    return node.attr in _OF_STREAMS or (in_torch and node.attr in ("cuda", "Stream", "Event"))
+
+
+def _statement(tree: ast.Module, node: Any) -> ast.AST:
+    """Return the innermost statement that a node stands in."""
+    around = [each for each in ast.walk(tree) if isinstance(each, ast.stmt) and each.lineno <= node.lineno <= each.end_lineno]
+    return max(around, key=lambda each: each.lineno)
+
+
+def package_files() -> Iterator[tuple[str, Path]]:
+    """Yield the files of the package whose CUDA lines count, by their place in it."""
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        name = str(path.relative_to(ROOT / PACKAGE))
+        if not name.startswith(ELSEWHERE):
+            yield name, path
