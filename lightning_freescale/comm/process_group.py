@@ -68,13 +68,14 @@ class FreeScaleGroup(dist.ProcessGroup):
         if options.transport == "auto" and auto_candidates(topology):
             device = ProofDevice.from_cuda(torch.device("cuda", torch.cuda.current_device()))
             settle_transport(backend_opts, self._executor, self._backends, device)
-        if self._executor.transport is None and self._backends.nccl is None and not topology.find_lacking("gpu"):
+        if self.moves_by_nccl and self._backends.nccl is None:
             self._backends.register_nccl()  # torch connects it as soon as the group is made
 
     @property
     def moves_by_nccl(self) -> bool:
-        """Whether NCCL moves what :meth:`exchange` is given of CUDA tensors."""
-        return self._executor.transport is None and self._backends.uses_nccl
+        """Whether NCCL moves what :meth:`exchange` is given, in processes that use CUDA."""
+        in_use = not self._executor.topology.find_lacking("gpu")
+        return in_use and self._executor.transport is None and self._backends.uses_nccl
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         """Return the name under which the backend is registered."""
@@ -208,7 +209,7 @@ class FreeScaleGroup(dist.ProcessGroup):
 
     def connect(self) -> None:
         """Connect NCCL now, if it moves the all-to-alls of CUDA tensors: by itself it does at the first. Collective."""
-        if self._executor.transport is None and self._backends.uses_nccl:
+        if self.moves_by_nccl:
             self._all_reduce([torch.zeros(1, device="cuda")]).wait()
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> NoReturn:
