@@ -126,6 +126,27 @@ def test_bytes_that_do_not_come_are_seen() -> None:
     assert "rank 10: " in failure and "rank 12: " in failure
 
 
+def test_what_came_before_does_not_pass_for_what_comes() -> None:
+    def candidates(rank: int, clock: list[float]) -> dict[str, AllToAll]:
+        before: list[Tensor] = []
+        group = _over_gloo()
+
+        def stale(received: Tensor, *rest: Any) -> Any:
+            wait = group(received, *rest)
+
+            def waited(seconds: float) -> None:
+                wait(seconds)
+                before.append(received.clone())
+                if len(before) > 1 and len(before[-2]) == len(received):
+                    received.copy_(before[-2])
+
+            return waited
+
+        return {"stale": stale}
+
+    assert "are not those" in _verdicts(candidates)[0].failures["stale"]
+
+
 class _Impatient:
     """Right, but it takes what has come after a second for all."""
 
