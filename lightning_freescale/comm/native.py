@@ -83,6 +83,8 @@ class NativeBackends:
             if self.nccl is None:
                 options: Any = dist.ProcessGroupNCCL.Options()
                 options._timeout = self._opts.timeout
+                if self._lane.options.nccl_ctas is not None:
+                    options.config.max_ctas = self._lane.options.nccl_ctas
                 options.global_ranks_in_group = self._opts.global_ranks_in_group
                 options.group_name = self._opts.group_id
                 store = dist.PrefixStore("nccl", self._opts.store)

@@ -15,8 +15,8 @@ two, in each of two directions."""
 class LaneOptions:
     """A lane is a process group with its own order and a priority: ``dist.new_group(backend="freescale", pg_options=...)``.
 
-    Give every rank of a group the same options; the ranks compare transport, priority, chunk_bytes and pinned_bytes when the
-    group is made. Issue the collectives of a group from one thread: their order must be that of the other ranks.
+    Give every rank of a group the same options; the ranks compare transport, priority, chunk_bytes, pinned_bytes and nccl_ctas
+    when the group is made. Issue the collectives of a group from one thread: their order must be that of the other ranks.
 
     Attributes:
         transport: what moves CUDA tensors: ``"host"``, ``"peer"``, ``"nccl-zero-cta"``, ``"two-level"``, ``"native"``, or
@@ -32,6 +32,8 @@ class LaneOptions:
         max_pause_seconds: how long this lane pauses at most between two chunks, so that it never starves; also how long a
             higher lane without progress, whose peers have not come yet, holds it up.
         pinned_bytes: bound of the host memory pinned for CUDA tensors.
+        nccl_ctas: thread blocks, and so at most streaming multiprocessors, that NCCL takes for a collective of this lane; None:
+            as many as it chooses. Not tested on GPU.
 
     Raises:
         ValueError: an option is out of range.
@@ -44,6 +46,7 @@ class LaneOptions:
     preempt_below_bytes: int | None = None
     max_pause_seconds: float = 0.05
     pinned_bytes: int = 256 * 1024 * 1024
+    nccl_ctas: int | None = None
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
@@ -54,6 +57,8 @@ class LaneOptions:
             raise ValueError(f"preempt_below_bytes={self.preempt_below_bytes}: pass bytes, at least 0, or None")
         if self.max_pause_seconds < 0:
             raise ValueError(f"max_pause_seconds={self.max_pause_seconds}: pass seconds, at least 0")
+        if self.nccl_ctas is not None and not 1 <= self.nccl_ctas <= 64:  # NCCL's own bound
+            raise ValueError(f"nccl_ctas={self.nccl_ctas}: pass 1 to 64, or None")
         if self.pinned_bytes < (least := MIN_PINNED_CHUNKS * self.chunk_bytes):
             raise ValueError(
                 f"pinned_bytes={self.pinned_bytes}: pass at least {MIN_PINNED_CHUNKS} chunks, {least} bytes, or a smaller "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,6 +77,18 @@ def test_a_lane_with_a_transport_has_nccl_only_once_it_is_used() -> None:
 
 def test_a_native_lane_has_nccl_connected_as_the_group_is_made() -> None:
     assert _made("native", False) == [("FakeNccl", 1, 1, None, True, [])] * 2
+
+
+@pytest.mark.parametrize("ctas", [None, 5])
+def test_nccl_takes_no_more_than_the_lane_gives_it(ctas: int | None) -> None:
+    def run() -> dict[str, int]:
+        pretend_cuda(f"gpu {dist.get_rank()}")
+        config = SimpleNamespace()
+        FakeNccl.Options = lambda: SimpleNamespace(config=config)
+        make_group(transport="native", nccl_ctas=ctas)
+        return vars(config)
+
+    assert run_distributed(run, 2) == [{} if ctas is None else {"max_ctas": ctas}] * 2
 
 
 @pytest.mark.parametrize("transport", ["native", "host"])

@@ -19,6 +19,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"chunk_bytes": -5}, "chunk_bytes=-5: pass at least 1 byte"),
     ({"preempt_below_bytes": -1}, "preempt_below_bytes=-1: pass bytes, at least 0, or None"),
     ({"max_pause_seconds": -0.1}, "max_pause_seconds=-0.1: pass seconds, at least 0"),
+    ({"nccl_ctas": 0}, "nccl_ctas=0: pass 1 to 64, or None"),
+    ({"nccl_ctas": 65}, "nccl_ctas=65: pass 1 to 64, or None"),
     (
         {"chunk_bytes": 100, "pinned_bytes": 100 * MIN_PINNED_CHUNKS - 1},
         "pinned_bytes=1599: pass at least 16 chunks, 1600 bytes, or a smaller",
@@ -39,6 +41,7 @@ def test_out_of_range(options: dict[str, Any], words: str) -> None:
         {"chunk_bytes": 1, "pinned_bytes": MIN_PINNED_CHUNKS},
         {"preempt_below_bytes": 0, "max_pause_seconds": 0},
         {"priority": -7},
+        *({"nccl_ctas": count} for count in (1, 64)),
         *({"transport": name} for name in ("auto", "host", "peer", "nccl-zero-cta", "two-level", "native")),
     ],
 )

@@ -21,7 +21,7 @@ from lightning_freescale.comm.transports.peer.transport import PeerTransport
 from lightning_freescale.comm.transports.topology import RankHardware, Topology
 from lightning_freescale.comm.transports.two_level import TwoLevelTransport
 
-_SAME_ON_ALL_RANKS = ("transport", "chunk_bytes", "pinned_bytes", "priority")
+_SAME_ON_ALL_RANKS = ("transport", "chunk_bytes", "pinned_bytes", "priority", "nccl_ctas")
 
 
 class TransportRefused(RuntimeError):  # noqa: N818 (says what happened)

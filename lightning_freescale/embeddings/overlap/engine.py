@@ -28,6 +28,9 @@ from lightning_freescale.embeddings.shards import ShardedTables
 Ids: TypeAlias = "KeyedJaggedTensor | Sequence[KeyedJaggedTensor]"
 """Of one lookup, or of each of several."""
 
+_NCCL_CTAS = 8
+"""What NCCL takes from the model's compute beside it, and from DDP's all-reduce, which has to fit on the device as well."""
+
 
 class OverlapEngine:
     """Fetches the rows of the next batch while this one computes, with the numbers of plain TorchRec.
@@ -82,7 +85,7 @@ class OverlapEngine:
 
     def _take_over(self, collection: Collection, module: Any, layout: RowLayout, order: LaunchOrder | None) -> None:
         local = LocalRows.from_module(layout, collection, module, self.tables, self.clip_value)
-        lane = LaneOptions(self._transport, name=collection.path)
+        lane = LaneOptions(self._transport, name=collection.path, nccl_ctas=_NCCL_CTAS)
         group = dist.new_group(backend=BACKEND, timeout=self._timeout, pg_options=lane)
         group.connect()  # now, not in a step
         waits_on_device = group.moves_by_nccl and group.size() > 1
