@@ -32,7 +32,7 @@ from hour_process import run_limited
 from hour_summary import Summary
 
 HERE = Path(__file__).parent
-PARTS = {"numbers": 240, "two_ranks": 210, "host_time": 120, "contention": 210, "model": 120}  # seconds, in the order they run
+PARTS = {"numbers": 240, "two_ranks": 210, "host_time": 120, "contention": 180, "model": 180}  # seconds, in the order they run
 UNPACKING = 180.0  # seconds that --site may take
 
 
