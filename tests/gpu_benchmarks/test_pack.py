@@ -16,8 +16,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks" / "gpu"))
-
 import fatbin
 import pack
 
