@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
 import time
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+WORD = 4
+"""Bytes that are copied at once."""
 _streams: list[FakeStream] = []
 
 
@@ -30,6 +33,9 @@ class FakeEvent:
 
     def set(self) -> None:
         self._done.set()
+
+    def clear(self) -> None:
+        self._done.clear()
 
     def query(self) -> bool:
         return self._done.is_set()
@@ -51,8 +57,9 @@ class FakeStream:
         self.pending += 1
         self._queue.put(operation)
 
-    def record_event(self) -> FakeEvent:
-        event = FakeEvent()
+    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
+        event = event or FakeEvent()
+        event.clear()
         self.put(event.set)
         return event
 
@@ -68,7 +75,9 @@ class FakeStream:
 
 
 class FakeDriver:
-    """Stands in for ``CudaDriver``; tensors of the CPU are its memory, and that of its peers.
+    """Stands in for ``CudaDriver``; memory of the CPU is its memory, and that of its peers.
+
+    Copies of one call happen in any order, piece by piece.
 
     ``serial``: all streams but urgent ones are one, as if they shared a queue of the hardware.
     """
@@ -94,30 +103,38 @@ class FakeDriver:
         if event is not None:
             stream.put(event.wait)
 
-    def copy(self, stream: FakeStream, target: Tensor, source: Tensor) -> None:
-        assert len(target) == len(source) > 0
-        delays, half = [self._random.uniform(0, self._slow) for _ in range(2)], len(source) // 2
+    def pointer(self, address: int) -> int:
+        return address
+
+    def copy(self, stream: FakeStream, targets: list[int], sources: list[int], lengths: list[int]) -> None:
+        assert len(targets) == len(sources) == len(lengths)
+        assert all(length > 0 for length in lengths)
+        pieces = []
+        for target, source, length in zip(targets, sources, lengths):
+            half = length // 2
+            halves = [(target, source, half), (target + half, source + half, length - half)]
+            pieces += halves if length > WORD else [(target, source, length)]
+        self._random.shuffle(pieces)
+        delays = [self._random.uniform(0, 2 * self._slow / max(len(pieces), 1)) for _ in pieces]
 
         def copy() -> None:
-            time.sleep(delays[0])
-            target[:half].copy_(source[:half])
-            time.sleep(delays[1])
-            target[half:].copy_(source[half:])
+            for piece, delay in zip(pieces, delays):
+                time.sleep(delay)
+                ctypes.memmove(*piece)
 
-        stream.put(copy)
+        if pieces:
+            stream.put(copy)
 
-    def write_word(self, stream: FakeStream, word: Tensor, value: int) -> None:
-        assert word.shape == (1,)
-        stream.put(lambda: word.fill_(signed(value)) and None)
-
-    def wait_word(self, stream: FakeStream, word: Tensor, value: int) -> None:
-        assert word.shape == (1,)
+    def wait_words(self, stream: FakeStream, words: list[int], values: list[int]) -> None:
+        assert len(words) == len(values) < 256
+        awaited = [(ctypes.c_uint32.from_address(word), value) for word, value in zip(words, values)]
 
         def wait() -> None:
-            while signed(int(word) - value) < 0:
+            while any(signed(word.value - value) < 0 for word, value in awaited):
                 time.sleep(2e-5)
 
-        stream.put(wait)
+        if awaited:
+            stream.put(wait)
 
     def allocate_pinned(self, length: int) -> Tensor:
         return torch.zeros(length, dtype=torch.int32)

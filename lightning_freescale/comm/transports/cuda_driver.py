@@ -1,4 +1,4 @@
-"""A CUDA device as the transports use it: streams, copies by copy engines, and waits for and writes of a word in memory."""
+"""A CUDA device as the transports use it: streams, copies by copy engines, and waits for words in memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ WRAP = 2**32
 class CudaDriver:
     """The device of this process, by cuda-bindings. Not tested on GPU.
 
-    All methods but :meth:`active` and :meth:`allocate_pinned` only enqueue, and none launches a kernel.
+    Copies and waits only enqueue, and none launches a kernel. They take many at once, because a call costs microseconds, and
+    addresses instead of tensors, because a slice of a tensor costs as much again.
 
     Streams are made here, because torch hands out the same 32 streams again and again, and one that waits for a word would
     hold up whoever shares it. Copies go through ``cuMemcpyBatchAsync``, whose flag asks for a copy engine also within a
@@ -34,7 +35,8 @@ class CudaDriver:
         self.device = device
         self._cuda = cuda or import_cuda_bindings()
         self._context = self._call("cuDevicePrimaryCtxRetain", self._call("cuDeviceGet", device.index))
-        self._handles: list[Any] = []
+        self._handles: dict[int, Any] = {}
+        self._waits: dict[int, Any] = {}
         self._batch = self._batch_attributes()
         if self._batch is None:
             warnings.warn(
@@ -55,7 +57,7 @@ class CudaDriver:
         priorities = self._call("cuCtxGetStreamPriorityRange")
         flags = self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
         handle = self._call("cuStreamCreateWithPriority", flags, priorities[1 if urgent else 0])
-        self._handles.append(handle)
+        self._handles[int(handle)] = handle
         return torch.cuda.ExternalStream(int(handle), device=self.device)
 
     def wait_event(self, stream: Any, event: Any) -> None:
@@ -63,25 +65,35 @@ class CudaDriver:
         if event is not None:
             stream.wait_event(event)
 
-    def copy(self, stream: Any, target: Tensor, source: Tensor) -> None:
-        """Copy contiguous bytes, within the device, to or from a peer or pinned memory."""
-        if self._batch is None:
-            with torch.cuda.stream(stream):
-                target.copy_(source, non_blocking=True)
+    def pointer(self, address: int) -> Any:
+        """Return an address as :meth:`copy` takes it; make it once where it is used often."""
+        return self._cuda.CUdeviceptr(address)
+
+    def copy(self, stream: Any, targets: list[Any], sources: list[Any], lengths: list[int]) -> None:
+        """Copy ``lengths`` bytes each, within the device, to or from peers and pinned memory, **in any order**.
+
+        What must come after another copy has to be in a later call. Sources are read when the stream has come so far.
+        """
+        if not lengths:
             return
-        pointer, length = self._cuda.CUdeviceptr, source.numel() * source.element_size()
-        ends = [pointer(target.data_ptr())], [pointer(source.data_ptr())]
-        self._call("cuMemcpyBatchAsync", *ends, [length], 1, [self._batch], [0], 1, self._handle(stream))
+        handle = self._handles[stream.cuda_stream]
+        if self._batch is None:
+            for target, source, length in zip(targets, sources, lengths):
+                self._call("cuMemcpyAsync", target, source, length, handle)
+            return
+        self._call("cuMemcpyBatchAsync", targets, sources, lengths, len(lengths), self._batch, [0], 1, handle)
 
-    def write_word(self, stream: Any, word: Tensor, value: int) -> None:
-        """Store ``value`` in a word of 32 bits, of this device or a peer, after all that is before it on the stream."""
-        flag = self._cuda.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT  # fences what was written before
-        self._call("cuStreamWriteValue32", self._handle(stream), word.data_ptr(), value % WRAP, int(flag))
+    def wait_words(self, stream: Any, words: list[int], values: list[int]) -> None:
+        """Hold the stream until words of 32 bits of this device have reached ``values``: no cyclic difference is negative.
 
-    def wait_word(self, stream: Any, word: Tensor, value: int) -> None:
-        """Hold the stream until a word of this device has reached ``value``: the cyclic difference is not negative."""
-        flag = self._cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-        self._call("cuStreamWaitValue32", self._handle(stream), word.data_ptr(), value % WRAP, int(flag))
+        ``words`` are at most 255 addresses, and few different ones, as what is made of them is kept.
+        """
+        if not words:
+            return
+        for word, value in zip(words, values):
+            self._wait(word).waitValue.value = value % WRAP
+        waits = [self._waits[word] for word in words]
+        self._call("cuStreamBatchMemOp", self._handles[stream.cuda_stream], len(waits), waits, 0)
 
     def allocate_pinned(self, length: int) -> Tensor:
         """Return host memory for ``length`` words, int32, that copy engines can reach."""
@@ -90,19 +102,25 @@ class CudaDriver:
     def destroy_streams(self) -> None:
         """Destroy the streams; CUDA lets what is on them finish."""
         while self._handles:
-            self._call("cuStreamDestroy", self._handles.pop())
+            self._call("cuStreamDestroy", self._handles.popitem()[1])
 
-    def _handle(self, stream: Any) -> Any:
-        return self._cuda.CUstream(stream.cuda_stream)
+    def _wait(self, word: int) -> Any:
+        """Return the parameters of a wait for ``word``; CUDA copies them, so they are made once."""
+        if word not in self._waits:
+            wait = self._waits[word] = self._cuda.CUstreamBatchMemOpParams()
+            wait.operation = self._cuda.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
+            wait.waitValue.address = self._cuda.CUdeviceptr(word)
+            wait.waitValue.flags = int(self._cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
+        return self._waits[word]
 
-    def _batch_attributes(self) -> Any:
+    def _batch_attributes(self) -> list[Any] | None:
         """Return what asks for a copy engine; None if it cannot be asked for."""
         if not hasattr(self._cuda, "cuMemcpyBatchAsync") or self._call("cuDriverGetVersion") < 12080:
             return None
         attributes = self._cuda.CUmemcpyAttributes()
         attributes.srcAccessOrder = self._cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
         attributes.flags = int(self._cuda.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE)
-        return attributes
+        return [attributes]
 
     def _call(self, name: str, *args: Any) -> Any:
         """Return of the driver's results the ones after the error code: none, one, or a tuple."""
