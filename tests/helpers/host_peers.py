@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -24,8 +25,15 @@ class _OnDevice(Transfer):
         return False
 
 
-def transports(ranks: list[int], chunk: int, start: int = 0, seed: int = 0, **driver: Any) -> list[PeerTransport]:
-    """One per rank, whose memory is mapped on all."""
+def transports(
+    ranks: list[int],
+    chunk: int,
+    start: int = 0,
+    seed: int = 0,
+    make_driver: Callable[..., Any] = FakeDriver,
+    **driver: Any,
+) -> list[PeerTransport]:
+    """One per rank, whose memory is mapped on all; drivers are made with a seed and what else is given."""
     length = SymmetricBuffer.size_bytes(len(ranks), chunk)
     buffers = [torch.full((length,), UNTOUCHED, dtype=torch.uint8) for _ in ranks]
     mapped = [SymmetricBuffer(rank, buffers, chunk) for rank in range(len(ranks))]
@@ -33,7 +41,7 @@ def transports(ranks: list[int], chunk: int, start: int = 0, seed: int = 0, **dr
         buffer.signal_pad(rank).fill_(signed(start))
         buffer.failed(rank).zero_()
     global_ranks = [100 + rank for rank in range(max(ranks) + 1)]
-    return [PeerTransport(FakeDriver(100 * seed + one.rank, **driver), one, ranks, global_ranks, start) for one in mapped]
+    return [PeerTransport(make_driver(100 * seed + one.rank, **driver), one, ranks, global_ranks, start) for one in mapped]
 
 
 def lengths(size: int, most: int, seed: int) -> list[list[int]]:

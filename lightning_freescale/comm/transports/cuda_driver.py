@@ -24,7 +24,8 @@ class CudaDriver:
 
     Streams are made here, because torch hands out the same 32 streams again and again, and one that waits for a word would
     hold up whoever shares it. Copies go through ``cuMemcpyBatchAsync``, whose flag asks for a copy engine also within a
-    device, where a plain copy may be a kernel; without it (CUDA driver or cuda-bindings below 12.8) a warning says so once.
+    device, where a plain copy may be a kernel; without it (CUDA driver or cuda-bindings below 12.8, or cuda-bindings 13 over
+    driver 12) a warning says so once.
 
     Args:
         device: a CUDA device with an index.
@@ -41,7 +42,7 @@ class CudaDriver:
         if self._batch is None:
             warnings.warn(
                 "copies within a GPU may occupy streaming multiprocessors: for copy engines, update the CUDA driver and "
-                "cuda-bindings to 12.8",
+                "cuda-bindings to 12.8, or with cuda-bindings 13 the driver to 13.0",
                 stacklevel=2,
             )
 
@@ -115,7 +116,10 @@ class CudaDriver:
 
     def _batch_attributes(self) -> list[Any] | None:
         """Return what asks for a copy engine; None if it cannot be asked for."""
-        if not hasattr(self._cuda, "cuMemcpyBatchAsync") or self._call("cuDriverGetVersion") < 12080:
+        if not hasattr(self._cuda, "cuMemcpyBatchAsync"):
+            return None
+        needed = 12080 if self._cuda.CUDA_VERSION < 13000 else 13000  # CUDA 13 has changed its arguments
+        if self._call("cuDriverGetVersion") < needed:
             return None
         attributes = self._cuda.CUmemcpyAttributes()
         attributes.srcAccessOrder = self._cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
