@@ -17,14 +17,24 @@ from torch import Tensor
 WORD = 4
 """Bytes that are copied at once."""
 _streams: list[FakeStream] = []
+_memory: list[Tensor] = []
+
+
+def keep(tensor: Tensor) -> Tensor:
+    """Let a tensor live until the streams have ended, which know its address only."""
+    _memory.append(tensor)
+    return tensor
 
 
 def end_streams() -> None:
-    """Let the threads of all streams end."""
-    while _streams:
-        stream = _streams.pop()
-        stream.hold.clear()
-        stream.put(None)
+    """Let the threads of all streams end, whatever is left for them."""
+    for stream in _streams:
+        stream.end()
+    for stream in _streams:
+        stream.thread.join(10)
+        assert not stream.thread.is_alive()
+    _streams.clear()
+    _memory.clear()
 
 
 class FakeEvent:
@@ -50,8 +60,15 @@ class FakeStream:
     def __init__(self) -> None:
         self.hold, self.pending = threading.Event(), 0
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.ended = False
         _streams.append(self)
-        threading.Thread(target=self._run, daemon=True).start()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def end(self) -> None:
+        self.ended = True
+        self.hold.clear()
+        self.put(None)
 
     def put(self, operation: Callable[[], None] | None) -> None:
         self.pending += 1
@@ -70,7 +87,8 @@ class FakeStream:
         while (operation := self._queue.get()) is not None:
             while self.hold.is_set():
                 time.sleep(1e-4)
-            operation()
+            if not self.ended:
+                operation()
             self.pending -= 1
 
 
@@ -125,19 +143,22 @@ class FakeDriver:
         if pieces:
             stream.put(copy)
 
-    def wait_words(self, stream: FakeStream, words: list[int], values: list[int]) -> None:
+    def word(self, address: int) -> ctypes.c_uint32:
+        return ctypes.c_uint32.from_address(address)
+
+    def wait_words(self, stream: FakeStream, words: list[ctypes.c_uint32], values: list[int]) -> None:
         assert len(words) == len(values) < 256
-        awaited = [(ctypes.c_uint32.from_address(word), value) for word, value in zip(words, values)]
+        awaited = list(zip(words, values))
 
         def wait() -> None:
-            while any(signed(word.value - value) < 0 for word, value in awaited):
+            while not stream.ended and any(signed(word.value - value) < 0 for word, value in awaited):
                 time.sleep(2e-5)
 
         if awaited:
             stream.put(wait)
 
     def allocate_pinned(self, length: int) -> Tensor:
-        return torch.zeros(length, dtype=torch.int32)
+        return keep(torch.zeros(length, dtype=torch.int32))
 
     def destroy_streams(self) -> None:
         self.closed = True

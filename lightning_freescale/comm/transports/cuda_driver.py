@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -30,14 +30,17 @@ class CudaDriver:
     Args:
         device: a CUDA device with an index.
         cuda: the module ``cuda.bindings.driver``.
+
+    Attributes:
+        pointer: makes of an address what :meth:`copy` takes; call it once for what is used often.
     """
 
     def __init__(self, device: torch.device, cuda: Any = None) -> None:
         self.device = device
         self._cuda = cuda or import_cuda_bindings()
         self._context = self._call("cuDevicePrimaryCtxRetain", self._call("cuDeviceGet", device.index))
+        self.pointer: Callable[[int], Any] = self._cuda.CUdeviceptr
         self._handles: dict[int, Any] = {}
-        self._waits: dict[int, Any] = {}
         self._batch = self._batch_attributes()
         if self._batch is None:
             warnings.warn(
@@ -66,10 +69,6 @@ class CudaDriver:
         if event is not None:
             stream.wait_event(event)
 
-    def pointer(self, address: int) -> Any:
-        """Return an address as :meth:`copy` takes it; make it once where it is used often."""
-        return self._cuda.CUdeviceptr(address)
-
     def copy(self, stream: Any, targets: list[Any], sources: list[Any], lengths: list[int]) -> None:
         """Copy ``lengths`` bytes each, within the device, to or from peers and pinned memory, **in any order**.
 
@@ -84,17 +83,21 @@ class CudaDriver:
             return
         self._call("cuMemcpyBatchAsync", targets, sources, lengths, len(lengths), self._batch, [0], 1, handle)
 
-    def wait_words(self, stream: Any, words: list[int], values: list[int]) -> None:
-        """Hold the stream until words of 32 bits of this device have reached ``values``: no cyclic difference is negative.
+    def word(self, address: int) -> Any:
+        """Return a word of 32 bits of this device as :meth:`wait_words` takes it; make it once where it is used often."""
+        word = self._cuda.CUstreamBatchMemOpParams()
+        word.operation = self._cuda.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
+        word.waitValue.address = self._cuda.CUdeviceptr(address)
+        word.waitValue.flags = int(self._cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
+        return word
 
-        ``words`` are at most 255 addresses, and few different ones, as what is made of them is kept.
-        """
+    def wait_words(self, stream: Any, words: list[Any], values: list[int]) -> None:
+        """Hold the stream until at most 255 words have reached ``values``: no cyclic difference is negative."""
         if not words:
             return
         for word, value in zip(words, values):
-            self._wait(word).waitValue.value = value % WRAP
-        waits = [self._waits[word] for word in words]
-        self._call("cuStreamBatchMemOp", self._handles[stream.cuda_stream], len(waits), waits, 0)
+            word.waitValue.value = value % WRAP  # CUDA copies it in the call
+        self._call("cuStreamBatchMemOp", self._handles[stream.cuda_stream], len(words), words, 0)
 
     def allocate_pinned(self, length: int) -> Tensor:
         """Return host memory for ``length`` words, int32, that copy engines can reach."""
@@ -104,15 +107,6 @@ class CudaDriver:
         """Destroy the streams; CUDA lets what is on them finish."""
         while self._handles:
             self._call("cuStreamDestroy", self._handles.popitem()[1])
-
-    def _wait(self, word: int) -> Any:
-        """Return the parameters of a wait for ``word``; CUDA copies them, so they are made once."""
-        if word not in self._waits:
-            wait = self._waits[word] = self._cuda.CUstreamBatchMemOpParams()
-            wait.operation = self._cuda.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
-            wait.waitValue.address = self._cuda.CUdeviceptr(word)
-            wait.waitValue.flags = int(self._cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
-        return self._waits[word]
 
     def _batch_attributes(self) -> list[Any] | None:
         """Return what asks for a copy engine; None if it cannot be asked for."""
@@ -128,10 +122,10 @@ class CudaDriver:
 
     def _call(self, name: str, *args: Any) -> Any:
         """Return of the driver's results the ones after the error code: none, one, or a tuple."""
-        error, *results = getattr(self._cuda, name)(*args)
-        if int(error) != 0:
-            raise RuntimeError(f"{name} failed on {self.device}: {error.name}")
-        return results[0] if len(results) == 1 else tuple(results)
+        answer = getattr(self._cuda, name)(*args)
+        if answer[0] != 0:
+            raise RuntimeError(f"{name} failed on {self.device}: {answer[0].name}")
+        return answer[1] if len(answer) == 2 else answer[1:]
 
 
 def import_cuda_bindings() -> Any:

@@ -17,28 +17,14 @@ _WORD = 4
 
 
 @dataclass
-class Chunks:
-    """At most one chunk to, or from, every peer.
-
-    Attributes:
-        peers: ranks in the buffer.
-        places: pointers to where each comes from, or goes to.
-        lengths: bytes of each, at least 1.
-    """
-
-    peers: list[int]
-    places: list[Any]
-    lengths: list[int]
-
-
-@dataclass
-class _Direction:
+class Direction:
     """One way of the chunks.
 
     Attributes:
+        stream: of its copies.
         counts: chunks so far, for every peer.
         lead: how far the peer must have counted before a chunk may be copied, beyond the number of chunks before it.
-        awaited: by peer, the address of this rank's word in which the peer counts.
+        words: by peer, this rank's word in which the peer counts.
         counted: by peer, a pointer to the peer's word in which this rank counts.
         slots: by peer, pointers to those of even and of odd chunks.
     """
@@ -46,9 +32,34 @@ class _Direction:
     stream: Any
     counts: list[int]
     lead: int
-    awaited: dict[int, int]
+    words: dict[int, Any]
     counted: dict[int, Any]
     slots: dict[int, list[Any]]
+
+
+class Peers:
+    """Some of the peers, with what chunks in one direction need of them, looked up once for many rounds."""
+
+    def __init__(self, direction: Direction, ranks: list[int]) -> None:
+        self.ranks = ranks
+        self.words = [direction.words[rank] for rank in ranks]
+        self.counted = [direction.counted[rank] for rank in ranks]
+        self.slots = [direction.slots[rank] for rank in ranks]
+        self.word_lengths = [_WORD] * len(ranks)
+
+
+@dataclass
+class Chunks:
+    """A chunk for each of some peers, or of each.
+
+    Attributes:
+        places: pointers to where they come from, or go to.
+        lengths: bytes of each, at least 1.
+    """
+
+    peers: Peers
+    places: list[Any]
+    lengths: list[int]
 
 
 class Link:
@@ -67,6 +78,7 @@ class Link:
     Attributes:
         peers: ranks of the others in the buffer, each rank's in another order, so that not all write to the same at once.
         sent, received: chunks for and of every peer so far.
+        sending, receiving: what belongs to each direction.
     """
 
     def __init__(self, driver: CudaDriver, buffer: SymmetricBuffer, ranks: list[int], start: int = 0) -> None:
@@ -78,19 +90,19 @@ class Link:
         def slots(at: int, source: int) -> list[Any]:
             return [pointer(buffer.slot(at, source, number).data_ptr()) for number in range(2)]
 
-        self._sending = _Direction(
+        self.sending = Direction(
             driver.create_stream(),
             self.sent,
             -1,  # of two slots one may be in use
-            {peer: buffer.consumed(here, peer).data_ptr() for peer in self.peers},
+            {peer: driver.word(buffer.consumed(here, peer).data_ptr()) for peer in self.peers},
             {peer: pointer(buffer.arrived(peer, here).data_ptr()) for peer in self.peers},
             {peer: slots(peer, here) for peer in self.peers},
         )
-        self._receiving = _Direction(
+        self.receiving = Direction(
             driver.create_stream(),
             self.received,
             1,
-            {peer: buffer.arrived(here, peer).data_ptr() for peer in self.peers},
+            {peer: driver.word(buffer.arrived(here, peer).data_ptr()) for peer in self.peers},
             {peer: pointer(buffer.consumed(peer, here).data_ptr()) for peer in self.peers},
             {peer: slots(here, peer) for peer in self.peers},
         )
@@ -102,7 +114,7 @@ class Link:
         # that release the streams, a 1, and at last a copy of the word that says whether a peer has given up.
         length = 2 * size * (_AHEAD + 1) + 2
         self._pinned, self.signals = driver.allocate_pinned(length), driver.allocate_pinned(len(buffer.signal_pad(here)))
-        self._words = (c_uint32 * length).from_address(self._pinned.data_ptr())  # written many times faster than a tensor
+        self._words: Any = (c_uint32 * length).from_address(self._pinned.data_ptr())  # written much faster than a tensor
         self._sources = [pointer(self._pinned.data_ptr() + _WORD * place) for place in range(length)]
         self._words[-2:] = [1, 0]
         self._failed = pointer(buffer.failed(here).data_ptr())
@@ -124,27 +136,27 @@ class Link:
 
     def wait_event(self, event: Any) -> None:
         """Let what comes next wait for an event of the caller's stream."""
-        for way in (self._sending, self._receiving):
+        for way in (self.sending, self.receiving):
             self.driver.wait_event(way.stream, event)
 
     def enqueue_round(self, outgoing: Chunks, own: tuple[Any, Any, int] | None, incoming: Chunks, is_last: bool) -> None:
         """Enqueue a round, where :attr:`is_full` is not set; ``is_last`` says whether it ends a transfer.
 
-        ``own`` are pointers to where this rank's own chunk goes and comes from, and its bytes.
+        ``own`` are pointers to where this rank's own chunk comes from and goes to, and its bytes.
         """
         place = self._rounds % _AHEAD
         self._rounds += 1
         first, size, copy = 2 * len(self.ranks) * place, len(self.ranks), self.driver.copy
-        slots = self._wait(self._sending, outgoing, first)
-        copy(self._sending.stream, slots, outgoing.places, outgoing.lengths)
-        self._count(self._sending, outgoing, first)
+        slots = self._wait(self.sending, outgoing.peers, first)
+        copy(self.sending.stream, slots, outgoing.places, outgoing.lengths)
+        self._count(self.sending, outgoing.peers, first)
         if own is not None:  # before the wait, as nobody else has part in it
-            copy(self._receiving.stream, [own[0]], [own[1]], [own[2]])
-        slots = self._wait(self._receiving, incoming, first + size)
-        copy(self._receiving.stream, incoming.places, slots, incoming.lengths)
-        self._count(self._receiving, incoming, first + size)
+            copy(self.receiving.stream, [own[1]], [own[0]], [own[2]])
+        slots = self._wait(self.receiving, incoming.peers, first + size)
+        copy(self.receiving.stream, incoming.places, slots, incoming.lengths)
+        self._count(self.receiving, incoming.peers, first + size)
         if is_last and self.peers:  # behind the copies: who gives up tells it before it spoils what is in the slots
-            copy(self._receiving.stream, [self._sources[-1]], [self._failed], [_WORD])
+            copy(self.receiving.stream, [self._sources[-1]], [self._failed], [_WORD])
         self._events[place] = self._mark_end(*self._events[place])
 
     def mark_failed_round(self) -> None:
@@ -174,35 +186,32 @@ class Link:
 
         Again and again, because a peer that comes late writes lower ones.
         """
-        first = 2 * len(self.ranks) * _AHEAD
-        for way in (self._sending, self._receiving):
-            for peer in self.peers:
-                self._words[first + peer] = way.counts[peer]  # what it has been from the first time on
-            targets = [self.driver.pointer(way.awaited[peer]) for peer in self.peers]
-            sources = [self._sources[first + peer] for peer in self.peers]
-            self.driver.copy(self._urgent, targets, sources, [_WORD] * len(targets))
+        buffer, first = self.buffer, 2 * len(self.ranks) * _AHEAD
+        for word, counts in ((buffer.consumed, self.sent), (buffer.arrived, self.received)):
+            targets = [self.driver.pointer(word(buffer.rank, peer).data_ptr()) for peer in self.peers]
+            self._words[first : first + len(targets)] = [counts[peer] for peer in self.peers]  # as at the first time
+            self.driver.copy(self._urgent, targets, self._sources[first : first + len(targets)], [_WORD] * len(targets))
             first += len(self.ranks)
         return self._urgent.record_event()
 
-    def _wait(self, way: _Direction, chunks: Chunks, first: int) -> list[Any]:
-        """Hold the stream until the slots of ``chunks`` may be used, and return them; count the chunks in the words."""
-        numbers = [way.counts[peer] for peer in chunks.peers]
-        for peer, number in zip(chunks.peers, numbers):
-            way.counts[peer] = self._words[first + peer] = (
-                number + 1
-            )  # before the calls: a release is not below what they await
-        words = [way.awaited[peer] for peer in chunks.peers]
-        self.driver.wait_words(way.stream, words, [number + way.lead for number in numbers])
-        return [way.slots[peer][number % 2] for peer, number in zip(chunks.peers, numbers)]
+    def _wait(self, way: Direction, peers: Peers, first: int) -> list[Any]:
+        """Hold the stream until the next slots may be used, and return them; put their counts into words from ``first`` on."""
+        counts, lead = way.counts, way.lead
+        numbers = [counts[rank] for rank in peers.ranks]
+        after = [number + 1 for number in numbers]
+        for rank, number in zip(peers.ranks, after):
+            counts[rank] = number  # before the calls, for what is released must not be below what is awaited
+        self._words[first : first + len(after)] = after
+        self.driver.wait_words(way.stream, peers.words, [number + lead for number in numbers])
+        return [slots[number & 1] for slots, number in zip(peers.slots, numbers)]
 
-    def _count(self, way: _Direction, chunks: Chunks, first: int) -> None:
-        """Tell the peers that ``chunks`` have been copied; a call of its own, as copies of one call have no order."""
-        targets = [way.counted[peer] for peer in chunks.peers]
-        sources = [self._sources[first + peer] for peer in chunks.peers]
-        self.driver.copy(way.stream, targets, sources, [_WORD] * len(targets))
+    def _count(self, way: Direction, peers: Peers, first: int) -> None:
+        """Tell the peers that their chunks have been copied; a call of its own, as copies of one call have no order."""
+        words = self._sources[first : first + len(peers.ranks)]
+        self.driver.copy(way.stream, peers.counted, words, peers.word_lengths)
 
     def _mark_end(self, *events: Any) -> tuple[Any, Any]:
         sending, receiving = events
-        ends = self._sending.stream.record_event(sending), self._receiving.stream.record_event(receiving)
+        ends = self.sending.stream.record_event(sending), self.receiving.stream.record_event(receiving)
         self._in_flight.append(ends)
         return ends

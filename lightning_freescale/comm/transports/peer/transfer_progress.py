@@ -6,23 +6,22 @@ from torch import Tensor
 
 from lightning_freescale.comm.transfer import Transfer
 from lightning_freescale.comm.transports.cuda_driver import WRAP
-from lightning_freescale.comm.transports.peer.link import Chunks, Link
+from lightning_freescale.comm.transports.peer.link import Chunks, Direction, Link, Peers
 
 
 class TransferProgress:
-    """The rounds of one transfer. Parts are addresses and lengths: to slice a tensor for every chunk costs too much."""
+    """The rounds of one transfer."""
 
     def __init__(self, link: Link, transfer: Transfer) -> None:
         self._link = link
         self._transfer = transfer  # its memory
         self._sent_before, self._received_before = list(link.sent), list(link.received)
-        self._outgoing = [(peer, *_extent(transfer.outgoing, link.ranks[peer])) for peer in link.peers]
-        self._incoming = [(peer, *_extent(transfer.incoming, link.ranks[peer])) for peer in link.peers]
-        (source, length), (target, _) = (
-            _extent(way, link.ranks[link.buffer.rank]) for way in (transfer.outgoing, transfer.incoming)
-        )
-        self._own = target, source, 0 if target == source else length
-        largest = max(self._own[2], *(length for way in (self._outgoing, self._incoming) for _, _, length in way), 0)
+        self._outgoing = _Parts(link, link.sending, transfer.outgoing)
+        self._incoming = _Parts(link, link.receiving, transfer.incoming)
+        own = link.ranks[link.buffer.rank]
+        source, target = transfer.outgoing[own].data_ptr(), transfer.incoming[own].data_ptr()
+        self._own = source, target, len(transfer.outgoing[own]) if source != target else 0
+        largest = max(self._outgoing.largest, self._incoming.largest, self._own[2])
         self._rounds = -(-largest // link.buffer.chunk)
         self._started = 0
         link.wait_event(transfer.issued)
@@ -56,27 +55,37 @@ class TransferProgress:
         return sorted(link.ranks[peer] for peer in unseen or behind)
 
     def _enqueue(self, number: int) -> None:
-        begin, pointer = number * self._link.buffer.chunk, self._link.driver.pointer
-        target, source, length = self._own
-        length = min(length - begin, self._link.buffer.chunk)
-        own = (pointer(target + begin), pointer(source + begin), length) if length > 0 else None
-        is_last = number == self._rounds - 1
-        self._link.enqueue_round(self._cut(self._outgoing, begin), own, self._cut(self._incoming, begin), is_last)
-
-    def _cut(self, parts: list[tuple[int, int, int]], begin: int) -> Chunks:
-        """Return the chunks that begin at byte ``begin`` of each part."""
         chunk, pointer = self._link.buffer.chunk, self._link.driver.pointer
-        there = [part for part in parts if part[2] > begin]
-        return Chunks(
-            [peer for peer, _, _ in there],
-            [pointer(address + begin) for _, address, _ in there],
-            [min(chunk, length - begin) for _, _, length in there],
-        )
+        begin = number * chunk
+        source, target, length = self._own
+        own = None
+        if length > begin:
+            own = pointer(source + begin), pointer(target + begin), min(chunk, length - begin)
+        outgoing, incoming = self._outgoing.cut(begin), self._incoming.cut(begin)
+        self._link.enqueue_round(outgoing, own, incoming, is_last=number == self._rounds - 1)
 
 
-def _extent(parts: list[Tensor], rank: int) -> tuple[int, int]:
-    """Return where a rank's part begins and its bytes."""
-    return parts[rank].data_ptr(), len(parts[rank])
+class _Parts:
+    """The parts of a transfer in one direction, as addresses: to slice a tensor for every chunk would cost too much."""
+
+    def __init__(self, link: Link, direction: Direction, parts: list[Tensor]) -> None:
+        self._chunk, self._pointer, self._direction = link.buffer.chunk, link.driver.pointer, direction
+        of_peers = ((peer, parts[link.ranks[peer]]) for peer in link.peers)
+        self._left = [(peer, part.data_ptr(), len(part)) for peer, part in of_peers]
+        self.largest = max((length for *_, length in self._left), default=0)
+        self._alike_until = 0
+
+    def cut(self, begin: int) -> Chunks:
+        """Return the chunks from byte ``begin`` of each part on; call it in their order."""
+        if begin >= self._alike_until:  # the chunks are not those of the round before, a chunk further on
+            self._left = [part for part in self._left if part[2] > begin]
+            self._peers = Peers(self._direction, [peer for peer, _, _ in self._left])
+            self._addresses = [address for _, address, _ in self._left]
+            self._lengths = [min(self._chunk, length - begin) for _, _, length in self._left]
+            shortest = min((length for _, _, length in self._left), default=0)
+            self._alike_until = max(begin + self._chunk, shortest // self._chunk * self._chunk)
+        pointer = self._pointer
+        return Chunks(self._peers, [pointer(address + begin) for address in self._addresses], self._lengths)
 
 
 def _ahead(one: int, other: int) -> int:
