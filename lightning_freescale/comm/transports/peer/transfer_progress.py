@@ -16,8 +16,8 @@ class TransferProgress:
         self._link = link
         self._transfer = transfer  # its memory
         self._sent_before, self._received_before = list(link.sent), list(link.received)
-        self._outgoing = _Parts(link, link.sending, transfer.outgoing)
-        self._incoming = _Parts(link, link.receiving, transfer.incoming)
+        self._outgoing = _PeerParts(link, link.sending, transfer.outgoing)
+        self._incoming = _PeerParts(link, link.receiving, transfer.incoming)
         own = link.ranks[link.buffer.rank]
         source, target = transfer.outgoing[own].data_ptr(), transfer.incoming[own].data_ptr()
         self._own = source, target, len(transfer.outgoing[own]) if source != target else 0
@@ -65,7 +65,7 @@ class TransferProgress:
         self._link.enqueue_round(outgoing, own, incoming, is_last=number == self._rounds - 1)
 
 
-class _Parts:
+class _PeerParts:
     """The parts of a transfer in one direction, as addresses: to slice a tensor for every chunk would cost too much."""
 
     def __init__(self, link: Link, direction: Direction, parts: list[Tensor]) -> None:
