@@ -39,7 +39,7 @@ def settle_transport(backend_opts: Any, lane: CollectiveExecutor, backends: Nati
         DistBackendError: a rank does not come, or torch's own backend fails.
     """
     topology, first = lane.topology, backend_opts.group_rank == 0
-    sizes = lane.options.chunk_bytes, lane.options.pinned_bytes, lane.options.nccl_ctas
+    sizes = lane.options.chunk_bytes, lane.options.pinned_bytes, lane.options.peer_bytes, lane.options.nccl_ctas
     key = topology.ranks, tuple(each.gpu for each in topology.hardware), sizes
     known = {said["known"] for said in gather_over(lane.gloo, {"known": _verdicts.get(key, "")})}
     if len(known) > 1 or known == {""}:  # all ranks measure, also those that knew

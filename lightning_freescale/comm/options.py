@@ -9,14 +9,16 @@ TRANSPORTS = ("auto", "host", "peer", "nccl-zero-cta", "two-level", "native")
 MIN_PINNED_CHUNKS = 16
 """Chunks that the bound of pinned memory must hold: two in flight and two more to arrive, in size classes that are powers of
 two, in each of two directions."""
+MIN_PEER_BYTES = 1024 * 1024
+"""Two chunks of 256 bytes, to which copy engines align, for each of more ranks than an NVLink domain has."""
 
 
 @dataclass(frozen=True)
 class LaneOptions:
     """A lane is a process group with its own order and a priority: ``dist.new_group(backend="freescale", pg_options=...)``.
 
-    Give every rank of a group the same options; the ranks compare transport, priority, chunk_bytes, pinned_bytes and nccl_ctas
-    when the group is made. Issue the collectives of a group from one thread: their order must be that of the other ranks.
+    Give every rank of a group the same options; the ranks compare transport, priority, chunk_bytes, pinned_bytes, peer_bytes
+    and nccl_ctas when the group is made. Issue the collectives of a group from one thread: their order must be that of the other ranks.
 
     Attributes:
         transport: what moves CUDA tensors: ``"host"``, ``"peer"``, ``"nccl-zero-cta"``, ``"two-level"``, ``"native"``, or
@@ -34,6 +36,8 @@ class LaneOptions:
         pinned_bytes: bound of the host memory pinned for CUDA tensors.
         nccl_ctas: thread blocks, and so at most streaming multiprocessors, that NCCL takes for a collective of this lane; None:
             as many as it chooses. Not tested on GPU.
+        peer_bytes: memory that ``"peer"`` and ``"two-level"`` take on every GPU for each lane: two chunks for every other rank
+            of the NVLink domain. So half of it is what a rank sends in one round, after which the lane may pause.
 
     Raises:
         ValueError: an option is out of range.
@@ -47,6 +51,7 @@ class LaneOptions:
     max_pause_seconds: float = 0.05
     pinned_bytes: int = 256 * 1024 * 1024
     nccl_ctas: int | None = None
+    peer_bytes: int = 256 * 1024 * 1024
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
@@ -64,3 +69,5 @@ class LaneOptions:
                 f"pinned_bytes={self.pinned_bytes}: pass at least {MIN_PINNED_CHUNKS} chunks, {least} bytes, or a smaller "
                 f"chunk_bytes than {self.chunk_bytes}"
             )
+        if self.peer_bytes < MIN_PEER_BYTES:
+            raise ValueError(f"peer_bytes={self.peer_bytes}: pass at least {MIN_PEER_BYTES} bytes")

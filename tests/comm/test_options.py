@@ -25,6 +25,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"chunk_bytes": 100, "pinned_bytes": 100 * MIN_PINNED_CHUNKS - 1},
         "pinned_bytes=1599: pass at least 16 chunks, 1600 bytes, or a smaller",
     ),
+    ({"peer_bytes": 2**20 - 1}, "peer_bytes=1048575: pass at least 1048576 bytes"),
 ]
 
 
@@ -42,6 +43,7 @@ def test_out_of_range(options: dict[str, Any], words: str) -> None:
         {"preempt_below_bytes": 0, "max_pause_seconds": 0},
         {"priority": -7},
         *({"nccl_ctas": count} for count in (1, 64)),
+        {"peer_bytes": 2**20},
         *({"transport": name} for name in ("auto", "host", "peer", "nccl-zero-cta", "two-level", "native")),
     ],
 )

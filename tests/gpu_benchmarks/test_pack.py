@@ -14,10 +14,9 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-import pytest
-
 import fatbin
 import pack
+import pytest
 
 SCRIPT = Path(pack.__file__).with_name("unpack_site.py")
 PYTHON = ".".join(map(str, sys.version_info[:2]))

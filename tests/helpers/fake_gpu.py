@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
 import time
@@ -13,15 +14,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+WORD = 4
+"""Bytes that are copied at once."""
 _streams: list[FakeStream] = []
+_memory: list[Tensor] = []
+
+
+def keep(tensor: Tensor) -> Tensor:
+    """Let a tensor live until the streams have ended, which know its address only."""
+    _memory.append(tensor)
+    return tensor
 
 
 def end_streams() -> None:
-    """Let the threads of all streams end."""
-    while _streams:
-        stream = _streams.pop()
-        stream.hold.clear()
-        stream.put(None)
+    """Let the threads of all streams end, whatever is left for them."""
+    for stream in _streams:
+        stream.end()
+    for stream in _streams:
+        stream.thread.join(10)
+        assert not stream.thread.is_alive()
+    _streams.clear()
+    _memory.clear()
 
 
 class FakeEvent:
@@ -30,6 +43,9 @@ class FakeEvent:
 
     def set(self) -> None:
         self._done.set()
+
+    def clear(self) -> None:
+        self._done.clear()
 
     def query(self) -> bool:
         return self._done.is_set()
@@ -44,15 +60,23 @@ class FakeStream:
     def __init__(self) -> None:
         self.hold, self.pending = threading.Event(), 0
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.ended = False
         _streams.append(self)
-        threading.Thread(target=self._run, daemon=True).start()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def end(self) -> None:
+        self.ended = True
+        self.hold.clear()
+        self.put(None)
 
     def put(self, operation: Callable[[], None] | None) -> None:
         self.pending += 1
         self._queue.put(operation)
 
-    def record_event(self) -> FakeEvent:
-        event = FakeEvent()
+    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
+        event = event or FakeEvent()
+        event.clear()
         self.put(event.set)
         return event
 
@@ -63,12 +87,15 @@ class FakeStream:
         while (operation := self._queue.get()) is not None:
             while self.hold.is_set():
                 time.sleep(1e-4)
-            operation()
+            if not self.ended:
+                operation()
             self.pending -= 1
 
 
 class FakeDriver:
-    """Stands in for ``CudaDriver``; tensors of the CPU are its memory, and that of its peers.
+    """Stands in for ``CudaDriver``; memory of the CPU is its memory, and that of its peers.
+
+    Copies of one call happen in any order, piece by piece.
 
     ``serial``: all streams but urgent ones are one, as if they shared a queue of the hardware.
     """
@@ -94,33 +121,44 @@ class FakeDriver:
         if event is not None:
             stream.put(event.wait)
 
-    def copy(self, stream: FakeStream, target: Tensor, source: Tensor) -> None:
-        assert len(target) == len(source) > 0
-        delays, half = [self._random.uniform(0, self._slow) for _ in range(2)], len(source) // 2
+    def pointer(self, address: int) -> int:
+        return address
+
+    def copy(self, stream: FakeStream, targets: list[int], sources: list[int], lengths: list[int]) -> None:
+        assert len(targets) == len(sources) == len(lengths)
+        assert all(length > 0 for length in lengths)
+        pieces = []
+        for target, source, length in zip(targets, sources, lengths):
+            half = length // 2
+            halves = [(target, source, half), (target + half, source + half, length - half)]
+            pieces += halves if length > WORD else [(target, source, length)]
+        self._random.shuffle(pieces)
+        delays = [self._random.uniform(0, 2 * self._slow / max(len(pieces), 1)) for _ in pieces]
 
         def copy() -> None:
-            time.sleep(delays[0])
-            target[:half].copy_(source[:half])
-            time.sleep(delays[1])
-            target[half:].copy_(source[half:])
+            for piece, delay in zip(pieces, delays):
+                time.sleep(delay)
+                ctypes.memmove(*piece)
 
-        stream.put(copy)
+        if pieces:
+            stream.put(copy)
 
-    def write_word(self, stream: FakeStream, word: Tensor, value: int) -> None:
-        assert word.shape == (1,)
-        stream.put(lambda: word.fill_(signed(value)) and None)
+    def word(self, address: int) -> ctypes.c_uint32:
+        return ctypes.c_uint32.from_address(address)
 
-    def wait_word(self, stream: FakeStream, word: Tensor, value: int) -> None:
-        assert word.shape == (1,)
+    def wait_words(self, stream: FakeStream, words: list[ctypes.c_uint32], values: list[int]) -> None:
+        assert len(words) == len(values) < 256
+        awaited = list(zip(words, values))
 
         def wait() -> None:
-            while signed(int(word) - value) < 0:
+            while not stream.ended and any(signed(word.value - value) < 0 for word, value in awaited):
                 time.sleep(2e-5)
 
-        stream.put(wait)
+        if awaited:
+            stream.put(wait)
 
     def allocate_pinned(self, length: int) -> Tensor:
-        return torch.zeros(length, dtype=torch.int32)
+        return keep(torch.zeros(length, dtype=torch.int32))
 
     def destroy_streams(self) -> None:
         self.closed = True

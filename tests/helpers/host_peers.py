@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from lightning_freescale.comm.transfer import Transfer
 from lightning_freescale.comm.transports.peer.symmetric_buffer import SymmetricBuffer
 from lightning_freescale.comm.transports.peer.transport import PeerTransport
-from tests.helpers.fake_gpu import FakeDriver, FakeEvent, signed
+from tests.helpers.fake_gpu import FakeDriver, FakeEvent, keep, signed
 
 UNTOUCHED = 255
 
@@ -24,16 +25,23 @@ class _OnDevice(Transfer):
         return False
 
 
-def transports(ranks: list[int], chunk: int, start: int = 0, seed: int = 0, **driver: Any) -> list[PeerTransport]:
-    """One per rank, whose memory is mapped on all."""
+def transports(
+    ranks: list[int],
+    chunk: int,
+    start: int = 0,
+    seed: int = 0,
+    make_driver: Callable[..., Any] = FakeDriver,
+    **driver: Any,
+) -> list[PeerTransport]:
+    """One per rank, whose memory is mapped on all; drivers are made with a seed and what else is given."""
     length = SymmetricBuffer.size_bytes(len(ranks), chunk)
-    buffers = [torch.full((length,), UNTOUCHED, dtype=torch.uint8) for _ in ranks]
+    buffers = [keep(torch.full((length,), UNTOUCHED, dtype=torch.uint8)) for _ in ranks]
     mapped = [SymmetricBuffer(rank, buffers, chunk) for rank in range(len(ranks))]
     for rank, buffer in enumerate(mapped):
         buffer.signal_pad(rank).fill_(signed(start))
         buffer.failed(rank).zero_()
     global_ranks = [100 + rank for rank in range(max(ranks) + 1)]
-    return [PeerTransport(FakeDriver(100 * seed + one.rank, **driver), one, ranks, global_ranks, start) for one in mapped]
+    return [PeerTransport(make_driver(100 * seed + one.rank, **driver), one, ranks, global_ranks, start) for one in mapped]
 
 
 def lengths(size: int, most: int, seed: int) -> list[list[int]]:
@@ -66,6 +74,8 @@ def transfer(rank: int, table: list[list[int]], seed: int, timeout: float = 30.0
 
     if late:
         threading.Thread(target=issue, daemon=True).start()
+    for each in (*outgoing, *incoming):
+        keep(each)
     limit, largest, total = timedelta(seconds=timeout), max(map(max, table)), sum(table[rank])
     return _OnDevice("all_to_all", outgoing, incoming, 0, FakeDriver.device, total, limit, seed, largest, issued)
 

@@ -1,10 +1,10 @@
-"""A CUDA device as the transports use it: streams, copies by copy engines, and waits for and writes of a word in memory."""
+"""A CUDA device as the transports use it: streams, copies by copy engines, and waits for words in memory."""
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -19,27 +19,33 @@ WRAP = 2**32
 class CudaDriver:
     """The device of this process, by cuda-bindings. Not tested on GPU.
 
-    All methods but :meth:`active` and :meth:`allocate_pinned` only enqueue, and none launches a kernel.
+    Copies and waits only enqueue, and none launches a kernel. They take many at once, because a call costs microseconds, and
+    addresses instead of tensors, because a slice of a tensor costs as much again.
 
     Streams are made here, because torch hands out the same 32 streams again and again, and one that waits for a word would
     hold up whoever shares it. Copies go through ``cuMemcpyBatchAsync``, whose flag asks for a copy engine also within a
-    device, where a plain copy may be a kernel; without it (CUDA driver or cuda-bindings below 12.8) a warning says so once.
+    device, where a plain copy may be a kernel; without it (CUDA driver or cuda-bindings below 12.8, or cuda-bindings 13 over
+    driver 12) a warning says so once.
 
     Args:
         device: a CUDA device with an index.
         cuda: the module ``cuda.bindings.driver``.
+
+    Attributes:
+        pointer: makes of an address what :meth:`copy` takes; call it once for what is used often.
     """
 
     def __init__(self, device: torch.device, cuda: Any = None) -> None:
         self.device = device
         self._cuda = cuda or import_cuda_bindings()
         self._context = self._call("cuDevicePrimaryCtxRetain", self._call("cuDeviceGet", device.index))
-        self._handles: list[Any] = []
+        self.pointer: Callable[[int], Any] = self._cuda.CUdeviceptr
+        self._handles: dict[int, Any] = {}
         self._batch = self._batch_attributes()
         if self._batch is None:
             warnings.warn(
                 "copies within a GPU may occupy streaming multiprocessors: for copy engines, update the CUDA driver and "
-                "cuda-bindings to 12.8",
+                "cuda-bindings to 12.8, or with cuda-bindings 13 the driver to 13.0",
                 stacklevel=2,
             )
 
@@ -55,7 +61,7 @@ class CudaDriver:
         priorities = self._call("cuCtxGetStreamPriorityRange")
         flags = self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
         handle = self._call("cuStreamCreateWithPriority", flags, priorities[1 if urgent else 0])
-        self._handles.append(handle)
+        self._handles[int(handle)] = handle
         return torch.cuda.ExternalStream(int(handle), device=self.device)
 
     def wait_event(self, stream: Any, event: Any) -> None:
@@ -63,25 +69,35 @@ class CudaDriver:
         if event is not None:
             stream.wait_event(event)
 
-    def copy(self, stream: Any, target: Tensor, source: Tensor) -> None:
-        """Copy contiguous bytes, within the device, to or from a peer or pinned memory."""
-        if self._batch is None:
-            with torch.cuda.stream(stream):
-                target.copy_(source, non_blocking=True)
+    def copy(self, stream: Any, targets: list[Any], sources: list[Any], lengths: list[int]) -> None:
+        """Copy ``lengths`` bytes each, within the device, to or from peers and pinned memory, **in any order**.
+
+        What must come after another copy has to be in a later call. Sources are read when the stream has come so far.
+        """
+        if not lengths:
             return
-        pointer, length = self._cuda.CUdeviceptr, source.numel() * source.element_size()
-        ends = [pointer(target.data_ptr())], [pointer(source.data_ptr())]
-        self._call("cuMemcpyBatchAsync", *ends, [length], 1, [self._batch], [0], 1, self._handle(stream))
+        handle = self._handles[stream.cuda_stream]
+        if self._batch is None:
+            for target, source, length in zip(targets, sources, lengths):
+                self._call("cuMemcpyAsync", target, source, length, handle)
+            return
+        self._call("cuMemcpyBatchAsync", targets, sources, lengths, len(lengths), self._batch, [0], 1, handle)
 
-    def write_word(self, stream: Any, word: Tensor, value: int) -> None:
-        """Store ``value`` in a word of 32 bits, of this device or a peer, after all that is before it on the stream."""
-        flag = self._cuda.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT  # fences what was written before
-        self._call("cuStreamWriteValue32", self._handle(stream), word.data_ptr(), value % WRAP, int(flag))
+    def word(self, address: int) -> Any:
+        """Return a word of 32 bits of this device as :meth:`wait_words` takes it; make it once where it is used often."""
+        word = self._cuda.CUstreamBatchMemOpParams()
+        word.operation = self._cuda.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
+        word.waitValue.address = self._cuda.CUdeviceptr(address)
+        word.waitValue.flags = int(self._cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
+        return word
 
-    def wait_word(self, stream: Any, word: Tensor, value: int) -> None:
-        """Hold the stream until a word of this device has reached ``value``: the cyclic difference is not negative."""
-        flag = self._cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-        self._call("cuStreamWaitValue32", self._handle(stream), word.data_ptr(), value % WRAP, int(flag))
+    def wait_words(self, stream: Any, words: list[Any], values: list[int]) -> None:
+        """Hold the stream until at most 255 words have reached ``values``: no cyclic difference is negative."""
+        if not words:
+            return
+        for word, value in zip(words, values):
+            word.waitValue.value = value % WRAP  # CUDA copies it in the call
+        self._call("cuStreamBatchMemOp", self._handles[stream.cuda_stream], len(words), words, 0)
 
     def allocate_pinned(self, length: int) -> Tensor:
         """Return host memory for ``length`` words, int32, that copy engines can reach."""
@@ -90,26 +106,26 @@ class CudaDriver:
     def destroy_streams(self) -> None:
         """Destroy the streams; CUDA lets what is on them finish."""
         while self._handles:
-            self._call("cuStreamDestroy", self._handles.pop())
+            self._call("cuStreamDestroy", self._handles.popitem()[1])
 
-    def _handle(self, stream: Any) -> Any:
-        return self._cuda.CUstream(stream.cuda_stream)
-
-    def _batch_attributes(self) -> Any:
+    def _batch_attributes(self) -> list[Any] | None:
         """Return what asks for a copy engine; None if it cannot be asked for."""
-        if not hasattr(self._cuda, "cuMemcpyBatchAsync") or self._call("cuDriverGetVersion") < 12080:
+        if not hasattr(self._cuda, "cuMemcpyBatchAsync"):
+            return None
+        needed = 12080 if self._cuda.CUDA_VERSION < 13000 else 13000  # CUDA 13 has changed its arguments
+        if self._call("cuDriverGetVersion") < needed:
             return None
         attributes = self._cuda.CUmemcpyAttributes()
         attributes.srcAccessOrder = self._cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
         attributes.flags = int(self._cuda.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE)
-        return attributes
+        return [attributes]
 
     def _call(self, name: str, *args: Any) -> Any:
         """Return of the driver's results the ones after the error code: none, one, or a tuple."""
-        error, *results = getattr(self._cuda, name)(*args)
-        if int(error) != 0:
-            raise RuntimeError(f"{name} failed on {self.device}: {error.name}")
-        return results[0] if len(results) == 1 else tuple(results)
+        answer = getattr(self._cuda, name)(*args)
+        if answer[0] != 0:
+            raise RuntimeError(f"{name} failed on {self.device}: {answer[0].name}")
+        return answer[1] if len(answer) == 2 else answer[1:]
 
 
 def import_cuda_bindings() -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -99,16 +99,20 @@ class ZeroCtaTransport:
     def _enqueue_round(self, transfer: Transfer, begin: int, width: int) -> None:
         """Enqueue bytes ``begin`` to ``begin + width`` of every part."""
         packed, arrived = (half[: self._size * width] for half in self._communicator.window)
-        for target, part in zip(packed.split(width), transfer.outgoing):
-            self._copy(target, part[begin : begin + width])
+        self._copy(packed.split(width), [part[begin : begin + width] for part in transfer.outgoing])
         self._communicator.all_to_all(self._stream, arrived, packed)
-        for source, part in zip(arrived.split(width), transfer.incoming):
-            self._copy(part[begin : begin + width], source)
+        self._copy([part[begin : begin + width] for part in transfer.incoming], arrived.split(width))
 
-    def _copy(self, target: Tensor, source: Tensor) -> None:
-        length = min(len(target), len(source))
-        if length:
-            self._driver.copy(self._stream, target[:length], source[:length])
+    def _copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Copy as much of each as both have."""
+        copies = [(target, source, min(len(target), len(source))) for target, source in zip(targets, sources)]
+        copies = [each for each in copies if each[2]]
+        self._driver.copy(
+            self._stream,
+            [self._driver.pointer(target.data_ptr()) for target, _, _ in copies],
+            [self._driver.pointer(source.data_ptr()) for _, source, _ in copies],
+            [length for _, _, length in copies],
+        )
 
     def _wait(self, timeout: timedelta) -> None:
         event, begun = self._stream.record_event(), time.monotonic()

@@ -16,12 +16,12 @@ from lightning_freescale.comm.p2p import GlooP2P
 from lightning_freescale.comm.transports.cuda_driver import CudaDriver
 from lightning_freescale.comm.transports.host.transport import HostTransport
 from lightning_freescale.comm.transports.nccl import NcclCommunicator, ZeroCtaTransport
-from lightning_freescale.comm.transports.peer.symmetric_buffer import allocate_symmetric_buffer
+from lightning_freescale.comm.transports.peer.symmetric_buffer import SymmetricBuffer, allocate_symmetric_buffer
 from lightning_freescale.comm.transports.peer.transport import PeerTransport
 from lightning_freescale.comm.transports.topology import RankHardware, Topology
 from lightning_freescale.comm.transports.two_level import TwoLevelTransport
 
-_SAME_ON_ALL_RANKS = ("transport", "chunk_bytes", "pinned_bytes", "priority", "nccl_ctas")
+_SAME_ON_ALL_RANKS = ("transport", "chunk_bytes", "pinned_bytes", "peer_bytes", "priority", "nccl_ctas")
 
 
 class TransportRefused(RuntimeError):  # noqa: N818 (says what happened)
@@ -143,7 +143,8 @@ def build_transport(
             communicator = NcclCommunicator(p2p.rank, p2p.size, options.chunk_bytes, store, timeout, device)
             return ZeroCtaTransport(CudaDriver(device), communicator, p2p.size), ""
         driver, near_store = CudaDriver(device), dist.PrefixStore(f"from {near[0]}", store)
-        buffer = allocate_symmetric_buffer(near.index(p2p.rank), len(near), options.chunk_bytes, device, near_store)
+        chunk = SymmetricBuffer.largest_chunk(len(near), options.peer_bytes)
+        buffer = allocate_symmetric_buffer(near.index(p2p.rank), len(near), chunk, device, near_store)
         peer = PeerTransport(driver, buffer, near, p2p.ranks)
         return (peer if kind == "peer" else TwoLevelTransport(peer, host, p2p.size)), ""
     except Exception as error:  # all ranks hear of it

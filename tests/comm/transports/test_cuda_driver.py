@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +23,7 @@ from lightning_freescale.comm.transports.cuda_driver import CudaDriver
 from lightning_freescale.comm.transports.selection import build_transport
 
 _DEVICE = torch.device("cuda", 0)
-_STREAM = SimpleNamespace(cuda_stream=7)
-_WORD = torch.zeros(1, dtype=torch.int32)
+_ROOT = Path(__file__).parents[3]
 
 
 class _Code(int):
@@ -27,15 +33,16 @@ class _Code(int):
 class _Cuda:
     """Of the module ``cuda.bindings.driver``; keeps what is called."""
 
-    def __init__(self, version: int = 12080, failing: str = "") -> None:
+    def __init__(self, version: int = 12080, failing: str = "", bindings: int = 12080) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self._version, self._failing = version, failing
+        self._version, self._failing, self.CUDA_VERSION = version, failing, bindings
         self.CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
         self.CUstreamWaitValue_flags = SimpleNamespace(CU_STREAM_WAIT_VALUE_GEQ=0)
-        self.CUstreamWriteValue_flags = SimpleNamespace(CU_STREAM_WRITE_VALUE_DEFAULT=0)
+        self.CUstreamBatchMemOpType = SimpleNamespace(CU_STREAM_MEM_OP_WAIT_VALUE_32=1)
         self.CUmemcpyFlags = SimpleNamespace(CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE=1)
         self.CUmemcpySrcAccessOrder = SimpleNamespace(CU_MEMCPY_SRC_ACCESS_ORDER_STREAM=1)
-        self.CUmemcpyAttributes, self.CUstream, self.CUdeviceptr = SimpleNamespace, int, int
+        self.CUmemcpyAttributes, self.CUdeviceptr = SimpleNamespace, int
+        self.CUstreamBatchMemOpParams = lambda: SimpleNamespace(waitValue=SimpleNamespace())
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("cu"):
@@ -50,70 +57,94 @@ class _Cuda:
             "cuDriverGetVersion": (_Code(0), self._version),
             "cuDeviceGet": (_Code(0), 3),
             "cuDevicePrimaryCtxRetain": (_Code(0), "context"),
+            "cuCtxGetStreamPriorityRange": (_Code(0), 0, -5),
+            "cuStreamCreateWithPriority": (_Code(0), 7),
             "cuMemcpyBatchAsync": (_Code(0), None),  # as before 13.0, with the index of a copy that failed
         }.get(name, (_Code(0),))
 
 
-def test_waits_and_writes_are_taken_modulo_two_to_the_32() -> None:
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Callable[[CudaDriver], Any]:
+    """Makes a stream, which a torch without CUDA has not."""
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: SimpleNamespace(cuda_stream=handle))
+    return CudaDriver.create_stream
+
+
+def test_waits_are_one_call_and_taken_modulo_two_to_the_32(stream: Callable[[CudaDriver], Any]) -> None:
     cuda = _Cuda()
     driver = CudaDriver(_DEVICE, cuda)
-    driver.wait_word(_STREAM, _WORD, -1)
-    driver.write_word(_STREAM, _WORD, 2**32 + 5)
-    address = _WORD.data_ptr()
-    assert cuda.calls[-2:] == [
-        ("cuStreamWaitValue32", 7, address, 2**32 - 1, 0),
-        ("cuStreamWriteValue32", 7, address, 5, 0),
-    ]
+    words = [driver.word(400), driver.word(404)]
+    driver.wait_words(stream(driver), words, [-1, 2**32 + 5])
+    name, handle, count, waits, flags = cuda.calls[-1]
+    assert (name, handle, count, flags) == ("cuStreamBatchMemOp", 7, 2, 0)
+    assert [(wait.operation, wait.waitValue.flags) for wait in waits] == [(1, 0)] * 2
+    assert [(wait.waitValue.address, wait.waitValue.value) for wait in waits] == [(400, 2**32 - 1), (404, 5)]
 
 
-def test_copies_ask_for_a_copy_engine() -> None:
+def test_copies_are_one_call_and_ask_for_a_copy_engine(stream: Callable[[CudaDriver], Any]) -> None:
     cuda = _Cuda()
-    target, source = torch.zeros(5, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
-    CudaDriver(_DEVICE, cuda).copy(_STREAM, target, source)
-    name, targets, sources, lengths, count, attributes, first, kinds, stream = cuda.calls[-1]
+    driver = CudaDriver(_DEVICE, cuda)
+    driver.copy(stream(driver), [100, 200], [300, 400], [20, 30])
+    name, targets, sources, lengths, count, attributes, first, kinds, handle = cuda.calls[-1]
     assert name == "cuMemcpyBatchAsync"
-    assert (targets, sources, lengths, count) == ([target.data_ptr()], [source.data_ptr()], [20], 1)
-    assert (first, kinds, stream) == ([0], 1, 7)
+    assert (targets, sources, lengths, count) == ([100, 200], [300, 400], [20, 30], 2)
+    assert (first, kinds, handle) == ([0], 1, 7)
     assert (attributes[0].flags, attributes[0].srcAccessOrder) == (1, 1)
 
 
-def test_an_old_driver_is_warned_of() -> None:
+def test_nothing_to_copy_or_to_wait_for_is_no_call(stream: Callable[[CudaDriver], Any]) -> None:
+    cuda = _Cuda()
+    driver = CudaDriver(_DEVICE, cuda)
+    made, before = stream(driver), len(cuda.calls)
+    driver.copy(made, [], [], [])
+    driver.wait_words(made, [], [])
+    assert len(cuda.calls) == before
+
+
+@pytest.mark.parametrize(("version", "bindings"), [(12060, 12080), (12090, 13000)])
+def test_without_batches_there_is_a_warning_and_a_copy_is_a_call(
+    version: int, bindings: int, stream: Callable[[CudaDriver], Any]
+) -> None:
+    cuda = _Cuda(version, bindings=bindings)
     with pytest.warns(UserWarning, match=r"may occupy streaming multiprocessors: .* update the CUDA driver"):
-        CudaDriver(_DEVICE, _Cuda(version=12060))
+        driver = CudaDriver(_DEVICE, cuda)
+    driver.copy(stream(driver), [100, 200], [300, 400], [20, 30])
+    assert cuda.calls[-2:] == [("cuMemcpyAsync", 100, 300, 20, 7), ("cuMemcpyAsync", 200, 400, 30, 7)]
 
 
-def test_an_error_names_the_call() -> None:
-    driver = CudaDriver(_DEVICE, _Cuda(failing="cuStreamWaitValue32"))
-    with pytest.raises(RuntimeError, match="cuStreamWaitValue32 failed on cuda:0: CUDA_ERROR_INVALID_CONTEXT"):
-        driver.wait_word(_STREAM, _WORD, 1)
+def test_an_error_names_the_call(stream: Callable[[CudaDriver], Any]) -> None:
+    driver = CudaDriver(_DEVICE, _Cuda(failing="cuStreamBatchMemOp"))
+    with pytest.raises(RuntimeError, match="cuStreamBatchMemOp failed on cuda:0: CUDA_ERROR_INVALID_CONTEXT"):
+        driver.wait_words(stream(driver), [driver.word(400)], [1])
 
 
-def test_the_real_bindings_take_these_arguments() -> None:
-    """Up to where they look for the driver's library."""
-    cuda = pytest.importorskip("cuda.bindings.driver")
+@pytest.fixture(scope="module")
+def stub_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds a libcuda whose device is the host."""
+    pytest.importorskip("cuda.bindings.driver")
     if torch.cuda.is_available():
-        pytest.skip("would be executed")
-    driver = object.__new__(CudaDriver)
-    driver.device, driver._cuda = _DEVICE, cuda
+        pytest.skip("torch would find the stub instead of the driver")
+    if (compiler := shutil.which("cc") or shutil.which("gcc")) is None:
+        pytest.skip("needs a C compiler")
+    folder = tmp_path_factory.mktemp("stub")
+    source = _ROOT / "tests" / "helpers" / "stub_libcuda.c"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "libcuda.so.1", source, "-ldl", "-lpthread"], check=True)
+    return folder
 
-    def call(name: str, *args: Any) -> Any:
-        if name == "cuDriverGetVersion":
-            return 12080
-        with pytest.raises(RuntimeError, match="dlopen"):
-            getattr(cuda, name)(*args)
-        return None
 
-    driver._call = call
-    driver._batch = driver._batch_attributes()
-    driver.wait_word(_STREAM, _WORD, -1)
-    driver.write_word(_STREAM, _WORD, 2**32 + 1)
-    driver.copy(_STREAM, _WORD, _WORD)
-    call("cuDevicePrimaryCtxRetain", cuda.CUdevice(0))
-    call("cuCtxSetCurrent", cuda.CUcontext(0))
-    call("cuCtxGetStreamPriorityRange")
-    call("cuStreamCreateWithPriority", cuda.CUstream_flags.CU_STREAM_NON_BLOCKING, 0)
-    call("cuStreamDestroy", cuda.CUstream(0))
-    call("cuDeviceGet", 0)
+@pytest.mark.parametrize(("version", "copy"), [(13000, "cuMemcpyBatchAsync"), (12060, "cuMemcpyAsync")])
+def test_all_bytes_arrive_by_the_real_bindings(version: int, copy: str, stub_folder: Path) -> None:
+    """They convert what they are given; also a rank that gives up gets on."""
+    environment = os.environ | {"LD_LIBRARY_PATH": str(stub_folder), "STUB_CUDA_VERSION": str(version)}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.helpers.over_stub_libcuda"]
+    ended = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    said = json.loads(ended.stdout)
+    assert said["wrong"] == [[[[]] * 3] * size for size in (2, 3, 4)]
+    assert said["failed"] == ["rank 101 did not come within the timeout of 0.3 s", "[]"]
+    assert {name for name in said["called"] if "Memcpy" in name or "Stream" in name} == {
+        *(copy, "cuStreamBatchMemOp", "cuCtxGetStreamPriorityRange", "cuStreamCreateWithPriority", "cuStreamDestroy")
+    }
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there they may be had")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_freescale.comm.transports.nccl import ZeroCtaTransport
-from tests.helpers.fake_gpu import FakeDriver, FakeStream, end_streams, on_ranks
+from tests.helpers.fake_gpu import FakeDriver, FakeStream, end_streams, keep, on_ranks
 from tests.helpers.host_peers import lengths, transfer, wrong
 
 
@@ -28,7 +28,7 @@ class FakeNccl:
     """The collective: equal parts, each rank's window only, and nobody's buffers touched before all are there."""
 
     def __init__(self, size: int, slot: int) -> None:
-        self.windows = [torch.zeros(2, size * slot, dtype=torch.uint8) for _ in range(size)]
+        self.windows = [keep(torch.zeros(2, size * slot, dtype=torch.uint8)) for _ in range(size)]
         self.calls: list[list[int]] = [[] for _ in range(size)]
         self.aborted = [0] * size
         self._size, self._barrier = size, threading.Barrier(size)

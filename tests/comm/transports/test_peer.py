@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from lightning_freescale.comm.transports.peer import transport as peer
 from lightning_freescale.comm.transports.peer.symmetric_buffer import SymmetricBuffer, allocate_symmetric_buffer
 from lightning_freescale.comm.transports.peer.transport import PeerTransport
-from tests.helpers.fake_gpu import FakeDriver, end_streams, on_ranks
+from tests.helpers.fake_gpu import FakeDriver, FakeEvent, FakeStream, end_streams, on_ranks
 from tests.helpers.host_peers import UNTOUCHED, lengths, transfer, transports, wrong
 
 
@@ -21,6 +22,11 @@ from tests.helpers.host_peers import UNTOUCHED, lengths, transfer, transports, w
 def _ended() -> Iterator[None]:
     yield
     end_streams()
+
+
+def _receiving(transport: PeerTransport) -> FakeStream:
+    """The second stream that a link makes."""
+    return transport._driver.streams[1]
 
 
 def _nothing() -> None:
@@ -43,6 +49,30 @@ def test_all_bytes_arrive(size: int, chunk: int, start: int, serial: bool) -> No
         return found
 
     assert on_ranks(size, run) == [[[]] * len(tables)] * size
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_a_round_takes_as_many_calls_with_any_number_of_ranks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait, chunks and counts each way, and the own part; at the end a look whether a peer has given up."""
+    calls: list[str] = []
+    for name in ("copy", "wait_words"):
+        call = getattr(FakeDriver, name)
+
+        def counted(driver: FakeDriver, *args: Any, name: str = name, call: Any = call) -> None:
+            calls.append(name)
+            call(driver, *args)
+
+        monkeypatch.setattr(FakeDriver, name, counted)
+    ranks, table = transports(list(range(size)), 8), [[24] * size] * size
+    assert on_ranks(size, lambda rank: ranks[rank].move(transfer(rank, table, 1), _nothing)) == [None] * size
+    assert (calls.count("wait_words"), calls.count("copy")) == (size * 3 * 2, size * (3 * 5 + 1))
+
+
+def test_two_chunks_are_sent_before_the_first_is_read() -> None:
+    pair, table = transports([0, 1], 8), [[0, 16], [0, 0]]
+    _receiving(pair[1]).hold.set()
+    pair[0].move(transfer(0, table, 1), _nothing)
+    assert int(pair[0]._link.buffer.arrived(1, 0)) == 2
 
 
 def test_a_slow_reader_is_not_overwritten() -> None:
@@ -131,7 +161,7 @@ def test_what_a_rank_copies_after_it_gave_up_is_not_taken_for_good(
     """Rank 1 reads so late that rank 0 gives up and overwrites its slots; all that it expects comes, or not all."""
     monkeypatch.setattr(peer, "_CHECK_AFTER", look)
     pair, table = transports([0, 1], 4), [[0, bytes_], [0, 0]]
-    reader = pair[1]._link.receiving
+    reader = _receiving(pair[1])
     reader.hold.set()
     threading.Timer(1.2, reader.hold.clear).start()
 
@@ -153,7 +183,8 @@ def test_the_last_count_of_a_peer_that_dies_cannot_stop_the_streams_from_drainin
     def die() -> None:
         while not int(buffer.failed(1)):
             time.sleep(1e-3)
-        time.sleep(0.01)
+        while int(buffer.arrived(0, 1)) < 4:
+            time.sleep(1e-5)
         buffer.arrived(0, 1).fill_(1)
 
     threading.Thread(target=die, daemon=True).start()
@@ -162,19 +193,35 @@ def test_the_last_count_of_a_peer_that_dies_cannot_stop_the_streams_from_drainin
     assert not pair[0]._stuck
 
 
-def test_peers_are_told_before_their_slots_are_overwritten() -> None:
-    """Rank 1 begins to read when the last chunk, which overwrote another, has arrived."""
+def test_peers_are_told_before_their_slots_are_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 begins to read when the last chunk, which overwrote another, has arrived; it hears nothing more after that."""
     pair, table = transports([0, 1], 4), [[0, 16], [0, 0]]
-    link = pair[1]._link
-    link.receiving.hold.set()
+    link, reader = pair[1]._link, _receiving(pair[1])
+    reader.hold.set()
+    release, urgent = pair[0]._link.release_streams, pair[0]._driver.streams[2]
+
+    def release_and_say_no_more() -> FakeEvent:
+        monkeypatch.undo()
+        event = release()
+        urgent.put(urgent.hold.set)
+        return event
+
+    def run(rank: int) -> None:
+        try:
+            pair[rank].move(transfer(rank, table, 1, (0.1, 20.0)[rank], late=False), _nothing)
+        finally:
+            if rank == 1:
+                urgent.hold.clear()
+
+    monkeypatch.setattr(pair[0]._link, "release_streams", release_and_say_no_more)
 
     def read() -> None:
         while int(link.buffer.arrived(1, 0)) < 4:
             time.sleep(1e-4)
-        link.receiving.hold.clear()
+        reader.hold.clear()
 
     threading.Thread(target=read, daemon=True).start()
-    _, late = on_ranks(2, lambda rank: pair[rank].move(transfer(rank, table, 1, (0.1, 20.0)[rank], late=False), _nothing))
+    _, late = on_ranks(2, run)
     assert "a peer has given up" in str(late)
 
 
@@ -203,9 +250,9 @@ def _fails_at(transport: PeerTransport, last: int, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(transport._driver, "copy", copy)
 
 
-@pytest.mark.parametrize("last", [5, 6])
+@pytest.mark.parametrize("last", [5, 6, 7, 8])
 def test_a_gpu_that_fails_in_the_middle_is_drained_and_the_peer_told(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a copy to the peer, and at one from it."""
+    """At a chunk to the peer, its count, a chunk from the peer, its count."""
     pair, table = transports([0, 1], 4), [[0, 40], [40, 0]]
     _fails_at(pair[0], last, monkeypatch)
     first, second = on_ranks(2, lambda rank: pair[rank].move(transfer(rank, table, 1, timeout=5), _nothing))
@@ -214,7 +261,7 @@ def test_a_gpu_that_fails_in_the_middle_is_drained_and_the_peer_told(last: int, 
     assert not any(rank._stuck for rank in pair)
 
 
-@pytest.mark.parametrize("last", [5, 6])
+@pytest.mark.parametrize("last", [5, 6, 7, 8])
 def test_nothing_is_touched_after_an_error(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a round that was enqueued only in part."""
     first, _ = transports([0, 1], 4, slow=0.05)
@@ -222,7 +269,7 @@ def test_nothing_is_touched_after_an_error(last: int, monkeypatch: pytest.Monkey
     with pytest.raises(RuntimeError, match="cuMemcpyBatchAsync failed"):
         first.move(transfer(0, [[0, 40], [40, 0]], 1), _nothing)
     assert not first._stuck
-    assert first._link.sending.pending == first._link.receiving.pending == 0
+    assert all(stream.pending == 0 for stream in first._driver.streams)
 
 
 def test_tensors_of_another_device_are_refused() -> None:
@@ -240,11 +287,11 @@ def test_the_parts_of_a_symmetric_buffer_do_not_overlap(ranks: int, chunk: int) 
     )
     views = [word(0, rank).view(torch.uint8) for word in (buffer.arrived, buffer.consumed) for rank in range(ranks)]
     views += [buffer.failed(0).view(torch.uint8)]
-    views += [buffer.slot(0, rank, number, chunk) for rank in range(ranks) for number in range(2)]
+    views += [buffer.slot(0, rank, number) for rank in range(1, ranks) for number in range(2)]
     for view in views:
         view += 1
     assert buffer.buffers[0].max() == 1
-    assert buffer.buffers[0].sum() == 4 * (2 * ranks + 1) + 2 * ranks * chunk
+    assert buffer.buffers[0].sum() == 4 * (2 * ranks + 1) + 2 * (ranks - 1) * chunk
     assert all(len(view) == chunk for view in views[2 * ranks + 1 :])
 
 

@@ -242,6 +242,7 @@ def test_without_cuda_they_are_refused_on_every_rank(transport: str) -> None:
     [
         ("chunk_bytes", [1000, 1000, 2000]),
         ("pinned_bytes", [2**28, 2**29, 2**29]),
+        ("peer_bytes", [2**28, 2**28, 2**27]),
         ("priority", [0, 1, 0]),
         ("transport", ["host", "host", "native"]),
     ],

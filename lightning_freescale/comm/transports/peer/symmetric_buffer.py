@@ -23,7 +23,7 @@ class SymmetricBuffer:
 
     A buffer begins with a signal pad of ``2 * size + 1`` words of 32 bits: for every rank the number of chunks that have
     arrived from it, then for every rank the number of chunks sent to it that it has consumed, then whether a peer has given up.
-    Behind it are two slots of a chunk for every rank that sends here. Counts go on from transfer to transfer.
+    Behind it are two slots of a chunk for every other rank. Counts go on from transfer to transfer.
 
     Attributes:
         rank: this one.
@@ -40,7 +40,12 @@ class SymmetricBuffer:
     @staticmethod
     def size_bytes(size: int, chunk: int) -> int:
         """Return the bytes of one buffer for ``size`` ranks."""
-        return align(4 * (2 * size + 1), _ALIGN) + 2 * size * align(chunk, _ALIGN)
+        return align(4 * (2 * size + 1), _ALIGN) + 2 * (size - 1) * align(chunk, _ALIGN)
+
+    @staticmethod
+    def largest_chunk(size: int, slot_bytes: int) -> int:
+        """Return the bytes of a chunk, a multiple of 256, with which the slots for ``size`` ranks take ``slot_bytes``."""
+        return max(slot_bytes // (2 * max(size - 1, 1)) // _ALIGN, 1) * _ALIGN
 
     @property
     def size(self) -> int:
@@ -63,10 +68,11 @@ class SymmetricBuffer:
         """Return the word that tells ``at`` that a peer has given up."""
         return self.signal_pad(at)[2 * self.size :]
 
-    def slot(self, at: int, source: int, number: int, length: int) -> Tensor:
-        """Return the ``length`` bytes at ``at`` that chunk ``number`` from ``source`` goes to."""
-        begin = align(4 * (2 * self.size + 1), _ALIGN) + (2 * source + number % 2) * align(self.chunk, _ALIGN)
-        return self.buffers[at][begin : begin + length]
+    def slot(self, at: int, source: int, number: int) -> Tensor:
+        """Return the bytes at ``at`` that chunk ``number`` from ``source``, another rank, goes to."""
+        place = (source - at - 1) % self.size
+        begin = align(4 * (2 * self.size + 1), _ALIGN) + (2 * place + number % 2) * align(self.chunk, _ALIGN)
+        return self.buffers[at][begin : begin + self.chunk]
 
 
 def allocate_symmetric_buffer(rank: int, size: int, chunk: int, device: torch.device, store: dist.Store) -> SymmetricBuffer:

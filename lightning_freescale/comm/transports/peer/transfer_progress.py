@@ -1,114 +1,43 @@
-"""Chunks from GPU to GPU, counted in memory, and how far a transfer of them has come."""
+"""How a transfer is cut into rounds of chunks, and how far it has come."""
 
 from __future__ import annotations
-
-from collections import deque
-from typing import Any
 
 from torch import Tensor
 
 from lightning_freescale.comm.transfer import Transfer
-from lightning_freescale.comm.transports.cuda_driver import WRAP, CudaDriver
-from lightning_freescale.comm.transports.peer.symmetric_buffer import SymmetricBuffer
-
-_AHEAD = 4
-"""Rounds that are on the streams, so that a rank which is late or has died leaves few behind that must be drained."""
-
-
-class Link:
-    """What lasts from transfer to transfer: memory, streams, and how many chunks have gone each way.
-
-    ``ranks`` are those of the group, in the order of their ranks in the buffer. All counters begin at ``start``, as the words
-    of the buffer do.
-
-    Attributes:
-        sending: stream of the copies to peers.
-        receiving: stream of the copies out of the buffer.
-        abort_stream: stream that never waits for a peer.
-        sent, received: chunks for and of every peer so far.
-        peers: ranks of the others in the buffer, each rank's in another order, so that not all write to the same at once.
-    """
-
-    def __init__(self, driver: CudaDriver, buffer: SymmetricBuffer, ranks: list[int], start: int = 0) -> None:
-        self.driver, self.buffer, self.ranks = driver, buffer, ranks
-        self.sending: Any = driver.create_stream()
-        self.receiving: Any = driver.create_stream()
-        self.abort_stream: Any = driver.create_stream(urgent=True)
-        self.sent = [start] * len(ranks)
-        self.received = [start] * len(ranks)
-        self.peers = [(buffer.rank + shift) % len(ranks) for shift in range(1, len(ranks))]
-
-    def send(self, peer: int, chunk: Tensor) -> None:
-        """Copy a chunk into the peer's memory once its slot there is free, and count it there."""
-        buffer, driver, number = self.buffer, self.driver, self.sent[peer]
-        self.sent[peer] = number + 1
-        driver.wait_word(self.sending, buffer.consumed(buffer.rank, peer), number - 1)  # all but one of those before it
-        driver.copy(self.sending, buffer.slot(peer, buffer.rank, number, len(chunk)), chunk)
-        driver.write_word(self.sending, buffer.arrived(peer, buffer.rank), number + 1)
-
-    def receive(self, peer: int, chunk: Tensor) -> None:
-        """Copy a chunk out of its slot once it is there, and tell the peer."""
-        buffer, driver, number = self.buffer, self.driver, self.received[peer]
-        self.received[peer] = number + 1  # at once, for what is awaited is not above it if a call fails
-        driver.wait_word(self.receiving, buffer.arrived(buffer.rank, peer), number + 1)
-        driver.copy(self.receiving, chunk, buffer.slot(buffer.rank, peer, number, len(chunk)))
-        driver.write_word(self.receiving, buffer.consumed(peer, buffer.rank), number + 1)
-
-    def signal_failure(self) -> None:
-        """Tell the peers that this rank gives up."""
-        for peer in self.peers:
-            self.driver.write_word(self.abort_stream, self.buffer.failed(peer), 1)
-
-    def release_streams(self) -> None:
-        """Write the counts that the streams wait for; again and again, because a peer that comes late writes lower ones."""
-        buffer = self.buffer
-        for peer in self.peers:
-            self.driver.write_word(self.abort_stream, buffer.consumed(buffer.rank, peer), self.sent[peer])
-            self.driver.write_word(self.abort_stream, buffer.arrived(buffer.rank, peer), self.received[peer])
+from lightning_freescale.comm.transports.cuda_driver import WRAP
+from lightning_freescale.comm.transports.peer.link import Chunks, Direction, Link, Peers
 
 
 class TransferProgress:
-    """The chunks of one transfer, in rounds of at most one to and one from every peer.
-
-    The receives of a round wait for its sends, and its sends for receives two rounds earlier, so uneven parts cannot make ranks
-    wait for each other in a circle. That is the order of the calls, too: it holds even if the GPU runs both streams as one.
-    """
+    """The rounds of one transfer."""
 
     def __init__(self, link: Link, transfer: Transfer) -> None:
         self._link = link
+        self._transfer = transfer  # its memory
         self._sent_before, self._received_before = list(link.sent), list(link.received)
-        self._outgoing = {peer: self._split(transfer.outgoing[link.ranks[peer]]) for peer in link.peers}
-        self._incoming = {peer: self._split(transfer.incoming[link.ranks[peer]]) for peer in reversed(link.peers)}
+        self._outgoing = _PeerParts(link, link.sending, transfer.outgoing)
+        self._incoming = _PeerParts(link, link.receiving, transfer.incoming)
         own = link.ranks[link.buffer.rank]
-        self._own = list(zip(self._split(transfer.outgoing[own]), self._split(transfer.incoming[own])))
-        self._rounds = max(len(self._own), *(len(each) for way in (self._outgoing, self._incoming) for each in way.values()), 0)
+        source, target = transfer.outgoing[own].data_ptr(), transfer.incoming[own].data_ptr()
+        self._own = source, target, len(transfer.outgoing[own]) if source != target else 0
+        largest = max(self._outgoing.largest, self._incoming.largest, self._own[2])
+        self._rounds = -(-largest // link.buffer.chunk)
         self._started = 0
-        self._ends: deque[tuple[Any, Any]] = deque()
-        for stream in (link.sending, link.receiving):
-            link.driver.wait_event(stream, transfer.issued)
+        link.wait_event(transfer.issued)
 
     @property
     def is_done(self) -> bool:
         """Return whether all bytes are where they belong."""
-        return self._started == self._rounds and not self._ends
-
-    @property
-    def is_drained(self) -> bool:
-        """Return whether nothing of it is left on the streams."""
-        self._forget_ended()
-        return not self._ends
+        return self._started == self._rounds and self._link.is_idle
 
     def advance(self) -> bool:
         """Enqueue rounds as earlier ones end, without waiting; return whether any has ended or started."""
-        ended, started = self._forget_ended(), self._started
-        while self._started < self._rounds and len(self._ends) < _AHEAD:
+        ended, started = self._link.forget_ended(), self._started
+        while self._started < self._rounds and not self._link.is_full:
             self._enqueue(self._started)
             self._started += 1
         return ended or self._started > started
-
-    def mark_end(self) -> None:
-        """Mark the end of a round on the streams, also of one that could be enqueued only in part."""
-        self._ends.append((self._link.sending.record_event(), self._link.receiving.record_event()))
 
     def late_ranks(self, signals: list[int]) -> list[int]:
         """Return the ranks that, by this one's signal pad, keep it waiting; if any, only those of which nothing is seen."""
@@ -125,27 +54,38 @@ class TransferProgress:
         ]
         return sorted(link.ranks[peer] for peer in unseen or behind)
 
-    def _forget_ended(self) -> bool:
-        before = len(self._ends)
-        while self._ends and all(event.query() for event in self._ends[0]):
-            self._ends.popleft()
-        return len(self._ends) < before
-
     def _enqueue(self, number: int) -> None:
-        link = self._link
-        for peer, chunks in self._outgoing.items():
-            for chunk in chunks[number : number + 1]:
-                link.send(peer, chunk)
-        for source, target in self._own[number : number + 1]:
-            if source.data_ptr() != target.data_ptr():
-                link.driver.copy(link.receiving, target, source)
-        for peer, chunks in self._incoming.items():
-            for chunk in chunks[number : number + 1]:
-                link.receive(peer, chunk)
-        self.mark_end()
+        chunk, pointer = self._link.buffer.chunk, self._link.driver.pointer
+        begin = number * chunk
+        source, target, length = self._own
+        own = None
+        if length > begin:
+            own = pointer(source + begin), pointer(target + begin), min(chunk, length - begin)
+        outgoing, incoming = self._outgoing.cut(begin), self._incoming.cut(begin)
+        self._link.enqueue_round(outgoing, own, incoming, is_last=number == self._rounds - 1)
 
-    def _split(self, part: Tensor) -> list[Tensor]:
-        return list(part.split(self._link.buffer.chunk)) if len(part) else []
+
+class _PeerParts:
+    """The parts of a transfer in one direction, as addresses: to slice a tensor for every chunk would cost too much."""
+
+    def __init__(self, link: Link, direction: Direction, parts: list[Tensor]) -> None:
+        self._chunk, self._pointer, self._direction = link.buffer.chunk, link.driver.pointer, direction
+        of_peers = ((peer, parts[link.ranks[peer]]) for peer in link.peers)
+        self._left = [(peer, part.data_ptr(), len(part)) for peer, part in of_peers]
+        self.largest = max((length for *_, length in self._left), default=0)
+        self._alike_until = 0
+
+    def cut(self, begin: int) -> Chunks:
+        """Return the chunks from byte ``begin`` of each part on; call it in their order."""
+        if begin >= self._alike_until:  # the chunks are not those of the round before, a chunk further on
+            self._left = [part for part in self._left if part[2] > begin]
+            self._peers = Peers(self._direction, [peer for peer, _, _ in self._left])
+            self._addresses = [address for _, address, _ in self._left]
+            self._lengths = [min(self._chunk, length - begin) for _, _, length in self._left]
+            shortest = min((length for _, _, length in self._left), default=0)
+            self._alike_until = max(begin + self._chunk, shortest // self._chunk * self._chunk)
+        pointer = self._pointer
+        return Chunks(self._peers, [pointer(address + begin) for address in self._addresses], self._lengths)
 
 
 def _ahead(one: int, other: int) -> int:

@@ -12,13 +12,15 @@ import torch.distributed as dist
 
 from lightning_freescale.comm.transfer import Transfer
 from lightning_freescale.comm.transports.cuda_driver import CudaDriver, nap
+from lightning_freescale.comm.transports.peer.link import Link
 from lightning_freescale.comm.transports.peer.symmetric_buffer import SymmetricBuffer
-from lightning_freescale.comm.transports.peer.transfer_progress import Link, TransferProgress
+from lightning_freescale.comm.transports.peer.transfer_progress import TransferProgress
 
 _CHECK_AFTER = 0.1
 """Seconds without progress after which to see whether a peer has given up."""
 _GRACE = 5.0
 """Seconds for the GPU to drain after a failure."""
+_GIVEN_UP = "a peer has given up; its own error says why"
 
 
 class PeerTransport:
@@ -26,9 +28,10 @@ class PeerTransport:
 
     A chunk waits on the sender's stream until its slot in the receiver's memory is free, is copied there, and is counted there;
     the receiver's stream waits for the count, copies the slot to its place, and counts it as consumed in the sender's memory.
-    Waits and counts are stream memory operations and the copies are given to copy engines, so no kernel is launched (within a
-    GPU as far as :class:`CudaDriver` can ask for it). A chunk costs the CPU three driver calls at either end, so where NVLink
-    is to be filled, pass a larger ``chunk_bytes`` than a network needs.
+    Waits are stream memory operations, chunks and counts are given to copy engines, so no kernel is launched (within a GPU as
+    far as :class:`CudaDriver` can ask for it). A round, of a chunk to and from every peer, takes nine driver calls or less,
+    so chunks should be large: ``LaneOptions(peer_bytes=...)`` is what the slots take on every GPU, two chunks for every peer.
+    A round sends half of that, with the default 128 MiB, a third of a millisecond at 400 GB/s.
 
     If a peer does not come in time, this rank tells its peers that it gives up, and then writes the counts itself that its
     streams wait for, so that they drain. What they copy then is wrong; every rank looks whether a peer has given up before it
@@ -50,7 +53,6 @@ class PeerTransport:
         self._driver = driver
         with driver.active():
             self._link: Link | None = Link(driver, buffer, ranks, start)
-            self._signals = driver.allocate_pinned(len(buffer.signal_pad(buffer.rank)))
         self._closed = ""
         self._busy = threading.Lock()
         self._stuck: list[object] = []
@@ -96,7 +98,10 @@ class PeerTransport:
                 self._check_peers()
             else:
                 nap(now - advanced)
-        self._check_peers()
+        self._check_closed()
+        assert self._link is not None
+        if self._link.has_seen_failure:
+            raise dist.DistBackendError(_GIVEN_UP)
 
     def close(self) -> None:
         """End what is in flight, and let go of memory and streams."""
@@ -112,10 +117,13 @@ class PeerTransport:
             self._busy.release()
 
     def _check_peers(self) -> None:
+        self._check_closed()
+        if (signals := self._read_signals()) is None or signals[-1]:
+            raise dist.DistBackendError(_GIVEN_UP)
+
+    def _check_closed(self) -> None:
         if self._closed:
             raise dist.DistBackendError("the peer transport was closed")
-        if (signals := self._read_signals()) is None or signals[-1]:
-            raise dist.DistBackendError("a peer has given up; its own error says why")
 
     def _check_open(self, transfer: Transfer) -> Link:
         if self._link is None or self._closed:
@@ -131,23 +139,25 @@ class PeerTransport:
         """Return the words of this rank's signal pad, once the GPU has copied them; None if it does not."""
         link = self._link
         assert link is not None
-        self._driver.copy(link.abort_stream, self._signals, link.buffer.signal_pad(link.buffer.rank))
-        event, begun = link.abort_stream.record_event(), time.monotonic()
+        event, begun = link.copy_signals(), time.monotonic()
         while not event.query():
             if (waited := time.monotonic() - begun) > _GRACE:
                 return None
             nap(waited)
-        return self._signals.tolist()
+        return list(link.signals.tolist())
 
     def _drain(self, link: Link, progress: TransferProgress) -> None:
         """Tell the peers, then let the streams go on with whatever is in the slots."""
         self._stuck = [progress, link]  # the GPU may still write there
         with suppress(RuntimeError):  # of a GPU that is of no use any more
             link.signal_failure()
-            progress.mark_end()
-            begun = time.monotonic()
-            while not progress.is_drained and (waited := time.monotonic() - begun) < _GRACE:
-                link.release_streams()
+            link.mark_failed_round()
+            begun, released = time.monotonic(), link.release_streams()
+            while (waited := time.monotonic() - begun) < _GRACE:
+                link.forget_ended()
+                if released.query():
+                    if link.is_idle:
+                        self._stuck = []
+                        return
+                    released = link.release_streams()
                 nap(waited)
-            if progress.is_drained:
-                self._stuck = []
