@@ -54,8 +54,8 @@ def main(arguments: Sequence[str] | None = None, scripts: Path = HERE) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
     try:
-        with tempfile.TemporaryDirectory(prefix="site-") as site:
-            run_parts(summary, options, scripts, Path(site))
+        with tempfile.TemporaryDirectory(prefix="first_hour-") as folder:
+            run_parts(summary, options, scripts, Path(folder) / "site")
     except Stopped as stopped:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
@@ -89,6 +89,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run_parts(summary: Summary, options: argparse.Namespace, scripts: Path, site: Path) -> None:
+    """Unpack to ``site``, which is not there yet, and run the parts; the summary follows."""
     deadline, log = time.monotonic() + 60 * options.limit_minutes, options.out / "log.txt"
     paths = []
     if options.site is not None:

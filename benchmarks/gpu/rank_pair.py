@@ -44,13 +44,13 @@ class Rank:
         """Make the default process group. Collective."""
         dist.init_process_group("gloo", rank=self.rank, world_size=2, timeout=timedelta(seconds=self.timeout))
 
-    def make_lane(self, transport: str, **lane_options: Any) -> dist.ProcessGroup:
+    def make_lane(self, transport: str) -> dist.ProcessGroup:
         """The package's process group. Collective."""
         import lightning_freescale  # noqa: F401 (registers the backend)
         from lightning_freescale.comm import LaneOptions
 
-        options = LaneOptions(transport=transport, **lane_options)
-        return dist.new_group(backend="freescale", timeout=timedelta(seconds=self.timeout), pg_options=options)
+        timeout = timedelta(seconds=self.timeout)
+        return dist.new_group(backend="freescale", timeout=timeout, pg_options=LaneOptions(transport=transport))
 
     def die(self) -> None:
         """End as a process does whose machine fails: without a word."""
@@ -95,11 +95,11 @@ def lacking(transport: str) -> str:
     """Why two ranks on this machine's one device cannot take a transport; empty if they should be able to."""
     from lightning_freescale.comm.transports.cuda_driver import import_cuda_bindings
 
-    if transport in ("host", "native") and not (transport == "native" and torch.cuda.is_available()):
+    if transport in ("host", "native"):  # torch's own backend of ranks that share a GPU is gloo
         return ""
     if not torch.cuda.is_available():
         return "no CUDA device, and it moves CUDA tensors"
-    if transport != "peer":
+    if transport == "nccl-zero-cta":
         return "NCCL takes no two ranks on one GPU"
     return "" if import_cuda_bindings() is not None else "the package cuda-bindings cannot be imported"
 

@@ -21,7 +21,6 @@ from sm_free_running import Running, Step
 
 Figures = dict[str, float]
 Taken = dict[tuple[str, str], list[float]]
-LANES: dict[str, dict[str, Any]] = {"host": {}, "peer": {"chunk_bytes": 16 * MIB}}  # small chunks cost the peer transport calls
 ALONE = {
     "sm_copy": sm_free_traffic.sm_copying,
     "copy_engine": sm_free_traffic.copy_engines,
@@ -32,7 +31,7 @@ ALONE = {
 def lane(rank: Rank, plan: Plan, transport: str) -> None:
     """The package's process group: whether it is right, what it costs the compute, what it makes the GPU do. Collective."""
     rank.init_gloo()
-    group = rank.make_lane(transport, **LANES[transport])
+    group = rank.make_lane(transport)
     cases, differing = sm_free_checks.equality(plan, group)
     _say_equality(rank, transport, cases, differing)
     exchanges = sm_free_traffic.Exchanges(plan, group)

@@ -23,34 +23,31 @@ class Sizes(NamedTuple):
 
     Attributes:
         nbytes: what goes to the peer in one exchange, by exchange.
-        chunks: bytes of the lanes' chunks.
         total: bytes that a rate is measured over.
     """
 
     nbytes: tuple[int, ...]
-    chunks: tuple[int, ...]
     total: int
 
 
 def of_size(on_gpu: bool, quick: bool) -> Sizes:
-    """Up to what fills NVLink for milliseconds, or small ones. Every size but the first is longer than a chunk."""
+    """Up to what keeps a transport busy for a while, or small ones. One size is a message, one no whole number of chunks."""
     if not on_gpu:
-        return Sizes((4096, 2 * MIB + 40), (MIB,), 32 * MIB)
+        return Sizes((4096, 2 * MIB + 40), 32 * MIB)
     large = () if quick else (256 * MIB,)
-    return Sizes((4096, 2 * MIB + 40, 64 * MIB, *large), (MIB, 16 * MIB), 1024 * MIB if quick else 2048 * MIB)
+    return Sizes((4096, 2 * MIB + 40, 64 * MIB, *large), 1024 * MIB if quick else 2048 * MIB)
 
 
 def lane(rank: Rank, transport: str, sizes: Sizes) -> None:
-    """Compare with gloo at every size, and with every chunk; then rank 1 is killed. Collective."""
+    """Compare with gloo at every size; then rank 1 is killed. Collective."""
     rank.init_gloo()
-    for chunk in sizes.chunks if transport != "native" else sizes.chunks[:1]:  # a native lane has no chunks
-        group = rank.make_lane(transport, chunk_bytes=chunk, name=f"chunks of {chunk}")
-        for nbytes in sizes.nbytes:
-            _compare(rank, group, transport, chunk, nbytes, sizes.total)
+    group = rank.make_lane(transport)
+    for nbytes in sizes.nbytes:
+        _compare(rank, group, transport, nbytes, sizes.total)
     _survive(rank, group, transport, max(sizes.nbytes))
 
 
-def _compare(rank: Rank, group: dist.ProcessGroup, transport: str, chunk: int, nbytes: int, total: int) -> None:
+def _compare(rank: Rank, group: dist.ProcessGroup, transport: str, nbytes: int, total: int) -> None:
     sent = [nbytes // 4 + rank.rank, nbytes]  # own part and peer's; the ranks keep parts of other lengths
     received = [sent[0], nbytes]
     if rank.rank:
@@ -68,14 +65,13 @@ def _compare(rank: Rank, group: dist.ProcessGroup, transport: str, chunk: int, n
         gloo = {"gloo: ms": gloo_ms, "gloo: GB/s": nbytes / gloo_ms / 1e6}
     except RuntimeError as error:  # the bytes were compared on the CPU: its rate is not what this is about
         gloo = {"gloo: ms": f"{error}".splitlines()[0][:80], "gloo: GB/s": None}
-    name = f"{transport}, {_length(nbytes)} in chunks of {_length(chunk)}"
     on = "GPU" if torch.cuda.is_available() else "CPU"
-    lane = {"transport": transport, "on": on, "to the peer": _length(nbytes), "chunk": _length(chunk)}
+    lane = {"transport": transport, "on": on, "to the peer": _length(nbytes)}
     rank.say(("row", lane | {"equal to gloo": all(equal), "ms": ms, "GB/s": nbytes / ms / 1e6} | gloo))
-    rank.say(("figure", {"name": f"{transport}_{nbytes}_bytes_chunk_{chunk}_gbps", "value": nbytes / ms / 1e6}))
+    rank.say(("figure", {"name": f"{transport}_{nbytes}_bytes_gbps", "value": nbytes / ms / 1e6}))
     if not all(equal):
         wrong = " and ".join(f"rank {one}" for one, same in enumerate(equal) if not same)
-        rank.say(("fail", {"what": name, "error": f"{wrong} received other bytes than by gloo"}))
+        rank.say(("fail", {"what": f"{transport}, {_length(nbytes)}", "error": f"{wrong} received other bytes than by gloo"}))
 
 
 def _survive(rank: Rank, group: dist.ProcessGroup | None, transport: str, nbytes: int) -> None:

@@ -227,7 +227,12 @@ def test_an_earlier_run_leaves_nothing(hour: Hour) -> None:
     assert "model" not in (hour.out / "log.txt").read_text()
 
 
-UNPACK = "import sys, pathlib; pathlib.Path(sys.argv[2], 'brought.py').write_text(f'by = {sys.argv[1]!r}')"
+UNPACK = """
+import sys, pathlib
+target = pathlib.Path(sys.argv[2])
+target.mkdir()  # an error if it is there
+(target / "brought.py").write_text(f"by = {sys.argv[1]!r}")
+"""
 
 
 def test_packages_come_first(hour: Hour, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
