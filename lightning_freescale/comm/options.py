@@ -18,7 +18,8 @@ class LaneOptions:
     """A lane is a process group with its own order and a priority: ``dist.new_group(backend="freescale", pg_options=...)``.
 
     Give every rank of a group the same options; the ranks compare transport, priority, chunk_bytes, pinned_bytes, peer_bytes
-    and nccl_ctas when the group is made. Issue the collectives of a group from one thread: their order must be that of the other ranks.
+    and nccl_ctas when the group is made. Issue the collectives of a group from one thread: their order must be that of the
+    other ranks.
 
     Attributes:
         transport: what moves CUDA tensors: ``"host"``, ``"peer"``, ``"nccl-zero-cta"``, ``"two-level"``, ``"native"``, or
