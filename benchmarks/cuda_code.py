@@ -13,6 +13,14 @@ PACKAGE = "lightning_freescale"
 
 CONDITIONS = {
     "_worker.py": {"device is not None": True, "torch.cuda.is_initialized()": True},
+    "comm/native.py": {"self._lacks_nccl and any(map(_is_on_gpu, (*args, *kwargs.values())))": True},
+    "comm/process_group.py": {
+        "torch.cuda.is_available()": True,
+        "options.transport == 'auto' and auto_candidates(topology)": True,
+        "self.moves_by_nccl and self._backends.nccl is None": True,
+        "self.moves_by_nccl": True,
+    },
+    "comm/transports/topology.py": {"not used or not torch.cuda.is_available()": False},
     "embeddings/lookahead/kjt_snapshot.py": {"self._copied": False},
     "embeddings/overlap/exchange_worker.py": {"self._stream is not None": True, "self._stream is None": False},
     "embeddings/overlap/id_exchange.py": {"self._apart": True},
@@ -22,7 +30,10 @@ CONDITIONS = {
 """Conditions that tell of CUDA by other words, and their value there."""
 
 FUNCTIONS = {
+    "comm/native.py": {"NativeBackends.register_nccl": "NCCL moves CUDA tensors"},
     "comm/sized_exchange.py": {"exchange_with_sizes": "FreeScaleGroup.exchange calls it with CUDA tensors"},
+    "comm/transports/selection.py": {"build_transport": "transports between GPUs"},
+    "comm/transports/topology.py": {"_uuid": "of a GPU", "_linked_devices": "of a GPU"},
     "comm/transports/host/staging.py": {
         "DeviceStaging": "for tensors on a GPU",
         "PinnedPool": "memory of DeviceStaging",
@@ -47,16 +58,27 @@ FUNCTIONS = {
 """Functions, and classes with all of theirs, that run on CUDA alone, with the reason."""
 
 ON_CPU_AS_WELL = {
+    "comm/native.py": {"torch.cuda.is_available()": "asks whether there is CUDA"},
+    "comm/process_group.py": {"torch.cuda.is_available()": "asks whether there is CUDA"},
+    "comm/transports/topology.py": {"torch.cuda.is_": "asks whether there is CUDA"},
     "_worker.py": {"torch.cuda.is_initialized()": "asks whether there is CUDA"},
     "comm/transports/host/transport.py": {"wait_event": "HostStaging has it, too"},
     "strategy/preserve_state.py": {"torch.Stream": "a type", "torch.Event": "a type"},
 }
 """What names CUDA in a line that every device runs, with the reason."""
 
-OF_COMM = tuple(
-    f"comm/{name}" for name in ("eager_exchange.py", "sized_exchange.py", "transfer.py", "transports/host/", "work.py")
-)
-"""What counts of comm/. The rest connects GPUs: tests/comm runs it over stand-ins for the driver and for NCCL."""
+FILES = {
+    "comm/auto_transport.py": "lanes without GPUs try nothing",
+    "comm/transports/cuda_driver.py": "the driver of a GPU",
+    "comm/transports/nccl.py": "NCCL moves CUDA tensors",
+    "comm/transports/peer/link.py": "copies between GPUs",
+    "comm/transports/peer/symmetric_buffer.py": "memory of GPUs",
+    "comm/transports/peer/transfer_progress.py": "copies between GPUs",
+    "comm/transports/peer/transport.py": "copies between GPUs",
+    "comm/transports/proof.py": "auto_transport.py runs it",
+    "comm/transports/two_level.py": "copies between GPUs, beside those of the host",
+}
+"""Files whose functions run on CUDA alone, with the reason."""
 
 _OF_STREAMS = ("elapsed_time", "record_event", "record_stream", "wait_event", "wait_stream")
 
@@ -89,7 +111,10 @@ def find_cuda_lines(name: str, tree: ast.Module) -> CudaLines:
     expressions = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.expr)}
     if gone := [*(functions.keys() - defined.keys()), *(conditions.keys() - expressions)]:
         raise LookupError(f"{name} has no {gone}: correct the lists of {Path(__file__).name}")
-    found = CudaLines([span for function in functions for span in _spans(defined[function].body)])
+    bodies = [defined[function].body for function in functions]
+    if name in FILES:
+        bodies += [node.body for node in defined.values() if isinstance(node, ast.FunctionDef)]
+    found = CudaLines([span for body in bodies for span in _spans(body)])
     for node in ast.walk(tree):
         if isinstance(node, ast.IfExp):
             arms = {True: node.body, False: node.orelse}
@@ -173,5 +198,4 @@ def package_files() -> Iterator[tuple[str, Path]]:
     """Yield the files of the package whose CUDA lines count, by their place in it."""
     for path in sorted((ROOT / PACKAGE).rglob("*.py")):
         name = str(path.relative_to(ROOT / PACKAGE))
-        if name.startswith(OF_COMM) or not name.startswith("comm/"):
-            yield name, path
+        yield name, path

@@ -25,10 +25,11 @@ from cuda_code import PACKAGE, ROOT, find_cuda_lines, package_files
 TESTS = (
     "tests/callbacks/test_workload.py",
     "tests/checkpoint/test_random_state.py",
+    "tests/comm/test_auto_transport.py",
     "tests/comm/test_exchange.py",
+    "tests/comm/test_native.py",
     "tests/comm/semantics/test_work_on_gpu.py",
-    "tests/comm/transports/test_pinned_pool.py",
-    "tests/comm/transports/test_staging.py",
+    "tests/comm/transports",
     "tests/embeddings/lookahead/test_kjt_snapshot.py",
     "tests/embeddings/overlap/test_as_on_cuda.py",
     "tests/embeddings/overlap/test_stream_order.py",
