@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import wrapt
 
+from lightning_freescale._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from lightning_freescale.callbacks import BubbleProfiler
     from lightning_freescale.data.options import BalanceOptions, StreamOptions
     from lightning_freescale.datamodule import FreeScaleDataModule
     from lightning_freescale.strategy import FreeScaleStrategy
 
-__version__ = "0.1.0"
 __all__ = ["BalanceOptions", "BubbleProfiler", "FreeScaleDataModule", "FreeScaleStrategy", "StreamOptions"]
 
 _ROOM_OF = {

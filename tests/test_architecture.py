@@ -22,10 +22,11 @@ FILES = sorted(ROOT.rglob("*.py"))
 MAY_IMPORT = {
     "_objects": set(),
     "_torchrec": set(),
+    "_version": set(),
     "_worker": set(),
     "balance": set(),
     "comm": {"_worker"},
-    "profiling": {"_worker"},
+    "profiling": {"_version", "_worker"},
     "data": {"_worker", "_objects", "_torchrec", "balance", "comm"},
     "embeddings": {"_objects", "_torchrec", "_worker", "comm"},
     "checkpoint": {"_objects", "embeddings"},

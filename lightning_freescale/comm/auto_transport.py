@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
+from concurrent.futures import TimeoutError as NotDone
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
@@ -29,25 +31,28 @@ _verdicts: dict[tuple[Any, ...], str] = {}
 _log = logging.getLogger(__name__)
 
 
-def settle_transport(backend_opts: Any, lane: CollectiveExecutor, backends: NativeBackends, device: ProofDevice) -> None:
+def settle_transport(
+    backend_opts: Any, lane: CollectiveExecutor, backends: NativeBackends, make_device: Callable[[], ProofDevice]
+) -> None:
     """Give an ``"auto"`` lane of CUDA tensors the transport that has proved itself, if there is one. Collective.
 
     Each candidate runs on a lane of its own, so what fails there ends that lane alone. What was chosen, and why, is one line
-    in the log of the group's first rank. Not tested on GPU.
+    in the log of the group's first rank. ``make_device`` is called where there is something to measure. Not tested on GPU.
 
     Raises:
         DistBackendError: a rank does not come, or torch's own backend fails.
     """
     topology, first = lane.topology, backend_opts.group_rank == 0
     sizes = lane.options.chunk_bytes, lane.options.pinned_bytes, lane.options.peer_bytes, lane.options.nccl_ctas
-    key = topology.ranks, tuple(each.gpu for each in topology.hardware), sizes
+    key = topology.ranks, tuple(each.gpu for each in topology.hardware), sizes, lane.options.priority
     known = {said["known"] for said in gather_over(lane.gloo, {"known": _verdicts.get(key, "")})}
     if len(known) > 1 or known == {""}:  # all ranks measure, also those that knew
         if first:
             _tell_of_hidden_gpus(topology)
-        backends.shows_nccl = False
-        verdict = _prove(backend_opts, lane, backends, device)
-        backends.shows_nccl = True  # at the next collective, when the group is made
+        with backends.hiding_nccl():
+            device = make_device()
+            verdict = _prove(backend_opts, lane, backends, device)
+            device.release()
         _verdicts[key] = verdict.chosen
         if first:
             _tell(verdict, topology, backends)
@@ -86,9 +91,16 @@ def _prove(backend_opts: Any, lane: CollectiveExecutor, backends: NativeBackends
             except TransportRefused as error:  # on all ranks
                 refused[name] = str(error)
         candidates: dict[str, AllToAll] = {name: partial(_begin, trial, limit) for name, trial in trials.items()}
-        ranks, gather = list(lane.topology.ranks), partial(gather_over, lane.gloo)
-        arguments = partial(_begin_native, backends), candidates, device, backend_opts.group_rank, ranks, gather, limit
-        verdict = Proof(*arguments, lane.options.chunk_bytes).run()
+        verdict = Proof(
+            native=partial(_begin_native, backends),
+            candidates=candidates,
+            device=device,
+            rank=backend_opts.group_rank,
+            ranks=list(lane.topology.ranks),
+            gather=partial(gather_over, lane.gloo),
+            limit=limit,
+            chunk_bytes=lane.options.chunk_bytes,
+        ).run()
         return replace(verdict, failures={**refused, **verdict.failures})
     finally:
         for trial in trials.values():
@@ -106,7 +118,10 @@ def _begin(trial: CollectiveExecutor, limit: float, received: Tensor, send: Tens
     done = trial.run("all_to_all_single", outgoing, incoming, timedelta(seconds=limit), background=True)
 
     def wait(seconds: float) -> None:
-        error = done.exception(seconds)
+        try:
+            error = done.exception(seconds)
+        except NotDone:
+            raise TimeoutError from None  # in Python 3.10 that is another class
         if error is not None:
             raise error
 

@@ -90,8 +90,7 @@ class CollectiveExecutor:
             ValueError: the tensors do not fit or cannot be sent; the other ranks have been told.
             DistBackendError: the lane has ended.
         """
-        if self.failure:
-            raise dist.DistBackendError(self._locate(name, self.failure))
+        self.check_open(name)
         rank, size, timeout = self._p2p.rank, self._p2p.size, timeout if timeout > timedelta(0) else self._timeout
         number, self._issued = self._issued, self._issued + 1
         try:
@@ -117,8 +116,7 @@ class CollectiveExecutor:
             ValueError: an argument is wrong; the other ranks have been told.
             DistBackendError: the lane has ended.
         """
-        if self.failure:
-            raise dist.DistBackendError(self._locate("exchange", self.failure))
+        self.check_open("exchange")
         try:
             return self._eager.exchange(received, send, gets, gives, timeout or self._timeout)
         except BaseException as error:
@@ -128,6 +126,20 @@ class CollectiveExecutor:
             elif not isinstance(error, Exception):
                 raise
         raise failed  # without a context, whose frames would keep the messages, and they the connections
+
+    def check_open(self, name: str) -> None:
+        """Check that the lane can run a collective of that name.
+
+        Raises:
+            DistBackendError: it has ended.
+        """
+        if self.failure:
+            raise dist.DistBackendError(self._locate(name, self.failure))
+
+    def give_up(self, error: BaseException) -> None:
+        """End the lane because its group cannot be made, and tell the other ranks why."""
+        self._end_lane("set-up", error)
+        self.abort()
 
     def wait_for_pending_works(self) -> None:
         """Run what the lane has been given, and end its thread until there is more."""

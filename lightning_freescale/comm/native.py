@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -27,7 +29,7 @@ class NativeBackends:
 
     Gloo's is the group of connections that the lane has anyway: connections that nobody uses cost every pair of ranks a socket
     on both sides. (Gloo's own lazy connections would wait five times the timeout for a rank that is gone.) So they end with the
-    lane. Gloo takes CUDA tensors, too, and keeps them where ranks share a GPU, which NCCL refuses.
+    lane. Gloo's collectives take CUDA tensors, too, and keep them where ranks share a GPU, which NCCL refuses.
 
     Elsewhere NCCL is registered for CUDA tensors when a collective first needs it, or by :meth:`register_nccl`. torch connects
     a registered NCCL as soon as the group is made, if the default group is bound to a device: communicators that nobody uses
@@ -37,7 +39,6 @@ class NativeBackends:
         inner: the group that has the backends.
         uses_nccl: whether CUDA tensors go to NCCL, now or once they come.
         nccl: NCCL's backend, once there is one.
-        shows_nccl: whether NCCL is registered on the outer group as well. While that is made, torch would connect it again.
     """
 
     def __init__(self, outer: dist.ProcessGroup, backend_opts: Any, lane: CollectiveExecutor) -> None:
@@ -54,8 +55,7 @@ class NativeBackends:
         shared = lane.topology.find_shared_gpu()
         self.uses_nccl = on_gpu and dist.is_nccl_available() and not shared
         self.nccl: Any = None
-        self.shows_nccl = True
-        self._lacks_nccl = self.uses_nccl
+        self._hidden = self._shown = False
         if shared and backend_opts.group_rank == 0:
             _tell_of_gloo(shared)
 
@@ -64,36 +64,59 @@ class NativeBackends:
 
         Raises:
             DistBackendError: it is gloo's, and the lane has ended.
-            ValueError: the tag of a message is out of range.
+            ValueError: the tag of a message is out of range, or gloo would have to send a CUDA tensor.
         """
-        if self._lacks_nccl and any(map(_is_on_gpu, (*args, *kwargs.values()))):
+        on_gpu = self.uses_nccl and any(map(_is_on_gpu, (*args, *kwargs.values())))
+        if on_gpu and not self._shown:
             self.register_nccl()
-        if self._lane.failure and not (self.uses_nccl and any(map(_is_on_gpu, (*args, *kwargs.values())))):
-            raise dist.DistBackendError(self._lane.failure)
+        if not on_gpu:
+            self._lane.check_open(name)
         if name in _WITH_TAG:
+            if not on_gpu and any(map(_is_on_gpu, args)):
+                raise ValueError(
+                    f"freescale {name}: a CUDA tensor, which gloo cannot send, and ranks share a GPU: pass tensor.cpu()"
+                )
             args, kwargs = _move_tag(name, args, kwargs)
         return getattr(self.inner, name)(*args, **kwargs)
+
+    @contextmanager
+    def hiding_nccl(self) -> Iterator[None]:
+        """Register NCCL on the inner group alone in the block: in a group that is being made, torch would connect it again."""
+        self._hidden = True
+        try:
+            yield
+        finally:
+            self._hidden = False
 
     def register_nccl(self) -> None:
         """Let NCCL have the CUDA tensors, where it can; it connects at the first collective, or if torch connects it."""
         with self._registering:
-            if not self._lacks_nccl:
+            if not self.uses_nccl:
                 return
             kind = dist.ProcessGroup.BackendType.NCCL
             if self.nccl is None:
-                options: Any = dist.ProcessGroupNCCL.Options()
-                options._timeout = self._opts.timeout
-                if self._lane.options.nccl_ctas is not None:
-                    options.config.max_ctas = self._lane.options.nccl_ctas
-                options.global_ranks_in_group = self._opts.global_ranks_in_group
-                options.group_name = self._opts.group_id
-                store = dist.PrefixStore("nccl", self._opts.store)
-                self.nccl = dist.ProcessGroupNCCL(store, self._opts.group_rank, self._opts.group_size, options)
-                self.nccl._set_sequence_number_for_group()
+                self.nccl = self._make_nccl()
                 _register(self.inner, kind, self.nccl, "cuda")
-            if self.shows_nccl:
+            if not self._hidden and not self._shown:
                 _register(self._outer(), kind, self.nccl, "cuda")
-                self._lacks_nccl = False
+                self._shown = True
+
+    def abort(self) -> None:
+        """End NCCL's collectives in flight."""
+        if self.nccl is not None:
+            self.nccl.abort()
+
+    def _make_nccl(self) -> Any:
+        options: Any = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._opts.timeout
+        options.global_ranks_in_group = self._opts.global_ranks_in_group
+        options.group_name = self._opts.group_id
+        if self._lane.options.nccl_ctas is not None:
+            options.config.max_ctas = self._lane.options.nccl_ctas
+        store = dist.PrefixStore("nccl", self._opts.store)
+        nccl = dist.ProcessGroupNCCL(store, self._opts.group_rank, self._opts.group_size, options)
+        nccl._set_sequence_number_for_group()
+        return nccl
 
 
 def _register(group: Any, kind: Any, backend: Any, *devices: str) -> None:

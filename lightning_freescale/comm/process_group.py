@@ -17,6 +17,7 @@ from lightning_freescale.comm.native import NativeBackends
 from lightning_freescale.comm.options import LaneOptions
 from lightning_freescale.comm.sized_exchange import exchange_with_sizes
 from lightning_freescale.comm.transfer import RankBuffers
+from lightning_freescale.comm.transports.host.transport import HostTransport
 from lightning_freescale.comm.transports.proof import ProofDevice
 from lightning_freescale.comm.transports.selection import auto_candidates
 from lightning_freescale.comm.work import CoalescedWork, FinishedWork, TransferWork, divide_to_whole
@@ -62,20 +63,28 @@ class FreeScaleGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]  # the two-argument constructor is the one that Python may subclass
         self.options = options
         self._executor = CollectiveExecutor(backend_opts, options)
-        self._backends = NativeBackends(self, backend_opts, self._executor)
-        self.inner = self._backends.inner
-        topology = self._executor.topology
-        if options.transport == "auto" and auto_candidates(topology):
-            device = ProofDevice.from_cuda(torch.device("cuda", torch.cuda.current_device()))
-            settle_transport(backend_opts, self._executor, self._backends, device)
-        if self.moves_by_nccl and self._backends.nccl is None:
-            self._backends.register_nccl()  # torch connects it as soon as the group is made
+        try:
+            self._backends = NativeBackends(self, backend_opts, self._executor)
+            self.inner = self._backends.inner
+            if options.transport == "auto" and auto_candidates(self._executor.topology):
+                settle_transport(backend_opts, self._executor, self._backends, ProofDevice.from_cuda)
+            if self.moves_by_nccl and self._backends.nccl is None:
+                self._backends.register_nccl()  # torch connects it as soon as the group is made
+        except BaseException as error:
+            self._executor.give_up(error)
+            raise
 
     @property
     def moves_by_nccl(self) -> bool:
         """Whether NCCL moves what :meth:`exchange` is given, in processes that use CUDA."""
         in_use = not self._executor.topology.find_lacking("gpu")
         return in_use and self._executor.transport is None and self._backends.uses_nccl
+
+    @property
+    def waits_on_device(self) -> bool:
+        """Whether what moves CUDA tensors lets streams wait for other ranks: all but the host's transport and gloo."""
+        transport = self._executor.transport
+        return self.moves_by_nccl or not (transport is None or isinstance(transport, HostTransport))
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         """Return the name under which the backend is registered."""
@@ -229,8 +238,14 @@ class FreeScaleGroup(dist.ProcessGroup):
         self.inner.shutdown()
 
     def abort(self) -> None:
-        """Close the lane's connections; collectives in flight fail."""
+        """Close the lane's connections; collectives in flight fail, NCCL's as well."""
         self._executor.abort()
+        self._backends.abort()
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            self._backends.register_nccl()  # gloo does not coalesce
+        super()._start_coalescing(device)
 
     def _is_native(self, *tensors: Tensor) -> bool:
         on_gpu = any(tensor.is_cuda for tensor in tensors)

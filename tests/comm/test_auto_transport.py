@@ -22,6 +22,8 @@ from lightning_freescale.testing import run_distributed
 from tests.helpers.comm_groups import everyone_sends, lane_threads, make_group
 from tests.helpers.fake_cuda import messages_of, pretend_cuda
 
+CUDA = torch.device("cuda", 0)
+
 
 def _settled(group: Any, candidates: tuple[str, ...] = ("host",), native_seconds: float = 0.0) -> str:
     """Settle as if the group had GPUs; torch's own backend takes so much longer than it does."""
@@ -36,7 +38,7 @@ def _settled(group: Any, candidates: tuple[str, ...] = ("host",), native_seconds
     auto_transport.Proof = partial(proof.Proof, largest_bytes=200_000, typical_bytes=30_000, late_seconds=0.05)
     device = ProofDevice(torch.device("cpu"), lambda: None, lambda: None)
     try:
-        settle_transport(group._backends._opts, group._executor, group._backends, device)
+        settle_transport(group._backends._opts, group._executor, group._backends, lambda: device)
     finally:
         auto_transport._begin_native = begin
     return "native" if group._executor.transport is None else type(group._executor.transport).__name__
@@ -173,7 +175,7 @@ def test_groups_with_gpus_try_and_hidden_gpus_are_told() -> None:
     def run() -> Any:
         pretend_cuda(f"gpu {dist.get_rank()}", visible=1)
         told, seen = messages_of("lightning_freescale"), []
-        process_group.ProofDevice.from_cuda = lambda device: seen.append(device)
+        process_group.ProofDevice.from_cuda = lambda: seen.append("device") or ProofDevice(CUDA, compute=None, synchronize=None)
 
         def prove(opts: Any, lane: Any, backends: Any, device: Any) -> Any:
             backends.register_nccl()
@@ -190,7 +192,7 @@ def test_groups_with_gpus_try_and_hidden_gpus_are_told() -> None:
         return list(map(str, seen)), told
 
     results = run_distributed(run, 2)
-    assert results[0][0] == ["cuda:0", "ProcessGroupGloo", "ProcessGroupGloo", "FakeNccl", "cuda:0", "FakeNccl"]
+    assert results[0][0] == ["device", "ProcessGroupGloo", "ProcessGroupGloo", "FakeNccl", "FakeNccl"]
     warning, line = results[0][1]
     assert "because ranks 0, 1 of " in warning and "see one GPU each: let every process see all" in warning
     assert "takes NCCL for ranks 0, 1; " in line and "NCCL 1.00 ms, host 2.00 ms; 'peer' needs" in line

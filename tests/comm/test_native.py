@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.comm import FreeScaleGroup, native
+from lightning_freescale.comm import FreeScaleGroup, native, process_group
+from lightning_freescale.comm.priority import PRIORITY_GATE
 from lightning_freescale.testing import run_distributed
 from tests.helpers.comm_groups import everyone_sends, make_group, outcome
 from tests.helpers.fake_cuda import FakeNccl, cuda_tensor, messages_of, pretend_cuda
@@ -100,6 +101,51 @@ def test_where_ranks_share_a_gpu_gloo_has_its_tensors(transport: str) -> None:
         assert {kind for _, kind in used[1]} == {"ProcessGroupGloo"} and used[2] == 0
         assert sound
     assert len(told) == 1 and "ranks 0 and 1 share a GPU, which NCCL refuses" in told[0]  # of two groups on two ranks
+
+
+@pytest.mark.parametrize("name", ["send", "recv"])
+def test_gloo_sends_no_cuda_tensors(name: str) -> None:
+    def run() -> Any:
+        pretend_cuda("one")
+        return outcome(getattr(make_group(transport="host"), name), [cuda_tensor(2)], 1 - dist.get_rank(), 0)
+
+    for refused in run_distributed(run, 2):
+        assert refused.kind == "ValueError" and "gloo cannot send, and ranks share a GPU: pass tensor.cpu()" in refused.text
+
+
+def test_who_cannot_make_its_group_tells_the_others() -> None:
+    def run() -> Any:
+        if dist.get_rank() == 1:
+            process_group.NativeBackends = None
+            return outcome(make_group, timeout=60.0), dict(PRIORITY_GATE.lanes)
+        group = make_group(timeout=60.0)
+        return outcome(dist.all_to_all_single, torch.zeros(2), torch.zeros(2), group=group), None
+
+    other, (mine, lanes) = run_distributed(run, 2)
+    assert "'NoneType' object is not callable" in mine.text and not any(lanes.values())
+    assert "rank 1 has given up: freescale set-up" in other[0].text and other[0].seconds < 30
+
+
+def test_an_abort_ends_what_nccl_has_in_flight() -> None:
+    def run() -> Any:
+        pretend_cuda(f"gpu {dist.get_rank()}")
+        group, aborted = make_group(transport="native"), []
+        FakeNccl.abort = lambda nccl: aborted.append(nccl)
+        group.abort()
+        return aborted == FakeNccl.made
+
+    assert run_distributed(run, 2) == [True, True]
+
+
+def test_coalesced_collectives_of_cuda_tensors_are_nccls() -> None:
+    def run() -> Any:
+        pretend_cuda(f"gpu {dist.get_rank()}")
+        group = make_group(transport="host")
+        before = len(FakeNccl.made)
+        told = outcome(group._start_coalescing, CUDA)
+        return before, len(FakeNccl.made), "startCoalescing" in told.text  # the stand-in cannot, either
+
+    assert run_distributed(run, 2) == [(0, 1, True)] * 2
 
 
 def test_only_lanes_that_use_nccl_connect_it_before_the_first_step(monkeypatch: Any) -> None:

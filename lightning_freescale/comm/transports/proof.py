@@ -33,15 +33,18 @@ class ProofDevice:
     Attributes:
         compute: enqueues a fixed amount of compute on the current stream.
         synchronize: waits for all that is enqueued.
+        release: gives back memory that is not in use.
     """
 
     device: torch.device
     compute: Callable[[], None]
     synchronize: Callable[[], None]
+    release: Callable[[], None] = lambda: None
 
     @staticmethod
-    def from_cuda(device: torch.device) -> ProofDevice:
-        """Take a GPU; its compute is 24 products of 2048 x 2048 matrices, about a millisecond. Not tested on GPU."""
+    def from_cuda() -> ProofDevice:
+        """Take the current GPU; its compute is 24 products of 2048 x 2048 matrices, about a millisecond. Not tested on GPU."""
+        device = torch.device("cuda", torch.cuda.current_device())
         factor = torch.ones((2048, 2048), dtype=torch.bfloat16, device=device)
         product = torch.empty_like(factor)
 
@@ -49,7 +52,7 @@ class ProofDevice:
             for _ in range(24):
                 torch.mm(factor, factor, out=product)
 
-        return ProofDevice(device, compute, lambda: torch.cuda.synchronize(device))
+        return ProofDevice(device, compute, lambda: torch.cuda.synchronize(device), torch.cuda.empty_cache)
 
 
 @dataclass(frozen=True)

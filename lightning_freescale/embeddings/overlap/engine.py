@@ -88,12 +88,13 @@ class OverlapEngine:
         lane = LaneOptions(self._transport, name=collection.path, nccl_ctas=_NCCL_CTAS)
         group = dist.new_group(backend=BACKEND, timeout=self._timeout, pg_options=lane)
         group.connect()  # now, not in a step
-        waits_on_device = group.moves_by_nccl and group.size() > 1
-        if waits_on_device:
+        if group.waits_on_device and group.size() > 1:
             refuse_one_queue()
         optimizers = [self.tables.optimizers[table.key] for table in collection.tables]
-        options = (self._dedup, self._hold_gradients, order if waits_on_device else None)
-        overlapped = OverlappedCollection(collection, module, local, group, optimizers, *options)
+        turns = order if group.moves_by_nccl and group.size() > 1 else None
+        overlapped = OverlappedCollection(
+            collection, module, local, group, optimizers, self._dedup, self._hold_gradients, turns
+        )
         self.collections[collection.path] = overlapped
         self._table_keys[collection.path] = [table.key for table in collection.tables]
 

@@ -2,8 +2,9 @@
 
 NCCL's kernels wait on the device for those of the other ranks. With a communicator for each collection, two ranks that launch
 in different orders may wait for each other, as soon as anything keeps the second kernel from starting before the first has
-ended. So the collections take turns. Rank 0 numbers an exchange when it gets there, and no rank waits for a lower number in
-vain: each rank has come to the same message by the heads, and needs only exchanges numbered before to go on.
+ended. So the collections take turns. Rank 0 numbers an exchange when it gets there. No rank waits for a lower number in vain:
+behind a head all ranks have come to the same message, and a job without a head is submitted right behind one with a head,
+with nothing between that its thread or the training thread would wait for.
 
 All-reduces of DistributedDataParallel and exchanges of TorchRec's own modules are launched by torch and take no turns. They
 start beside ours, whose communicators take few of the device's multiprocessors.
@@ -66,13 +67,13 @@ class LaunchOrder:
 
 
 def refuse_one_queue() -> None:
-    """Check that kernels of two communicators can run at the same time.
+    """Check that work on one stream need not wait for work on another.
 
     Raises:
-        ValueError: the environment gives the device one queue, in which a kernel waits for all that were launched before.
+        ValueError: the environment gives the device one queue, in which all waits for what was launched before.
     """
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise ValueError(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 runs kernels in the order of their launches, so that NCCL's overlapped exchange and "
-            "DDP's all-reduce may wait for each other forever: unset it, or pass FreeScaleStrategy(overlap=False)"
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 gives the device one queue, in which an overlapped exchange and DDP's all-reduce "
+            "may wait for each other forever: unset it, or pass FreeScaleStrategy(overlap=False)"
         )

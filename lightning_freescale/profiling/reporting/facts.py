@@ -6,15 +6,15 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 
+from lightning_freescale._version import __version__  # a checkout on the path has no metadata that would say it
+
 
 def _installed() -> dict[str, str]:
-    own = import_module("lightning_freescale").__version__  # a checkout on the path has no metadata that would say it
     found = {name: version(name) for name in ("torch", "lightning") if find_spec(name) is not None}
-    return {"lightning_freescale": own, **found, "python": platform.python_version()}
+    return {"lightning_freescale": __version__, **found, "python": platform.python_version()}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from datetime import timedelta
@@ -19,24 +18,23 @@ from lightning_freescale.embeddings.overlap.exchange_worker import ExchangeWorke
 from lightning_freescale.embeddings.overlap.launch_order import LaunchOrder, refuse_one_queue
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
 from lightning_freescale.testing import run_distributed
-from tests.helpers.sequences import OPTIMIZERS, Run, batches, train_overlapped, train_plain
+from tests.helpers.sequences import OPTIMIZERS, PATHS, Run, batches, train_overlapped, train_plain
 
 STEPS = 12
 HOW = OPTIMIZERS["rowwise_adagrad"]
 
 
 class Launches:
-    """What is launched on this rank, in its order, by threads that come to it at other times on every rank."""
+    """What is launched on this rank, in its order; every rank is late with another collection."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        self._random, exchange = random.Random(dist.get_rank()), FreeScaleGroup.exchange
+        late, exchange = PATHS[dist.get_rank() % len(PATHS)], FreeScaleGroup.exchange
 
         def launched(group: FreeScaleGroup, received: Tensor, send: Tensor, *args: Any, **kwargs: Any) -> None:
             if send.dtype == torch.float32 and "timeout" not in kwargs:  # else from host to host: numbers, or the farewell
+                time.sleep(0.05 * (group.options.name == late and len(self.names) < 10))
                 self.names.append(group.options.name)
-            else:
-                time.sleep(self._random.uniform(0, 4e-3))
             exchange(group, received, send, *args, **kwargs)
 
         FreeScaleGroup.exchange = launched
@@ -44,7 +42,7 @@ class Launches:
 
 def _trained(ordered: bool) -> tuple[list[str], Run, Run]:
     id_exchange.heads_travel_apart = lambda device: True
-    FreeScaleGroup.moves_by_nccl = ordered
+    FreeScaleGroup.moves_by_nccl, FreeScaleGroup.connect = ordered, lambda group: None
     launches, data = Launches(), batches(dist.get_rank(), STEPS)
     return launches.names, train_overlapped(HOW, data), train_plain(HOW, data)
 
