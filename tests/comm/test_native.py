@@ -166,6 +166,18 @@ def test_only_lanes_that_use_nccl_connect_it_before_the_first_step(monkeypatch: 
     assert connected("native", True) == connected("host", False) == [[]] * 2
 
 
+def test_what_lets_streams_wait_for_other_ranks_is_known() -> None:
+    def run() -> list[bool]:
+        on_cpu = make_group(transport="native")
+        pretend_cuda(f"gpu {dist.get_rank()}")
+        native, host = (make_group(transport=name) for name in ("native", "host"))
+        found = [each.waits_on_device for each in (on_cpu, native, host)]
+        native._executor.transport = object()  # in the place of one between GPUs
+        return [*found, native.waits_on_device]
+
+    assert run_distributed(run, 2) == [[False, True, False, True]] * 2
+
+
 def test_on_the_cpu_nothing_is_connected_or_looked_at() -> None:
     def run() -> Any:
         group = make_group(transport="native")
