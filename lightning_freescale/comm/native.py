@@ -64,7 +64,8 @@ class NativeBackends:
 
         Raises:
             DistBackendError: it is gloo's, and the lane has ended.
-            ValueError: the tag of a message is out of range, or gloo would have to send a CUDA tensor.
+            ValueError: the tag of a message is out of range, gloo would have to send a CUDA tensor, or the first CUDA tensor
+                comes to a group that was made before CUDA was in use.
         """
         on_gpu = self.uses_nccl and any(map(_is_on_gpu, (*args, *kwargs.values())))
         if on_gpu and not self._shown:
@@ -93,6 +94,11 @@ class NativeBackends:
         with self._registering:
             if not self.uses_nccl:
                 return
+            if self._lane.topology.find_lacking("gpu"):
+                raise ValueError(
+                    "freescale: a CUDA tensor on a group that was made before its ranks used CUDA, so that it is not known which "
+                    "share a GPU: call torch.cuda.set_device before the group is made"
+                )
             kind = dist.ProcessGroup.BackendType.NCCL
             if self.nccl is None:
                 self.nccl = self._make_nccl()

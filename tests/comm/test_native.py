@@ -103,6 +103,19 @@ def test_where_ranks_share_a_gpu_gloo_has_its_tensors(transport: str) -> None:
     assert len(told) == 1 and "ranks 0 and 1 share a GPU, which NCCL refuses" in told[0]  # of two groups on two ranks
 
 
+def test_a_group_that_was_made_before_cuda_was_in_use_takes_no_cuda_tensors() -> None:
+    """Its ranks may share a GPU."""
+
+    def run() -> Any:
+        pretend_cuda("one")
+        torch.cuda.is_initialized = lambda: False
+        group = make_group(transport="native")
+        return outcome(group.broadcast, [cuda_tensor(2)], dist.BroadcastOptions())
+
+    for refused in run_distributed(run, 2):
+        assert refused.kind == "ValueError" and "call torch.cuda.set_device before the group is made" in refused.text
+
+
 @pytest.mark.parametrize("name", ["send", "recv"])
 def test_gloo_sends_no_cuda_tensors(name: str) -> None:
     def run() -> Any:
