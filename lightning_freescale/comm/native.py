@@ -96,8 +96,8 @@ class NativeBackends:
                 return
             if self._lane.topology.find_lacking("gpu"):
                 raise ValueError(
-                    "freescale: a CUDA tensor on a group that was made before its ranks used CUDA, so that it is not known which "
-                    "share a GPU: call torch.cuda.set_device before the group is made"
+                    "freescale: a CUDA tensor on a group that was made before its ranks used CUDA, so that it is not known "
+                    "which share a GPU: call torch.cuda.set_device before the group is made"
                 )
             kind = dist.ProcessGroup.BackendType.NCCL
             if self.nccl is None:
