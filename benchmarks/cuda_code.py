@@ -13,10 +13,14 @@ PACKAGE = "lightning_freescale"
 
 CONDITIONS = {
     "_worker.py": {"device is not None": True, "torch.cuda.is_initialized()": True},
-    "comm/native.py": {"self._lacks_nccl and any(map(_is_on_gpu, (*args, *kwargs.values())))": True},
+    "comm/native.py": {
+        "on_gpu and (not self._shown)": True,
+        "not on_gpu and any(map(_is_on_gpu, args))": True,
+        "self.nccl is not None": True,
+    },
     "comm/process_group.py": {
         "torch.cuda.is_available()": True,
-        "options.transport == 'auto' and auto_candidates(topology)": True,
+        "options.transport == 'auto' and auto_candidates(self._executor.topology)": True,
         "self.moves_by_nccl and self._backends.nccl is None": True,
         "self.moves_by_nccl": True,
     },
@@ -30,7 +34,11 @@ CONDITIONS = {
 """Conditions that tell of CUDA by other words, and their value there."""
 
 FUNCTIONS = {
-    "comm/native.py": {"NativeBackends.register_nccl": "NCCL moves CUDA tensors"},
+    "comm/native.py": {
+        "NativeBackends.hiding_nccl": "a trial of transports for CUDA tensors calls it",
+        "NativeBackends.register_nccl": "NCCL moves CUDA tensors",
+        "NativeBackends._make_nccl": "as register_nccl",
+    },
     "comm/sized_exchange.py": {"exchange_with_sizes": "FreeScaleGroup.exchange calls it with CUDA tensors"},
     "comm/transports/selection.py": {"build_transport": "transports between GPUs"},
     "comm/transports/topology.py": {"_uuid": "of a GPU", "_linked_devices": "of a GPU"},
