@@ -15,7 +15,8 @@ CONDITIONS = {
     "_worker.py": {"device is not None": True, "torch.cuda.is_initialized()": True},
     "comm/native.py": {
         "on_gpu and (not self._shown)": True,
-        "not on_gpu and any(map(_is_on_gpu, args))": True,
+        "on_gpu": True,
+        "any(map(_is_on_gpu, args))": True,
         "self.nccl is not None": True,
     },
     "comm/process_group.py": {

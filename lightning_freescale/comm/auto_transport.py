@@ -45,7 +45,7 @@ def settle_transport(
     topology, first = lane.topology, backend_opts.group_rank == 0
     sizes = lane.options.chunk_bytes, lane.options.pinned_bytes, lane.options.peer_bytes, lane.options.nccl_ctas
     key = topology.ranks, tuple(each.gpu for each in topology.hardware), sizes, lane.options.priority
-    known = {said["known"] for said in gather_over(lane.gloo, {"known": _verdicts.get(key, "")})}
+    known = {said["known"] for said in gather_over(lane.p2p.open(), {"known": _verdicts.get(key, "")})}
     if len(known) > 1 or known == {""}:  # all ranks measure, also those that knew
         if first:
             _tell_of_hidden_gpus(topology)
@@ -97,7 +97,7 @@ def _prove(backend_opts: Any, lane: CollectiveExecutor, backends: NativeBackends
             device=device,
             rank=backend_opts.group_rank,
             ranks=list(lane.topology.ranks),
-            gather=partial(gather_over, lane.gloo),
+            gather=partial(gather_over, lane.p2p.open()),
             limit=limit,
             chunk_bytes=lane.options.chunk_bytes,
         ).run()

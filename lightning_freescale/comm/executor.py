@@ -39,7 +39,7 @@ class CollectiveExecutor:
     ``backend_opts`` are what ``torch.distributed`` gives a backend: store, rank, size, timeout.
 
     Attributes:
-        gloo: the lane's connections, for collectives of gloo as well.
+        p2p: the lane's connections.
         topology: what the ranks run on.
         transport: what moves CUDA tensors, None for torch's own backend. CPU tensors go through the host.
         failure: why the lane has ended, if it has.
@@ -54,17 +54,16 @@ class CollectiveExecutor:
         rank, size = backend_opts.group_rank, backend_opts.group_size
         store = dist.PrefixStore("freescale", backend_opts.store)
         ranks = list(backend_opts.global_ranks_in_group) or list(range(size))  # torch tells none for the default group
-        self._p2p = GlooP2P(store, rank, size, self._timeout, ranks)
-        self._handshake = CollectiveHandshake(self._p2p)
+        self.p2p = GlooP2P(store, rank, size, self._timeout, ranks)
+        self._handshake = CollectiveHandshake(self.p2p)
         self._worker = WorkerThread(f"freescale lane {self._name}")
-        self._host = HostTransport(self._p2p, options)
-        self.gloo = self._p2p.open()
+        self._host = HostTransport(self.p2p, options)
         self._topology_store = dist.PrefixStore("topology", store)
-        self.topology = gather_topology(options, self._p2p, self._topology_store, self._timeout)
+        self.topology = gather_topology(options, self.p2p, self._topology_store, self._timeout)
         self.transport: Transport | None = None
         if options.transport != "auto":  # else it is torch's own until another one has proved itself
             self.set_up_transport(options.transport)
-        self._eager = EagerExchange(self._p2p, self._move_agreed)
+        self._eager = EagerExchange(self.p2p, self._move_agreed)
         self._process = os.getpid()
         if options.transport != "native":
             PRIORITY_GATE.lanes[options.priority] += 1
@@ -78,7 +77,7 @@ class CollectiveExecutor:
             DistBackendError: a rank does not come.
         """
         self.transport = set_up_transport(
-            kind, self.options, self.topology, self._p2p, self._host, self._topology_store, self._timeout
+            kind, self.options, self.topology, self.p2p, self._host, self._topology_store, self._timeout
         )
 
     def run(
@@ -91,7 +90,7 @@ class CollectiveExecutor:
             DistBackendError: the lane has ended.
         """
         self.check_open(name)
-        rank, size, timeout = self._p2p.rank, self._p2p.size, timeout if timeout > timedelta(0) else self._timeout
+        rank, size, timeout = self.p2p.rank, self.p2p.size, timeout if timeout > timedelta(0) else self._timeout
         number, self._issued = self._issued, self._issued + 1
         try:
             transfer = Transfer.from_buffers(name, outgoing(size), incoming(size), rank, timeout, number)
@@ -153,11 +152,11 @@ class CollectiveExecutor:
                 PRIORITY_GATE.lanes[self.options.priority] -= 1
         self.failure = self.failure or "it has been shut down"
         # the thread ends soon if its peers are there; closed at once, it might wait for a message that was cut
-        self._p2p.refuse_more()
+        self.p2p.refuse_more()
         self._worker.stop(GRACE_SECONDS)
         self._handshake.drop_receives()
         self._eager.drop_receives()
-        self._p2p.close_connections()
+        self.p2p.close_connections()
         self._worker.stop(1.0)
         self._host.close()
         if self.transport is not None:
@@ -198,7 +197,7 @@ class CollectiveExecutor:
         self.failure = self.failure or located
         self._handshake.drop_receives()
         self._eager.drop_receives()
-        self._p2p.abort(located)
+        self.p2p.abort(located)
         self._host.close()
         return dist.DistBackendError(located)
 

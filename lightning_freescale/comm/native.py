@@ -1,4 +1,4 @@
-"""torch's own backends under a group: gloo from the start, on the lane's own connections, and NCCL once something needs it."""
+"""torch's own backends under a group: gloo, at once or once something needs it, and NCCL, once something needs it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_freescale.comm.executor import CollectiveExecutor
+from lightning_freescale.comm.transports.selection import all_gather_json
 
 # User tags are made even and put above those of headers and exchanges, which use the same connections; chunks have odd ones.
 _FIRST_TAG = 2**30 + 4
@@ -27,9 +28,10 @@ _log = logging.getLogger(__name__)
 class NativeBackends:
     """What torch itself would use for the collectives of one group.
 
-    Gloo's is the group of connections that the lane has anyway: connections that nobody uses cost every pair of ranks a socket
-    on both sides. (Gloo's own lazy connections would wait five times the timeout for a rank that is gone.) So they end with the
-    lane. Gloo's collectives take CUDA tensors, too, and keep them where ranks share a GPU, which NCCL refuses.
+    Gloo has connections of its own: on the lane's a collective of gloo that fails would close those. Where ``lazy_gloo`` asks
+    for it they are made by the first collective, because they cost every pair of ranks a socket on both sides. (Gloo's own lazy
+    connections would wait five times the timeout for a rank that is gone.) Messages between two ranks take the lane's. Gloo's
+    collectives take CUDA tensors, too, and keep them where ranks share a GPU, which NCCL refuses.
 
     Elsewhere NCCL is registered for CUDA tensors when a collective first needs it, or by :meth:`register_nccl`. torch connects
     a registered NCCL as soon as the group is made, if the default group is bound to a device: communicators that nobody uses
@@ -45,17 +47,19 @@ class NativeBackends:
         self._outer, self._opts = weakref.ref(outer), backend_opts  # no circle, which would keep connections open
         self.inner = dist.ProcessGroup(backend_opts.store, backend_opts.group_rank, backend_opts.group_size)
         self._registering = threading.Lock()
-        self._lane, gloo = lane, lane.gloo
-        gloo.options.global_ranks_in_group = backend_opts.global_ranks_in_group
-        gloo.options.group_name = backend_opts.group_id
-        gloo._set_sequence_number_for_group()
-        kind, on_gpu = dist.ProcessGroup.BackendType.GLOO, torch.cuda.is_available()
-        for group in (self.inner, outer):  # on that one, too, so that torch finds names, options and backends by device
-            _register(group, kind, gloo, "cpu", *(["cuda"] if on_gpu else []))
+        self._lane = lane
+        self._devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        self._prepare_gloo(lane.p2p.open())
+        # torch finds names, options and backends by device there
+        _register(outer, dist.ProcessGroup.BackendType.GLOO, lane.p2p.open(), *self._devices)
         shared = lane.topology.find_shared_gpu()
-        self.uses_nccl = on_gpu and dist.is_nccl_available() and not shared
+        self.uses_nccl = torch.cuda.is_available() and dist.is_nccl_available() and not shared
         self.nccl: Any = None
+        self._gloo: Any = None
+        self._gloo_failure = ""
         self._hidden = self._shown = False
+        if not lane.options.lazy_gloo:
+            self._connect_gloo("set-up")
         if shared and backend_opts.group_rank == 0:
             _tell_of_gloo(shared)
 
@@ -63,22 +67,25 @@ class NativeBackends:
         """Run the collective of that name on torch's own backend for its tensors.
 
         Raises:
-            DistBackendError: it is gloo's, and the lane has ended.
+            DistBackendError: it is gloo's, and the lane has ended, or a rank does not come to connect it.
             ValueError: the tag of a message is out of range, gloo would have to send a CUDA tensor, or the first CUDA tensor
                 comes to a group that was made before CUDA was in use.
         """
         on_gpu = self.uses_nccl and any(map(_is_on_gpu, (*args, *kwargs.values())))
         if on_gpu and not self._shown:
             self.register_nccl()
-        if not on_gpu:
-            self._lane.check_open(name)
-        if name in _WITH_TAG:
-            if not on_gpu and any(map(_is_on_gpu, args)):
-                raise ValueError(
-                    f"freescale {name}: a CUDA tensor, which gloo cannot send, and ranks share a GPU: pass tensor.cpu()"
-                )
-            args, kwargs = _move_tag(name, args, kwargs)
-        return getattr(self.inner, name)(*args, **kwargs)
+        if on_gpu:
+            return getattr(self.inner, name)(*args, **kwargs)
+        self._lane.check_open(name)
+        if name not in _WITH_TAG:
+            self._connect_gloo(name)
+            return getattr(self.inner, name)(*args, **kwargs)
+        if any(map(_is_on_gpu, args)):
+            raise ValueError(
+                f"freescale {name}: a CUDA tensor, which gloo cannot send, and ranks share a GPU: pass tensor.cpu()"
+            )
+        args, kwargs = _move_tag(name, args, kwargs)
+        return getattr(self._lane.p2p.open(), name)(*args, **kwargs)
 
     @contextmanager
     def hiding_nccl(self) -> Iterator[None]:
@@ -112,6 +119,30 @@ class NativeBackends:
         if self.nccl is not None:
             self.nccl.abort()
 
+    def _connect_gloo(self, name: str) -> None:
+        """Connect gloo for collectives, unless it is. Collective."""
+        with self._registering:
+            if self._gloo is not None:
+                return
+            if not self._gloo_failure:
+                opts, store = self._opts, dist.PrefixStore("gloo", self._opts.store)
+                try:
+                    all_gather_json("connected", None, self._lane.p2p, store, opts.timeout)
+                    gloo = dist.ProcessGroupGloo(store, opts.group_rank, opts.group_size, timeout=opts.timeout)
+                except RuntimeError as error:
+                    self._gloo_failure = str(error)
+            if self._gloo_failure:
+                raise dist.DistBackendError(f"freescale {name}: gloo could not be connected: {self._gloo_failure}")
+            self._prepare_gloo(gloo)
+            self._gloo = gloo
+            devices = self._devices if self.nccl is None else ["cpu"]
+            _register(self.inner, dist.ProcessGroup.BackendType.GLOO, gloo, *devices, default=self.nccl is None)
+
+    def _prepare_gloo(self, gloo: Any) -> None:
+        gloo.options.global_ranks_in_group = self._opts.global_ranks_in_group
+        gloo.options.group_name = self._opts.group_id
+        gloo._set_sequence_number_for_group()
+
     def _make_nccl(self) -> Any:
         options: Any = dist.ProcessGroupNCCL.Options()
         options._timeout = self._opts.timeout
@@ -125,8 +156,9 @@ class NativeBackends:
         return nccl
 
 
-def _register(group: Any, kind: Any, backend: Any, *devices: str) -> None:
-    group._set_default_backend(kind)
+def _register(group: Any, kind: Any, backend: Any, *devices: str, default: bool = True) -> None:
+    if default:
+        group._set_default_backend(kind)
     for device in devices:
         group._register_backend(torch.device(device), kind, backend)
 

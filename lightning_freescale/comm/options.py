@@ -17,9 +17,9 @@ MIN_PEER_BYTES = 1024 * 1024
 class LaneOptions:
     """A lane is a process group with its own order and a priority: ``dist.new_group(backend="freescale", pg_options=...)``.
 
-    Give every rank of a group the same options; the ranks compare transport, priority, chunk_bytes, pinned_bytes, peer_bytes
-    and nccl_ctas when the group is made. Issue the collectives of a group from one thread: their order must be that of the
-    other ranks.
+    Give every rank of a group the same options; the ranks compare transport, priority, chunk_bytes, pinned_bytes, peer_bytes,
+    nccl_ctas and lazy_gloo when the group is made. Issue the collectives of a group from one thread: their order must be that
+    of the other ranks.
 
     Attributes:
         transport: what moves CUDA tensors: ``"host"``, ``"peer"``, ``"nccl-zero-cta"``, ``"two-level"``, ``"native"``, or
@@ -34,6 +34,8 @@ class LaneOptions:
             with them. None: they always pause.
         max_pause_seconds: how long this lane pauses at most between two chunks, so that it never starves; also how long a
             higher lane without progress, whose peers have not come yet, holds it up.
+        lazy_gloo: connect gloo, for the collectives that no transport moves, at the first of them, which then waits for all
+            ranks even to be issued; else when the group is made. For groups that may never have such a collective.
         pinned_bytes: bound of the host memory pinned for CUDA tensors.
         nccl_ctas: thread blocks, and so at most streaming multiprocessors, that NCCL takes for a collective of this lane; None:
             as many as it chooses. Not tested on GPU.
@@ -50,6 +52,7 @@ class LaneOptions:
     chunk_bytes: int = 1024 * 1024
     preempt_below_bytes: int | None = None
     max_pause_seconds: float = 0.05
+    lazy_gloo: bool = False
     pinned_bytes: int = 256 * 1024 * 1024
     nccl_ctas: int | None = None
     peer_bytes: int = 256 * 1024 * 1024

@@ -115,14 +115,14 @@ class GlooP2P:
         if "Timed out" in text and not (text := self._why_closed_before(peer)):
             # the peer may wait in vain itself, and know for whom
             late = f"rank {self.ranks[peer]} did not come within the timeout of {timeout.total_seconds():g} s"
-            return self._first_failure(_MAY_KNOW_BETTER) or late
-        if known := self._first_failure():
+            return self.first_failure(_MAY_KNOW_BETTER) or late
+        if known := self.first_failure():
             return known
         without_advice = text.splitlines()[0].split(". This is typically")[0]
         without_place = re.sub(r"^\[.*?\] ", "", without_advice)  # in gloo's source
         return f"rank {self.ranks[peer]} is gone: {without_place}"
 
-    def _first_failure(self, wait: timedelta = timedelta(0)) -> str:
+    def first_failure(self, wait: timedelta = timedelta(0)) -> str:
         """Return why the first rank gave up; empty if none has."""
         with suppress(RuntimeError):  # the store may have died with its rank
             if wait:

@@ -88,7 +88,9 @@ class IterableData:
         """Return the loader of a rank, from where a checkpoint left it on. Collective."""
         if world_size > 1 and self._group is None:
             # its own lane: its thread must not queue behind training's collectives, which come first
-            self._group = dist.new_group(backend=BACKEND, timeout=timeout, pg_options=LaneOptions(name="samples", priority=-1))
+            self._group = dist.new_group(
+                backend=BACKEND, timeout=timeout, pg_options=LaneOptions(name="samples", priority=-1, lazy_gloo=True)
+            )
         loader = self._loader = self._make_loader(rank=rank, world_size=world_size, group=self._group)
         if self._state is not None:
             loader.load_state_dict(self._state)

@@ -114,7 +114,7 @@ def embedding_group(
     # training waits for these exchanges and nothing computes beside them: NCCL is faster then. The other transports are for
     # the overlapped exchange, whose collections have groups of their own
     native = transport == "auto" and device.type == "cuda"
-    lane = LaneOptions("native" if native else transport, name="embedding", priority=1)
+    lane = LaneOptions("native" if native else transport, name="embedding", priority=1, lazy_gloo=True)
     group = earlier.group if earlier is not None else None
     if not isinstance(group, FreeScaleGroup) or group.options != lane:
         group = dist.new_group(backend=BACKEND, timeout=timeout, pg_options=lane)

@@ -202,7 +202,7 @@ def test_groups_with_gpus_try_and_hidden_gpus_are_told() -> None:
 def test_long_texts_are_cut_and_numbers_are_not() -> None:
     def run() -> Any:
         group = make_group()
-        return gather_over(group._executor.gloo, {"error": "\U0001f600" * 5000, "value": 1 / 3})
+        return gather_over(group._executor.p2p.open(), {"error": "\U0001f600" * 5000, "value": 1 / 3})
 
     for said in run_distributed(run, 2):
         assert [(len(each["error"]), each["value"]) for each in said] == [(256, 1 / 3)] * 2

@@ -161,7 +161,7 @@ def test_a_rank_killed_within_a_large_transfer_is_an_error_for_all_others(
 
 def _dies_with_a_message_half_sent() -> list[Outcome]:
     group, message = make_group(timeout=3.0), torch.ones(200_000_000, dtype=torch.uint8)
-    p2p, tag = group._executor._p2p, 1001
+    p2p, tag = group._executor.p2p, 1001
     receive = p2p.receive(message, 1, tag) if dist.get_rank() == 0 else None
     dist.barrier()
     if receive is None:
@@ -217,15 +217,15 @@ def _ends_with_a_message_posted() -> str:
     if dist.get_rank() == 1:
         dist.barrier()
         time.sleep(0.3)  # the other one is ending by now
-        executor._p2p.send(message + 7, 0, tag).wait()
+        executor.p2p.send(message + 7, 0, tag).wait()
         dist.barrier()
         return ""
-    receive = executor._p2p.receive(message, 1, tag)
+    receive = executor.p2p.receive(message, 1, tag)
     arrived = executor._worker.submit(receive.wait)
     dist.barrier()
     executor.abort()
     dist.barrier()
-    return f"{arrived.result(0)} {message.item()} {outcome(executor._p2p.receive, message, 1, tag).kind}"
+    return f"{arrived.result(0)} {message.item()} {outcome(executor.p2p.receive, message, 1, tag).kind}"
 
 
 def test_what_has_been_posted_arrives_before_a_lane_is_closed() -> None:
@@ -235,7 +235,7 @@ def test_what_has_been_posted_arrives_before_a_lane_is_closed() -> None:
 def _late_for_a_reason() -> str:
     p2p_room._MAY_KNOW_BETTER = timedelta(seconds=30)
     group, message = make_group(), torch.zeros(1, dtype=torch.uint8)
-    p2p = group._executor._p2p
+    p2p = group._executor.p2p
     if dist.get_rank() == 1:
         time.sleep(1.0)
         p2p.abort("it waited for another one")

@@ -28,7 +28,7 @@ class Counted:
         self.group = make_group(chunk_bytes=CHUNK, **options)
         self.posted = 0
         self.before: Callable[[], None] = lambda: None
-        p2p = self.group._executor._p2p
+        p2p = self.group._executor.p2p
         self._send, p2p.send = p2p.send, self._counted
 
     def _counted(self, message: torch.Tensor, peer: int, tag: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -209,12 +210,12 @@ def _connections() -> int:
     return sum(row[9] in sockets and row[3] == "01" for row in rows)
 
 
-@pytest.mark.parametrize("transport", ["auto", "native"])
-def test_a_group_has_one_connection_to_each_peer(transport: str) -> None:
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_group_has_one_connection_to_each_peer_and_gloo_another(lazy: bool) -> None:
     def run() -> list[int]:
         dist.barrier()
         counts = [_connections()]
-        group: FreeScaleGroup = make_group(transport=transport)
+        group: FreeScaleGroup = make_group(lazy_gloo=lazy)
         dist.barrier()
         counts.append(_connections())
         assert everyone_sends(group)
@@ -224,7 +225,22 @@ def test_a_group_has_one_connection_to_each_peer(transport: str) -> None:
         counts.append(_connections())
         return [later - counts[0] for later in counts[1:]]
 
-    assert run_distributed(run, 3) == [[2, 2]] * 3
+    assert run_distributed(run, 3) == [[2 if lazy else 4, 4]] * 3
+
+
+def test_gloo_that_is_lazy_names_who_does_not_come() -> None:
+    def run() -> Any:
+        group = make_group(lazy_gloo=True, timeout=1.0)
+        if dist.get_rank() == 1:
+            dist.monitored_barrier(timeout=timedelta(seconds=60))
+            return None
+        both = [outcome(dist.all_reduce, torch.ones(1), group=group) for _ in range(2)]
+        dist.monitored_barrier(timeout=timedelta(seconds=60))
+        return [each.text for each in both]
+
+    told = run_distributed(run, 2)[0]
+    late = "while a freescale group was connected, rank 1 did not come within 1 s"
+    assert told == [f"freescale allreduce: gloo could not be connected: {late}"] * 2
 
 
 def test_messages_of_users_do_not_meet_those_of_the_lane() -> None:

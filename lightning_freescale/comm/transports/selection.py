@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
@@ -21,7 +22,7 @@ from lightning_freescale.comm.transports.peer.transport import PeerTransport
 from lightning_freescale.comm.transports.topology import RankHardware, Topology
 from lightning_freescale.comm.transports.two_level import TwoLevelTransport
 
-_SAME_ON_ALL_RANKS = ("transport", "chunk_bytes", "pinned_bytes", "peer_bytes", "priority", "nccl_ctas")
+_SAME_ON_ALL_RANKS = ("transport", "chunk_bytes", "pinned_bytes", "peer_bytes", "priority", "nccl_ctas", "lazy_gloo")
 
 
 class TransportRefused(RuntimeError):  # noqa: N818 (says what happened)
@@ -152,16 +153,22 @@ def build_transport(
 
 
 def all_gather_json(what: str, mine: Any, p2p: GlooP2P, store: dist.Store, timeout: timedelta) -> list[Any]:
-    """Return what every rank says, by way of the store."""
+    """Return what every rank says, by way of the store.
+
+    Raises:
+        DistBackendError: a rank has given up, or does not come.
+    """
     keys = [f"{what}/{rank}" for rank in range(p2p.size)]
     store.set(keys[p2p.rank], json.dumps(mine))
-    try:
-        store.wait(keys, timeout)
-    except RuntimeError as error:
-        missing = [str(rank) for rank, key in zip(p2p.ranks, keys) if not store.check([key])]
-        raise dist.DistBackendError(
-            f"while a freescale group was made, rank {', '.join(missing)} did not come within {timeout.total_seconds():g} s"
-        ) from error
+    end = time.monotonic() + timeout.total_seconds()
+    while not store.check(keys):
+        if failure := p2p.first_failure():
+            raise dist.DistBackendError(failure)
+        if time.monotonic() > end:
+            missing = ", ".join(str(rank) for rank, key in zip(p2p.ranks, keys) if not store.check([key]))
+            told = f"rank {missing} did not come within {timeout.total_seconds():g} s"
+            raise dist.DistBackendError(f"while a freescale group was connected, {told}")
+        time.sleep(0.01)
     said = [json.loads(each) for each in store.multi_get(keys)]
     # return once all ranks have read, as a rank that leaves on an error may take the store with it
     with suppress(RuntimeError):  # it is gone, and so all have read

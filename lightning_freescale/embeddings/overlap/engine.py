@@ -85,7 +85,7 @@ class OverlapEngine:
 
     def _take_over(self, collection: Collection, module: Any, layout: RowLayout, order: LaunchOrder | None) -> None:
         local = LocalRows.from_module(layout, collection, module, self.tables, self.clip_value)
-        lane = LaneOptions(self._transport, name=collection.path, nccl_ctas=_NCCL_CTAS)
+        lane = LaneOptions(self._transport, name=collection.path, nccl_ctas=_NCCL_CTAS, lazy_gloo=True)
         group = dist.new_group(backend=BACKEND, timeout=self._timeout, pg_options=lane)
         group.connect()  # now, not in a step
         if group.waits_on_device and group.size() > 1:

@@ -159,7 +159,7 @@ def test_what_is_named_and_can_be_had_is_not_refused() -> None:
 
 
 def _p2p(rank: int, size: int) -> Any:
-    return SimpleNamespace(rank=rank, size=size, ranks=[10 + each for each in range(size)])
+    return SimpleNamespace(rank=rank, size=size, ranks=[10 + each for each in range(size)], first_failure=str)
 
 
 def _set_up(monkeypatch: pytest.MonkeyPatch, where: Topology, named: str, build: Any) -> list[Any]:
@@ -210,7 +210,9 @@ def test_a_rank_that_fails_to_set_up_fails_on_all(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    with pytest.raises(dist.DistBackendError, match=r"while a freescale group was made, rank 11, 12 did not come within 0.2 s"):
+    with pytest.raises(
+        dist.DistBackendError, match=r"while a freescale group was connected, rank 11, 12 did not come within 0.2 s"
+    ):
         gather_topology(LaneOptions(), _p2p(0, 3), dist.HashStore(), timedelta(seconds=0.2))
 
 
