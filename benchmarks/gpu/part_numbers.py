@@ -76,10 +76,7 @@ def cases() -> list[Case]:
 def main(arguments: Sequence[str] | None = None, alter: Alter | None = None) -> None:
     options = part_report.options(__doc__, arguments)
     report = Report("numbers", options.out)
-    why = part_rank.missing()
-    if why is not None:
-        report.skip("everything", why)
-        report.end()
+    part_rank.demand(report)
     with part_rank.one_rank() as device, warnings.catch_warnings(record=True) as said:
         warnings.filterwarnings("default", message=".*deterministic")
         compare(report, device, options.quick, alter)

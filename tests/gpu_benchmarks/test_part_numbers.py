@@ -10,6 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import part_host_time
+import part_model
 import part_numbers
 import part_rank
 import pytest
@@ -17,7 +19,7 @@ import torch
 from part_compare import bitwise, judge, relative
 from part_numbers import Case
 from part_recommender import Run, Size
-from part_report import Report
+from part_report import Report, Skip
 from torch import Tensor
 
 from lightning_freescale.testing import run_distributed
@@ -73,7 +75,7 @@ def test_all_is_equal_on_the_cpu(tmp_path: Path) -> None:
     ((code, _),) = run_distributed(_trained, 1, tmp_path, False)
     found = _found(tmp_path)
     assert code == 0 and not found["failed"]
-    assert [row["what"] for row in found["rows"] if row["bitwise"]] >= [ALTERED, "rowwise_adagrad, resumed", "adam, resumed"]
+    assert {row["what"] for row in found["rows"] if row["bitwise"]} >= {ALTERED, "rowwise_adagrad, resumed", "adam, resumed"}
     assert {"what": "adam, dedup", "why": part_numbers.NO_ADAM} in found["skipped"]
     assert {"what": "determinism", "why": "my_sum does not have a deterministic implementation"} in found["skipped"]
     assert [one["why"] for one in found["skipped"] if one["what"] == "sanitizer"] == [
@@ -92,19 +94,56 @@ def test_every_optimizer_is_compared_in_every_way() -> None:
     assert any(case.validate for case in part_numbers.cases())
 
 
-def test_nothing_to_train_with_is_a_skip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part_rank, "NEEDED", ("torch", "no_such_package"))
-    assert _ends(part_numbers.main, tmp_path) == 0
-    (skipped,) = _found(tmp_path)["skipped"]
-    assert skipped["what"] == "everything" and "no_such_package does not import: ModuleNotFoundError" in skipped["why"]
+PARTS = [part_numbers.main, part_host_time.main, part_model.main]
+
+
+@pytest.mark.parametrize("main", PARTS)
+def test_a_package_that_is_not_there_is_a_skip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, main: Callable[..., Any]
+) -> None:
+    monkeypatch.setattr(part_rank, "PACKAGES", ("torch", "no_such_package"))
+    assert _ends(main, tmp_path) == 0
+    (written,) = tmp_path.glob("part_*.json")
+    found = json.loads(written.read_text())
+    assert found["skipped"] == [{"what": "everything", "why": "no_such_package is not installed"}] and not found["failed"]
+
+
+@pytest.mark.parametrize("main", PARTS)
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("import ctypes; ctypes.CDLL('/no/such/library.so')", "OSError: /no/such/library.so: cannot open shared object file"),
+        ("raise ImportError('undefined symbol: _ZN3c10')", "ImportError: undefined symbol: _ZN3c10"),
+        ("import broken_package.left_out", "No module named 'broken_package.left_out'"),
+        ("import no_such_dependency", "No module named 'no_such_dependency'"),
+    ],
+)
+def test_a_package_that_is_there_and_does_not_load_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, main: Callable[..., Any], source: str, error: str
+) -> None:
+    (tmp_path / "broken_package").mkdir()
+    (tmp_path / "broken_package" / "__init__.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(part_rank, "PACKAGES", ("broken_package",))
+    assert _ends(main, tmp_path / "out") == 1
+    (written,) = (tmp_path / "out").glob("part_*.json")
+    found = json.loads(written.read_text())
+    (failed,) = found["failed"]
+    assert failed["what"] == "everything" and error in failed["error"] and not found["skipped"]
 
 
 def test_the_build_for_cpus_on_a_machine_with_a_gpu_is_a_skip(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert part_rank.missing() is None
+    part_rank.load()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "fbgemm_gpu has no CUDA kernels" in part_rank.missing()
+    with pytest.raises(Skip, match="fbgemm_gpu has no CUDA kernels"):
+        part_rank.load()
+
+
+def test_a_build_without_operators_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(part_rank, "_OPERATOR", "fbgemm::no_such_operator")
-    assert "fbgemm_gpu has no CUDA kernels" in part_rank.missing()
+    with pytest.raises(RuntimeError, match="no_such_operator"):
+        part_rank.load()
 
 
 ONE = torch.tensor([[1.0, -2.0]])
