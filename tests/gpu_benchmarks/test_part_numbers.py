@@ -195,6 +195,17 @@ def test_what_is_within_its_tolerance(tmp_path: Path, tolerance: float, off: flo
     assert _found(tmp_path)["rows"][0]["ok"] == ok == (not _found(tmp_path)["failed"])
 
 
+@pytest.mark.parametrize("odd", [float("inf"), float("nan")])
+def test_infinite_differences_fail_once_and_in_words(tmp_path: Path, odd: float) -> None:
+    run, expected = Run([1.0, odd], {"w": torch.tensor([1.0, odd])}), Run([1.0, 0.5], {"w": torch.ones(2)})
+    judge(Report("numbers", tmp_path), "case", "reference", run, expected, 1e-5)
+    text = (tmp_path / "part_numbers.json").read_text()
+    assert "Infinity" not in text and "NaN" not in text
+    (row,), (failed,) = _found(tmp_path)["rows"], _found(tmp_path)["failed"]
+    assert (row["losses"], row["largest"], row["mean"], row["ok"]) == (None, None, None, False)
+    assert "losses differ by inf, weights and states by up to inf" in failed["error"]
+
+
 def test_losses_that_do_not_move_prove_nothing(tmp_path: Path) -> None:
     judge(Report("numbers", tmp_path), "case", "reference", Run([0.5, 0.5]), Run([0.5, 0.5]), 0.0)
     assert "does not move" in _found(tmp_path)["failed"][0]["error"]
