@@ -188,32 +188,30 @@ def sanitize(report: Report, trials: _Trials) -> None:
     if trials.device.type != "cuda":
         report.skip("sanitizer", "no CUDA device, so no streams to put in order")
         return
-    from part_sanitizer import Accesses, race
+    from part_sanitizer import race
 
-    accesses = Accesses()
     trials.size = replace(trials.size, steps=6)  # every operator's stack is kept
     runs: dict[str, Callable[[], Any]] = {"a race made on purpose": lambda: race(trials.device)}
     for name, options in (("plain TorchRec", {"overlap": False}), ("dedup", {}), ("no dedup", {"dedup": False})):
         runs[name] = lambda options=options: trials.fit(Case("sanitizer", "rowwise_adagrad", options))
     for name, run in runs.items():
         with report.check(f"sanitizer, {name}"):
-            watch(report, accesses, name, run, wanted=_WANTED.get(name, False), overlapped="dedup" in name)
+            watch(report, name, run, wanted=_WANTED.get(name, False), overlapped="dedup" in name)
 
 
-def watch(report: Report, accesses: Any, name: str, run: Callable[[], Any], wanted: bool | None, overlapped: bool) -> None:
-    """Add a row of what the sanitizer sees in a run.
+def watch(report: Report, name: str, run: Callable[[], Any], wanted: bool | None, overlapped: bool) -> None:
+    """Add a row of what the sanitizer sees in a run, and print the first unordered accesses with their whole stacks.
 
     Args:
         report: where the row goes.
-        accesses: the sanitizer.
         name: of the run.
         run: what to watch.
         wanted: whether it has to find something; None if that is not ours to say.
         overlapped: whether the engine's thread has to be seen.
     """
-    accesses.operators.clear()
-    accesses.unordered.clear()
-    accesses.told.clear()
+    from part_sanitizer import Accesses
+
+    accesses = Accesses()  # one that knew other runs would take addresses that are used again for theirs
     with accesses.watched():
         run()
     background = sum(count for thread, count in accesses.operators.items() if thread.startswith("freescale"))
@@ -228,9 +226,12 @@ def watch(report: Report, accesses: Any, name: str, run: Callable[[], Any], want
         expected={True: "some", False: "none", None: "any"}[wanted],
         ok=ok,
     )
+    for told in accesses.told:
+        print(f"sanitizer, {name}:", told, sep="\n", flush=True)
     if not ok:
         most = "; ".join(f"{count} x {what}" for what, count in accesses.unordered.most_common(8))
-        report.fail(f"sanitizer, {name}", "\n".join([*accesses.told, most or "it does not see what it should: a blind check"]))
+        said = most or "it does not see what it should: a blind check"
+        report.fail(f"sanitizer, {name}", f"{accesses.within}\n{said}".strip())
 
 
 def _sum_up(report: Report) -> None:
