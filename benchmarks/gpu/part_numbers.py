@@ -36,6 +36,12 @@ if TYPE_CHECKING:
 
 CLOSE = 1e-5
 """Relative; what sums in another order may come to in so many steps."""
+UNEXPLAINED = 1e-4
+"""Relative; more than rounding makes of Adam, which FBGEMM has on GPUs alone, so that CLOSE could not be tried on it.
+
+torch's SparseAdam on the CPU, for 20 steps on the batches of a GPU, with the gradients of a row summed in another order: losses
+differ by 5e-7, weights by 8e-7 in the mean. With one gradient of one row left out of each step's sum, by 3e-3.
+"""
 Alter = Callable[[str, "Run"], None]
 NO_ADAM = "FBGEMM has no Adam on the CPU, so plain TorchRec has none"
 
@@ -59,7 +65,7 @@ def cases() -> list[Case]:
         found += [
             Case(f"{optimizer}, no dedup", optimizer, {"dedup": False}),
             Case(f"{optimizer}, no overlap", optimizer, {"overlap": False}),
-            Case(f"{optimizer}, dedup", optimizer, {}, CLOSE),
+            Case(f"{optimizer}, dedup", optimizer, {}, UNEXPLAINED if optimizer == "adam" else CLOSE),
         ]
     for optimizer in ("rowwise_adagrad", "adam"):
         found += [
