@@ -39,10 +39,8 @@ def judge(report: Report, what: str, reference: str, run: Run, expected: Run, to
     if not moved:
         report.fail(what, "the loss does not move, so equality means nothing")
     elif not ok:
-        report.fail(
-            what,
-            f"from {reference} losses differ by {losses:.3g}, weights and states by up to {largest:.3g}, {mean:.3g} in the mean",
-        )
+        tensors = f"weights and states by up to {largest:.3g}, {mean:.3g} in the mean"
+        report.fail(what, f"from {reference} losses differ by {losses:.3g}, {tensors}")
 
 
 def _finite(off: float) -> float | None:

@@ -17,7 +17,7 @@ Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Tables(nn.Module):
-    """The tables of a module, whose gradients hold every lookup's by itself, as ``torch.nn.Embedding(sparse=True)`` has them."""
+    """The tables of a module, with sparse gradients: that of every lookup by itself."""
 
     def __init__(self, embeddings: EmbeddingCollection) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def _trained(change: Change) -> Run:
         run.losses.append(loss.item())
         for table in tables:
             ids, gradients = change(table.grad._indices()[0], table.grad._values())
-            table.grad = torch.sparse_coo_tensor(ids[None], gradients, table.shape)
+            table.grad = torch.sparse_coo_tensor(ids[None], gradients, table.shape, check_invariants=True)
         for optimizer in optimizers:
             optimizer.step()
     run.weights = {name: weight.detach() for name, weight in net.state_dict().items()}
