@@ -7,6 +7,7 @@ rounding becomes a step of full length, in a few numbers among millions.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,9 +29,9 @@ def judge(report: Report, what: str, reference: str, run: Run, expected: Run, to
         what=what,
         against=reference,
         steps=len(run.losses),
-        losses=losses,
-        largest=largest,
-        mean=mean,
+        losses=_finite(losses),
+        largest=_finite(largest),
+        mean=_finite(mean),
         bitwise=same,
         expected="bitwise" if tolerance == 0 else f"<= {tolerance:g}",
         ok=ok,
@@ -38,7 +39,13 @@ def judge(report: Report, what: str, reference: str, run: Run, expected: Run, to
     if not moved:
         report.fail(what, "the loss does not move, so equality means nothing")
     elif not ok:
-        report.fail(what, f"from {reference} losses differ by {losses:.3g}, weights and states by up to {largest:.3g}")
+        tensors = f"weights and states by up to {largest:.3g}, {mean:.3g} in the mean"
+        report.fail(what, f"from {reference} losses differ by {losses:.3g}, {tensors}")
+
+
+def _finite(off: float) -> float | None:
+    """None in the table, where JSON has no infinity; the failure says so."""
+    return off if math.isfinite(off) else None
 
 
 def relative(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> tuple[float, float]:

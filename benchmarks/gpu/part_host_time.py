@@ -36,10 +36,7 @@ ON_GPU = "no CUDA device, so nothing waits for one"
 def main(arguments: Sequence[str] | None = None) -> None:
     options = part_report.options(__doc__, arguments)
     report = Report("host_time", options.out)
-    why = part_rank.missing()
-    if why is not None:
-        report.skip("everything", why)
-        report.end()
+    part_rank.demand(report)
     with part_rank.one_rank() as device:
         measure(report, device, options.quick)
     report.end()

@@ -41,10 +41,7 @@ WAYS = {"plain": False, "overlap": True}
 def main(arguments: Sequence[str] | None = None) -> None:
     options = part_report.options(__doc__, arguments)
     report = Report("model", options.out)
-    why = part_rank.missing()
-    if why is not None:
-        report.skip("everything", why)
-        report.end()
+    part_rank.demand(report)
     with part_rank.one_rank() as device:
         measure(report, device, options.quick, options.out)
     report.end()

@@ -12,28 +12,37 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from part_report import Report, Skip
 
 _OPERATOR = "fbgemm::jagged_to_padded_dense_forward"
-NEEDED = ("lightning", "torchrec", "fbgemm_gpu", "lightning_freescale.strategy", "lightning_freescale.callbacks")
+PACKAGES = ("lightning", "torchrec", "fbgemm_gpu")
+_OURS = ("lightning_freescale.strategy", "lightning_freescale.callbacks")
 
 
-def missing() -> str | None:
-    """Why no part can train here, if it cannot: what does not import, and its error."""
-    for name in NEEDED:
+def demand(report: Report) -> None:
+    """End the part if it cannot train here: skipped where a package is not installed, failed where one is and does not load."""
+    with report.check("everything"):
+        load()
+        return
+    report.end()
+
+
+def load() -> None:
+    """Import what a part trains with.
+
+    Raises:
+        Skip: a package is not there, or FBGEMM is the one for CPUs and there is a GPU.
+        Exception: a package is there and does not import, such as a binary for another torch, in many ways.
+    """
+    for name in (*PACKAGES, *_OURS):
         try:
             importlib.import_module(name)
-        except Exception as error:  # a binary of FBGEMM for another torch or GPU fails in many ways
-            return f"{name} does not import: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
-    if torch.cuda.is_available() and not _has_kernels("CUDA"):
-        return "fbgemm_gpu has no CUDA kernels, and there is a GPU: install fbgemm-gpu, and not fbgemm-gpu-cpu"
-    return None
-
-
-def _has_kernels(key: str) -> bool:
-    try:
-        return torch._C._dispatch_has_kernel_for_dispatch_key(_OPERATOR, key)
-    except RuntimeError:  # nobody has registered it
-        return False
+        except ModuleNotFoundError as error:
+            if error.name not in PACKAGES:  # a part of a package that is there, or what it needs: a broken installation
+                raise
+            raise Skip(f"{error.name} is not installed") from error
+    if torch.cuda.is_available() and not torch._C._dispatch_has_kernel_for_dispatch_key(_OPERATOR, "CUDA"):
+        raise Skip("fbgemm_gpu has no CUDA kernels, and there is a GPU: install fbgemm-gpu, and not fbgemm-gpu-cpu")
 
 
 @contextmanager

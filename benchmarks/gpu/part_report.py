@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import traceback
@@ -53,8 +54,15 @@ class Report:
         self.write()
 
     def row(self, **cells: Cell) -> None:
-        """Add a line of the table; rows of one part may have different columns."""
-        self._rows.append(cells)
+        """Add a line of the table; rows of one part may have different columns.
+
+        What is infinite or no number becomes None, as JSON has neither, and the row has failed.
+        """
+        odd = {column: cell for column, cell in cells.items() if isinstance(cell, float) and not math.isfinite(cell)}
+        self._rows.append({**cells, **dict.fromkeys(odd)})
+        if odd:
+            name = ", ".join(cell for cell in cells.values() if isinstance(cell, str))
+            self.fail(name or f"row {len(self._rows)}", f"not finite: {odd}")
         self.write()
 
     def skip(self, what: str, why: str) -> None:
@@ -69,8 +77,11 @@ class Report:
         self.write()
 
     def figure(self, name: str, value: float) -> None:
-        """A number that ``--require`` of the driver can demand, as ``X.name``."""
-        self._figures[name] = value
+        """A number that ``--require`` of the driver can demand, as ``X.name``; a failure if it is not finite."""
+        if math.isfinite(value):
+            self._figures[name] = value
+        else:
+            self.fail(name, f"not finite: {value}")
         self.write()
 
     @contextmanager
@@ -91,7 +102,7 @@ class Report:
 
     def write(self) -> None:
         """DIR/part_X.json, in one piece or as it was before."""
-        replace(self._out / f"part_{self.part}.json", json.dumps(self.found(), indent=2) + "\n")
+        replace(self._out / f"part_{self.part}.json", json.dumps(self.found(), indent=2, allow_nan=False) + "\n")
 
     def found(self) -> dict[str, object]:
         """What stands in the JSON file."""

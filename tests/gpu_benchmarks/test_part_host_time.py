@@ -10,6 +10,7 @@ from typing import Any
 
 import part_host_time
 import part_rank
+import part_trace
 import pytest
 import torch
 from part_fit import Fit, Steps, fit
@@ -108,6 +109,30 @@ def test_the_profiler_sees_all_threads() -> None:
     (found,) = run_distributed(_two_threads, 1, init=False)
     assert found.steps == 2 and found.idle is None and found.ms > 0
     assert found.threads == {"training": {"operators": 1}, "engine": {"operators": 3}, "others": {}}
+
+
+def _events_of_every_profile() -> list[tuple[bool, int]]:
+    """Of each profile that a process makes for two traces: whether it has marks, and how many operators it saw."""
+    made, profile = [], part_trace.profile
+
+    def kept(**options: Any) -> Any:
+        made.append(profile(**options))
+        return made[-1]
+
+    part_trace.profile = kept
+    for _ in range(2):
+        profiling = Profiling(on_gpu=False)
+        profiling.start()
+        torch.ones(8).add(1)
+        profiling.mark()
+        profiling.stop()
+    found = [[event.name for event in each.events()] for each in made]
+    return sorted((MARK in names, names.count("aten::add")) for names in found)
+
+
+def test_a_process_profiles_for_nothing_before_its_first_trace() -> None:
+    (found,) = run_distributed(_events_of_every_profile, 1, init=False)
+    assert found == [(False, 1), (True, 1), (True, 1)]
 
 
 # -- the part

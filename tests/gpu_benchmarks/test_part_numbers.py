@@ -10,6 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import part_host_time
+import part_model
 import part_numbers
 import part_rank
 import pytest
@@ -17,9 +19,10 @@ import torch
 from part_compare import bitwise, judge, relative
 from part_numbers import Case
 from part_recommender import Run, Size
-from part_report import Report
+from part_report import Report, Skip
 from torch import Tensor
 
+from lightning_freescale._worker import WorkerThread
 from lightning_freescale.testing import run_distributed
 
 ALTERED = "adagrad, no dedup"
@@ -73,7 +76,7 @@ def test_all_is_equal_on_the_cpu(tmp_path: Path) -> None:
     ((code, _),) = run_distributed(_trained, 1, tmp_path, False)
     found = _found(tmp_path)
     assert code == 0 and not found["failed"]
-    assert [row["what"] for row in found["rows"] if row["bitwise"]] >= [ALTERED, "rowwise_adagrad, resumed", "adam, resumed"]
+    assert {row["what"] for row in found["rows"] if row["bitwise"]} >= {ALTERED, "rowwise_adagrad, resumed", "adam, resumed"}
     assert {"what": "adam, dedup", "why": part_numbers.NO_ADAM} in found["skipped"]
     assert {"what": "determinism", "why": "my_sum does not have a deterministic implementation"} in found["skipped"]
     assert [one["why"] for one in found["skipped"] if one["what"] == "sanitizer"] == [
@@ -92,19 +95,56 @@ def test_every_optimizer_is_compared_in_every_way() -> None:
     assert any(case.validate for case in part_numbers.cases())
 
 
-def test_nothing_to_train_with_is_a_skip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part_rank, "NEEDED", ("torch", "no_such_package"))
-    assert _ends(part_numbers.main, tmp_path) == 0
-    (skipped,) = _found(tmp_path)["skipped"]
-    assert skipped["what"] == "everything" and "no_such_package does not import: ModuleNotFoundError" in skipped["why"]
+PARTS = [part_numbers.main, part_host_time.main, part_model.main]
+
+
+@pytest.mark.parametrize("main", PARTS)
+def test_a_package_that_is_not_there_is_a_skip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, main: Callable[..., Any]
+) -> None:
+    monkeypatch.setattr(part_rank, "PACKAGES", ("torch", "no_such_package"))
+    assert _ends(main, tmp_path) == 0
+    (written,) = tmp_path.glob("part_*.json")
+    found = json.loads(written.read_text())
+    assert found["skipped"] == [{"what": "everything", "why": "no_such_package is not installed"}] and not found["failed"]
+
+
+@pytest.mark.parametrize("main", PARTS)
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("import ctypes; ctypes.CDLL('/no/such/library.so')", "OSError: /no/such/library.so: cannot open shared object file"),
+        ("raise ImportError('undefined symbol: _ZN3c10')", "ImportError: undefined symbol: _ZN3c10"),
+        ("import broken_package.left_out", "No module named 'broken_package.left_out'"),
+        ("import no_such_dependency", "No module named 'no_such_dependency'"),
+    ],
+)
+def test_a_package_that_is_there_and_does_not_load_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, main: Callable[..., Any], source: str, error: str
+) -> None:
+    (tmp_path / "broken_package").mkdir()
+    (tmp_path / "broken_package" / "__init__.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(part_rank, "PACKAGES", ("broken_package",))
+    assert _ends(main, tmp_path / "out") == 1
+    (written,) = (tmp_path / "out").glob("part_*.json")
+    found = json.loads(written.read_text())
+    (failed,) = found["failed"]
+    assert failed["what"] == "everything" and error in failed["error"] and not found["skipped"]
 
 
 def test_the_build_for_cpus_on_a_machine_with_a_gpu_is_a_skip(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert part_rank.missing() is None
+    part_rank.load()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "fbgemm_gpu has no CUDA kernels" in part_rank.missing()
+    with pytest.raises(Skip, match="fbgemm_gpu has no CUDA kernels"):
+        part_rank.load()
+
+
+def test_a_build_without_operators_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(part_rank, "_OPERATOR", "fbgemm::no_such_operator")
-    assert "fbgemm_gpu has no CUDA kernels" in part_rank.missing()
+    with pytest.raises(RuntimeError, match="no_such_operator"):
+        part_rank.load()
 
 
 ONE = torch.tensor([[1.0, -2.0]])
@@ -156,6 +196,17 @@ def test_what_is_within_its_tolerance(tmp_path: Path, tolerance: float, off: flo
     assert _found(tmp_path)["rows"][0]["ok"] == ok == (not _found(tmp_path)["failed"])
 
 
+@pytest.mark.parametrize("odd", [float("inf"), float("nan")])
+def test_infinite_differences_fail_once_and_in_words(tmp_path: Path, odd: float) -> None:
+    run, expected = Run([1.0, odd], {"w": torch.tensor([1.0, odd])}), Run([1.0, 0.5], {"w": torch.ones(2)})
+    judge(Report("numbers", tmp_path), "case", "reference", run, expected, 1e-5)
+    text = (tmp_path / "part_numbers.json").read_text()
+    assert "Infinity" not in text and "NaN" not in text
+    (row,), (failed,) = _found(tmp_path)["rows"], _found(tmp_path)["failed"]
+    assert (row["losses"], row["largest"], row["mean"], row["ok"]) == (None, None, None, False)
+    assert "losses differ by inf, weights and states by up to inf" in failed["error"]
+
+
 def test_losses_that_do_not_move_prove_nothing(tmp_path: Path) -> None:
     judge(Report("numbers", tmp_path), "case", "reference", Run([0.5, 0.5]), Run([0.5, 0.5]), 0.0)
     assert "does not move" in _found(tmp_path)["failed"][0]["error"]
@@ -164,48 +215,133 @@ def test_losses_that_do_not_move_prove_nothing(tmp_path: Path) -> None:
 # -- the sanitizer
 
 
-def _sanitized(out: Path) -> tuple[dict[str, Any], list[Any]]:
-    from part_sanitizer import Accesses
-
+def _sanitized(out: Path) -> list[Any]:
     report = Report("numbers", out)
     with part_rank.one_rank() as device:
         trials = part_numbers._Trials(device, Size(101, 8, 4, 6, 4), lambda name, run: None)
-        accesses = Accesses()
         for name, options in (("dedup", {}), ("no overlap, and so no dedup", {"overlap": False})):
             case = Case(name, "sgd", options)
-            part_numbers.watch(report, accesses, name, lambda case=case: trials.fit(case), wanted=False, overlapped=True)
-    return dict(accesses.operators), report.found()["rows"]
+            part_numbers.watch(report, name, lambda case=case: trials.fit(case), wanted=False, overlapped=True)
+    return report.found()["rows"]
 
 
 @pytest.mark.slow
 def test_the_sanitizer_sees_the_engine_and_is_not_ok_where_it_does_not(tmp_path: Path) -> None:
-    ((_, rows),) = run_distributed(_sanitized, 1, tmp_path)
+    (rows,) = run_distributed(_sanitized, 1, tmp_path)
     assert rows[0]["ok"] and rows[0]["background"] > 100 and rows[0]["operators"] > rows[0]["background"] + 100
     assert not rows[1]["ok"] and rows[1]["background"] == 0
 
 
-def _accesses_on_two_streams(ordered: bool) -> tuple[int, list[str]]:
-    from part_sanitizer import _CALLBACKS, Accesses
-    from torch.cuda._sanitizer import ArgumentHandler
+class _OnGPU(torch.Tensor):
+    """On the CPU, but it says that it is on a GPU, as do views of it."""
 
-    accesses, current = Accesses(), threading.local()
-    torch.cuda.current_stream = lambda: SimpleNamespace(cuda_stream=current.stream)
+    is_cuda = True
 
-    def access(stream: int, writes: bool) -> None:
-        arguments, current.stream = ArgumentHandler(), stream
-        (arguments.dataptrs_written if writes else arguments.dataptrs_read).add(64)
-        arguments.tensor_aliases[64] = ["x"]
-        accesses.launched(torch.ops.aten.add_.Tensor, arguments)
 
-    access(1, writes=True)
+def _block(values: int) -> Tensor:
+    return torch.ones(values).as_subclass(_OnGPU)
+
+
+class _Streams:
+    """What a sanitizer sees of operators on streams that do not exist."""
+
+    def __init__(self) -> None:
+        import part_sanitizer  # in the processes that need it alone: it slows allocations down
+
+        self._current, self._sanitizer = threading.local(), part_sanitizer
+        torch.cuda.current_stream = lambda: SimpleNamespace(cuda_stream=self._current.stream)
+        self.accesses = part_sanitizer.Accesses()
+
+    def add(self, stream: int, tensor: Tensor) -> None:
+        """Write the tensor in place, inside of the package, on a stream."""
+        arguments, self._current.stream, operator = self._sanitizer.Arguments(), stream, torch.ops.aten.add_.Tensor
+        arguments.parse_inputs(operator._schema, (tensor, 1), {}, is_factory=False)
+        WorkerThread("here").run(lambda: self.accesses.launched(operator, arguments)).result()
+
+
+def _fire(name: str, *numbers: int) -> None:
+    from part_sanitizer import _CALLBACKS
+
+    _CALLBACKS[f"_handle_{name}"].fire_callbacks(*numbers)
+
+
+def _two_streams(ordered: bool) -> tuple[int, list[str], str]:
+    streams, block = _Streams(), _block(4)
+    streams.add(1, block)
     if ordered:
-        _CALLBACKS["_handle_event_record"].fire_callbacks(7, 1)
-        _CALLBACKS["_handle_event_wait"].fire_callbacks(7, 2)
-    access(2, writes=False)
-    return accesses.unordered.total(), accesses.told
+        _fire("event_record", 7, 1)
+        _fire("event_wait", 7, 2)
+    streams.add(2, block)
+    return streams.accesses.unordered.total(), streams.accesses.told, streams.accesses.within
 
 
 def test_the_sanitizer_finds_what_no_event_orders() -> None:
-    ((count, told),) = run_distributed(_accesses_on_two_streams, 1, False, init=False)
+    ((count, told, within),) = run_distributed(_two_streams, 1, False, init=False)
     assert count == 1 and "CSAN detected a possible data race" in told[0]
-    assert run_distributed(_accesses_on_two_streams, 1, True, init=False) == [(0, [])]
+    lines = within.splitlines()
+    half = len(lines) // 2
+    assert lines[0] == "later, on stream 2: aten::add_ writing to it, called at"
+    assert lines[half] == "earlier, on stream 1: aten::add_ writing to it, called at"
+    assert lines[1:half] == lines[half + 1 :] and all(line.startswith("  lightning_freescale/") for line in lines[1:half])
+    assert lines[-1].startswith("  lightning_freescale/_worker.py:") and lines[-1].endswith(" in _attempt")
+    assert run_distributed(_two_streams, 1, True, init=False) == [(0, [], "")]
+
+
+def _used_again(freed: bool) -> int:
+    """Unordered accesses to the middle of a block that one stream has written, and another gets."""
+    streams, block = _Streams(), _block(8)
+    _fire("memory_allocation", block.data_ptr())
+    for part in (block, block[4:]):
+        streams.add(1, part)
+    if freed:
+        _fire("memory_deallocation", block.data_ptr())
+        _fire("memory_allocation", block.data_ptr())
+    for part in (block, block[4:]):
+        streams.add(2, part)
+    return streams.accesses.unordered.total()
+
+
+def test_the_sanitizer_forgets_all_of_a_block_that_is_freed() -> None:
+    assert run_distributed(_used_again, 1, True, init=False) == [0]
+    assert run_distributed(_used_again, 1, False, init=False) == [2]
+
+
+def _nothing() -> int:
+    streams, nothing = _Streams(), _block(0)
+    for stream in (1, 2):
+        streams.add(stream, nothing)
+    return streams.accesses.unordered.total()
+
+
+def test_the_sanitizer_leaves_out_what_has_no_elements() -> None:
+    assert run_distributed(_nothing, 1, init=False) == [0]
+
+
+def _watched(out: Path) -> list[dict[str, str]]:
+    """What fails of two runs that are each in order, on the same memory but other streams, and of one that is not."""
+    import part_sanitizer
+
+    report, block, streams = Report("numbers", out), _block(4), _Streams()
+
+    class Kept(part_sanitizer.Accesses):
+        def __init__(self) -> None:
+            super().__init__()
+            streams.accesses = self
+
+    def run(used: tuple[int, ...]) -> None:
+        for stream in used:
+            streams.add(stream, block)
+
+    part_sanitizer.Accesses = Kept
+    for used in ((1, 1), (2, 2), (3, 4) * 40):
+        part_numbers.watch(report, f"streams {used[:2]}", lambda used=used: run(used), wanted=False, overlapped=False)
+    return report.found()["failed"]
+
+
+def test_runs_know_nothing_of_each_other_and_a_race_is_told_in_full(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    ((failed,),) = run_distributed(_watched, 1, tmp_path, init=False)
+    assert failed["what"] == "sanitizer, streams (3, 4)"
+    assert failed["error"].startswith("later, on stream 4: aten::add_ writing to it, called at\n  lightning_freescale/")
+    assert failed["error"].splitlines()[-1].startswith("79 x aten::add_ at _worker.py:")
+    printed = capfd.readouterr().out
+    assert printed.count("CSAN detected a possible data race") == 5 and "test_part_numbers.py" in printed

@@ -31,6 +31,28 @@ def test_every_entry_is_on_disk_at_once(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["part_x.json"]
 
 
+def _strict(text: str) -> dict[str, Any]:
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("odd", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_is_said_in_strict_json(tmp_path: Path, odd: float) -> None:
+    report = Report("x", tmp_path)
+    report.row(what="one", against="other", off=odd, size=2.0)
+    report.figure("off", odd)
+    report.row(what="next", off=1.0)
+    found = _strict((tmp_path / "part_x.json").read_text())
+    assert found["rows"] == [{"what": "one", "against": "other", "off": None, "size": 2.0}, {"what": "next", "off": 1.0}]
+    assert found["failed"] == [
+        {"what": "one, other", "error": f"not finite: {{'off': {odd}}}"},
+        {"what": "off", "error": f"not finite: {odd}"},
+    ]
+    assert not found["figures"]
+
+
 def test_a_check_that_raises_has_failed_and_the_next_is_made(tmp_path: Path) -> None:
     report = Report("x", tmp_path)
     with report.check("first"):
