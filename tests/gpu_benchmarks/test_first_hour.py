@@ -304,9 +304,11 @@ def test_a_script_that_cannot_be_killed_is_left(
     monkeypatch.setattr(hour_process.os, "killpg", lambda group, number: None)
     monkeypatch.setattr(hour_process, "ENDING", 0.2)
     ran = hour_process.run_limited([str(tmp_path / "sleeps.py")], tmp_path / "log.txt", 3.0, [])
-    os.kill(int(ran.printed.split()[-1]), signal.SIGKILL)
+    number = int(ran.printed.split()[-1])
+    os.kill(number, signal.SIGKILL)
+    os.waitpid(number, 0)
     assert ran.code is None and ran.stuck and ran.seconds < 30
-    assert f"process {ran.printed.split()[-1]} could not be killed within 0.2 s" in capsys.readouterr().err
+    assert f"process {number} could not be killed within 0.2 s" in capsys.readouterr().err
     hour.out.mkdir()
     summary = Summary(hour.out, ["model"])
     summary.end("model", ran)

@@ -101,9 +101,9 @@ def _hangs_alone(rank: Rank) -> None:
 STUCK = """
 import sys, time
 sys.path[:0] = [{folder!r}, {tests!r}]
-from multiprocessing.process import BaseProcess
+from multiprocessing.popen_fork import Popen
 import rank_pair, test_rank_pair
-BaseProcess.kill = BaseProcess.terminate = lambda process: None
+Popen._send_signal = lambda process, number: None
 rank_pair.ENDING = 0.2
 said = rank_pair.run(test_rank_pair._says_and_waits, timeout=60)
 assert next(said) == "early"
