@@ -294,6 +294,7 @@ def test_without_a_gpu(tmp_path: Path) -> None:
     assert all(about["state"] in ("done", "skipped") and not about["found"]["failed"] for about in parts.values())
     assert all(about["found"]["skipped"] for about in parts.values())
     assert "Skipped:" in done.stdout and "- peer" in done.stdout
+    assert len(list(tmp_path.rglob("*"))) == 8
 
 
 def test_a_script_that_cannot_be_killed_is_left(

@@ -135,3 +135,30 @@ def test_training_that_differs(ours: list[float], weight: float, told: str | Non
     two_ranks_training._say_difference(Rank(0, 1.0, said.append), "host", [0.5, 0.4], reference, ours, found)
     failure = dict(said).get("fail")
     assert (failure is None) if told is None else (told in failure["error"])
+
+
+@pytest.mark.slow
+def test_gloo_that_fails_on_one_rank_leaves_both_in_step() -> None:
+    """On a GPU it may refuse CUDA tensors on one rank alone, which the other one is waiting for."""
+    said = list(rank_pair.run(_compare_while_gloo_fails_on_rank_1, timeout=60, group_timeout=4))
+    rows = [about for name, about in said if name == "row"]
+    assert len(rows) == 2 and not [name for name, _ in said if name == "fail"]
+    for row in rows:
+        assert row["equal to gloo"] and "rank 1: gloo takes no CUDA tensors" in row["gloo: ms"] and row["gloo: GB/s"] is None
+
+
+def _compare_while_gloo_fails_on_rank_1(rank: Rank) -> None:
+    rank.init_gloo()
+    lane, right = dist.new_group(backend="gloo"), dist.all_to_all_single
+    calls = []
+
+    def fails(*args: object, group: object, **kwargs: object) -> object:
+        calls.append(group)
+        if rank.rank and group is not lane and lane in calls:  # one that is timed: the expected bytes came before the lane's
+            raise RuntimeError("gloo takes no CUDA tensors")
+        return right(*args, group=group, **kwargs)
+
+    dist.all_to_all_single = fails
+    for nbytes in (4096, 100_000):
+        calls.clear()
+        two_ranks_lanes._compare(rank, lane, "host", nbytes, 1)
