@@ -56,7 +56,10 @@ class Summary:
         elif ran.code == 0 and found is not None and not found["failed"]:
             state = DONE if found["rows"] else SKIPPED
             if state == SKIPPED and self._site is not None:  # whoever brings packages wants what needs them
-                state, why = FAILED, "nothing was measured, although packages were given by --site: see what it skipped, and why"
+                state, why = (
+                    FAILED,
+                    "nothing was measured, although packages were given by --site: see what it skipped",
+                )
         else:
             state = FAILED
             why = "" if found is not None and found["failed"] else f"exit code {ran.code}; it printed: {ran.printed}"

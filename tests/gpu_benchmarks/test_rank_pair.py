@@ -122,7 +122,7 @@ def test_a_process_that_cannot_be_killed_is_left() -> None:
 
 def test_cuda_is_in_use_before_a_group_is_made() -> None:
     """Or the lane would not see that both ranks have one GPU, and give CUDA tensors to NCCL, which refuses that."""
-    (gpu, uses_nccl, shared), = rank_pair.run(_makes_a_lane_on_a_gpu, timeout=60)
+    ((gpu, uses_nccl, shared),) = rank_pair.run(_makes_a_lane_on_a_gpu, timeout=60)
     assert gpu == ["GPU-0", "GPU-0"] and not uses_nccl and shared == "ranks 0 and 1 share a GPU"
 
 

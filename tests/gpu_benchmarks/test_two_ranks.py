@@ -65,7 +65,7 @@ def test_needs_torch_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("exchanges", "training", "trained"),
-    [(20, 45, ["host", "native"]), (5, 20, ["host", "native", "peer"]), (45, 75, ["host"])],
+    [(30, 50, ["host", "peer"]), (20, 45, ["host", "native"]), (5, 20, ["host", "native", "peer"]), (45, 75, ["host"])],
 )
 def test_training_leaves_time_for_the_transports_that_come_later(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, exchanges: float, training: float, trained: list[str]
