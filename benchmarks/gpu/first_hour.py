@@ -1,7 +1,8 @@
 """All that the first hour on a GPU should show, by one command: ``python benchmarks/gpu/first_hour.py --out DIR``.
 
-It takes less than 15 minutes on one GPU. Each part is a process of its own with a limit; what it has found by then counts, and
-the next part goes on. They run in the order of what they are worth to someone who is cut off:
+It stops after 15 minutes (``--limit-minutes``), unpacking included: that is where it is cut off, and not a time that was
+measured. Each part is a process of its own with a limit; what it has found by then counts, and the next part goes on. They run
+in the order of what they are worth to someone who is cut off:
 
 numbers     strategy against plain TorchRec: if the numbers are wrong, the rest means nothing
 two_ranks   transports against gloo, training against ddp, a killed rank: what has a protocol of its own and never ran on a GPU
@@ -11,8 +12,15 @@ model       the step of the reference model: without a network between ranks it 
 
 two_ranks and contention need torch alone. Without a GPU the parts run in small sizes or say what they leave out.
 
+The limits of all parts and of unpacking make more than the 15 minutes together. Where a machine is lent for ten minutes a call,
+two calls with a folder each (a run removes what an earlier one has left) hold them better::
+
+    first_hour.py --parts numbers,two_ranks --limit-minutes 9 --out first
+    first_hour.py --parts host_time,contention,model --limit-minutes 9 --out second
+
 DIR/summary.md and DIR/summary.json hold everything that is known, also while a part runs; part_*.json are the parts' own files
-and log.txt is what they print. It exits with 1 if a part failed, ran over its limit or was not run. Not tested on GPU.
+and log.txt is what they print. It exits with 1 if a part failed, ran over its limit, was not run,
+or measured nothing although --site was given. Not tested on GPU.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+ENDING = 10.0  # seconds that a process may take to end once it is killed
 _PR_SET_PDEATHSIG = 1
 _TAIL = 2000  # bytes
 _libc = ctypes.CDLL(None)
@@ -25,11 +26,13 @@ class Ran(NamedTuple):
         code: its exit code, negative for a signal; None: it ran over its limit and was killed.
         seconds: that it took.
         printed: the end of what it printed.
+        stuck: it could not be killed either, and may still use the GPU.
     """
 
     code: int | None
     seconds: float
     printed: str
+    stuck: bool = False
 
 
 def run_limited(
@@ -64,10 +67,10 @@ def run_limited(
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        stuck = not _ends(process)
     with log.open("rb") as printed:
         printed.seek(max(before_it, log.stat().st_size - _TAIL))
-        return Ran(code, time.monotonic() - begun, printed.read().decode(errors="replace").strip())
+        return Ran(code, time.monotonic() - begun, printed.read().decode(errors="replace").strip(), stuck)
 
 
 def die_with_parent() -> None:
@@ -82,6 +85,16 @@ def _own_group() -> None:
     """
     os.setpgid(0, 0)
     die_with_parent()
+
+
+def _ends(process: subprocess.Popen) -> bool:
+    """Whether a process that was killed ends; a driver may hold it inside the kernel, and nobody should wait for that."""
+    try:
+        process.wait(timeout=ENDING)
+    except subprocess.TimeoutExpired:
+        print(f"process {process.pid} could not be killed within {ENDING:g} s: it may still use the GPU", file=sys.stderr)
+        return False
+    return True
 
 
 def _wait(process: subprocess.Popen, deadline: float, each_second: Callable[[], None]) -> int | None:

@@ -14,7 +14,7 @@ WAITING, RUNNING, DONE, SKIPPED, FAILED, OVER, CUT, LEFT_OUT = (
     "waiting",
     "running",
     "done",
-    "skipped",  # it ended well and had nothing to measure
+    "skipped",  # it ended well and had nothing to measure, and nobody brought packages for it
     "failed",
     "ran over its limit",
     "cut off",
@@ -52,9 +52,14 @@ class Summary:
         """Note how a part has ended, with what it printed where it does not say itself what failed."""
         found, why = self._found(name), ""
         if ran.code is None:
-            state, why = OVER, f"killed after {ran.seconds:.0f} s"
+            state, why = OVER, f"{'it could not be killed' if ran.stuck else 'killed'} after {ran.seconds:.0f} s"
         elif ran.code == 0 and found is not None and not found["failed"]:
             state = DONE if found["rows"] else SKIPPED
+            if state == SKIPPED and self._site is not None:  # whoever brings packages wants what needs them
+                state, why = (
+                    FAILED,
+                    "nothing was measured, although packages were given by --site: see what it skipped",
+                )
         else:
             state = FAILED
             why = "" if found is not None and found["failed"] else f"exit code {ran.code}; it printed: {ran.printed}"

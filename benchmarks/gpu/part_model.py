@@ -18,6 +18,7 @@ the training thread's processor time by the wall time: near 1, the host is what 
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,11 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report = Report("model", options.out)
     part_rank.demand(report)
     with part_rank.one_rank() as device:
-        measure(report, device, options.quick, options.out)
+        measure(report, device, options.quick)
     report.end()
 
 
-def measure(report: Report, device: torch.device, quick: bool, out: Path) -> None:
+def measure(report: Report, device: torch.device, quick: bool) -> None:
     """For each model rounds of all ways, and where the time goes."""
     from part_fit import Steps
 
@@ -69,7 +70,7 @@ def measure(report: Report, device: torch.device, quick: bool, out: Path) -> Non
             _compare(report, model, found)
         for way in WAYS:
             with report.check(f"{model}, {way}, where the time goes"):
-                _explain(report, trials, model, way, out)
+                _explain(report, trials, model, way)
 
 
 def _compare(report: Report, model: str, found: dict[str, list[Fit]]) -> None:
@@ -90,15 +91,15 @@ def _compare(report: Report, model: str, found: dict[str, list[Fit]]) -> None:
         )
 
 
-def _explain(report: Report, trials: _Trials, model: str, way: str, out: Path) -> None:
+def _explain(report: Report, trials: _Trials, model: str, way: str) -> None:
     from part_fit import Steps
 
     from lightning_freescale import BubbleProfiler
 
     steps = Steps(warmup=4, timed=12)
-    folder = out / f"bubbles_{model}_{way}"
-    profiler = BubbleProfiler(folder, label=f"{model}, {way}", warmup_steps=4, trace_steps=12, verbose=False)
-    trials.fit(model, way, steps, (profiler,))
+    with tempfile.TemporaryDirectory(prefix="bubbles-") as folder:  # its files say no more than the row does
+        profiler = BubbleProfiler(folder, label=f"{model}, {way}", warmup_steps=4, trace_steps=12, verbose=False)
+        trials.fit(model, way, steps, (profiler,))
     if profiler.report is None:
         raise RuntimeError("BubbleProfiler has no report")
     idle: dict[str, Any] = {}

@@ -72,8 +72,9 @@ def one_rank() -> Iterator[torch.device]:
 
 
 def trainer(device: torch.device, **options: Any) -> Any:
-    """A Trainer that writes nothing."""
+    """A Trainer of one device that writes nothing; its node is that of NODE_RANK, if ``num_nodes`` are several."""
     import lightning as L
+    from lightning.pytorch.plugins.environments import LightningEnvironment
 
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     return L.Trainer(
@@ -81,6 +82,8 @@ def trainer(device: torch.device, **options: Any) -> Any:
         devices=1,
         use_distributed_sampler=False,
         num_sanity_val_steps=0,
+        # Lightning would otherwise look for clusters, and import an mpi4py whose MPI may be missing
+        plugins=[LightningEnvironment()],
         **quiet,
         **options,
     )

@@ -6,6 +6,9 @@ beside them. Then rank 1 is killed in the midst of exchanges, and rank 0 must en
 Where TorchRec and Lightning are installed, the same is done in training: two nodes of one device each, with a sharded
 ``nn.Embedding``, against the unsharded module under ``"ddp"``; and a rank is killed in a step.
 
+The transports come in the order of what they are worth, ``peer`` last: a mistake in it could take the GPU from all others.
+Training by others than ``host`` is left out, and so listed, where the time is needed for a transport that comes later.
+
 The process groups need torch alone. Without a GPU it runs in small sizes on the CPU. Not tested on GPU.
 """
 
@@ -14,6 +17,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,12 +32,16 @@ import torch
 import two_ranks_lanes
 from rank_pair import Rank
 
-TRANSPORTS = ("host", "peer", "native", "nccl-zero-cta")
+TRANSPORTS = ("host", "native", "nccl-zero-cta", "peer")
 GROUP_TIMEOUT = 10.0  # seconds after which a rank must have noticed that the other is gone
-SECONDS = 90.0  # that two processes may take
+LANE = 45.0  # seconds that the exchanges of one transport may take
+TRAINING = 45.0  # seconds that training by one transport may take
+LOADING = 30.0  # seconds more for the first training: two processes load TorchRec and FBGEMM from a cold disk
+SECONDS = 190.0  # of all; the driver ends this part 20 s later, of which torch's import from a cold disk takes some
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    deadline = time.monotonic() + SECONDS
     options = part_report.options(__doc__, arguments)
     report = part_report.Report("two_ranks", options.out)
     on_gpu = torch.cuda.is_available()
@@ -43,21 +51,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if reason := rank_pair.lacking(transport):
             report.skip(f"{transport}, with and without the strategy", reason)
         else:
-            report.take(transport, _run(two_ranks_lanes.lane, transport, sizes))
             had.append(transport)
+    measure(report, had, sizes, on_gpu, deadline)
     report.skip("two-level", "it is for several hosts")
-    missing = [name for name in ("lightning", "torchrec", "fbgemm_gpu") if find_spec(name) is None]
-    for transport in had if on_gpu else ["host"]:  # one is enough to see that the part itself works
-        if missing:
-            report.skip(f"{transport} under the strategy", f"{', '.join(missing)}: not installed")
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            report.take(f"{transport} under the strategy", _run(_train, transport, Path(folder)))
     report.end()
 
 
-def _run(work: Callable[..., None], *args: Any) -> Iterator[Any]:
-    return rank_pair.run(work, *args, timeout=SECONDS, group_timeout=GROUP_TIMEOUT)
+def measure(report: part_report.Report, had: list[str], sizes: two_ranks_lanes.Sizes, on_gpu: bool, deadline: float) -> None:
+    """Exchanges by the transports ``had``, in this order, and training where there is time until ``deadline``."""
+    missing = [name for name in ("lightning", "torchrec", "fbgemm_gpu") if find_spec(name) is None]
+    for place, transport in enumerate(had):
+        later = LANE * len(had[place + 1 :])
+        report.take(transport, _run(min(LANE, deadline - time.monotonic()), two_ranks_lanes.lane, transport, sizes))
+        left = deadline - time.monotonic()
+        under = f"{transport} under the strategy"
+        if missing:
+            report.skip(under, f"{', '.join(missing)}: not installed")
+        elif place == 0:
+            _train_by(report, transport, min(TRAINING + LOADING, left))
+        elif not on_gpu:
+            report.skip(under, "no CUDA device, and one transport is enough to see that the part itself works")
+        elif left < TRAINING + later:
+            report.skip(under, f"{left:.0f} s were left; it may take {TRAINING:g}, and later transports {later:g}")
+        else:
+            _train_by(report, transport, TRAINING)
+
+
+def _train_by(report: part_report.Report, transport: str, seconds: float) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        report.take(f"{transport} under the strategy", _run(seconds, _train, transport, Path(folder)))
+
+
+def _run(seconds: float, work: Callable[..., None], *args: Any) -> Iterator[Any]:
+    return rank_pair.run(work, *args, timeout=seconds, group_timeout=GROUP_TIMEOUT)
 
 
 def _train(rank: Rank, transport: str, folder: Path) -> None:

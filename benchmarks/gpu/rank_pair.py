@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import _children  # type: ignore[attr-defined]
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from hour_process import die_with_parent
+from hour_process import ENDING, die_with_parent
 
 GRACE = 2.0  # seconds that a process has to fail by itself after the other has failed
 _SAID, _ENDED, _RAISED = "said", "ended", "raised"
@@ -41,7 +43,12 @@ class Rank:
     say: Callable[[Any], None]
 
     def init_gloo(self) -> None:
-        """Make the default process group. Collective."""
+        """Make the default process group, with CUDA in use where there is a GPU. Collective.
+
+        The package's groups ask which GPU the ranks use when they are made; those of two ranks on one GPU stay off NCCL.
+        """
+        if torch.cuda.is_available():
+            torch.cuda.set_device(0)
         dist.init_process_group("gloo", rank=self.rank, world_size=2, timeout=timedelta(seconds=self.timeout))
 
     def make_lane(self, transport: str) -> dist.ProcessGroup:
@@ -87,8 +94,7 @@ def run(work: Callable[..., None], *args: Any, timeout: float, group_timeout: fl
         yield from _listen(ends, processes, timeout)
     finally:
         for process in processes:
-            process.kill()
-            process.join()
+            _end(process)
 
 
 def lacking(transport: str) -> str:
@@ -129,8 +135,18 @@ def _received(end: Connection, process: Any) -> tuple[str, Any]:
     try:
         return end.recv()
     except EOFError:
-        process.join()
+        process.join(ENDING)
+        if process.exitcode is None:
+            return _RAISED, f"closed its connection and did not end within {ENDING:g} s"
         return _RAISED, process.exitcode
+
+
+def _end(process: Any) -> None:
+    process.kill()
+    process.join(ENDING)
+    if process.is_alive():  # a driver may hold it inside the kernel
+        print(f"process {process.pid} could not be killed within {ENDING:g} s: it may still use the GPU", file=sys.stderr)
+        _children.discard(process)  # or Python would wait for it when this process ends
 
 
 def _process(work: Callable[..., None], args: Any, rank: int, port: int, timeout: float, end: Connection) -> None:

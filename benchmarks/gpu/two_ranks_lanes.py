@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from datetime import timedelta
 from threading import Timer
 from typing import Any, NamedTuple
 
@@ -60,14 +61,11 @@ def _compare(rank: Rank, group: dist.ProcessGroup, transport: str, nbytes: int, 
     dist.all_gather_object(equal, bool(torch.equal(found.cpu(), expected)))
     repeats = max(3, min(20, total // nbytes))
     ms = _median_ms(values, sent, received, group, repeats)
-    try:
-        gloo_ms = _median_ms(values, sent, received, None, repeats)
-        gloo = {"gloo: ms": gloo_ms, "gloo: GB/s": nbytes / gloo_ms / 1e6}
-    except RuntimeError as error:  # the bytes were compared on the CPU: its rate is not what this is about
-        gloo = {"gloo: ms": f"{error}".splitlines()[0][:80], "gloo: GB/s": None}
+    gloo_ms = _gloo_ms(rank, values, sent, received, repeats)
+    gloo = {"gloo: ms": gloo_ms, "gloo: GB/s": None if isinstance(gloo_ms, str) else nbytes / gloo_ms / 1e6}
     on = "GPU" if torch.cuda.is_available() else "CPU"
-    lane = {"transport": transport, "on": on, "to the peer": _length(nbytes)}
-    rank.say(("row", lane | {"equal to gloo": all(equal), "ms": ms, "GB/s": nbytes / ms / 1e6} | gloo))
+    cells = {"transport": transport, "on": on, "to the peer": _length(nbytes)}
+    rank.say(("row", cells | {"equal to gloo": all(equal), "ms": ms, "GB/s": nbytes / ms / 1e6} | gloo))
     rank.say(("figure", {"name": f"{transport}_{nbytes}_bytes_gbps", "value": nbytes / ms / 1e6}))
     if not all(equal):
         wrong = " and ".join(f"rank {one}" for one, same in enumerate(equal) if not same)
@@ -96,12 +94,29 @@ def say_death(rank: Rank, transport: str, under: str, seconds: float, noticed: E
     on = "GPU" if torch.cuda.is_available() else "CPU"
     said = str(noticed).strip().splitlines()[0][:300] if noticed is not None and str(noticed).strip() else repr(noticed)
     told = said if noticed is None else f"{type(noticed).__name__}: {said}"
-    lane = {"a rank is killed under": under, "transport": transport, "on": on}
-    rank.say(("row", lane | {"timeout s": rank.timeout, "noticed after s": seconds, "error": told}))
+    cells = {"a rank is killed under": under, "transport": transport, "on": on}
+    rank.say(("row", cells | {"timeout s": rank.timeout, "noticed after s": seconds, "error": told}))
     rank.say(("figure", {"name": f"{transport}_{under.replace(' ', '_')}_killed_seconds", "value": seconds}))
     if noticed is None or seconds > rank.timeout + 15:  # what drains a GPU takes seconds of its own
         error = f"no error within the timeout of {rank.timeout:g} s: {said} after {seconds:.1f} s"
         rank.say(("fail", {"what": f"a killed rank, {transport}, {under}", "error": error}))
+
+
+def _gloo_ms(rank: Rank, values: Tensor, sent: list[int], received: list[int], repeats: int) -> float | str:
+    """Milliseconds of an exchange by gloo, or what it said against one: CUDA tensors may fail on a rank alone. Collective.
+
+    It has a group of its own, so that a rank that fails and one that waits for it go on in step; and half the timeout, so that
+    the one that failed is still there when the other comes to agree.
+    """
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=rank.timeout / 2))
+    try:
+        own: float | str = _median_ms(values, sent, received, group, repeats)
+    except RuntimeError as error:  # the bytes were compared on the CPU: its rate is not what this is about
+        own = f"rank {rank.rank}: {error}".splitlines()[0][:80]
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, own)
+    dist.destroy_process_group(group)
+    return "; ".join(said for said in found if isinstance(said, str)) or found[0]
 
 
 def _median_ms(values: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None, repeats: int) -> float:

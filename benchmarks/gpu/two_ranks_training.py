@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import lightning as L
+import part_rank
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from rank_pair import Rank
@@ -94,17 +95,8 @@ def _fit(rank: Rank, strategy: DDPStrategy, path: Path) -> tuple[list[float], di
 
 
 def _trainer(strategy: DDPStrategy, folder: Path) -> L.Trainer:
-    silent = ("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger")
-    return L.Trainer(
-        accelerator="gpu" if torch.cuda.is_available() else "cpu",
-        devices=1,
-        num_nodes=2,
-        strategy=strategy,
-        max_epochs=1,
-        use_distributed_sampler=False,
-        default_root_dir=folder,
-        **dict.fromkeys(silent, False),
-    )
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    return part_rank.trainer(device, num_nodes=2, strategy=strategy, max_epochs=1, default_root_dir=folder)
 
 
 def _say_difference(

@@ -131,13 +131,11 @@ def test_who_cannot_make_its_group_tells_the_others() -> None:
     def run() -> Any:
         if dist.get_rank() == 1:
             process_group.NativeBackends = None
-            return outcome(make_group, timeout=60.0), dict(PRIORITY_GATE.lanes)
-        group = make_group(timeout=60.0)
-        return outcome(dist.all_to_all_single, torch.zeros(2), torch.zeros(2), group=group), None
+        return outcome(make_group, timeout=60.0), dict(PRIORITY_GATE.lanes)
 
-    other, (mine, lanes) = run_distributed(run, 2)
+    (other, _), (mine, lanes) = run_distributed(run, 2)
     assert "'NoneType' object is not callable" in mine.text and not any(lanes.values())
-    assert "rank 1 has given up: freescale set-up" in other[0].text and other[0].seconds < 30
+    assert "rank 1 has given up: freescale set-up" in other.text and other.seconds < 30
 
 
 def test_an_abort_ends_what_nccl_has_in_flight() -> None:

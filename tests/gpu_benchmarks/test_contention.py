@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import part_contention
 import pytest
 import rank_pair
 import sm_free_checks
@@ -33,7 +34,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stdout + done.stderr
     assert (out / "part_contention.md").read_text() in done.stdout
-    return json.loads((out / "part_contention.json").read_text())
+    return _found(out)
 
 
 @pytest.mark.slow
@@ -57,6 +58,27 @@ def test_says_what_it_leaves_out(ran: dict[str, Any]) -> None:
     skipped = {entry["what"] for entry in ran["skipped"]}
     assert skipped == {"profile of host", "sm_copy", "copy_engine", "peer", "symm_mem", "peer_copy", "nccl"}
     assert not ran["failed"]
+
+
+@pytest.mark.parametrize(("devices", "asked"), [(1, False), (2, True)])
+def test_asks_for_a_second_gpu_before_it_makes_processes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, devices: int, asked: bool
+) -> None:
+    """And ``peer`` comes last: a mistake in it could take the GPU from all others."""
+    began: list[str] = []
+    monkeypatch.setattr(rank_pair, "run", lambda work, plan, name="symm_mem", timeout=0: began.append(name) or [])
+    monkeypatch.setattr(rank_pair, "lacking", lambda transport: "")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    plan = sm_free_plan.of_size(on_gpu=True, quick=True)
+    monkeypatch.setattr(sm_free_plan, "of_size", lambda *_: plan)
+    with pytest.raises(SystemExit):
+        part_contention.main(["--out", str(tmp_path)])
+    assert began == ["host", "sm_copy", "copy_engine", *(["peer_copy"] if asked else []), "symm_mem", "peer"]
+    assert asked != any(entry["what"] == "peer_copy" for entry in _found(tmp_path)["skipped"])
+
+
+def _found(out: Path) -> dict[str, Any]:
+    return json.loads((out / "part_contention.json").read_text())
 
 
 def test_padding_takes_no_part_in_the_attention() -> None:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import first_hour
+import hour_process
 import pytest
+from hour_summary import Summary
 
 SCRIPT = Path(first_hour.__file__)
 RUN = """
@@ -247,6 +249,17 @@ def test_packages_come_first(hour: Hour, tmp_path: Path, monkeypatch: pytest.Mon
     assert code == 0 and "## site\n\ndone" in printed and hour.summary["site"]["state"] == "done"
 
 
+def test_packages_for_nothing_are_a_failure(hour: Hour, tmp_path: Path) -> None:
+    """A part that skips everything although it was given what it needs has told nothing: exit 0 would hide that."""
+    (tmp_path / "archive").write_text("")
+    (hour.scripts / "unpack_site.py").write_text(UNPACK)
+    hour.part("numbers", "found(skipped=[dict(what='everything', why='torchrec does not import')])")
+    code, printed = hour.run("--parts", "numbers,model", "--site", str(tmp_path / "archive"))
+    assert code == 1 and hour.states == {"numbers": "failed", "model": "done"}
+    assert "nothing was measured, although packages were given by --site" in printed
+    assert "- everything: torchrec does not import" in printed
+
+
 def test_packages_that_cannot_be_unpacked(hour: Hour, tmp_path: Path) -> None:
     """Some parts need none of them."""
     archive = tmp_path / "archive"
@@ -281,3 +294,23 @@ def test_without_a_gpu(tmp_path: Path) -> None:
     assert all(about["state"] in ("done", "skipped") and not about["found"]["failed"] for about in parts.values())
     assert all(about["found"]["skipped"] for about in parts.values())
     assert "Skipped:" in done.stdout and "- peer" in done.stdout
+    assert len(list(tmp_path.rglob("*"))) == 8
+
+
+def test_a_script_that_cannot_be_killed_is_left(
+    hour: Hour, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A driver may hold a process inside the kernel: the hour goes on without it, and says so."""
+    (tmp_path / "sleeps.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(60)")
+    monkeypatch.setattr(hour_process.os, "killpg", lambda group, number: None)
+    monkeypatch.setattr(hour_process, "ENDING", 0.2)
+    ran = hour_process.run_limited([str(tmp_path / "sleeps.py")], tmp_path / "log.txt", 3.0, [])
+    number = int(ran.printed.split()[-1])
+    os.kill(number, signal.SIGKILL)
+    os.waitpid(number, 0)
+    assert ran.code is None and ran.stuck and ran.seconds < 30
+    assert f"process {number} could not be killed within 0.2 s" in capsys.readouterr().err
+    hour.out.mkdir()
+    summary = Summary(hour.out, ["model"])
+    summary.end("model", ran)
+    assert "ran over its limit: it could not be killed after" in summary.page("model") and not summary.all_well

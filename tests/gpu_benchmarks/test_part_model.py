@@ -27,6 +27,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a run without a GPU finds."""
     out = tmp_path_factory.mktemp("model")
     assert run_distributed(_main, 1, out) == [0]
+    assert {path.name for path in out.iterdir()} == {"part_model.json", "part_model.md"}  # few may be carried off
     return json.loads((out / "part_model.json").read_text())
 
 

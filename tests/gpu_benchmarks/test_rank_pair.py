@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import rank_pair
+import torch
 import torch.distributed as dist
 from rank_pair import PairFailed, Rank
+
+from tests.helpers.fake_cuda import pretend_cuda
 
 pytestmark = pytest.mark.slow
 
@@ -89,3 +96,42 @@ def _hangs(rank: Rank) -> None:
 def _hangs_alone(rank: Rank) -> None:
     if rank.rank == 0:
         time.sleep(100)
+
+
+STUCK = """
+import sys, time
+sys.path[:0] = [{folder!r}, {tests!r}]
+from multiprocessing.popen_fork import Popen
+import rank_pair, test_rank_pair
+Popen._send_signal = lambda process, number: None
+rank_pair.ENDING = 0.2
+said = rank_pair.run(test_rank_pair._says_and_waits, timeout=60)
+assert next(said) == "early"
+said.close()
+"""
+
+
+def test_a_process_that_cannot_be_killed_is_left() -> None:
+    """Neither the run nor the end of the process that made it waits for one that is stuck."""
+    start = time.monotonic()
+    code = STUCK.format(folder=str(Path(rank_pair.__file__).parent), tests=str(Path(__file__).parent))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=45)
+    assert done.returncode == 0 and done.stderr.count("could not be killed within 0.2 s") == 2, done.stderr
+    assert time.monotonic() - start < 45  # they sleep for 50
+
+
+def test_cuda_is_in_use_before_a_group_is_made() -> None:
+    """Or the lane would not see that both ranks have one GPU, and give CUDA tensors to NCCL, which refuses that."""
+    ((gpu, uses_nccl, shared),) = rank_pair.run(_makes_a_lane_on_a_gpu, timeout=60)
+    assert gpu == ["GPU-0", "GPU-0"] and not uses_nccl and shared == "ranks 0 and 1 share a GPU"
+
+
+def _makes_a_lane_on_a_gpu(rank: Rank) -> None:
+    used: list[object] = []
+    pretend_cuda("GPU-0", visible=1, bound=False)
+    torch.cuda.is_initialized = lambda: bool(used)  # as torch's: not before the process has touched CUDA
+    torch.cuda.set_device = used.append
+    rank.init_gloo()
+    lane: Any = rank.make_lane("native")
+    topology = lane._executor.topology
+    rank.say(([each.gpu for each in topology.hardware], lane._backends.uses_nccl, topology.find_shared_gpu()))

@@ -10,12 +10,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import first_hour
 import part_two_ranks
 import pytest
 import rank_pair
 import torch
 import torch.distributed as dist
 import two_ranks_lanes
+from part_report import Report
 from rank_pair import Rank
 
 WITHOUT_TORCHREC = """
@@ -40,12 +42,17 @@ def test_what_a_cpu_can(tmp_path: Path) -> None:
     assert all(row["equal to gloo"] and row["GB/s"] > 0 and row["gloo: GB/s"] > 0 for row in lanes)
     killed = [row for row in found["rows"] if "noticed after s" in row]
     under = [(row["a rank is killed under"], row["transport"]) for row in killed]
-    assert under == [("process group", "host"), ("process group", "native"), ("strategy", "host")]
+    assert under == [("process group", "host"), ("strategy", "host"), ("process group", "native")]
     assert all(row["noticed after s"] < row["timeout s"] and "Error: " in row["error"] for row in killed)
     trained = [row for row in found["rows"] if "trained with" in row]
     assert [row["trained with"] for row in trained] == ["host"]
     assert all(row["steps"] == 8 and row["weights from ddp's"] <= row["allowed"] for row in trained)
-    assert {entry["what"].split(",")[0] for entry in found["skipped"]} == {"peer", "nccl-zero-cta", "two-level"}
+    assert {entry["what"].split(",")[0] for entry in found["skipped"]} == {
+        "native under the strategy",
+        "nccl-zero-cta",
+        "peer",
+        "two-level",
+    }
 
 
 @pytest.mark.slow
@@ -54,6 +61,35 @@ def test_needs_torch_alone(tmp_path: Path) -> None:
     assert not found["failed"] and any("equal to gloo" in row for row in found["rows"])
     why = {entry["what"]: entry["why"] for entry in found["skipped"]}
     assert why["host under the strategy"] == "lightning, torchrec, fbgemm_gpu: not installed"
+
+
+@pytest.mark.parametrize(
+    ("exchanges", "training", "trained"),
+    [(30, 50, ["host", "peer"]), (20, 45, ["host", "native"]), (5, 20, ["host", "native", "peer"]), (45, 75, ["host"])],
+)
+def test_training_leaves_time_for_the_transports_that_come_later(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, exchanges: float, training: float, trained: list[str]
+) -> None:
+    now, ran, allowed = 0.0, [], []
+
+    def run(seconds: float, work: Any, transport: str, *_: Any) -> list[Any]:
+        nonlocal now
+        lane = work is two_ranks_lanes.lane
+        ran.append((transport, "exchanges" if lane else "training"))
+        allowed.append(now + seconds)
+        now += exchanges if lane else training
+        return []
+
+    monkeypatch.setattr(part_two_ranks, "_run", run)
+    monkeypatch.setattr(part_two_ranks.time, "monotonic", lambda: now)
+    monkeypatch.setattr(part_two_ranks, "find_spec", lambda name: name)
+    report = Report("two_ranks", tmp_path)
+    part_two_ranks.measure(report, ["host", "native", "peer"], None, True, part_two_ranks.SECONDS)
+    assert ran[:3] == [("host", "exchanges"), ("host", "training"), ("native", "exchanges")]
+    assert [name for name, kind in ran if kind == "exchanges"] == ["host", "native", "peer"]
+    assert [name for name, kind in ran if kind == "training"] == trained
+    assert len(report.found()["skipped"]) == 3 - len(trained)
+    assert max(allowed) <= part_two_ranks.SECONDS <= first_hour.PARTS["two_ranks"] - 20
 
 
 def _run(command: list[str], out: Path) -> dict[str, Any]:
@@ -135,3 +171,30 @@ def test_training_that_differs(ours: list[float], weight: float, told: str | Non
     two_ranks_training._say_difference(Rank(0, 1.0, said.append), "host", [0.5, 0.4], reference, ours, found)
     failure = dict(said).get("fail")
     assert (failure is None) if told is None else (told in failure["error"])
+
+
+@pytest.mark.slow
+def test_gloo_that_fails_on_one_rank_leaves_both_in_step() -> None:
+    """On a GPU it may refuse CUDA tensors on one rank alone, which the other one is waiting for."""
+    said = list(rank_pair.run(_compare_while_gloo_fails_on_rank_1, timeout=60, group_timeout=4))
+    rows = [about for name, about in said if name == "row"]
+    assert len(rows) == 2 and not [name for name, _ in said if name == "fail"]
+    for row in rows:
+        assert row["equal to gloo"] and "rank 1: gloo takes no CUDA tensors" in row["gloo: ms"] and row["gloo: GB/s"] is None
+
+
+def _compare_while_gloo_fails_on_rank_1(rank: Rank) -> None:
+    rank.init_gloo()
+    lane, right = dist.new_group(backend="gloo"), dist.all_to_all_single
+    calls = []
+
+    def fails(*args: object, group: object, **kwargs: object) -> object:
+        calls.append(group)
+        if rank.rank and group is not lane and lane in calls:  # one that is timed: the expected bytes came before the lane's
+            raise RuntimeError("gloo takes no CUDA tensors")
+        return right(*args, group=group, **kwargs)
+
+    dist.all_to_all_single = fails
+    for nbytes in (4096, 100_000):
+        calls.clear()
+        two_ranks_lanes._compare(rank, lane, "host", nbytes, 1)
