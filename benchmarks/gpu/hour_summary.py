@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import part_report
+import hour_report
 from hour_process import Ran
 
 WAITING, RUNNING, DONE, SKIPPED, FAILED, OVER, CUT, LEFT_OUT = (
@@ -99,9 +99,9 @@ class Summary:
         for about in parts.values():
             about.pop("begun", None)
         content = {"minutes": minutes, "site": self._site, "parts": parts, "figures": self.figures()}
-        part_report.replace(self._out / "summary.json", json.dumps(content, indent=2) + "\n")
+        hour_report.replace(self._out / "summary.json", json.dumps(content, indent=2) + "\n")
         pages = [self.overview(), *([self.of_site()] if self._site else []), *(self.page(name) for name in self._states)]
-        part_report.replace(self._out / "summary.md", "\n".join(pages))
+        hour_report.replace(self._out / "summary.md", "\n".join(pages))
 
     def figures(self) -> dict[str, float]:
         """Those of all parts, as ``part.name``."""
@@ -120,7 +120,7 @@ class Summary:
     def page(self, name: str) -> str:
         """What a part has found, as Markdown, and what became of it if it did not end by itself."""
         found, about = self._found(name), self._states[name]
-        page = part_report.markdown(found) if found is not None else f"## {name}\n"
+        page = hour_report.markdown(found) if found is not None else f"## {name}\n"
         state = "" if about["state"] in (DONE, SKIPPED) else f"\n{about['state']}{': ' if about['why'] else ''}{about['why']}\n"
         return page + state
 

@@ -25,11 +25,11 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path += [str(Path(__file__).parents[depth]) for depth in range(3)]
 
-import part_report
-import rank_pair
+import hour_report
 import sm_free_measure
 import sm_free_plan
 import torch
+import two_ranks_pair
 
 SECONDS = 50.0  # that one transfer may take; if one hangs, the limit of the part leaves time for the others
 NO_NCCL = (
@@ -39,8 +39,8 @@ NO_NCCL = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = part_report.options(__doc__, arguments)
-    report = part_report.Report("contention", options.out)
+    options = hour_report.options(__doc__, arguments)
+    report = hour_report.Report("contention", options.out)
     plan = sm_free_plan.of_size(torch.cuda.is_available(), options.quick)
     _lane(report, plan, "host")
     for name in ("sm_copy", "copy_engine"):
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         _alone(report, plan, "peer_copy")
     if plan.on_gpu:
-        report.take("symm_mem", rank_pair.run(sm_free_measure.symmetric, plan, timeout=SECONDS))
+        report.take("symm_mem", two_ranks_pair.run(sm_free_measure.symmetric, plan, timeout=SECONDS))
     else:
         report.skip("symm_mem", "symmetric memory is on CUDA devices only, and there is none")
     _lane(report, plan, "peer")  # last: the one of them that could take the GPU from all others
@@ -58,16 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report.end()
 
 
-def _lane(report: part_report.Report, plan: sm_free_plan.Plan, transport: str) -> None:
-    if reason := rank_pair.lacking(transport):
+def _lane(report: hour_report.Report, plan: sm_free_plan.Plan, transport: str) -> None:
+    if reason := two_ranks_pair.lacking(transport):
         report.skip(transport, reason)
     else:
-        report.take(transport, rank_pair.run(sm_free_measure.lane, plan, transport, timeout=SECONDS))
+        report.take(transport, two_ranks_pair.run(sm_free_measure.lane, plan, transport, timeout=SECONDS))
 
 
-def _alone(report: part_report.Report, plan: sm_free_plan.Plan, name: str) -> None:
+def _alone(report: hour_report.Report, plan: sm_free_plan.Plan, name: str) -> None:
     if plan.on_gpu:
-        report.take(name, rank_pair.run(sm_free_measure.alone, plan, name, timeout=SECONDS))
+        report.take(name, two_ranks_pair.run(sm_free_measure.alone, plan, name, timeout=SECONDS))
     else:
         report.skip(name, "no CUDA device")
 

@@ -21,30 +21,30 @@ from typing import TYPE_CHECKING, Any
 
 sys.path += [str(Path(__file__).parents[depth]) for depth in range(3)]
 
-import part_rank
-import part_report
+import hour_report
+import one_rank
 import torch
-from part_report import Report
+from hour_report import Report
 
 if TYPE_CHECKING:
-    from part_fit import Fit
+    from one_rank_fit import Fit
 
 VARIANTS = ("plain", "overlap", "inline")
 ON_GPU = "no CUDA device, so nothing waits for one"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = part_report.options(__doc__, arguments)
+    options = hour_report.options(__doc__, arguments)
     report = Report("host_time", options.out)
-    part_rank.demand(report)
-    with part_rank.one_rank() as device:
+    one_rank.demand(report)
+    with one_rank.one_rank() as device:
         measure(report, device, options.quick)
     report.end()
 
 
 def measure(report: Report, device: torch.device, quick: bool) -> None:
     """All variants, after one another."""
-    from part_fit import Steps
+    from one_rank_fit import Steps
 
     if device.type == "cpu":
         for what in ("GPU idle share", "kernels", "launches", "waits of the host", "blocking copies"):
@@ -59,8 +59,8 @@ def measure(report: Report, device: torch.device, quick: bool) -> None:
 
 def train(variant: str, steps: Any, device: torch.device, quick: bool) -> Fit:
     """One fit."""
-    from part_fit import fit
-    from part_workload import SASRec, Unforeseen, batches, of_size, shifted
+    from one_rank_fit import fit
+    from one_rank_workload import SASRec, Unforeseen, batches, of_size, shifted
 
     load = of_size(device.type == "cuda", quick)
     data = batches(load, steps.total, device.type == "cuda")
@@ -72,7 +72,7 @@ def train(variant: str, steps: Any, device: torch.device, quick: bool) -> Fit:
 
 def show(report: Report, variant: str, found: Fit, on_gpu: bool) -> None:
     """A row of the step, and one for every thread."""
-    from part_trace import THREADS, WAITS
+    from one_rank_trace import THREADS, WAITS
 
     assert found.trace is not None
     if on_gpu and found.trace.idle is None:

@@ -27,30 +27,30 @@ from typing import TYPE_CHECKING, Any
 
 sys.path += [str(Path(__file__).parents[depth]) for depth in range(3)]
 
-import part_rank
-import part_report
+import hour_report
+import one_rank
 import torch
-from part_report import Report
+from hour_report import Report
 
 if TYPE_CHECKING:
-    from part_fit import Fit, Steps
+    from one_rank_fit import Fit, Steps
 
 MODELS = ("sasrec", "hstu")  # the one that takes longer last: whoever is cut off has the other
 WAYS = {"plain": False, "overlap": True}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = part_report.options(__doc__, arguments)
+    options = hour_report.options(__doc__, arguments)
     report = Report("model", options.out)
-    part_rank.demand(report)
-    with part_rank.one_rank() as device:
+    one_rank.demand(report)
+    with one_rank.one_rank() as device:
         measure(report, device, options.quick)
     report.end()
 
 
 def measure(report: Report, device: torch.device, quick: bool) -> None:
     """For each model rounds of all ways, and where the time goes."""
-    from part_fit import Steps
+    from one_rank_fit import Steps
 
     on_gpu = device.type == "cuda"
     rounds = 2 if quick else 5
@@ -92,7 +92,7 @@ def _compare(report: Report, model: str, found: dict[str, list[Fit]]) -> None:
 
 
 def _explain(report: Report, trials: _Trials, model: str, way: str) -> None:
-    from part_fit import Steps
+    from one_rank_fit import Steps
 
     from lightning_freescale import BubbleProfiler
 
@@ -124,15 +124,15 @@ class _Trials:
     """Fits on the same batches."""
 
     def __init__(self, device: torch.device, quick: bool) -> None:
-        from part_workload import of_size
+        from one_rank_workload import of_size
 
         self.device = device
         self._load = of_size(device.type == "cuda", quick)
         self._batches: list[Any] = []
 
     def fit(self, model: str, way: str, steps: Steps, callbacks: tuple = ()) -> Fit:
-        from part_fit import fit
-        from part_workload import HSTU, SASRec, batches
+        from one_rank_fit import fit
+        from one_rank_workload import HSTU, SASRec, batches
 
         if len(self._batches) < steps.total:
             self._batches = batches(self._load, steps.total, self.device.type == "cuda")

@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 sys.path += [str(Path(__file__).parents[depth]) for depth in range(3)]
 
-import part_rank
-import part_report
+import hour_report
+import one_rank
 import torch
-from part_compare import judge
-from part_report import Report, Skip
+from hour_report import Report, Skip
+from one_rank_compare import judge
 
 if TYPE_CHECKING:
-    from part_recommender import Run, Size
+    from one_rank_recommender import Run, Size
 
 CLOSE = 1e-5
 """Relative; what sums in another order may come to in so many steps."""
@@ -80,10 +80,10 @@ def cases() -> list[Case]:
 
 
 def main(arguments: Sequence[str] | None = None, alter: Alter | None = None) -> None:
-    options = part_report.options(__doc__, arguments)
+    options = hour_report.options(__doc__, arguments)
     report = Report("numbers", options.out)
-    part_rank.demand(report)
-    with part_rank.one_rank() as device, warnings.catch_warnings(record=True) as said:
+    one_rank.demand(report)
+    with one_rank.one_rank() as device, warnings.catch_warnings(record=True) as said:
         warnings.filterwarnings("default", message=".*deterministic")
         compare(report, device, options.quick, alter)
     for without in sorted({str(one.message).split(",")[0] for one in said if "deterministic" in str(one.message)}):
@@ -100,7 +100,7 @@ def compare(report: Report, device: torch.device, quick: bool, alter: Alter | No
         quick: small sizes, few steps.
         alter: may change what a fit has left behind before it is compared, to see that the comparison notices.
     """
-    from part_recommender import Size, train_plain
+    from one_rank_recommender import Size, train_plain
 
     size = Size(items=200_000, dim=64, samples=256, longest=100, steps=20) if device.type == "cuda" else Size(601, 8, 8, 12, 10)
     size = size if not quick else Size(min(size.items, 20_000), size.dim, min(size.samples, 64), size.longest, 6)
@@ -129,7 +129,7 @@ class _Trials:
         self.device, self.size, self._alter = device, size, alter
 
     def batches(self) -> list[Any]:
-        from part_recommender import batches
+        from one_rank_recommender import batches
 
         return batches(self.size, self.device)
 
@@ -154,13 +154,13 @@ class _Trials:
         return second, whole
 
     def _run(self, case: Case, steps: int, kept: Path | None = None, ckpt_path: Path | None = None, **options: Any) -> Run:
-        from part_recommender import Batches, Recommender, Run
+        from one_rank_recommender import Batches, Recommender, Run
 
         from lightning_freescale import FreeScaleStrategy
 
         torch.manual_seed(0)
         module = Recommender(self.size, case.optimizer)
-        fitting = part_rank.trainer(
+        fitting = one_rank.trainer(
             self.device,
             strategy=FreeScaleStrategy(**case.options),
             max_steps=steps,
@@ -194,7 +194,7 @@ def sanitize(report: Report, trials: _Trials) -> None:
     if trials.device.type != "cuda":
         report.skip("sanitizer", "no CUDA device, so no streams to put in order")
         return
-    from part_sanitizer import race
+    from one_rank_sanitizer import race
 
     trials.size = replace(trials.size, steps=6)  # every operator's stack is kept
     runs: dict[str, Callable[[], Any]] = {"a race made on purpose": lambda: race(trials.device)}
@@ -215,7 +215,7 @@ def watch(report: Report, name: str, run: Callable[[], Any], wanted: bool | None
         wanted: whether it has to find something; None if that is not ours to say.
         overlapped: whether the engine's thread has to be seen.
     """
-    from part_sanitizer import Accesses
+    from one_rank_sanitizer import Accesses
 
     accesses = Accesses()  # one that knew other runs would take addresses that are used again for theirs
     with accesses.watched():

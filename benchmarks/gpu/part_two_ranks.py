@@ -26,11 +26,11 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path += [str(Path(__file__).parents[depth]) for depth in range(3)]
 
-import part_report
-import rank_pair
+import hour_report
 import torch
 import two_ranks_lanes
-from rank_pair import Rank
+import two_ranks_pair
+from two_ranks_pair import Rank
 
 TRANSPORTS = ("host", "native", "nccl-zero-cta", "peer")
 GROUP_TIMEOUT = 10.0  # seconds after which a rank must have noticed that the other is gone
@@ -42,13 +42,13 @@ SECONDS = 190.0  # of all; the driver ends this part 20 s later, of which torch'
 
 def main(arguments: Sequence[str] | None = None) -> None:
     deadline = time.monotonic() + SECONDS
-    options = part_report.options(__doc__, arguments)
-    report = part_report.Report("two_ranks", options.out)
+    options = hour_report.options(__doc__, arguments)
+    report = hour_report.Report("two_ranks", options.out)
     on_gpu = torch.cuda.is_available()
     sizes = two_ranks_lanes.of_size(on_gpu, options.quick)
     had = []
     for transport in TRANSPORTS:
-        if reason := rank_pair.lacking(transport):
+        if reason := two_ranks_pair.lacking(transport):
             report.skip(f"{transport}, with and without the strategy", reason)
         else:
             had.append(transport)
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report.end()
 
 
-def measure(report: part_report.Report, had: list[str], sizes: two_ranks_lanes.Sizes, on_gpu: bool, deadline: float) -> None:
+def measure(report: hour_report.Report, had: list[str], sizes: two_ranks_lanes.Sizes, on_gpu: bool, deadline: float) -> None:
     """Exchanges by the transports ``had``, in this order, and training where there is time until ``deadline``."""
     missing = [name for name in ("lightning", "torchrec", "fbgemm_gpu") if find_spec(name) is None]
     for place, transport in enumerate(had):
@@ -77,13 +77,13 @@ def measure(report: part_report.Report, had: list[str], sizes: two_ranks_lanes.S
             _train_by(report, transport, TRAINING)
 
 
-def _train_by(report: part_report.Report, transport: str, seconds: float) -> None:
+def _train_by(report: hour_report.Report, transport: str, seconds: float) -> None:
     with tempfile.TemporaryDirectory() as folder:
         report.take(f"{transport} under the strategy", _run(seconds, _train, transport, Path(folder)))
 
 
 def _run(seconds: float, work: Callable[..., None], *args: Any) -> Iterator[Any]:
-    return rank_pair.run(work, *args, timeout=seconds, group_timeout=GROUP_TIMEOUT)
+    return two_ranks_pair.run(work, *args, timeout=seconds, group_timeout=GROUP_TIMEOUT)
 
 
 def _train(rank: Rank, transport: str, folder: Path) -> None:

@@ -9,7 +9,7 @@ from itertools import product
 
 import torch
 import torch.distributed as dist
-from part_report import Skip
+from hour_report import Skip
 from sm_free_plan import Plan
 from torch import Tensor
 from torch.autograd import DeviceType

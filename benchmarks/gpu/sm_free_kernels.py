@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from part_report import Skip
+from hour_report import Skip
 from torch import Tensor
 
 Launch = Callable[[Tensor, Tensor, int], None]  # copies the first tensor to the second, so many times

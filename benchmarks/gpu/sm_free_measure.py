@@ -1,4 +1,4 @@
-"""Compute alone and beside one transfer, in turns; functions for the two processes of :mod:`rank_pair`."""
+"""Compute alone and beside one transfer, in turns; functions for the two processes of :mod:`two_ranks_pair`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import sm_free_compute
 import sm_free_traffic
 import torch
 import torch.distributed as dist
-from part_report import Skip
-from rank_pair import Rank
+from hour_report import Skip
 from sm_free_plan import MIB, Plan
 from sm_free_running import Running, Step
+from two_ranks_pair import Rank
 
 Figures = dict[str, float]
 Taken = dict[tuple[str, str], list[float]]

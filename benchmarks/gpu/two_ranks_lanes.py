@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from rank_pair import Rank
 from sm_free_checks import late
 from torch import Tensor
+from two_ranks_pair import Rank
 
 MIB = 2**20
 DIES_AFTER = 0.3  # seconds, in which some exchanges go well

@@ -7,13 +7,13 @@ from datetime import timedelta
 from pathlib import Path
 
 import lightning as L
-import part_rank
+import one_rank
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from rank_pair import Rank
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from two_ranks_lanes import say_death
+from two_ranks_pair import Rank
 
 from lightning_freescale import FreeScaleStrategy
 
@@ -96,7 +96,7 @@ def _fit(rank: Rank, strategy: DDPStrategy, path: Path) -> tuple[list[float], di
 
 def _trainer(strategy: DDPStrategy, folder: Path) -> L.Trainer:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    return part_rank.trainer(device, num_nodes=2, strategy=strategy, max_epochs=1, default_root_dir=folder)
+    return one_rank.trainer(device, num_nodes=2, strategy=strategy, max_epochs=1, default_root_dir=folder)
 
 
 def _say_difference(

@@ -12,15 +12,15 @@ from typing import Any
 
 import part_contention
 import pytest
-import rank_pair
 import sm_free_checks
 import sm_free_compute
 import sm_free_measure
 import sm_free_plan
 import torch
 import torch.distributed as dist
-from rank_pair import Rank
+import two_ranks_pair
 from sm_free_running import Running
+from two_ranks_pair import Rank
 
 SCRIPT = Path(sm_free_plan.__file__).with_name("part_contention.py")
 SMALL = sm_free_plan.of_size(on_gpu=False, quick=True)
@@ -66,8 +66,8 @@ def test_asks_for_a_second_gpu_before_it_makes_processes(
 ) -> None:
     """And ``peer`` comes last: a mistake in it could take the GPU from all others."""
     began: list[str] = []
-    monkeypatch.setattr(rank_pair, "run", lambda work, plan, name="symm_mem", timeout=0: began.append(name) or [])
-    monkeypatch.setattr(rank_pair, "lacking", lambda transport: "")
+    monkeypatch.setattr(two_ranks_pair, "run", lambda work, plan, name="symm_mem", timeout=0: began.append(name) or [])
+    monkeypatch.setattr(two_ranks_pair, "lacking", lambda transport: "")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     plan = sm_free_plan.of_size(on_gpu=True, quick=True)
     monkeypatch.setattr(sm_free_plan, "of_size", lambda *_: plan)
@@ -142,7 +142,7 @@ def _profiled(monkeypatch: pytest.MonkeyPatch, work: dict[str, int], step: dict[
 
 @pytest.mark.slow
 def test_finds_a_group_that_is_wrong() -> None:
-    said = list(rank_pair.run(_compare_a_wrong_group, timeout=60))
+    said = list(two_ranks_pair.run(_compare_a_wrong_group, timeout=60))
     (_, row), (_, figure), (name, failure) = said
     assert name == "fail" and 0 < row["equal to gloo"] < row["collectives"] and figure["value"] < 1
     assert "all-to-all, uneven, torch.float32" in failure["error"]

@@ -8,15 +8,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import one_rank
+import one_rank_trace
 import part_host_time
-import part_rank
-import part_trace
 import pytest
 import torch
-from part_fit import Fit, Steps, fit
-from part_report import Report
-from part_trace import MARK, Profiling, Trace, read
-from part_workload import CPU, SASRec, Unforeseen, batches, shifted
+from hour_report import Report
+from one_rank_fit import Fit, Steps, fit
+from one_rank_trace import MARK, Profiling, Trace, read
+from one_rank_workload import CPU, SASRec, Unforeseen, batches, shifted
 
 from lightning_freescale.testing import run_distributed
 
@@ -113,13 +113,13 @@ def test_the_profiler_sees_all_threads() -> None:
 
 def _events_of_every_profile() -> list[tuple[bool, int]]:
     """Of each profile that a process makes for two traces: whether it has marks, and how many operators it saw."""
-    made, profile = [], part_trace.profile
+    made, profile = [], one_rank_trace.profile
 
     def kept(**options: Any) -> Any:
         made.append(profile(**options))
         return made[-1]
 
-    part_trace.profile = kept
+    one_rank_trace.profile = kept
     for _ in range(2):
         profiling = Profiling(on_gpu=False)
         profiling.start()
@@ -230,7 +230,7 @@ def test_positions_are_those_of_the_items() -> None:
 
 
 def _too_few() -> None:
-    with part_rank.one_rank() as device:
+    with one_rank.one_rank() as device:
         fit(SASRec(CPU), batches(CPU, 2, pin=False), Steps(1, 1), device, overlap=False)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import part_model
 import pytest
-from part_fit import Fit
-from part_report import Report
+from hour_report import Report
+from one_rank_fit import Fit
 
 from lightning_freescale.testing import run_distributed
 

@@ -10,16 +10,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import one_rank
 import part_host_time
 import part_model
 import part_numbers
-import part_rank
 import pytest
 import torch
-from part_compare import bitwise, judge, relative
+from hour_report import Report, Skip
+from one_rank_compare import bitwise, judge, relative
+from one_rank_recommender import Run, Size
 from part_numbers import Case
-from part_recommender import Run, Size
-from part_report import Report, Skip
 from torch import Tensor
 
 from lightning_freescale._worker import WorkerThread
@@ -102,7 +102,7 @@ PARTS = [part_numbers.main, part_host_time.main, part_model.main]
 def test_a_package_that_is_not_there_is_a_skip(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, main: Callable[..., Any]
 ) -> None:
-    monkeypatch.setattr(part_rank, "PACKAGES", ("torch", "no_such_package"))
+    monkeypatch.setattr(one_rank, "PACKAGES", ("torch", "no_such_package"))
     assert _ends(main, tmp_path) == 0
     (written,) = tmp_path.glob("part_*.json")
     found = json.loads(written.read_text())
@@ -125,7 +125,7 @@ def test_a_package_that_is_there_and_does_not_load_is_a_failure(
     (tmp_path / "broken_package").mkdir()
     (tmp_path / "broken_package" / "__init__.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(part_rank, "PACKAGES", ("broken_package",))
+    monkeypatch.setattr(one_rank, "PACKAGES", ("broken_package",))
     assert _ends(main, tmp_path / "out") == 1
     (written,) = (tmp_path / "out").glob("part_*.json")
     found = json.loads(written.read_text())
@@ -134,17 +134,17 @@ def test_a_package_that_is_there_and_does_not_load_is_a_failure(
 
 
 def test_the_build_for_cpus_on_a_machine_with_a_gpu_is_a_skip(monkeypatch: pytest.MonkeyPatch) -> None:
-    part_rank.load()
+    one_rank.load()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(Skip, match="fbgemm_gpu has no CUDA kernels"):
-        part_rank.load()
+        one_rank.load()
 
 
 def test_a_build_without_operators_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(part_rank, "_OPERATOR", "fbgemm::no_such_operator")
+    monkeypatch.setattr(one_rank, "_OPERATOR", "fbgemm::no_such_operator")
     with pytest.raises(RuntimeError, match="no_such_operator"):
-        part_rank.load()
+        one_rank.load()
 
 
 ONE = torch.tensor([[1.0, -2.0]])
@@ -217,7 +217,7 @@ def test_losses_that_do_not_move_prove_nothing(tmp_path: Path) -> None:
 
 def _sanitized(out: Path) -> list[Any]:
     report = Report("numbers", out)
-    with part_rank.one_rank() as device:
+    with one_rank.one_rank() as device:
         trials = part_numbers._Trials(device, Size(101, 8, 4, 6, 4), lambda name, run: None)
         for name, options in (("dedup", {}), ("no overlap, and so no dedup", {"overlap": False})):
             case = Case(name, "sgd", options)
@@ -246,11 +246,11 @@ class _Streams:
     """What a sanitizer sees of operators on streams that do not exist."""
 
     def __init__(self) -> None:
-        import part_sanitizer  # in the processes that need it alone: it slows allocations down
+        import one_rank_sanitizer  # in the processes that need it alone: it slows allocations down
 
-        self._current, self._sanitizer = threading.local(), part_sanitizer
+        self._current, self._sanitizer = threading.local(), one_rank_sanitizer
         torch.cuda.current_stream = lambda: SimpleNamespace(cuda_stream=self._current.stream)
-        self.accesses = part_sanitizer.Accesses()
+        self.accesses = one_rank_sanitizer.Accesses()
 
     def add(self, stream: int, tensor: Tensor) -> None:
         """Write the tensor in place, inside of the package, on a stream."""
@@ -260,7 +260,7 @@ class _Streams:
 
 
 def _fire(name: str, *numbers: int) -> None:
-    from part_sanitizer import _CALLBACKS
+    from one_rank_sanitizer import _CALLBACKS
 
     _CALLBACKS[f"_handle_{name}"].fire_callbacks(*numbers)
 
@@ -319,11 +319,11 @@ def test_the_sanitizer_leaves_out_what_has_no_elements() -> None:
 
 def _watched(out: Path) -> list[dict[str, str]]:
     """What fails of two runs that are each in order, on the same memory but other streams, and of one that is not."""
-    import part_sanitizer
+    import one_rank_sanitizer
 
     report, block, streams = Report("numbers", out), _block(4), _Streams()
 
-    class Kept(part_sanitizer.Accesses):
+    class Kept(one_rank_sanitizer.Accesses):
         def __init__(self) -> None:
             super().__init__()
             streams.accesses = self
@@ -332,7 +332,7 @@ def _watched(out: Path) -> list[dict[str, str]]:
         for stream in used:
             streams.add(stream, block)
 
-    part_sanitizer.Accesses = Kept
+    one_rank_sanitizer.Accesses = Kept
     for used in ((1, 1), (2, 2), (3, 4) * 40):
         part_numbers.watch(report, f"streams {used[:2]}", lambda used=used: run(used), wanted=False, overlapped=False)
     return report.found()["failed"]

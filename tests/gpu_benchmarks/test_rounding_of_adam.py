@@ -7,8 +7,8 @@ from collections.abc import Callable
 import part_numbers
 import pytest
 import torch
-from part_compare import relative
-from part_recommender import OPTIMIZERS, Net, Run, Size, batches
+from one_rank_compare import relative
+from one_rank_recommender import OPTIMIZERS, Net, Run, Size, batches
 from torch import Tensor, nn
 from torchrec import EmbeddingCollection, JaggedTensor, KeyedJaggedTensor
 

@@ -13,12 +13,12 @@ from typing import Any
 import first_hour
 import part_two_ranks
 import pytest
-import rank_pair
 import torch
 import torch.distributed as dist
 import two_ranks_lanes
-from part_report import Report
-from rank_pair import Rank
+import two_ranks_pair
+from hour_report import Report
+from two_ranks_pair import Rank
 
 WITHOUT_TORCHREC = """
 import sys
@@ -103,7 +103,7 @@ def _run(command: list[str], out: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_wrong_bytes_are_a_failure() -> None:
-    said = list(rank_pair.run(_compare_with_a_wrong_group, timeout=60))
+    said = list(two_ranks_pair.run(_compare_with_a_wrong_group, timeout=60))
     (_, right), _, (_, wrong), _, (name, failure) = said
     assert right["equal to gloo"] and not wrong["equal to gloo"]
     assert name == "fail" and failure["error"] == "rank 1 received other bytes than by gloo"
@@ -176,7 +176,7 @@ def test_training_that_differs(ours: list[float], weight: float, told: str | Non
 @pytest.mark.slow
 def test_gloo_that_fails_on_one_rank_leaves_both_in_step() -> None:
     """On a GPU it may refuse CUDA tensors on one rank alone, which the other one is waiting for."""
-    said = list(rank_pair.run(_compare_while_gloo_fails_on_rank_1, timeout=60, group_timeout=4))
+    said = list(two_ranks_pair.run(_compare_while_gloo_fails_on_rank_1, timeout=60, group_timeout=4))
     rows = [about for name, about in said if name == "row"]
     assert len(rows) == 2 and not [name for name, _ in said if name == "fail"]
     for row in rows:

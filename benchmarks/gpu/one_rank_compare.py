@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from part_recommender import Run
-    from part_report import Report
+    from hour_report import Report
+    from one_rank_recommender import Run
 
 
 def judge(report: Report, what: str, reference: str, run: Run, expected: Run, tolerance: float) -> None:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
-import part_rank
+import one_rank
 import torch
-from part_trace import Profiling, Trace
-from part_workload import Batch, Loader
+from one_rank_trace import Profiling, Trace
+from one_rank_workload import Batch, Loader
 from typing_extensions import override
 
 from lightning_freescale import FreeScaleStrategy
@@ -51,7 +51,7 @@ class Steps:
 def fit(module: Any, data: list[Batch], steps: Steps, device: torch.device, overlap: bool, callbacks: tuple = ()) -> Fit:
     """Train ``module`` on ``data``, as many batches as ``steps`` has, in bf16."""
     measured = Measured(steps, device)
-    fitting = part_rank.trainer(
+    fitting = one_rank.trainer(
         device,
         strategy=FreeScaleStrategy(overlap=overlap),
         precision="bf16-mixed",

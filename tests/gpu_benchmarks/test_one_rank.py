@@ -8,21 +8,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-import part_rank
+import one_rank
 import pytest
 
-PARTS = Path(part_rank.__file__).parent
+PARTS = Path(one_rank.__file__).parent
 TRAINERS = """
 import json, sys
 sys.path[:0] = [{folder!r}, {parts!r}]
-import lightning as L, part_rank, torch, two_ranks_training
+import lightning as L, one_rank, torch, two_ranks_training
 from lightning.pytorch.strategies import DDPStrategy
 try:
     L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     usual = ""
 except RuntimeError as error:
     usual = str(error)
-one = part_rank.trainer(torch.device("cpu"), max_epochs=1)
+one = one_rank.trainer(torch.device("cpu"), max_epochs=1)
 two = two_ranks_training._trainer(DDPStrategy(process_group_backend="gloo"), {folder!r})
 print(json.dumps([usual, [[each.node_rank, each.global_rank, each.world_size] for each in (one, two)],
                   two.strategy.cluster_environment.main_address, "mpi4py.MPI" in sys.modules]))

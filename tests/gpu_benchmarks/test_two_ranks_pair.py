@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rank_pair
 import torch
 import torch.distributed as dist
-from rank_pair import PairFailed, Rank
+import two_ranks_pair
+from two_ranks_pair import PairFailed, Rank
 
 from tests.helpers.fake_cuda import pretend_cuda
 
@@ -22,13 +22,13 @@ pytestmark = pytest.mark.slow
 
 
 def test_what_rank_0_says_comes_at_once() -> None:
-    said = rank_pair.run(_says_and_waits, timeout=60)
+    said = two_ranks_pair.run(_says_and_waits, timeout=60)
     assert next(said) == "early"
     said.close()  # long before it ends
 
 
 def test_a_killed_rank_1_is_no_failure() -> None:
-    assert list(rank_pair.run(_survives, timeout=60, group_timeout=20)) == ["noticed"]
+    assert list(two_ranks_pair.run(_survives, timeout=60, group_timeout=20)) == ["noticed"]
 
 
 @pytest.mark.parametrize(
@@ -37,19 +37,19 @@ def test_a_killed_rank_1_is_no_failure() -> None:
 def test_a_peer_that_fails_ends_the_run(end: str, told: str) -> None:
     start = time.monotonic()
     with pytest.raises(PairFailed, match=told):
-        list(rank_pair.run(globals()[end], timeout=100))
+        list(two_ranks_pair.run(globals()[end], timeout=100))
     assert time.monotonic() - start < 50
 
 
 def test_a_killed_rank_0_is_a_failure() -> None:
     with pytest.raises(PairFailed, match="rank 0: died with exit code -9"):
-        list(rank_pair.run(_rank_0_dies, timeout=60))
+        list(two_ranks_pair.run(_rank_0_dies, timeout=60))
 
 
 @pytest.mark.parametrize("work", ["_hangs", "_hangs_alone"])
 def test_a_run_that_hangs_is_ended(work: str) -> None:
     with pytest.raises(TimeoutError, match="did not finish within 8 s"):
-        list(rank_pair.run(globals()[work], timeout=8))
+        list(two_ranks_pair.run(globals()[work], timeout=8))
 
 
 def _says_and_waits(rank: Rank) -> None:
@@ -102,10 +102,10 @@ STUCK = """
 import sys, time
 sys.path[:0] = [{folder!r}, {tests!r}]
 from multiprocessing.popen_fork import Popen
-import rank_pair, test_rank_pair
+import two_ranks_pair, test_rank_pair
 Popen._send_signal = lambda process, number: None
-rank_pair.ENDING = 0.2
-said = rank_pair.run(test_rank_pair._says_and_waits, timeout=60)
+two_ranks_pair.ENDING = 0.2
+said = two_ranks_pair.run(test_rank_pair._says_and_waits, timeout=60)
 assert next(said) == "early"
 said.close()
 """
@@ -114,7 +114,7 @@ said.close()
 def test_a_process_that_cannot_be_killed_is_left() -> None:
     """Neither the run nor the end of the process that made it waits for one that is stuck."""
     start = time.monotonic()
-    code = STUCK.format(folder=str(Path(rank_pair.__file__).parent), tests=str(Path(__file__).parent))
+    code = STUCK.format(folder=str(Path(two_ranks_pair.__file__).parent), tests=str(Path(__file__).parent))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=45)
     assert done.returncode == 0 and done.stderr.count("could not be killed within 0.2 s") == 2, done.stderr
     assert time.monotonic() - start < 45  # they sleep for 50
@@ -122,7 +122,7 @@ def test_a_process_that_cannot_be_killed_is_left() -> None:
 
 def test_cuda_is_in_use_before_a_group_is_made() -> None:
     """Or the lane would not see that both ranks have one GPU, and give CUDA tensors to NCCL, which refuses that."""
-    ((gpu, uses_nccl, shared),) = rank_pair.run(_makes_a_lane_on_a_gpu, timeout=60)
+    ((gpu, uses_nccl, shared),) = two_ranks_pair.run(_makes_a_lane_on_a_gpu, timeout=60)
     assert gpu == ["GPU-0", "GPU-0"] and not uses_nccl and shared == "ranks 0 and 1 share a GPU"
 
 

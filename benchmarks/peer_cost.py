@@ -3,23 +3,19 @@
 Runs whole transfers with the real ``CudaDriver`` over stand-ins for the module ``cuda.bindings.driver`` and for torch's streams
 and events, whose calls return at once. So it counts the package's own Python: neither what cuda-bindings, torch's events and
 the driver take, nor the polling while the GPU is at work. Figures are processor time of the process, the least of some runs.
-``python benchmarks/gpu/peer_cost.py --require "8_ranks_share_of_a_tenth<=1"`` demands what should hold: a chunk's Python takes
+``python benchmarks/peer_cost.py --require "8_ranks_share_of_a_tenth<=1"`` demands what should hold: a chunk's Python takes
 at most a tenth of the time in which it is copied.
 """
 
 from __future__ import annotations
 
 import gc
-import sys
 import time
 from contextlib import nullcontext
 from ctypes import c_void_p
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-sys.path.append(str(Path(__file__).parents[1]))
 
 import harness
 import torch

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from part_report import Report, Skip, markdown
+from hour_report import Report, Skip, markdown
 
 
 def read(out: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from part_report import Report, Skip
+from hour_report import Report, Skip
 
 _OPERATOR = "fbgemm::jagged_to_padded_dense_forward"
 PACKAGES = ("lightning", "torchrec", "fbgemm_gpu")
