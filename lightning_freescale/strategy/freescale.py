@@ -49,6 +49,7 @@ from lightning_freescale.strategy.validation import (
     refuse_second_backward,
     refuse_several_optimizers,
     refuse_shard,
+    refuse_shared_gpu,
     refuse_trial_runs,
     refuse_unknown_options,
 )
@@ -177,12 +178,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         try:
             super().setup_environment()
         except RuntimeError as error:
-            if "Duplicate GPU detected" not in str(error):
-                raise
-            raise RuntimeError(
-                'several ranks run on one GPU, which NCCL refuses: FreeScaleStrategy(process_group_backend="gloo"), or a GPU '
-                "for each rank"
-            ) from error
+            refuse_shared_gpu(error)
+            raise
 
     @property
     @override

@@ -133,6 +133,19 @@ def has_embedding_ids(module: Any) -> bool:
     return callable(getattr(type(module), "embedding_ids", None))
 
 
+def refuse_shared_gpu(error: RuntimeError) -> None:
+    """Say what to do where NCCL has failed because several ranks run on one GPU.
+
+    Raises:
+        RuntimeError: that is why.
+    """
+    if "Duplicate GPU detected" in str(error):
+        raise RuntimeError(
+            'several ranks run on one GPU, which NCCL refuses: FreeScaleStrategy(process_group_backend="gloo"), or a GPU for '
+            "each rank"
+        ) from error
+
+
 def refuse_trial_runs(module: Any, lookahead: str) -> None:
     """Refuse trial runs of a module that tells its ids itself, by a ValueError."""
     if lookahead == "trial_run" and has_embedding_ids(module):
