@@ -59,7 +59,7 @@ class NativeBackends:
         self._gloo_failure = ""
         self._hidden = self._shown = False
         if not lane.options.lazy_gloo:
-            self._connect_gloo("set-up")
+            self.connect_gloo("set-up")
         if shared and backend_opts.group_rank == 0:
             _tell_of_gloo(shared)
 
@@ -78,7 +78,7 @@ class NativeBackends:
             return getattr(self.inner, name)(*args, **kwargs)
         self._lane.check_open(name)
         if name not in _WITH_TAG:
-            self._connect_gloo(name)
+            self.connect_gloo(name)
             return getattr(self.inner, name)(*args, **kwargs)
         if any(map(_is_on_gpu, args)):
             raise ValueError(
@@ -119,13 +119,20 @@ class NativeBackends:
         if self.nccl is not None:
             self.nccl.abort()
 
-    def _connect_gloo(self, name: str) -> None:
-        """Connect gloo for collectives, unless it is. Collective."""
+    def connect_gloo(self, name: str) -> None:
+        """Connect gloo for collectives, unless it is; ``name`` is of the one that needs it. Collective.
+
+        Raises:
+            DistBackendError: a rank does not come.
+        """
         with self._registering:
             if self._gloo is not None:
                 return
             if not self._gloo_failure:
-                opts, store = self._opts, dist.PrefixStore("gloo", self._opts.store)
+                # several threads may come here for groups of their own: on one connection to the store, where one waits after
+                # the other, they could wait crosswise
+                opts, lazy = self._opts, self._lane.options.lazy_gloo
+                store = dist.PrefixStore("gloo", opts.store.clone() if lazy else opts.store)
                 try:
                     all_gather_json("connected", None, self._lane.p2p, store, opts.timeout)
                     gloo = dist.ProcessGroupGloo(store, opts.group_rank, opts.group_size, timeout=opts.timeout)

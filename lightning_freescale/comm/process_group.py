@@ -217,9 +217,14 @@ class FreeScaleGroup(dist.ProcessGroup):
             exchange_with_sizes(self, received, send, gets, gives)
 
     def connect(self) -> None:
-        """Connect NCCL now, if it moves the all-to-alls of CUDA tensors: by itself it does at the first. Collective."""
+        """Connect now what torch's own backend moves the all-to-alls of CUDA tensors with: by itself it does at the first.
+
+        Collective.
+        """
         if self.moves_by_nccl:
             self._all_reduce([torch.zeros(1, device="cuda")]).wait()
+        elif self._executor.transport is None and not self._executor.topology.find_lacking("gpu"):
+            self._backends.connect_gloo("connect")
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse, as ``dist.monitored_barrier`` does for all backends but gloo: its messages could meet those of the lane."""
