@@ -102,10 +102,10 @@ STUCK = """
 import sys, time
 sys.path[:0] = [{folder!r}, {tests!r}]
 from multiprocessing.popen_fork import Popen
-import two_ranks_pair, test_rank_pair
+import two_ranks_pair, test_two_ranks_pair
 Popen._send_signal = lambda process, number: None
 two_ranks_pair.ENDING = 0.2
-said = two_ranks_pair.run(test_rank_pair._says_and_waits, timeout=60)
+said = two_ranks_pair.run(test_two_ranks_pair._says_and_waits, timeout=60)
 assert next(said) == "early"
 said.close()
 """

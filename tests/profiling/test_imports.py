@@ -7,7 +7,7 @@ from pathlib import Path
 
 import lightning_freescale.profiling
 
-OWN = ("lightning_freescale.profiling", "lightning_freescale._worker")
+OWN = ("lightning_freescale.profiling", "lightning_freescale._version", "lightning_freescale._worker")
 
 
 def _imported(path: Path) -> set[str]:
