@@ -103,8 +103,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=15, help="of which the least counts (default: 15)")
     parser.add_argument("--gigabytes-per-second", type=float, default=400.0, help="of a GPU's NVLinks (default: 400)")
     options = parser.parse_args()
-    torch.cuda.device = lambda device: nullcontext()  # type: ignore[assignment,misc]
-    torch.cuda.ExternalStream = _Stream  # type: ignore[assignment,misc]
+    torch.cuda.device = lambda device: nullcontext()
+    torch.cuda.ExternalStream = _Stream
     figures: dict[str, float] = {}
     print("ranks  chunk MiB  calls/round  us/round  us/chunk  a tenth of the chunk's copy, us")
     for size in RANKS:

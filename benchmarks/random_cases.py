@@ -102,7 +102,7 @@ def random_case(seed: int) -> Case:
 def lazily(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     """Return an optimizer of torch's that leaves the rows of ``tables`` alone which have no gradient."""
 
-    class Lazy(kind):  # type: ignore[misc, valid-type]
+    class Lazy(kind):
         tables: tuple[Tensor, ...] = ()
 
         @torch.no_grad()
@@ -328,7 +328,7 @@ def defects(ranks: list[dict[str, Outcome]], tolerance: float = 1e-4) -> list[st
             worst = max((abs(a - b) / max(abs(a), 1e-2) for a, b in zip(theirs.losses, mine.losses)), default=0.0)
             if worst > tolerance or len(theirs.losses) != len(mine.losses):
                 found.append(f"{name}, rank {rank}: losses differ by {worst:.1e}")
-            if not torch.equal(theirs.random_state, mine.random_state):  # type: ignore[arg-type]
+            if not torch.equal(theirs.random_state, mine.random_state):
                 found.append(f"{name}, rank {rank}: random numbers differ")
             if not rank:
                 found += [f"{name}: {text}" for text in _different(theirs.weights or {}, mine.weights or {}, tolerance)]

@@ -248,7 +248,7 @@ def write(files: list[Packed], options: argparse.Namespace, path: Path) -> int:
     with path.open("wb") as raw:
         stream = _Streams(raw, options.limit_mib)
         stream.begin(_HOST)
-        with tarfile.TarFile(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as archive:  # type: ignore[arg-type]
+        with tarfile.TarFile(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as archive:
             text = json.dumps(described).encode()
             archive.addfile(_member(unpack_site.MANIFEST, len(text)), io.BytesIO(text))
             for part in ("host", "gpu"):
@@ -260,7 +260,7 @@ def write(files: list[Packed], options: argparse.Namespace, path: Path) -> int:
                     before = stream.written
                     with file.path.open("rb") as source:
                         pieces = _Pieces(source, file.pieces[part])
-                        archive.addfile(_member(f"{part}/{file.name}", pieces.size), pieces)  # type: ignore[arg-type]
+                        archive.addfile(_member(f"{part}/{file.name}", pieces.size), pieces)
                     file.archived += stream.written - before
         stream.end()
     return stream.written

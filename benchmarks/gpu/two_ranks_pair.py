@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import _children  # type: ignore[attr-defined]
+from multiprocessing.process import _children
 from typing import Any
 
 import torch

@@ -54,7 +54,7 @@ def _on_trial(trouble: Callable[[Any], None]) -> None:
             return complete
         return lambda pause: (complete(pause), trouble(transfer))
 
-    HostTransport.start_transfer = troubled  # type: ignore[assignment]
+    HostTransport.start_transfer = troubled
 
 
 def _corrupt(transfer: Any) -> None:
@@ -162,7 +162,7 @@ def test_what_has_won_and_cannot_be_set_up_again_is_left() -> None:
 
 def test_on_the_cpu_nothing_is_tried() -> None:
     def run() -> Any:
-        process_group.settle_transport = None  # type: ignore[assignment]
+        process_group.settle_transport = None
         group = make_group()
         return group._executor.transport, everyone_sends(group)
 

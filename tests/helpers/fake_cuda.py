@@ -32,13 +32,13 @@ def pretend_cuda(gpu: str, visible: int = 8, bound: bool = True) -> None:
     properties = SimpleNamespace(uuid=gpu, pci_bus_id=1)
     for name, value in {"is_available": True, "is_initialized": True, "current_device": 0, "device_count": visible}.items():
         setattr(torch.cuda, name, lambda value=value: value)
-    torch.cuda.get_device_properties = lambda device: properties  # type: ignore[assignment]
+    torch.cuda.get_device_properties = lambda device: properties
     torch.cuda.set_device = lambda device: None
-    topology._linked_devices = lambda device: []  # type: ignore[assignment]
-    topology.import_cuda_bindings = lambda: None  # type: ignore[attr-defined]
+    topology._linked_devices = lambda device: []
+    topology.import_cuda_bindings = lambda: None
     dist.is_nccl_available = lambda: True
     torch.cuda.nccl.version = lambda: (2, 29, 7)
-    dist.ProcessGroupNCCL = FakeNccl  # type: ignore[assignment, misc]
+    dist.ProcessGroupNCCL = FakeNccl
     if bound:
         dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
 
@@ -47,7 +47,7 @@ def messages_of(logger: str) -> list[str]:
     """What is logged there from now on."""
     told: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: told.append(record.getMessage())
     logging.getLogger(logger).addHandler(handler)
     logging.getLogger(logger).setLevel(logging.INFO)
     return told

@@ -80,7 +80,7 @@ def _fail() -> list[str]:
 
 
 if __name__ == "__main__":
-    torch.cuda.device = lambda device: nullcontext()  # type: ignore[assignment,misc]
-    torch.cuda.ExternalStream = _Stream  # type: ignore[assignment,misc]
+    torch.cuda.device = lambda device: nullcontext()
+    torch.cuda.ExternalStream = _Stream
     moved = [_move(2, 64, 0), _move(3, 7, 2**32 - 5), _move(4, 1000, 2**31 - 3)]
     print(json.dumps({"wrong": moved, "failed": _fail(), "called": sorted(_called)}))

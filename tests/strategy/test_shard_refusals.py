@@ -37,7 +37,7 @@ def _told(make: Any, shard: Any) -> tuple[list[str], list[str]]:
     """What is said, the error with it, and which embeddings stand there afterwards."""
     told: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: told.append(record.getMessage())
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     logger.addHandler(handler)
     torch.manual_seed(0)

@@ -46,7 +46,7 @@ def _verdicts(candidates: Candidates, native: float = 1.0, **options: Any) -> li
 
     def run() -> Verdict:
         clock = [0.0]
-        proof.time = SimpleNamespace(perf_counter=lambda: clock[0], sleep=time.sleep, monotonic=time.monotonic)  # type: ignore[assignment]
+        proof.time = SimpleNamespace(perf_counter=lambda: clock[0], sleep=time.sleep, monotonic=time.monotonic)
         device = ProofDevice(torch.device("cpu"), lambda: _move(clock, 10.0), lambda: None)
 
         def gather(mine: dict[str, Any]) -> list[dict[str, Any]]:
