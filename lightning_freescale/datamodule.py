@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -12,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_freescale._lightning.ddp import process_group_timeout
 from lightning_freescale._lightning.loops import LightningDataModule, Trainer, TrainerFn, rank_zero_info, reload_train_loader
-from lightning_freescale.balance import BalancedSampler
+from lightning_freescale.balance import BalancedSampler, MicroBatchSchedule
 from lightning_freescale.data.balanced_loader import BalancedDataLoader
 from lightning_freescale.data.iterable import IterableData
 from lightning_freescale.data.map_style import MapStyleData
@@ -43,6 +44,15 @@ class FreeScaleDataModule(LightningDataModule):
             they are, for strategies that weigh nothing.
         target_counts: prediction targets per sample for ``"target_mean"``, shape ``[samples]``, for a stream a function of
             one sample; ``lengths`` if not given.
+        micro_batches: cut each rank's batch of a step into so many parts of about equal cost, and compute them one after the
+            other. No row is updated between them, so the exchange of all but the first and the last hides behind compute,
+            whatever rows collide, and activations take less memory. Lightning sees one batch: ``batch_idx``, ``global_step``,
+            schedulers, logging and checkpoints are those of the undivided step, and so is its gradient, to rounding, for losses
+            that are a mean (or sum) over samples or targets. ``training_step`` runs once for each part. **Losses that look
+            across the samples of a batch**, such as in-batch negatives, and batch normalization see a part only: leave it at 1
+            for those. ``"auto"`` tries the divisors of ``batch_size`` up to 8 in turn during the first steps, and goes on
+            with the quickest; with 1, if none wins 1 % or more. Needs strategy ``"freescale"``. A step has fewer where a rank
+            has fewer samples.
         drop_last: leave out an incomplete last step.
         shuffle: draw a new order every epoch; a stream comes in its own.
         seed: seeds the order.
@@ -74,6 +84,7 @@ class FreeScaleDataModule(LightningDataModule):
         stream: StreamOptions | None = None,
         loss_reduction: LossReduction = "sample_mean",
         target_counts: ArrayLike | Callable[[Any], float] | None = None,
+        micro_batches: int | Literal["auto"] = 1,
         drop_last: bool = False,
         shuffle: bool = True,
         seed: int = 0,
@@ -84,6 +95,11 @@ class FreeScaleDataModule(LightningDataModule):
             raise ValueError(f"FreeScaleDataModule(batch_size={batch_size!r}): pass the samples per rank, at least 1")
         if not isinstance(balance, (bool, BalanceOptions)):
             raise ValueError(f"FreeScaleDataModule(balance={balance!r}): pass True, False or BalanceOptions(...)")
+        if micro_batches != "auto" and not (isinstance(micro_batches, int) and 1 <= micro_batches <= batch_size):
+            raise ValueError(
+                f"FreeScaleDataModule(micro_batches={micro_batches!r}, batch_size={batch_size}): pass 'auto', or a number from 1 "
+                "to batch_size"
+            )
         if not isinstance(stream, (StreamOptions, type(None))):
             raise ValueError(f"FreeScaleDataModule(stream={stream!r}): pass StreamOptions(...) or None")
         check_loader_options(loader_options, isinstance(train_dataset, IterableDataset))
@@ -106,6 +122,7 @@ class FreeScaleDataModule(LightningDataModule):
             "loss_reduction": loss_reduction,
             "target_counts": target_counts,
             "drop_last": drop_last,
+            "new_schedule": partial(MicroBatchSchedule, micro_batches, batch_size),
         }
         if isinstance(train_dataset, IterableDataset):
             context = "an IterableDataset, whose samples are not known before they arrive"
@@ -185,7 +202,7 @@ class FreeScaleDataModule(LightningDataModule):
         """Return the balanced loader of this rank."""
         epoch = 0
         if self.trainer is not None:
-            _refuse_trainer(self.trainer, self.balance_options, self.loss_reduction)
+            _refuse_trainer(self.trainer, self.balance_options, self.loss_reduction, self.train.micro_batches.candidates)
             epoch = self.trainer.current_epoch
         if isinstance(self.train, IterableData):
             timeout = None if self.trainer is None else process_group_timeout(self.trainer.strategy)
@@ -242,7 +259,9 @@ class FreeScaleDataModule(LightningDataModule):
         epochs = loop.epoch_progress.current
         inside = epochs.ready > epochs.processed  # else the batches counted are those of the epoch before
         batches = loop.epoch_loop.batch_progress.current.processed if inside else 0
-        return self.train.state_dict(epochs.processed, batches, self._rank_and_world_size()[1])
+        chosen = self.train.micro_batches.chosen if self.train.micro_batches.auto else None
+        state = self.train.state_dict(epochs.processed, batches, self._rank_and_world_size()[1])
+        return {**state, "micro_batches": chosen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the samples that the checkpoint's run has consumed.
@@ -260,6 +279,8 @@ class FreeScaleDataModule(LightningDataModule):
                 "means nothing in the other. Load the weights alone, or use the same kind of data set"
             )
         self.train.load_state_dict(state, *self._rank_and_world_size())
+        if self.train.micro_batches.auto and state.get("micro_batches") in self.train.micro_batches.candidates:
+            self.train.micro_batches.decide(state["micro_batches"])  # the run before has measured it
         if self.trainer is not None:
             reload_train_loader(self.trainer)  # somebody may have asked for it before the checkpoint was read
 
@@ -274,7 +295,7 @@ class FreeScaleDataModule(LightningDataModule):
             self._reload_every = None
 
 
-def _refuse_trainer(trainer: Trainer, options: BalanceOptions, loss_reduction: str) -> None:
+def _refuse_trainer(trainer: Trainer, options: BalanceOptions, loss_reduction: str, micro_batches: Sequence[int]) -> None:
     """Refuse a Trainer that replaces the sampler, or whose strategy neither weighs losses nor measures times."""
     overfit = getattr(trainer, "overfit_batches", 0)
     if overfit:
@@ -284,6 +305,10 @@ def _refuse_trainer(trainer: Trainer, options: BalanceOptions, loss_reduction: s
         )
     if getattr(trainer.strategy, "weighs_loss", False):
         return
+    if max(micro_batches) > 1:
+        raise ValueError(
+            "FreeScaleDataModule(micro_batches=...) needs Trainer(strategy='freescale'), which computes them one after the other"
+        )
     if options.calibrate:
         raise ValueError("BalanceOptions(calibrate=True) needs Trainer(strategy='freescale'), which measures the times")
     mode = options.assignment_mode

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "data": {"_worker", "_objects", "_torchrec", "balance", "comm"},
     "embeddings": {"_objects", "_torchrec", "_worker", "comm"},
     "checkpoint": {"_objects", "embeddings"},
-    "_lightning": {"profiling"},
+    "_lightning": {"balance", "profiling"},
     "datamodule": {"_lightning", "balance", "data"},
     "callbacks": {"_lightning", "balance", "data", "profiling"},
     "strategy": {

@@ -4,6 +4,7 @@ from lightning_freescale.balance.advice import advise, predict
 from lightning_freescale.balance.assign import Assignment, assign
 from lightning_freescale.balance.cost import CostFit, CostModel
 from lightning_freescale.balance.epoch_order import pool_outliers
+from lightning_freescale.balance.micro_batches import MicroBatches, MicroBatchSchedule
 from lightning_freescale.balance.report import BalanceReport, StepBalance
 from lightning_freescale.balance.sampler import BalancedSampler
 
@@ -13,6 +14,8 @@ __all__ = [
     "BalancedSampler",
     "CostFit",
     "CostModel",
+    "MicroBatchSchedule",
+    "MicroBatches",
     "StepBalance",
     "advise",
     "assign",

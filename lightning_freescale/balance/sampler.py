@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_freescale.balance.epoch_order import StepBoundaries, draw_order, pool_outliers
+from lightning_freescale.balance.micro_batches import MicroBatches, MicroBatchSchedule, cut
 from lightning_freescale.balance.plan import PlanPrefetcher, StepPlan
 from lightning_freescale.balance.report import BalanceReport, StepBalance
 from lightning_freescale.balance.solver import Ints
@@ -20,8 +21,8 @@ EXPLORATION_STEPS = 50
 """Steps of epoch 0 among which some stay as drawn while costs are calibrated, see :class:`BalancedSampler`."""
 
 
-class BalancedSampler(DistributedSampler[list[int]]):
-    """Yields the index list of each step for one rank.
+class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
+    """Yields the index list of each step for one rank; of steps with micro-batches, :class:`MicroBatches` of index lists.
 
     The plan is a pure function of (costs, seed, epoch, step, world size): every rank computes the whole of it and takes its
     own column, without communication. Balancing changes which rank computes a sample, never which samples a step has.
@@ -45,6 +46,7 @@ class BalancedSampler(DistributedSampler[list[int]]):
         keep_together: group of each sample, shape ``[samples]``; samples of a group that share a step go to one rank.
         exploration_steps: leave every fifth of the first so many steps of epoch 0 as drawn, unless a limit forbids it.
             Balanced steps hardly differ in what a cost model is fitted to; a few that do tell its coefficients apart.
+        micro_batches: how many each step has; one if not given. A step has fewer where a rank has fewer samples.
         **options: ``assignment_mode``, ``count_slack``, ``max_tokens_per_rank`` and ``rank_speeds`` of :func:`assign`.
 
     Raises:
@@ -68,6 +70,7 @@ class BalancedSampler(DistributedSampler[list[int]]):
         tokens: ArrayLike | None = None,
         keep_together: ArrayLike | None = None,
         exploration_steps: int = 0,
+        micro_batches: MicroBatchSchedule | None = None,
         **options: Any,
     ) -> None:
         # DistributedSampler's own constructor insists on a data set; being one is what makes Lightning leave us alone.
@@ -93,6 +96,7 @@ class BalancedSampler(DistributedSampler[list[int]]):
         self.balance_steps, self.outlier_window = balance, outlier_window
         self.exploration_steps = 0 if limited else exploration_steps  # a contiguous split keeps no limits
         self.epoch, self.options = 0, options
+        self.micro_batches = micro_batches or MicroBatchSchedule(1, batch_size)
         self._per_sample: dict[str, NDArray[Any]] = {}
         if tokens is not None:
             self._per_sample["tokens"] = non_negative("BalancedSampler(tokens=...)", tokens, samples)
@@ -146,12 +150,25 @@ class BalancedSampler(DistributedSampler[list[int]]):
         """Steps of an epoch that starts at its beginning."""
         return len(self._steps.full_epoch) - 1
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[int] | MicroBatches]:
         epoch, end = self.epoch, len(self)
         with self._plans.running():
             for step in range(self._steps.first_step(epoch), end):
                 self._plans.prepare(epoch, step, end)
-                yield self.step_plan(epoch, step).samples_of_ranks[self.rank].tolist()
+                yield self._batch_of_rank(epoch, step)
+
+    def _batch_of_rank(self, epoch: int, step: int) -> list[int] | MicroBatches:
+        of_ranks = self.step_plan(epoch, step).samples_of_ranks
+        samples = of_ranks[self.rank]
+        parts = self.micro_batches.count(epoch, step)
+        groups = self._per_sample.get("keep_together")
+        if parts > 1:  # all ranks have as many: they meet in each
+            parts = min(parts, *(len(each if groups is None else np.unique(groups[each])) for each in of_ranks))
+        if parts == 1:
+            return samples.tolist()
+        together = None if groups is None else groups[samples]
+        costs, weights = self.costs[samples], self.loss_weights[samples]
+        return cut(samples.tolist(), parts, costs, weights, loss_is_sum=self.loss_is_sum, groups=together)
 
     # -- the plan
 
@@ -210,7 +227,15 @@ class BalancedSampler(DistributedSampler[list[int]]):
         first = self._steps.first_step(self.epoch)
         plan = self.step_plan(self.epoch, min(first, len(self) - 1))
         options = sorted(self.options.items())
-        setting = (len(self), self.num_replicas, self.balance_steps, self.loss_is_sum, self.exploration_steps, options)
+        setting: tuple[Any, ...] = (
+            len(self),
+            self.num_replicas,
+            self.balance_steps,
+            self.loss_is_sum,
+            self.exploration_steps,
+            options,
+        )
+        setting += (self.micro_batches.candidates, self.micro_batches.chosen)
         state = hashlib.sha256(repr(setting).encode())
         for array in (self.costs, self.loss_weights, self._order(self.epoch), plan.rank_of_sample, *self._per_sample.values()):
             state.update(np.ascontiguousarray(array).tobytes())

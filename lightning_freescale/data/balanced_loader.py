@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from lightning_freescale.balance import BalancedSampler
+from lightning_freescale.balance import BalancedSampler, MicroBatches
 
 
-class _BulkDataset(Dataset[list[Any]]):
-    """Takes a list of indices at once, so that the sampler decides the batches."""
+class _BulkDataset(Dataset[Any]):
+    """Takes a list of indices at once, so that the sampler decides the batches and their micro-batches."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset = dataset
 
-    def __getitem__(self, indices: Sequence[int]) -> list[Any]:
+    def __getitem__(self, indices: Sequence[int] | MicroBatches) -> Any:
+        return indices.map(self._samples) if isinstance(indices, MicroBatches) else self._samples(indices)
+
+    def _samples(self, indices: Sequence[int]) -> list[Any]:
         if hasattr(self.dataset, "__getitems__"):
             return list(self.dataset.__getitems__(list(indices)))
         return [self.dataset[index] for index in indices]
+
+
+def collated(collate: Callable[[list[Any]], Any], samples: list[Any] | MicroBatches) -> Any:
+    """Return the batch of a list of samples, or a batch of each micro-batch."""
+    return samples.map(collate) if isinstance(samples, MicroBatches) else collate(samples)
 
 
 class BalancedDataLoader(DataLoader[Any]):
@@ -50,7 +59,7 @@ class BalancedDataLoader(DataLoader[Any]):
             # batch_size=None with a DistributedSampler is the one shape that Lightning neither refuses nor rebuilds
             batch_size=None,
             sampler=sampler,
-            collate_fn=collate_fn or default_collate,
+            collate_fn=partial(collated, collate_fn or default_collate),
             # spelled out, so that LightningCLI does not offer them
             shuffle=None,
             batch_sampler=None,

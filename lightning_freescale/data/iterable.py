@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from lightning_freescale._objects import gather_objects
-from lightning_freescale.balance import CostModel, assign
+from lightning_freescale.balance import CostModel, MicroBatchSchedule, assign
 from lightning_freescale.comm import BACKEND, LaneOptions
 from lightning_freescale.data.options import BalanceOptions, StreamOptions
 from lightning_freescale.data.streaming import BalancedStreamLoader
@@ -28,6 +28,9 @@ class IterableData:
         cost_fn: a function of the length, or without ``lengths`` of the sample.
         balance: assign samples by cost, as ``options`` and ``stream`` say; else each rank computes what it has read.
         **others: as in :class:`~lightning_freescale.FreeScaleDataModule`.
+
+    Attributes:
+        micro_batches: how many the steps of this fit have.
 
     Raises:
         ValueError: an argument does not fit, or would have no effect.
@@ -48,6 +51,7 @@ class IterableData:
         target_counts: Any,
         drop_last: bool,
         num_workers: int,
+        new_schedule: Callable[[], MicroBatchSchedule],
     ) -> None:
         context = "an IterableDataset, whose samples are not known before they arrive"
         refuse_options(context, options, "calibrate", "max_tokens_per_rank", "tokens", "keep_together", "outlier_window")
@@ -74,6 +78,7 @@ class IterableData:
             assign_fn=assign_fn if balance else assign_as_read,
         )
         self._group: dist.ProcessGroup | None = None
+        self._new_schedule = new_schedule
         self.reset_progress()
         self._make_loader()  # what does not fit is refused now
         assign([1.0], 1, assignment_mode=mode, count_slack=count_slack)
@@ -83,6 +88,7 @@ class IterableData:
         self.destroy_group()
         self._state: dict[str, Any] | None = None
         self._loader: BalancedStreamLoader | None = None
+        self.micro_batches = self._new_schedule()
 
     def loader(self, rank: int, world_size: int, epoch: int = 0, timeout: timedelta | None = None) -> BalancedStreamLoader:
         """Return the loader of a rank, from where a checkpoint left it on. Collective."""
@@ -91,7 +97,9 @@ class IterableData:
             self._group = dist.new_group(
                 backend=BACKEND, timeout=timeout, pg_options=LaneOptions(name="samples", priority=-1, lazy_gloo=True)
             )
-        loader = self._loader = self._make_loader(rank=rank, world_size=world_size, group=self._group)
+        loader = self._loader = self._make_loader(
+            rank=rank, world_size=world_size, group=self._group, micro_batches=self.micro_batches
+        )
         if self._state is not None:
             loader.load_state_dict(self._state)
         loader.set_epoch(epoch)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from lightning_freescale.balance import BalancedSampler, CostModel
+from lightning_freescale.balance import BalancedSampler, CostModel, MicroBatchSchedule
 from lightning_freescale.balance.cost import sample_features
 from lightning_freescale.balance.sampler import EXPLORATION_STEPS
 from lightning_freescale.balance.validation import non_negative
@@ -31,6 +31,7 @@ class MapStyleData:
         lengths, unique_ids: shape ``[samples]``, or None.
         costs: predicted compute time, shape ``[samples]``.
         refits: from which epoch on a cost model fitted while training is in use, with the options that came with it.
+        micro_batches: how many the steps of this fit have.
 
     Raises:
         ValueError: an argument does not fit, or would have no effect.
@@ -51,6 +52,7 @@ class MapStyleData:
         drop_last: bool,
         shuffle: bool,
         seed: int,
+        new_schedule: Callable[[], MicroBatchSchedule],
     ) -> None:
         if options.calibrate and lengths is None:
             raise ValueError(
@@ -95,6 +97,7 @@ class MapStyleData:
             "costs": hashlib.sha256(self.costs.tobytes()).hexdigest() if options.outlier_window > 1 else "",
         }
         self._given_seed = seed
+        self._new_schedule = new_schedule
         self.reset_progress()
 
     def reset_progress(self) -> None:
@@ -103,6 +106,7 @@ class MapStyleData:
         self._resume: tuple[int, int, int | None] = (0, 0, None)
         self.refits: dict[int, tuple[CostModel, dict[str, Any]]] = {}
         self._sampler: BalancedSampler | None = None
+        self.micro_batches = self._new_schedule()
 
     # -- what samples cost
 
@@ -137,11 +141,14 @@ class MapStyleData:
 
     def sampler(self, rank: int, world_size: int) -> BalancedSampler:
         """Return the plan of one of ``world_size`` ranks, from the first epoch on."""
-        return self._new_sampler(num_replicas=world_size, rank=rank, seed=self.seed)
+        return self._sampler_with(self._new_schedule(), rank, world_size)
+
+    def _sampler_with(self, micro_batches: MicroBatchSchedule, rank: int, world_size: int) -> BalancedSampler:
+        return self._new_sampler(num_replicas=world_size, rank=rank, seed=self.seed, micro_batches=micro_batches)
 
     def resumed_sampler(self, rank: int, world_size: int, epoch: int) -> BalancedSampler:
         """Return the plan of a rank from where a checkpoint left it on; :meth:`replan` changes it."""
-        sampler = self._sampler = self.sampler(rank, world_size)
+        sampler = self._sampler = self._sampler_with(self.micro_batches, rank, world_size)
         for start, (model, options) in sorted(self.refits.items()):
             sampler.replan(start, partial(self.costs_by, model), **options)
         sampler.resume(*self._resume)

@@ -17,6 +17,7 @@ from lightning_freescale.data.map_style import MapStyleData
 from lightning_freescale.datamodule import FreeScaleDataModule
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.strategy.cost_calibrator import CostCalibrator
+from lightning_freescale.strategy.micro_batch_trial import MicroBatchTrial, schedule_of
 
 
 class BalanceMonitor:
@@ -40,6 +41,9 @@ class BalanceMonitor:
         self._group = dist.new_group(backend="gloo", timeout=timeout) if several else None
         data = calibrated_data(trainer)
         self._calibrator = CostCalibrator(trainer, data, timeline, self._group) if data is not None else None
+        schedule = schedule_of(trainer)
+        on_trial = schedule is not None and not schedule.decided
+        self._trial = MicroBatchTrial(trainer, schedule, self._group) if schedule is not None and on_trial else None
 
     def start_step(self, step: int) -> float:
         """Follow the plan to its ``step``-th batch, before ``training_step``, and return the factor for this rank's loss."""
@@ -49,9 +53,16 @@ class BalanceMonitor:
                 self._start_epoch(sampler)
             if self.trainer.is_global_zero:
                 self._log_step(sampler.balance(step))
+        if self._trial is not None and not self._trial.start_step(sampler.epoch, step):
+            self._trial = None
         if self._calibrator is not None:
             self._calibrator.start_step(sampler, step)
         return float(sampler.loss_weight(step)) if hasattr(sampler, "loss_weight") else 1.0
+
+    def pause(self) -> None:
+        """Note that validation runs in the step which is under way."""
+        if self._trial is not None:
+            self._trial.pause()
 
     def end_training(self) -> None:
         """Report the last epoch, and stop."""

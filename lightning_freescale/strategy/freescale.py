@@ -21,7 +21,9 @@ from lightning_freescale._lightning.loops import (
     rank_zero_info,
     throttle_sigterm_broadcast,
 )
+from lightning_freescale._lightning.micro_batches import micro_batches_in, of_each_part
 from lightning_freescale._lightning.stages import stages_on
+from lightning_freescale.balance import MicroBatches
 from lightning_freescale.comm import FreeScaleGroup, LaneOptions
 from lightning_freescale.profiling.recording.collectives import collectives_on
 from lightning_freescale.profiling.recording.timeline import Timeline
@@ -29,6 +31,7 @@ from lightning_freescale.strategy.balance_monitor import BalanceMonitor, calibra
 from lightning_freescale.strategy.checkpointing import UnshardedCheckpointStrategy
 from lightning_freescale.strategy.clipping import TableClipping, clip_options, refuse_clipping
 from lightning_freescale.strategy.lookahead_loader import LookaheadLoader
+from lightning_freescale.strategy.micro_batch_trial import settle_without_exchange
 from lightning_freescale.strategy.module_setup import (
     collections_of,
     embedding_group,
@@ -195,6 +198,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             self.timeline.enable(self.root_device)
             self._at_teardown.enter_context(stages_on(self.timeline, self))
             self._at_teardown.enter_context(collectives_on(self.timeline))
+        if fitting:
+            self._at_teardown.enter_context(micro_batches_in(trainer))
         self.tables = self.overlap_report = None
         if fitting or self.groups is None or self.groups.root is not module:
             self.groups = None  # else a checkpoint after validate or test still is one of the fit before
@@ -203,6 +208,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             tell_embeddings(module, self.shard, found)
         if not found:
             rank_zero_info("strategy 'freescale': no embedding collection to shard in the module, it trains as with 'ddp'")
+            settle_without_exchange(trainer, "the module has no embedding collection whose exchange they would hide")
             super().setup(trainer)
             return
         refuse_collections(trainer, found, self.root_device, fitting, self.overlap)
@@ -226,6 +232,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             self.overlap_controller = OverlapController(
                 trainer, engine, self.timeline, self.lookahead == "trial_run", self.ids_of
             )
+        if fitting:
+            settle_without_exchange(trainer, self._why_not_in_parts())
         if fitting and self.clip == "all":
             assert self.groups is not None
             controller = self.overlap_controller
@@ -284,7 +292,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self.overlap_controller is not None:
             batch = self.overlap_controller.copied(batch)  # what follows finds it on the device
-        return super().batch_to_device(batch, device, dataloader_idx)
+        return of_each_part(lambda part: super(FreeScaleStrategy, self).batch_to_device(part, device, dataloader_idx), batch)
 
     @override
     def on_train_start(self) -> None:
@@ -308,7 +316,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         if self.tables is not None:
             overlapped = self._overlapped()
             plain = [collection for collection, _ in self.tables.modules if collection.path not in overlapped]
-            refuse_accumulation(self.lightning_module.trainer, [collection.path for collection in plain])
+            paths = [collection.path for collection in plain]
+            refuse_accumulation(self.lightning_module.trainer, paths, isinstance(batch, MicroBatches))
             if self._clipping is not None:
                 self._clipping.start_batch(plain)
         if self.overlap_controller is not None:
@@ -324,7 +333,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
                 settings = self.groups.settings()
                 self.tables.prepare_update(settings, skip=self._overlapped())
                 if controller is not None:
-                    controller.before_forward(not self._accumulating, settings, self.groups.step)
+                    controller.before_forward(args[0], not self._accumulating, settings, self.groups.step)
         output = super().training_step(*args, **kwargs)
         if controller is not None:
             with self.timeline.span("host", "embeddings: ids of the next step"):
@@ -334,13 +343,13 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        # Lightning enters it for batches that no optimizer step follows
-        self._accumulating = True
+        # entered for batches and micro-batches that no optimizer step follows
+        outer, self._accumulating = self._accumulating, True
         try:
             with super().block_backward_sync():
                 yield
         finally:
-            self._accumulating = False
+            self._accumulating = outer
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -377,6 +386,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     def on_validation_start(self) -> None:
         self._end_backward()
         self.drain()
+        if self._balance_monitor is not None:
+            self._balance_monitor.pause()
 
     # -- for callbacks and users
 
@@ -435,6 +446,13 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self.setup_precision_plugin()
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
+
+    def _why_not_in_parts(self) -> str | None:
+        """Return why micro-batches would hide no exchange, or cannot be; None if they may help."""
+        if self.overlap_controller is None:
+            return "FreeScaleStrategy(overlap=False) hides no exchange"
+        plain = self.overlap_controller.engine.plain
+        return f"TorchRec updates collections {list(plain)} during backward" if plain else None
 
     # -- parts of a step
 

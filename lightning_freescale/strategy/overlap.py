@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from lightning_freescale._lightning.loops import (
     rank_zero_warn,
     unlogged,
 )
+from lightning_freescale.balance import MicroBatches
 from lightning_freescale.embeddings.lookahead.ids_function import IdsFunction
 from lightning_freescale.embeddings.lookahead.probe import LookaheadMode, Probe
 from lightning_freescale.embeddings.optimizer import UpdateSettings
@@ -60,8 +62,11 @@ class OverlapController:
         self._lookups: dict[str, int] = {}  # of a step, at most
         fallback = LookaheadMode.DRY_RUN if trial_runs else LookaheadMode.NONE
         self._probes = {path: Probe(fallback) for path in engine.collections}
-        self._batch: Any = None
-        self._next_batch: Any = UNKNOWN
+        self._parts: tuple[Any, ...] = ()  # micro-batches of the current batch
+        self._parts_as_loaded: tuple[Any, ...] = ()
+        self._part = 0
+        self._following: Any = UNKNOWN  # the batch after the current one
+        self._batch: Any = None  # the micro-batch that computes
         # a trial run prepares the next batch itself
         self._early_copy = None if trial_runs else EarlyCopy.for_trainer(trainer)
         self._batch_idx = 0
@@ -76,31 +81,42 @@ class OverlapController:
 
     def start_batch(self, loader: Any, batch: Any, batch_idx: int) -> None:
         """Note that training on ``batch`` of ``loader`` begins, the ``batch_idx``-th of its epoch."""
-        # its own list of what the batch holds: the step may pop ids from the batch before they are looked for there
-        self._batch = batch.copy() if type(batch) in (dict, list) else batch
-        self._batch_idx, self._asked = batch_idx, False
+        self._parts = self._parts_as_loaded = _parts(batch)
+        self._following = UNKNOWN
+        self._batch_idx = batch_idx
+        self._start_part(0)
         if batch is None:  # Lightning passes over those, but for a training_step that takes the iterator
             for probe in self._probes.values():
                 probe.give_up("training_step takes the loader's iterator, so that nobody knows the next batch: take the batch")
         if isinstance(loader, LookaheadLoader):
-            self._next_batch = loader.start_batch()
+            self._following = loader.start_batch()
+            self._parts_as_loaded = _parts(loader.started_batch)
         elif not self._warned:
             self._warned = True
             rank_zero_warn(f"{_why_not_ahead(loader)}: the embedding exchange is not overlapped with compute")
+
+    def _start_part(self, index: int) -> None:
+        self._part, self._asked, batch = index, False, self._parts[index]
+        # its own list of what the batch holds: the step may pop ids from the batch before they are looked for there
+        self._batch = batch.copy() if type(batch) in (dict, list) else batch
 
     def copied(self, batch: Any) -> Any:
         """Return the copy on the device of a batch, if there is one already, else the batch."""
         return batch if self._early_copy is None else self._early_copy.take(batch)
 
-    def before_forward(self, updates: bool, settings: Mapping[str, UpdateSettings], step: int) -> None:
-        """Submit the ids that are known of the next batch, and how this rank comes to know them."""
+    def before_forward(self, batch: Any, updates: bool, settings: Mapping[str, UpdateSettings], step: int) -> None:
+        """Submit the ids that are known of what comes after ``batch``, and how this rank comes to know ids."""
+        index = next((i for i, part in enumerate(self._parts) if part is batch), self._part)
+        if index != self._part:
+            self._start_part(index)
         self._updates = updates
+        first = index == 0 and self._batch_idx % self.trainer.accumulate_grad_batches == 0
         self._agreed_modes = self.engine.begin_step(
             self._known_ids(),
             updates=updates,
             settings=settings,
             step=step,
-            restart=self._batch_idx % self.trainer.accumulate_grad_batches == 0,  # where Lightning zeroes the dense gradients
+            restart=first,  # where Lightning zeroes the dense gradients
             modes={path: probe.proposal for path, probe in self._probes.items()},
         )
 
@@ -141,16 +157,16 @@ class OverlapController:
     # -- the ids of the next batch
 
     def _known_ids(self) -> dict[str, list[KeyedJaggedTensor]] | None:
-        """Return the ids that the user tells of the next batch or that stand in it; None if there is no next batch."""
-        if self._next_batch is ENDED:
+        """Return the ids that the user tells of the next micro-batch or that stand in it; None if there is none."""
+        if self._next_as_loaded is ENDED:
             return None
-        if self._next_batch is UNKNOWN or self._asked:
+        if self._next_as_loaded is UNKNOWN or self._asked:
             return {}
         self._asked = True  # once per batch, also where a closure runs training_step again
         function = self._ids_function
         if function is not None and any(self._probes[path].mode == LookaheadMode.PROBE for path in self.engine.collections):
-            self._told = function(self._next_batch)
-        batch = self._next_batch if self._early_copy is None else self._early_copy.start(self._next_batch)
+            self._told = function(self._next_as_loaded)
+        batch = self._next_on_device()
         found = {}
         for path, probe in self._probes.items():
             if function is not None and path in self._told:
@@ -162,6 +178,23 @@ class OverlapController:
                 found[path] = [features.to(device, non_blocking=True) for features in ids]
         return found
 
+    @property
+    def _next_as_loaded(self) -> Any:
+        """The micro-batch after the one that computes, or ENDED, or UNKNOWN."""
+        if self._stays_in_step:
+            return self._parts_as_loaded[self._part + 1]
+        return _parts(self._following)[0]
+
+    @property
+    def _stays_in_step(self) -> bool:
+        """Whether another micro-batch of this step comes next."""
+        return self._part + 1 < len(self._parts)
+
+    def _next_on_device(self) -> Any:
+        if self._stays_in_step:
+            return self._parts[self._part + 1]
+        return _parts(self._following if self._early_copy is None else self._early_copy.start(self._following))[0]
+
     def _may_learn(self, path: str) -> bool:
         """Whether it matters where a collection's ids stand: the next batch is known, and the user has left them out."""
         return not self._warned and (self._ids_function is None or (self._asked and path not in self._told))
@@ -170,15 +203,17 @@ class OverlapController:
         """Return the ids of the collections that all ranks have agreed to learn from a trial run."""
         agreed = [path for path, mode in self._agreed_modes.items() if mode == LookaheadMode.DRY_RUN]
         wanted = {path: self._lookups.get(path, 1) for path in agreed}
-        if not wanted or self._next_batch is ENDED or self._next_batch is UNKNOWN:
+        upcoming = self._next_as_loaded
+        if not wanted or upcoming is ENDED or upcoming is UNKNOWN:
             return {}
-        trainer = self.trainer
-        later = (value + 1 if isinstance(value, int) else value for value in args[1:])  # batch_idx, if it takes one
-        with counting_ahead(trainer, self._updates), unlogged(trainer), trainer.precision_plugin.train_step_context():
+        trainer, steps = self.trainer, int(not self._stays_in_step)
+        later = (value + steps if isinstance(value, int) else value for value in args[1:])  # batch_idx, if it takes one
+        counting = counting_ahead(trainer, self._updates) if steps else nullcontext()
+        with counting, unlogged(trainer), trainer.precision_plugin.train_step_context():
             result = dry_run_ids(
                 trainer.lightning_module,
                 self.engine.tables.modules,
-                (self._next_batch, *later),
+                (upcoming, *later),
                 trainer.strategy.root_device,
                 wanted,
                 partial(prepared_batch, trainer),
@@ -211,6 +246,10 @@ class OverlapController:
             f"the next batch's ids cannot be known ahead ({why}): the exchange of these embedding collections is not "
             f"overlapped with compute from here on. {_WAYS}{'' if self._trial_runs else _TRIAL_RUN_WAY}"
         )
+
+
+def _parts(batch: Any) -> tuple[Any, ...]:
+    return tuple(batch.batches) if isinstance(batch, MicroBatches) else (batch,)
 
 
 def _why_not_ahead(loader: Any) -> str:

@@ -180,17 +180,20 @@ def refuse_second_backward(update_due: bool) -> None:
         )
 
 
-def refuse_accumulation(trainer: Trainer, plain: Sequence[str]) -> None:
+def refuse_accumulation(trainer: Trainer, plain: Sequence[str], micro_batches: bool = False) -> None:
     """Refuse accumulated gradients, where TorchRec updates the collections ``plain`` during backward.
 
     Call it during training as well, where a callback may change the Trainer's.
     """
     schedules = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
-    if not plain or (trainer.accumulate_grad_batches == 1 and not schedules):
+    if not plain or (trainer.accumulate_grad_batches == 1 and not schedules and not micro_batches):
         return
     cause = type(schedules[0]).__name__ if schedules else f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})"
+    fix = "accumulate_grad_batches=1 and a larger batch_size"
+    if micro_batches:
+        cause, fix = "FreeScaleDataModule(micro_batches=...)", "micro_batches=1"
     raise ValueError(
         f"{cause}: collections {list(plain)} are updated during backward, so their gradients cannot be accumulated; only those "
         "can whose exchange is overlapped (FreeScaleStrategy(overlap=True), EmbeddingCollections sharded by rows or tables). "
-        "Use accumulate_grad_batches=1 and a larger batch_size"
+        f"Use {fix}"
     )

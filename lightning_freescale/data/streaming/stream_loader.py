@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, default_collate
 
 from lightning_freescale.balance.assign import Assignment, assign
+from lightning_freescale.balance.micro_batches import MicroBatches, MicroBatchSchedule, cut
 from lightning_freescale.balance.pool import LocalPool
 from lightning_freescale.balance.report import StepBalance
 from lightning_freescale.balance.sampler import rank_loss_weight
+from lightning_freescale.data.balanced_loader import collated
 from lightning_freescale.data.streaming.prefetch import PrefetchThread
 from lightning_freescale.data.streaming.reader import StreamReader, StreamSource
 from lightning_freescale.data.streaming.steps import POOLED_ROW_WIDTH, AssignedSteps, PooledSteps
@@ -52,6 +54,7 @@ class BalancedStreamLoader:
         drop_last: leave out the samples of an incomplete last step.
         prefetch_batches: batches made ahead of the running step, at least 1.
         assign_fn: for ``"global"``: gives an assignment from the costs of a global batch and the number of ranks.
+        micro_batches: how many each step has; one if not given. A step has fewer where a rank has fewer samples.
 
     Raises:
         ValueError: an argument does not fit; names it, its value and the fix.
@@ -74,6 +77,7 @@ class BalancedStreamLoader:
     drop_last: bool = False
     prefetch_batches: int = 2
     assign_fn: Callable[[NDArray[np.float64], int], Assignment] = assign
+    micro_batches: MicroBatchSchedule | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.dataset, IterableDataset):
@@ -209,6 +213,14 @@ class BalancedStreamLoader:
         collate = self.collate_fn or default_collate
         try:
             for samples, step in steps:
-                yield collate(samples), step
+                yield collated(collate, self._in_micro_batches(samples, step)), step
         finally:
             reader.stop_workers()
+
+    def _in_micro_batches(self, samples: list[Any], step: StreamStep) -> list[Any] | MicroBatches:
+        parts = 1 if self.micro_batches is None else min(self.micro_batches.count(self.epoch, step.step), *step.counts)
+        if parts == 1:
+            return samples
+        costs = np.array([self.cost_fn(sample) for sample in samples], dtype=np.float64)
+        weights = np.array([1.0 if self.weight_fn is None else self.weight_fn(sample) for sample in samples])
+        return cut(samples, parts, costs, weights, loss_is_sum=self.loss_is_sum)

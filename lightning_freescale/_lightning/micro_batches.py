@@ -1,0 +1,148 @@
+"""Lets Lightning's training loop compute a batch in micro-batches, by its own closures.
+
+The loop sees one batch and one ``training_step``; beneath, each micro-batch has its ``training_step`` and backward, as batches
+whose gradients are accumulated have. Lightning's accumulation itself counts every part as a batch: ``batch_idx``, limits of
+batches, validation intervals, progress bars and checkpoints would all be others, and the number could not change in a run.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
+from torch import Tensor
+
+from lightning_freescale._lightning.loops import Trainer
+from lightning_freescale.balance.micro_batches import MicroBatches
+
+
+@contextmanager
+def micro_batches_in(trainer: Trainer) -> Iterator[None]:
+    """Let the fit of ``trainer`` take batches that are :class:`MicroBatches`; methods without public hooks are replaced."""
+    optimization, module = trainer.fit_loop.epoch_loop.automatic_optimization, trainer.lightning_module
+    make_closure, before_transfer = optimization._make_closure, module._on_before_batch_transfer
+
+    def closure_of_parts(kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Closure:
+        batch = kwargs.get("batch")
+        if not isinstance(batch, MicroBatches):
+            return make_closure(kwargs, optimizer, batch_idx)
+        parts = []
+        for index, part in enumerate(batch.batches):
+            of_part: OrderedDict[str, Any] = OrderedDict(kwargs, batch=part)
+            parts.append(make_closure(of_part, optimizer, batch_idx))
+            if index:
+                parts[-1]._zero_grad_fn = None
+        return _MicroBatchClosure(trainer, batch, parts)
+
+    def before_transfer_of_parts(batch: Any, dataloader_idx: int = 0) -> Any:
+        return of_each_part(lambda part: before_transfer(part, dataloader_idx), batch)
+
+    optimization._make_closure = closure_of_parts  # type: ignore[method-assign]
+    vars(module)["_on_before_batch_transfer"] = before_transfer_of_parts
+    try:
+        yield
+    finally:
+        del optimization._make_closure
+        del vars(module)["_on_before_batch_transfer"]
+
+
+def of_each_part(fn: Callable[[Any], Any], batch: Any) -> Any:
+    """Apply a function to every micro-batch of a batch, or to a batch that has none."""
+    return batch.map(fn) if isinstance(batch, MicroBatches) else fn(batch)
+
+
+class _MicroBatchClosure(Closure):
+    """Runs the closures of the micro-batches, each loss weighed by its share; dense gradients are reduced with the last."""
+
+    def __init__(self, trainer: Trainer, batch: MicroBatches, parts: list[Closure]) -> None:
+        super().__init__(step_fn=parts[0]._step_fn)
+        self._trainer, self._batch, self._parts = trainer, batch, parts
+        for part, share in zip(parts, batch.shares):
+            part._step_fn = _weighed(part._step_fn, share)
+
+    @torch.enable_grad()
+    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        """Run all of them; return what ``training_step`` would have for the whole batch."""
+        trainer, results = self._trainer, []
+        logged = _LoggedInParts(trainer)
+        for index, (part, run) in enumerate(zip(self._batch.batches, self._parts)):
+            last = index == len(self._parts) - 1
+            with logged.part(part, self._batch.shares[index]), _block_parallel_sync_behavior(trainer.strategy, block=not last):
+                results.append(run.closure(*args, **kwargs))
+        logged.combine()
+        return _whole(results, self._batch.shares)
+
+
+def _weighed(step_fn: Callable[[], ClosureResult], share: float) -> Callable[[], ClosureResult]:
+    def weighed() -> ClosureResult:
+        result = step_fn()
+        loss = None if result.closure_loss is None else result.closure_loss * share
+        return ClosureResult(loss, extra=result.extra)
+
+    return weighed
+
+
+def _whole(results: list[ClosureResult], shares: tuple[float, ...]) -> ClosureResult:
+    """Return the outputs of all parts as one: numbers as their mean by share, of anything else a list."""
+    losses = [result.loss for result in results if result.loss is not None]
+    extra = {}
+    for name in dict.fromkeys(name for result in results for name in result.extra):
+        values = [result.extra.get(name) for result in results]
+        extra[name] = _mean(values, shares) if all(_is_number(value) for value in values) else values
+    whole = ClosureResult(None, extra=extra)
+    whole.loss = torch.stack(losses).sum() if losses else None
+    return whole
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (float, int)) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _mean(values: list[Any], shares: tuple[float, ...] | list[float]) -> Any:
+    total = sum(shares)
+    return sum(value * (share / total if total else 1 / len(shares)) for value, share in zip(values, shares))
+
+
+class _LoggedInParts:
+    """What ``self.log`` is given for every micro-batch, shown as if it had been given once, for the whole batch."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._connector, self._results = trainer._logger_connector, trainer._results
+        self._first = self._connector._first_loop_iter
+        self._shown: dict[str, list[tuple[float, Tensor]]] = {}
+
+    @contextmanager
+    def part(self, batch: Any, share: float) -> Iterator[None]:
+        """Watch what is logged in a part; Lightning asks its batch for the batch size."""
+        results = self._results
+        assert results is not None
+        whole = results.batch
+        results.batch, results.batch_size = batch, None
+        before = {key: metric._forward_cache for key, metric in results.items()}
+        yield
+        for key, metric in results.items():
+            shown = metric._forward_cache
+            if metric.is_tensor and metric.meta.on_step and shown is not None and shown is not before.get(key):
+                self._shown.setdefault(key, []).append((share, shown))
+        results.batch, results.batch_size = whole, None
+        if self._first:  # in its first batch Lightning resets what another hook has logged since: the parts before
+            self._connector._first_loop_iter = False
+
+    def combine(self) -> None:
+        """Show the value of the step: the mean of the parts' by share; the extremes or the sum, where those are asked for."""
+        self._connector._first_loop_iter = self._first
+        assert self._results is not None
+        for key, values in self._shown.items():
+            metric, shown = self._results[key], [value for _, value in values]
+            if metric.meta.is_mean_reduction:
+                value = _mean(shown, [share for share, _ in values])
+            else:
+                value = metric.meta.reduce_fx(torch.stack(shown))
+            metric._forward_cache = value
+            if not metric.meta.on_epoch:
+                metric.value = value

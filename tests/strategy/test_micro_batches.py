@@ -1,0 +1,264 @@
+"""Steps in micro-batches: the numbers, the hooks and the checkpoints of undivided steps."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+
+from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
+from lightning_freescale.balance import MicroBatches
+from lightning_freescale.data import BalanceOptions
+from lightning_freescale.testing import run_distributed
+from tests.helpers.overlap_training import CountingModel, assert_same
+from tests.helpers.recommender import OPTIMIZERS, Samples, collate, trainer
+
+SIZE = 90
+
+
+def data(micro_batches: Any = 1, **options: Any) -> FreeScaleDataModule:
+    """Histories of very different lengths; the last step is short."""
+    samples = Samples(SIZE)
+    given = {"batch_size": 8, "collate_fn": collate, "val_dataset": Samples(9, seed=1), **options}
+    return FreeScaleDataModule(samples, samples.lengths, micro_batches=micro_batches, **given)
+
+
+class Model(CountingModel):
+    """Logs in every way, and follows a learning rate that changes with every step."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        self.seen.append((self.trainer.global_step, batch_idx, len(batch["label"])))
+        predicted = self.net(batch["features"])
+        loss = nn.functional.mse_loss(predicted, batch["label"])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("largest", predicted.abs().max(), on_step=True, on_epoch=False, reduce_fx="max")
+        return {"loss": loss, "error": (predicted - batch["label"]).abs().mean().detach()}
+
+    def on_after_backward(self) -> None:
+        self.log("total", torch.ones(()), on_step=False, on_epoch=True, reduce_fx="sum")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = OPTIMIZERS[self.optimizer](self.parameters())
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Watching(Callback):
+    """What callbacks see of every step."""
+
+    def __init__(self) -> None:
+        self.ended: list[Any] = []
+        self.calls: Counter[str] = Counter()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        shown = {name: float(value) for name, value in trainer.callback_metrics.items() if not name.startswith("val")}
+        self.ended.append((trainer.global_step, batch_idx, float(outputs["loss"]), float(outputs["error"]), shown))
+
+    def on_before_zero_grad(self, *args: Any) -> None:
+        self.calls["zero_grad"] += 1
+
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        self.calls["step"] += 1
+
+
+def run(micro_batches: Any, strategy: Any, make: Any = Model, data_options: Any = None, **options: Any) -> dict[str, Any]:
+    """Fit on the ranks of ``run_distributed``; return what there is to compare."""
+    torch.manual_seed(0)
+    module, watching = make(), Watching()
+    callbacks = [watching, *options.pop("callbacks", [])]
+    fitting = trainer(
+        devices=int(os.environ["WORLD_SIZE"]), strategy=strategy, callbacks=callbacks, **{"max_epochs": 2, **options}
+    )
+    fitting.fit(module, datamodule=data(micro_batches, **(data_options or {})))
+    state = fitting._checkpoint_connector.dump_checkpoint(weights_only=False)
+    return {
+        "weights": state["state_dict"],
+        "optimizer": state["optimizer_states"],
+        "schedule": state["lr_schedulers"],
+        "loops": state["loops"],
+        "ended": watching.ended,
+        "calls": watching.calls,
+        "epoch": {name: float(value) for name, value in fitting.callback_metrics.items()},
+        "seen": module.seen if isinstance(module, Model) else None,
+        "statistics": module.statistics,
+    }
+
+
+def assert_as_undivided(divided: dict[str, Any], whole: dict[str, Any], parts: int, saved: bool = True) -> None:
+    close = {"rel": 2e-5, "abs": 1e-6}
+    for mine, other in zip(divided["ended"], whole["ended"], strict=True):
+        assert mine[:2] == other[:2]
+        assert mine[2:4] == pytest.approx(other[2:4], **close)
+        del mine[4]["largest"], other[4]["largest"]
+        assert {**mine[4], "total": 0} == pytest.approx({**other[4], "total": 0}, **close)
+    assert divided["calls"] == whole["calls"]
+    assert divided["epoch"].pop("total") == pytest.approx(parts * whole["epoch"].pop("total"), rel=0.1)
+    assert divided["epoch"] == pytest.approx(whole["epoch"], **close)
+    assert divided["loops"] == whole["loops"]
+    assert divided["schedule"] == whole["schedule"]
+    assert len({loss for _, _, loss, *_ in whole["ended"]}) > 3, "the loss must move, or equality means nothing"
+    if saved:
+        assert_same(divided["weights"], whole["weights"], rtol=1e-6, atol=1e-6)
+
+
+def _against_undivided(options: dict[str, Any], **fit: Any) -> list[dict[str, Any]]:
+    mode = {"balance": BalanceOptions(assignment_mode=options.get("mode", "fixed"))}
+    mode |= {"loss_reduction": options.get("loss_reduction", "sample_mean")}
+    whole = run(1, FreeScaleStrategy(), data_options=mode, **fit)
+    return [whole, *(run(parts, FreeScaleStrategy(), data_options=mode, **fit) for parts in (2, 4))]
+
+
+@pytest.mark.parametrize(
+    ("options", "fit"),
+    [
+        ({}, {"val_check_interval": 2}),
+        ({"mode": "slack"}, {"accumulate_grad_batches": 2}),
+        pytest.param({"mode": "free"}, {"gradient_clip_val": 0.05, "limit_train_batches": 4}, marks=pytest.mark.slow),
+    ],
+)
+def test_as_undivided(options: dict[str, Any], fit: dict[str, Any]) -> None:
+    ranks = run_distributed(_against_undivided, 2, options, **fit)
+    for rank, (whole, *divided) in enumerate(ranks):
+        for parts, each in zip((2, 4), divided):
+            whole["ended"] = [(*entry[:4], dict(entry[4], largest=0)) for entry in whole["ended"]]
+            epoch = dict(whole["epoch"])
+            assert_as_undivided(each, {**whole, "epoch": epoch}, parts, saved=rank == 0)
+            steps = Counter((step, index) for step, index, _ in each["seen"])
+            assert Counter(steps.values()).most_common(1)[0][0] == parts
+            sizes = Counter()
+            for step, index, size in each["seen"]:
+                sizes[step, index] += size
+            assert sizes == Counter({(step, index): size for step, index, size in whole["seen"]})
+
+
+def _ddp_against_divided() -> list[Any]:
+    make, fit = lambda: Model("adagrad"), {"data_options": {"drop_last": True}}
+    return [run(1, "ddp", make, **fit), run(4, FreeScaleStrategy(), make, **fit)]
+
+
+def test_as_under_ddp_with_an_optimizer_that_has_state() -> None:
+    for rank, (ddp, divided) in enumerate(run_distributed(_ddp_against_divided, 2)):
+        assert [entry[2] for entry in divided["ended"]] == pytest.approx([entry[2] for entry in ddp["ended"]], rel=1e-4)
+        if rank == 0:
+            assert_same(divided["weights"], ddp["weights"], rtol=1e-4, atol=1e-5)
+            assert_same(divided["optimizer"][0]["state"], ddp["optimizer"][0]["state"], rtol=1e-4, atol=1e-6)
+
+
+def _predicted() -> Any:
+    return run(4, FreeScaleStrategy(), Model)["statistics"]
+
+
+def test_every_micro_batch_is_known_ahead() -> None:
+    for counted in run_distributed(_predicted, 2):
+        # nothing is known before the first step, nor of the first micro-batch of an epoch
+        assert counted["unpredicted_lookups"] == 3
+        assert counted["mispredicted_lookups"] == 0
+
+
+class HooksAndIds(Model):
+    """Moves the batch by itself, and tells ids of batches as they come out of the loader."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = 0
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        assert not isinstance(batch, MicroBatches)
+        return {"moved": batch}
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        assert not isinstance(batch, MicroBatches)
+        return batch["moved"]
+
+    def embedding_ids(self, batch: Any) -> Any:
+        self.told += 1
+        return batch["features"]
+
+
+def _hooks() -> Any:
+    return run(3, FreeScaleStrategy(), HooksAndIds)["statistics"]
+
+
+def test_hooks_and_told_ids_see_micro_batches_one_by_one() -> None:
+    for counted in run_distributed(_hooks, 2):
+        assert counted["unpredicted_lookups"] == 2, "the first of each epoch"
+        assert counted["mispredicted_lookups"] == 0
+
+
+def _resumed(folder: str) -> list[Any]:
+    keep = lambda: [ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1, filename="{step}")]  # noqa: E731
+    whole = run(4, FreeScaleStrategy(), callbacks=keep(), enable_checkpointing=True)
+    torch.manual_seed(0)
+    module, watching = Model(), Watching()
+    again = trainer(devices=2, strategy="freescale", max_epochs=2, callbacks=[watching])
+    again.fit(module, datamodule=data(4), ckpt_path=f"{folder}/step=3.ckpt")
+    return [whole["ended"], watching.ended]
+
+
+def test_a_resumed_run_goes_on_bitwise(tmp_path: Any) -> None:
+    for ended, resumed in run_distributed(_resumed, 2, str(tmp_path)):
+        assert [entry[:4] for entry in resumed] == [entry[:4] for entry in ended[3:]]
+
+
+def _auto(folder: str) -> Any:
+    module = Model()
+    fitting = trainer(devices=2, strategy="freescale", max_epochs=30, logger=CSVLogger(folder), log_every_n_steps=1)
+    module_data = data("auto", batch_size=4)
+    fitting.fit(module, datamodule=module_data)
+    schedule = module_data.train.micro_batches
+    counts = Counter(step for step, *_ in module.seen)
+    state = module_data.state_dict()
+    again = data("auto", batch_size=4)
+    again.load_state_dict(state)
+    return schedule.chosen, [counts[step] for step in sorted(counts)], again.train.micro_batches.chosen
+
+
+def test_auto_decides_once_and_alike(tmp_path: Any) -> None:
+    found = run_distributed(_auto, 2, str(tmp_path))
+    (chosen, counts, resumed), other = found
+    assert found[0] == other
+    assert chosen in (1, 2, 4)
+    assert set(counts[:40]) == {1, 2, 4}, "they take turns"
+    assert set(counts[-40:]) <= {chosen, min(chosen, 3)}
+    assert resumed == chosen
+
+
+def _auto_without_exchange() -> Any:
+    chosen = []
+    for strategy in (FreeScaleStrategy(overlap=False),):
+        module_data = data("auto")
+        trainer(devices=2, strategy=strategy, max_epochs=1).fit(Model(), datamodule=module_data)
+        chosen.append(module_data.train.micro_batches.chosen)
+    return chosen
+
+
+def test_auto_is_one_where_nothing_is_overlapped() -> None:
+    assert run_distributed(_auto_without_exchange, 2) == [[1], [1]]
+
+
+def _refused(strategy: Any) -> str:
+    try:
+        run(2, strategy)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_refused() -> None:
+    (message,) = run_distributed(_refused, 1, FreeScaleStrategy(overlap=False))
+    assert "FreeScaleDataModule(micro_batches=...): collections ['net.embeddings'] are updated during backward" in message
+    assert message.endswith("Use micro_batches=1")
+    (message,) = run_distributed(_refused, 1, "ddp")
+    assert "needs Trainer(strategy='freescale')" in message
+    with pytest.raises(ValueError, match=r"micro_batches=9, batch_size=8\): pass 'auto', or a number from 1 to batch_size"):
+        data(9)
