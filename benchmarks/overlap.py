@@ -9,6 +9,7 @@ plain       TorchRec's row-wise sharded EmbeddingCollection
 pipeline    the same under TorchRec's TrainPipelineSparseDist, which exchanges the ids ahead
 dedup       plain, with every id of the rank's batch looked up once; they are found before the step starts
 ours        the overlapped exchange, with a lookahead of one batch
+micro-4     the same, each batch in 4 micro-batches of about as many ids, also with other numbers
 plain-gloo  plain over gloo's own all-to-all; the others post their receives first, as the overlapped exchange does
 
 Exposed is a variant's median step less the floor's. Next to the measured reductions stand those that the bytes alone predict:
@@ -42,7 +43,9 @@ import overlap_workload
 import torch
 import torch.distributed as dist
 
-VARIANTS = ("floor", "plain", "pipeline", "dedup", "ours", "plain-gloo")
+VARIANTS = ("floor", "plain", "pipeline", "dedup", "ours", "micro-2", "micro-4", "micro-8", "plain-gloo")
+BY_DEFAULT = ("floor", "plain", "pipeline", "dedup", "ours", "micro-4", "plain-gloo")
+OURS = ("ours", "micro_2", "micro_4", "micro_8")
 SKIPPED = 3  # steps at the beginning of a round, while the pipelines fill; the last one, without a lookahead, is left out, too
 
 
@@ -57,7 +60,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--regime", choices=("production", "hard"), default="production")
-    add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    add("--variants", nargs="+", choices=VARIANTS, default=list(BY_DEFAULT))
     add("--compute-ms", type=float, default=240.0, help="sleep of a step (default: 240)")
     add("--batch", type=int, help="histories per rank and step (default: 32, or 64 in the hard regime)")
     add("--rows", type=int, default=5_000_000, help="of the table, in the production regime (default: 5 million)")
@@ -82,7 +85,8 @@ def measure(options: Any) -> dict[str, float]:
         rows, draw = options.rows, overlap_workload.production(options.rows, options.batch)
     rank, world = dist.get_rank(), dist.get_world_size()
     batches = overlap_workload.batches(draw, options.steps, rank)
-    figures = overlap_workload.collisions(draw, options.steps, world, rows) if rank == 0 else {}
+    counts = [int(name.removeprefix("micro-")) for name in options.variants if name.startswith("micro-")]
+    figures = overlap_workload.collisions(draw, options.steps, world, rows, counts) if rank == 0 else {}
     del draw
     variants = overlap_variants.build(options.variants, rows, options.dim, options.compute_ms / 1000)
     times: dict[str, list[list[float]]] = {name: [] for name in variants}
@@ -123,10 +127,10 @@ def _figures(name: str, times: Any, variant: Any, options: Any) -> dict[str, flo
 def _reductions(figures: dict[str, float]) -> dict[str, float]:
     exposed = {name: figures[f"{name}_ms"] - figures["floor_ms"] for name in _measured(figures) if name != "floor"}
     found = {f"{name}_exposed_ms": value for name, value in exposed.items()}
-    for other in ("plain", "pipeline", "dedup"):
-        if "ours" in exposed and other in exposed:
-            found[f"reduction_vs_{other}"] = 1 - exposed["ours"] / exposed[other]
-            found[f"step_over_{other}"] = figures["ours_ms"] / figures[f"{other}_ms"]
+    for mine, prefix in ((name, "" if name == "ours" else f"{name}_") for name in OURS if name in exposed):
+        for other in (name for name in ("plain", "pipeline", "dedup") if name in exposed):
+            found[f"{prefix}reduction_vs_{other}"] = 1 - exposed[mine] / exposed[other]
+            found[f"{prefix}step_over_{other}"] = figures[f"{mine}_ms"] / figures[f"{other}_ms"]
     return found
 
 
@@ -146,13 +150,16 @@ def _show(figures: dict[str, float], options: Any) -> None:
         exposed = figures.get(f"{name}_exposed_ms", 0.0)
         print(f"{name:<12}{figures[f'{name}_ms']:9.1f}{half:>17}{exposed:12.1f}", end="")
         print(f"{figures[f'{name}_cpu_ms']:9.1f}{figures[f'{name}_bytes'] / 1e6:9.2f}")
-    for other in ("plain", "pipeline", "dedup"):
-        if f"reduction_vs_{other}" in figures:
-            reduction, ratio = figures[f"reduction_vs_{other}"], figures[f"step_over_{other}"]
-            print(f"ours against {other}: {reduction:.1%} less exposed, step x {ratio:.3f}")
+    for mine, prefix in ((name, "" if name == "ours" else f"{name}_") for name in OURS):
+        for other in ("plain", "pipeline", "dedup"):
+            if f"{prefix}reduction_vs_{other}" in figures:
+                reduction, ratio = figures[f"{prefix}reduction_vs_{other}"], figures[f"{prefix}step_over_{other}"]
+                print(f"{mine} against {other}: {reduction:.1%} less exposed, step x {ratio:.3f}")
     for other in ("plain", "dedup"):
         everywhere, busiest = figures[f"predicted_reduction_vs_{other}"], figures[f"predicted_busiest_vs_{other}"]
-        print(f"predicted by bytes against {other}: {everywhere:.1%} less exposed; over the busiest link {busiest:.1%}")
+        print(f"predicted by bytes against {other}: {everywhere:.1%} less exposed; over the busiest link {busiest:.1%}", end="")
+        in_parts = [name for name in OURS if f"predicted_{name}_vs_{other}" in figures]
+        print("".join(f"; {name} {figures[f'predicted_{name}_vs_{other}']:.1%}" for name in in_parts))
 
 
 if __name__ == "__main__":

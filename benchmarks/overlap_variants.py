@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -174,8 +175,40 @@ class Ours:
         self.engine.close()
 
 
+class InMicroBatches(Ours):
+    """The engine, every batch cut into micro-batches: only the first waits for rows, only the last for gradients."""
+
+    def __init__(self, model: Recommender, micro_batches: int) -> None:
+        super().__init__(model)
+        self.count = micro_batches
+
+    def steps(self, batches: Sequence[Batch]) -> Iterator[None]:
+        """One step per batch; compute is shared out by ids."""
+        recommender, seconds = self.model.module, self.model.module.seconds
+        parts = [(part, index) for batch in batches for index, part in enumerate(batch.in_micro_batches(self.count))]
+        ids = [len(batch.features.values()) for batch in batches]
+        for number, ((part, index), upcoming) in enumerate(zip(parts, [*parts[1:], None])):
+            last = index == self.count - 1
+            recommender.seconds = seconds * len(part.features.values()) / ids[number // self.count]
+            following = None if upcoming is None else {"items": self._ids(upcoming[0].features)}
+            self.engine.begin_step(upcoming=following, updates=last, restart=index == 0)
+            if index == 0:
+                self.optimizer.zero_grad()
+            with nullcontext() if last else self.model.no_sync():
+                self.model(part)[0].backward()
+            self.engine.end_backward()
+            if last:
+                self.optimizer.step()
+                yield
+        recommender.seconds = seconds
+        self.engine.drain()
+
+
 def build(names: Sequence[str], rows: int, dim: int, seconds: float) -> dict[str, Any]:
-    """The variants called ``names``; those that look up the way TorchRec does share a table. Collective."""
+    """The variants called ``names``; those that look up the way TorchRec does share a table. Collective.
+
+    ``"micro-4"`` is the engine with 4 micro-batches.
+    """
     made: dict[str, Any] = {}
     shared: nn.Module | None = None
     for name in names:
@@ -186,6 +219,8 @@ def build(names: Sequence[str], rows: int, dim: int, seconds: float) -> dict[str
             made[name] = Plain(DistributedDataParallel(model), Wire())
         elif name == "ours":
             made[name] = Ours(model)
+        elif name.startswith("micro-"):
+            made[name] = InMicroBatches(model, int(name.removeprefix("micro-")))
         elif name == "embedding":
             torch.manual_seed(0)
             made[name] = Ours(PlainRecommender(rows, dim, seconds))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
+from lightning_freescale.balance.micro_batches import cut
 from lightning_freescale.data.interactions import Histories, read_interactions
 
 RATINGS = Path(__file__).parents[1] / "examples" / "data" / "ml-latest-small" / "ratings.csv.gz"
@@ -37,6 +38,13 @@ class Batch(Pipelineable):
         """The same, with every id looked up once."""
         once, inverse = torch.unique(self.features.values(), return_inverse=True)
         return Batch(_features(once, torch.tensor([len(once)])), inverse)
+
+    def in_micro_batches(self, count: int) -> list[Batch]:
+        """The same, cut by numbers of ids as the package cuts a rank's samples."""
+        lengths, values = self.features.lengths().long(), self.features.values()
+        samples, costs = list(zip(values.split(lengths.tolist()), lengths)), lengths.double().numpy()
+        parts = cut(samples, count, costs, np.ones(len(costs))).batches
+        return [Batch(_features(torch.cat([ids for ids, _ in part]), torch.stack([n for _, n in part]))) for part in parts]
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """It is on the CPU already."""
@@ -77,11 +85,18 @@ def batches(draw: Draw, steps: int, rank: int) -> list[Batch]:
     return [Batch(_features(torch.from_numpy(ids), torch.from_numpy(lengths))) for ids, lengths in drawn]
 
 
-def collisions(draw: Draw, steps: int, world: int, rows: int) -> dict[str, float]:
-    """Exact shares of colliding rows: those which the global batch before or after needs as well, of all but the ends."""
+def collisions(draw: Draw, steps: int, world: int, rows: int, micro_batches: Sequence[int] = ()) -> dict[str, float]:
+    """Exact shares of colliding rows: those which the global batch before or after needs as well, of all but the ends.
+
+    In micro-batches: the rows of a step's first part that the step before updates, and those of its last part that the first
+    part of the next step needs.
+    """
     ids = [[draw(step, rank)[0] for rank in range(world)] for step in range(steps)]
     everyones = [np.unique(np.concatenate(parts)) for parts in ids]
     size = -(-rows // world)  # TorchRec cuts the table into one block of rows per rank
+    cuts = {
+        count: [[_cut(draw(step, rank), count) for rank in range(world)] for step in range(steps)] for count in micro_batches
+    }
     collided, sent = np.zeros(2), {"plain": np.zeros(2), "dedup": np.zeros(2), "colliding": np.zeros(2)}
     for before, now, after, parts in zip(everyones, everyones[1:], everyones[2:], ids[1:]):
         collided += np.isin(now, before).sum(), len(now)
@@ -89,6 +104,7 @@ def collisions(draw: Draw, steps: int, world: int, rows: int) -> dict[str, float
         sent["plain"] += 2 * _transferred(parts, size)  # there are the rows, and back their gradients
         sent["dedup"] += 2 * _transferred(once, size)
         sent["colliding"] += sum(_transferred([own[np.isin(own, other)] for own in once], size) for other in (before, after))
+    waited = {count: _waited_in_micro_batches(parts, everyones, size) for count, parts in cuts.items()}
     figures = {
         "collision_rate": collided[0] / collided[1],
         "tokens_per_rank": np.mean([len(own) for parts in ids for own in parts]),
@@ -97,7 +113,25 @@ def collisions(draw: Draw, steps: int, world: int, rows: int) -> dict[str, float
     for other in ("plain", "dedup"):
         predicted = 1 - sent["colliding"] / sent[other]
         figures |= {f"predicted_reduction_vs_{other}": predicted[0], f"predicted_busiest_vs_{other}": predicted[1]}
+        figures |= {f"predicted_micro_{count}_vs_{other}": 1 - (sums / sent[other])[0] for count, sums in waited.items()}
     return {name: float(value) for name, value in figures.items()}
+
+
+def _cut(drawn: tuple[Ids, Ids], count: int) -> list[Ids]:
+    """The unique ids of each micro-batch."""
+    ids, lengths = drawn
+    batch = Batch(_features(torch.from_numpy(ids), torch.from_numpy(lengths)))
+    return [np.unique(part.features.values().numpy()) for part in batch.in_micro_batches(count)]
+
+
+def _waited_in_micro_batches(steps: list[list[list[Ids]]], everyones: list[Ids], size: int) -> NDArray[np.float64]:
+    """Rows and gradients that must be waited for: ``steps[step][rank][part]`` are ids, ``everyones[step]`` all of a step."""
+    waited = np.zeros(2)
+    for before, parts, after in zip(everyones, steps[1:], steps[2:]):
+        next_firsts = np.unique(np.concatenate([of_rank[0] for of_rank in after]))
+        waited += _transferred([of_rank[0][np.isin(of_rank[0], before)] for of_rank in parts], size)
+        waited += _transferred([of_rank[-1][np.isin(of_rank[-1], next_firsts)] for of_rank in parts], size)
+    return waited
 
 
 def _transferred(ids: list[Ids], size: int) -> NDArray[np.float64]:

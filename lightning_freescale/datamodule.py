@@ -97,8 +97,8 @@ class FreeScaleDataModule(LightningDataModule):
             raise ValueError(f"FreeScaleDataModule(balance={balance!r}): pass True, False or BalanceOptions(...)")
         if micro_batches != "auto" and not (isinstance(micro_batches, int) and 1 <= micro_batches <= batch_size):
             raise ValueError(
-                f"FreeScaleDataModule(micro_batches={micro_batches!r}, batch_size={batch_size}): pass 'auto', or a number from 1 "
-                "to batch_size"
+                f"FreeScaleDataModule(micro_batches={micro_batches!r}, batch_size={batch_size}): pass 'auto', or a number from "
+                "1 to batch_size"
             )
         if not isinstance(stream, (StreamOptions, type(None))):
             raise ValueError(f"FreeScaleDataModule(stream={stream!r}): pass StreamOptions(...) or None")
@@ -307,7 +307,7 @@ def _refuse_trainer(trainer: Trainer, options: BalanceOptions, loss_reduction: s
         return
     if max(micro_batches) > 1:
         raise ValueError(
-            "FreeScaleDataModule(micro_batches=...) needs Trainer(strategy='freescale'), which computes them one after the other"
+            "FreeScaleDataModule(micro_batches=...) needs Trainer(strategy='freescale'): other strategies know batches only"
         )
     if options.calibrate:
         raise ValueError("BalanceOptions(calibrate=True) needs Trainer(strategy='freescale'), which measures the times")

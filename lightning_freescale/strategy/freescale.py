@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_freescale._lightning.batch_in_parts import micro_batches_in, of_each_part
 from lightning_freescale._lightning.ddp import process_group_timeout
 from lightning_freescale._lightning.loops import (
     Trainer,
@@ -21,7 +22,6 @@ from lightning_freescale._lightning.loops import (
     rank_zero_info,
     throttle_sigterm_broadcast,
 )
-from lightning_freescale._lightning.micro_batches import micro_batches_in, of_each_part
 from lightning_freescale._lightning.stages import stages_on
 from lightning_freescale.balance import MicroBatches
 from lightning_freescale.comm import FreeScaleGroup, LaneOptions
@@ -198,8 +198,6 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             self.timeline.enable(self.root_device)
             self._at_teardown.enter_context(stages_on(self.timeline, self))
             self._at_teardown.enter_context(collectives_on(self.timeline))
-        if fitting:
-            self._at_teardown.enter_context(micro_batches_in(trainer))
         self.tables = self.overlap_report = None
         if fitting or self.groups is None or self.groups.root is not module:
             self.groups = None  # else a checkpoint after validate or test still is one of the fit before
@@ -221,24 +219,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             self.apply_layer_sync(module)
         self.tables = self._shard(trainer, module, found, fitting)
         self._wrap(module.to(self.root_device), self.tables, fitting)
-        if fitting and self.overlap:
-            from lightning_freescale.embeddings.overlap import OverlapEngine
-            from lightning_freescale.strategy.overlap import OverlapController
-
-            assert self.groups is not None
-            clips = clip_options(trainer, self.groups.optimizers) if self.clip == "all" else {}
-            engine = OverlapEngine(self.tables, self.dedup, process_group_timeout(self), self.transport, **clips)
-            self._at_teardown.callback(engine.close, farewell=False)  # training ends with a report of all ranks
-            self.overlap_controller = OverlapController(
-                trainer, engine, self.timeline, self.lookahead == "trial_run", self.ids_of
-            )
         if fitting:
-            settle_without_exchange(trainer, self._why_not_in_parts())
-        if fitting and self.clip == "all":
-            assert self.groups is not None
-            controller = self.overlap_controller
-            self._clipping = TableClipping(trainer, self.groups, None if controller is None else controller.engine)
-            self._at_teardown.enter_context(self._clipping.running())
+            self._start_overlap(trainer, self.tables)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -300,6 +282,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         assert self.lightning_module is not None
         self._update_due = False
         trainer = self.lightning_module.trainer
+        self._at_teardown.enter_context(micro_batches_in(trainer))
         self._balance_monitor = BalanceMonitor(trainer, self.timeline, process_group_timeout(self))
         self._at_teardown.callback(self._balance_monitor.stop)
         throttle_sigterm_broadcast(trainer, self.sigterm_every_n_steps, lambda: self.timeline.collective("sigterm"))
@@ -447,12 +430,24 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
 
-    def _why_not_in_parts(self) -> str | None:
-        """Return why micro-batches would hide no exchange, or cannot be; None if they may help."""
-        if self.overlap_controller is None:
-            return "FreeScaleStrategy(overlap=False) hides no exchange"
-        plain = self.overlap_controller.engine.plain
-        return f"TorchRec updates collections {list(plain)} during backward" if plain else None
+    def _start_overlap(self, trainer: Trainer, tables: ShardedTables) -> None:
+        from lightning_freescale.embeddings.overlap import OverlapEngine
+        from lightning_freescale.strategy.overlap import OverlapController
+
+        assert self.groups is not None
+        engine, why_not = None, "FreeScaleStrategy(overlap=False) hides no exchange"
+        if self.overlap:
+            clips = clip_options(trainer, self.groups.optimizers) if self.clip == "all" else {}
+            engine = OverlapEngine(tables, self.dedup, process_group_timeout(self), self.transport, **clips)
+            self._at_teardown.callback(engine.close, farewell=False)  # training ends with a report of all ranks
+            self.overlap_controller = OverlapController(
+                trainer, engine, self.timeline, self.lookahead == "trial_run", self.ids_of
+            )
+            why_not = f"TorchRec updates collections {list(engine.plain)} during backward" if engine.plain else ""
+        settle_without_exchange(trainer, why_not)
+        if self.clip == "all":
+            self._clipping = TableClipping(trainer, self.groups, engine)
+            self._at_teardown.enter_context(self._clipping.running())
 
     # -- parts of a step
 

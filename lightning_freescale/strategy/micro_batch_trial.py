@@ -23,10 +23,10 @@ _MARGIN = 8
 """Steps that a rank's loader may read while the ranks agree."""
 
 
-def settle_without_exchange(trainer: Trainer, reason: str | None) -> None:
+def settle_without_exchange(trainer: Trainer, reason: str) -> None:
     """Choose one micro-batch for ``"auto"``, if there is a ``reason`` why more cannot help."""
     schedule = schedule_of(trainer)
-    if reason is not None and schedule is not None and not schedule.decided:
+    if reason and schedule is not None and not schedule.decided:
         schedule.decide(1)
         rank_zero_info(f"FreeScaleDataModule(micro_batches='auto'): 1, because {reason}")
 

@@ -151,7 +151,9 @@ class StepJobs:
         gradient, anew = self.lookups.gradient(self._exchange.local.dim, none_is_not_zero=self._moves)
         if self._moves and self.announced_submitted and not self.lookups.made:
             anew = []
-        self.following.ready = self._worker.submit(self._exchange.exchange_colliding, batch, self.following, gradient, anew)
+        exchanged = self._worker.submit(self._exchange.exchange_colliding, batch, self.following, gradient, anew)
+        # rows change with updates only: without one, the next lookup waits for nothing that this backward has brought about
+        self.following.ready = exchanged if batch.updates else self.prefetched
         self.unsent, self._held = (None, batch) if batch.held else (batch, None)
 
     def end(self) -> None:
