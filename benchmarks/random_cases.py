@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning as L
@@ -17,6 +17,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_freescale import FreeScaleStrategy
+from lightning_freescale.balance import MicroBatches
 
 SAMPLES, HIDDEN, EPS = 4, 8, 1e-4  # with a smaller eps, rounding becomes a step where gradients cancel
 Batch = dict[str, Any]
@@ -62,6 +63,7 @@ class Case:
     lookahead: str
     validates: bool
     dropout: float
+    micro_batches: int = 1
 
 
 def random_case(seed: int) -> Case:
@@ -97,6 +99,12 @@ def random_case(seed: int) -> Case:
         validates=draw.random() < 0.3,
         dropout=pick([0.0, 0.2]),
     )
+
+
+def divided(case: Case) -> Case:
+    """Return the same case with steps in micro-batches; without random draws, which come in another order then."""
+    parts = tuple(replace(part, ids="computed" if part.ids == "drawn" else part.ids) for part in case.parts)
+    return replace(case, parts=parts, dropout=0.0, micro_batches=2 + case.seed % 3)
 
 
 def lazily(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
@@ -146,7 +154,9 @@ class Model(L.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the loss, and keep it."""
         loss = self._loss(batch)
-        self.losses.append(loss.item())
+        if batch["first"]:
+            self.losses.append(0.0)
+        self.losses[-1] += loss.item() * len(batch["label"]) / SAMPLES
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -154,7 +164,7 @@ class Model(L.LightningModule):
         self.losses.append(self._loss(batch).item())
 
     def _loss(self, batch: Batch) -> Tensor:
-        hidden: Any = self.last.weight.new_zeros(SAMPLES, HIDDEN)
+        hidden: Any = self.last.weight.new_zeros(len(batch["label"]), HIDDEN)
         for index, part in enumerate(self.case.parts):
             for lookup in range(part.lookups):
                 if lookup and part.when == "some steps" and batch["step"] % 3 != 1:
@@ -182,8 +192,8 @@ class Model(L.LightningModule):
         sums: Any = 0.0
         for name in given.keys():  # noqa: SIM118 (it is no dict)
             lengths = found[name].lengths().long()
-            sample = torch.repeat_interleave(torch.arange(SAMPLES), lengths)
-            sums = sums + torch.zeros(SAMPLES, part.dim).index_add(0, sample, found[name].values())
+            sample = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+            sums = sums + torch.zeros(len(lengths), part.dim).index_add(0, sample, found[name].values())
         return sums
 
     def configure_optimizers(self) -> Any:
@@ -235,7 +245,32 @@ def _collection(index: int, part: Part) -> EmbeddingCollection:
     return EmbeddingCollection(tables=configs)
 
 
-def _loader(case: Case, rank: int, salt: int = 0) -> DataLoader:
+def _cut(batch: Batch, micro_batches: int) -> MicroBatches:
+    """Cut a batch by its samples."""
+    parts = torch.arange(SAMPLES).tensor_split(micro_batches)
+
+    def of_part(given: Any, samples: Tensor) -> Any:
+        if isinstance(given, Tensor):
+            return given[samples]
+        lengths = given.lengths().view(len(given.keys()), SAMPLES)
+        chosen = torch.zeros_like(lengths, dtype=torch.bool)
+        chosen[:, samples] = True
+        ids = given.values()[torch.repeat_interleave(chosen.view(-1), lengths.view(-1))]
+        return KeyedJaggedTensor(given.keys(), ids, lengths=lengths[:, samples].reshape(-1))
+
+    batches = [
+        {
+            "lookups": [[of_part(given, samples) for given in lookups] for lookups in batch["lookups"]],
+            "label": batch["label"][samples],
+            "step": batch["step"],
+            "first": index == 0,
+        }
+        for index, samples in enumerate(parts)
+    ]
+    return MicroBatches(tuple(batches), tuple(len(samples) / SAMPLES for samples in parts))
+
+
+def _loader(case: Case, rank: int, salt: int = 0, micro_batches: int = 1) -> DataLoader:
     draw = torch.Generator().manual_seed(7 * case.seed + 1009 * rank + salt)
 
     def lookup(part: Part) -> Any:
@@ -251,9 +286,12 @@ def _loader(case: Case, rank: int, salt: int = 0) -> DataLoader:
             "lookups": [[lookup(part) for _ in range(part.lookups)] for part in case.parts],
             "label": torch.rand(SAMPLES, generator=draw),
             "step": step,
+            "first": True,
         }
         for step in range(case.steps)
     ]
+    if micro_batches > 1:
+        batches = [_cut(batch, micro_batches) for batch in batches]
     return DataLoader(batches, batch_size=None, generator=torch.Generator().manual_seed(1))
 
 
@@ -302,7 +340,10 @@ def _fit(case: Case, strategy: Any) -> Outcome:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            trainer.fit(module, _loader(case, rank), _loader(case, rank, salt=5) if case.validates else None)
+            parts = case.micro_batches if isinstance(strategy, FreeScaleStrategy) else 1
+            trainer.fit(
+                module, _loader(case, rank, micro_batches=parts), _loader(case, rank, salt=5) if case.validates else None
+            )
     except Exception as error:
         return Outcome(error=f"{type(error).__name__}: {error}", steps=len(module.losses))
     weights = trainer._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"]

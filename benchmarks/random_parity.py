@@ -14,7 +14,7 @@ import time
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import harness
-from random_cases import defects, random_case, run_case
+from random_cases import defects, divided, random_case, run_case
 
 from lightning_freescale.testing import run_distributed
 
@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after that time")
+    parser.add_argument("--micro-batches", action="store_true", help="sharded, with the steps in 2 to 4 of them")
     options = parser.parse_args()
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -31,7 +32,7 @@ def main() -> None:
     for seed in range(options.first_seed, options.first_seed + options.count):
         if time.monotonic() - began > options.seconds:
             break
-        case = random_case(seed)
+        case = divided(random_case(seed)) if options.micro_batches else random_case(seed)
         try:
             ranks = run_distributed(run_case, case.ranks, case, timeout=120)
             found, refused = defects(ranks), {ranks[0][name].error for name in ("freescale", "dedup=False")} - {""}

@@ -11,7 +11,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from random_cases import Case, Outcome, defects, random_case, run_case
+from random_cases import Case, Outcome, defects, divided, random_case, run_case
 
 from lightning_freescale.comm import FreeScaleGroup
 from lightning_freescale.embeddings.overlap import id_exchange
@@ -22,6 +22,13 @@ from lightning_freescale.testing import run_distributed
 @pytest.mark.parametrize("seed", range(1000, 1012))
 def test_a_random_case_is_that_of_ddp(seed: int) -> None:
     case = random_case(seed)
+    assert defects(run_distributed(run_case, case.ranks, case)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1020, 1026))
+def test_a_random_case_in_micro_batches_is_that_of_ddp(seed: int) -> None:
+    case = divided(random_case(seed))
     assert defects(run_distributed(run_case, case.ranks, case)) == []
 
 
