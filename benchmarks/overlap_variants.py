@@ -123,6 +123,24 @@ class Plain:
         """Nothing is left open."""
 
 
+class PlainInMicroBatches(Plain):
+    """The same loop with every batch cut into micro-batches, compute shared out by ids."""
+
+    def __init__(self, model: nn.Module, wire: Wire, micro_batches: int) -> None:
+        super().__init__(model, wire)
+        self.count = micro_batches
+
+    def steps(self, batches: Sequence[Batch]) -> Iterator[None]:
+        """One step per batch."""
+        for parts in [batch.in_micro_batches(self.count) for batch in batches]:
+            self.optimizer.zero_grad()
+            for index, part in enumerate(parts):
+                with nullcontext() if index == self.count - 1 else self.model.no_sync():
+                    self.model(part)[0].backward()
+            self.optimizer.step()
+            yield
+
+
 class Pipelined(Plain):
     """TorchRec's pipeline, which exchanges the ids of the batch after while this one trains."""
 
@@ -207,16 +225,18 @@ class InMicroBatches(Ours):
 def build(names: Sequence[str], rows: int, dim: int, seconds: float) -> dict[str, Any]:
     """The variants called ``names``; those that look up the way TorchRec does share a table. Collective.
 
-    ``"micro-4"`` is the engine with 4 micro-batches.
+    ``"micro-4"`` is the engine with 4 micro-batches, ``"floor-micro-4"`` the floor with as many.
     """
     made: dict[str, Any] = {}
     shared: nn.Module | None = None
     for name in names:
         torch.manual_seed(0)
         model = Recommender(rows, dim, seconds)
-        if name == "floor":
+        if name.startswith("floor"):
             model.items = LocalRows(dim)
-            made[name] = Plain(DistributedDataParallel(model), Wire())
+            floor = DistributedDataParallel(model)
+            parts = int(name.removeprefix("floor-micro-")) if name != "floor" else 1
+            made[name] = Plain(floor, Wire()) if parts == 1 else PlainInMicroBatches(floor, Wire(), parts)
         elif name == "ours":
             made[name] = Ours(model)
         elif name.startswith("micro-"):

@@ -169,9 +169,9 @@ def test_host_work_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys, "argv", ["host_work.py", *size])
     host_work.main()
     figures = json.loads(written.read_text())["figures"]
-    names = ("process_over_plain", "thread_ms", "embedding_over_collection")
-    assert figures.keys() == {f"{name}_{ranks}" for name in names for ranks in (2, 3)}
-    assert all(value > 0 for value in figures.values())
+    names = ("process_over_plain", "thread_ms", "embedding_over_collection", "micro_batch_thread_ms")
+    assert figures.keys() == {f"{name}_{ranks}" for name in (*names, "micro_batch_ms") for ranks in (2, 3)}
+    assert all(figures[f"{name}_{ranks}"] > 0 for name in names for ranks in (2, 3))
 
 
 def test_collisions_by_hand() -> None:
@@ -181,6 +181,10 @@ def test_collisions_by_hand() -> None:
     assert figures["collision_rate"] == 2 / 4
     assert figures["tokens_per_rank"] == 10 / 6 and figures["unique_per_rank"] == 8 / 6
     assert figures["predicted_reduction_vs_plain"] == 1 - 1 / 8 and figures["predicted_reduction_vs_dedup"] == 1 - 1 / 4
+    divided = overlap_workload.collisions(
+        lambda step, rank: (np.array(steps[step][rank]), np.array([len(steps[step][rank])])), 3, 2, 4, [1]
+    )
+    assert divided["predicted_micro_1_vs_plain"] == figures["predicted_reduction_vs_plain"], "one part is the batch"
     assert figures["predicted_busiest_vs_plain"] == 1 - 1 / 4 and figures["predicted_busiest_vs_dedup"] == 1 - 1 / 2
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch.utils import _pytree as pytree
 
 from lightning_freescale._lightning.loops import LightningModule, Trainer
-from lightning_freescale.balance import CostModel
+from lightning_freescale.balance import CostModel, MicroBatches
 from lightning_freescale.balance.cost import sample_features
 from lightning_freescale.data.map_style import MapStyleData
 from lightning_freescale.profiling.reporting.facts import RunInfo
@@ -44,12 +44,13 @@ def samples_and_features(
 
     ``lengths_fn`` gives the history lengths of a batch's samples, if the user knows better than the loader.
     """
+    parts = batch.batches if isinstance(batch, MicroBatches) else (batch,)
     if lengths_fn is not None:
-        lengths = np.asarray(lengths_fn(batch), dtype=np.float64)
+        lengths = np.concatenate([np.asarray(lengths_fn(part), dtype=np.float64) for part in parts])
         return len(lengths), sample_features(lengths).sum(axis=0)
     sampler: Any = getattr(trainer.train_dataloader, "sampler", None)
     if not hasattr(sampler, "counts"):
-        return samples_in(batch), None
+        return sum(samples_in(part) for part in parts), None
     if callable(sampler.costs):  # a stream
         count = sampler.counts(index)[sampler.rank]
         return count, np.array([count, sampler.costs(index)[sampler.rank], 0.0, 0.0])

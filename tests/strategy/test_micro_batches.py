@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
+from lightning_freescale import BubbleProfiler, FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.balance import MicroBatches
 from lightning_freescale.data import BalanceOptions
 from lightning_freescale.testing import run_distributed
@@ -208,6 +208,23 @@ def _resumed(folder: str) -> list[Any]:
 def test_a_resumed_run_goes_on_bitwise(tmp_path: Any) -> None:
     for ended, resumed in run_distributed(_resumed, 2, str(tmp_path)):
         assert [entry[:4] for entry in resumed] == [entry[:4] for entry in ended[3:]]
+
+
+def _profiled(folder: str) -> Any:
+    found = []
+    for parts in (1, 3):
+        profiler = BubbleProfiler(
+            f"{folder}/{parts}", every_n_steps=2, warmup_steps=1, verbose=False, lengths_fn=lambda batch: batch["label"]
+        )
+        run(parts, FreeScaleStrategy(), callbacks=[profiler], data_options={"drop_last": True})
+        found.append(profiler.report)
+    return [None if report is None else [len(report.steps), report.samples_per_s * report.step_s] for report in found]
+
+
+def test_a_profiled_step_is_the_whole_step(tmp_path: Any) -> None:
+    whole, divided = run_distributed(_profiled, 2, str(tmp_path))[0]
+    assert whole == pytest.approx(divided)
+    assert whole[1] == pytest.approx(16)
 
 
 def _auto(folder: str) -> Any:

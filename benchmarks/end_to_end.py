@@ -1,0 +1,195 @@
+"""All bubbles, end to end through Lightning: plain TorchRec + DDP, and what each technique takes away.
+
+``python benchmarks/netlab.py --hosts 8 --rate 50mbit -- python benchmarks/end_to_end.py --compute-ms 720``
+
+Every rank trains on ``--batch`` histories per step, as long as those of ml-latest-small's users, of items that are
+Zipf-distributed over ``--rows`` rows. Compute is a sleep in proportion to the ids, ``--compute-ms`` for a mean batch, a third
+of it in forward. The bubble is 1 - compute summed over ranks / (ranks x wall time of the step); data, optimizer, host work and
+all waiting are in it. The variants take turns in the same processes, each a fit of its own on the same samples:
+
+floor      equal costs on all ranks, and no embedding exchange: what the loop, DDP and this machine take
+plain      samples as drawn, TorchRec's own exchange
+balanced   samples assigned by cost, at equal counts up to 25 %
+overlapped the same, rows exchanged behind compute
+micro-4    the same, each batch in 4 micro-batches
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "netlab", "LOCAL_WORLD_SIZE": "1"}
+os.environ["GROUP_RANK"] = os.environ.get("RANK", "0")
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import lightning as L
+import numpy as np
+import overlap_variants
+import overlap_workload
+import torch
+from harness import finish_on_all_ranks, parser
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
+from lightning_freescale.data import BalanceOptions
+
+VARIANTS = ("floor", "plain", "balanced", "overlapped", "micro-2", "micro-4", "micro-8")
+BY_DEFAULT = ("floor", "plain", "balanced", "overlapped", "micro-4")
+SKIPPED = 4
+"""Steps at the beginning of a fit, while lookahead and pipelines fill."""
+
+
+def main() -> None:
+    """All ranks."""
+    options = _options()
+    world, data = int(os.environ["WORLD_SIZE"]), Histories(options)
+    walls: dict[str, list[float]] = {name: [] for name in options.variants}
+    computed: dict[str, list[float]] = {name: [] for name in options.variants}
+    for number in range(options.rounds):
+        for name in options.variants:
+            model = _fit(name, data, options, seed=number)
+            walls[name] += np.diff(model.began)[SKIPPED - 1 : -1].tolist()
+            computed[name] += model.computed[SKIPPED - 1 : -2]
+    figures = _figures(walls, computed, world)
+    if int(os.environ["RANK"]) == 0:
+        _show(figures, options)
+    finish_on_all_ranks(figures, options)
+
+
+class Histories(Dataset[Tensor]):
+    """Each sample the ids of one history, drawn from its own index."""
+
+    def __init__(self, options: Any) -> None:
+        world = int(os.environ["WORLD_SIZE"])
+        draw, steps = overlap_workload.production(options.rows, options.batch), options.steps + SKIPPED
+        drawn = [draw(step, rank) for step in range(steps) for rank in range(world)]
+        ids, lengths = (np.concatenate(parts) for parts in zip(*drawn))
+        self.lengths, self._ids = lengths, torch.from_numpy(ids).split(lengths.tolist())
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self._ids[index]
+
+
+class Sleeper(L.LightningModule):
+    """A table of items, and a small dense part; sleeps as long as its ids say."""
+
+    def __init__(self, options: Any, seconds_per_id: float, exchanges: bool) -> None:
+        super().__init__()
+        config = EmbeddingConfig(num_embeddings=options.rows, embedding_dim=options.dim, name="item", feature_names=["item"])
+        self.items: Any = EmbeddingCollection(tables=[config]) if exchanges else overlap_variants.LocalRows(options.dim)
+        self.dense = torch.nn.Sequential(torch.nn.Linear(options.dim, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+        self.seconds_per_id = seconds_per_id
+        self.began: list[float] = []
+        self.computed: list[float] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """A step begins."""
+        self.began.append(time.perf_counter())
+        self.computed.append(0.0)
+
+    def training_step(self, batch: KeyedJaggedTensor, batch_idx: int) -> Tensor:
+        """Compute."""
+        seconds = self.seconds_per_id * len(batch.values())
+        self.computed[-1] += seconds
+        rows = overlap_variants.compute(self.items(batch)["item"].values(), None, seconds)
+        return self.dense(rows).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        """Row-wise Adagrad for the table; it takes no biases, so these stay as they are."""
+        return RowWiseAdagrad([each for each in self.parameters() if each.dim() == 2], lr=0.1)
+
+
+def _collate(samples: list[Tensor]) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(["item"], torch.cat(samples), lengths=torch.tensor([len(ids) for ids in samples]).int())
+
+
+def _fit(name: str, data: Histories, options: Any, seed: int) -> Sleeper:
+    world = int(os.environ["WORLD_SIZE"])
+    seconds_per_id = options.compute_ms / 1000 / (options.batch * data.lengths.mean())
+    torch.manual_seed(0)
+    model = Sleeper(options, seconds_per_id, exchanges=name != "floor")
+    micro_batches = int(name.removeprefix("micro-")) if name.startswith("micro-") else 1
+    balance: Any = name != "plain" and BalanceOptions(assignment_mode="slack")
+    module = FreeScaleDataModule(
+        data, data.lengths, options.batch, cost_fn=lambda lengths: lengths, collate_fn=_collate, balance=balance, seed=seed,
+        loss_reduction="target_mean", micro_batches=micro_batches,
+    )  # fmt: skip
+    trainer = L.Trainer(
+        strategy=FreeScaleStrategy(overlap=name not in ("plain", "balanced")), accelerator="cpu", devices=1, num_nodes=world,
+        max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(model, datamodule=module)
+    return model
+
+
+def _figures(walls: dict[str, list[float]], computed: dict[str, list[float]], world: int) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    for name in walls:
+        mean = torch.tensor([walls[name], computed[name]], dtype=torch.float64)
+        torch.distributed.all_reduce(mean)
+        wall, compute = (mean / world).numpy()
+        key = name.replace("-", "_")
+        low, middle, high = np.percentile(wall - compute, [25, 50, 75])
+        figures |= {f"{key}_lost_ms": 1e3 * middle, f"{key}_lost_low_ms": 1e3 * low, f"{key}_lost_high_ms": 1e3 * high}
+        figures |= {f"{key}_ms": 1e3 * float(wall.mean()), f"{key}_compute_ms": 1e3 * float(compute.mean())}
+        figures[f"{key}_bubble"] = float(1 - compute.sum() / wall.sum())
+    for name in (key.removesuffix("_bubble") for key in list(figures) if key.endswith("_bubble")):
+        if "plain_ms" in figures and name not in ("plain", "floor"):
+            lost = figures["plain_ms"] - figures["plain_compute_ms"]
+            figures[f"{name}_fewer"] = 1 - (figures[f"{name}_ms"] - figures[f"{name}_compute_ms"]) / lost
+            figures[f"{name}_speed_up"] = figures["plain_ms"] / figures[f"{name}_ms"]
+            figures[f"{name}_of_possible"] = figures[f"{name}_speed_up"] * figures["plain_compute_ms"] / figures["plain_ms"]
+    return {key: float(value) for key, value in figures.items()}
+
+
+def _show(figures: dict[str, float], options: Any) -> None:
+    rate, world = os.environ.get("NETLAB_RATE", "unknown rate"), os.environ["WORLD_SIZE"]
+    print(f"{world} ranks, links of {rate}, {options.batch} histories per rank and step, compute {options.compute_ms:g} ms")
+    print(
+        f"{'':<12}{'step ms':>9}{'bubble':>9}{'lost ms':>9}{'half within':>17}{'fewer':>8}{'speed-up':>10}{'of possible':>13}"
+    )
+    for name in options.variants:
+        key = name.replace("-", "_")
+        half = f"{figures[f'{key}_lost_low_ms']:.1f} - {figures[f'{key}_lost_high_ms']:.1f}"
+        print(
+            f"{name:<12}{figures[f'{key}_ms']:9.1f}{figures[f'{key}_bubble']:9.1%}{figures[f'{key}_lost_ms']:9.1f}{half:>17}",
+            end="",
+        )
+        if f"{key}_fewer" in figures:
+            of_possible = figures[f"{key}_of_possible"]
+            print(f"{figures[f'{key}_fewer']:8.1%}{figures[f'{key}_speed_up']:10.2f}{of_possible:13.1%}", end="")
+        print()
+
+
+def _options() -> Any:
+    arguments = parser(__doc__)
+    add = arguments.add_argument
+    add("--variants", nargs="+", choices=VARIANTS, default=list(BY_DEFAULT))
+    add("--compute-ms", type=float, default=240.0, help="sleep of a mean step (default: 240)")
+    add("--batch", type=int, default=32, help="histories per rank and step (default: 32)")
+    add("--rows", type=int, default=5_000_000)
+    add("--dim", type=int, default=64)
+    add("--steps", type=int, default=16, help="of a fit (default: 16)")
+    add("--rounds", type=int, default=2)
+    options = arguments.parse_args()
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    return options
+
+
+if __name__ == "__main__":
+    main()
