@@ -14,6 +14,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from lightning_freescale.data.interactions import Histories, read_interactions
+from lightning_freescale.embeddings.row_order import RowOrder
 
 RATINGS = Path(__file__).parents[1] / "examples" / "data" / "ml-latest-small" / "ratings.csv.gz"
 SEED, EXPONENT, LONGEST = 20, 1.05, 200
@@ -46,15 +47,16 @@ class Batch(Pipelineable):
         """There are no streams on the CPU."""
 
 
-def production(rows: int, samples: int) -> Draw:
-    """Zipf-distributed ids, the popular ones scattered over the table, in histories as long as ml-latest-small's."""
+def production(rows: int, samples: int, by_popularity: bool = False) -> Draw:
+    """Zipf-distributed ids in histories as long as ml-latest-small's; the popular ones scattered over the table, or first."""
     popularity = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -EXPONENT)
-    scattered, lengths = np.random.default_rng(SEED).permutation(rows), _ratings().lengths
+    item_of_rank = np.arange(rows) if by_popularity else np.random.default_rng(SEED).permutation(rows)
+    lengths = _ratings().lengths
 
     def draw(step: int, rank: int) -> tuple[Ids, Ids]:
         random = np.random.default_rng([SEED, step, rank])
         chosen = random.choice(lengths, samples)
-        return scattered[np.searchsorted(popularity, random.random(chosen.sum()) * popularity[-1])], chosen
+        return item_of_rank[np.searchsorted(popularity, random.random(chosen.sum()) * popularity[-1])], chosen
 
     return draw
 
@@ -81,14 +83,14 @@ def collisions(draw: Draw, steps: int, world: int, rows: int) -> dict[str, float
     """Exact shares of colliding rows: those which the global batch before or after needs as well, of all but the ends."""
     ids = [[draw(step, rank)[0] for rank in range(world)] for step in range(steps)]
     everyones = [np.unique(np.concatenate(parts)) for parts in ids]
-    size = -(-rows // world)  # TorchRec cuts the table into one block of rows per rank
+    order = RowOrder.hashed(rows) if world > 1 else RowOrder(rows)
     collided, sent = np.zeros(2), {"plain": np.zeros(2), "dedup": np.zeros(2), "colliding": np.zeros(2)}
     for before, now, after, parts in zip(everyones, everyones[1:], everyones[2:], ids[1:]):
         collided += np.isin(now, before).sum(), len(now)
         once = [np.unique(own) for own in parts]
-        sent["plain"] += 2 * _transferred(parts, size)  # there are the rows, and back their gradients
-        sent["dedup"] += 2 * _transferred(once, size)
-        sent["colliding"] += sum(_transferred([own[np.isin(own, other)] for own in once], size) for other in (before, after))
+        sent["plain"] += 2 * _transferred(parts, order)  # there are the rows, and back their gradients
+        sent["dedup"] += 2 * _transferred(once, order)
+        sent["colliding"] += sum(_transferred([own[np.isin(own, other)] for own in once], order) for other in (before, after))
     figures = {
         "collision_rate": collided[0] / collided[1],
         "tokens_per_rank": np.mean([len(own) for parts in ids for own in parts]),
@@ -100,9 +102,16 @@ def collisions(draw: Draw, steps: int, world: int, rows: int) -> dict[str, float
     return {name: float(value) for name, value in figures.items()}
 
 
-def _transferred(ids: list[Ids], size: int) -> NDArray[np.float64]:
+def requests(ids: list[Ids], order: RowOrder) -> NDArray[np.int64]:
+    """Rows that each rank (first dimension) requests from each owner, whose rows are a block of ``order``."""
+    block = -(-order.rows // len(ids))
+    positions = [order.positions(torch.from_numpy(own)).numpy() for own in ids]
+    return np.array([np.bincount(own // block, minlength=len(ids)) for own in positions])
+
+
+def _transferred(ids: list[Ids], order: RowOrder) -> NDArray[np.float64]:
     """Rows that ranks fetch from others: of all together, and over the busiest link, whose two directions are apart."""
-    owners = np.array([np.bincount(own // size, minlength=len(ids)) for own in ids])
+    owners = requests(ids, order)
     np.fill_diagonal(owners, 0)
     return np.array([owners.sum(), max(owners.sum(axis=0).max(), owners.sum(axis=1).max())], dtype=float)
 

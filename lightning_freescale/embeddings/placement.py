@@ -53,7 +53,7 @@ def place_lookups(collection: Collection, module: Any, orders: Mapping[str, RowO
         if isinstance(sharding, BaseRwEmbeddingSharding):  # neither within a node nor a grid
             of_features = [orders[table.name] for table in sharding.embedding_tables() for _ in table.feature_names]
             # TorchRec makes it in the first lookup
-            sharding.create_input_dist = partial(_placing, sharding.create_input_dist, of_features)  # type: ignore[method-assign]
+            sharding.create_input_dist = partial(_placing, sharding.create_input_dist, of_features)
 
 
 def _placing(create: Any, orders: list[RowOrder], *arguments: Any, **options: Any) -> nn.Module:

@@ -34,11 +34,11 @@ class RowOrder:
 
     @classmethod
     def hashed(cls, rows: int) -> RowOrder:
-        """Return an order that lays neighbours far apart: any run of ids is spread evenly over any number of owners.
+        """Return an order that lays neighbours far apart: any run of ids is spread evenly over the owners.
 
         The positions of successive ids are a Kronecker sequence: a multiplier near ``rows`` times the golden ratio leaves the
-        most even gaps that there are, after any number of ids (Steinhaus' three distances). It depends on ``rows`` alone, so
-        that all ranks agree, whatever their number.
+        most even gaps that there are (Steinhaus' three distances), as long as an owner has more than the root of all rows.
+        It depends on ``rows`` alone, so that all ranks agree, whatever their number.
 
         Raises:
             ValueError: the table has more than 3,037,000,499 rows.

@@ -28,8 +28,8 @@ class RowLayout:
         blocks: rows of each table per owner.
         first_row: number of each table's first row on each owner, shape ``[ranks, tables]``, on the host.
         starts: number of each owner's first row if owners are numbered through as well, shape ``[ranks + 1]``.
-        shifts: for each feature, what to add to a position in each block of its table to get its key, shape ``[blocks]`` or
-            ``[1]``.
+        shifts: for each table, what to add to a position in each of its blocks to get its key, shape ``[blocks]`` or ``[1]``;
+            None where the key is the position, as in a single table split by rows.
         orders: in which the rows of each table lie.
     """
 
@@ -39,7 +39,7 @@ class RowLayout:
     blocks: tuple[int, ...]
     first_row: Tensor
     starts: Tensor
-    shifts: tuple[Tensor, ...]
+    shifts: tuple[Tensor | None, ...]
     orders: tuple[RowOrder, ...]
 
     @classmethod
@@ -69,12 +69,15 @@ class RowLayout:
         features = tuple((feature, i) for i, each in enumerate(collection.tables) for feature in each.features)
         first_row = torch.cumsum(counts, dim=1) - counts
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(counts.sum(dim=1), dim=0)])
-        shifts = []
-        for _, i in features:
-            shards = torch.arange(-(-collection.tables[i].rows // blocks[i]))
-            owners = first_owner[i] + shards
-            shift = starts[owners] + first_row[owners, i] - shards * blocks[i]
-            shifts.append((shift[:1] if bool((shift == shift[0]).all()) else shift).to(device))
+        shifts: list[Tensor | None] = []
+        for index, table in enumerate(collection.tables):
+            shards = torch.arange(-(-table.rows // blocks[index]))
+            owners = first_owner[index] + shards
+            shift = starts[owners] + first_row[owners, index] - shards * blocks[index]
+            if bool(shift.any()):
+                shifts.append((shift[:1] if bool((shift == shift[0]).all()) else shift).to(device))
+            else:
+                shifts.append(None)
         names, in_order = output_names(collection), tuple(orders[table.name] for table in collection.tables)
         return cls(collection.tables, features, names, blocks, first_row, starts.to(device), tuple(shifts), in_order)
 
@@ -97,10 +100,11 @@ class RowLayout:
         """Return how many rows a rank owns."""
         return int(self.starts[rank + 1] - self.starts[rank])
 
-    def keys(self, feature: int, ids: Tensor) -> Tensor:
-        """Return the key of every id of a feature: its row's number, owners numbered through. Both of shape ``[ids]``."""
-        shifts, table = self.shifts[feature], self.features[feature][1]
-        positions = self.orders[table].positions(ids)
+    def keys(self, table: int, ids: Tensor) -> Tensor:
+        """Return the key of every id of a table: its row's number, owners numbered through. Both of shape ``[ids]``."""
+        shifts, positions = self.shifts[table], self.orders[table].positions(ids)
+        if shifts is None:
+            return positions
         if len(shifts) > 1:
             return positions + shifts[torch.div(positions, self.blocks[table], rounding_mode="floor")]
         return positions + shifts
