@@ -27,21 +27,24 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="histories per rank and step (default: 32)")
     parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()
-    draw = overlap_workload.production(options.rows, options.batch, by_popularity=True)
-    orders = {"blocks": RowOrder(options.rows), "hash": RowOrder.hashed(options.rows)}
+    rows = options.rows
+    draws = [overlap_workload.production(rows, options.batch, by_popularity) for by_popularity in (True, False)]
+    ways = {
+        "blocks": (draws[0], RowOrder(rows)),
+        "hash": (draws[0], RowOrder.hashed(rows)),
+        "shuffled": (draws[1], RowOrder(rows)),  # blocks of a catalogue without order, for comparison
+    }
     figures = {}
-    print(f"{options.rows} rows, Zipf {overlap_workload.EXPONENT}, {options.batch} histories per rank, {options.steps} steps")
+    print(f"{rows} rows, Zipf {overlap_workload.EXPONENT}, {options.batch} histories per rank, {options.steps} steps")
     print(f"{'ranks':>5}  {'placement':<9}  {'rows, mean':>10}  {'largest':>8}  {'imbalance':>9}  {'without dedup':>13}")
     for ranks in options.ranks:
-        steps = [[draw(step, rank)[0] for rank in range(ranks)] for step in range(options.steps)]
-        for placement, order in orders.items():
+        for name, (draw, order) in ways.items():
+            steps = [[draw(step, rank)[0] for rank in range(ranks)] for step in range(options.steps)]
             once = _loads([[np.unique(own) for own in ids] for ids in steps], order)
-            every = _loads(steps, order)
-            named = {"rows_mean": once.mean(), "rows_largest": once.max(axis=1).mean(), "imbalance": _imbalance(once)}
-            named["imbalance_without_dedup"] = _imbalance(every)
-            figures |= {f"{placement}_{ranks}_{name}": float(value) for name, value in named.items()}
-            mean, largest, imbalance, without = named.values()
-            print(f"{ranks:5}  {placement:<9}  {mean:10.0f}  {largest:8.0f}  {imbalance:9.3f}  {without:13.3f}")
+            found = [once.mean(), once.max(axis=1).mean(), _imbalance(once), _imbalance(_loads(steps, order))]
+            named = zip(("rows_mean", "rows_largest", "imbalance", "imbalance_without_dedup"), found)
+            figures |= {f"{name}_{ranks}_{each}": float(value) for each, value in named}
+            print(f"{ranks:5}  {name:<9}  {found[0]:10.0f}  {found[1]:8.0f}  {found[2]:9.3f}  {found[3]:13.3f}")
     harness.finish(figures, options)
 
 

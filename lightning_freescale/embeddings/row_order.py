@@ -15,7 +15,8 @@ _FIBONACCI_HASH = 2654435769
 """The golden ratio in 32 bits, Knuth's multiplier of hashes (The Art of Computer Programming, vol. 3, 6.4)."""
 _MOST_ROWS = isqrt(2**63)
 """Up to here the product of two row numbers fits an int64."""
-_ROWS_AT_ONCE = 2**20
+_ROWS_AT_ONCE = 2**16
+"""That are copied between a table and its shards: a copy by index makes another copy on the way."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,10 @@ class RowOrder:
 
     def _parts(self, part: Tensor, start: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor | slice]]:
         """Yield some rows of ``part`` after the other, each with its index in a table in the order of ids."""
-        if self.by_id:
-            yield part, slice(start, start + len(part))
-            return
-        for first in range(0, len(part), _ROWS_AT_ONCE):  # so that the index takes little memory
+        for first in range(0, len(part), _ROWS_AT_ONCE):
             rows = part[first : first + _ROWS_AT_ONCE]
-            yield rows, self.ids(start + first, start + first + len(rows), device)
+            here = slice(start + first, start + first + len(rows))
+            yield rows, here if self.by_id else self.ids(here.start, here.stop, device)
 
     @cached_property
     def _offset(self) -> Tensor:
