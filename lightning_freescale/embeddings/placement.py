@@ -13,6 +13,7 @@ from torchrec.distributed.sharding.rw_sharding import BaseRwEmbeddingSharding
 
 from lightning_freescale.embeddings.collections import Collection, Table
 from lightning_freescale.embeddings.row_order import RowOrder
+from lightning_freescale.embeddings.shards import shards_of
 
 Placement: TypeAlias = Literal["hash", "blocks"]
 
@@ -40,20 +41,33 @@ def _hashed(table: Table) -> RowOrder:
         raise ValueError(f"table {table.name!r}: {error}") from error
 
 
-def place_lookups(collection: Collection, module: Any, orders: Mapping[str, RowOrder]) -> None:
-    """Let TorchRec's sharded ``module`` look a row up where it lies.
+def place_rows(collection: Collection, module: Any, orders: Mapping[str, RowOrder]) -> None:
+    """Let TorchRec's sharded ``module`` look rows up where they lie, and put them there from an unsharded state dict.
 
     The ids change on their way to the owners, after TorchRec has put them in the order of its tables: a feature that two
     tables look up has other positions in each, and what is returned to the caller has the ids as they were.
     """
     if all(order.by_id for order in orders.values()):
         return
+    handle = module.register_load_state_dict_pre_hook(partial(_read_whole_tables, collection))
+    module._load_state_dict_pre_hooks.move_to_end(handle.id, last=False)  # before TorchRec's, which takes a block of rows
     shardings = module._embedding_shardings if collection.pooled else module._sharding_type_to_sharding.values()
     for sharding in shardings:
         if isinstance(sharding, BaseRwEmbeddingSharding):  # neither within a node nor a grid
             of_features = [orders[table.name] for table in sharding.embedding_tables() for _ in table.feature_names]
             # TorchRec makes it in the first lookup
             sharding.create_input_dist = partial(_placing, sharding.create_input_dist, of_features)
+
+
+def _read_whole_tables(collection: Collection, module: Any, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+    for shard in shards_of(collection, module):
+        key = prefix + shard.table.key.removeprefix(f"{collection.path}.")
+        whole: Any = state_dict.get(key)
+        is_whole = type(whole) in (Tensor, nn.Parameter) and whole.shape == (shard.table.rows, shard.table.dim)
+        if is_whole and not shard.order.by_id:
+            in_order = torch.empty_like(whole)  # TorchRec reads no other rows of it than this rank's
+            shard.read(whole.detach(), into=in_order[shard.rows])
+            state_dict[key] = in_order
 
 
 def _placing(create: Any, orders: list[RowOrder], *arguments: Any, **options: Any) -> nn.Module:

@@ -90,7 +90,7 @@ class RowOrder:
 
     @cached_property
     def _offset(self) -> Tensor:
-        return torch.tensor(self.offset)  # on the host: a number to the kernel, whatever the device of the ids
+        return torch.tensor(self.offset, device="cpu")  # a number to the kernel, whatever the device of the ids
 
     @cached_property
     def _inverse(self) -> int:

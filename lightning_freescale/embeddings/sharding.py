@@ -17,7 +17,7 @@ from lightning_freescale.embeddings.id_checks import LookupChecks
 from lightning_freescale.embeddings.id_remapping import fill_id_remappings
 from lightning_freescale.embeddings.managed_collision import patch_sharded
 from lightning_freescale.embeddings.optimizer import FROZEN, TableOptimizer
-from lightning_freescale.embeddings.placement import Placement, place_lookups, row_orders
+from lightning_freescale.embeddings.placement import Placement, place_rows, row_orders
 from lightning_freescale.embeddings.plain_embedding import as_collection
 from lightning_freescale.embeddings.planning import check_plan, memory_for_tables, row_wise_planner
 from lightning_freescale.embeddings.shards import Shard, ShardedTables, ShardingRecord, kernels, shards_of
@@ -178,7 +178,7 @@ class TableSharding:
         module: Any = collection.sharder.shard(blueprint, tables, env, self.device)
         if collection.managed:
             patch_sharded(module)
-        place_lookups(collection, module, orders)
+        place_rows(collection, module, orders)
         _register_leaves(collection, module, self.parameters)
         for kernel in kernels(module):
             kernel.emb_module.register_forward_hook(_keep_in_graph)

@@ -28,8 +28,10 @@ from torchrec.distributed.sharding_plan import (
 )
 from torchrec.distributed.types import ShardingPlan
 
+from lightning_freescale.embeddings.collections import Table
 from lightning_freescale.embeddings.optimizer import TableOptimizer
 from lightning_freescale.embeddings.overlap import OverlapEngine
+from lightning_freescale.embeddings.placement import _hashed
 from lightning_freescale.embeddings.sharding import TableSharding
 from lightning_freescale.embeddings.shards import ShardedTables
 from lightning_freescale.testing import run_distributed
@@ -166,6 +168,27 @@ def test_lookups_and_updates_are_those_of_the_plain_module(
             assert held[name] != block, "not a block of rows"
 
 
+def _loaded(pooled: bool, placement: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    model, other = Module(pooled), Module(pooled)
+    tables = shard(model, {**KINDS, "first": column_wise(ranks=[1, 1])} if pooled else KINDS, pooled, placement)
+    with torch.no_grad():
+        for weight in other.weights().values():
+            weight.copy_(torch.arange(float(weight.numel())).view(weight.shape))
+    given = other.state_dict()
+    kept = {name: value.clone() for name, value in given.items()}
+    model.load_state_dict(given, strict=True)
+    assert all(torch.equal(given[name], kept[name]) for name in kept), "it is the caller's"
+    model.load_state_dict(model.state_dict())  # TorchRec's own shards go where they came from
+    return [(tables.full_weight(table.key), kept[table.key]) for table in tables.tables]
+
+
+@pytest.mark.parametrize(("pooled", "placement"), [(False, "hash"), (True, "hash"), (False, "blocks")])
+def test_a_plain_state_dict_loads_into_the_sharded_module(pooled: bool, placement: str) -> None:
+    for loaded in run_distributed(_loaded, 2, pooled, placement):
+        for found, expected in loaded:
+            assert torch.equal(found, expected)
+
+
 def _held(kinds: dict[str, Any], placement: str) -> dict[str, list[int]]:
     tables = shard(Module(pooled=True), kinds, True, placement)
     return {shard.table.name: shard.ids.tolist() for shard in tables.shards()}
@@ -181,6 +204,12 @@ def test_other_shardings_stay_as_they_are() -> None:
     kept, again = run_distributed(_held, 2, others, "hash"), run_distributed(_held, 2, others, "blocks")
     for mine, blocks in zip(kept, again):
         assert mine.pop("third") != blocks.pop("third") and mine == blocks
+
+
+def test_a_table_that_is_too_large_is_named() -> None:
+    table = Table("huge", "huge.weight", 2**32, 8, ("a",), nn.init.zeros_)
+    with pytest.raises(ValueError, match=r"table 'huge': a table of 4294967296 rows is too large.*pass placement='blocks'"):
+        _hashed(table)
 
 
 def test_one_rank_has_all_rows_in_order() -> None:

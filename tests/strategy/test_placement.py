@@ -13,6 +13,7 @@ import torch
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.testing import run_distributed
 from tests.helpers.overlap_training import CountingModel, assert_same, my_loader
+from tests.helpers.plain_embeddings import PlainModel, plain_loader
 from tests.helpers.recommender import OPTIMIZERS, Samples, collate, trainer
 
 STEPS, EPOCHS = 6, 2
@@ -173,21 +174,28 @@ def test_a_checkpoint_loads_on_any_number_of_ranks(tmp_path: Path, optimizer: st
 # -- one table's rows
 
 
-def _full_weight(placement: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _written_and_read(shard: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The table as it was at first, and as a plain state dict has it that is loaded into the sharded module."""
     torch.manual_seed(0)
-    module = Model()
-    before = module.net.embeddings.embeddings["item"].weight.detach().clone()
-    fitting = trainer(strategy=FreeScaleStrategy(placement=placement), devices=2)
-    fitting.validate(module, my_loader(2), verbose=False)
-    return before, fitting.strategy.full_weight("net.embeddings.embeddings.item")
+    module = PlainModel() if shard else Model()
+    name = "encoder.item_emb" if shard else "net.embeddings.embeddings.item"
+    whole = {key: value.detach().clone() for key, value in module.state_dict().items()}
+    fitting = trainer(strategy=FreeScaleStrategy(shard=shard), devices=2)
+    fitting.validate(module, plain_loader(2) if shard else my_loader(2), verbose=False)
+    pairs = [(fitting.strategy.full_weight(name), whole[f"{name}.weight"])]
+    other = {key: torch.arange(float(value.numel())).view(value.shape) for key, value in whole.items()}
+    module.load_state_dict(other, strict=True)
+    return [*pairs, (fitting.strategy.full_weight(name), other[f"{name}.weight"])]
 
 
-def test_full_weight_is_in_the_order_of_the_module() -> None:
-    for before, found in run_distributed(_full_weight, 2, "hash"):
-        assert_same(found, before)
+@pytest.mark.parametrize("shard", [None, ["encoder.item_emb"]])
+def test_tables_are_read_and_written_in_the_order_of_the_module(shard: Any) -> None:
+    for pairs in run_distributed(_written_and_read, 2, shard):
+        for found, expected in pairs:
+            assert_same(found, expected)
 
 
-# -- windows, refusals
+# -- refusals
 
 
 def _error_of_wrong_id(overlap: bool) -> str:
