@@ -84,23 +84,18 @@ class _PlacedIds:
     """
 
     def __init__(self, orders: list[RowOrder]) -> None:
-        self._orders = orders
+        self._orders = orders[:1] if len(set(orders)) == 1 else orders
         self._largest = max(order.rows for order in orders) - 1
 
     def __call__(self, module: nn.Module, args: tuple[KeyedJaggedTensor]) -> KeyedJaggedTensor:
         (features,) = args
         ids = features.values()
-        positions = self._positions(features, ids)
+        # where the host has to wait for the lengths, it would have to in TorchRec's next lines
+        parts = ids.split(features.length_per_key()) if len(self._orders) > 1 else [ids]
+        placed = [order.positions(part) for order, part in zip(self._orders, parts)]
+        positions = torch.cat(placed) if len(placed) > 1 else placed[0]
         # what travels stays as small as it was
         return _with_values(features, positions.to(ids.dtype) if self._largest <= torch.iinfo(ids.dtype).max else positions)
-
-    def _positions(self, features: KeyedJaggedTensor, ids: Tensor) -> Tensor:
-        if len(set(self._orders)) == 1:
-            return self._orders[0].positions(ids)
-        parts = ids.split(
-            features.length_per_key()
-        )  # if the host has to wait for them, TorchRec's next line would wait as well
-        return torch.cat([order.positions(part) for order, part in zip(self._orders, parts)])
 
 
 def _with_values(features: KeyedJaggedTensor, values: Tensor) -> KeyedJaggedTensor:
