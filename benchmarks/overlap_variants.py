@@ -166,7 +166,9 @@ class Ours:
         self._ids: Callable[[Any], Any] = (lambda kjt: EmbeddingIds("items", kjt.values())) if plain else (lambda kjt: kjt)
         names = list(sharding.parameters)
         optimizers = {name: TableOptimizer(RowWiseAdagrad, dict(ADAGRAD)) for name in names}
-        tables = sharding.shard(group=dist.new_group(), local_world_size=dist.get_world_size(), optimizers=optimizers)
+        world = dist.get_world_size()
+        # the same owners as in the variants of plain TorchRec
+        tables = sharding.shard(group=dist.new_group(), local_world_size=world, optimizers=optimizers, placement="blocks")
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
         self.model = DistributedDataParallel(model)
         self.optimizer = torch.optim.SGD(model.dense.parameters(), lr=1e-3)

@@ -15,6 +15,7 @@ from torchrec.streamable import Pipelineable
 
 from lightning_freescale.balance.micro_batches import cut
 from lightning_freescale.data.interactions import Histories, read_interactions
+from lightning_freescale.embeddings.row_order import RowOrder
 
 RATINGS = Path(__file__).parents[1] / "examples" / "data" / "ml-latest-small" / "ratings.csv.gz"
 SEED, EXPONENT, LONGEST = 20, 1.05, 200
@@ -54,15 +55,16 @@ class Batch(Pipelineable):
         """There are no streams on the CPU."""
 
 
-def production(rows: int, samples: int) -> Draw:
-    """Zipf-distributed ids, the popular ones scattered over the table, in histories as long as ml-latest-small's."""
+def production(rows: int, samples: int, by_popularity: bool = False) -> Draw:
+    """Zipf-distributed ids in histories as long as ml-latest-small's; the popular ones scattered over the table, or first."""
     popularity = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -EXPONENT)
-    scattered, lengths = np.random.default_rng(SEED).permutation(rows), _ratings().lengths
+    item_of_rank = np.arange(rows) if by_popularity else np.random.default_rng(SEED).permutation(rows)
+    lengths = _ratings().lengths
 
     def draw(step: int, rank: int) -> tuple[Ids, Ids]:
         random = np.random.default_rng([SEED, step, rank])
         chosen = random.choice(lengths, samples)
-        return scattered[np.searchsorted(popularity, random.random(chosen.sum()) * popularity[-1])], chosen
+        return item_of_rank[np.searchsorted(popularity, random.random(chosen.sum()) * popularity[-1])], chosen
 
     return draw
 
@@ -93,7 +95,7 @@ def collisions(draw: Draw, steps: int, world: int, rows: int, micro_batches: Seq
     """
     ids = [[draw(step, rank)[0] for rank in range(world)] for step in range(steps)]
     everyones = [np.unique(np.concatenate(parts)) for parts in ids]
-    size = -(-rows // world)  # TorchRec cuts the table into one block of rows per rank
+    order = RowOrder(rows)  # TorchRec cuts the table into one block of rows per rank
     cuts = {
         count: [[_cut(draw(step, rank), count) for rank in range(world)] for step in range(steps)] for count in micro_batches
     }
@@ -101,10 +103,10 @@ def collisions(draw: Draw, steps: int, world: int, rows: int, micro_batches: Seq
     for before, now, after, parts in zip(everyones, everyones[1:], everyones[2:], ids[1:]):
         collided += np.isin(now, before).sum(), len(now)
         once = [np.unique(own) for own in parts]
-        sent["plain"] += 2 * _transferred(parts, size)  # there are the rows, and back their gradients
-        sent["dedup"] += 2 * _transferred(once, size)
-        sent["colliding"] += sum(_transferred([own[np.isin(own, other)] for own in once], size) for other in (before, after))
-    waited = {count: _waited_in_micro_batches(parts, everyones, size) for count, parts in cuts.items()}
+        sent["plain"] += 2 * _transferred(parts, order)  # there are the rows, and back their gradients
+        sent["dedup"] += 2 * _transferred(once, order)
+        sent["colliding"] += sum(_transferred([own[np.isin(own, other)] for own in once], order) for other in (before, after))
+    waited = {count: _waited_in_micro_batches(parts, everyones, order) for count, parts in cuts.items()}
     figures = {
         "collision_rate": collided[0] / collided[1],
         "tokens_per_rank": np.mean([len(own) for parts in ids for own in parts]),
@@ -117,6 +119,13 @@ def collisions(draw: Draw, steps: int, world: int, rows: int, micro_batches: Seq
     return {name: float(value) for name, value in figures.items()}
 
 
+def requests(ids: list[Ids], order: RowOrder) -> NDArray[np.int64]:
+    """Rows that each rank (first dimension) requests from each owner, whose rows are a block of ``order``."""
+    block = -(-order.rows // len(ids))
+    positions = [order.positions(torch.from_numpy(own)).numpy() for own in ids]
+    return np.array([np.bincount(own // block, minlength=len(ids)) for own in positions])
+
+
 def _cut(drawn: tuple[Ids, Ids], count: int) -> list[Ids]:
     """The unique ids of each micro-batch."""
     ids, lengths = drawn
@@ -124,19 +133,19 @@ def _cut(drawn: tuple[Ids, Ids], count: int) -> list[Ids]:
     return [np.unique(part.features.values().numpy()) for part in batch.in_micro_batches(count)]
 
 
-def _waited_in_micro_batches(steps: list[list[list[Ids]]], everyones: list[Ids], size: int) -> NDArray[np.float64]:
+def _waited_in_micro_batches(steps: list[list[list[Ids]]], everyones: list[Ids], order: RowOrder) -> NDArray[np.float64]:
     """Rows and gradients that must be waited for: ``steps[step][rank][part]`` are ids, ``everyones[step]`` all of a step."""
     waited = np.zeros(2)
     for before, parts, after in zip(everyones, steps[1:], steps[2:]):
         next_firsts = np.unique(np.concatenate([of_rank[0] for of_rank in after]))
-        waited += _transferred([of_rank[0][np.isin(of_rank[0], before)] for of_rank in parts], size)
-        waited += _transferred([of_rank[-1][np.isin(of_rank[-1], next_firsts)] for of_rank in parts], size)
+        waited += _transferred([of_rank[0][np.isin(of_rank[0], before)] for of_rank in parts], order)
+        waited += _transferred([of_rank[-1][np.isin(of_rank[-1], next_firsts)] for of_rank in parts], order)
     return waited
 
 
-def _transferred(ids: list[Ids], size: int) -> NDArray[np.float64]:
+def _transferred(ids: list[Ids], order: RowOrder) -> NDArray[np.float64]:
     """Rows that ranks fetch from others: of all together, and over the busiest link, whose two directions are apart."""
-    owners = np.array([np.bincount(own // size, minlength=len(ids)) for own in ids])
+    owners = requests(ids, order)
     np.fill_diagonal(owners, 0)
     return np.array([owners.sum(), max(owners.sum(axis=0).max(), owners.sum(axis=1).max())], dtype=float)
 

@@ -21,8 +21,10 @@ import host_work
 import overlap
 import overlap_workload
 import peers
+import placement
 from contest import Contest
 
+from lightning_freescale.embeddings.row_order import RowOrder
 from lightning_freescale.testing import run_distributed
 
 
@@ -147,6 +149,29 @@ def _exit_code(main: Callable[[], Any]) -> int:
     with pytest.raises(SystemExit) as stopped:
         main()
     return stopped.value.code
+
+
+def test_requests_by_hand() -> None:
+    """Of four rows, in the order 1 0 3 2, each of two ranks owns a pair."""
+    order = RowOrder(4, 3, 1)
+    assert order.ids(0, 4).tolist() == [1, 0, 3, 2]
+    found = overlap_workload.requests([np.array([0, 0, 2]), np.array([1, 2, 3])], order)
+    assert found.tolist() == [[2, 1], [1, 2]]
+
+
+def test_placement_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hash beats the blocks of a sorted catalogue, and those of a shuffled one."""
+    written = tmp_path / "figures.json"
+    size = ["--rows", "100000", "--batch", "8", "--steps", "2", "--ranks", "8", "16", "--json", str(written)]
+    demands = ["--require", "hash_8_imbalance<=1.2", "--require", "hash_16_imbalance<=1.2"]
+    monkeypatch.setattr(sys, "argv", ["placement.py", *size, *demands])
+    placement.main()
+    figures = json.loads(written.read_text())["figures"]
+    for ranks in (8, 16):
+        of = {way: figures[f"{way}_{ranks}_imbalance"] for way in ("blocks", "hash", "shuffled")}
+        assert 1 <= of["hash"] < of["shuffled"] < of["blocks"]
+        assert figures[f"hash_{ranks}_rows_mean"] == figures[f"blocks_{ranks}_rows_mean"]
+        assert figures[f"hash_{ranks}_imbalance_without_dedup"] > of["hash"], "one item is 9 % of all ids"
 
 
 @pytest.mark.slow

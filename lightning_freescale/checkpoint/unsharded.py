@@ -19,6 +19,7 @@ from lightning_freescale._objects import gather_objects
 from lightning_freescale.embeddings.id_remapping import id_remappings
 from lightning_freescale.embeddings.managed_collision import get_input_history, set_input_history
 from lightning_freescale.embeddings.parameter_groups import ParameterGroups
+from lightning_freescale.embeddings.row_order import RowOrder
 from lightning_freescale.embeddings.shards import Shard, ShardedTables
 
 _ROWS_PER_MESSAGE = 1 << 20
@@ -26,7 +27,7 @@ _ROWS_PER_MESSAGE = 1 << 20
 
 def module_state_dict(tables: ShardedTables, sharded: Mapping[str, Any]) -> dict[str, Any]:
     """Return the unsharded form of a module's ``sharded`` state dict on rank 0; other ranks get its dense part. Collective."""
-    own = [(_placement_of(shard, (shard.table.key,), shard.weight), shard.weight) for shard in tables.shards()]
+    own = [(_part_of(shard, (shard.table.key,), shard.weight), shard.weight) for shard in tables.shards()]
     names = {name: (key,) for name, key in tables.state_dict_keys().items()}
     for remapping in id_remappings(tables):
         by_row = remapping.row_tensors()
@@ -34,9 +35,10 @@ def module_state_dict(tables: ShardedTables, sharded: Mapping[str, Any]) -> dict
             key = (remapping.prefixes[0] + name,)
             names |= {f"{prefix}{name}": key for prefix in remapping.prefixes}
             if name in by_row:
-                own.append((_Placement(key, (remapping.ends[-1], *value.shape[1:]), (remapping.rows,), value.dtype), value))
+                shape = (remapping.ends[-1], *value.shape[1:])
+                own.append((_Part(key, shape, value.dtype, (remapping.rows,), RowOrder(remapping.ends[-1])), value))
             elif remapping.rank == 0:
-                own.append((_Placement(key, tuple(value.shape), (), value.dtype), value))
+                own.append((_Part(key, tuple(value.shape), value.dtype), value))
     whole = dict(_gather(tables, own))
     dense = {name: value for name, value in sharded.items() if name not in names}
     return dense | {name: whole[key] for name, key in names.items() if key in whole}
@@ -59,7 +61,7 @@ def load_module_state_dict(module: nn.Module, tables: ShardedTables, whole: Mapp
             )
     for shard in tables.shards():
         if shard.table.key in weights:
-            shard.weight.copy_(weights[shard.table.key][shard.rows, shard.columns])
+            shard.read(weights[shard.table.key], into=shard.weight)
     for remapping in id_remappings(tables):
         for prefix in remapping.prefixes:
             remapping.load({name: whole[prefix + name] for name in remapping.tensors() if prefix + name in whole})
@@ -84,7 +86,7 @@ def optimizer_state_dict(
     states: dict[str, dict[str, Tensor]] = {}
     shards = [shard for shard in tables.shards() if groups.has_state(shard.table.key)]
     values = [(shard, name, value) for shard in shards for name, value in shard.state.items()]
-    own = [(_placement_of(shard, (shard.table.key, name), value), value) for shard, name, value in values]
+    own = [(_part_of(shard, (shard.table.key, name), value), value) for shard, name, value in values]
     for (key, name), whole in _gather(tables, own):
         states.setdefault(key, {})[name] = whole
     in_backward = {key: states.pop(key) for key in groups.in_backward if key in states}
@@ -128,7 +130,7 @@ def load_optimizer_state_dict(
         for name, value in shard.state.items():
             source = states.get(shard.table.key, {}).get(name)
             if source is not None:
-                value.copy_(source[_place_in(shard, source.shape)].reshape(value.shape))
+                shard.read(source, into=value)
     remappings, ranks, histories = id_remappings(tables), tables.group.size(), extra.get("id_maps", [])
     if remappings and "id_maps" in extra and len(histories) != ranks:
         warnings.warn(
@@ -206,40 +208,55 @@ def split(
 
 
 @dataclass(frozen=True)
-class _Placement:
-    """What rank 0 must know to receive a tensor: key and shape of the whole one, and which place in it the part has."""
+class _Part:
+    """What rank 0 must know to receive a part of a tensor.
+
+    Attributes:
+        key: of the whole tensor.
+        shape: of the whole tensor.
+        dtype: of both.
+        place: rows, by their positions in ``order``, and columns of the part; empty if it is the whole.
+        order: in which the rows of the table lie.
+    """
 
     key: tuple[str, ...]
     shape: tuple[int, ...]
-    place: tuple[slice, ...]
     dtype: torch.dtype
+    place: tuple[slice, ...] = ()
+    order: RowOrder | None = None
+
+    def write(self, values: Tensor, whole: Tensor, after: int = 0) -> None:
+        """Put rows of the part where they belong, those that come ``after`` so many others."""
+        if self.order is None:
+            whole.copy_(values)
+        else:
+            self.order.write(values, self.place[0].start + after, self.columns(whole))
+
+    def columns(self, whole: Tensor) -> Tensor:
+        """Return a view of its columns, of all rows."""
+        return whole[(slice(None), *self.place[1:])]
 
 
-def _placement_of(shard: Shard, key: tuple[str, ...], value: Tensor) -> _Placement:
+def _part_of(shard: Shard, key: tuple[str, ...], value: Tensor) -> _Part:
     # a row-wise state has one column in the checkpoint, as that of torchrec.optim.RowWiseAdagrad has
     shape = (shard.table.rows, 1 if value.dim() == 1 else shard.table.dim)
-    return _Placement(key, shape, _place_in(shard, shape), value.dtype)
+    return _Part(key, shape, value.dtype, shard.place_in(shape), shard.order)
 
 
-def _place_in(shard: Shard, shape: Sequence[int]) -> tuple[slice, ...]:
-    return (shard.rows,) if shape[1] == 1 else (shard.rows, shard.columns)
-
-
-def _gather(tables: ShardedTables, own: Sequence[tuple[_Placement, Tensor]]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+def _gather(tables: ShardedTables, own: Sequence[tuple[_Part, Tensor]]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
     """Yield whole tensors on the CPU of rank 0, one after the other by key; nothing on other ranks. Collective."""
     rank = tables.group.rank()
-    of_ranks: list[list[_Placement]] = gather_objects([placement for placement, _ in own], tables.group)
+    of_ranks: list[list[_Part]] = gather_objects([part for part, _ in own], tables.group)
     parts = [(part, owner, index) for owner, of_rank in enumerate(of_ranks) for index, part in enumerate(of_rank)]
     for key, of_key in groupby(sorted(parts, key=lambda part: part[0].key), key=lambda part: part[0].key):
         whole: Tensor | None = None
-        for placement, owner, index in of_key:
+        for part, owner, index in of_key:
             if rank == 0:
-                whole = torch.empty(placement.shape, dtype=placement.dtype) if whole is None else whole
-                place = whole[placement.place]
+                whole = torch.empty(part.shape, dtype=part.dtype) if whole is None else whole
                 if owner == 0:
-                    place.copy_(own[index][1].reshape(place.shape))
+                    part.write(own[index][1], whole)
                 else:
-                    _receive(tables, owner, place)
+                    _receive(tables, owner, part, whole)
             elif owner == rank:
                 _send(tables, own[index][1])
         if whole is not None:
@@ -252,9 +269,11 @@ def _send(tables: ShardedTables, value: Tensor) -> None:
             dist.send(rows, 0, group=tables.group)
 
 
-def _receive(tables: ShardedTables, owner: int, place: Tensor) -> None:
-    for rows in place.split(_ROWS_PER_MESSAGE):
-        if rows.numel():
-            buffer = torch.empty(rows.shape, dtype=place.dtype, device=tables.device)
+def _receive(tables: ShardedTables, owner: int, part: _Part, whole: Tensor) -> None:
+    rows, width = part.place[0], part.columns(whole).shape[1:]
+    for start in range(0, rows.stop - rows.start, _ROWS_PER_MESSAGE):
+        count = min(_ROWS_PER_MESSAGE, rows.stop - rows.start - start)
+        buffer = torch.empty((count, *width), dtype=part.dtype, device=tables.device)
+        if buffer.numel():
             dist.recv(buffer, owner, group=tables.group)
-            rows.copy_(buffer)
+            part.write(buffer, whole, after=start)

@@ -17,6 +17,7 @@ from lightning_freescale.embeddings.id_checks import LookupChecks
 from lightning_freescale.embeddings.id_remapping import fill_id_remappings
 from lightning_freescale.embeddings.managed_collision import patch_sharded
 from lightning_freescale.embeddings.optimizer import FROZEN, TableOptimizer
+from lightning_freescale.embeddings.placement import Placement, place_rows, row_orders
 from lightning_freescale.embeddings.plain_embedding import as_collection
 from lightning_freescale.embeddings.planning import check_plan, memory_for_tables, row_wise_planner
 from lightning_freescale.embeddings.shards import Shard, ShardedTables, ShardingRecord, kernels, shards_of
@@ -85,6 +86,7 @@ class TableSharding:
         plan: ShardingPlan | None = None,
         planner: Any = None,
         optimizers: Mapping[str, TableOptimizer] | None = None,
+        placement: Placement = "hash",
     ) -> ShardedTables:
         """Shard every collection, keeping its weights. Collective.
 
@@ -97,9 +99,10 @@ class TableSharding:
             plan: TorchRec sharding plan with an entry for every collection; made by ``planner`` if not given.
             planner: TorchRec planner; a row-wise one if not given.
             optimizers: for each table's key how backward updates it; tables left out are frozen.
+            placement: of the rows of row-wise tables, see :func:`.placement.row_orders`.
 
         Raises:
-            ValueError: the plan misses a collection or a table, or differs from the one that sharded them earlier.
+            ValueError: the plan misses a collection or a table; or it or ``placement`` differs from what sharded them earlier.
         """
         collections = [collection for collection, *_ in self._replaced]
         self._replace_embeddings()
@@ -114,7 +117,7 @@ class TableSharding:
         with torch.random.fork_rng(devices=[self.device.index] if self.device.type == "cuda" else []):
             torch.manual_seed(torch.initial_seed() + 1 + group.rank())  # else shards would start as copies of each other
             env = ShardingEnv.from_process_group(group)
-            modules = [self._shard_collection(c, blueprint, plan, chosen, env) for c, _, blueprint in self._replaced]
+            modules = [self._shard_collection(c, built, plan, chosen, env, placement) for c, _, built in self._replaced]
             for (collection, original, _), module in zip(self._replaced, modules):
                 if not hasattr(original, "freescale_sharding"):
                     _follow_first_rank(collection, original, group)
@@ -157,6 +160,7 @@ class TableSharding:
         plan: ShardingPlan,
         optimizers: Mapping[str, TableOptimizer],
         env: ShardingEnv,
+        placement: Placement,
     ) -> Any:
         tables: Any = plan.plan.get(collection.path)
         if tables is None or any(table.name not in tables for table in collection.tables):
@@ -166,6 +170,7 @@ class TableSharding:
             )
         chosen = {table.key: optimizers[table.key] for table in collection.tables}
         check_plan(collection, tables, chosen)
+        orders = row_orders(collection, tables, env.world_size, placement)
         for key, optimizer in chosen.items():
             _attach_optimizer(self.parameters[key], optimizer)
         # TorchRec's sharder, and no DistributedModelParallel: the strategy's model stays a DDP, as Lightning expects and with
@@ -173,6 +178,7 @@ class TableSharding:
         module: Any = collection.sharder.shard(blueprint, tables, env, self.device)
         if collection.managed:
             patch_sharded(module)
+        place_rows(collection, module, orders)
         _register_leaves(collection, module, self.parameters)
         for kernel in kernels(module):
             kernel.emb_module.register_forward_hook(_keep_in_graph)
@@ -180,7 +186,7 @@ class TableSharding:
         in_backward = {key: self.in_backward[key] for key in chosen if key in self.in_backward}
         trained = {key: optimizer for key, optimizer in chosen.items() if self.parameters[key].requires_grad}
         checks = LookupChecks(collection, trained)
-        module.freescale_sharding = ShardingRecord(collection, tables, chosen, in_backward, self.updates, checks)
+        module.freescale_sharding = ShardingRecord(collection, tables, orders, chosen, in_backward, self.updates, checks)
         module.register_forward_pre_hook(checks, with_kwargs=True)
         module.register_forward_hook(_wait_for_output)
         if collection.pooled:
@@ -281,15 +287,23 @@ def _fill_shards(
                     f"table {name!r} is sharded already, by another plan: save a checkpoint and load it into a new module to "
                     "use this one"
                 )
+            if source.order != shard.order:
+                given, kept = ("blocks", "hash") if shard.order.by_id else ("hash", "blocks")
+                raise ValueError(
+                    f"table {name!r} is sharded already, with placement={kept!r}, and placement={given!r} would have its rows "
+                    "elsewhere: pass the same again, or save a checkpoint and load it into a new module"
+                )
             shard.weight.copy_(source.weight)
             for state, value in shard.state.items() if key in record.in_backward else ():
                 value.copy_(source.state[state])
         elif whole[key].is_meta:
             shard.table.init(shard.weight)
-            if shard.table.padding_row in range(shard.rows.start, shard.rows.stop):
-                shard.weight[shard.table.padding_row - shard.rows.start] = 0.0
+            if shard.table.padding_row is not None:
+                position = int(shard.order.positions(torch.tensor(shard.table.padding_row)))
+                if position in range(shard.rows.start, shard.rows.stop):
+                    shard.weight[position - shard.rows.start] = 0.0
         else:
-            shard.weight.copy_(whole[key][shard.rows, shard.columns])
+            shard.read(whole[key], into=shard.weight)
 
 
 def _position(shard: Shard) -> tuple[str, int, int]:

@@ -16,6 +16,7 @@ from torchrec.optim.fused import FusedOptimizerModule
 from lightning_freescale.embeddings.collections import Collection, Table
 from lightning_freescale.embeddings.id_checks import LookupChecks
 from lightning_freescale.embeddings.optimizer import TableOptimizer, UpdateSettings
+from lightning_freescale.embeddings.row_order import RowOrder
 
 _COUNTLESS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
 """Optimizers whose updates do not depend on how many there have been."""
@@ -28,8 +29,9 @@ class Shard:
     Attributes:
         weight: view of the live weights, shape ``[rows, columns]`` of the shard.
         state: views of the live optimizer state by torch's names; each ``[rows, columns]``, ``[rows]`` or one value.
-        rows: which rows of the table it holds.
+        rows: which rows of the table it holds, by their positions in ``order``.
         columns: which columns of the table it holds.
+        order: in which the table's rows lie.
     """
 
     table: Table
@@ -37,6 +39,25 @@ class Shard:
     state: dict[str, Tensor]
     rows: slice
     columns: slice
+    order: RowOrder
+
+    @property
+    def ids(self) -> Tensor:
+        """Return which rows of the table it holds, in the order of ``weight``: int64 of shape ``[rows]``."""
+        return self.order.ids(self.rows.start, self.rows.stop)
+
+    def read(self, whole: Tensor, into: Tensor) -> None:
+        """Copy this part of a whole table, or of its state, into ``weight`` or ``state``.
+
+        Args:
+            whole: shape ``[rows, dim]`` of the table, or ``[rows, 1]`` of a state that has one number per row.
+            into: what takes this part.
+        """
+        self.order.read(whole[(slice(None), *self.place_in(whole.shape)[1:])], self.rows.start, into)
+
+    def place_in(self, shape: Sequence[int]) -> tuple[slice, ...]:
+        """Return which rows, by position, and columns of a table or state of that shape it holds."""
+        return (self.rows,) if shape[1] == 1 else (self.rows, self.columns)
 
 
 @dataclass(frozen=True)
@@ -46,6 +67,7 @@ class ShardingRecord:
     Attributes:
         collection: what it was made from.
         plan: TorchRec's plan for its tables.
+        orders: in which the rows of each table lie, by its name.
         optimizers: how each table is updated, by table key.
         in_backward: those of ``optimizers`` that the user applied in backward.
         updates: how many each table's optimizer has done, by table key; of all collections that were sharded together.
@@ -54,6 +76,7 @@ class ShardingRecord:
 
     collection: Collection
     plan: Any
+    orders: dict[str, RowOrder]
     optimizers: dict[str, TableOptimizer]
     in_backward: dict[str, TableOptimizer]
     updates: dict[str, int]
@@ -128,7 +151,7 @@ class ShardedTables:
         whole = torch.zeros(table.rows, table.dim, device=self.device)
         for shard in self.shards():
             if shard.table.key == key:
-                whole[shard.rows, shard.columns] = shard.weight
+                shard.order.write(shard.weight, shard.rows.start, whole[:, shard.columns])
         # every number is on one rank, zeros are on all others: their bits add up to the same bits, also those of -0.0
         dist.all_reduce(whole.view(torch.int32), group=self.group)
         return whole
@@ -207,7 +230,7 @@ def shards_of(collection: Collection, module: Any) -> Iterator[Shard]:
             place = zip(spec.local_metadata.shard_offsets, spec.local_metadata.shard_sizes)
             rows, columns = (slice(start, start + size) for start, size in place)
             kept = {name: value for name, value in state.items() if value.numel()}
-            yield Shard(tables[spec.name], weight, kept, rows, columns)
+            yield Shard(tables[spec.name], weight, kept, rows, columns, module.freescale_sharding.orders[spec.name])
 
 
 def kernels(module: Any) -> Iterator[Any]:

@@ -48,6 +48,7 @@ from lightning_freescale.strategy.validation import (
     refuse_clip,
     refuse_lookahead,
     refuse_options,
+    refuse_placement,
     refuse_sampler,
     refuse_second_backward,
     refuse_several_optimizers,
@@ -97,6 +98,10 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             it costs nothing; by norm, or where the module has a ``configure_gradient_clipping`` of its own, no row can be
             updated before all gradients are known, so less of the exchange is hidden. ``"dense"``: the dense part alone, the
             norm without the tables, **which changes the numbers**.
+        placement: which rank owns which rows of a table that is sharded row-wise, on several ranks. ``"hash"``: neighbours are
+            far apart, so that the popular rows of a table that is sorted by popularity are spread over all ranks.
+            ``"blocks"``: a block of rows each, as plain TorchRec has it. Weights, states and checkpoints are in the order of
+            the ids, either way. Tables with managed collisions, and those sharded otherwise, stay as they are.
         **ddp_options: as in :class:`lightning.pytorch.strategies.DDPStrategy`; those it does not know go to
             ``DistributedDataParallel`` for the dense part.
 
@@ -104,8 +109,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         overlap_report: what the overlap was worth in the last fit, once it has ended; None without overlap.
 
     Raises:
-        ValueError: ``sigterm_every_n_steps`` is less than 1, there is no such transport, lookahead or clip, or an option
-            would have no effect beside another.
+        ValueError: ``sigterm_every_n_steps`` is less than 1, there is no such transport, lookahead, clip or placement, or an
+            option would have no effect beside another.
         TypeError: ``ids_of`` is no function, ``shard`` no list, or there is no such option.
     """
 
@@ -125,6 +130,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         ids_of: Callable[[Any], Any] | None = None,
         shard: Sequence[str] | Literal["auto"] | None = None,
         clip: Literal["all", "dense"] = "all",
+        placement: Literal["hash", "blocks"] = "hash",
         **ddp_options: Any,
     ) -> None:
         refuse_unknown_options(ddp_options, FreeScaleStrategy)
@@ -134,7 +140,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         refuse_lookahead(lookahead, ids_of, overlap)
         refuse_shard(shard)
         refuse_clip(clip)
-        self.clip = clip
+        refuse_placement(placement)
+        self.clip, self.placement = clip, placement
         self.plan, self.planner = plan, planner
         self.transport = LaneOptions(transport).transport
         self.overlap, self.dedup = overlap, dedup
@@ -413,6 +420,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
                 plan=self.plan,
                 planner=self.planner,
                 optimizers=optimizers,
+                placement=self.placement,
             )
         except BaseException:
             sharding.restore()

@@ -161,6 +161,12 @@ def refuse_clip(clip: str) -> None:
         raise ValueError(f"FreeScaleStrategy(clip={clip!r}): pass 'all' or 'dense'")
 
 
+def refuse_placement(placement: str) -> None:
+    """Refuse a ``placement`` that there is not, by a ValueError."""
+    if placement not in ("hash", "blocks"):
+        raise ValueError(f"FreeScaleStrategy(placement={placement!r}): pass 'hash' or 'blocks'")
+
+
 def refuse_sampler(sampler: Any, world_size: int) -> None:
     """Refuse a sampler that plans for another number of ranks, by a ValueError."""
     if isinstance(sampler, BalancedSampler) and sampler.num_replicas != world_size:

@@ -151,6 +151,31 @@ def test_gradients_of_what_is_not_there_are_refused() -> None:
     assert "accumulated gradients of ['gone.weight', 'net.gone']" in run_distributed(_of_another_module, 1)[0]
 
 
+def _error(path: str, ranks: int, resume: Any = 5, **options: Any) -> str:
+    with pytest.raises(ValueError, match="between two optimizer steps") as error:
+        _accumulate(path, resume=resume, ranks=ranks, **options)
+    return str(error.value)
+
+
+def _resume_of_before(path: str) -> list[Any]:
+    whole = _accumulate(path, (5,), placement="blocks")
+    if torch.distributed.get_rank() == 0:
+        saved = torch.load(f"{path}5", weights_only=True)
+        for mine in saved["freescale"]["accumulated"]:
+            for kept in mine["tables"].values():
+                assert kept.pop("row_orders") == [(1, 0), (1, 0)]
+        torch.save(saved, f"{path}_before")
+    torch.distributed.barrier()
+    return [whole, _accumulate(path, resume="_before", placement="blocks"), _error(path, 2, "_before")]
+
+
+def test_files_from_before_rows_were_hashed_have_them_in_blocks(tmp_path: Path) -> None:
+    for whole, resumed, error in run_distributed(_resume_of_before, 2, str(tmp_path / "batch")):
+        assert resumed[0] == whole[0][5:]
+        assert_same(resumed[1:], whole[1:])
+        assert "'net.embeddings' is sharded otherwise" in error
+
+
 def _windows(path: str) -> list[bool]:
     _accumulate(path, (1, 3, 5, 6, 8))
     _accumulate(path := f"{path}_short", make=CutShort)
@@ -162,12 +187,6 @@ def test_only_an_open_window_is_saved(tmp_path: Path) -> None:
     """Not with weights alone, after an optimizer step, nor where the epoch ends and Lightning forgets what was accumulated."""
     none = [False, False, True, False, False, False]
     assert run_distributed(_windows, 2, str(tmp_path / "batch")) == [none] * 2
-
-
-def _error(path: str, ranks: int, **options: Any) -> str:
-    with pytest.raises(ValueError, match="between two optimizer steps") as error:
-        _accumulate(path, resume=5, ranks=ranks, **options)
-    return str(error.value)
 
 
 def _on_one_owner() -> ShardingPlan:
@@ -182,14 +201,15 @@ def _on_one_owner() -> ShardingPlan:
     )
 
 
-def _on_other_owners(path: str) -> str:
+def _on_other_owners(path: str) -> list[str]:
     _accumulate(path, (5,))
-    return _error(path, 2, plan=_on_one_owner())
+    return [_error(path, 2, plan=_on_one_owner()), _error(path, 2, placement="blocks")]
 
 
 def test_gradients_that_belong_to_other_ranks_are_refused(tmp_path: Path) -> None:
     path = str(tmp_path / "batch")
-    for text in run_distributed(_on_other_owners, 2, path):
-        assert "'net.embeddings' is sharded otherwise" in text
+    for texts in run_distributed(_on_other_owners, 2, path):
+        for text in texts:
+            assert "'net.embeddings' is sharded otherwise" in text
     (text,) = run_distributed(_error, 1, path, 1)
     assert "was written on 2 ranks" in text and "Resume on 2 ranks, or from" in text

@@ -135,16 +135,24 @@ class OverlappedCollection:
         """Return what :meth:`restore_accumulated` takes. Drain first."""
         updates = self._exchange.row_updates
         rows, gradients = ([each.cpu() for each in kept] for kept in (updates.kept.rows, updates.kept.gradients))
-        return {"rows": rows, "gradients": gradients, "moved": updates.moved, "first_rows": self._local.layout.first_row}
+        return {"rows": rows, "gradients": gradients, "moved": updates.moved, **self._sharding()}
 
     def restore_accumulated(self, kept: Mapping[str, Any]) -> None:
         """Go on in a window, before the first step."""
-        if not torch.equal(kept["first_rows"], self._local.layout.first_row):
+        now = self._sharding()
+        # files from before rows could be hashed have them in blocks
+        orders = kept.get("row_orders", [(1, 0)] * len(now["row_orders"]))
+        if not torch.equal(kept["first_rows"], now["first_rows"]) or orders != now["row_orders"]:
             errors.other_sharding(self.path)
         device = self._local.layout.device
         rows, gradients = ([each.to(device) for each in kept[name]] for name in ("rows", "gradients"))
         self._worker.wait(self._worker.submit(self._exchange.restore_accumulated, rows, gradients, kept["moved"]))
         self.jobs.current.updates = False  # so that a window which begins now is one without them
+
+    def _sharding(self) -> dict[str, Any]:
+        """Return what the numbers of rows depend on."""
+        layout = self._local.layout
+        return {"first_rows": layout.first_row, "row_orders": [(order.multiplier, order.offset) for order in layout.orders]}
 
     @property
     def error(self) -> Exception | None:

@@ -106,7 +106,8 @@ class OverlapEngine:
             self.plain[collection.path] = "its ids are remapped by the model, so that rows cannot be told before"
             return None
         try:
-            return RowLayout.from_plan(collection, module.freescale_sharding.plan, self.tables.group.size(), self.tables.device)
+            record = module.freescale_sharding
+            return RowLayout.from_plan(collection, record.plan, record.orders, self.tables.group.size(), self.tables.device)
         except ValueError as error:
             own = [table.name for table in collection.tables if self.tables.optimizers[table.key].sparse_adam]
             if own:

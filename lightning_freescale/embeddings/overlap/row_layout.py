@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_freescale.embeddings.collections import Collection, Table
 from lightning_freescale.embeddings.planning import OVERLAPPED_KERNELS, OVERLAPPED_TYPES
+from lightning_freescale.embeddings.row_order import RowOrder
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,9 @@ class RowLayout:
         blocks: rows of each table per owner.
         first_row: number of each table's first row on each owner, shape ``[ranks, tables]``, on the host.
         starts: number of each owner's first row if owners are numbered through as well, shape ``[ranks + 1]``.
-        shifts: for each feature, what to add to an id in each block of its table to get its key, shape ``[blocks]`` or ``[1]``.
+        shifts: for each table, what to add to a position in each of its blocks to get its key, shape ``[blocks]`` or ``[1]``;
+            None where the key is the position, as in a single table split by rows.
+        orders: in which the rows of each table lie.
     """
 
     tables: tuple[Table, ...]
@@ -36,11 +39,21 @@ class RowLayout:
     blocks: tuple[int, ...]
     first_row: Tensor
     starts: Tensor
-    shifts: tuple[Tensor, ...]
+    shifts: tuple[Tensor | None, ...]
+    orders: tuple[RowOrder, ...]
 
     @classmethod
-    def from_plan(cls, collection: Collection, plan: Mapping[str, Any], ranks: int, device: torch.device) -> RowLayout:
+    def from_plan(
+        cls,
+        collection: Collection,
+        plan: Mapping[str, Any],
+        orders: Mapping[str, RowOrder],
+        ranks: int,
+        device: torch.device,
+    ) -> RowLayout:
         """Return the layout of a collection whose tables are split by rows or not at all.
+
+        ``plan`` and ``orders`` are by the tables' names.
 
         Raises:
             ValueError: a table is split otherwise, its kernel keeps rows where they cannot be read, or a rank owns too many
@@ -56,13 +69,17 @@ class RowLayout:
         features = tuple((feature, i) for i, each in enumerate(collection.tables) for feature in each.features)
         first_row = torch.cumsum(counts, dim=1) - counts
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(counts.sum(dim=1), dim=0)])
-        shifts = []
-        for _, i in features:
-            shards = torch.arange(-(-collection.tables[i].rows // blocks[i]))
-            owners = first_owner[i] + shards
-            shift = starts[owners] + first_row[owners, i] - shards * blocks[i]
-            shifts.append((shift[:1] if bool((shift == shift[0]).all()) else shift).to(device))
-        return cls(collection.tables, features, output_names(collection), blocks, first_row, starts.to(device), tuple(shifts))
+        shifts: list[Tensor | None] = []
+        for index, table in enumerate(collection.tables):
+            shards = torch.arange(-(-table.rows // blocks[index]))
+            owners = first_owner[index] + shards
+            shift = starts[owners] + first_row[owners, index] - shards * blocks[index]
+            if bool(shift.any()):
+                shifts.append((shift[:1] if bool((shift == shift[0]).all()) else shift).to(device))
+            else:
+                shifts.append(None)
+        names, in_order = output_names(collection), tuple(orders[table.name] for table in collection.tables)
+        return cls(collection.tables, features, names, blocks, first_row, starts.to(device), tuple(shifts), in_order)
 
     @property
     def ranks(self) -> int:
@@ -83,13 +100,14 @@ class RowLayout:
         """Return how many rows a rank owns."""
         return int(self.starts[rank + 1] - self.starts[rank])
 
-    def keys(self, feature: int, ids: Tensor) -> Tensor:
-        """Return the key of every id of a feature: its row's number, owners numbered through. Both of shape ``[ids]``."""
-        shifts = self.shifts[feature]
+    def keys(self, table: int, ids: Tensor) -> Tensor:
+        """Return the key of every id of a table: its row's number, owners numbered through. Both of shape ``[ids]``."""
+        shifts, positions = self.shifts[table], self.orders[table].positions(ids)
+        if shifts is None:
+            return positions
         if len(shifts) > 1:
-            block = self.blocks[self.features[feature][1]]
-            return ids + shifts[torch.div(ids, block, rounding_mode="floor")]
-        return ids + shifts
+            return positions + shifts[torch.div(positions, self.blocks[table], rounding_mode="floor")]
+        return positions + shifts
 
     def owners(self, keys: Tensor) -> Tensor:
         """Return the owner of every key."""

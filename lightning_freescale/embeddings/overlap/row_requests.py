@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
@@ -59,7 +59,8 @@ class RowRequest:
         ids = [_checked_ids(features, layout) for features in lookups]
         of_lookup = [sum(part.numel() for part in parts) for parts in ids]
         parts = [(index, part) for parts in ids for index, part in enumerate(parts)]
-        keys = torch.cat([layout.keys(index, part) for index, part in parts])
+        of_tables = groupby(parts, key=lambda part: layout.features[part[0]][1])  # features that share one are done at once
+        keys = _joined([layout.keys(table, _joined([ids for _, ids in run])) for table, run in of_tables])
         slots = _no_slots(layout, dedup)
         if dedup:
             ordered, order = _sorted(keys, layout.key_bits)
@@ -167,6 +168,10 @@ def as_output(features: KeyedJaggedTensor, rows: Tensor, layout: RowLayout, with
         outputs[name] = JaggedTensor(values=values, lengths=jagged.lengths(), weights=weights)
         start = end
     return outputs
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _no_slots(layout: RowLayout, dedup: bool) -> Tensor:
