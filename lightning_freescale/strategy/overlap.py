@@ -90,7 +90,9 @@ class OverlapController:
                 probe.give_up("training_step takes the loader's iterator, so that nobody knows the next batch: take the batch")
         if isinstance(loader, LookaheadLoader):
             self._following = loader.start_batch()
-            self._parts_as_loaded = _parts(loader.started_batch)
+            loaded = _parts(loader.started_batch)
+            if len(loaded) == len(self._parts):  # else the loader has lost track
+                self._parts_as_loaded = loaded
         elif not self._warned:
             self._warned = True
             rank_zero_warn(f"{_why_not_ahead(loader)}: the embedding exchange is not overlapped with compute")
