@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,6 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 
+from lightning_freescale.embeddings.collections import Collection, find_collections
+from lightning_freescale.embeddings.overlap.pooling import tables_by_width
+from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 from tests.helpers.overlap_training import Changed, CountingModel
 from tests.helpers.recommender import RankBatches
 
@@ -85,3 +90,24 @@ def bag_loader(steps: int, longest: int = 2, salt: int = 0, samples: int = 5) ->
     batches = DataLoader(RankBatches(rank, steps, samples + rank), batch_size=None)
     seeds = iter(range(1000 * rank + salt, 1000 * rank + salt + steps))
     return DataLoader(Changed(batches, lambda batch: with_bags(batch, next(seeds), longest)), batch_size=None)
+
+
+def layouts_of(module: EmbeddingBagCollection, ranks: int, row_wise: bool = False) -> tuple[Collection, list[RowLayout]]:
+    """The collection, and where its rows would live: tables on one rank after the other, or each on all."""
+    ((collection, _),) = find_collections(nn.ModuleDict({"bags": module}))
+    plan = {}
+    for index, table in enumerate(collection.tables):
+        size = -(-table.rows // ranks) if row_wise else table.rows
+        shards = [
+            SimpleNamespace(
+                shard_offsets=[start, 0],
+                shard_sizes=[min(size, table.rows - start), table.dim],
+                placement=SimpleNamespace(rank=lambda owner=number if row_wise else index % ranks: owner),
+            )
+            for number, start in enumerate(range(0, table.rows, size))
+        ]
+        kind = "row_wise" if row_wise else "table_wise"
+        spec = SimpleNamespace(shards=shards)
+        plan[table.name] = SimpleNamespace(sharding_type=kind, compute_kernel="fused", sharding_spec=spec)
+    parts = [replace(collection, tables=tables) for tables in tables_by_width(collection)]
+    return collection, [RowLayout.from_plan(part, plan, ranks, torch.device("cpu")) for part in parts]
