@@ -72,7 +72,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         transport: what moves rows and ids between GPUs, see :class:`lightning_freescale.comm.LaneOptions`.
         overlap: exchange the rows of embedding collections while the model computes. The numbers are the same without. An
             EmbeddingBagCollection whose bags, pooled by the owners of their rows, are fewer bytes than the rows is left to
-            plain TorchRec after its first step, after one notice.
+            plain TorchRec after its first steps, after one notice.
         dedup: with ``overlap``, send each row once per rank and step. Without it the numbers are bitwise those of plain
             TorchRec, with it they differ by the order of summation.
         sigterm_every_n_steps: how often the ranks tell each other of a SIGTERM, in steps, at least 1. Lightning does it before

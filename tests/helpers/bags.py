@@ -1,4 +1,4 @@
-"""A module with bags of every kind beside sequences, and its data: short bags, so that their rows are fewer bytes than they are."""
+"""A module with bags of every kind beside sequences, and its data."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_freescale.embeddings.collections import Collection, find_collections
 from lightning_freescale.embeddings.overlap.pooling import tables_by_width
@@ -43,6 +44,15 @@ def configs(tables: dict[str, Any]) -> list[EmbeddingBagConfig]:
     ]
 
 
+SETTINGS: dict[str, tuple[Any, dict[str, float]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.05}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.05, "eps": 1e-2}),
+    "rowwise_adagrad": (RowWiseAdagrad, {"lr": 0.05, "eps": 1e-2}),
+    "adam": (torch.optim.Adam, {"lr": 0.01, "eps": 1e-2}),
+}
+"""With a smaller eps, rounding becomes a step where gradients cancel."""
+
+
 class BagModel(CountingModel):
     """Sequences, bags of two widths, and weighted bags; a layer reads all columns, by their place."""
 
@@ -56,8 +66,8 @@ class BagModel(CountingModel):
     def scores(self, batch: Batch) -> Tensor:
         bags, weighted = self.bags(batch["bags"]), self.weighted(batch["weighted"])
         assert bags.keys() == COLUMNS and weighted.keys() == ["price", "place"]
-        hidden = self.over(torch.cat([bags.values(), weighted.values()], dim=1)).squeeze(1)
-        return self.net(batch["features"]) + hidden + bags["word"].mean(dim=1)
+        hidden = self.over(torch.tanh(torch.cat([bags.values(), weighted.values()], dim=1))).squeeze(1)
+        return self.net(batch["features"]) + hidden + torch.tanh(bags["word"]).mean(dim=1)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss = nn.functional.mse_loss(self.scores(batch), batch["label"])
@@ -65,12 +75,16 @@ class BagModel(CountingModel):
         self.log("loss", loss)
         return loss
 
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        kind, options = SETTINGS[self.optimizer]
+        return kind(self.parameters(), **options)
+
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.losses.append(nn.functional.mse_loss(self.scores(batch), batch["label"]).item())
 
 
 def jagged(keys: list[str], samples: int, draw: torch.Generator, weighted: bool = False, longest: int = 2) -> KeyedJaggedTensor:
-    """Bags of no, one or a few ids."""
+    """Bags of no, one or a few ids: of two at most their rows are fewer bytes than the bags."""
     lengths = torch.tensor([0, 0, 1, 1, longest])[torch.randint(0, 5, (len(keys), samples), generator=draw)]
     ids = [torch.randint(0, ROWS[key], (int(each.sum()),), generator=draw) for key, each in zip(keys, lengths)]
     weights = torch.rand(int(lengths.sum()), generator=draw) + 0.5 if weighted else None

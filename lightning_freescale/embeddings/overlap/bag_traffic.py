@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import torch
@@ -13,21 +13,27 @@ from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 from lightning_freescale.embeddings.overlap.transport import Transport
 
 
+DECIDING_STEPS = 8
+"""Steps with a gradient that are counted. TorchRec's own exchange would not be exact where steps differ in their lookups."""
+
+
 @dataclass(frozen=True)
 class BagBytes:
-    """What crosses between ranks in one step of all ranks, ids included.
+    """What crosses between ranks in those steps, ids included, of all ranks.
 
     Attributes:
         rows: by the overlap engine: every row that a rank's bags need, once, and back its gradient.
         pooled: by TorchRec: every bag pooled by the owners of its rows, and back its gradient.
+        irregular: how often a rank made no lookup, or several, in one of the steps.
     """
 
     rows: int
     pooled: int
+    irregular: int
 
     def __add__(self, other: BagBytes) -> BagBytes:
-        """Return the bytes of both."""
-        return BagBytes(self.rows + other.rows, self.pooled + other.pooled)
+        """Return the sums of both."""
+        return BagBytes(self.rows + other.rows, self.pooled + other.pooled, self.irregular + other.irregular)
 
 
 class BagTraffic:
@@ -41,12 +47,15 @@ class BagTraffic:
         transport: of their messages.
 
     Attributes:
-        compared: what the first batch with a gradient has moved, the same on all ranks; None before.
+        total: of the deciding steps, the same on all ranks; None before.
+        decided_in: number of the last one's batch.
     """
 
     def __init__(self, layout: RowLayout, transport: Transport) -> None:
         self._transport, self._layout = transport, layout
-        self.compared: BagBytes | None = None
+        self.total: BagBytes | None = None
+        self.decided_in = 0
+        self._mine, self._steps = BagBytes(0, 0, 0), 0
         last = torch.tensor([[layout.rows_of(rank)] for rank in range(layout.ranks)])
         holds = torch.diff(layout.first_row, append=last) > 0
         split = holds.sum(dim=0) > 1
@@ -64,13 +73,16 @@ class BagTraffic:
         # an id of 64 bits; a bag's length, its pooled row and back the gradient
         return 8 * (sum(request.ids) - request.ids[rank]) + (4 + 2 * 4 * self._transport.dim) * batch.pooled_rows
 
-    def compare_once(self, batch: PipelinedBatch) -> None:
-        """Add up what both ways move for the lookups of all ranks, in the first batch with a gradient. Collective."""
-        if self.compared is not None:
+    def count(self, batch: PipelinedBatch) -> None:
+        """Count a batch that a rank has a gradient of; after the last deciding one, add up what all ranks have. Collective."""
+        if self.total is not None:
             return
         request, rank = batch.request, self._transport.rank
         rows = (4 + 2 * 4 * self._transport.dim) * (sum(request.sizes) - request.sizes[rank])
-        mine = np.array([rows, self.torchrec_bytes(batch)], np.int64).view(np.int32)
-        told = self._transport.exchange_numbers(np.tile(mine, (self._transport.ranks, 1)))
-        totals = np.array(told, np.int32).view(np.int64).sum(axis=0)
-        self.compared = BagBytes(*totals.tolist())
+        self._mine += BagBytes(rows, self.torchrec_bytes(batch), int(batch.lookups != 1))
+        self._steps += 1
+        if self._steps == DECIDING_STEPS:
+            mine = np.array(astuple(self._mine), np.int64).view(np.int32)
+            told = self._transport.exchange_numbers(np.tile(mine, (self._transport.ranks, 1)))
+            self.decided_in = batch.number
+            self.total = BagBytes(*np.array(told, np.int32).view(np.int64).sum(axis=0).tolist())

@@ -130,6 +130,7 @@ class OverlappedCollection:
         predicted = jobs.lookups.made[-1].predicted
         kind = {None: "unpredicted_lookups", True: "predicted_lookups", False: "mispredicted_lookups"}[predicted]
         self.statistics.count(**{kind: 1})
+        batch.lookups += 1
         if self._exchange.bag_traffic is not None:
             batch.pooled_rows += self._exchange.bag_traffic.pooled_rows(features)
         first, batch.looked_up = not batch.looked_up, True
@@ -193,11 +194,13 @@ class OverlappedCollection:
         self.jobs.current.updates = False  # so that a window which begins now is one without them
 
     def bag_bytes(self) -> BagBytes | None:
-        """Return what :class:`BagTraffic` has counted, once the first step with a gradient has ended; the same on all ranks."""
+        """Return what :class:`BagTraffic` has found up to the step before the last; between two steps, on every rank."""
         traffic = self._exchange.bag_traffic
-        if traffic is not None and traffic.compared is None and self.jobs.following.ready is not None:
-            self._worker.wait(self.jobs.following.ready)  # else it would be known on some ranks only
-        return None if traffic is None else traffic.compared
+        if traffic is None:
+            return None
+        if traffic.total is None and self.jobs.prefetched is not None:
+            self._worker.wait(self.jobs.prefetched)  # it comes behind that step's jobs; those of the last may not be done
+        return traffic.total if traffic.decided_in < self.jobs.current.number else None
 
     @property
     def error(self) -> Exception | None:

@@ -18,6 +18,7 @@ from lightning_freescale.comm import BACKEND, LaneOptions
 from lightning_freescale.embeddings.collections import Collection
 from lightning_freescale.embeddings.lookahead.probe import ModeProposal
 from lightning_freescale.embeddings.optimizer import UpdateSettings
+from lightning_freescale.embeddings.overlap.bag_traffic import DECIDING_STEPS
 from lightning_freescale.embeddings.overlap.batch_state import Lookup
 from lightning_freescale.embeddings.overlap.collection import OverlappedCollection
 from lightning_freescale.embeddings.overlap.launch_order import LaunchOrder, refuse_one_queue
@@ -275,24 +276,26 @@ class OverlapEngine:
             self.collections[path].restore_accumulated(gradients)
 
     def leave_long_bags(self) -> dict[str, str]:
-        """Leave the collections to plain TorchRec whose rows were more bytes than their bags, pooled by the rows' owners.
+        """Leave the collections to plain TorchRec whose rows are more bytes than their bags, pooled by the rows' owners.
 
-        The first step with a gradient decides, for good. Collections that TorchRec could not have stay: those with Adam on
-        CPU, and all of them where gradients are clipped; call it only if every batch is followed by an optimizer step.
-        Collective, between two steps; those that are left are up to date then, and :meth:`take_idle_steps` has to follow.
+        The first steps with a gradient decide, for good. Collections that TorchRec would not train exactly stay: those that
+        are not looked up once by every rank, those with Adam on CPU, and all of them where gradients are clipped; call it only
+        if every batch is followed by an optimizer step. Collective, between two steps; those that are left are up to date
+        then, and :meth:`take_idle_steps` has to follow.
 
         Returns:
-            Why, by path; empty if none is left, as it is after the first time.
+            Why, by path; empty but for the one time that collections are left.
         """
         left: dict[str, str] = {}
         for path, module in self.modules.items() if self.clip_value is None and not self._hold_gradients else ():
             adam = any(self.tables.optimizers[table.key].sparse_adam for table in module.collection.tables)
             found = None if adam else module.bag_bytes()
-            if found is not None and found.rows > found.pooled:
+            if found is not None and found.rows > found.pooled and not found.irregular:
+                rows, pooled = (count // DECIDING_STEPS for count in (found.rows, found.pooled))
                 left[path] = (
-                    f"its bags hold so many ids that their rows, each once per rank, and their gradients are {found.rows} "
-                    f"bytes in a step of all ranks, and the bags pooled by the rows' owners, as TorchRec sends them, "
-                    f"{found.pooled}. The fewer bytes decide; an EmbeddingCollection whose rows the model pools is overlapped"
+                    f"its bags hold so many ids that their rows, each once per rank, and their gradients are {rows} bytes in a "
+                    f"step of all ranks, and the bags pooled by the rows' owners, as TorchRec sends them, {pooled}. The fewer "
+                    "bytes decide; an EmbeddingCollection whose rows the model pools is overlapped whatever they are"
                 )
         for path in left:
             self._leave(path)

@@ -67,13 +67,13 @@ class ModuleForward:
             part.drain()
 
     def bag_bytes(self) -> BagBytes | None:
-        """Return what the first step with a gradient has moved, and would have moved by TorchRec; None if it is not known.
+        """Return what the deciding steps have moved, and would have moved by TorchRec; None before.
 
         The same on all ranks, which call it between two steps.
         """
         found = [part.bag_bytes() for part in self.parts]
         known = [each for each in found if each is not None]
-        return sum(known, BagBytes(0, 0)) if len(known) == len(found) else None
+        return sum(known, BagBytes(0, 0, 0)) if len(known) == len(found) else None
 
     def close(self, farewell: bool) -> None:
         """Give TorchRec's forward back, and end the exchanges."""

@@ -224,7 +224,7 @@ class RowExchange:
             self.row_updates.take(current, given, gradients, due)
             self._send_last_rows(following)
         if self.bag_traffic is not None and any(head.moves for head in heads):
-            self.bag_traffic.compare_once(current)
+            self.bag_traffic.count(current)
 
     def apply_held(self, current: PipelinedBatch, following: PipelinedBatch) -> None:
         """Update rows by the gradients that are held, and D."""

@@ -81,9 +81,7 @@ def _deduplicated(weighted: bool) -> KeyedJaggedTensor:
     inverse = torch.stack([torch.randint(0, count, (4,), generator=draw) for count in bags])
     weights = torch.rand(7, generator=draw) if weighted else None
     strides: Any = [[count] for count in bags]
-    return KeyedJaggedTensor(
-        keys, values, weights, lengths, stride_per_key_per_rank=strides, inverse_indices=(keys, inverse)
-    )
+    return KeyedJaggedTensor(keys, values, weights, lengths, stride_per_key_per_rank=strides, inverse_indices=(keys, inverse))
 
 
 @pytest.mark.parametrize("weighted", [False, True])
