@@ -12,9 +12,8 @@ from lightning_freescale.embeddings.overlap.batch_state import PipelinedBatch
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 from lightning_freescale.embeddings.overlap.transport import Transport
 
-
 DECIDING_STEPS = 8
-"""Steps with a gradient that are counted. TorchRec's own exchange would not be exact where steps differ in their lookups."""
+"""Steps with a gradient that are counted."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,9 @@ class BagBytes:
     Attributes:
         rows: by the overlap engine: every row that a rank's bags need, once, and back its gradient.
         pooled: by TorchRec: every bag pooled by the owners of its rows, and back its gradient.
-        irregular: how often a rank made no lookup, or several, in one of the steps.
+        irregular: how often a rank made no lookup, or several, in one of the steps, which TorchRec would wait for, or update
+            for each; and one more if in any collection the ranks' lookups differ, who might then wait for each other there
+            and here.
     """
 
     rows: int
@@ -82,7 +83,8 @@ class BagTraffic:
         self._mine += BagBytes(rows, self.torchrec_bytes(batch), int(batch.lookups != 1))
         self._steps += 1
         if self._steps == DECIDING_STEPS:
-            mine = np.array(astuple(self._mine), np.int64).view(np.int32)
+            mine = np.array([batch.pattern, *astuple(self._mine)], np.int64).view(np.int32)
             told = self._transport.exchange_numbers(np.tile(mine, (self._transport.ranks, 1)))
+            patterns, *counts = np.array(told, np.int32).view(np.int64).T
             self.decided_in = batch.number
-            self.total = BagBytes(*np.array(told, np.int32).view(np.int64).sum(axis=0).tolist())
+            self.total = BagBytes(*(int(count.sum()) for count in counts)) + BagBytes(0, 0, len(set(patterns)) - 1)

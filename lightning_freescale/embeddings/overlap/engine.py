@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -81,6 +82,7 @@ class OverlapEngine:
         self.plain: dict[str, str] = {}
         self._table_keys: dict[str, list[str]] = {}
         self._idle_of_left: dict[str, int] = {}
+        self._pattern = 0
         self._totals_of_left: list[dict[str, float]] = []
         layouts = [(collection, module, self._layouts(collection, module)) for collection, module in tables.modules]
         several = sum(len(parts) for *_, parts in layouts) > 1
@@ -162,6 +164,8 @@ class OverlapEngine:
         """
         step = self._steps if step is None else step
         self._steps = step + updates
+        made = [each.jobs.current.lookups for each in self.collections.values()]
+        self._pattern = zlib.crc32(repr(made).encode(), self._pattern)
         agreed: dict[str, int] = {}
         default = UpdateSettings(step)
         for path, module in self.modules.items():
@@ -169,6 +173,7 @@ class OverlapEngine:
             for part in module.parts:
                 given = [(settings or {}).get(key, default) for key in self._table_keys[part.path]]
                 agreed[path] = max(agreed.get(path, 0), part.begin_step(updates, given, step, restart, mode))
+                part.jobs.current.pattern = self._pattern
         if upcoming is None:
             for collection in self.collections.values():
                 collection.jobs.submit_end()
@@ -279,9 +284,9 @@ class OverlapEngine:
         """Leave the collections to plain TorchRec whose rows are more bytes than their bags, pooled by the rows' owners.
 
         The first steps with a gradient decide, for good. Collections that TorchRec would not train exactly stay: those that
-        are not looked up once by every rank, those with Adam on CPU, and all of them where gradients are clipped; call it only
-        if every batch is followed by an optimizer step. Collective, between two steps; those that are left are up to date
-        then, and :meth:`take_idle_steps` has to follow.
+        are not looked up once by every rank, or beside others that some ranks look up more often; those with Adam on CPU; all
+        of them where gradients are clipped. Call it only if every batch is followed by an optimizer step. Collective, between
+        two steps; those that are left are up to date then, and :meth:`take_idle_steps` has to follow.
 
         Returns:
             Why, by path; empty but for the one time that collections are left.
