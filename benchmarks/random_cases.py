@@ -13,7 +13,14 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+    PoolingType,
+)
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_freescale import FreeScaleStrategy
@@ -35,6 +42,8 @@ class Part:
         lookups: how often a step looks it up, at most.
         ids: where the ids come from: ``"batch"``, ``"computed"`` or ``"drawn"`` in the step.
         when: in which steps and on which ranks all lookups are made: ``"always"``, ``"some steps"``, ``"some ranks"``.
+        bags: of each table how its bags are pooled, ``"sum"``, ``"mean"`` or ``"weighted"``; empty for sequences.
+        wide: of each table of bags whether its rows are twice as wide.
     """
 
     rows: tuple[int, ...]
@@ -44,6 +53,15 @@ class Part:
     lookups: int
     ids: str
     when: str
+    bags: tuple[str, ...] = ()
+    wide: tuple[bool, ...] = ()
+
+    @property
+    def width(self) -> int:
+        """Numbers that a lookup returns for a sample."""
+        if not self.bags:
+            return self.dim
+        return sum(self.dim * (1 + wide) * count for wide, count in zip(self.wide, self.features))
 
 
 @dataclass(frozen=True)
@@ -84,10 +102,19 @@ def random_case(seed: int) -> Case:
             when=pick(["always", "always", "some steps", "some ranks"]),
         )
 
+    bags = random.Random(f"bags {seed}")  # its own: what a seed has drawn without them stays
+
+    def in_bags(part: Part) -> Part:
+        if part.plain or bags.random() < 0.5:
+            return part
+        tables, pooling = len(part.rows), [["weighted"], ["sum", "mean"]][bags.random() < 0.7]
+        pooled, wide = (tuple(bags.choice(choices) for _ in range(tables)) for choices in (pooling, [False, False, True]))
+        return replace(part, bags=pooled, wide=wide)
+
     return Case(
         seed=seed,
         ranks=pick([1, 2, 2, 3]),
-        parts=tuple(part() for _ in range(pick([1, 1, 2]))),
+        parts=tuple(in_bags(part()) for _ in range(pick([1, 1, 2]))),
         optimizer=pick(["sgd", "adagrad", "rowwise_adagrad", "adam", "adamw"]),
         groups=pick([1, 1, 2]),
         schedule=pick(["none", "rate", "one cycle"]),
@@ -144,7 +171,7 @@ class Model(L.LightningModule):
         self.parts, self.layers = nn.ModuleList(), nn.ModuleList()
         for index, part in enumerate(case.parts):
             self.parts.append(nn.Embedding(part.rows[0], part.dim) if part.plain else _collection(index, part))
-            self.layers.append(nn.Linear(part.dim, HIDDEN))
+            self.layers.append(nn.Linear(part.width, HIDDEN))
         self.last = nn.Linear(HIDDEN, 1)
 
     def on_train_start(self) -> None:
@@ -177,7 +204,7 @@ class Model(L.LightningModule):
         return (self.last(torch.tanh(hidden)).squeeze(1) - batch["label"]).square().mean()
 
     def _looked_up(self, index: int, lookup: int, batch: Batch) -> Tensor:
-        """Return one row per sample."""
+        """Return one row per sample, ``part.width`` wide."""
         part, given = self.case.parts[index], batch["lookups"][index][lookup]
         ids = given if part.plain else given.values()
         if part.ids == "computed":
@@ -187,8 +214,10 @@ class Model(L.LightningModule):
         if part.plain:
             return self.parts[index](ids).mean(dim=1)
         if part.ids != "batch":
-            given = KeyedJaggedTensor(given.keys(), ids, lengths=given.lengths())
+            given = KeyedJaggedTensor(given.keys(), ids, given.weights_or_none(), given.lengths())
         found = self.parts[index](given)
+        if part.bags:
+            return found.values()
         sums: Any = 0.0
         for name in given.keys():  # noqa: SIM118 (it is no dict)
             lengths = found[name].lengths().long()
@@ -231,17 +260,20 @@ class Model(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def _collection(index: int, part: Part) -> EmbeddingCollection:
-    numbered = iter(range(sum(part.features)))
-    configs = [
-        EmbeddingConfig(
-            name=f"t{index}_{table}",
-            num_embeddings=rows,
-            embedding_dim=part.dim,
-            feature_names=[f"f{next(numbered)}" for _ in range(part.features[table])],
-        )
-        for table, rows in enumerate(part.rows)
-    ]
+def _collection(index: int, part: Part) -> nn.Module:
+    numbered, configs = iter(range(sum(part.features))), []
+    for table, rows in enumerate(part.rows):
+        name, features = f"t{index}_{table}", [f"f{next(numbered)}" for _ in range(part.features[table])]
+        if part.bags:
+            pooling = PoolingType.MEAN if part.bags[table] == "mean" else PoolingType.SUM
+            dim = part.dim * (1 + part.wide[table])
+            configs.append(
+                EmbeddingBagConfig(embedding_dim=dim, num_embeddings=rows, name=name, feature_names=features, pooling=pooling)
+            )
+        else:
+            configs.append(EmbeddingConfig(embedding_dim=part.dim, num_embeddings=rows, name=name, feature_names=features))
+    if part.bags:
+        return EmbeddingBagCollection(tables=configs, is_weighted="weighted" in part.bags)
     return EmbeddingCollection(tables=configs)
 
 
@@ -279,7 +311,8 @@ def _loader(case: Case, rank: int, salt: int = 0, micro_batches: int = 1) -> Dat
         rows = [rows for rows, features in zip(part.rows, part.features) for _ in range(features)]
         lengths = torch.randint(0, 5, (len(rows), SAMPLES), generator=draw)
         ids = [torch.randint(0, most, (int(each.sum()),), generator=draw) for most, each in zip(rows, lengths)]
-        return KeyedJaggedTensor([f"f{index}" for index in range(len(rows))], torch.cat(ids), lengths=lengths.view(-1))
+        weights = torch.rand(int(lengths.sum()), generator=draw) + 0.5 if "weighted" in part.bags else None
+        return KeyedJaggedTensor([f"f{index}" for index in range(len(rows))], torch.cat(ids), weights, lengths.view(-1))
 
     batches = [
         {

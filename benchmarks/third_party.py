@@ -38,8 +38,6 @@ def main() -> None:
     for name in options.models:
         kind = model(name)
         for optimizer in options.optimizers:
-            if (name, optimizer) == ("DLRM", "adam"):
-                continue  # refused on CPU
             found = [largest_difference(run_distributed(fit_both, ranks, kind, optimizer)) for ranks in options.ranks]
             figures |= {f"{name}, {optimizer}, {ranks} ranks": each for ranks, each in zip(options.ranks, found)}
             figures["largest"] = max(figures["largest"], *found)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingCollection
+from torchrec import EmbeddingBagCollection, EmbeddingCollection, PoolingType
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
@@ -33,6 +33,7 @@ class Table:
         features: the KeyedJaggedTensor features that look it up.
         init: fills a tensor with initial weights.
         padding_row: the row that is zero at first and never updated, if there is one.
+        mean: whether the rows of a bag are pooled by their mean, else by their sum.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Table:
     features: tuple[str, ...]
     init: Callable[[torch.Tensor], Any]
     padding_row: int | None = None
+    mean: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Collection:
         managed: whether TorchRec remaps its ids before it looks them up, so that any id has a row.
         need_indices: whether it returns the ids as the weights of its JaggedTensors.
         embedding: whether it is an ``nn.Embedding``, see :mod:`.plain_embedding`.
+        weighted: whether it is an EmbeddingBagCollection that multiplies each row by a weight of its id.
     """
 
     path: str
@@ -71,6 +74,17 @@ class Collection:
     managed: bool
     need_indices: bool
     embedding: bool = False
+    weighted: bool = False
+
+    @property
+    def plain_because(self) -> str:
+        """Why TorchRec has to exchange its rows, whatever the plan; empty if the overlap engine can."""
+        if self.managed:
+            return "its ids are remapped by the model, so that rows cannot be told before"
+        if self.weighted and any(table.mean for table in self.tables):
+            means = [table.name for table in self.tables if table.mean]
+            return f"it is weighted, and tables {means} pool by the mean, which the unsharded module refuses: pool by the sum"
+        return ""
 
     def names(self, inner: str) -> tuple[str, ...]:
         """Return what the whole module calls something that the collection calls ``inner``, first as it is at ``path``."""
@@ -133,7 +147,8 @@ def replace_everywhere(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def _describe(path: str, aliases: tuple[str, ...], module: Any) -> Collection:
-    managed, pooled, need_indices = is_managed(module), isinstance(module, EmbeddingBagCollection), False
+    managed, pooled = is_managed(module), isinstance(module, EmbeddingBagCollection)
+    need_indices = weighted = False
     meta = torch.device("meta")
     blueprint: Callable[[], nn.Module]
     sharder: Any
@@ -143,17 +158,26 @@ def _describe(path: str, aliases: tuple[str, ...], module: Any) -> Collection:
         sharder, blueprint = ManagedCollisionEmbeddingCollectionSharder(), managed_blueprint(module)
     elif pooled:
         holder, configs, sharder = "embedding_bags", module.embedding_bag_configs(), EmbeddingBagCollectionSharder()
-        blueprint = partial(EmbeddingBagCollection, tables=configs, device=meta, is_weighted=module.is_weighted())
+        weighted = module.is_weighted()
+        blueprint = partial(EmbeddingBagCollection, tables=configs, device=meta, is_weighted=weighted)
     else:
         holder, configs, sharder = "embeddings", module.embedding_configs(), EmbeddingCollectionSharder()
         need_indices = module.need_indices()
         blueprint = partial(EmbeddingCollection, tables=configs, device=meta, need_indices=need_indices)
     holder = f"{path}.{holder}" if path else holder
     tables = tuple(
-        Table(c.name, f"{holder}.{c.name}.weight", c.num_embeddings, c.embedding_dim, tuple(c.feature_names), c.init_fn)
+        Table(
+            name=c.name,
+            key=f"{holder}.{c.name}.weight",
+            rows=c.num_embeddings,
+            dim=c.embedding_dim,
+            features=tuple(c.feature_names),
+            init=c.init_fn,
+            mean=pooled and c.pooling == PoolingType.MEAN,
+        )
         for c in configs
     )
-    return Collection(path, aliases, blueprint, tables, sharder, pooled, managed, need_indices)
+    return Collection(path, aliases, blueprint, tables, sharder, pooled, managed, need_indices, weighted=weighted)
 
 
 def _describe_embedding(path: str, aliases: tuple[str, ...], module: Any) -> Collection:

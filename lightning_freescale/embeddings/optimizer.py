@@ -131,9 +131,9 @@ class TableOptimizer:
         without_fused = device.type == "cpu" and kind in _NOT_ON_CPU
         if without_fused and not sparse_adam:
             raise ValueError(
-                f"{kind.__name__} holds the embedding table {table!r}, but FBGEMM has no Adam on CPU, and only an "
-                "EmbeddingCollection under FreeScaleStrategy(overlap=True) does without. Put the table's parameters into SGD, "
-                "Adagrad or RowWiseAdagrad (torchrec.optim.RowWiseAdagrad), or train on a GPU"
+                f"{kind.__name__} holds the embedding table {table!r}, but FBGEMM has no Adam on CPU, and only a collection "
+                "whose exchange is overlapped (FreeScaleStrategy(overlap=True)) does without. Put the table's parameters into "
+                "SGD, Adagrad or RowWiseAdagrad (torchrec.optim.RowWiseAdagrad), or train on a GPU"
             )
         initial = optimizer.defaults.get("initial_accumulator_value", 0.0)  # torch ignores a parameter group's own
         return cls(_FUSED.get(kind, kind), followed_options(optimizer, group), group, initial, without_fused)

@@ -55,9 +55,10 @@ class TableSharding:
     ) -> None:
         self.root = root
         self.device = device
+        self._overlap = overlap
         found = find_collections(root, embeddings)
         self._replaced = [(collection, module, collection.blueprint()) for collection, module in found]
-        overlapped = [c for c, *_ in self._replaced if overlap and not (c.pooled or c.managed)]
+        overlapped = [c for c, *_ in self._replaced if overlap and not c.plain_because]
         self.sparse_adam = frozenset(table.key for collection in overlapped for table in collection.tables)
         self.in_backward: dict[str, TableOptimizer] = {}
         self.updates: dict[str, int] = {}
@@ -171,8 +172,10 @@ class TableSharding:
         chosen = {table.key: optimizers[table.key] for table in collection.tables}
         check_plan(collection, tables, chosen)
         orders = row_orders(collection, tables, env.world_size, placement)
-        for key, optimizer in chosen.items():
-            _attach_optimizer(self.parameters[key], optimizer)
+        for table in collection.tables:
+            # a pooled kernel updates rows one by one, as the overlap engine needs it, if they are of one width
+            kernel_of = f"{table.dim}" if collection.pooled and self._overlap else ""
+            _attach_optimizer(self.parameters[table.key], chosen[table.key], kernel_of)
         # TorchRec's sharder, and no DistributedModelParallel: the strategy's model stays a DDP, as Lightning expects and with
         # the user's options, and a collection can be sharded anew for a second fit
         module: Any = collection.sharder.shard(blueprint, tables, env, self.device)
@@ -194,13 +197,14 @@ class TableSharding:
         return module
 
 
-def _attach_optimizer(weight: Any, optimizer: TableOptimizer) -> None:
+def _attach_optimizer(weight: Any, optimizer: TableOptimizer, kernel_of: str = "") -> None:
     # TorchRec reads these two attributes. A kernel has one learning rate, and is frozen as a whole, so tables of different
     # parameter groups must not share one: _batch_key, which TorchRec strips, keeps them apart
     fused = FROZEN if optimizer.sparse_adam else optimizer
     own = sorted(optimizer.arguments.items()) if optimizer.sparse_adam else ""
     weight._optimizer_classes = [fused.fused_class]
-    weight._optimizer_kwargs = [{**fused.arguments, "_batch_key": f"{optimizer.group} {weight.requires_grad} {own}"}]
+    batch_key = f"{optimizer.group} {weight.requires_grad} {own} {kernel_of}"
+    weight._optimizer_kwargs = [{**fused.arguments, "_batch_key": batch_key}]
 
 
 def _register_leaves(collection: Collection, module: Any, blueprint: Mapping[str, nn.Parameter]) -> None:

@@ -49,7 +49,7 @@ def refuse_clipping(trainer: Trainer, plain: Iterable[Collection], optimizers: M
         raise ValueError(
             f"{own if _own_hook(trainer) else given}: collections {paths} are updated during backward, so their gradients are "
             "gone before they could be clipped; only those can be clipped whose exchange is overlapped "
-            "(FreeScaleStrategy(overlap=True), EmbeddingCollections sharded by rows or tables). Do not clip; or, "
+            "(FreeScaleStrategy(overlap=True), tables sharded by rows or whole). Do not clip; or, "
             f"{_DENSE}"
         )
 

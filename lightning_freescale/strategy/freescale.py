@@ -74,7 +74,9 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         plan: TorchRec ``ShardingPlan`` for the collections, by their path in the module; planned if not given.
         planner: TorchRec planner to make the plan; by default TorchRec's own, held to row-wise sharding.
         transport: what moves rows and ids between GPUs, see :class:`lightning_freescale.comm.LaneOptions`.
-        overlap: exchange the rows of EmbeddingCollections while the model computes. The numbers are the same without.
+        overlap: exchange the rows of embedding collections while the model computes. The numbers are the same without. An
+            EmbeddingBagCollection whose bags, pooled by the owners of their rows, are fewer bytes than the rows is left to
+            plain TorchRec after its first steps, after one notice.
         dedup: with ``overlap``, send each row once per rank and step. Without it the numbers are bitwise those of plain
             TorchRec, with it they differ by the order of summation.
         sigterm_every_n_steps: how often the ranks tell each other of a SIGTERM, in steps, at least 1. Lightning does it before
@@ -412,7 +414,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
                 optimizers = self.groups.optimizers
                 tell_of_lazy_updates(optimizers)
                 if self.clip == "all":
-                    plain = [each for each, _ in found if not self.overlap or each.pooled or each.managed]
+                    plain = [each for each, _ in found if not self.overlap or each.plain_because]
                     refuse_clipping(trainer, plain, optimizers)
             return sharding.shard(
                 group=embedding_group(earlier, self.transport, self.root_device, process_group_timeout(self)),
@@ -461,7 +463,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
 
     def _overlapped(self) -> frozenset[str]:
         """Return the paths of the collections that TorchRec does not update during backward."""
-        return frozenset(self.overlap_controller.engine.collections) if self.overlap_controller is not None else frozenset()
+        return frozenset(self.overlap_controller.engine.modules) if self.overlap_controller is not None else frozenset()
 
     def _end_backward(self) -> None:
         if self.overlap_controller is not None:

@@ -89,7 +89,7 @@ def refuse_collections(
             refuse_device(collection.path, held, device, fitting)
     if fitting:
         refuse_unsupported(trainer)
-        refuse_accumulation(trainer, [c.path for c, _ in found if not overlap or c.pooled or c.managed])
+        refuse_accumulation(trainer, [c.path for c, _ in found if not overlap or c.plain_because])
 
 
 def tell_of_lazy_updates(optimizers: Mapping[str, TableOptimizer]) -> None:

@@ -27,7 +27,7 @@ from lightning_freescale.strategy.dry_run import dry_run_ids
 from lightning_freescale.strategy.early_copy import EarlyCopy
 from lightning_freescale.strategy.lookahead_loader import ENDED, UNKNOWN, LookaheadLoader
 from lightning_freescale.strategy.preserve_state import LeavesTraceError
-from lightning_freescale.strategy.validation import has_embedding_ids
+from lightning_freescale.strategy.validation import accumulated_by, has_embedding_ids
 
 _WAYS = (
     "Put the KeyedJaggedTensor into the batch as the model looks it up, or an nn.Embedding's tensor of ids; or tell the ids by "
@@ -57,11 +57,12 @@ class OverlapController:
     ) -> None:
         self.trainer, self.engine = trainer, engine
         self._trial_runs = trial_runs
+        self._ids_of = ids_of
         self._ids_function = _ids_function(trainer, engine, ids_of)
         self._told: dict[str, list[KeyedJaggedTensor]] = {}  # of the next batch
         self._lookups: dict[str, int] = {}  # of a step, at most
         fallback = LookaheadMode.DRY_RUN if trial_runs else LookaheadMode.NONE
-        self._probes = {path: Probe(fallback) for path in engine.collections}
+        self._probes = {path: Probe(fallback) for path in engine.modules}
         self._parts: tuple[Any, ...] = ()  # micro-batches of the current batch
         self._parts_as_loaded: tuple[Any, ...] = ()
         self._part = 0
@@ -70,17 +71,18 @@ class OverlapController:
         # a trial run prepares the next batch itself
         self._early_copy = None if trial_runs else EarlyCopy.for_trainer(trainer)
         self._batch_idx = 0
-        self._updates = self._warned = self._asked = False
+        self._updates = self._warned = self._asked = self._divided = False
         self._noticed: set[str] = set()
         self._agreed_modes: dict[str, int] = {}
         self._logged: dict[str, float] | None = None
         for collection in engine.collections.values():
             collection.observe(timeline)
-        for path, reason in engine.plain.items():
-            rank_zero_info(f"strategy 'freescale': the exchange of {path!r} is not overlapped with compute: {reason}")
+        _tell_plain(engine.plain)
 
     def start_batch(self, loader: Any, batch: Any, batch_idx: int) -> None:
         """Note that training on ``batch`` of ``loader`` begins, the ``batch_idx``-th of its epoch."""
+        self._divided |= isinstance(batch, MicroBatches)
+        self._leave_long_bags()
         self._parts = self._parts_as_loaded = _parts(batch)
         self._following = UNKNOWN
         self._batch_idx = batch_idx
@@ -154,7 +156,21 @@ class OverlapController:
 
     def report(self) -> OverlapReport | None:
         """Return the means over all ranks and steps so far. Collective; drain first."""
-        return OverlapReport.from_totals(self.engine.mean_statistics()) if self.engine.collections else None
+        return OverlapReport.from_totals(self.engine.mean_statistics()) if self.engine.modules else None
+
+    def _leave_long_bags(self) -> None:
+        """Leave collections to TorchRec that it moves fewer bytes for, unless gradients are accumulated, which it cannot."""
+        left = {} if self._divided or accumulated_by(self.trainer) else self.engine.leave_long_bags()
+        if not left:
+            return
+        strategy: Any = self.trainer.strategy
+        strategy.drain()
+        strategy.count_updates()
+        for path in left:
+            for known in (self._probes, self._told, self._lookups, self._agreed_modes):
+                known.pop(path, None)
+        self._ids_function = _ids_function(self.trainer, self.engine, self._ids_of)
+        _tell_plain(left)
 
     # -- the ids of the next batch
 
@@ -166,7 +182,7 @@ class OverlapController:
             return {}
         self._asked = True  # once per batch, also where a closure runs training_step again
         function = self._ids_function
-        if function is not None and any(self._probes[path].mode == LookaheadMode.PROBE for path in self.engine.collections):
+        if function is not None and any(self._probes[path].mode == LookaheadMode.PROBE for path in self.engine.modules):
             self._told = function(self._next_as_loaded)
         batch = self._next_on_device()
         found = {}
@@ -254,6 +270,11 @@ def _parts(batch: Any) -> tuple[Any, ...]:
     return tuple(batch.batches) if isinstance(batch, MicroBatches) else (batch,)
 
 
+def _tell_plain(reasons: Mapping[str, str]) -> None:
+    for path, reason in reasons.items():
+        rank_zero_info(f"strategy 'freescale': the exchange of {path!r} is not overlapped with compute: {reason}")
+
+
 def _why_not_ahead(loader: Any) -> str:
     if isinstance(loader, (dict, list, tuple)):
         kind = type(loader).__name__
@@ -271,4 +292,4 @@ def _ids_function(trainer: Trainer, engine: OverlapEngine, ids_of: Callable[[Any
     if ids_of is None and has_embedding_ids(module):
         ids_of, name = module.embedding_ids, f"{type(module).__name__}.embedding_ids"
     embeddings = [collection.path for collection, _ in engine.tables.modules if collection.embedding]
-    return None if ids_of is None else IdsFunction(ids_of, name, engine.collections, engine.plain, embeddings)
+    return None if ids_of is None else IdsFunction(ids_of, name, engine.modules, engine.plain, embeddings)

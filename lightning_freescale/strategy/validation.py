@@ -191,15 +191,22 @@ def refuse_accumulation(trainer: Trainer, plain: Sequence[str], micro_batches: b
 
     Call it during training as well, where a callback may change the Trainer's.
     """
-    schedules = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
-    if not plain or (trainer.accumulate_grad_batches == 1 and not schedules and not micro_batches):
-        return
-    cause = type(schedules[0]).__name__ if schedules else f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})"
-    fix = "accumulate_grad_batches=1 and a larger batch_size"
+    cause, fix = accumulated_by(trainer), "accumulate_grad_batches=1 and a larger batch_size"
     if micro_batches:
         cause, fix = "FreeScaleDataModule(micro_batches=...)", "micro_batches=1"
+    if not plain or not cause:
+        return
     raise ValueError(
         f"{cause}: collections {list(plain)} are updated during backward, so their gradients cannot be accumulated; only those "
-        "can whose exchange is overlapped (FreeScaleStrategy(overlap=True), EmbeddingCollections sharded by rows or tables). "
+        "can whose exchange is overlapped (FreeScaleStrategy(overlap=True), tables sharded by rows or whole). "
         f"Use {fix}"
     )
+
+
+def accumulated_by(trainer: Trainer) -> str:
+    """Return what has gradients of several batches added up before an optimizer step; empty if nothing has."""
+    schedules = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
+    if schedules:
+        return type(schedules[0]).__name__
+    batches = trainer.accumulate_grad_batches
+    return f"Trainer(accumulate_grad_batches={batches})" if batches != 1 else ""

@@ -80,6 +80,9 @@ class PipelinedBatch:
         gradient: of the requested rows, once backward has been there.
         looked_up: whether the model has looked it up.
         gradient_sent: whether its gradients have been handed over.
+        lookups: how many the model has made.
+        pattern: digest of how many it has made of each collection in the steps before.
+        pooled_rows: pooled rows that TorchRec would have sent to this rank; counted for collections of bags.
     """
 
     number: int
@@ -106,3 +109,6 @@ class PipelinedBatch:
     gradient: Tensor | None = None
     looked_up: bool = False
     gradient_sent: bool = False
+    lookups: int = 0
+    pattern: int = 0
+    pooled_rows: int = 0

@@ -1,40 +1,58 @@
-"""A sharded collection whose exchange runs behind the model's compute: what the training thread does."""
+"""Tables of a sharded collection whose exchange runs behind the model's compute: what the training thread does."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchrec import JaggedTensor, KeyedJaggedTensor
+from torchrec import KeyedJaggedTensor
 
 from lightning_freescale.embeddings.collections import Collection
 from lightning_freescale.embeddings.lookahead.probe import ModeProposal
 from lightning_freescale.embeddings.optimizer import TableOptimizer, UpdateSettings
 from lightning_freescale.embeddings.overlap import errors
+from lightning_freescale.embeddings.overlap.bag_traffic import BagBytes
 from lightning_freescale.embeddings.overlap.batch_state import FurtherLookup
 from lightning_freescale.embeddings.overlap.exchange_worker import ExchangeWorker
 from lightning_freescale.embeddings.overlap.launch_order import LaunchOrder
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
 from lightning_freescale.embeddings.overlap.row_exchange import RowExchange
-from lightning_freescale.embeddings.overlap.row_requests import as_output
+from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 from lightning_freescale.embeddings.overlap.step_jobs import StepJobs
 from lightning_freescale.embeddings.overlap.transport import FAREWELL, ExchangeObserver
 
 
+@dataclass(frozen=True)
+class NotedLookup:
+    """A lookup of the model, before its rows are waited for.
+
+    Attributes:
+        features: the ids.
+        index: which of those submitted ahead it is; None if it is none of them.
+        first: whether it is the first of its step.
+        told: whether this rank had announced its lookups before it, because it waits or has waited elsewhere.
+    """
+
+    features: KeyedJaggedTensor
+    index: int | None
+    first: bool
+    told: bool
+
+
 class OverlappedCollection:
-    """Stands in for the forward of TorchRec's module while it trains; everything else of the module stays.
+    """The rows of a collection in one step after the other, from its lookups to the gradients of what they have returned.
 
     Shards, kernels, fused updates and state dicts are TorchRec's; the exchange of ids and rows and the routing of gradients
     are ours. TorchRec's own pipeline for this is made for CUDA and fx-traceable models and gives other numbers; its exchange
     of ids needs feature-wise bucketing.
 
     Args:
-        collection: what is sharded.
-        module: TorchRec's sharded module.
+        collection: what is sharded, all its tables of one width.
         local: this rank's rows.
         group: for this collection alone.
         optimizers: of its tables.
@@ -53,7 +71,6 @@ class OverlappedCollection:
     def __init__(
         self,
         collection: Collection,
-        module: Any,
         local: LocalRows,
         group: dist.ProcessGroup,
         optimizers: Sequence[TableOptimizer],
@@ -61,25 +78,24 @@ class OverlappedCollection:
         hold_gradients: bool = False,
         order: LaunchOrder | None = None,
     ) -> None:
-        self.path, self.module, self.group = collection.path, module, group
+        self.path, self.group = collection.path, group
         self.others: list[OverlappedCollection] = []
         self.statistics = ExchangeStatistics()
         # a thread and a group per collection: all that happens to its rows happens there
         self._worker = ExchangeWorker(collection.path, local.layout.device, self.statistics, order)
-        self._exchange = RowExchange(collection.path, local, group, dedup, self.statistics, order)
+        self._exchange = RowExchange(collection.path, local, group, dedup, self.statistics, order, collection.pooled)
         self.jobs = StepJobs(self._exchange, self._worker)
         self._local = local
         self._optimizers = optimizers
-        self._need_ids = collection.need_indices
         self._hold_gradients = hold_gradients
         self._settings: Sequence[UpdateSettings] = [UpdateSettings(0)] * len(collection.tables)
         self._step = 0
         self._write_counts: list[int] | None = None
-        self._torchrec_forward = module.forward
-        module.forward = self.forward
-        self._state_dict_hook = module.register_state_dict_pre_hook(lambda *_: self.drain())
-        # wrong ids are an error on every rank, which the ranks tell each other; several lookups are one update
-        module.freescale_sharding.checks.enabled = False
+
+    @property
+    def layout(self) -> RowLayout:
+        """Where its rows live."""
+        return self._local.layout
 
     def observe(self, observer: ExchangeObserver) -> None:
         """Tell ``observer`` of every exchange, and when training waits for rows."""
@@ -105,17 +121,48 @@ class OverlappedCollection:
         self.statistics.count(steps=1)
         return jobs.current.mode
 
-    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Return the rows of a lookup, as the unsharded collection would."""
-        if not self.jobs.open or not torch.is_grad_enabled():
-            return self._torchrec_lookup(features)
-        if torch._C._current_graph_task_id() != -1:  # in a backward: activation checkpointing computes something again
-            rows = self.jobs.lookups.made_before(features)
-            if rows is None:
-                errors.lookup_in_backward(self.path)
-        else:
-            rows = self._look_up(features)
-        return as_output(features, rows, self._local.layout, self._need_ids)
+    def note(self, features: KeyedJaggedTensor) -> NotedLookup:
+        """Note a lookup that the model makes, before anything is waited for."""
+        jobs, batch = self.jobs, self.jobs.current
+        if batch.gradient_sent:
+            errors.late_lookup(self.path)
+        index = jobs.lookups.note(features)
+        predicted = jobs.lookups.made[-1].predicted
+        kind = {None: "unpredicted_lookups", True: "predicted_lookups", False: "mispredicted_lookups"}[predicted]
+        self.statistics.count(**{kind: 1})
+        batch.lookups += 1
+        if self._exchange.bag_traffic is not None:
+            batch.pooled_rows += self._exchange.bag_traffic.pooled_rows(features)
+        first, batch.looked_up = not batch.looked_up, True
+        return NotedLookup(features, index, first, told=jobs.announced is not None)
+
+    def rows(self, lookup: NotedLookup) -> Tensor:
+        """Return the rows of a lookup, shape ``[ids, dim]``, in the layout's order of features."""
+        jobs, batch = self.jobs, self.jobs.current
+        comes = lookup.index is not None or (lookup.first and not lookup.told)
+        if lookup.first and (comes or jobs.announced_submitted):
+            self._receive(alone=not batch.all_submitted or (lookup.index is None and not lookup.told))
+        if not comes:
+            self._fetch_more(lookup.features)
+        return jobs.lookups.give_out(lookup.index, lookup.features)
+
+    def rows_again(self, features: KeyedJaggedTensor) -> Tensor:
+        """Return the rows of a lookup of the forward in backward, where activation checkpointing computes something again."""
+        rows = self.jobs.lookups.made_before(features)
+        if rows is None:
+            errors.lookup_in_backward(self.path)
+        return rows
+
+    def before_torchrec_lookup(self) -> None:
+        """Bring the tables up to date before TorchRec looks them up, and check that it may if it will update them."""
+        self.drain()
+        if torch.is_grad_enabled():  # TorchRec will update the tables in this lookup's backward
+            if self._hold_gradients or self._local.clip_value is not None:
+                errors.unclipped_update(self.path)
+            if any(optimizer.sparse_adam for optimizer in self._trained()):
+                errors.update_outside_of_step(self.path)
+            self._local.prepare_update(self._settings)
+            self.jobs.following = self._exchange.new_batch()  # what was fetched ahead was so before that update
 
     # -- between steps
 
@@ -154,6 +201,15 @@ class OverlappedCollection:
         layout = self._local.layout
         return {"first_rows": layout.first_row, "row_orders": [(order.multiplier, order.offset) for order in layout.orders]}
 
+    def bag_bytes(self) -> BagBytes | None:
+        """Return what :class:`BagTraffic` has found up to the step before the last; between two steps, on every rank."""
+        traffic = self._exchange.bag_traffic
+        if traffic is None:
+            return None
+        if traffic.total is None and self.jobs.prefetched is not None:
+            self._worker.wait(self.jobs.prefetched)  # it comes behind that step's jobs; those of the last may not be done
+        return traffic.total if traffic.decided_in < self.jobs.current.number else None
+
     @property
     def error(self) -> Exception | None:
         """What has gone wrong in the background, on this rank or another."""
@@ -164,14 +220,11 @@ class OverlappedCollection:
         self.jobs.following, self._write_counts = self._exchange.new_batch(), None
 
     def close(self, farewell: bool) -> None:
-        """Give TorchRec's forward back; without waiting for ranks that may be gone.
+        """End its exchanges; without waiting for ranks that may be gone.
 
         After a drain, ranks say farewell if asked to: one that closed its connections at once could cut off another that still
         reads.
         """
-        del self.module.forward
-        self._state_dict_hook.remove()
-        self.module.freescale_sharding.checks.enabled = True
         if farewell and self.error is None and self.jobs.unsent is None and not self.jobs.open:
             self._worker.submit(self._exchange.transport.say_farewell)
         if self._worker.stop(timeout=1.0 + FAREWELL.total_seconds()):
@@ -180,23 +233,6 @@ class OverlappedCollection:
             self.group.abort()
 
     # -- a lookup
-
-    def _look_up(self, features: KeyedJaggedTensor) -> Tensor:
-        jobs, batch = self.jobs, self.jobs.current
-        if batch.gradient_sent:
-            errors.late_lookup(self.path)
-        index = jobs.lookups.note(features)
-        predicted = jobs.lookups.made[-1].predicted
-        kind = {None: "unpredicted_lookups", True: "predicted_lookups", False: "mispredicted_lookups"}[predicted]
-        self.statistics.count(**{kind: 1})
-        first, batch.looked_up = not batch.looked_up, True
-        told = jobs.announced is not None  # before this lookup, because this rank waits or has waited elsewhere
-        comes = index is not None or (first and not told)
-        if first and (comes or jobs.announced_submitted):
-            self._receive(alone=not batch.all_submitted or (index is None and not told))
-        if not comes:
-            self._fetch_more(features)
-        return jobs.lookups.give_out(index, features)
 
     def _receive(self, alone: bool) -> None:
         """Wait for the rows submitted ahead, or, if the first lookup is none of those, for its own.
@@ -226,18 +262,6 @@ class OverlappedCollection:
         self._worker.await_rows(job)
         self._worker.hand_over(lookup.rows, lookup.places)
         self.jobs.lookups.receive(lookup.rows, lookup.places, [lookup.places.numel()], asked_for=False)
-
-    def _torchrec_lookup(self, features: KeyedJaggedTensor) -> Any:
-        self.drain()
-        self.module.freescale_sharding.checks.check_ids(features)
-        if torch.is_grad_enabled():  # TorchRec will update the tables in this lookup's backward
-            if self._hold_gradients or self._local.clip_value is not None:
-                errors.unclipped_update(self.path)
-            if any(optimizer.sparse_adam for optimizer in self._trained()):
-                errors.update_outside_of_step(self.path)
-            self._local.prepare_update(self._settings)
-            self.jobs.following = self._exchange.new_batch()  # what was fetched ahead was so before that update
-        return self._torchrec_forward(features)
 
     def _moves_without_gradient(self) -> bool:
         return any(optimizer.moves_without_gradient for optimizer in self._trained())

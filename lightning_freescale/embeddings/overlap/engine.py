@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -17,10 +19,13 @@ from lightning_freescale.comm import BACKEND, LaneOptions
 from lightning_freescale.embeddings.collections import Collection
 from lightning_freescale.embeddings.lookahead.probe import ModeProposal
 from lightning_freescale.embeddings.optimizer import UpdateSettings
+from lightning_freescale.embeddings.overlap.bag_traffic import DECIDING_STEPS
 from lightning_freescale.embeddings.overlap.batch_state import Lookup
 from lightning_freescale.embeddings.overlap.collection import OverlappedCollection
 from lightning_freescale.embeddings.overlap.launch_order import LaunchOrder, refuse_one_queue
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
+from lightning_freescale.embeddings.overlap.module_forward import ModuleForward
+from lightning_freescale.embeddings.overlap.pooling import tables_by_width
 from lightning_freescale.embeddings.overlap.report import COUNTS
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 from lightning_freescale.embeddings.shards import ShardedTables
@@ -43,7 +48,7 @@ class OverlapEngine:
         engine.end_backward()
 
     Args:
-        tables: sharded tables; their EmbeddingCollections are taken over until :meth:`close`.
+        tables: sharded tables; their collections are taken over until :meth:`close`.
         dedup: send every row once per rank and batch, and its gradients summed up. Without it the numbers are bitwise those of
             plain TorchRec, with it they differ by the order of summation.
         timeout: of every exchange.
@@ -55,7 +60,8 @@ class OverlapEngine:
     Attributes:
         tables: the sharded tables.
         clip_value: as given.
-        collections: those that are overlapped, by path.
+        modules: the overlapped collections, by path.
+        collections: their tables, those of one width together: by path, or, if there are several, ``"path (dim 8)"``.
         plain: why each of the others is left to plain TorchRec, by path.
     """
 
@@ -72,18 +78,29 @@ class OverlapEngine:
         self.clip_value, self._hold_gradients = clip_value, hold_gradients
         self._dedup, self._timeout, self._transport = dedup, timeout, transport
         self.collections: dict[str, OverlappedCollection] = {}
+        self.modules: dict[str, ModuleForward] = {}
         self.plain: dict[str, str] = {}
         self._table_keys: dict[str, list[str]] = {}
-        layouts = [(collection, module, self._layout(collection, module)) for collection, module in tables.modules]
-        several = sum(layout is not None for *_, layout in layouts) > 1
+        self._idle_of_left: dict[str, int] = {}
+        self._pattern = 0
+        self._totals_of_left: list[dict[str, float]] = []
+        layouts = [(collection, module, self._layouts(collection, module)) for collection, module in tables.modules]
+        several = sum(len(parts) for *_, parts in layouts) > 1
         order = LaunchOrder(timeout or default_pg_timeout) if several else None
-        for collection, module, layout in layouts:
-            if layout is not None:
-                self._take_over(collection, module, layout, order)
+        for collection, module, found in layouts:
+            parts = [self._overlapped(part, module, layout, order) for part, layout in found]
+            if parts:
+                self.modules[collection.path] = ModuleForward(collection, module, parts)
+        self._introduce()
+
+    def _introduce(self) -> None:
+        """Tell the collections of each other."""
         for path, overlapped in self.collections.items():
             overlapped.others = [other for name, other in self.collections.items() if name != path]
 
-    def _take_over(self, collection: Collection, module: Any, layout: RowLayout, order: LaunchOrder | None) -> None:
+    def _overlapped(
+        self, collection: Collection, module: Any, layout: RowLayout, order: LaunchOrder | None
+    ) -> OverlappedCollection:
         local = LocalRows.from_module(layout, collection, module, self.tables, self.clip_value)
         lane = LaneOptions(self._transport, name=collection.path, nccl_ctas=_NCCL_CTAS, lazy_gloo=True)
         group = dist.new_group(backend=BACKEND, timeout=self._timeout, pg_options=lane)
@@ -92,22 +109,26 @@ class OverlapEngine:
             refuse_one_queue()
         optimizers = [self.tables.optimizers[table.key] for table in collection.tables]
         turns = order if group.moves_by_nccl and group.size() > 1 else None
-        overlapped = OverlappedCollection(
-            collection, module, local, group, optimizers, self._dedup, self._hold_gradients, turns
-        )
+        overlapped = OverlappedCollection(collection, local, group, optimizers, self._dedup, self._hold_gradients, turns)
         self.collections[collection.path] = overlapped
         self._table_keys[collection.path] = [table.key for table in collection.tables]
+        return overlapped
 
-    def _layout(self, collection: Collection, module: Any) -> RowLayout | None:
-        if collection.pooled:
-            self.plain[collection.path] = "it is an EmbeddingBagCollection, whose pooled rows would have to travel twice"
-            return None
-        if collection.managed:
-            self.plain[collection.path] = "its ids are remapped by the model, so that rows cannot be told before"
-            return None
+    def _layouts(self, collection: Collection, module: Any) -> list[tuple[Collection, RowLayout]]:
+        """Return the parts of a collection that are overlapped, each of tables of one width; none if TorchRec has it."""
+        if collection.plain_because:
+            self.plain[collection.path] = collection.plain_because
+            return []
+        widths = tables_by_width(collection)
+        several = len(widths) > 1
+        parts = [
+            replace(collection, path=f"{collection.path} (dim {each[0].dim})" if several else collection.path, tables=each)
+            for each in widths
+        ]
+        ranks, device = self.tables.group.size(), self.tables.device
         try:
             record = module.freescale_sharding
-            return RowLayout.from_plan(collection, record.plan, record.orders, self.tables.group.size(), self.tables.device)
+            return [(each, RowLayout.from_plan(each, record.plan, record.orders, ranks, device)) for each in parts]
         except ValueError as error:
             own = [table.name for table in collection.tables if self.tables.optimizers[table.key].sparse_adam]
             if own:
@@ -116,7 +137,7 @@ class OverlapEngine:
                     f'{collection.path!r} {error}: shard all its tables row_wise or table_wise with compute_kernel="fused"'
                 ) from error
             self.plain[collection.path] = str(error)
-            return None
+            return []
 
     def begin_step(
         self,
@@ -144,11 +165,16 @@ class OverlapEngine:
         """
         step = self._steps if step is None else step
         self._steps = step + updates
-        agreed, default = {}, UpdateSettings(step)
-        for path, collection in self.collections.items():
-            given = [(settings or {}).get(key, default) for key in self._table_keys[path]]
+        made = [each.jobs.current.lookups for each in self.collections.values()]
+        self._pattern = zlib.crc32(repr(made).encode(), self._pattern)
+        agreed: dict[str, int] = {}
+        default = UpdateSettings(step)
+        for path, module in self.modules.items():
             mode = (modes or {}).get(path, ModeProposal())
-            agreed[path] = collection.begin_step(updates, given, step, restart, mode)
+            for part in module.parts:
+                given = [(settings or {}).get(key, default) for key in self._table_keys[part.path]]
+                agreed[path] = max(agreed.get(path, 0), part.begin_step(updates, given, step, restart, mode))
+                part.jobs.current.pattern = self._pattern
         if upcoming is None:
             for collection in self.collections.values():
                 collection.jobs.submit_end()
@@ -158,17 +184,20 @@ class OverlapEngine:
 
     def lookups(self) -> dict[str, list[Lookup]]:
         """Return what the model has looked up in this step so far, in its order, by collection."""
-        made = {path: each.jobs.lookups.made for path, each in self.collections.items()}
+        made = {path: module.parts[0].jobs.lookups.made for path, module in self.modules.items()}
         return {path: lookups for path, lookups in made.items() if lookups}
 
     def submit_next_ids(self, upcoming: Mapping[str, Ids], modes: Mapping[str, int] | None = None) -> None:
         """Submit ids of the next batch that were not known before the forward, and the modes that its lookups led to."""
         for path, mode in (modes or {}).items():
-            self.collections[path].jobs.propose_mode(mode)
+            for part in self.modules[path].parts:
+                part.jobs.propose_mode(mode)
         for path, lookups in upcoming.items():
-            if path in self.collections:
-                several = [lookups] if isinstance(lookups, KeyedJaggedTensor) else lookups
-                self.collections[path].jobs.submit_next_ids(several)
+            if path in self.modules:
+                module, several = self.modules[path], [lookups] if isinstance(lookups, KeyedJaggedTensor) else lookups
+                ids = [module.ids_of(features) for features in several]
+                for part in module.parts:
+                    part.jobs.submit_next_ids(ids)
 
     def end_forward(self) -> None:
         """Say, before backward, that the model has looked everything up in this step and that no other next ids will be known.
@@ -231,8 +260,10 @@ class OverlapEngine:
 
         They are no updates; until they are taken, the engine takes them off the ``settings`` that it is given. Drain first.
         """
-        taken = [(self._table_keys[path], each.take_idle_steps()) for path, each in self.collections.items()]
-        return {key: count for keys, counts in taken for key, count in zip(keys, counts)}
+        taken, self._idle_of_left = self._idle_of_left, {}
+        for path, each in self.collections.items():
+            taken |= zip(self._table_keys[path], each.take_idle_steps())
+        return taken
 
     def accumulated_gradients(self) -> dict[str, dict[str, Any]]:
         """Return what this rank keeps, as an owner, for the optimizer step of the current window, by collection.
@@ -249,6 +280,43 @@ class OverlapEngine:
         """
         for path, gradients in kept.items():
             self.collections[path].restore_accumulated(gradients)
+
+    def leave_long_bags(self) -> dict[str, str]:
+        """Leave the collections to plain TorchRec whose rows are more bytes than their bags, pooled by the rows' owners.
+
+        The first steps with a gradient decide, for good. Collections that TorchRec would not train exactly stay: those that
+        are not looked up once by every rank, or beside others that some ranks look up more often; those with Adam on CPU; all
+        of them where gradients are clipped. Call it only if every batch is followed by an optimizer step. Collective, between
+        two steps; those that are left are up to date then, and :meth:`take_idle_steps` has to follow.
+
+        Returns:
+            Why, by path; empty but for the one time that collections are left.
+        """
+        left: dict[str, str] = {}
+        for path, module in self.modules.items() if self.clip_value is None and not self._hold_gradients else ():
+            adam = any(self.tables.optimizers[table.key].sparse_adam for table in module.collection.tables)
+            found = None if adam else module.bag_bytes()
+            if found is not None and found.rows > found.pooled and not found.irregular:
+                rows, pooled = (count // DECIDING_STEPS for count in (found.rows, found.pooled))
+                left[path] = (
+                    f"its bags hold so many ids that their rows, each once per rank, and their gradients are {rows} bytes in a "
+                    f"step of all ranks, and the bags pooled by the rows' owners, as TorchRec sends them, {pooled}. The fewer "
+                    "bytes decide; an EmbeddingCollection whose rows the model pools is overlapped whatever they are"
+                )
+        for path in left:
+            self._leave(path)
+        self.plain |= left
+        return left
+
+    def _leave(self, path: str) -> None:
+        module = self.modules.pop(path)
+        module.drain()
+        for part in module.parts:
+            del self.collections[part.path]
+            self._totals_of_left.append(part.statistics.totals())
+            self._idle_of_left |= zip(self._table_keys[part.path], part.take_idle_steps())
+        module.close(farewell=True)
+        self._introduce()
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -267,9 +335,9 @@ class OverlapEngine:
         Args:
             farewell: wait, for 2 seconds at most, until all ranks close. Not needed where they have met since the drain.
         """
-        for collection in self.collections.values():
-            collection.close(farewell)
-        self.collections = {}
+        for module in self.modules.values():
+            module.close(farewell)
+        self.modules, self.collections = {}, {}
 
     def mean_statistics(self) -> dict[str, float]:
         """Return what :meth:`statistics` returns, as the mean over all ranks. Collective; drain first."""
@@ -283,5 +351,5 @@ class OverlapEngine:
 
     def statistics(self) -> dict[str, float]:
         """Return totals on this rank since the start, over all collections; see :data:`report.COUNTS`."""
-        totals = [collection.statistics.totals() for collection in self.collections.values()]
+        totals = self._totals_of_left + [collection.statistics.totals() for collection in self.collections.values()]
         return {name: sum(total[name] for total in totals) for name in COUNTS}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from torch import Tensor
 
 from lightning_freescale.embeddings.collections import Collection
@@ -62,12 +64,23 @@ class TableKernel:
         prepare_kernel(self.module, {self.tables[index].key: settings[index] for index in rows})
         # by itself, autograd runs the CUDA backwards of all threads on one thread: a model's backward that waits for this
         # update, as a state_dict() in a hook does, would wait forever
-        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False), _row_by_row(self.module):
             self.module(indices=ids, offsets=counts.cumsum(0).to(ids.device)).backward(gradients)
 
     def prepare_update(self, settings: Sequence[UpdateSettings]) -> None:
         """Set what TorchRec's own update of all its tables is computed with."""
         prepare_kernel(self.module, {table.key: settings[index] for index, table in self.tables.items()})
+
+
+@contextmanager
+def _row_by_row(module: Any) -> Iterator[None]:
+    """Have a kernel of bags look rows up one by one meanwhile: how it pools is an argument of every call of FBGEMM's."""
+    pooling = module.pooling_mode
+    module.pooling_mode = PoolingMode.NONE
+    try:
+        yield
+    finally:
+        module.pooling_mode = pooling
 
 
 class CpuKernel(TableKernel):
@@ -174,12 +187,14 @@ class LocalRows:
     def from_module(
         cls, layout: RowLayout, collection: Collection, module: Any, tables: ShardedTables, clip_value: float | None = None
     ) -> LocalRows:
-        """Return what TorchRec's sharded ``module`` holds of ``collection`` on this rank."""
+        """Return what TorchRec's sharded ``module`` holds of the tables of ``collection``, all of one width, on this rank."""
         rank = tables.group.rank()
         index_of = {table.name: index for index, table in enumerate(collection.tables)}
         found: list[TableKernel] = []
         for kernel in kernels(module):
             specs = kernel._config.embedding_tables
+            if specs[0].name not in index_of:  # of another width
+                continue
             held = {}
             for spec, weight in zip(specs, kernel.emb_module.split_embedding_weights()):
                 index = index_of[spec.name]

@@ -40,14 +40,14 @@ class ExchangeStatistics:
         yield
         self.count(**{name: time.perf_counter() - began})
 
-    def count_lookup(self, request: RowRequest, rank: int, dim: int) -> None:
-        """Count what this rank has looked up, and what plain TorchRec would have moved for it."""
+    def count_lookup(self, request: RowRequest, rank: int, dim: int, torchrec_bytes: int | None = None) -> None:
+        """Count what this rank has looked up, and what plain TorchRec would have moved for it: given for bags only."""
         ids, rows = sum(request.ids), sum(request.sizes)
         per_row = 8 + 2 * 4 * dim  # an id of 64 bits, there the row and back its gradient
         self.count(
             tokens=ids,
             rows=rows,
-            torchrec_bytes=(ids - request.ids[rank]) * per_row,
+            torchrec_bytes=(ids - request.ids[rank]) * per_row if torchrec_bytes is None else torchrec_bytes,
             dedup_bytes=(rows - request.sizes[rank]) * per_row,
         )
 
@@ -75,7 +75,7 @@ class OverlapReport:
         exposed_s: seconds that training waited for rows.
         tokens: ids looked up.
         rows: rows requested, each once with dedup.
-        torchrec_bytes: what plain TorchRec would have moved: each id, its row and its gradient.
+        torchrec_bytes: what plain TorchRec would have moved: each id, its row and its gradient, or those of the bags.
         dedup_bytes: the same for each row once.
         ids_bytes: sent to agree on rows.
         colliding_bytes: rows and gradients sent that training waited for.

@@ -30,6 +30,7 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.comm_ops import get_gradient_division
 
+from lightning_freescale.embeddings.overlap.bag_traffic import BagTraffic
 from lightning_freescale.embeddings.overlap.batch_state import FurtherLookup, PipelinedBatch, SomeRows
 from lightning_freescale.embeddings.overlap.collisions import Collisions
 from lightning_freescale.embeddings.overlap.handshake import Head, IdsToSend, LookedUp, LookupHandshake, NextIds
@@ -53,6 +54,7 @@ class RowExchange:
         dedup: request each row once per rank and batch.
         statistics: what to count in.
         order: as for :class:`Transport`.
+        pooled: whether the rows are those of bags.
 
     Attributes:
         path: of the collection.
@@ -60,6 +62,7 @@ class RowExchange:
         transport: of its messages.
         row_updates: what becomes of the gradients that come.
         held: those that are clipped first.
+        bag_traffic: compares the bytes of rows with those of bags; None for rows that are not of bags.
     """
 
     def __init__(
@@ -70,11 +73,13 @@ class RowExchange:
         dedup: bool,
         statistics: ExchangeStatistics,
         order: LaunchOrder | None = None,
+        pooled: bool = False,
     ) -> None:
         self.path, self.local, self.statistics = path, local, statistics
         self.row_updates = RowUpdates(local)
         self.transport = Transport(group, local.dim, local.layout.device, statistics, order)
         self.held = HeldGradients(self.row_updates.kept, local, self.transport)
+        self.bag_traffic = BagTraffic(local.layout, self.transport) if pooled else None
         self._rank, self._device = self.transport.rank, self.transport.device
         self._handshake = LookupHandshake(path, group, local.layout, dedup)
         nothing = self._no_rows = self._handshake.no_rows
@@ -218,6 +223,8 @@ class RowExchange:
             due = self._collisions.asked_by(following.number, kept[0]) if kept else None
             self.row_updates.take(current, given, gradients, due)
             self._send_last_rows(following)
+        if self.bag_traffic is not None and any(head.moves for head in heads):
+            self.bag_traffic.count(current)
 
     def apply_held(self, current: PipelinedBatch, following: PipelinedBatch) -> None:
         """Update rows by the gradients that are held, and D."""
@@ -351,7 +358,8 @@ class RowExchange:
     def _sum_per_row(self, current: PipelinedBatch, gradient: Tensor | None) -> Tensor:
         if gradient is None:
             return torch.zeros(sum(current.request.sizes), self.transport.dim, device=self._device)
-        self.statistics.count_lookup(current.request, self._rank, self.transport.dim)
+        pooled = None if self.bag_traffic is None else self.bag_traffic.torchrec_bytes(current)
+        self.statistics.count_lookup(current.request, self._rank, self.transport.dim, pooled)
         sums = current.request.sum_per_row(gradient)
         return sums.div_(self.transport.ranks) if get_gradient_division() else sums
 

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from lightning_freescale.embeddings.overlap import OverlapEngine, local_rows
 from lightning_freescale.embeddings.overlap.local_rows import TableKernel
 from lightning_freescale.testing import run_distributed
+from tests.helpers.bags import BagModel, bag_loader
+from tests.helpers.overlap_training import assert_same, fit
 from tests.helpers.sequences import OPTIMIZERS, Run, batches, known, sharded, train_overlapped
 
 STEPS = 8
@@ -62,3 +64,21 @@ def test_a_backward_may_wait_for_it() -> None:
     for threads, saved in run_distributed(_saved_in_backward, 2):
         assert threads == {("training", True), ("engine", False)}
         assert len(saved) == STEPS
+
+
+def _bags_by_both_kernels(optimizer: str) -> tuple[Any, Any]:
+    runs = []
+    for kernel in (local_rows.CpuKernel, TableKernel):
+        local_rows.CpuKernel = kernel
+        torch.manual_seed(0)
+        runs.append(fit(BagModel(optimizer), bag_loader(STEPS), bag_loader(2), strategy="freescale"))
+    return runs[0], runs[1]
+
+
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS])
+def test_kernels_of_bags_update_row_by_row(optimizer: str) -> None:
+    """They pool, in validation, as they were made to."""
+    for ours, its in run_distributed(_bags_by_both_kernels, 2, optimizer):
+        assert its.losses == ours.losses and len(set(its.losses)) > STEPS / 2
+        assert_same(its.weights, ours.weights)
+        assert_same(its.states, ours.states)

@@ -49,11 +49,10 @@ def model(name: str) -> type[Training]:
 
 
 def _cases() -> list:
-    """Every model with every optimizer on every number of ranks, but DLRM with Adam, which is refused below."""
+    """Every model with every optimizer on every number of ranks."""
     every = [(name, optimizer, ranks) for name in MODELS for optimizer in ("sgd", "adagrad", "adam") for ranks in (1, 2, 3)]
     quick = [(name, "sgd", 2) for name in AT_HAND]  # Adagrad does not see a gradient that is too large everywhere
-    wanted = [case for case in every if case[:2] != ("DLRM", "adam")]
-    return [pytest.param(*case, marks=() if case in quick else third_party) for case in wanted]
+    return [pytest.param(*case, marks=() if case in quick else third_party) for case in every]
 
 
 def _assert_trained_alike(fits: list[list[Fit]], kind: type[Training]) -> None:
@@ -99,11 +98,6 @@ def test_a_softmax_over_the_whole_table_is_refused_and_trains_with_it_left_whole
     with pytest.raises(RankFailed, match=r"model\.item_embedding\.weight is sharded.*leave 'model\.item_embedding' out"):
         run_distributed(fit_both, 2, softmax, "adagrad")
     _assert_trained_alike(run_distributed(fit_both, 2, softmax, "adagrad", shard=None), softmax)
-
-
-def test_adam_is_refused_for_bags_on_cpu() -> None:
-    with pytest.raises(RankFailed, match=r"embedding_bags\.item\.weight', but FBGEMM has no Adam on CPU"):
-        run_distributed(fit_both, 2, model("DLRM"), "adam")
 
 
 def _busy_experts() -> list[list[bool]]:

@@ -18,6 +18,7 @@ class DLRMTraining(Training):
     """Clicks from dense features and bags of three tables, one of them shared by two features."""
 
     package = "torchrec"
+    tables = tuple(f"model.model.sparse_arch.embedding_bag_collection.embedding_bags.{table}" for table in ROWS)
 
     def __init__(self, optimizer: str) -> None:
         super().__init__(optimizer)

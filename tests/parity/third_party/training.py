@@ -36,17 +36,18 @@ class LazyAdam(torch.optim.Adam):
     Not those with a gradient: where dropout takes all of a row away its gradient is zero, and its moments still move it.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], lr: float, tables: Sequence[nn.Embedding]) -> None:
+    def __init__(self, parameters: Iterable[Tensor], lr: float, tables: Sequence[nn.Embedding | nn.EmbeddingBag]) -> None:
         super().__init__(parameters, lr=lr)
         self._looked_up = {table.weight: torch.zeros(table.num_embeddings) for table in tables}
         self._moments = {weight: (torch.zeros_like(weight), torch.zeros_like(weight)) for weight in self._looked_up}
         self._steps = {weight: torch.zeros(()) for weight in self._looked_up}
         for table in tables:
-            table.register_forward_hook(self._record)
+            table.register_forward_pre_hook(self._record, with_kwargs=True)
 
-    def _record(self, table: nn.Embedding, arguments: tuple[Tensor], rows: Tensor) -> None:
+    def _record(self, table: nn.Embedding | nn.EmbeddingBag, arguments: tuple[Tensor], named: dict[str, Tensor]) -> None:
         if torch.is_grad_enabled():
-            self._looked_up[table.weight][arguments[0].unique()] = 1
+            ids = arguments[0] if arguments else named["input"]
+            self._looked_up[table.weight][ids.unique()] = 1
 
     @torch.no_grad()
     def step(self, closure: Any) -> Any:
@@ -79,7 +80,7 @@ class Training(L.LightningModule):
 
     Attributes:
         package: the distribution that the model comes from.
-        tables: the paths of its large ``nn.Embedding`` modules.
+        tables: the paths of the ``nn.Embedding`` and ``nn.EmbeddingBag`` modules that are sharded.
         options: what ``"ddp"`` needs to train it, and ``"freescale"`` as well.
         without_effect: parameters that the loss does not depend on, so that their gradients are rounding alone.
         rates: learning rates, by optimizer.

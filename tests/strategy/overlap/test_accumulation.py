@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.testing import run_distributed
@@ -106,11 +106,14 @@ def test_a_window_that_its_epoch_cuts_short() -> None:
     _assert_as_ddp(run_distributed(_cut_short, 2))
 
 
-class Pooled(CountingModel):
+class WeightedMean(CountingModel):
+    """Bags that only TorchRec pools."""
+
     def __init__(self) -> None:
         super().__init__("sgd")
         config = EmbeddingBagConfig(name="bag", num_embeddings=ITEMS, embedding_dim=DIM, feature_names=["history"])
-        self.bags = EmbeddingBagCollection(tables=[config])
+        config.pooling = PoolingType.MEAN
+        self.bags = EmbeddingBagCollection(tables=[config], is_weighted=True)
 
 
 def _refused(make: Any, **options: Any) -> str:
@@ -124,7 +127,7 @@ def _refused(make: Any, **options: Any) -> str:
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (Pooled, {}, r"Trainer(accumulate_grad_batches=2): collections ['bags'] are updated during backward"),
+        (WeightedMean, {}, r"Trainer(accumulate_grad_batches=2): collections ['bags'] are updated during backward"),
         (
             CountingModel,
             {"strategy": FreeScaleStrategy(overlap=False)},

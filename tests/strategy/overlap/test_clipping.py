@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import grad_norm
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 from torchrec.optim import apply_optimizer_in_backward
 
 from lightning_freescale import FreeScaleStrategy
@@ -285,11 +285,14 @@ class LooksUpBetween(CountingModel):
         self.net(batch["features"]).sum().backward()
 
 
-class Pooled(CountingModel):
+class WeightedMean(CountingModel):
+    """Bags that only TorchRec pools."""
+
     def __init__(self) -> None:
         super().__init__("sgd")
         config = EmbeddingBagConfig(name="bag", num_embeddings=ITEMS, embedding_dim=DIM, feature_names=["history"])
-        self.bags = EmbeddingBagCollection(tables=[config])
+        config.pooling = PoolingType.MEAN
+        self.bags = EmbeddingBagCollection(tables=[config], is_weighted=True)
 
 
 def _with_norm(module: L.LightningModule, optimizer: Any) -> None:
@@ -326,7 +329,7 @@ NOT_KEPT = r"the gradients of the embedding tables are not kept until here"
         (CountingModel, {**BY_VALUE, "callbacks": [ChangesValue()]}, "was changed during training, to gradient_clip_val=None"),
         (LooksUpBetween, BY_NORM, "looked up outside of a step, with gradients, which are clipped in steps only"),
         (LooksUpBetween, BY_VALUE, "looked up outside of a step, with gradients, which are clipped in steps only"),
-        (Pooled, BY_NORM, "Trainer(gradient_clip_val=0.05): collections ['bags'] are updated during backward"),
+        (WeightedMean, BY_NORM, "Trainer(gradient_clip_val=0.05): collections ['bags'] are updated during backward"),
         (ByHook, {"strategy": FreeScaleStrategy(overlap=False)}, "ByHook.configure_gradient_clipping: collections ['net.emb"),
         (
             lambda: Hook(lambda m, o: m.clip_gradients(o, 1.0)),

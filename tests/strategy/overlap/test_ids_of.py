@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 
 from lightning_freescale.testing import run_distributed
 from tests.helpers import overlap_modules as modules
@@ -152,15 +153,16 @@ def test_what_it_leaves_out_is_looked_for_in_the_batch() -> None:
 
 
 class WithBags(modules.Computes):
-    """Beside it a collection that TorchRec exchanges."""
+    """Beside it a collection that TorchRec exchanges: weighted bags pooled by their mean."""
 
     def __init__(self) -> None:
         super().__init__()
         config = EmbeddingBagConfig(name="bag", num_embeddings=ITEMS, embedding_dim=DIM, feature_names=["history"])
-        self.bags = EmbeddingBagCollection(tables=[config])
+        config.pooling = PoolingType.MEAN
+        self.bags = EmbeddingBagCollection(tables=[config], is_weighted=True)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        features = KeyedJaggedTensor(FEATURES, batch["ids"], lengths=batch["lengths"])
+        features = KeyedJaggedTensor(FEATURES, batch["ids"], torch.ones(len(batch["ids"])), batch["lengths"])
         return super().training_step(batch, batch_idx) + self.bags(features)["history"].mean()
 
 

@@ -1,0 +1,84 @@
+"""What a sharded module's forward does while the overlap engine has it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torchrec import KeyedJaggedTensor
+
+from lightning_freescale.embeddings.collections import Collection
+from lightning_freescale.embeddings.overlap.bag_traffic import BagBytes
+from lightning_freescale.embeddings.overlap.collection import OverlappedCollection
+from lightning_freescale.embeddings.overlap.pooling import BagOutput, without_weights
+from lightning_freescale.embeddings.overlap.row_requests import as_output
+
+
+class ModuleForward:
+    """Stands in for the forward of TorchRec's module while it trains; everything else of the module stays.
+
+    Lookups with gradients in a step get the rows that the engine has exchanged; all others are TorchRec's.
+
+    Args:
+        collection: what is sharded.
+        module: TorchRec's sharded module.
+        parts: its tables by width: those of an EmbeddingCollection have one, those of bags may have several.
+
+    Attributes:
+        collection: as given.
+        parts: as given.
+    """
+
+    def __init__(self, collection: Collection, module: Any, parts: Sequence[OverlappedCollection]) -> None:
+        self.collection, self.parts = collection, parts
+        self._module = module
+        self._bags = BagOutput(collection, [part.layout for part in parts]) if collection.pooled else None
+        self._torchrec_forward = module.forward
+        module.forward = self.forward
+        self._state_dict_hook = module.register_state_dict_pre_hook(lambda *_: self.drain())
+        # wrong ids are an error on every rank, which the ranks tell each other; several lookups are one update
+        module.freescale_sharding.checks.enabled = False
+
+    def forward(self, features: KeyedJaggedTensor) -> Any:
+        """Return what the unsharded collection would."""
+        if not self.parts[0].jobs.open or not torch.is_grad_enabled():
+            for part in self.parts:
+                part.before_torchrec_lookup()
+            self._module.freescale_sharding.checks.check_ids(features)
+            return self._torchrec_forward(features)
+        ids = self.ids_of(features)
+        if torch._C._current_graph_task_id() != -1:  # in a backward: activation checkpointing computes something again
+            rows = [part.rows_again(ids) for part in self.parts]
+        else:
+            noted = [part.note(ids) for part in self.parts]  # of all, before any waits: other ranks wait for what they look up
+            rows = [part.rows(lookup) for part, lookup in zip(self.parts, noted)]
+        if self._bags is not None:
+            return self._bags(features, rows)
+        return as_output(features, rows[0], self.parts[0].layout, self.collection.need_indices)
+
+    def ids_of(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Return what of a lookup the other ranks have to know."""
+        return without_weights(features) if self.collection.pooled else features
+
+    def drain(self) -> None:
+        """Wait until every update of the steps before is in the tables. Collective between two steps."""
+        for part in self.parts:
+            part.drain()
+
+    def bag_bytes(self) -> BagBytes | None:
+        """Return what the deciding steps have moved, and would have moved by TorchRec; None before.
+
+        The same on all ranks, which call it between two steps.
+        """
+        found = [part.bag_bytes() for part in self.parts]
+        known = [each for each in found if each is not None]
+        return sum(known, BagBytes(0, 0, 0)) if len(known) == len(found) else None
+
+    def close(self, farewell: bool) -> None:
+        """Give TorchRec's forward back, and end the exchanges."""
+        del self._module.forward
+        self._state_dict_hook.remove()
+        self._module.freescale_sharding.checks.enabled = True
+        for part in self.parts:
+            part.close(farewell)
