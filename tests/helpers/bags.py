@@ -16,6 +16,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from lightning_freescale.embeddings.collections import Collection, find_collections
 from lightning_freescale.embeddings.overlap.pooling import tables_by_width
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout
+from lightning_freescale.embeddings.row_order import RowOrder
 from tests.helpers.overlap_training import Changed, CountingModel
 from tests.helpers.recommender import RankBatches
 
@@ -124,4 +125,5 @@ def layouts_of(module: EmbeddingBagCollection, ranks: int, row_wise: bool = Fals
         spec = SimpleNamespace(shards=shards)
         plan[table.name] = SimpleNamespace(sharding_type=kind, compute_kernel="fused", sharding_spec=spec)
     parts = [replace(collection, tables=tables) for tables in tables_by_width(collection)]
-    return collection, [RowLayout.from_plan(part, plan, ranks, torch.device("cpu")) for part in parts]
+    orders = {table.name: RowOrder(table.rows) for table in collection.tables}
+    return collection, [RowLayout.from_plan(part, plan, orders, ranks, torch.device("cpu")) for part in parts]
