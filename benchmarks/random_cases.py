@@ -281,18 +281,19 @@ def _cut(batch: Batch, micro_batches: int) -> MicroBatches:
     """Cut a batch by its samples."""
     parts = torch.arange(SAMPLES).tensor_split(micro_batches)
 
-    def of_part(given: Any, samples: Tensor) -> Any:
+    def some(given: Any, samples: Tensor) -> Any:
         if isinstance(given, Tensor):
             return given[samples]
         lengths = given.lengths().view(len(given.keys()), SAMPLES)
         chosen = torch.zeros_like(lengths, dtype=torch.bool)
         chosen[:, samples] = True
-        ids = given.values()[torch.repeat_interleave(chosen.view(-1), lengths.view(-1))]
-        return KeyedJaggedTensor(given.keys(), ids, lengths=lengths[:, samples].reshape(-1))
+        of_part, weights = torch.repeat_interleave(chosen.view(-1), lengths.view(-1)), given.weights_or_none()
+        weights = None if weights is None else weights[of_part]
+        return KeyedJaggedTensor(given.keys(), given.values()[of_part], weights, lengths[:, samples].reshape(-1))
 
     batches = [
         {
-            "lookups": [[of_part(given, samples) for given in lookups] for lookups in batch["lookups"]],
+            "lookups": [[some(given, samples) for given in lookups] for lookups in batch["lookups"]],
             "label": batch["label"][samples],
             "step": batch["step"],
             "first": index == 0,
