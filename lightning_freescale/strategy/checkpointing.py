@@ -46,6 +46,7 @@ class UnshardedCheckpointStrategy(DDPBase):
         self._extra: dict[str, Any] = {}
         self._random_states: list[dict[str, Any]] = []
         self._restored_gradients: list[dict[str, Any]] = []
+        self._bag_decisions: dict[str, str] = {}  # of the checkpoint's run; after a fit, of that one
         self._left_in_window = False  # by the last fit, so that what it had accumulated is lost
 
     def drain(self) -> None:
@@ -112,6 +113,7 @@ class UnshardedCheckpointStrategy(DDPBase):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if "optimizer_states" in checkpoint:
             checkpoint[_EXTRA] = {**self._extra, "random_states": gather_random_states(self.root_device)}
+            checkpoint[_EXTRA]["bags"] = {"ranks": self.world_size, "decisions": dict(self._bags())}
             if accumulated := self._accumulated():
                 checkpoint[_EXTRA]["accumulated"] = accumulated
         self._extra = {}
@@ -138,15 +140,24 @@ class UnshardedCheckpointStrategy(DDPBase):
     def _engine(self) -> OverlapEngine | None:
         return None if self.overlap_controller is None else self.overlap_controller.engine
 
+    def _bags(self) -> dict[str, str]:
+        """Return which bags were left to TorchRec and which not: a run that counts them anew would not resume bitwise."""
+        engine = self._engine()
+        return self._bag_decisions if engine is None else engine.bag_decisions
+
     def leave_fit(self) -> None:
         """Forget what was loaded and not used, because a fit failed, and note whether it ends inside a window."""
         self._left_in_window, self.gradients_wait = self._left_in_window or self.gradients_wait, False
         self._restored_gradients, self._random_states = [], []
+        self._bag_decisions = self._bags()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         extra = checkpoint.get(_EXTRA, {})
         self._random_states, self._restored_gradients = extra.get("random_states", []), extra.get("accumulated", [])
+        bags = extra.get("bags", {"ranks": 0})
+        if bags["ranks"] == self.world_size:  # of other ranks other bytes cross
+            self._bags().update(bags["decisions"])
         if self.tables is not None and self.groups is not None:
             full = checkpoint["optimizer_states"][0]
             with self.writing_tables():

@@ -19,7 +19,7 @@ from lightning_freescale.comm import BACKEND, LaneOptions
 from lightning_freescale.embeddings.collections import Collection
 from lightning_freescale.embeddings.lookahead.probe import ModeProposal
 from lightning_freescale.embeddings.optimizer import UpdateSettings
-from lightning_freescale.embeddings.overlap.bag_traffic import DECIDING_STEPS
+from lightning_freescale.embeddings.overlap.bag_traffic import DECIDING_STEPS, BagBytes
 from lightning_freescale.embeddings.overlap.batch_state import Lookup
 from lightning_freescale.embeddings.overlap.collection import OverlappedCollection
 from lightning_freescale.embeddings.overlap.launch_order import LaunchOrder, refuse_one_queue
@@ -63,6 +63,8 @@ class OverlapEngine:
         modules: the overlapped collections, by path.
         collections: their tables, those of one width together: by path, or, if there are several, ``"path (dim 8)"``.
         plain: why each of the others is left to plain TorchRec, by path.
+        bag_decisions: what :meth:`leave_long_bags` has decided, by path: why TorchRec has the collection, or nothing where it
+            stays. What a checkpoint's run had decided may be put there before the first step.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class OverlapEngine:
         self.tables, self._steps = tables, 0
         self.clip_value, self._hold_gradients = clip_value, hold_gradients
         self._dedup, self._timeout, self._transport = dedup, timeout, transport
+        self.bag_decisions: dict[str, str] = {}
         self.collections: dict[str, OverlappedCollection] = {}
         self.modules: dict[str, ModuleForward] = {}
         self.plain: dict[str, str] = {}
@@ -294,15 +297,14 @@ class OverlapEngine:
         """
         left: dict[str, str] = {}
         for path, module in self.modules.items() if self.clip_value is None and not self._hold_gradients else ():
-            adam = any(self.tables.optimizers[table.key].sparse_adam for table in module.collection.tables)
-            found = None if adam else module.bag_bytes()
-            if found is not None and found.rows > found.pooled and not found.irregular:
-                rows, pooled = (count // DECIDING_STEPS for count in (found.rows, found.pooled))
-                left[path] = (
-                    f"its bags hold so many ids that their rows, each once per rank, and their gradients are {rows} bytes in a "
-                    f"step of all ranks, and the bags pooled by the rows' owners, as TorchRec sends them, {pooled}. The fewer "
-                    "bytes decide; an EmbeddingCollection whose rows the model pools is overlapped whatever they are"
-                )
+            if path not in self.bag_decisions:
+                adam = any(self.tables.optimizers[table.key].sparse_adam for table in module.collection.tables)
+                found = None if adam else module.bag_bytes()
+                if found is None:
+                    continue
+                self.bag_decisions[path] = _too_long(found)
+            if self.bag_decisions[path]:
+                left[path] = self.bag_decisions[path]
         for path in left:
             self._leave(path)
         self.plain |= left
@@ -353,3 +355,15 @@ class OverlapEngine:
         """Return totals on this rank since the start, over all collections; see :data:`report.COUNTS`."""
         totals = self._totals_of_left + [collection.statistics.totals() for collection in self.collections.values()]
         return {name: sum(total[name] for total in totals) for name in COUNTS}
+
+
+def _too_long(found: BagBytes) -> str:
+    """Return why TorchRec should have bags that make such traffic; empty if it should not, or could not exactly."""
+    if found.rows <= found.pooled or found.irregular:
+        return ""
+    rows, pooled = (count // DECIDING_STEPS for count in (found.rows, found.pooled))
+    return (
+        f"its bags hold so many ids that their rows, each once per rank, and their gradients are {rows} bytes in a step of all "
+        f"ranks, and the bags pooled by the rows' owners, as TorchRec sends them, {pooled}. The fewer bytes decide; an "
+        "EmbeddingCollection whose rows the model pools is overlapped whatever they are"
+    )
