@@ -88,7 +88,11 @@ class Sleeper(L.LightningModule):
     def __init__(self, options: Any, seconds_per_id: float, exchanges: bool) -> None:
         super().__init__()
         config = EmbeddingConfig(num_embeddings=options.rows, embedding_dim=options.dim, name="item", feature_names=["item"])
-        self.items: Any = EmbeddingCollection(tables=[config]) if exchanges else overlap_variants.LocalRows(options.dim)
+        self.items: Any = (
+            EmbeddingCollection(tables=[config], device=torch.device("meta"))
+            if exchanges
+            else overlap_variants.LocalRows(options.dim)
+        )
         self.dense = torch.nn.Sequential(torch.nn.Linear(options.dim, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
         self.seconds_per_id = seconds_per_id
         self.began: list[float] = []
