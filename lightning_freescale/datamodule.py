@@ -45,7 +45,7 @@ class FreeScaleDataModule(LightningDataModule):
         target_counts: prediction targets per sample for ``"target_mean"``, shape ``[samples]``, for a stream a function of
             one sample; ``lengths`` if not given.
         micro_batches: cut each rank's batch of a step into so many parts of about equal cost, and compute them one after the
-            other. No row is updated between them, so the exchange of all but the first and the last hides behind compute,
+            other. No row is updated between them, so the exchange of all but the first and the last can hide,
             whatever rows collide, and activations take less memory. Lightning sees one batch: ``batch_idx``, ``global_step``,
             schedulers, logging and checkpoints are those of the undivided step, and so is its gradient, to rounding, for losses
             that are a mean (or sum) over samples or targets. ``training_step`` runs once for each part. **Losses that look
