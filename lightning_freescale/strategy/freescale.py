@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -54,6 +54,7 @@ from lightning_freescale.strategy.validation import (
     refuse_several_optimizers,
     refuse_shard,
     refuse_shared_gpu,
+    refuse_split_backward,
     refuse_trial_runs,
     refuse_unknown_options,
 )
@@ -104,6 +105,9 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             far apart, so that the popular rows of a table that is sorted by popularity are spread over all ranks.
             ``"blocks"``: a block of rows each, as plain TorchRec has it. Weights, states and checkpoints are in the order of
             the ids, either way. Tables with managed collisions, and those sharded otherwise, stay as they are.
+        split_backward: with ``overlap``, have backward compute the gradients of the dense weights last, while the gradients of
+            the rows travel. The numbers are the same to the bit. Costs memory: the gradients of the linear layers' outputs are
+            held until then. See :class:`lightning_freescale.embeddings.overlap.WeightGradientsLast`.
         **ddp_options: as in :class:`lightning.pytorch.strategies.DDPStrategy`; those it does not know go to
             ``DistributedDataParallel`` for the dense part.
 
@@ -133,6 +137,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         shard: Sequence[str] | Literal["auto"] | None = None,
         clip: Literal["all", "dense"] = "all",
         placement: Literal["hash", "blocks"] = "hash",
+        split_backward: bool = False,
         **ddp_options: Any,
     ) -> None:
         refuse_unknown_options(ddp_options, FreeScaleStrategy)
@@ -140,10 +145,11 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         if sigterm_every_n_steps < 1:
             raise ValueError(f"sigterm_every_n_steps={sigterm_every_n_steps!r}: pass a number of steps, at least 1")
         refuse_lookahead(lookahead, ids_of, overlap)
+        refuse_split_backward(split_backward, overlap)
         refuse_shard(shard)
         refuse_clip(clip)
         refuse_placement(placement)
-        self.clip, self.placement = clip, placement
+        self.clip, self.placement, self.split_backward = clip, placement, split_backward
         self.plan, self.planner = plan, planner
         self.transport = LaneOptions(transport).transport
         self.overlap, self.dedup = overlap, dedup
@@ -326,7 +332,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
                 self.tables.prepare_update(settings, skip=self._overlapped())
                 if controller is not None:
                     controller.before_forward(args[0], not self._accumulating, settings, self.groups.step)
-        output = super().training_step(*args, **kwargs)
+        with nullcontext() if controller is None else controller.forward():
+            output = super().training_step(*args, **kwargs)
         if controller is not None:
             with self.timeline.span("host", "embeddings: ids of the next step"):
                 controller.after_forward(args)
@@ -451,7 +458,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             engine = OverlapEngine(tables, self.dedup, process_group_timeout(self), self.transport, **clips)
             self._at_teardown.callback(engine.close, farewell=False)  # training ends with a report of all ranks
             self.overlap_controller = OverlapController(
-                trainer, engine, self.timeline, self.lookahead == "trial_run", self.ids_of
+                trainer, engine, self.timeline, self.lookahead == "trial_run", self.ids_of, self.split_backward
             )
             why_not = f"TorchRec updates collections {list(engine.plain)} during backward" if engine.plain else ""
         settle_without_exchange(trainer, why_not)

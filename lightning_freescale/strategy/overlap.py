@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from lightning_freescale.balance import MicroBatches
 from lightning_freescale.embeddings.lookahead.ids_function import IdsFunction
 from lightning_freescale.embeddings.lookahead.probe import LookaheadMode, Probe
 from lightning_freescale.embeddings.optimizer import UpdateSettings
-from lightning_freescale.embeddings.overlap import OverlapEngine, OverlapReport
+from lightning_freescale.embeddings.overlap import OverlapEngine, OverlapReport, WeightGradientsLast
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.strategy.dry_run import dry_run_ids
 from lightning_freescale.strategy.early_copy import EarlyCopy
@@ -45,6 +45,7 @@ class OverlapController:
         timeline: where waits for rows are recorded.
         trial_runs: whether a trial run of training_step tells the ids that do not stand in the batch.
         ids_of: the user's function that tells the ids in a batch.
+        split_backward: whether backward leaves the gradients of the dense weights for the end.
     """
 
     def __init__(
@@ -54,9 +55,10 @@ class OverlapController:
         timeline: Timeline,
         trial_runs: bool = False,
         ids_of: Callable[[Any], Any] | None = None,
+        split_backward: bool = False,
     ) -> None:
         self.trainer, self.engine = trainer, engine
-        self._trial_runs = trial_runs
+        self._trial_runs, self._split_backward = trial_runs, split_backward
         self._ids_of = ids_of
         self._ids_function = _ids_function(trainer, engine, ids_of)
         self._told: dict[str, list[KeyedJaggedTensor]] = {}  # of the next batch
@@ -123,6 +125,11 @@ class OverlapController:
             restart=first,  # where Lightning zeroes the dense gradients
             modes={path: probe.proposal for path, probe in self._probes.items()},
         )
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Return the block in which the forward runs."""
+        # nobody waits for gradients that no optimizer step follows
+        return WeightGradientsLast() if self._split_backward and self._updates and self.engine.modules else nullcontext()
 
     def after_forward(self, args: tuple[Any, ...]) -> None:
         """Learn from what the model looked up; where ids do not stand in the batch, a trial run tells the next ones.

@@ -119,6 +119,15 @@ def refuse_lookahead(lookahead: str, ids_of: Any, overlap: bool) -> None:
         )
 
 
+def refuse_split_backward(split_backward: bool, overlap: bool) -> None:
+    """Refuse a ``split_backward`` that would have no effect, by a ValueError."""
+    if split_backward and not overlap:
+        raise ValueError(
+            f"FreeScaleStrategy(overlap=False, split_backward={split_backward!r}): without overlap nothing travels while "
+            "backward computes the gradients of the weights. Leave one of the two out"
+        )
+
+
 def refuse_shard(shard: Any) -> None:
     """Refuse anything but ``"auto"``, None or paths, by a TypeError."""
     if shard is None or shard == "auto":

@@ -2,5 +2,6 @@
 
 from lightning_freescale.embeddings.overlap.engine import OverlapEngine
 from lightning_freescale.embeddings.overlap.report import OverlapReport
+from lightning_freescale.embeddings.overlap.split_backward import WeightGradientsLast
 
-__all__ = ["OverlapEngine", "OverlapReport"]
+__all__ = ["OverlapEngine", "OverlapReport", "WeightGradientsLast"]

@@ -128,6 +128,7 @@ def test_ranks_agree_with_the_one_that_knows_least() -> None:
         ({"lookahead": "dry_run"}, r"lookahead='dry_run'\): pass 'batch' or 'trial_run'"),
         ({"lookahead": "trial_run", "overlap": False}, "overlap=False, lookahead='trial_run'"),
         ({"ids_of": dict, "overlap": False}, "overlap=False, ids_of=..."),
+        ({"split_backward": True, "overlap": False}, "overlap=False, split_backward=True"),
         ({"ids_of": dict, "lookahead": "trial_run"}, "lookahead='trial_run', ids_of=..."),
     ],
 )

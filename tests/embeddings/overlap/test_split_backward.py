@@ -1,0 +1,173 @@
+"""Backward with the weights' gradients last: the numbers are bitwise those of backward as it is, in another order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_freescale.embeddings.overlap import WeightGradientsLast
+
+DIM = 8
+
+
+class Layers(nn.Module):
+    """Linear layers called in all ways, among things that are no linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear, self.inner = nn.LayerNorm(DIM), nn.Linear(DIM, 4 * DIM), nn.Linear(DIM, DIM, bias=False)
+        self.mixed, self.bias = nn.Parameter(torch.randn(DIM, DIM)), nn.Parameter(torch.randn(DIM))
+        self.attention = nn.MultiheadAttention(DIM, 2, batch_first=True)
+        self.head = nn.Linear(DIM, 5)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        u, v, q, k = F.silu(self.linear(self.norm(rows))).chunk(4, -1)
+        mixed = (q @ k.transpose(-1, -2)) @ v + torch.matmul(u, self.mixed) + u.matmul(self.mixed) + u @ self.mixed
+        hidden = F.relu_(self.inner(mixed))  # in place
+        hidden = hidden + self.attention(hidden, hidden, hidden, need_weights=False)[0]
+        hidden = hidden + self.attention(self.norm(hidden), hidden, hidden)[0]
+        flat = hidden.flatten(0, -2)
+        flat = torch.addmm(self.bias, flat, self.mixed) + torch.mm(flat, self.inner.weight) + flat.mm(self.mixed)
+        return self.head(flat + self.inner(flat)).logsumexp(-1).sum()
+
+
+class Order:
+    """What backward has come by, in its order."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.names: list[str] = []
+        for name, parameter in ((name, each) for name, each in module.named_parameters() if each.requires_grad):
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.names.append(name))
+
+    def rows(self, rows: Tensor) -> Tensor:
+        seen = rows * 1.0
+        seen.register_hook(lambda _: self.names.append("rows"))
+        return seen
+
+
+def _gradients(make: Callable[[], nn.Module], block: Any, *shape: int, autocast: bool = False) -> tuple[list[Any], list[str]]:
+    """Loss and gradients, and the order in which they came."""
+    torch.manual_seed(0)
+    module, rows = make(), torch.randn(*shape, DIM, requires_grad=True)
+    order = Order(module)
+    with block(), torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+        loss = module(order.rows(rows))
+    loss.backward()
+    return [loss.detach(), rows.grad, *(parameter.grad for parameter in module.parameters())], order.names
+
+
+def _same(one: list[Any], other: list[Any]) -> None:
+    assert len(one) == len(other)
+    assert [a is None for a in one] == [b is None for b in other]
+    assert [i for i, (a, b) in enumerate(zip(one, other)) if a is not None and not torch.equal(a, b)] == []
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("shape", [(3, 7), (0, 7)])
+def test_same_bits_with_the_rows_first(shape: tuple[int, ...], autocast: bool) -> None:
+    plain, before = _gradients(Layers, nullcontext, *shape, autocast=autocast)
+    split, after = _gradients(Layers, WeightGradientsLast, *shape, autocast=autocast)
+    if autocast:  # a parameter used several times: autocast adds its gradients up in bfloat16, here they are in float32
+        for a, b in zip(plain, split):
+            torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
+    else:
+        _same(plain, split)
+    assert sorted(before) == sorted(after)
+    late = {"linear.weight", "inner.weight", "mixed", "bias", "head.weight", "attention.in_proj_weight", "linear.bias"}
+    assert late.isdisjoint(after[: after.index("rows")])
+    assert not late.isdisjoint(before[: before.index("rows")]), "else the test could not fail"
+
+
+def test_same_bits_under_autocast_where_each_weight_is_used_once() -> None:
+    def make() -> nn.Module:
+        layers = nn.Linear(DIM, DIM), nn.ReLU(inplace=True), nn.LayerNorm(DIM), nn.Linear(DIM, 1)
+        return nn.Sequential(*layers, _Mean())
+
+    plain, _ = _gradients(make, nullcontext, 3, 7, autocast=True)
+    split, order = _gradients(make, WeightGradientsLast, 3, 7, autocast=True)
+    _same(plain, split)
+    assert order.index("rows") < order.index("0.weight")
+
+
+class _Mean(nn.Module):
+    def forward(self, values: Tensor) -> Tensor:
+        return values.float().square().mean()
+
+
+class Frozen(Layers):
+    """Some of its weights and biases are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in (self.linear.weight, self.head.bias, self.mixed, self.attention.in_proj_weight):
+            parameter.requires_grad_(False)
+
+
+class Checkpointed(Layers):
+    """Computes its forward again in backward."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return checkpoint(super().forward, rows, use_reentrant=False) + self.head(rows).sum()
+
+
+class Accumulates(Layers):
+    """Its parameters have gradients already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.grad = torch.ones_like(parameter)
+
+
+@pytest.mark.parametrize("make", [Frozen, Checkpointed, Accumulates])
+def test_same_bits_in_modules_as_people_write_them(make: Callable[[], nn.Module]) -> None:
+    _same(_gradients(make, nullcontext, 3, 7)[0], _gradients(make, WeightGradientsLast, 3, 7)[0])
+
+
+def test_a_compiled_module_is_as_ever() -> None:
+    def make() -> nn.Module:
+        torch._dynamo.reset()
+        compiled: Any = torch.compile(Layers(), backend="aot_eager")
+        return compiled
+
+    _same(_gradients(make, nullcontext, 3, 7)[0], _gradients(make, WeightGradientsLast, 3, 7)[0])
+
+
+def test_its_gradient_is_laid_out_as_the_parameter() -> None:
+    layer, rows = nn.Linear(DIM, 3), torch.randn(4, DIM, requires_grad=True)
+    with WeightGradientsLast():
+        loss = layer(rows).sum()
+    loss.backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.stride() == layer.weight.stride()
+
+
+def test_a_second_derivative_is_an_error() -> None:
+    layer, rows = nn.Linear(DIM, 1), torch.randn(4, DIM, requires_grad=True)
+    with WeightGradientsLast():
+        loss = layer(rows).square().sum()
+    (gradient,) = torch.autograd.grad(loss, rows, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_an_activation_that_was_changed_in_place_is_an_error() -> None:
+    layer, rows = nn.Linear(DIM, 1), torch.randn(4, DIM, requires_grad=True) * 1.0
+    with WeightGradientsLast():
+        loss = layer(rows).sum()
+    rows.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_nothing_is_recorded_without_gradients() -> None:
+    layer = nn.Linear(DIM, 1)
+    with WeightGradientsLast(), torch.no_grad():
+        assert layer(torch.randn(4, DIM)).grad_fn is None
