@@ -11,7 +11,8 @@ floor      equal costs on all ranks, and no embedding exchange: what the loop, D
 plain      samples as drawn, TorchRec's own exchange
 balanced   samples assigned by cost, at equal counts up to 25 %
 overlapped the same, rows exchanged behind compute
-micro-4    the same, each batch in 4 micro-batches
+split      the same, with the gradients of the dense weights, a share of compute, after those of the rows
+micro-4    overlapped, each batch in 4 micro-batches; split-4: both
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.data import BalanceOptions
 
-VARIANTS = ("floor", "plain", "balanced", "overlapped", "micro-2", "micro-4", "micro-8")
-BY_DEFAULT = ("floor", "plain", "balanced", "overlapped", "micro-4")
+VARIANTS = ("floor", "plain", "balanced", "overlapped", "split", "micro-2", "micro-4", "micro-8", "split-2", "split-4")
+BY_DEFAULT = ("floor", "plain", "balanced", "overlapped", "split", "micro-4")
 SKIPPED = 4
 """Steps at the beginning of a fit, while lookahead and pipelines fill."""
 
@@ -85,8 +86,9 @@ class Histories(Dataset[Tensor]):
 class Sleeper(L.LightningModule):
     """A table of items, and a small dense part; sleeps as long as its ids say."""
 
-    def __init__(self, options: Any, seconds_per_id: float, exchanges: bool) -> None:
+    def __init__(self, options: Any, seconds_per_id: float, exchanges: bool, split: bool) -> None:
         super().__init__()
+        self.split = split
         config = EmbeddingConfig(num_embeddings=options.rows, embedding_dim=options.dim, name="item", feature_names=["item"])
         self.items: Any = (
             EmbeddingCollection(tables=[config], device=torch.device("meta"))
@@ -107,7 +109,11 @@ class Sleeper(L.LightningModule):
         """Compute."""
         seconds = self.seconds_per_id * len(batch.values())
         self.computed[-1] += seconds
-        rows = overlap_variants.compute(self.items(batch)["item"].values(), None, seconds)
+        rows = self.items(batch)["item"].values()
+        if self.split:
+            rows = overlap_variants.compute_split(rows, seconds, self.dense[0].weight)
+        else:
+            rows = overlap_variants.compute(rows, None, seconds)
         return self.dense(rows).square().mean()
 
     def configure_optimizers(self) -> Any:
@@ -123,16 +129,18 @@ def _fit(name: str, data: Histories, options: Any, seed: int) -> Sleeper:
     world = int(os.environ["WORLD_SIZE"])
     seconds_per_id = options.compute_ms / 1000 / (options.batch * data.lengths.mean())
     torch.manual_seed(0)
-    model = Sleeper(options, seconds_per_id, exchanges=name != "floor")
-    micro_batches = int(name.removeprefix("micro-")) if name.startswith("micro-") else 1
+    split = name.startswith("split")
+    model = Sleeper(options, seconds_per_id, exchanges=name != "floor", split=split)
+    micro_batches = int(name.rpartition("-")[2]) if "-" in name else 1
     balance: Any = name != "plain" and BalanceOptions(assignment_mode="slack")
     module = FreeScaleDataModule(
         data, data.lengths, options.batch, cost_fn=lambda lengths: lengths, collate_fn=_collate, balance=balance, seed=seed,
         loss_reduction="target_mean", micro_batches=micro_batches,
     )  # fmt: skip
     trainer = L.Trainer(
-        strategy=FreeScaleStrategy(overlap=name not in ("plain", "balanced")), accelerator="cpu", devices=1, num_nodes=world,
-        max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        strategy=FreeScaleStrategy(overlap=name not in ("plain", "balanced"), split_backward=split), accelerator="cpu",
+        devices=1, num_nodes=world, max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(model, datamodule=module)
     return model

@@ -9,7 +9,8 @@ plain       TorchRec's row-wise sharded EmbeddingCollection
 pipeline    the same under TorchRec's TrainPipelineSparseDist, which exchanges the ids ahead
 dedup       plain, with every id of the rank's batch looked up once; they are found before the step starts
 ours        the overlapped exchange, with a lookahead of one batch
-micro-4     the same, each batch in 4 micro-batches of about as many ids, also with other numbers
+split       the same, with the gradients of the dense weights, a share of compute, after those of the rows
+micro-4     ours with each batch in 4 micro-batches of about as many ids; split-4: both; also with other numbers
 plain-gloo  plain over gloo's own all-to-all; the others post their receives first, as the overlapped exchange does
 
 Exposed is a variant's median step less the floor's. Next to the measured reductions stand those that the bytes alone predict:
@@ -43,9 +44,10 @@ import overlap_workload
 import torch
 import torch.distributed as dist
 
-VARIANTS = ("floor", "plain", "pipeline", "dedup", "ours", "micro-2", "micro-4", "micro-8", "plain-gloo")
-BY_DEFAULT = ("floor", "plain", "pipeline", "dedup", "ours", "micro-4", "plain-gloo")
-OURS = ("ours", "micro_2", "micro_4", "micro_8")
+IN_PARTS = ("micro-2", "micro-4", "micro-8", "split-2", "split-4")
+VARIANTS = ("floor", "plain", "pipeline", "dedup", "ours", "split", *IN_PARTS, "plain-gloo")
+BY_DEFAULT = ("floor", "plain", "pipeline", "dedup", "ours", "split", "micro-4", "split-4", "plain-gloo")
+OURS = ("ours", "split", *(name.replace("-", "_") for name in IN_PARTS))
 SKIPPED = 3  # steps at the beginning of a round, while the pipelines fill; the last one, without a lookahead, is left out, too
 
 

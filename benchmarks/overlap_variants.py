@@ -25,6 +25,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_freescale.embeddings.optimizer import TableOptimizer
 from lightning_freescale.embeddings.overlap import OverlapEngine
+from lightning_freescale.embeddings.overlap.split_backward import after_the_others
 from lightning_freescale.embeddings.plain_embedding import EmbeddingIds
 from lightning_freescale.embeddings.sharding import TableSharding
 
@@ -32,25 +33,52 @@ CPU = torch.device("cpu")
 ADAGRAD = {"lr": 0.1, "eps": 1e-10}
 
 
+WEIGHTS_SHARE = 0.22
+"""Of a step's compute, the gradients of linear layers' weights: what ``split_backward.py`` measures."""
+
+
 class _Compute(torch.autograd.Function):
-    """The device's work: a third of the seconds in forward, after the lookup, the rest before the lookup's backward."""
+    """The device's work: a third of the seconds in forward, after the lookup, the rest before the lookup's backward.
+
+    Without what is done later, for the gradient that goes to ``late``.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
+    def forward(ctx: Any, rows: Tensor, late: Tensor | None, seconds: float) -> Tensor:
+        ctx.seconds = seconds * (2 / 3 - (WEIGHTS_SHARE if late is not None else 0))
         time.sleep(seconds / 3)
         return rows.view_as(rows)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.seconds * 2 / 3)
-        return gradients[0], None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        time.sleep(ctx.seconds)
+        return gradients[0], gradients[0] if ctx.needs_input_grad[1] else None, None
+
+
+class _WeightGradients(torch.autograd.Function):
+    """The part of the device's work that nobody waits for."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, seconds: float) -> Tensor:
+        ctx.seconds, ctx.shape = seconds * WEIGHTS_SHARE, weight.shape
+        return rows.new_empty(1).expand(rows.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, None]:
+        time.sleep(ctx.seconds)
+        return None, gradients[0].new_zeros(ctx.shape), None
 
 
 @torch.fx.wrap
 def compute(rows: Tensor, inverse: Tensor | None, seconds: float) -> Tensor:
     """Every item's row, after the device's work."""
-    return _Compute.apply(rows if inverse is None else rows.index_select(0, inverse), seconds)
+    return _Compute.apply(rows if inverse is None else rows.index_select(0, inverse), None, seconds)
+
+
+def compute_split(rows: Tensor, seconds: float, weight: Tensor) -> Tensor:
+    """The same, with the gradients of weights, of which ``weight`` is one, after the rows' as a split backward has them."""
+    late = after_the_others(_WeightGradients.apply(rows.detach(), weight, seconds), 1)
+    return _Compute.apply(rows, late, seconds)
 
 
 class Recommender(nn.Module):
@@ -66,6 +94,16 @@ class Recommender(nn.Module):
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Loss, twice: TorchRec's pipeline wants a loss and a result."""
         rows = compute(self.items(batch.features)["item"].values(), batch.inverse, self.seconds)
+        loss = self.dense(rows).square().mean()
+        return loss, loss
+
+
+class SplitRecommender(Recommender):
+    """The same under a split backward."""
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Loss, twice."""
+        rows = compute_split(self.items(batch.features)["item"].values(), self.seconds, self.dense[0].weight)
         loss = self.dense(rows).square().mean()
         return loss, loss
 
@@ -227,7 +265,8 @@ class InMicroBatches(Ours):
 def build(names: Sequence[str], rows: int, dim: int, seconds: float) -> dict[str, Any]:
     """The variants called ``names``; those that look up the way TorchRec does share a table. Collective.
 
-    ``"micro-4"`` is the engine with 4 micro-batches, ``"floor-micro-4"`` the floor with as many.
+    ``"micro-4"`` is the engine with 4 micro-batches, ``"split"`` and ``"split-4"`` are these under a split backward,
+    ``"floor-micro-4"`` is the floor with 4 micro-batches.
     """
     made: dict[str, Any] = {}
     shared: nn.Module | None = None
@@ -239,10 +278,12 @@ def build(names: Sequence[str], rows: int, dim: int, seconds: float) -> dict[str
             floor = DistributedDataParallel(model)
             parts = int(name.removeprefix("floor-micro-")) if name != "floor" else 1
             made[name] = Plain(floor, Wire()) if parts == 1 else PlainInMicroBatches(floor, Wire(), parts)
-        elif name == "ours":
-            made[name] = Ours(model)
-        elif name.startswith("micro-"):
-            made[name] = InMicroBatches(model, int(name.removeprefix("micro-")))
+        elif name.startswith(("ours", "micro-", "split")):
+            if name.startswith("split"):
+                torch.manual_seed(0)
+                model = SplitRecommender(rows, dim, seconds)
+            parts = int(name.rpartition("-")[2]) if "-" in name else 1
+            made[name] = Ours(model) if parts == 1 else InMicroBatches(model, parts)
         elif name == "embedding":
             torch.manual_seed(0)
             made[name] = Ours(PlainRecommender(rows, dim, seconds))
