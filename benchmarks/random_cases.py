@@ -81,6 +81,7 @@ class Case:
     lookahead: str
     validates: bool
     dropout: float
+    split_backward: bool
     micro_batches: int = 1
 
 
@@ -125,6 +126,7 @@ def random_case(seed: int) -> Case:
         lookahead=pick(["batch", "batch", "batch", "trial_run"]),
         validates=draw.random() < 0.3,
         dropout=pick([0.0, 0.2]),
+        split_backward=random.Random(f"split {seed}").random() < 0.5,
     )
 
 
@@ -344,7 +346,7 @@ def run_case(case: Case) -> dict[str, Outcome]:
     """Train on the ranks of ``run_distributed``, in each way that is compared."""
     plain = [f"parts.{index}" for index, part in enumerate(case.parts) if part.plain]
     options: dict[str, Any] = {"find_unused_parameters": True, "shard": plain or None}
-    ahead = {"lookahead": case.lookahead}
+    ahead = {"lookahead": case.lookahead, "split_backward": case.split_backward}
     return {
         "ddp": _fit(case, DDPStrategy(find_unused_parameters=True)),
         "freescale": _fit(case, FreeScaleStrategy(**options, **ahead)),
