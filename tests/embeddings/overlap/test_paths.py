@@ -87,29 +87,6 @@ def test_only_the_rows_of_the_batch_before_collide() -> None:
         assert statistics["colliding_incoming_rows"] == 0 < statistics["incoming_rows"]
 
 
-def _in_parts(parts: int) -> dict[str, float]:
-    """Every part of every step has the same rows."""
-    batch = batches(dist.get_rank(), 3)[2]
-    with sharded(HOW) as (_, ddp, tables, _):
-        engine = OverlapEngine(tables)
-        for index in range(20 * parts):
-            engine.begin_step(known(batch), updates=index % parts == parts - 1)
-            ddp(batch).backward()
-            engine.end_backward()
-        engine.drain()
-        statistics = engine.statistics()
-        engine.close()
-        return statistics
-
-
-@pytest.mark.parametrize("parts", [1, 2])
-def test_only_the_first_micro_batch_of_a_step_collides(parts: int) -> None:
-    """Parts are counted alike: of those of a step all or none."""
-    for statistics in run_distributed(_in_parts, 2, parts):
-        assert statistics["steps"] == 20
-        assert statistics["colliding_incoming_rows"] * parts == statistics["incoming_rows"] > 0
-
-
 def _schedule(step: int) -> float:
     return 0.3 / (1 + step)
 
