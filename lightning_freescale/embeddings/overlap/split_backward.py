@@ -111,10 +111,11 @@ def _can_be_split(input: Any, weight: Any, bias: Any, transposed: bool) -> bool:
         and weight.requires_grad
         and weight.dim() == 2
         and type(input) in (Tensor, nn.Parameter)
-        and input.dim() > 1
-        and input.is_floating_point()
         and input.requires_grad  # else backward ends here
-        and (bias is None or (_of_a_parameter(bias) and bias.dim() == 1))
+        and input.dim() > 1
+        and input.shape[-1] == weight.shape[transposed]
+        and (bias is None or (_of_a_parameter(bias) and bias.shape == weight.shape[not transposed :][:1]))
+        and _of_one_type(input, weight, *() if bias is None else (bias,))
         # activation checkpointing counts what is saved, and computes it again outside of the block
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         and torch._C._functorch.peek_interpreter_stack() is None
@@ -126,53 +127,64 @@ def _of_a_parameter(tensor: Any) -> bool:
     return type(tensor._base if type(tensor) is Tensor and tensor._is_view() else tensor) is nn.Parameter
 
 
+def _of_one_type(*operands: Tensor) -> bool:
+    types = {operand.dtype for operand in operands}
+    if torch.is_autocast_enabled(operands[0].device.type):
+        return torch.float64 not in types  # which autocast leaves alone
+    return len(types) == 1
+
+
 def _split(number: int, input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     kind = input.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-    values = input.to(dtype)
-    shape = (*values.shape[:-1], weight.shape[0 if transposed else 1])
+    values, matrix = input.to(dtype), weight.t() if transposed else weight
     # detached, or the layer before would wait for it
-    late = after_the_others(_WeightGradient.apply(values.detach(), weight, bias, transposed, shape), number)
-    fixed = weight.detach().to(dtype)
-    return _Product.apply(values, late, fixed.t() if transposed else fixed, None if bias is None else bias.detach().to(dtype))
+    late = after_the_others(_WeightGradient.apply(values.detach(), matrix, bias), number)
+    return _Product.apply(values, late, matrix.detach().to(dtype), None if bias is None else bias.detach().to(dtype))
 
 
 class _Product(torch.autograd.Function):
     # its backward gives the input's gradient, and hands that of the output on to the late operation
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, late: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(weight)
-        flat = values.reshape(-1, weight.shape[0])
-        product = torch.mm(flat, weight) if bias is None else torch.addmm(bias, flat, weight)
+    def forward(ctx: Any, values: Tensor, late: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        flat = values.reshape(-1, len(matrix))
+        ctx.save_for_backward(matrix)
+        ctx.by_columns = _lies_by_columns(flat)
+        product = torch.mm(flat, matrix) if bias is None else torch.addmm(bias, flat, matrix)
         return torch.ops.aten._unsafe_view(product, late.shape)  # to autograd no view, so it may be changed in place
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (weight,) = ctx.saved_tensors
-        of_values = torch.mm(gradient.reshape(-1, weight.shape[1]), weight.t())
-        return of_values.view(*gradient.shape[:-1], weight.shape[0]), gradient, None, None
+        (matrix,) = ctx.saved_tensors
+        flat = gradient.reshape(-1, matrix.shape[1])
+        of_values = matrix.mm(flat.t()).t() if ctx.by_columns else flat.mm(matrix.t())
+        return of_values.reshape(*gradient.shape[:-1], len(matrix)), gradient, None, None
 
 
 class _WeightGradient(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, values: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, shape: Sequence[int]
-    ) -> Tensor:
+    def forward(ctx: Any, values: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(values)
-        ctx.transposed, ctx.dtype = transposed, weight.dtype
-        return values.new_empty(1).expand(shape)  # holds nothing: it is where the gradient comes in
+        ctx.dtype, ctx.by_columns = matrix.dtype, _lies_by_columns(matrix)
+        # holds nothing: it is where the gradient comes in
+        return values.new_empty(1).expand(*values.shape[:-1], matrix.shape[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (values,) = ctx.saved_tensors
-        _, of_weight, of_bias, *_ = ctx.needs_input_grad
+        _, of_matrix, of_bias = ctx.needs_input_grad
         flat, into = gradient.reshape(-1, gradient.shape[-1]), values.reshape(-1, values.shape[-1])
         given: list[Tensor | None] = [None, None]
-        if of_weight:  # the product that autograd would make, so that every sum runs in its order
-            given[0] = (flat.t().mm(into) if ctx.transposed else into.t().mm(flat)).to(ctx.dtype)
+        if of_matrix:
+            given[0] = (flat.t().mm(into).t() if ctx.by_columns else into.t().mm(flat)).to(ctx.dtype)
         if of_bias:
             given[1] = flat.sum(0).to(ctx.dtype)
-        return None, *given, None, None
+        return None, *given
+
+
+def _lies_by_columns(matrix: Tensor) -> bool:
+    """Whether torch makes a gradient of it by columns as well: then every sum runs in its order."""
+    return matrix.stride() == (1, len(matrix))
