@@ -88,7 +88,7 @@ class Sleeper(L.LightningModule):
 
     def __init__(self, options: Any, seconds_per_id: float, exchanges: bool, split: bool) -> None:
         super().__init__()
-        self.split = split
+        self.split, self._late_seconds = split, 0.0
         config = EmbeddingConfig(num_embeddings=options.rows, embedding_dim=options.dim, name="item", feature_names=["item"])
         self.items: Any = (
             EmbeddingCollection(tables=[config], device=torch.device("meta"))
@@ -111,7 +111,11 @@ class Sleeper(L.LightningModule):
         self.computed[-1] += seconds
         rows = self.items(batch)["item"].values()
         if self.split:
-            rows = overlap_variants.compute_split(rows, seconds, self.dense[0].weight)
+            # those of micro-batches come with the last
+            self._late_seconds += seconds
+            last = self.trainer.strategy.overlap_controller.engine.updates
+            rows = overlap_variants.compute_split(rows, seconds, self._late_seconds if last else 0.0, self.dense[0].weight)
+            self._late_seconds *= not last
         else:
             rows = overlap_variants.compute(rows, None, seconds)
         return self.dense(rows).square().mean()

@@ -75,9 +75,12 @@ def compute(rows: Tensor, inverse: Tensor | None, seconds: float) -> Tensor:
     return _Compute.apply(rows if inverse is None else rows.index_select(0, inverse), None, seconds)
 
 
-def compute_split(rows: Tensor, seconds: float, weight: Tensor) -> Tensor:
-    """The same, with the gradients of weights, of which ``weight`` is one, after the rows' as a split backward has them."""
-    late = after_the_others(_WeightGradients.apply(rows.detach(), weight, seconds), 1)
+def compute_split(rows: Tensor, seconds: float, late_seconds: float, weight: Tensor) -> Tensor:
+    """The same, with the gradients of weights, of which ``weight`` is one, after the rows' as a split backward has them.
+
+    Those of micro-batches all come with the last: ``late_seconds`` is the compute of those whose weights come with this one.
+    """
+    late = after_the_others(_WeightGradients.apply(rows.detach(), weight, late_seconds), 1)
     return _Compute.apply(rows, late, seconds)
 
 
@@ -89,7 +92,7 @@ class Recommender(nn.Module):
         config = EmbeddingConfig(num_embeddings=rows, embedding_dim=dim, name="item", feature_names=["item"])
         self.items: nn.Module = EmbeddingCollection(tables=[config], device=torch.device("meta"))
         self.dense = nn.Sequential(nn.Linear(dim, 32), nn.Tanh(), nn.Linear(32, 1))
-        self.seconds = seconds
+        self.seconds = self.late_seconds = seconds
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Loss, twice: TorchRec's pipeline wants a loss and a result."""
@@ -103,7 +106,8 @@ class SplitRecommender(Recommender):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Loss, twice."""
-        rows = compute_split(self.items(batch.features)["item"].values(), self.seconds, self.dense[0].weight)
+        rows = self.items(batch.features)["item"].values()
+        rows = compute_split(rows, self.seconds, self.late_seconds, self.dense[0].weight)
         loss = self.dense(rows).square().mean()
         return loss, loss
 
@@ -248,6 +252,7 @@ class InMicroBatches(Ours):
         for number, ((part, index), upcoming) in enumerate(zip(parts, [*parts[1:], None])):
             last = index == self.count - 1
             recommender.seconds = seconds * len(part.features.values()) / ids[number // self.count]
+            recommender.late_seconds = seconds if last else 0.0
             following = None if upcoming is None else {"items": self._ids(upcoming[0].features)}
             self.engine.begin_step(upcoming=following, updates=last, restart=index == 0)
             if index == 0:
@@ -258,7 +263,7 @@ class InMicroBatches(Ours):
             if last:
                 self.optimizer.step()
                 yield
-        recommender.seconds = seconds
+        recommender.seconds = recommender.late_seconds = seconds
         self.engine.drain()
 
 

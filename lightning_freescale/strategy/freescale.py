@@ -475,4 +475,4 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     def _end_backward(self) -> None:
         if self.overlap_controller is not None:
             with self.timeline.span("host", "embeddings: gradients handed over"):
-                self.overlap_controller.engine.end_backward()
+                self.overlap_controller.end_backward()

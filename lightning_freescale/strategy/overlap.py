@@ -21,7 +21,7 @@ from lightning_freescale.balance import MicroBatches
 from lightning_freescale.embeddings.lookahead.ids_function import IdsFunction
 from lightning_freescale.embeddings.lookahead.probe import LookaheadMode, Probe
 from lightning_freescale.embeddings.optimizer import UpdateSettings
-from lightning_freescale.embeddings.overlap import OverlapEngine, OverlapReport, WeightGradientsLast
+from lightning_freescale.embeddings.overlap import OverlapEngine, OverlapReport, WeightGradientsLast, WindowGradients
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.strategy.dry_run import dry_run_ids
 from lightning_freescale.strategy.early_copy import EarlyCopy
@@ -59,6 +59,9 @@ class OverlapController:
     ) -> None:
         self.trainer, self.engine = trainer, engine
         self._trial_runs, self._split_backward = trial_runs, split_backward
+        # DDP reduces what a last micro-batch leaves unused before its backward begins
+        strategy: Any = trainer.strategy
+        self._window = None if strategy.ddp_options.get("find_unused_parameters") else WindowGradients()
         self._ids_of = ids_of
         self._ids_function = _ids_function(trainer, engine, ids_of)
         self._told: dict[str, list[KeyedJaggedTensor]] = {}  # of the next batch
@@ -128,8 +131,18 @@ class OverlapController:
 
     def forward(self) -> AbstractContextManager[Any]:
         """Return the block in which the forward runs."""
+        if not (self._split_backward and self.engine.modules):
+            return nullcontext()
+        if self._window is not None and len(self._parts) > 1:
+            return WeightGradientsLast(self._window, last=not self._stays_in_step)
         # nobody waits for gradients that no optimizer step follows
-        return WeightGradientsLast() if self._split_backward and self._updates and self.engine.modules else nullcontext()
+        return WeightGradientsLast() if self._updates else nullcontext()
+
+    def end_backward(self) -> None:
+        """Hand over what backward has not handed over itself."""
+        self.engine.end_backward()
+        if self._window is not None and not self._stays_in_step:
+            self._window.close()
 
     def after_forward(self, args: tuple[Any, ...]) -> None:
         """Learn from what the model looked up; where ids do not stand in the batch, a trial run tells the next ones.

@@ -2,6 +2,6 @@
 
 from lightning_freescale.embeddings.overlap.engine import OverlapEngine
 from lightning_freescale.embeddings.overlap.report import OverlapReport
-from lightning_freescale.embeddings.overlap.split_backward import WeightGradientsLast
+from lightning_freescale.embeddings.overlap.split_backward import WeightGradientsLast, WindowGradients
 
-__all__ = ["OverlapEngine", "OverlapReport", "WeightGradientsLast"]
+__all__ = ["OverlapEngine", "OverlapReport", "WeightGradientsLast", "WindowGradients"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,43 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+_Place: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...], int | None]
+"""Which weight and bias: where they are in memory, and how the weight lies there."""
+
 _LAST_LATE = 4095
 """Numbers up to this one are kept free of operations that are not late."""
+
+
+class WindowGradients:
+    """What the weights' gradients of a window's micro-batches are computed from, until its last backward comes by.
+
+    Each of its batches but the last runs in a :class:`WeightGradientsLast` with ``last=False``. All must use the same layers.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[_Place, list[tuple[Tensor, Tensor]]] = {}
+
+    def keep(self, place: _Place, values: Tensor, gradient: Tensor) -> None:
+        """Keep a layer's inputs and the gradient of its outputs."""
+        self._kept.setdefault(place, []).append((values, gradient))
+
+    def take(self, place: _Place) -> list[tuple[Tensor, Tensor]]:
+        """Remove and return those that were kept of a layer, in their order."""
+        return self._kept.pop(place, [])
+
+    def close(self) -> None:
+        """End a window.
+
+        Raises:
+            RuntimeError: its last batch has not used some layers, whose gradients would be lost.
+        """
+        lost, self._kept = self._kept, {}
+        if lost:
+            shapes = [place[1] for place in lost]
+            raise RuntimeError(
+                f"split_backward=True: the last micro-batch has not used layers that those before it have, with weights of "
+                f"shapes {shapes}: leave split_backward out, or pass find_unused_parameters=True"
+            )
 
 
 class WeightGradientsLast(TorchFunctionMode):
@@ -32,7 +67,23 @@ class WeightGradientsLast(TorchFunctionMode):
     else is as ever, as are compiled modules, activation checkpointing and forwards without gradients. A second derivative
     through such a layer is an error. Under autocast the gradients of a parameter that is used several times are added up in
     float32, and not in autocast's type.
+
+    Args:
+        window: where several batches have one optimizer step, has the gradients of all their weights computed in the backward
+            of the last, which costs the memory of a whole batch.
+        last: whether this batch is the last of its window.
+
+    Raises:
+        ValueError: it is not the last of any window.
     """
+
+    def __init__(self, window: WindowGradients | None = None, last: bool = True) -> None:
+        super().__init__()
+        if window is None and not last:
+            raise ValueError(
+                "WeightGradientsLast(window=None, last=False): pass the window, whose last batch has the gradients"
+            )
+        self._window, self._last = window, last
 
     def __enter__(self) -> WeightGradientsLast:
         """Begin a forward."""
@@ -71,7 +122,7 @@ class WeightGradientsLast(TorchFunctionMode):
         if operands is None or not _can_be_split(*operands):
             return func(*args, **kwargs)
         self._layers += 1
-        return _split(min(self._layers, _LAST_LATE), *operands)
+        return _split(min(self._layers, _LAST_LATE), self._window, self._last, *operands)
 
     @contextmanager
     def _linear_by_name(self) -> Iterator[None]:
@@ -134,13 +185,27 @@ def _of_one_type(*operands: Tensor) -> bool:
     return len(types) == 1
 
 
-def _split(number: int, input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+def _split(
+    number: int,
+    window: WindowGradients | None,
+    last: bool,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    transposed: bool,
+) -> Tensor:
     kind = input.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     values, matrix = input.to(dtype), weight.t() if transposed else weight
-    # detached, or the layer before would wait for it
-    late = after_the_others(_WeightGradient.apply(values.detach(), matrix, bias), number)
-    return _Product.apply(values, late, matrix.detach().to(dtype), None if bias is None else bias.detach().to(dtype))
+    fixed, fixed_bias = matrix.detach(), None if bias is None else bias.detach()
+    # the values are detached, or the layer before would wait; before the last of a window so is the weight: its hooks would
+    # be called without a gradient
+    if last:
+        late = _WeightGradient.apply(values.detach(), matrix, bias, window)
+    else:
+        late = _KeptForLater.apply(values.detach(), fixed, fixed_bias, window, values.new_empty(0, requires_grad=True))
+    after_the_others(late, number)
+    return _Product.apply(values, late, fixed.to(dtype), None if fixed_bias is None else fixed_bias.to(dtype))
 
 
 class _Product(torch.autograd.Function):
@@ -165,9 +230,10 @@ class _Product(torch.autograd.Function):
 
 class _WeightGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, values: Tensor, matrix: Tensor, bias: Tensor | None, window: WindowGradients | None) -> Tensor:
         ctx.save_for_backward(values)
         ctx.dtype, ctx.by_columns = matrix.dtype, _lies_by_columns(matrix)
+        ctx.window, ctx.place = window, _place(matrix, bias)
         # holds nothing: it is where the gradient comes in
         return values.new_empty(1).expand(*values.shape[:-1], matrix.shape[1])
 
@@ -175,14 +241,44 @@ class _WeightGradient(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (values,) = ctx.saved_tensors
-        _, of_matrix, of_bias = ctx.needs_input_grad
-        flat, into = gradient.reshape(-1, gradient.shape[-1]), values.reshape(-1, values.shape[-1])
+        parts = [*(() if ctx.window is None else ctx.window.take(ctx.place)), (values, gradient)]
+        flat = [(into.reshape(-1, into.shape[-1]), each.reshape(-1, each.shape[-1])) for into, each in parts]
+        _, of_matrix, of_bias, *_ = ctx.needs_input_grad
         given: list[Tensor | None] = [None, None]
         if of_matrix:
-            given[0] = (flat.t().mm(into).t() if ctx.by_columns else into.t().mm(flat)).to(ctx.dtype)
+            products = (each.t().mm(into).t() if ctx.by_columns else into.t().mm(each) for into, each in flat)
+            given[0] = _sum(product.to(ctx.dtype) for product in products)
         if of_bias:
-            given[1] = flat.sum(0).to(ctx.dtype)
-        return None, *given
+            given[1] = _sum(each.sum(0).to(ctx.dtype) for _, each in flat)
+        return None, *given, None
+
+
+class _KeptForLater(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, matrix: Tensor, bias: Tensor | None, window: WindowGradients, anchor: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(values)
+        ctx.window, ctx.place = window, _place(matrix, bias)
+        return values.new_empty(1).expand(*values.shape[:-1], matrix.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        ctx.window.keep(ctx.place, *ctx.saved_tensors, gradient)
+        return (None,) * 5
+
+
+def _place(matrix: Tensor, bias: Tensor | None) -> _Place:
+    return matrix.data_ptr(), tuple(matrix.shape), matrix.stride(), None if bias is None else bias.data_ptr()
+
+
+def _sum(gradients: Iterator[Tensor]) -> Tensor:
+    """Return the sum in the order in which ``.grad`` would have been added up."""
+    total = next(gradients)
+    for gradient in gradients:
+        total += gradient
+    return total
 
 
 def _lies_by_columns(matrix: Tensor) -> bool:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_freescale.embeddings.overlap import WeightGradientsLast
+from lightning_freescale.embeddings.overlap import WeightGradientsLast, WindowGradients
 
 DIM = 8
 
@@ -166,6 +166,56 @@ def test_an_activation_that_was_changed_in_place_is_an_error() -> None:
     rows.mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+class UsedOnce(nn.Module):
+    """Each weight once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(DIM, 3 * DIM), nn.Linear(3 * DIM, 1, bias=False)
+        self.mixed = nn.Parameter(torch.randn(3 * DIM, 3 * DIM))
+
+    def forward(self, rows: Tensor, skip: bool = False) -> Tensor:
+        hidden = F.relu_(self.first(rows))
+        return (hidden if skip else self.last(hidden @ self.mixed)).square().mean()
+
+
+def _window(block: Callable[[int], Any]) -> tuple[list[Any], list[str]]:
+    torch.manual_seed(0)
+    module, parts = UsedOnce(), [torch.randn(size, DIM, requires_grad=True) for size in (5, 1, 3)]
+    order = Order(module)
+    for number, rows in enumerate(parts):
+        with block(number):
+            loss = module(order.rows(rows))
+        loss.backward()
+    return [rows.grad for rows in parts] + [parameter.grad for parameter in module.parameters()], order.names
+
+
+def test_a_window_has_the_gradients_of_all_its_weights_at_its_end() -> None:
+    window = WindowGradients()
+    plain, _ = _window(lambda number: nullcontext())
+    split, order = _window(lambda number: WeightGradientsLast(window, last=number == 2))
+    window.close()
+    _same(plain, split)
+    assert order[:3] == ["rows"] * 3
+    assert len(order) == 3 + len(list(UsedOnce().parameters()))
+
+
+def test_layers_that_the_last_of_a_window_leaves_out_are_an_error() -> None:
+    module, window = UsedOnce(), WindowGradients()
+    for last in (False, True):
+        with WeightGradientsLast(window, last=last):
+            loss = module(torch.randn(4, DIM, requires_grad=True), skip=last)
+        loss.backward()
+    with pytest.raises(RuntimeError, match=r"the last micro-batch has not used layers.*\(24, 1\)"):
+        window.close()
+    window.close()
+
+
+def test_a_batch_of_no_window_is_its_last() -> None:
+    with pytest.raises(ValueError, match="pass the window"):
+        WeightGradientsLast(last=False)
 
 
 @pytest.mark.parametrize(
