@@ -15,8 +15,9 @@ from lightning_freescale._objects import gather_objects
 from lightning_freescale.balance import MicroBatchSchedule
 from lightning_freescale.balance.turns import Turns
 from lightning_freescale.profiling.recording.clocks import clock_for
+from lightning_freescale.strategy.choosable_settings import MICRO_BATCHES, SPLIT_BACKWARD
 from lightning_freescale.strategy.compute_times import ComputeTimes
-from lightning_freescale.strategy.setting_trial import LONGEST, MEASURED, Comparison, SettingTrial, compare
+from lightning_freescale.strategy.setting_trial import MEASURED, Comparison, SettingTrial, compare
 
 if TYPE_CHECKING:
     from lightning_freescale.strategy.overlap import OverlapController
@@ -26,7 +27,6 @@ Values: TypeAlias = dict[str, Any]
 Place: TypeAlias = tuple[int, int]
 """Epoch and step."""
 
-SPLIT_BACKWARD, MICRO_BATCHES = "split_backward", "micro_batches"
 _CHECK = "all changes"
 _MARGIN = 8
 """Steps that a rank's loader may read while the ranks agree."""
@@ -98,6 +98,8 @@ class Autopilot:
         self._clock = clock_for(torch.device(trainer.strategy.root_device))
         self._progress = Progress(dict(start), dict(start), list(settings), Counter())
         self._turns: Turns[Values] = Turns([self._progress.kept])
+        if self._controller is not None and self._schedule is not None:
+            self._controller.divides = True
         self._trial: SettingTrial | None = None
         self._tries = ""
         if self._target is None:  # the schedule has its candidates take turns from the first step on
@@ -119,7 +121,8 @@ class Autopilot:
         """Begin a step with its settings. Collective when it decides, and in the first step.
 
         Args:
-            epoch, step: its place.
+            epoch: of the step.
+            step: of the epoch.
             cost: predicted, of the rank that has most to compute; 0 if unknown.
         """
         if not self.frozen and self._trial is None:

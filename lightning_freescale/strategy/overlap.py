@@ -46,6 +46,10 @@ class OverlapController:
         trial_runs: whether a trial run of training_step tells the ids that do not stand in the batch.
         ids_of: the user's function that tells the ids in a batch.
         split_backward: whether backward leaves the gradients of the dense weights for the end.
+
+    Attributes:
+        split_backward: the same; it may change between two steps.
+        divides: whether steps may have micro-batches, so that no collection can be left to TorchRec.
     """
 
     def __init__(
@@ -58,7 +62,7 @@ class OverlapController:
         split_backward: bool = False,
     ) -> None:
         self.trainer, self.engine = trainer, engine
-        self._trial_runs, self._split_backward = trial_runs, split_backward
+        self._trial_runs, self.split_backward = trial_runs, split_backward
         # DDP reduces what a last micro-batch leaves unused before its backward begins
         strategy: Any = trainer.strategy
         self._window = None if strategy.ddp_options.get("find_unused_parameters") else WindowGradients()
@@ -76,7 +80,7 @@ class OverlapController:
         # a trial run prepares the next batch itself
         self._early_copy = None if trial_runs else EarlyCopy.for_trainer(trainer)
         self._batch_idx = 0
-        self._updates = self._warned = self._asked = self._divided = False
+        self._updates = self._warned = self._asked = self.divides = False
         self._noticed: set[str] = set()
         self._agreed_modes: dict[str, int] = {}
         self._logged: dict[str, float] | None = None
@@ -86,7 +90,7 @@ class OverlapController:
 
     def start_batch(self, loader: Any, batch: Any, batch_idx: int) -> None:
         """Note that training on ``batch`` of ``loader`` begins, the ``batch_idx``-th of its epoch."""
-        self._divided |= isinstance(batch, MicroBatches)
+        self.divides |= isinstance(batch, MicroBatches)
         self._leave_long_bags()
         self._parts = self._parts_as_loaded = _parts(batch)
         self._following = UNKNOWN
@@ -131,7 +135,7 @@ class OverlapController:
 
     def forward(self) -> AbstractContextManager[Any]:
         """Return the block in which the forward runs."""
-        if not (self._split_backward and self.engine.modules):
+        if not (self.split_backward and self.engine.modules):
             return nullcontext()
         if self._window is not None and len(self._parts) > 1:
             return WeightGradientsLast(self._window, last=not self._stays_in_step)
@@ -180,7 +184,7 @@ class OverlapController:
 
     def _leave_long_bags(self) -> None:
         """Leave collections to TorchRec that it moves fewer bytes for, unless gradients are accumulated, which it cannot."""
-        left = {} if self._divided or accumulated_by(self.trainer) else self.engine.leave_long_bags()
+        left = {} if self.divides or accumulated_by(self.trainer) else self.engine.leave_long_bags()
         if not left:
             return
         strategy: Any = self.trainer.strategy

@@ -30,7 +30,10 @@ class Measured(NamedTuple):
 
 
 class Measurements(NamedTuple):
-    """Of one rank: the measured steps of each candidate in their order, and compute times of those of the first in seconds."""
+    """Of one rank: the measured steps of each candidate in their order, and compute times of those of the first, in seconds.
+
+    There are no compute times if nobody wants to know what is lost.
+    """
 
     steps: list[list[Measured]]
     compute: list[float]
@@ -100,11 +103,12 @@ class SettingTrial:
     Args:
         candidates: how many.
         clock: of the rank's device.
-        compute: tells the compute time in seconds of a step by its number, once it has ended and not long after.
+        compute: tells the compute time in seconds of a step by its number, once it has ended and not long after; None if nobody
+            wants to know what is lost.
     """
 
     def __init__(self, candidates: int, clock: Clock, compute: Callable[[int], float] | None = None) -> None:
-        self._clock, self._compute_of = clock, compute or (lambda number: 0.0)
+        self._clock, self._compute_of = clock, compute
         self._under_way: _Step | None = None
         self._compute: list[float] = []
         # stamps, as the clock tells their seconds only when they are long past
@@ -116,7 +120,8 @@ class SettingTrial:
         """Note that a step begins.
 
         Args:
-            epoch, step: its place.
+            epoch: of the step.
+            step: of the epoch.
             candidate: that it is a measurement of; None if of none.
             cost: predicted, of the rank that has most to compute.
             number: of the step, for its compute time.
@@ -155,7 +160,7 @@ class SettingTrial:
     def _ask_for_compute(self, number: int) -> None:
         """Ask for the compute times of the first candidate's steps up to one."""
         for step, _ in self._measured[0][len(self._compute) :]:
-            if step.number > number:
+            if self._compute_of is None or step.number > number:
                 break
             self._compute.append(self._compute_of(step.number))
 
@@ -171,12 +176,13 @@ def compare(ranks: Sequence[Measurements]) -> Comparison:
     slope = _seconds_per_cost(steps)
     usual = fmean(step.cost for each in steps for step in each)
     seconds = [[step.seconds - slope * (step.cost - usual) for step in each] for each in steps]
+    compute = [fmean(of_ranks) for of_ranks in zip(*(rank.compute for rank in ranks))]
     saved = [[first - other for first, other in zip(seconds[0], each)] for each in seconds]
     return Comparison(
         seconds=[median(each) for each in seconds],
         saved=[median(each) for each in saved],
         agreeing=[fmean(float(one > 0) for one in each) for each in saved],
-        compute=median(fmean(of_ranks) for of_ranks in zip(*(rank.compute for rank in ranks))),
+        compute=median(compute) if compute else 0.0,
     )
 
 
