@@ -17,7 +17,7 @@ from lightning_freescale.balance.turns import Turns
 from lightning_freescale.profiling.recording.clocks import clock_for
 from lightning_freescale.strategy.choosable_settings import MICRO_BATCHES, SPLIT_BACKWARD
 from lightning_freescale.strategy.compute_times import ComputeTimes
-from lightning_freescale.strategy.setting_trial import MEASURED, Comparison, SettingTrial, compare
+from lightning_freescale.strategy.setting_trial import MEASURED, SettingComparison, SettingTrial, compare
 
 if TYPE_CHECKING:
     from lightning_freescale.strategy.overlap import OverlapController
@@ -101,7 +101,7 @@ class Autopilot:
         if self._controller is not None and self._schedule is not None:
             self._controller.divides = True
         self._trial: SettingTrial | None = None
-        self._tries = ""
+        self._tries, self._unmeasured = "", False
         if self._target is None:  # the schedule has its candidates take turns from the first step on
             self._tries = self._progress.untried.pop(0)
             self._turns = Turns(self._candidates())
@@ -143,8 +143,8 @@ class Autopilot:
         """Say so where training has ended before the choice."""
         if not self.frozen and self._target is not None:
             rank_zero_info(
-                f"{self._asked}: training has ended before all was tried; {self._told(self._progress.kept)} so far. A run that "
-                "resumes from a checkpoint goes on there"
+                f"FreeScaleStrategy(target_bubble_reduction={self._target:g}): training has ended before all was tried; "
+                f"{self._told(self._progress.kept)} so far. A run that resumes from a checkpoint goes on there"
             )
 
     # -- checkpoints
@@ -154,8 +154,9 @@ class Autopilot:
         if self._target is None:
             return {}
         progress = vars(self._progress) | {"tried": dict(self._progress.tried)}
-        if self._tries in self._settings:
-            progress["untried"] = [self._tries, *self._progress.untried]
+        under_way = [self._tries] if self._tries in self._settings else []
+        progress["untried"] = under_way + self._progress.untried
+        progress["frozen"] &= not self._unmeasured  # a run that goes on may have longer epochs
         return {"ranks": self._trainer.world_size, "target": self._target, **progress}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -200,19 +201,17 @@ class Autopilot:
         found = compare([measured for measured, _ in everyone])
         if self._tries == _CHECK:
             chosen = int(found.saved[1] > 0)
-            progress.remaining = found.remaining(chosen)
+            progress.remaining, progress.checked = found.remaining(chosen), candidates[chosen]
         else:
             chosen = found.best
             self._count(chosen, found)
         progress.kept = candidates[chosen]
-        if self._tries == _CHECK:
-            progress.checked = progress.kept
-        done, self._tries = self._tries, ""
+        self._tries = ""
         goes_on = self._target is not None and self._is_left()
-        begin = self._try_next(last) if goes_on else self._freeze(last, measured=True)
-        self._tell(done, candidates, chosen, found, begin)
+        begin = self._try_next(last) if goes_on else self._freeze(last)
+        self._tell(candidates, chosen, found, begin)
 
-    def _count(self, chosen: int, found: Comparison) -> None:
+    def _count(self, chosen: int, found: SettingComparison) -> None:
         """Note that a setting was tried; those refused before may help beside what is kept now."""
         progress = self._progress
         progress.tried[self._tries] += 1
@@ -236,27 +235,27 @@ class Autopilot:
         unchecked = progress.kept not in (progress.start, progress.checked)
         return unchecked or (bool(progress.untried) and not self._is_enough())
 
-    def _freeze(self, last: Place, measured: bool) -> Place:
+    def _freeze(self, last: Place) -> Place:
         self._progress.frozen = True
-        return self._change([self._progress.kept], last, measured)
+        return self._change([self._progress.kept], last)
 
     def _end_unmeasured(self, steps: int, last: Place) -> None:
-        self._tries = ""
-        epoch, step = self._freeze(last, measured=False)
+        self._unmeasured = True
+        epoch, step = self._freeze(last)
         rank_zero_info(
             f"{self._asked}: {self._told(self._progress.kept)} from step {step} of epoch {epoch} on, unmeasured: of {steps} "
             f"steps not {MEASURED} of each candidate could be timed, as epochs have fewer than 3 steps, or validation follows "
             "on nearly every step. Choose by hand, or validate less often"
         )
 
-    def _change(self, candidates: list[Values], last: Place, measured: bool = False) -> Place:
+    def _change(self, candidates: list[Values], last: Place) -> Place:
         """Let candidates take turns, or have one for good, some steps after the last one that any loader has read."""
         epoch, step = last[0], last[1] + (1 if self._schedule is None else _MARGIN)
         self._turns.change(candidates, epoch, step)
         if self._schedule is not None:
             counts = [each[MICRO_BATCHES] for each in candidates]
             if self.frozen:
-                self._schedule.decide(counts[0], epoch, step, measured=measured)
+                self._schedule.decide(counts[0], epoch, step, measured=not self._unmeasured)
             else:
                 self._schedule.take_turns(counts, epoch, step)
         return epoch, step
@@ -280,21 +279,26 @@ class Autopilot:
             return str(values[MICRO_BATCHES])
         return ", ".join(f"{name}={value}" for name, value in values.items())
 
-    def _tell(self, done: str, candidates: list[Values], chosen: int, found: Comparison, begin: Place) -> None:
+    def _tell(self, candidates: list[Values], chosen: int, found: SettingComparison, begin: Place) -> None:
         def differing(values: Values) -> str:
             names = [name for name in self._settings if len({str(each[name]) for each in candidates}) > 1]
             return self._told({name: values[name] for name in names})
 
         progress = self._progress
+        decided = differing(candidates[chosen])
         took = ", ".join(f"{1000 * time:.1f} ms with {differing(each)}" for each, time in zip(candidates, found.seconds))
-        where = f"from step {begin[1]} of epoch {begin[0]} on"
-        text = f"{self._asked}: {differing(candidates[chosen])} {where}; a step took {took}"
         scalars = {f"freescale/{name}": float(value) for name, value in progress.kept.items()}
-        if self._target is not None:
+        if self._target is None:
+            text = (
+                f"FreeScaleDataModule(micro_batches='auto'): {decided} from step {begin[1]} of epoch {begin[0]} on; a step "
+                f"took {took}"
+            )
+        else:
             before, after = found.bubble(), found.bubble(chosen)
-            text += (
-                f"; the bubble was {before:.1%} before, is {after:.1%}; of the time lost at the beginning "
-                f"{progress.reduction:.1%} is gone"
+            text = (
+                f"FreeScaleStrategy(target_bubble_reduction={self._target:g}): {decided} from step {begin[1]} of epoch "
+                f"{begin[0]} on; a step took {took}; the bubble was {before:.1%} before, is {after:.1%}; of the time lost at "
+                f"the beginning {progress.reduction:.1%} is gone"
             )
             scalars |= {"freescale/autopilot/bubble_before": before, "freescale/autopilot/bubble_after": after}
             scalars |= {"freescale/autopilot/reduction": progress.reduction}

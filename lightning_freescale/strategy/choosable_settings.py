@@ -65,12 +65,12 @@ def choosable(
 
 def tell_what_is_choosable(target: float, settings: Mapping[str, Sequence[Any]], hides_nothing: str) -> None:
     """Say what the autopilot chooses from, and what from it does not."""
-    asked = f"FreeScaleStrategy(target_bubble_reduction={target:g})"
     if not settings:
-        rank_zero_info(f"{asked}: there is nothing to choose from, because {hides_nothing}")
+        rank_zero_info(
+            f"FreeScaleStrategy(target_bubble_reduction={target:g}): there is nothing to choose from, because {hides_nothing}"
+        )
         return
     values = "; ".join(f"{name} from {', '.join(map(str, values))}" for name, values in settings.items())
     why_not = hides_nothing or "FreeScaleDataModule(micro_batches='auto') has not been asked for, or leaves one number only"
-    rank_zero_info(
-        f"{asked}: chooses {values}" + ("" if MICRO_BATCHES in settings else f". Not micro_batches, because {why_not}")
-    )
+    left_out = "" if MICRO_BATCHES in settings else f". Not micro_batches, because {why_not}"
+    rank_zero_info(f"FreeScaleStrategy(target_bubble_reduction={target:g}): chooses {values}{left_out}")

@@ -40,7 +40,7 @@ class Measurements(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SettingComparison:
     """What the candidates are worth against the first of them, in seconds, as means over ranks.
 
     Attributes:
@@ -82,7 +82,8 @@ class Comparison:
         return self.lost(index) / seconds if seconds > 0 else 0.0
 
 
-class _Step(NamedTuple):
+@dataclass
+class _Step:
     """A step that has begun: its place, the candidate that it measures, if any, and when it began."""
 
     epoch: int
@@ -142,7 +143,7 @@ class SettingTrial:
     def pause(self) -> None:
         """Leave the step that is under way out: something else runs in it."""
         if self._under_way is not None:
-            self._under_way = self._under_way._replace(candidate=None)
+            self._under_way.candidate = None
 
     @property
     def is_complete(self) -> bool:
@@ -165,7 +166,7 @@ class SettingTrial:
             self._compute.append(self._compute_of(step.number))
 
 
-def compare(ranks: Sequence[Measurements]) -> Comparison:
+def compare(ranks: Sequence[Measurements]) -> SettingComparison:
     """Compare candidates by what all ranks have measured. Sums run in the same order everywhere, so all ranks find the same.
 
     Batches differ more than settings do. So each step's time is brought to the mean cost, by the cost's share in it that the
@@ -178,7 +179,7 @@ def compare(ranks: Sequence[Measurements]) -> Comparison:
     seconds = [[step.seconds - slope * (step.cost - usual) for step in each] for each in steps]
     compute = [fmean(of_ranks) for of_ranks in zip(*(rank.compute for rank in ranks))]
     saved = [[first - other for first, other in zip(seconds[0], each)] for each in seconds]
-    return Comparison(
+    return SettingComparison(
         seconds=[median(each) for each in seconds],
         saved=[median(each) for each in saved],
         agreeing=[fmean(float(one > 0) for one in each) for each in saved],

@@ -171,6 +171,10 @@ def test_steps_that_cannot_be_timed_end_it(clock: Clock, caplog: pytest.LogCaptu
         assert run.train(validates=True) <= 2 * LONGEST + 20
     assert run.autopilot.values == {"split_backward": False, "micro_batches": 1}
     assert run.schedule.measured is None
+    assert run.autopilot.frozen
+    again = _resumed(run, clock)
+    again.train(goes_on=True)
+    assert again.autopilot.values == {"split_backward": False, "micro_batches": 4}, "it may have steps that can be timed"
     assert f"unmeasured: of {2 * LONGEST} steps not {MEASURED} of each candidate could be timed" in caplog.text
 
 

@@ -147,7 +147,7 @@ def test_a_run_that_resumes_goes_on_bitwise(tmp_path: Any) -> None:
 
 def _profiled(folder: str) -> Any:
     profiler = BubbleProfiler(folder, every_n_steps=20, warmup_steps=1, verbose=False)
-    module, fitting, _ = _fit(HELPS, 0.1, callbacks=[profiler])
+    _, fitting, _ = _fit(HELPS, 0.1, callbacks=[profiler])
     steps = None if profiler.report is None else len(profiler.report.steps)
     return fitting.strategy.chosen_settings["kept"], steps, fitting.strategy.timeline.enabled
 
@@ -196,7 +196,7 @@ def test_a_target_that_is_no_share_is_refused(target: float) -> None:
 
 
 def _alone() -> Any:
-    module, fitting, told = _fit(HARMS, 0.9, steps=20)
+    _, fitting, told = _fit(HARMS, 0.9, steps=20)
     return fitting.strategy.chosen_settings["frozen"], told
 
 
