@@ -166,6 +166,8 @@ class Autopilot:
         """
         if not fits(state, self._trainer.world_size, self._target, self._settings):
             return
+        if self._schedule is not None and self._schedule.chosen != state["kept"][MICRO_BATCHES]:
+            return  # the loader was read before the checkpoint
         known = {name: state[name] for name in ("start", "kept", "untried", "remaining", "checked", "frozen")}
         self._progress = Progress(tried=Counter(state["tried"]), **known)
         self._turns = Turns([self._progress.kept])
@@ -187,7 +189,7 @@ class Autopilot:
         return [kept, *({**kept, name: value} for value in self._settings[name] if value != kept[name])]
 
     def _new_trial(self) -> SettingTrial:
-        return SettingTrial(len(self._candidates()), self._clock, None if self._times is None else self._times.seconds)
+        return SettingTrial(len(self._candidates()), self._clock, None if self._times is None else self._times.later)
 
     def _decide(self, epoch: int, step: int) -> None:
         assert self._trial is not None

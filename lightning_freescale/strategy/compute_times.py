@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from lightning_freescale.profiling.analysis.breakdown import attribute
 from lightning_freescale.profiling.recording.records import StepRecord, resolve
 from lightning_freescale.profiling.recording.timeline import Timeline
@@ -34,8 +37,18 @@ class ComputeTimes:
             self._timeline.open_step()
 
     def seconds(self, step: int) -> float:
-        """Return the compute time of a step that has ended, 0 if it was not recorded or is too long ago."""
-        record, clock = self._records.get(step), self._timeline.clock
+        """Return the compute time of a step that has ended, 0 if it was not recorded or is too long ago.
+
+        Waits for the device, if that has not come so far.
+        """
+        return self._seconds(self._records.get(step))
+
+    def later(self, step: int) -> Callable[[], float]:
+        """Return what will tell the same, however long ago that will be."""
+        return partial(self._seconds, self._records.get(step))
+
+    def _seconds(self, record: StepRecord | None) -> float:
+        clock = self._timeline.clock
         if record is None or clock is None:
             return 0.0
         (resolved,) = resolve([record], clock)

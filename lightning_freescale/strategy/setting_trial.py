@@ -18,8 +18,6 @@ WORTH_IT = 0.01
 """Share of a step that a candidate must save."""
 AGREEING = 0.7
 """Share of the pairs of steps in which it must be the quicker one: chance alone makes some candidate quickest."""
-_LAG = 3
-"""The newest steps may still be running on a device, which nobody should wait for."""
 
 
 class Measured(NamedTuple):
@@ -104,14 +102,14 @@ class SettingTrial:
     Args:
         candidates: how many.
         clock: of the rank's device.
-        compute: tells the compute time in seconds of a step by its number, once it has ended and not long after; None if nobody
-            wants to know what is lost.
+        compute: returns, of a step that has just ended, by its number, what will tell its compute time in seconds; None if
+            nobody wants to know what is lost.
     """
 
-    def __init__(self, candidates: int, clock: Clock, compute: Callable[[int], float] | None = None) -> None:
+    def __init__(self, candidates: int, clock: Clock, compute: Callable[[int], Callable[[], float]] | None = None) -> None:
         self._clock, self._compute_of = clock, compute
         self._under_way: _Step | None = None
-        self._compute: list[float] = []
+        self._compute: list[Callable[[], float]] = []  # asked at the end, so that it takes no time of steps
         # stamps, as the clock tells their seconds only when they are long past
         self._measured: list[list[tuple[_Step, Any]]] = [[] for _ in range(candidates)]
         self.steps = 0
@@ -135,9 +133,10 @@ class SettingTrial:
             measured = self._measured[before.candidate]
             if len(measured) < MEASURED:
                 measured.append((before, now.start))
+                if self._compute_of is not None and before.candidate == 0:
+                    self._compute.append(self._compute_of(before.number))
         self._under_way = now
         self.steps += 1
-        self._ask_for_compute(number - _LAG)
         return not self.is_complete and self.steps < LONGEST * len(self._measured)
 
     def pause(self) -> None:
@@ -152,18 +151,9 @@ class SettingTrial:
 
     def measurements(self) -> Measurements:
         """Return what this rank has measured. Waits for the device."""
-        assert self._under_way is not None
-        self._ask_for_compute(self._under_way.number - 1)
         seconds = self._clock.seconds
         steps = [[Measured(seconds(end) - seconds(step.start), step.cost) for step, end in each] for each in self._measured]
-        return Measurements(steps, self._compute)
-
-    def _ask_for_compute(self, number: int) -> None:
-        """Ask for the compute times of the first candidate's steps up to one."""
-        for step, _ in self._measured[0][len(self._compute) :]:
-            if self._compute_of is None or step.number > number:
-                break
-            self._compute.append(self._compute_of(step.number))
+        return Measurements(steps, [compute() for compute in self._compute])
 
 
 def compare(ranks: Sequence[Measurements]) -> SettingComparison:

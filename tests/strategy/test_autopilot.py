@@ -51,7 +51,7 @@ class Run:
         logger = SimpleNamespace(log_metrics=lambda scalars, step: self.logged.append(scalars))
         strategy = SimpleNamespace(root_device="cpu")
         trainer: Any = SimpleNamespace(strategy=strategy, loggers=[logger], global_step=0, world_size=1)
-        times: Any = SimpleNamespace(step=0, seconds=lambda step: compute)
+        times: Any = SimpleNamespace(step=0, later=lambda step: lambda: compute)
         self.times = times
         self.autopilot = Autopilot(
             trainer,
