@@ -11,7 +11,10 @@ floor      equal costs on all ranks, and no embedding exchange: what the loop, D
 plain      samples as drawn, TorchRec's own exchange
 balanced   samples assigned by cost, at equal counts up to 25 %
 overlapped the same, rows exchanged behind compute
-micro-4    the same, each batch in 4 micro-batches
+micro-4    the same, each batch in 4 micro-batches, also with other numbers
+auto       the same, with micro_batches="auto": its first whole epoch with the number chosen; beside it, second epochs of all
+
+Whether that number is a good one: ``--variants overlapped micro-2 micro-4 micro-8 auto --require "auto_over_best<=1.02"``.
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.data import BalanceOptions
 
-VARIANTS = ("floor", "plain", "balanced", "overlapped", "micro-2", "micro-4", "micro-8")
+VARIANTS = ("floor", "plain", "balanced", "overlapped", "micro-2", "micro-4", "micro-8", "auto")
+FIXED = ("overlapped", "micro-2", "micro-4", "micro-8")
 BY_DEFAULT = ("floor", "plain", "balanced", "overlapped", "micro-4")
 SKIPPED = 4
 """Steps at the beginning of a fit, while lookahead and pipelines fill."""
@@ -54,12 +58,14 @@ def main() -> None:
     world, data = int(os.environ["WORLD_SIZE"]), Histories(options)
     walls: dict[str, list[float]] = {name: [] for name in options.variants}
     computed: dict[str, list[float]] = {name: [] for name in options.variants}
+    chosen = []
     for number in range(options.rounds):
         for name in options.variants:
             model = _fit(name, data, options, seed=number)
             walls[name] += np.diff(model.began)[SKIPPED - 1 : -1].tolist()
             computed[name] += model.computed[SKIPPED - 1 : -2]
-    figures = _figures(walls, computed, world)
+            chosen += [model.trainer.datamodule.train.micro_batches.chosen] if name == "auto" else []
+    figures = _figures(walls, computed, world) | {f"auto_chose_{each}": chosen.count(each) for each in sorted(set(chosen))}
     if int(os.environ["RANK"]) == 0:
         _show(figures, options)
     finish_on_all_ranks(figures, options)
@@ -95,8 +101,20 @@ class Sleeper(L.LightningModule):
         )
         self.dense = torch.nn.Sequential(torch.nn.Linear(options.dim, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
         self.seconds_per_id = seconds_per_id
+        # beside a trial all go through the samples once before, or it alone would find their rows touched already
+        self.epochs_before = int("auto" in options.variants)
         self.began: list[float] = []
         self.computed: list[float] = []
+
+    def on_train_epoch_start(self) -> None:
+        """What counts is an epoch whose steps all have the number of micro-batches that the fit goes on with."""
+        self.began, self.computed = [], []
+        decided = self.trainer.datamodule.train.micro_batches.decided
+        self.is_last_epoch = decided and self.trainer.current_epoch >= self.epochs_before
+
+    def on_train_epoch_end(self) -> None:
+        """End with that epoch."""
+        self.trainer.should_stop = self.is_last_epoch
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """A step begins."""
@@ -124,7 +142,9 @@ def _fit(name: str, data: Histories, options: Any, seed: int) -> Sleeper:
     seconds_per_id = options.compute_ms / 1000 / (options.batch * data.lengths.mean())
     torch.manual_seed(0)
     model = Sleeper(options, seconds_per_id, exchanges=name != "floor")
-    micro_batches = int(name.removeprefix("micro-")) if name.startswith("micro-") else 1
+    micro_batches: Any = int(name.removeprefix("micro-")) if name.startswith("micro-") else 1
+    if name == "auto":
+        micro_batches = "auto"
     balance: Any = name != "plain" and BalanceOptions(assignment_mode="slack")
     module = FreeScaleDataModule(
         data, data.lengths, options.batch, cost_fn=lambda lengths: lengths, collate_fn=_collate, balance=balance, seed=seed,
@@ -132,7 +152,7 @@ def _fit(name: str, data: Histories, options: Any, seed: int) -> Sleeper:
     )  # fmt: skip
     trainer = L.Trainer(
         strategy=FreeScaleStrategy(overlap=name not in ("plain", "balanced")), accelerator="cpu", devices=1, num_nodes=world,
-        max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(model, datamodule=module)
     return model
@@ -155,6 +175,10 @@ def _figures(walls: dict[str, list[float]], computed: dict[str, list[float]], wo
             figures[f"{name}_fewer"] = 1 - (figures[f"{name}_ms"] - figures[f"{name}_compute_ms"]) / lost
             figures[f"{name}_speed_up"] = figures["plain_ms"] / figures[f"{name}_ms"]
             figures[f"{name}_of_possible"] = figures[f"{name}_speed_up"] * figures["plain_compute_ms"] / figures["plain_ms"]
+    typical = {name: sum(figures[f"{name.replace('-', '_')}_{part}_ms"] for part in ("lost", "compute")) for name in walls}
+    fixed = [typical[name] for name in FIXED if name in walls]
+    if "auto" in walls and fixed:
+        figures["auto_over_best"] = typical["auto"] / min(fixed)
     return {key: float(value) for key, value in figures.items()}
 
 
@@ -175,6 +199,10 @@ def _show(figures: dict[str, float], options: Any) -> None:
             of_possible = figures[f"{key}_of_possible"]
             print(f"{figures[f'{key}_fewer']:8.1%}{figures[f'{key}_speed_up']:10.2f}{of_possible:13.1%}", end="")
         print()
+    chosen = [key.removeprefix("auto_chose_") for key in figures if key.startswith("auto_chose_")]
+    if "auto_over_best" in figures:
+        ratio = figures["auto_over_best"]
+        print(f"auto chose {' and '.join(chosen)}; a typical step takes {ratio:.3f} of that of the best fixed number")
 
 
 def _options() -> Any:
