@@ -22,8 +22,13 @@ from lightning_freescale.balance.micro_batches import MicroBatches
 
 
 @contextmanager
-def micro_batches_in(trainer: Trainer) -> Iterator[None]:
-    """Let the fit of ``trainer`` take batches that are :class:`MicroBatches`; methods without public hooks are replaced."""
+def micro_batches_in(trainer: Trainer, take_loaded: Callable[[MicroBatches], None] | None = None) -> Iterator[None]:
+    """Let the fit of ``trainer`` take batches that are :class:`MicroBatches`; methods without public hooks are replaced.
+
+    Args:
+        trainer: the Trainer.
+        take_loaded: called with such a batch before the user's hooks get its parts.
+    """
     optimization, module = trainer.fit_loop.epoch_loop.automatic_optimization, trainer.lightning_module
     make_closure, before_transfer = optimization._make_closure, module._on_before_batch_transfer
 
@@ -40,6 +45,8 @@ def micro_batches_in(trainer: Trainer) -> Iterator[None]:
         return _MicroBatchClosure(trainer, batch, parts)
 
     def before_transfer_of_parts(batch: Any, dataloader_idx: int = 0) -> Any:
+        if take_loaded is not None and isinstance(batch, MicroBatches):
+            take_loaded(batch)
         return of_each_part(lambda part: before_transfer(part, dataloader_idx), batch)
 
     optimization._make_closure = closure_of_parts  # type: ignore[method-assign]
