@@ -35,7 +35,7 @@ class MicroBatches(NamedTuple):
     def map(self, fn: Callable[[Any], Any]) -> MicroBatches:
         """Return the same with a function applied to every micro-batch; this very batch if none becomes another."""
         batches = tuple(fn(batch) for batch in self.batches)
-        return self if all(map(is_, batches, self.batches)) else self._replace(batches=batches)
+        return self if all(map(is_, batches, self.batches)) else MicroBatches(batches, *self[1:])
 
 
 def cut(

@@ -292,7 +292,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self._update_due = False
         trainer = self.lightning_module.trainer
         controller = self.overlap_controller
-        self._at_teardown.enter_context(micro_batches_in(trainer, controller and controller.take_loaded))
+        self._at_teardown.enter_context(micro_batches_in(trainer, None if controller is None else controller.take_loaded))
         self._balance_monitor = BalanceMonitor(trainer, self.timeline, process_group_timeout(self))
         self._at_teardown.callback(self._balance_monitor.stop)
         throttle_sigterm_broadcast(trainer, self.sigterm_every_n_steps, lambda: self.timeline.collective("sigterm"))

@@ -80,7 +80,7 @@ class OverlapController:
         _tell_plain(engine.plain)
 
     def take_loaded(self, batch: MicroBatches) -> None:
-        """Ask for the ids of all micro-batches but the first, as they come out of the loader: the user's hooks get them next."""
+        """Ask for the ids of all micro-batches but the first, as they come out of the loader: hooks get them next."""
         self._told_of_parts = [self._tell(part) for part in batch.batches[1:]]
 
     def start_batch(self, loader: Any, batch: Any, batch_idx: int) -> None:

@@ -68,7 +68,8 @@ def test_every_micro_batch_weighs_something(seed: int, grouped: bool) -> None:
 
 def test_samples_that_weigh_nothing_are_shared_out_by_cost() -> None:
     costs, weights = np.array([1.0, 1.0, 9.0, 7.0, 3.0, 1.0]), np.array([1.0, 1.0, 0, 0, 0, 0])
-    assert cut(list("abcdef"), 2, costs, weights).batches in ((["a", "c", "f"], ["b", "d", "e"]), (["b", "d", "e"], ["a", "c", "f"]))
+    batches = cut(list("abcdef"), 2, costs, weights).batches
+    assert {"".join(batch) for batch in batches} == {"acf", "bde"}
 
 
 def test_a_batch_whose_parts_stay_is_the_same_batch() -> None:

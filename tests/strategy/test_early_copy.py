@@ -66,8 +66,8 @@ def test_a_batch_goes_to_the_device_once_and_gives_the_same_numbers(ranks: int, 
         assert early.losses == plain.losses
         assert_same(early.weights, plain.weights, rtol=0, atol=0)
         assert early.statistics["mispredicted_lookups"] == 0 and early.statistics["predicted_lookups"] > 0
-        # of the first, the stand-in does not know that it is there already: its last part's ids are moved to where they are
-        assert copied[0] == 0 and copied[parts:] == [1] * parts * (STEPS - 1), "Lightning copies the first, nobody any other again"
+        # Lightning copies the first, nobody any other again; of the first, the stand-in takes what moves its ids for a copy
+        assert copied[0] == 0 and copied[parts:] == [1] * parts * (STEPS - 1)
 
 
 def _watched(events_count: bool) -> tuple[set[str], set[str]]:

@@ -278,6 +278,31 @@ def test_a_loss_that_is_a_sum_and_means_beside_it() -> None:
             assert_same(divided["weights"], whole["weights"], rtol=1e-6, atol=1e-6)
 
 
+class LearnsFromSome(CountingModel):
+    """The loss is the mean over the targets; every other sample has one."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        has_target = batch["index"] % 2 == 0
+        off = self.net(batch["features"])[has_target] - batch["label"][has_target]
+        self.log("loss", off.square().mean(), on_step=True)
+        return {"loss": off.square().mean(), "error": off.abs().mean().detach()}
+
+
+def _learns_from_some() -> list[dict[str, Any]]:
+    options = {"loss_reduction": "target_mean", "target_counts": torch.arange(SIZE) % 2 == 0, "drop_last": True}
+    make, fit = lambda: LearnsFromSome("sgd"), {"limit_train_batches": 4, "max_epochs": 1}
+    return [run(parts, FreeScaleStrategy(), make, data_options=options, **fit) for parts in (1, 8)]
+
+
+def test_no_part_is_without_a_target() -> None:
+    for rank, (whole, divided) in enumerate(run_distributed(_learns_from_some, 2)):
+        losses = [ended[2] for ended in divided["ended"]]
+        assert losses == pytest.approx([ended[2] for ended in whole["ended"]], rel=2e-5) and len(losses) == 4
+        assert divided["statistics"]["predicted_lookups"] > whole["statistics"]["predicted_lookups"], "it was cut"
+        if rank == 0:
+            assert_same(divided["weights"], whole["weights"], rtol=1e-6, atol=1e-6)
+
+
 class SkipsParts(Model):
     """Returns no loss for some parts: the first, the last, one between, all of a step; or one of 0 instead."""
 
