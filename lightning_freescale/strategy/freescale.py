@@ -88,12 +88,12 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             once more, without gradients and up to its lookups. That is dear. What the module leads to is put back afterwards,
             or refused by name; what the step does to globals before it looks up is done twice, **which changes the numbers**.
         ids_of: a function that tells the ids which the model will look up in a batch, of that batch as it comes out of the
-            loader, before hooks change it and before it is on the device. It is called once for each batch but the first of
-            an epoch, in the main process, and must leave the batch as it is. It returns the ``KeyedJaggedTensor`` (of an
-            ``nn.Embedding`` the tensor), a list of them for several lookups in a step, or a mapping from paths of collections
-            in the module to that; those it leaves out are looked for in the batch. Ids that turn out to be others are
-            exchanged anew: the numbers are the same. It goes before a method ``embedding_ids`` of the LightningModule, which
-            is asked in the same way.
+            loader, before hooks change it and before it is on the device. It is called once for each batch (or micro-batch)
+            but the first of an epoch, in the main process, and must leave the batch as it is. It returns the
+            ``KeyedJaggedTensor`` (of an ``nn.Embedding`` the tensor), a list of them for several lookups in a step, or a
+            mapping from paths of collections in the module to that; those it leaves out are looked for in the batch. Ids that
+            turn out to be others are exchanged anew: the numbers are the same. It goes before a method ``embedding_ids`` of
+            the LightningModule, which is asked in the same way.
         shard: plain ``nn.Embedding`` modules to shard as well, by their paths in the LightningModule, such as
             ``["item_emb"]``; they are called and saved as before. ``"auto"``: all with a million numbers or more, those that
             cannot be sharded are told. By default none.
@@ -297,7 +297,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         assert self.lightning_module is not None
         self._update_due = False
         trainer = self.lightning_module.trainer
-        self._at_teardown.enter_context(micro_batches_in(trainer))
+        controller = self.overlap_controller
+        self._at_teardown.enter_context(micro_batches_in(trainer, None if controller is None else controller.take_loaded))
         self._balance_monitor = BalanceMonitor(trainer, self.timeline, process_group_timeout(self))
         self._at_teardown.callback(self._balance_monitor.stop)
         throttle_sigterm_broadcast(trainer, self.sigterm_every_n_steps, lambda: self.timeline.collective("sigterm"))
