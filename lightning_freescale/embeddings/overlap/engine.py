@@ -292,7 +292,8 @@ class OverlapEngine:
         The first steps with a gradient decide, for good; micro-batches do not count. Collections that TorchRec would not train
         exactly stay: those that are not looked up once by every rank, or beside others that some ranks look up more often;
         those with Adam on CPU; all of them where gradients are clipped. Call it only if every batch is followed by an
-        optimizer step. Collective, between two steps; those that are left are up to date then, and :meth:`take_idle_steps` has to follow.
+        optimizer step. Collective, between two steps; those that are left are up to date then, and :meth:`take_idle_steps` has
+        to follow.
 
         Returns:
             Why, by path; empty but for the one time that collections are left.
