@@ -137,6 +137,11 @@ class MicroBatchSchedule:
         """The number that was decided for; None before."""
         return None if self._decided is None else self._decided[1]
 
+    @property
+    def may_divide(self) -> bool:
+        """Whether a step may still have several."""
+        return max(self.candidates) > 1 and self.chosen != 1
+
     def decide(self, micro_batches: int, epoch: int = 0, step: int = 0) -> None:
         """Choose for all steps from one on; call it with the same arguments on every rank.
 

@@ -458,11 +458,13 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             clips = clip_options(trainer, self.groups.optimizers) if self.clip == "all" else {}
             engine = OverlapEngine(tables, self.dedup, process_group_timeout(self), self.transport, **clips)
             self._at_teardown.callback(engine.close, farewell=False)  # training ends with a report of all ranks
-            self.overlap_controller = OverlapController(
-                trainer, engine, self.timeline, self.lookahead == "trial_run", self.ids_of, self.split_backward
-            )
             why_not = f"TorchRec updates collections {list(engine.plain)} during backward" if engine.plain else ""
         settle_without_exchange(trainer, why_not)
+        if engine is not None:
+            trial_runs = self.lookahead == "trial_run"
+            self.overlap_controller = OverlapController(
+                trainer, engine, self.timeline, trial_runs, self.ids_of, self.split_backward
+            )
         if self.clip == "all":
             self._clipping = TableClipping(trainer, self.groups, engine)
             self._at_teardown.enter_context(self._clipping.running())

@@ -26,6 +26,7 @@ from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.strategy.dry_run import dry_run_ids
 from lightning_freescale.strategy.early_copy import EarlyCopy
 from lightning_freescale.strategy.lookahead_loader import ENDED, UNKNOWN, LookaheadLoader
+from lightning_freescale.strategy.micro_batch_trial import schedule_of
 from lightning_freescale.strategy.preserve_state import LeavesTraceError
 from lightning_freescale.strategy.validation import accumulated_by, has_embedding_ids
 
@@ -40,7 +41,7 @@ class OverlapController:
     """Runs the engine in one fit. Ids go one way: from the loader to the probes, from them to the engine.
 
     Args:
-        trainer: the Trainer.
+        trainer: the Trainer, whose checkpoint has not been read yet.
         engine: the engine of its module.
         timeline: where waits for rows are recorded.
         trial_runs: whether a trial run of training_step tells the ids that do not stand in the batch.
@@ -76,7 +77,11 @@ class OverlapController:
         # a trial run prepares the next batch itself
         self._early_copy = None if trial_runs else EarlyCopy.for_trainer(trainer)
         self._batch_idx = 0
-        self._updates = self._warned = self._asked = self._divided = False
+        self._updates = self._warned = self._asked = False
+        schedule = schedule_of(trainer)
+        # not by the batches that come: the first may have one part only. Nor by what a checkpoint's "auto" has chosen: the run
+        # that resumes does as the run did that was still to choose
+        self._divided = schedule is not None and schedule.may_divide
         self._noticed: set[str] = set()
         self._agreed_modes: dict[str, int] = {}
         self._logged: dict[str, float] | None = None
@@ -177,7 +182,7 @@ class OverlapController:
 
     def report(self) -> OverlapReport | None:
         """Return the means over all ranks and steps so far. Collective; drain first."""
-        return OverlapReport.from_totals(self.engine.mean_statistics()) if self.engine.modules else None
+        return OverlapReport.from_totals(self.engine.mean_statistics())
 
     def _leave_long_bags(self) -> None:
         """Leave collections to TorchRec that it moves fewer bytes for, unless gradients are accumulated, which it cannot."""

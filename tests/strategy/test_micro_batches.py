@@ -93,6 +93,7 @@ def run(micro_batches: Any, strategy: Any, make: Any = Model, data_options: Any 
         "epoch": {name: float(value) for name, value in fitting.callback_metrics.items()},
         "seen": module.seen if isinstance(module, Model) else None,
         "statistics": module.statistics,
+        "overlap": getattr(fitting.strategy, "overlap_report", None),
     }
 
 
@@ -108,6 +109,8 @@ def assert_as_undivided(divided: dict[str, Any], whole: dict[str, Any], parts: i
     assert divided["epoch"] == pytest.approx(whole["epoch"], **close)
     assert divided["loops"] == whole["loops"]
     assert divided["schedule"] == whole["schedule"]
+    assert divided["overlap"].steps == whole["overlap"].steps == whole["ended"][-1][0], "optimizer steps"
+    assert divided["overlap"].tokens == pytest.approx(whole["overlap"].tokens)
     assert len({loss for _, _, loss, *_ in whole["ended"]}) > 3, "the loss must move, or equality means nothing"
     if saved:
         assert_same(divided["weights"], whole["weights"], rtol=1e-6, atol=1e-6)

@@ -64,6 +64,7 @@ class PipelinedBatch:
         late_places: where in ``rows`` those belong that come after the backward of the batch before.
         settings: what its update is computed with, by the tables' places in the layout.
         updates: whether an optimizer step follows it; else its gradients are kept for the next one.
+        whole_step: whether it is all of an optimizer step, and no micro-batch.
         held: whether its gradients, with those kept before, are held by the owners until they are clipped.
         compared: whether its rows were compared with those of the batch after it.
         any_submitted: whether any rank has submitted its ids ahead.
@@ -93,6 +94,7 @@ class PipelinedBatch:
     late_places: Tensor | None = None
     settings: Sequence[UpdateSettings] = ()
     updates: bool = True
+    whole_step: bool = False
     held: bool = False
     compared: bool = True
     any_submitted: bool = False

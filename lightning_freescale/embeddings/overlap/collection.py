@@ -118,7 +118,6 @@ class OverlappedCollection:
             self._worker.submit(self._exchange.discard_accumulated, jobs.current, jobs.unsent)
         jobs.current.updates, jobs.current.settings = updates, settings
         jobs.current.held = updates and self._hold_gradients
-        self.statistics.count(steps=1)
         return jobs.current.mode
 
     def note(self, features: KeyedJaggedTensor) -> NotedLookup:
@@ -208,7 +207,19 @@ class OverlappedCollection:
             return None
         if traffic.total is None and self.jobs.prefetched is not None:
             self._worker.wait(self.jobs.prefetched)  # it comes behind that step's jobs; those of the last may not be done
-        return traffic.total if traffic.decided_in < self.jobs.current.number else None
+        total = traffic.total  # once: the worker may find it now, but then in the last step
+        return total if total is not None and traffic.decided_in < self.jobs.current.number else None
+
+    def counted_bags(self) -> dict[str, Any]:
+        """Return what :meth:`restore_counted_bags` takes, of bags only. Drain first."""
+        traffic = self._exchange.bag_traffic
+        assert traffic is not None
+        return {**traffic.counted(), "age": self.jobs.current.number - traffic.decided_in}
+
+    def restore_counted_bags(self, counted: Mapping[str, Any]) -> None:
+        """Go on deciding what :meth:`bag_bytes` tells, before the first step."""
+        if (traffic := self._exchange.bag_traffic) is not None:
+            traffic.restore(counted, self.jobs.current.number - counted["age"])
 
     @property
     def error(self) -> Exception | None:

@@ -64,7 +64,7 @@ class OverlapEngine:
         collections: their tables, those of one width together: by path, or, if there are several, ``"path (dim 8)"``.
         plain: why each of the others is left to plain TorchRec, by path.
         bag_decisions: what :meth:`leave_long_bags` has decided, by path: why TorchRec has the collection, or nothing where it
-            stays. What a checkpoint's run had decided may be put there before the first step.
+            stays.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class OverlapEngine:
         self._table_keys: dict[str, list[str]] = {}
         self._idle_of_left: dict[str, int] = {}
         self._pattern = 0
+        self._in_window, self._steps_counted = False, 0
         self._totals_of_left: list[dict[str, float]] = []
         layouts = [(collection, module, self._layouts(collection, module)) for collection, module in tables.modules]
         several = sum(len(parts) for *_, parts in layouts) > 1
@@ -168,8 +169,9 @@ class OverlapEngine:
         """
         step = self._steps if step is None else step
         self._steps = step + updates
-        made = [each.jobs.current.lookups for each in self.collections.values()]
-        self._pattern = zlib.crc32(repr(made).encode(), self._pattern)
+        begins, self._in_window = restart or not self._in_window, not updates
+        self._steps_counted += begins and bool(self.collections)
+        self._pattern = self._pattern_so_far()
         agreed: dict[str, int] = {}
         default = UpdateSettings(step)
         for path, module in self.modules.items():
@@ -177,7 +179,7 @@ class OverlapEngine:
             for part in module.parts:
                 given = [(settings or {}).get(key, default) for key in self._table_keys[part.path]]
                 agreed[path] = max(agreed.get(path, 0), part.begin_step(updates, given, step, restart, mode))
-                part.jobs.current.pattern = self._pattern
+                part.jobs.current.pattern, part.jobs.current.whole_step = self._pattern, begins and updates
         if upcoming is None:
             for collection in self.collections.values():
                 collection.jobs.submit_end()
@@ -287,28 +289,60 @@ class OverlapEngine:
     def leave_long_bags(self) -> dict[str, str]:
         """Leave the collections to plain TorchRec whose rows are more bytes than their bags, pooled by the rows' owners.
 
-        The first steps with a gradient decide, for good. Collections that TorchRec would not train exactly stay: those that
-        are not looked up once by every rank, or beside others that some ranks look up more often; those with Adam on CPU; all
-        of them where gradients are clipped. Call it only if every batch is followed by an optimizer step. Collective, between
-        two steps; those that are left are up to date then, and :meth:`take_idle_steps` has to follow.
+        The first steps with a gradient decide, for good; micro-batches do not count. Collections that TorchRec would not train
+        exactly stay: those that are not looked up once by every rank, or beside others that some ranks look up more often;
+        those with Adam on CPU; all of them where gradients are clipped. Call it only if every batch is followed by an
+        optimizer step. Collective, between two steps; those that are left are up to date then, and :meth:`take_idle_steps` has
+        to follow.
 
         Returns:
             Why, by path; empty but for the one time that collections are left.
         """
         left: dict[str, str] = {}
-        for path, module in self.modules.items() if self.clip_value is None and not self._hold_gradients else ():
-            if path not in self.bag_decisions:
-                adam = any(self.tables.optimizers[table.key].sparse_adam for table in module.collection.tables)
-                found = None if adam else module.bag_bytes()
-                if found is None:
-                    continue
+        for path, module in self.modules.items():
+            if not self._torchrec_may_train(module.collection):
+                continue  # whatever a checkpoint's run has decided, which had another optimizer, or did not clip
+            if path not in self.bag_decisions and (found := module.bag_bytes()) is not None:
                 self.bag_decisions[path] = _too_long(found)
-            if self.bag_decisions[path]:
+            if self.bag_decisions.get(path):
                 left[path] = self.bag_decisions[path]
         for path in left:
             self._leave(path)
         self.plain |= left
         return left
+
+    def _torchrec_may_train(self, collection: Collection) -> bool:
+        adam = any(self.tables.optimizers[table.key].sparse_adam for table in collection.tables)
+        return not adam and self.clip_value is None and not self._hold_gradients
+
+    def bag_state(self) -> dict[str, Any]:
+        """Return what :meth:`leave_long_bags` has decided and, where it has not yet, what this rank has counted.
+
+        None of it is on the device, and nothing is there without bags. In the middle of a step counts are left out, because
+        the ranks may be at different ones. Drain first.
+        """
+        undecided = [module for path, module in self.modules.items() if module.pooled and path not in self.bag_decisions]
+        if not undecided and not self.bag_decisions:
+            return {}
+        parts = [part for module in undecided for part in module.parts]
+        counted = {} if any(part.jobs.open for part in parts) else {part.path: part.counted_bags() for part in parts}
+        return {"decisions": dict(self.bag_decisions), "counted": counted, "pattern": self._pattern_so_far()}
+
+    def restore_bag_state(self, state: Mapping[str, Any]) -> None:
+        """Decide as :meth:`leave_long_bags` would where :meth:`bag_state` was called, on as many ranks, before the first step.
+
+        Each rank is given what it has returned there.
+        """
+        self.bag_decisions |= state["decisions"]
+        self._pattern = state["pattern"]
+        for path, counted in state["counted"].items():
+            if path in self.collections:
+                self.collections[path].restore_counted_bags(counted)
+
+    def _pattern_so_far(self) -> int:
+        """Return a digest of how many lookups each step made of each collection, the last step included."""
+        made = [each.jobs.current.lookups for each in self.collections.values()]
+        return zlib.crc32(repr(made).encode(), self._pattern)
 
     def _leave(self, path: str) -> None:
         module = self.modules.pop(path)
@@ -343,18 +377,18 @@ class OverlapEngine:
 
     def mean_statistics(self) -> dict[str, float]:
         """Return what :meth:`statistics` returns, as the mean over all ranks. Collective; drain first."""
-        mine = self.statistics()
-        if not self.collections:
-            return mine
-        group = next(iter(self.collections.values())).group
+        mine, group = self.statistics(), self.tables.group
         mean = torch.tensor(list(mine.values()), dtype=torch.float64, device=self.tables.device)
         dist.all_reduce(mean, group=group)
         return dict(zip(mine, (mean / group.size()).tolist()))
 
     def statistics(self) -> dict[str, float]:
-        """Return totals on this rank since the start, over all collections; see :data:`report.COUNTS`."""
+        """Return totals on this rank since the start, over all collections, see :data:`report.COUNTS`, and ``steps``.
+
+        Those are the optimizer steps that have begun while any collection was overlapped.
+        """
         totals = self._totals_of_left + [collection.statistics.totals() for collection in self.collections.values()]
-        return {name: sum(total[name] for total in totals) for name in COUNTS}
+        return {"steps": self._steps_counted, **{name: sum(total[name] for total in totals) for name in COUNTS}}
 
 
 def _too_long(found: BagBytes) -> str:

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from lightning_freescale.embeddings.overlap.row_requests import RowRequest
 
-_LOOKUPS = ("steps", "predicted_lookups", "unpredicted_lookups", "mispredicted_lookups", "tokens", "rows")
+_LOOKUPS = ("predicted_lookups", "unpredicted_lookups", "mispredicted_lookups", "tokens", "rows")
 _ROWS = ("incoming_rows", "colliding_incoming_rows")
 _BYTES = ("torchrec_bytes", "dedup_bytes", "ids_bytes", "colliding_bytes", "non_colliding_bytes")
 COUNTS = (*_LOOKUPS, *_ROWS, *_BYTES, "transfer_s", "exposed_s")
-"""Names of the totals."""
+"""Names of a collection's totals."""
 
 
 class ExchangeStatistics:
@@ -52,9 +52,7 @@ class ExchangeStatistics:
         )
 
     def count_collisions(self, rows: Tensor, colliding: Tensor) -> None:
-        """Count the different rows requested from an owner, and the colliding ones among them; one batch in eight."""
-        if self._totals["steps"] % 8 != 1:  # telling them apart takes time
-            return
+        """Count the different rows requested from an owner, and the colliding ones among them."""
         incoming, both = (len(torch.unique(each)) for each in (rows, rows[colliding]))
         self.count(incoming_rows=incoming, colliding_incoming_rows=both)
 
@@ -66,10 +64,10 @@ class ExchangeStatistics:
 
 @dataclass(frozen=True)
 class OverlapReport:
-    """Means per step, of one rank or over all.
+    """Means per optimizer step over all collections together, of one rank or over all.
 
     Attributes:
-        steps: how many.
+        steps: how many began while any collection was overlapped.
         collision_rate: share of the rows of a global batch that the batch before it updates as well.
         hidden_s: seconds that exchanges took while training went on.
         exposed_s: seconds that training waited for rows.

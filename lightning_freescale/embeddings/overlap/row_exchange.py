@@ -223,7 +223,7 @@ class RowExchange:
             due = self._collisions.asked_by(following.number, kept[0]) if kept else None
             self.row_updates.take(current, given, gradients, due)
             self._send_last_rows(following)
-        if self.bag_traffic is not None and any(head.moves for head in heads):
+        if self.bag_traffic is not None and current.whole_step and any(head.moves for head in heads):
             self.bag_traffic.count(current)
 
     def apply_held(self, current: PipelinedBatch, following: PipelinedBatch) -> None:
