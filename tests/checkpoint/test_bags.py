@@ -144,6 +144,17 @@ def test_what_was_counted_is_in_the_checkpoint(
     torch.load(tmp_path / "step=1.ckpt", weights_only=True)
 
 
+def _saved_after_a_fit(path: str) -> list[int]:
+    first, rest = OnlyBags(), OnlyBags()
+    fit(first, 8 * 4, max_epochs=1).save_checkpoint(path)
+    fit(rest, 8 * 4, resume=path, max_epochs=4)
+    return steps_left(rest)
+
+
+def test_what_a_fit_has_counted_is_in_a_checkpoint_after_it(tmp_path: Path) -> None:
+    assert run_distributed(_saved_after_a_fit, 2, str(tmp_path / "after.ckpt")) == [[*range(LEFT, 16)]] * 2
+
+
 def _on_fewer_ranks(path: str) -> list[int]:
     module = OnlyBags()
     fit(module, 8 * 14, resume=path, max_epochs=1)
