@@ -152,10 +152,11 @@ def train_overlapped(
     rate: Rate | None = None,
     plan: Any = None,
     between: Between | None = None,
+    **options: Any,
 ) -> Run:
     """The engine; ``submit`` says which ids it is given of the next batch, before and after the forward."""
     with sharded(optimizer, plan) as (model, ddp, tables, dense):
-        engine = OverlapEngine(tables, dedup=dedup)
+        engine = OverlapEngine(tables, dedup=dedup, **options)
         losses = []
         for step, batch in enumerate(data):
             following = data[step + 1] if step + 1 < len(data) else None
