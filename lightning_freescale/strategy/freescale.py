@@ -46,6 +46,7 @@ from lightning_freescale.strategy.validation import (
     named_for_freescale,
     refuse_accumulation,
     refuse_clip,
+    refuse_exchange,
     refuse_lookahead,
     refuse_options,
     refuse_placement,
@@ -104,6 +105,10 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             far apart, so that the popular rows of a table that is sorted by popularity are spread over all ranks.
             ``"blocks"``: a block of rows each, as plain TorchRec has it. Weights, states and checkpoints are in the order of
             the ids, either way. Tables with managed collisions, and those sharded otherwise, stay as they are.
+        exchange: which way rows and gradients take, with ``overlap``. ``"flat"``: from the owners to every rank, and back.
+            ``"two_level"``: what several ranks of a node need crosses the network once, and its gradients are added up in the
+            node before they do. Pays with several nodes of several ranks each, where the network between nodes is slower than
+            what connects the ranks of one; with one node, or one rank each, it is ``"flat"``, after a notice.
         **ddp_options: as in :class:`lightning.pytorch.strategies.DDPStrategy`; those it does not know go to
             ``DistributedDataParallel`` for the dense part.
 
@@ -111,8 +116,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         overlap_report: what the overlap was worth in the last fit, once it has ended; None without overlap.
 
     Raises:
-        ValueError: ``sigterm_every_n_steps`` is less than 1, there is no such transport, lookahead, clip or placement, or an
-            option would have no effect beside another.
+        ValueError: ``sigterm_every_n_steps`` is less than 1, there is no such transport, lookahead, clip, placement or
+            exchange, or an option would have no effect, or another one, beside another.
         TypeError: ``ids_of`` is no function, ``shard`` no list, or there is no such option.
     """
 
@@ -133,6 +138,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         shard: Sequence[str] | Literal["auto"] | None = None,
         clip: Literal["all", "dense"] = "all",
         placement: Literal["hash", "blocks"] = "hash",
+        exchange: Literal["flat", "two_level"] = "flat",
         **ddp_options: Any,
     ) -> None:
         refuse_unknown_options(ddp_options, FreeScaleStrategy)
@@ -143,6 +149,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         refuse_shard(shard)
         refuse_clip(clip)
         refuse_placement(placement)
+        refuse_exchange(exchange, overlap, dedup)
+        self.exchange = exchange
         self.clip, self.placement = clip, placement
         self.plan, self.planner = plan, planner
         self.transport = LaneOptions(transport).transport
@@ -447,8 +455,9 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         assert self.groups is not None
         engine, why_not = None, "FreeScaleStrategy(overlap=False) hides no exchange"
         if self.overlap:
-            clips = clip_options(trainer, self.groups.optimizers) if self.clip == "all" else {}
-            engine = OverlapEngine(tables, self.dedup, process_group_timeout(self), self.transport, **clips)
+            clips: dict[str, Any] = clip_options(trainer, self.groups.optimizers) if self.clip == "all" else {}
+            levels: dict[str, Any] = {"exchange": self._levels(), "ranks_per_node": self.num_processes}
+            engine = OverlapEngine(tables, self.dedup, process_group_timeout(self), self.transport, **clips, **levels)
             self._at_teardown.callback(engine.close, farewell=False)  # training ends with a report of all ranks
             self.overlap_controller = OverlapController(
                 trainer, engine, self.timeline, self.lookahead == "trial_run", self.ids_of
@@ -458,6 +467,16 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         if self.clip == "all":
             self._clipping = TableClipping(trainer, self.groups, engine)
             self._at_teardown.enter_context(self._clipping.running())
+
+    def _levels(self) -> str:
+        """Return the exchange that was asked for, or the flat one where there is one level only."""
+        if self.exchange == "two_level" and 1 in (self.num_nodes, self.num_processes):
+            rank_zero_info(
+                f"strategy 'freescale': exchange='two_level' with num_nodes={self.num_nodes} and {self.num_processes} ranks each "
+                "is the flat exchange: it takes several of both"
+            )
+            return "flat"
+        return self.exchange
 
     # -- parts of a step
 

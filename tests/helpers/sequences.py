@@ -184,6 +184,29 @@ def known(following: Batch | None) -> NextIds | None:
     return None if following is None else {"items": following["ids"], "tags": following["tags"]}
 
 
+def _others(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """As many ids, but other ones."""
+    return KeyedJaggedTensor(features.keys(), (features.values() + 1) % 3, lengths=features.lengths())
+
+
+def ids_by_turns(step: int, following: Batch | None) -> tuple[NextIds | None, NextIds]:
+    """By turns and by rank: early, late, wrong, empty, half, nothing."""
+    told = known(following)
+    if told is None:
+        return None, {}
+    items, tags = {"items": told["items"]}, {"tags": told["tags"]}
+    wrong = {"items": _others(told["items"])}
+    ways: list[tuple[NextIds | None, NextIds]] = [
+        (told, {}),
+        ({}, told),
+        (wrong, tags),
+        ({}, {}),
+        (items, tags),
+        (tags, wrong),
+    ]
+    return ways[(step * (1 + dist.get_rank())) % len(ways)]
+
+
 def settings_at(rate: Rate | None, tables: ShardedTables, step: int) -> dict[str, UpdateSettings]:
     """What every table is updated with in a step."""
     options = {} if rate is None else {"lr": rate(step)}

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
 import torch.distributed as dist
 
-from lightning_freescale.embeddings.overlap import OverlapEngine
 from lightning_freescale.testing import run_distributed
-from tests.helpers.sequences import OPTIMIZERS, Run, batches, train_overlapped, train_plain
+from tests.helpers.sequences import OPTIMIZERS, Run, batches, ids_by_turns, train_overlapped, train_plain
 
 STEPS = 20
 TWO_LEVEL = {"exchange": "two_level", "ranks_per_node": 2}
@@ -45,3 +41,19 @@ def test_same_numbers(optimizer: str) -> None:
         for name in ("predicted_lookups", "unpredicted_lookups", "mispredicted_lookups", "tokens", "rows", "dedup_bytes"):
             assert runs["two_level"].statistics[name] == runs["flat"].statistics[name], name
         assert 0 < runs["two_level"].statistics["cross_node_bytes"] < runs["flat"].statistics["cross_node_bytes"]
+
+
+def _unexpected() -> dict[str, Run]:
+    data = batches(dist.get_rank(), STEPS)
+    return {
+        "plain": train_plain(HOW, data),
+        "two_level": train_overlapped(HOW, data, dedup=True, submit=ids_by_turns, **TWO_LEVEL),
+    }
+
+
+def test_ids_that_are_late_wrong_or_unknown() -> None:
+    results = run_distributed(_unexpected, 4)
+    for runs in results:
+        assert_close(runs["two_level"], runs["plain"])
+    for name in ("mispredicted_lookups", "unpredicted_lookups", "predicted_lookups"):
+        assert sum(runs["two_level"].statistics[name] for runs in results) > 16, name
