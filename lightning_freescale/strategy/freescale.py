@@ -472,8 +472,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         """Return the exchange that was asked for, or the flat one where there is one level only."""
         if self.exchange == "two_level" and 1 in (self.num_nodes, self.num_processes):
             rank_zero_info(
-                f"strategy 'freescale': exchange='two_level' with num_nodes={self.num_nodes} and {self.num_processes} ranks each "
-                "is the flat exchange: it takes several of both"
+                f"strategy 'freescale': exchange='two_level' with num_nodes={self.num_nodes} and {self.num_processes} ranks "
+                "each is the flat exchange: it takes several of both"
             )
             return "flat"
         return self.exchange
