@@ -40,8 +40,8 @@ class Nodes:
         return [list(range(place, self.ranks, self.each)) for place in range(self.each)]
 
     def others(self, rank: int) -> list[bool]:
-        """Return which ranks are on another node than ``rank``."""
-        return [other // self.each != rank // self.each for other in range(self.ranks)]
+        """Return which ranks are on another node than ``rank``; nothing if there is one node."""
+        return [] if self.count == 1 else [other // self.each != rank // self.each for other in range(self.ranks)]
 
     def refuse_one_level(self) -> None:
         """Check that there is something to gain by proxies, by a ValueError."""

@@ -86,7 +86,7 @@ class RowExchange:
         self.path, self.local, self.statistics = path, local, statistics
         self.row_updates = RowUpdates(local)
         common = (local.dim, local.layout.device, statistics, order)
-        self.transport = Transport(group, *common, nodes.others(group.rank()) if nodes is not None else ())
+        self.transport = Transport(group, *common, () if nodes is None else nodes.others(group.rank()))
         self.transports = [self.transport]
         self.held = HeldGradients(self.row_updates.kept, local, self.transport)
         self.bag_traffic = BagTraffic(local.layout, self.transport) if pooled else None

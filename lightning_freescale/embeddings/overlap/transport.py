@@ -47,7 +47,7 @@ class Transport:
         device: of rows and ids.
         statistics: what to count in.
         order: in which exchanges of device memory take turns with those of other collections; None: they need not.
-        far: which ranks of the group are on other nodes; empty if nobody knows.
+        far: which ranks of the group are on other nodes; empty if none is, or nobody knows.
 
     Attributes:
         observer: told of every exchange.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def _features(ids_per_bag: int, bags: int) -> KeyedJaggedTensor:
 
 
 def _left(
-    ids_per_bag: int, bags: int = 4, lookups: Callable[[int], int] = lambda step: 1, **options: float
+    ids_per_bag: int, bags: int = 4, lookups: Callable[[int], int] = lambda step: 1, **options: Any
 ) -> tuple[list[dict[str, str]], list[str], list[str]]:
     root = nn.ModuleDict({"bags": EmbeddingBagCollection(tables=configs({"t": (ROWS, DIM, ["a"], SUM)}))})
     sharding = TableSharding(root, torch.device("cpu"), overlap=True)
@@ -108,3 +109,10 @@ def test_what_torchrec_would_not_do_exactly_is_overlapped(lookups: Callable[[int
 def test_steps_without_lookups_do_not_count() -> None:
     for left, overlapped, _ in run_distributed(_left, 2, 100, lookups=lambda step: int(step != 3)):
         assert [step for step, reasons in enumerate(left) if reasons] == [3 + DECIDING_STEPS] and not overlapped
+
+
+def test_two_levels_decide_as_one() -> None:
+    """All ranks alike, by rows each once per rank."""
+    flat = run_distributed(_left, 4, 100)
+    assert any(any(left) for left, *_ in flat)
+    assert run_distributed(_left, 4, 100, exchange="two_level", ranks_per_node=2) == flat

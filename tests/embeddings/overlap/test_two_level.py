@@ -247,6 +247,7 @@ def _killed(folder: Path) -> None:
                 model(batch).backward()
                 engine.end_backward()
             except RuntimeError as error:
+                engine.close(farewell=False)
                 (folder / str(dist.get_rank())).write_text(str(error))
                 time.sleep(60)  # so that nobody hears of it because this rank ends
 
