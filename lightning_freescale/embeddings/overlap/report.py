@@ -123,10 +123,11 @@ class OverlapReport:
         moved = self.ids_bytes + self.colliding_bytes + self.non_colliding_bytes
         total = self.hidden_s + self.exposed_s
         hidden = self.hidden_s / total if total else 0.0
+        crossed = f", {self.cross_node_bytes / 1e6:.3g} to other nodes" if self.cross_node_bytes else ""
         others = (self.unpredicted_lookups + self.mispredicted_lookups) * self.steps
         return (
             f"embedding exchange: {hidden:.0%} of its {1e3 * total:.1f} ms per step hidden, {1e3 * self.exposed_s:.1f} ms "
             f"waited for; collision rate {self.collision_rate:.0%}; {moved / 1e6:.3g} MB sent per step "
-            f"({self.colliding_bytes / 1e6:.3g} waited for), plain TorchRec {self.torchrec_bytes / 1e6:.3g}; {others:.0f} "
+            f"({self.colliding_bytes / 1e6:.3g} waited for{crossed}), plain TorchRec {self.torchrec_bytes / 1e6:.3g}; {others:.0f} "
             "lookups of unexpected ids"
         )

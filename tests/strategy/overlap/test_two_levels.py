@@ -25,11 +25,12 @@ def _on_nodes(optimizer: str, strategy: Any, **options: Any) -> Run:
 
 
 def _all(optimizer: str, **options: Any) -> dict[str, Run]:
-    return {
-        "ddp": _on_nodes(optimizer, "ddp", **options),
-        "flat": _on_nodes(optimizer, FreeScaleStrategy(), **options),
-        "two_level": _on_nodes(optimizer, FreeScaleStrategy(exchange="two_level"), **options),
-    }
+    flat, two_level = FreeScaleStrategy(), FreeScaleStrategy(exchange="two_level")
+    named = {"ddp": "ddp", "flat": flat, "two_level": two_level}
+    runs = {name: _on_nodes(optimizer, strategy, **options) for name, strategy in named.items()}
+    assert two_level.overlap_report.cross_node_bytes < flat.overlap_report.cross_node_bytes, "means of all ranks"
+    assert "to other nodes), plain TorchRec" in str(two_level.overlap_report)
+    return runs
 
 
 @pytest.mark.parametrize(
@@ -47,9 +48,10 @@ def test_as_under_ddp(optimizer: str, options: dict[str, Any]) -> None:
 
 
 def _on_one_node() -> tuple[list[str], float]:
-    told: list[str] = []
+    told, strategy = [], FreeScaleStrategy(exchange="two_level")
     freescale.rank_zero_info = told.append
-    run = fit(CountingModel(), my_loader(2), max_epochs=1, strategy=FreeScaleStrategy(exchange="two_level"))
+    run = fit(CountingModel(), my_loader(2), max_epochs=1, strategy=strategy)
+    assert "to other nodes" not in str(strategy.overlap_report)
     return told, run.statistics["cross_node_bytes"]
 
 
