@@ -46,6 +46,7 @@ from lightning_freescale.strategy.validation import (
     named_for_freescale,
     refuse_accumulation,
     refuse_clip,
+    refuse_exchange,
     refuse_lookahead,
     refuse_options,
     refuse_placement,
@@ -108,6 +109,10 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         split_backward: with ``overlap``, have backward compute the gradients of the dense weights last, while the gradients of
             the rows travel. The numbers are the same to the bit. Costs memory: the gradients of the linear layers' outputs are
             held until then. See :class:`lightning_freescale.embeddings.overlap.WeightGradientsLast`.
+        exchange: which way rows and gradients take, with ``overlap``. ``"flat"``: from the owners to every rank, and back.
+            ``"two_level"``: what several ranks of a node need crosses the network once, and its gradients are added up in the
+            node before they do. Pays with several nodes of several ranks each, where the network between nodes is slower than
+            what connects the ranks of one; with one node, or one rank each, it is ``"flat"``, after a notice.
         **ddp_options: as in :class:`lightning.pytorch.strategies.DDPStrategy`; those it does not know go to
             ``DistributedDataParallel`` for the dense part.
 
@@ -115,8 +120,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         overlap_report: what the overlap was worth in the last fit, once it has ended; None without overlap.
 
     Raises:
-        ValueError: ``sigterm_every_n_steps`` is less than 1, there is no such transport, lookahead, clip or placement, or an
-            option would have no effect beside another.
+        ValueError: ``sigterm_every_n_steps`` is less than 1, there is no such transport, lookahead, clip, placement or
+            exchange, or an option would have no effect, or another one, beside another.
         TypeError: ``ids_of`` is no function, ``shard`` no list, or there is no such option.
     """
 
@@ -138,6 +143,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         clip: Literal["all", "dense"] = "all",
         placement: Literal["hash", "blocks"] = "hash",
         split_backward: bool = False,
+        exchange: Literal["flat", "two_level"] = "flat",
         **ddp_options: Any,
     ) -> None:
         refuse_unknown_options(ddp_options, FreeScaleStrategy)
@@ -150,6 +156,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         refuse_clip(clip)
         refuse_placement(placement)
         self.clip, self.placement, self.split_backward = clip, placement, split_backward
+        refuse_exchange(exchange, overlap, dedup)
+        self.exchange = exchange
         self.plan, self.planner = plan, planner
         self.transport = LaneOptions(transport).transport
         self.overlap, self.dedup = overlap, dedup
@@ -455,8 +463,9 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         assert self.groups is not None
         engine, why_not = None, "FreeScaleStrategy(overlap=False) hides no exchange"
         if self.overlap:
-            clips = clip_options(trainer, self.groups.optimizers) if self.clip == "all" else {}
-            engine = OverlapEngine(tables, self.dedup, process_group_timeout(self), self.transport, **clips)
+            clips: dict[str, Any] = clip_options(trainer, self.groups.optimizers) if self.clip == "all" else {}
+            levels: dict[str, Any] = {"exchange": self._levels(), "ranks_per_node": self.num_processes}
+            engine = OverlapEngine(tables, self.dedup, process_group_timeout(self), self.transport, **clips, **levels)
             self._at_teardown.callback(engine.close, farewell=False)  # training ends with a report of all ranks
             why_not = f"TorchRec updates collections {list(engine.plain)} during backward" if engine.plain else ""
         settle_without_exchange(trainer, why_not)
@@ -468,6 +477,16 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         if self.clip == "all":
             self._clipping = TableClipping(trainer, self.groups, engine)
             self._at_teardown.enter_context(self._clipping.running())
+
+    def _levels(self) -> str:
+        """Return the exchange that was asked for, or the flat one where there is one level only."""
+        if self.exchange == "two_level" and 1 in (self.num_nodes, self.num_processes):
+            rank_zero_info(
+                f"strategy 'freescale': exchange='two_level' with num_nodes={self.num_nodes} and {self.num_processes} ranks "
+                "each is the flat exchange: it takes several of both"
+            )
+            return "flat"
+        return self.exchange
 
     # -- parts of a step
 

@@ -72,16 +72,16 @@ class BagTraffic:
 
     def torchrec_bytes(self, batch: PipelinedBatch) -> int:
         """Return what TorchRec would move for this rank's lookups of a batch."""
-        request, rank = batch.request, self._transport.rank
+        request, place = batch.request, self._layout.places[self._transport.rank]
         # an id of 64 bits; a bag's length, its pooled row and back the gradient
-        return 8 * (sum(request.ids) - request.ids[rank]) + (4 + 2 * 4 * self._transport.dim) * batch.pooled_rows
+        return 8 * (sum(request.ids) - request.ids[place]) + (4 + 2 * 4 * self._transport.dim) * batch.pooled_rows
 
     def count(self, batch: PipelinedBatch) -> None:
         """Count a step that a rank has a gradient of; after the last deciding one, add up what all ranks have. Collective."""
         if self.total is not None:
             return
-        request, rank = batch.request, self._transport.rank
-        rows = (4 + 2 * 4 * self._transport.dim) * (sum(request.sizes) - request.sizes[rank])
+        request, place = batch.request, self._layout.places[self._transport.rank]
+        rows = (4 + 2 * 4 * self._transport.dim) * (sum(request.owned) - request.owned[place])
         self._mine += BagBytes(rows, self.torchrec_bytes(batch), int(batch.lookups != 1))
         self._steps += 1
         if self._steps == DECIDING_STEPS:

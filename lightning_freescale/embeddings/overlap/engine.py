@@ -25,6 +25,7 @@ from lightning_freescale.embeddings.overlap.collection import OverlappedCollecti
 from lightning_freescale.embeddings.overlap.launch_order import LaunchOrder, refuse_one_queue
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.module_forward import ModuleForward
+from lightning_freescale.embeddings.overlap.nodes import Nodes, ProxyGroups
 from lightning_freescale.embeddings.overlap.pooling import tables_by_width
 from lightning_freescale.embeddings.overlap.report import COUNTS
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout
@@ -56,6 +57,13 @@ class OverlapEngine:
         clip_value: limit of every element of a row's gradient, summed over ranks and batches; None for none.
         hold_gradients: update no row before :meth:`apply_gradients`, so that gradients can be clipped by their norm. Costs
             overlap: no gradient travels under the next forward. Clipping leaves tables alone that no parameter group holds.
+        exchange: ``"flat"``: every rank asks the owners. ``"two_level"``: what several ranks of a node need crosses the network
+            once, and back its gradient, by proxies in the node. Pays with several nodes of several ranks each, where the
+            network between nodes is slower than what connects the ranks of one; needs ``dedup`` and ``ranks_per_node``.
+        ranks_per_node: ranks of every node, one node's after the other's; tells the report which bytes cross between nodes.
+
+    Raises:
+        ValueError: ``exchange`` and ``ranks_per_node`` do not fit each other, ``dedup`` or the number of ranks.
 
     Attributes:
         tables: the sharded tables.
@@ -75,8 +83,12 @@ class OverlapEngine:
         transport: str = "auto",
         clip_value: float | None = None,
         hold_gradients: bool = False,
+        exchange: str = "flat",
+        ranks_per_node: int | None = None,
     ) -> None:
         self.tables, self._steps = tables, 0
+        self._nodes = None if ranks_per_node is None else Nodes(tables.group.size(), ranks_per_node)
+        self._two_level = _is_two_level(exchange, self._nodes, dedup)
         self.clip_value, self._hold_gradients = clip_value, hold_gradients
         self._dedup, self._timeout, self._transport = dedup, timeout, transport
         self.bag_decisions: dict[str, str] = {}
@@ -109,14 +121,35 @@ class OverlapEngine:
         lane = LaneOptions(self._transport, name=collection.path, nccl_ctas=_NCCL_CTAS, lazy_gloo=True)
         group = dist.new_group(backend=BACKEND, timeout=self._timeout, pg_options=lane)
         group.connect()  # now, not in a step
+        proxies = self._proxy_groups(collection.path, order) if self._two_level else None
         if group.waits_on_device and group.size() > 1:
             refuse_one_queue()
         optimizers = [self.tables.optimizers[table.key] for table in collection.tables]
         turns = order if group.moves_by_nccl and group.size() > 1 else None
-        overlapped = OverlappedCollection(collection, local, group, optimizers, self._dedup, self._hold_gradients, turns)
+        options = (self._dedup, self._hold_gradients, turns, self._nodes, proxies)
+        overlapped = OverlappedCollection(collection, local, group, optimizers, *options)
         self.collections[collection.path] = overlapped
         self._table_keys[collection.path] = [table.key for table in collection.tables]
         return overlapped
+
+    def _proxy_groups(self, path: str, order: LaunchOrder | None) -> ProxyGroups:
+        """Make the groups of all nodes, on every rank in the same order, and connect this rank's. Collective."""
+        assert self._nodes is not None
+        mine = []
+        for kind, sets in (("near", self._nodes.near), ("far", self._nodes.far)):
+            for ranks in sets:
+                lane = LaneOptions(self._transport, name=f"{path} ({kind})", nccl_ctas=_NCCL_CTAS, lazy_gloo=True)
+                group = dist.new_group(ranks, backend=BACKEND, timeout=self._timeout, pg_options=lane)
+                if dist.get_rank() in ranks:
+                    mine.append(group)
+        for group in mine:
+            group.connect()
+            if group.moves_by_nccl and order is not None:
+                raise ValueError(
+                    f"exchange='two_level' with several embedding collections, {path!r} among them, whose rows NCCL moves: its "
+                    "exchanges cannot take turns among some of the ranks. Use exchange='flat', or transport='host'"
+                )
+        return ProxyGroups(*mine)
 
     def _layouts(self, collection: Collection, module: Any) -> list[tuple[Collection, RowLayout]]:
         """Return the parts of a collection that are overlapped, each of tables of one width; none if TorchRec has it."""
@@ -132,7 +165,8 @@ class OverlapEngine:
         ranks, device = self.tables.group.size(), self.tables.device
         try:
             record = module.freescale_sharding
-            return [(each, RowLayout.from_plan(each, record.plan, record.orders, ranks, device)) for each in parts]
+            nodes = self._nodes.count if self._two_level and self._nodes is not None else 1
+            return [(each, RowLayout.from_plan(each, record.plan, record.orders, ranks, device, nodes)) for each in parts]
         except ValueError as error:
             own = [table.name for table in collection.tables if self.tables.optimizers[table.key].sparse_adam]
             if own:
@@ -389,6 +423,22 @@ class OverlapEngine:
         """
         totals = self._totals_of_left + [collection.statistics.totals() for collection in self.collections.values()]
         return {"steps": self._steps_counted, **{name: sum(total[name] for total in totals) for name in COUNTS}}
+
+
+def _is_two_level(exchange: str, nodes: Nodes | None, dedup: bool) -> bool:
+    if exchange not in ("flat", "two_level"):
+        raise ValueError(f"exchange={exchange!r}: pass 'flat' or 'two_level'")
+    if exchange == "flat":
+        return False
+    if nodes is None:
+        raise ValueError("exchange='two_level', ranks_per_node=None: pass how many ranks every node has")
+    if not dedup:
+        raise ValueError(
+            "exchange='two_level', dedup=False: gradients are added up within a node first, so no sum is bitwise that of plain "
+            "TorchRec. Leave one of the two out"
+        )
+    nodes.refuse_one_level()
+    return True
 
 
 def _too_long(found: BagBytes) -> str:

@@ -49,7 +49,7 @@ def _features(ids_per_bag: int, bags: int) -> KeyedJaggedTensor:
 SGD = TableOptimizer(torch.optim.SGD, {"lr": 0.5}, group=0)
 
 
-def _overlapped(optimizer: TableOptimizer = SGD, **options: float) -> tuple[Any, OverlapEngine]:
+def _overlapped(optimizer: TableOptimizer = SGD, **options: Any) -> tuple[Any, OverlapEngine]:
     root = nn.ModuleDict({"bags": EmbeddingBagCollection(tables=configs({"t": (ROWS, DIM, ["a"], SUM)}))})
     sharding = TableSharding(root, torch.device("cpu"), overlap=True)
     how = dict.fromkeys(sharding.parameters, optimizer)
@@ -58,7 +58,7 @@ def _overlapped(optimizer: TableOptimizer = SGD, **options: float) -> tuple[Any,
 
 
 def _left(
-    ids_per_bag: int, bags: int = 4, lookups: Callable[[int], int] = lambda step: 1, **options: float
+    ids_per_bag: int, bags: int = 4, lookups: Callable[[int], int] = lambda step: 1, **options: Any
 ) -> tuple[list[dict[str, str]], list[str], list[str]]:
     module, engine = _overlapped(**options)
     features, left = _features(ids_per_bag, bags), []
@@ -199,3 +199,10 @@ def _in_parts() -> tuple[int, bool]:
 
 def test_micro_batches_do_not_count() -> None:
     assert run_distributed(_in_parts, 2) == [[0, 1, 2]] * 2
+
+
+def test_two_levels_decide_as_one() -> None:
+    """All ranks alike, by rows each once per rank."""
+    flat = run_distributed(_left, 4, 100)
+    assert any(any(left) for left, *_ in flat)
+    assert run_distributed(_left, 4, 100, exchange="two_level", ranks_per_node=2) == flat

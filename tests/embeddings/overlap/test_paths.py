@@ -19,6 +19,7 @@ from tests.helpers.sequences import (
     NextIds,
     Run,
     batches,
+    ids_by_turns,
     known,
     sharded,
     train_overlapped,
@@ -36,32 +37,9 @@ def same(a: Run, b: Run) -> None:
         assert torch.equal({**b.tables, **b.dense}[name], value), name
 
 
-def _others(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """As many ids, but other ones."""
-    return KeyedJaggedTensor(features.keys(), (features.values() + 1) % 3, lengths=features.lengths())
-
-
-def _ways(step: int, following: Batch | None) -> tuple[NextIds | None, NextIds]:
-    """By turns and by rank: early, late, wrong, empty, half, nothing."""
-    told = known(following)
-    if told is None:
-        return None, {}
-    items, tags = {"items": told["items"]}, {"tags": told["tags"]}
-    wrong = {"items": _others(told["items"])}
-    ways: list[tuple[NextIds | None, NextIds]] = [
-        (told, {}),
-        ({}, told),
-        (wrong, tags),
-        ({}, {}),
-        (items, tags),
-        (tags, wrong),
-    ]
-    return ways[(step * (1 + dist.get_rank())) % len(ways)]
-
-
 def _mixed() -> dict[str, Run]:
     data = batches(dist.get_rank(), STEPS)
-    return {"plain": train_plain(HOW, data), "mixed": train_overlapped(HOW, data, submit=_ways)}
+    return {"plain": train_plain(HOW, data), "mixed": train_overlapped(HOW, data, submit=ids_by_turns)}
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
