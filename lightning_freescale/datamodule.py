@@ -51,9 +51,10 @@ class FreeScaleDataModule(LightningDataModule):
             that are a mean (or sum) over samples or targets. ``training_step`` runs once for each part. **Losses that look
             across the samples of a batch**, such as in-batch negatives, and batch normalization see a part only: leave it at 1
             for those. ``"auto"`` tries the divisors of ``batch_size`` up to 8 in turn during the first steps, and goes on
-            with the quickest; with 1, if none wins 1 % or more. Needs strategy ``"freescale"``. A step has fewer where a rank
-            has fewer samples that weigh something in the loss. Numbers that are logged on steps are shown as the parts' mean;
-            log one that is a sum, such as the loss with ``loss_reduction="sum"``, with ``reduce_fx="sum"``.
+            with the quickest; with 1, if none wins 1 % or more, if they cannot be timed, or if no exchange is hidden. Needs
+            strategy ``"freescale"``. A step has fewer where a rank has fewer samples that weigh something in the loss. Numbers
+            that are logged on steps are shown as the parts' mean; log one that is a sum, such as the loss with
+            ``loss_reduction="sum"``, with ``reduce_fx="sum"``.
         drop_last: leave out an incomplete last step.
         shuffle: draw a new order every epoch; a stream comes in its own.
         seed: seeds the order.
@@ -260,9 +261,8 @@ class FreeScaleDataModule(LightningDataModule):
         epochs = loop.epoch_progress.current
         inside = epochs.ready > epochs.processed  # else the batches counted are those of the epoch before
         batches = loop.epoch_loop.batch_progress.current.processed if inside else 0
-        chosen = self.train.micro_batches.chosen if self.train.micro_batches.auto else None
         state = self.train.state_dict(epochs.processed, batches, self._rank_and_world_size()[1])
-        return {**state, "micro_batches": chosen}
+        return {**state, "micro_batches": self.train.micro_batches.measured}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the samples that the checkpoint's run has consumed.
@@ -280,8 +280,10 @@ class FreeScaleDataModule(LightningDataModule):
                 "means nothing in the other. Load the weights alone, or use the same kind of data set"
             )
         self.train.load_state_dict(state, *self._rank_and_world_size())
-        if self.train.micro_batches.auto and state.get("micro_batches") in self.train.micro_batches.candidates:
-            self.train.micro_batches.decide(state["micro_batches"])  # the run before has measured it
+        schedule = self.train.micro_batches
+        if schedule.auto and state.get("micro_batches") in schedule.candidates:
+            schedule.measured = state["micro_batches"]
+            schedule.settle(state["micro_batches"])
         if self.trainer is not None:
             reload_train_loader(self.trainer)  # somebody may have asked for it before the checkpoint was read
 

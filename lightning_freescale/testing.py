@@ -8,7 +8,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -42,11 +43,15 @@ def run_distributed(
     Raises:
         RankFailed: a rank raised (with its traceback), died (with its signal), or ran past the timeout.
     """
-    context, port = mp.get_context("fork"), _free_port()
+    with _reserved_port() as port:
+        return _run(partial(fn, *args, **kwargs), world_size, port, timeout, init)
+
+
+def _run(call: Callable[[], Any], world_size: int, port: int, timeout: float, init: bool) -> list[Any]:
+    context = mp.get_context("fork")
     ends, ranks = [], []
     for rank in range(world_size):
         here, there = context.Pipe(duplex=False)
-        call = partial(fn, *args, **kwargs)
         process = context.Process(target=_rank, args=(call, rank, world_size, port, timeout, init, there))
         process.start()
         there.close()
@@ -104,7 +109,12 @@ def _rank(call: Callable[[], Any], rank: int, world_size: int, port: int, timeou
     os._exit(code)  # without an orderly shutdown, which would wait for peers that failed
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextmanager
+def _reserved_port() -> Generator[int, None, None]:
+    """Yield a port that one process may listen on, and that is given to no other program inside the context."""
+    with socket.socket() as held:
+        # Bound, and not listened on: Linux lets another socket with this option, as torch's stores have it, listen there, and
+        # gives the port to nobody who takes any.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield int(held.getsockname()[1])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import socket
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +26,35 @@ def test_results_by_rank() -> None:
     assert run_distributed(_sum, 3, 10) == [33, 33, 33]
     offset = 5
     assert run_distributed(lambda: int(os.environ["RANK"]) + offset, 2, init=False) == [5, 6]
+
+
+def _listens_late() -> list[Any]:
+    """As a rank that takes a while to begin, on a machine where others look for ports; twice, as a group may be made anew."""
+    told: list[Any] = []
+    for _ in range(2):
+        if os.environ["RANK"] == "0":
+            with socket.socket() as other:
+                told.append(other.connect_ex(("127.0.0.1", int(os.environ["MASTER_PORT"]))))
+                told.append(_refusal(int(os.environ["MASTER_PORT"])))
+        dist.init_process_group("gloo")
+        told.append(_sum(0))
+        dist.destroy_process_group()
+    return told
+
+
+def _refusal(port: int) -> int | None:
+    """What another program is told that wants the port."""
+    with socket.socket() as other:
+        try:
+            other.bind(("127.0.0.1", port))
+        except OSError as error:
+            return error.errno
+    return None
+
+
+def test_nobody_else_takes_the_port_before_a_rank_listens() -> None:
+    refused = [errno.ECONNREFUSED, errno.EADDRINUSE, 1]
+    assert run_distributed(_listens_late, 2, init=False) == [refused * 2, [1, 1]]
 
 
 def _raise_on_one() -> None:

@@ -8,7 +8,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -80,21 +81,8 @@ def run(work: Callable[..., None], *args: Any, timeout: float, group_timeout: fl
         PairFailed: a process raised, or died; the other one is ended.
         TimeoutError: they took longer than ``timeout``; both are ended.
     """
-    context, port = mp.get_context("spawn"), _free_port()  # CUDA does not survive a fork
-    ends: dict[Connection, int] = {}
-    processes = []
-    try:
-        for rank in range(2):
-            here, there = context.Pipe(duplex=False)
-            about = (rank, port, group_timeout or timeout, there)
-            processes.append(context.Process(target=_process, args=(work, args, *about), daemon=True))
-            processes[-1].start()
-            there.close()
-            ends[here] = rank
-        yield from _listen(ends, processes, timeout)
-    finally:
-        for process in processes:
-            _end(process)
+    with _reserved_port() as port:
+        yield from _run(work, args, port, timeout, group_timeout or timeout)
 
 
 def lacking(transport: str) -> str:
@@ -108,6 +96,24 @@ def lacking(transport: str) -> str:
     if transport == "nccl-zero-cta":
         return "NCCL takes no two ranks on one GPU"
     return "" if import_cuda_bindings() is not None else "the package cuda-bindings cannot be imported"
+
+
+def _run(work: Callable[..., None], args: Any, port: int, timeout: float, group_timeout: float) -> Iterator[Any]:
+    context = mp.get_context("spawn")  # CUDA does not survive a fork
+    ends: dict[Connection, int] = {}
+    processes = []
+    try:
+        for rank in range(2):
+            here, there = context.Pipe(duplex=False)
+            about = (rank, port, group_timeout, there)
+            processes.append(context.Process(target=_process, args=(work, args, *about), daemon=True))
+            processes[-1].start()
+            there.close()
+            ends[here] = rank
+        yield from _listen(ends, processes, timeout)
+    finally:
+        for process in processes:
+            _end(process)
 
 
 def _listen(ends: dict[Connection, int], processes: list[Any], timeout: float) -> Iterator[Any]:
@@ -165,7 +171,12 @@ def _process(work: Callable[..., None], args: Any, rank: int, port: int, timeout
     os._exit(1)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextmanager
+def _reserved_port() -> Generator[int, None, None]:
+    """Yield a port that one process may listen on, and that is given to no other program inside the context."""
+    with socket.socket() as held:
+        # Bound, and not listened on: Linux lets another socket with this option, as torch's stores have it, listen there, and
+        # gives the port to nobody who takes any.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield int(held.getsockname()[1])

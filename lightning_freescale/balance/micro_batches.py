@@ -108,12 +108,14 @@ class MicroBatchSchedule:
         auto: whether they were to be chosen by measurement.
         candidates: the numbers that may be chosen.
         handed_out: the last (epoch, step) that anybody has asked for.
+        measured: the number that measurements have found best, in this run or the one that it resumes; None if none have.
     """
 
     def __init__(self, micro_batches: int | Literal["auto"], batch_size: int) -> None:
         self.auto = micro_batches == "auto"
         self.candidates = [n for n in range(1, MOST_TRIED + 1) if batch_size % n == 0] if self.auto else [int(micro_batches)]
         self.handed_out = (0, -1)
+        self.measured: int | None = None
         self._decided: tuple[tuple[int, int], int] | None = None if len(self.candidates) > 1 else ((0, 0), self.candidates[0])
 
     def count(self, epoch: int, step: int) -> int:
@@ -137,13 +139,14 @@ class MicroBatchSchedule:
         """The number that was decided for; None before."""
         return None if self._decided is None else self._decided[1]
 
-    @property
-    def may_divide(self) -> bool:
-        """Whether a step may still have several."""
-        return max(self.candidates) > 1 and self.chosen != 1
-
-    def decide(self, micro_batches: int, epoch: int = 0, step: int = 0) -> None:
+    def decide(self, micro_batches: int, epoch: int, step: int, *, measured: bool = True) -> None:
         """Choose for all steps from one on; call it with the same arguments on every rank.
+
+        Args:
+            micro_batches: the number.
+            epoch: of the first step that has it.
+            step: that step.
+            measured: whether measurements have found it best; else the run that resumes this one measures anew.
 
         Raises:
             RuntimeError: that step was handed out already, so that the ranks might differ in it.
@@ -155,6 +158,11 @@ class MicroBatchSchedule:
                 "less to prefetch"
             )
         self._decided = (epoch, step), micro_batches
+        self.measured = micro_batches if measured else None
+
+    def settle(self, micro_batches: int) -> None:
+        """Choose for all steps, while no loader has been read, or it will be made anew: nothing counts as handed out."""
+        self.handed_out, self._decided = (0, -1), ((0, 0), micro_batches)
 
     def _count(self, epoch: int, step: int) -> int:
         if self._decided is not None and (epoch, step) >= self._decided[0]:

@@ -41,7 +41,7 @@ class BalanceMonitor:
         self._group = dist.new_group(backend="gloo", timeout=timeout) if several else None
         data = calibrated_data(trainer)
         self._calibrator = CostCalibrator(trainer, data, timeline, self._group) if data is not None else None
-        schedule = schedule_of(trainer)
+        schedule = schedule_of(trainer.train_dataloader)
         on_trial = schedule is not None and not schedule.decided
         self._trial = MicroBatchTrial(trainer, schedule, self._group) if schedule is not None and on_trial else None
 

@@ -20,6 +20,7 @@ from lightning_freescale._lightning.loops import (
     TrainerFn,
     optimizers_to_device,
     rank_zero_info,
+    reload_train_loader,
     throttle_sigterm_broadcast,
 )
 from lightning_freescale._lightning.stages import stages_on
@@ -170,6 +171,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self._balance_monitor: BalanceMonitor | None = None
         self._clipping: TableClipping | None = None
         self._loss_weight = 1.0
+        self._hides_nothing = ""  # why no exchange is hidden behind compute, if none is
         self._accumulating = self._update_due = False
 
     @classmethod
@@ -222,6 +224,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             self._at_teardown.enter_context(stages_on(self.timeline, self))
             self._at_teardown.enter_context(collectives_on(self.timeline))
         self.tables = self.overlap_report = None
+        self._hides_nothing = ""
         if fitting or self.groups is None or self.groups.root is not module:
             self.groups = None  # else a checkpoint after validate or test still is one of the fit before
         found = collections_of(module, self.shard, warn=True)
@@ -229,7 +232,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             tell_embeddings(module, self.shard, found)
         if not found:
             rank_zero_info("strategy 'freescale': no embedding collection to shard in the module, it trains as with 'ddp'")
-            settle_without_exchange(trainer, "the module has no embedding collection whose exchange they would hide")
+            self._hides_nothing = "the module has no embedding collection whose exchange they would hide"
             super().setup(trainer)
             return
         refuse_collections(trainer, found, self.root_device, fitting, self.overlap)
@@ -285,6 +288,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         refuse_sampler(getattr(dataloader, "sampler", None), self.world_size)
+        settle_without_exchange(dataloader, self._hides_nothing)  # before anybody reads it, and after checkpoints are read
         loader, module = super().process_dataloader(dataloader), self.lightning_module
         # not by the sharded tables: configure_optimizers may ask for the number of steps, and so for the loader, before them
         if not self.overlap or not collections_of(module, self.shard):
@@ -468,12 +472,12 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             engine = OverlapEngine(tables, self.dedup, process_group_timeout(self), self.transport, **clips, **levels)
             self._at_teardown.callback(engine.close, farewell=False)  # training ends with a report of all ranks
             why_not = f"TorchRec updates collections {list(engine.plain)} during backward" if engine.plain else ""
-        settle_without_exchange(trainer, why_not)
-        if engine is not None:
-            trial_runs = self.lookahead == "trial_run"
             self.overlap_controller = OverlapController(
-                trainer, engine, self.timeline, trial_runs, self.ids_of, self.split_backward
+                trainer, engine, self.timeline, self.lookahead == "trial_run", self.ids_of, self.split_backward
             )
+        self._hides_nothing = why_not
+        if settle_without_exchange(trainer.train_dataloader, why_not):
+            reload_train_loader(trainer)  # configure_optimizers has asked for it, and batches may have been cut already
         if self.clip == "all":
             self._clipping = TableClipping(trainer, self.groups, engine)
             self._at_teardown.enter_context(self._clipping.running())

@@ -41,7 +41,7 @@ class OverlapController:
     """Runs the engine in one fit. Ids go one way: from the loader to the probes, from them to the engine.
 
     Args:
-        trainer: the Trainer, whose checkpoint has not been read yet.
+        trainer: the Trainer.
         engine: the engine of its module.
         timeline: where waits for rows are recorded.
         trial_runs: whether a trial run of training_step tells the ids that do not stand in the batch.
@@ -78,10 +78,7 @@ class OverlapController:
         self._early_copy = None if trial_runs else EarlyCopy.for_trainer(trainer)
         self._batch_idx = 0
         self._updates = self._warned = self._asked = False
-        schedule = schedule_of(trainer)
-        # not by the batches that come: the first may have one part only. Nor by what a checkpoint's "auto" has chosen: the run
-        # that resumes does as the run did that was still to choose
-        self._divided = schedule is not None and schedule.may_divide
+        self._divided: bool | None = None  # whether steps may have micro-batches; until the first batch nobody knows
         self._noticed: set[str] = set()
         self._agreed_modes: dict[str, int] = {}
         self._logged: dict[str, float] | None = None
@@ -95,6 +92,8 @@ class OverlapController:
 
     def start_batch(self, loader: Any, batch: Any, batch_idx: int) -> None:
         """Note that training on ``batch`` of ``loader`` begins, the ``batch_idx``-th of its epoch."""
+        if self._divided is None:
+            self._divided = self._may_be_divided(loader)
         self._divided |= isinstance(batch, MicroBatches)
         self._leave_long_bags()
         self._parts = _parts(batch)
@@ -183,6 +182,12 @@ class OverlapController:
     def report(self) -> OverlapReport | None:
         """Return the means over all ranks and steps so far. Collective; drain first."""
         return OverlapReport.from_totals(self.engine.mean_statistics())
+
+    def _may_be_divided(self, loader: Any) -> bool:
+        # not by the first batch, which may be short. Nor by what "auto" has chosen in the run that wrote a checkpoint: the run
+        # that resumes does as that run did, which was still to choose
+        schedule = schedule_of(loader)
+        return schedule is not None and max(schedule.candidates) > 1 and not self.engine.plain
 
     def _leave_long_bags(self) -> None:
         """Leave collections to TorchRec that it moves fewer bytes for, unless gradients are accumulated, which it cannot."""

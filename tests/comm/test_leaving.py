@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_freescale.comm.process_group import FreeScaleGroup
-from lightning_freescale.testing import _free_port, run_distributed
+from lightning_freescale.testing import _reserved_port, run_distributed
 from tests.helpers.comm_groups import (
     AT_ONCE,
     SOON,
@@ -190,10 +190,10 @@ for case in ("alone", "within"):
 
 def test_the_interpreter_may_exit_with_an_unfinished_collective() -> None:
     """Of which the peer has not yet issued its part, and which is half way."""
-    ports = [str(_free_port()), str(_free_port())]
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-    program = [sys.executable, "-c", _PROGRAM, *ports]
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=100)
+    with _reserved_port() as port, _reserved_port() as another:
+        program = [sys.executable, "-c", _PROGRAM, str(port), str(another)]
+        done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=100)
     for case in ("alone", "within"):
         assert f"{case} exit 0 0\n" in done.stdout, done
         assert f"{case} 1 unfinished\n" in done.stdout, done

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -50,6 +52,23 @@ def test_a_killed_rank_0_is_a_failure() -> None:
 def test_a_run_that_hangs_is_ended(work: str) -> None:
     with pytest.raises(TimeoutError, match="did not finish within 8 s"):
         list(two_ranks_pair.run(globals()[work], timeout=8))
+
+
+def test_nobody_else_takes_the_port_before_rank_0_listens() -> None:
+    assert list(two_ranks_pair.run(_another_wants_the_port, timeout=60)) == [errno.EADDRINUSE, 2.0]
+
+
+def _another_wants_the_port(rank: Rank) -> None:
+    if rank.rank == 0:
+        with socket.socket() as other:
+            try:
+                other.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+            except OSError as error:
+                rank.say(error.errno)
+    rank.init_gloo()
+    total = torch.ones(())
+    dist.all_reduce(total)
+    rank.say(total.item())
 
 
 def _says_and_waits(rank: Rank) -> None:

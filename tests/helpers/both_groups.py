@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -117,17 +115,6 @@ def differs(one: Any, other: Any, where: str = "result") -> str:
             return f"{where}: {one.dtype} {tuple(one.shape)} for {other.dtype} {tuple(other.shape)}"
         return "" if torch.equal(bits(one), bits(other)) else f"{where}: {one} for {other}"
     return "" if one == other else f"{where}: {one!r} for {other!r}"
-
-
-def free_ports() -> int:
-    """The first of two ports in a row that nobody listens on."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = int(first.getsockname()[1])
-            with suppress(OSError, OverflowError):
-                second.bind(("127.0.0.1", port + 1))
-                return port
 
 
 def bits(tensor: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from lightning_freescale.comm import LaneOptions
 from lightning_freescale.comm.process_group import FreeScaleGroup
-from lightning_freescale.testing import run_distributed
-from tests.helpers.both_groups import SMALL, TIMEOUT, Side, differs, free_ports, make_group
+from lightning_freescale.testing import _reserved_port, run_distributed
+from tests.helpers.both_groups import SMALL, TIMEOUT, Side, differs, make_group
 
 
 def _in_subgroup(group: Any, first: int) -> Any:
@@ -58,11 +58,11 @@ def test_subgroups_are_those_of_gloo(size: int, memberships: list[list[int]]) ->
     assert run_distributed(_subgroups, size, memberships, timeout=60) == [[]] * size
 
 
-def _default(port: int) -> list[Any]:
+def _default(ports: list[int]) -> list[Any]:
     """Twice: a default group may be destroyed and made anew."""
     told: list[Any] = []
-    for turn in range(2):
-        address = f"tcp://127.0.0.1:{port + turn}"
+    for port in ports:
+        address = f"tcp://127.0.0.1:{port}"
         dist.init_process_group(
             "freescale",
             init_method=address,
@@ -89,7 +89,9 @@ def _default(port: int) -> list[Any]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_as_default_group(size: int) -> None:
-    for rank, told in enumerate(run_distributed(_default, size, free_ports(), init=False, timeout=60)):
+    with _reserved_port() as first, _reserved_port() as second:
+        of_ranks = run_distributed(_default, size, [first, second], init=False, timeout=60)
+    for rank, told in enumerate(of_ranks):
         assert told == [("freescale", "freescale", rank, size, True), "", [float(size)] * 2] * 2
 
 
