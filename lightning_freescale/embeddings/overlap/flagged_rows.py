@@ -41,7 +41,7 @@ class FlaggedRows:
         places: where in ``rows`` each row asked for is or will be, int32.
         late_places: where those belong that come late.
         late: which of the rows asked for these are (bool).
-        waits: the same.
+        waits: the same, by sender.
         waiting: which of the rows that this rank has come late.
         needed: which rows that were asked for of the current batch the next one needs, too (bool); None as in what was sent.
     """
@@ -71,7 +71,8 @@ def exchange_flagged(
     none = [0] * transport.ranks
     here, mine = (none, none) if have.needed is None else (have.needed_sizes, needs)
     late, at_once = RowSubset.split(have.late, asked)
-    parts = PartLayout(dim, [a + b for a, b in zip(asked, here)], at_once.sizes)
+    flagged = [a + b for a, b in zip(asked, here)]
+    parts = PartLayout(dim, flagged, at_once.sizes)
     source = late.index.new_zeros(parts.length)
     put(source, parts.first_rows, at_once.sizes, have.numbers.index_select(0, at_once.index))
     message = read(source) if at_once.index.numel() else transport.rows(parts.length)
@@ -83,7 +84,7 @@ def exchange_flagged(
     slots = PartLayout(dim, [a + b for a, b in zip(asks, mine)], asks)
     rows = transport.rows(slots.length)
     transport.exchange(rows, message, parts.sizes, slots.sizes)
-    transport.count("ids", 1, [a + b for a, b in zip(asked, here)])
+    transport.count("ids", 1, flagged)
     transport.count("non_colliding", 4 * dim, at_once.sizes)
 
     flags, starts = rows.view(torch.uint8).view(-1), slots.octets()

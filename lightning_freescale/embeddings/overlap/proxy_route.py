@@ -63,7 +63,6 @@ class ProxyRoute:
         given: SomeRows,
         gradients: Tensor,
         other_ids: Sequence[int] | None = None,
-        before: IncomingRows | None = None,
     ) -> tuple[list[Head], IncomingRows, Tensor]:
         """Do as :meth:`IdExchange.exchange`, over both hops.
 
@@ -73,7 +72,7 @@ class ProxyRoute:
         assert given.forwarded is not None
         near_given = SomeRows(given.requested, given.forwarded.asked)
         told, new, came = self._near_ids.exchange(sent, current, lookup, near_given, gradients)
-        forwarded = self._forwarded(self._asked(told, new, before), torch.from_numpy(np.array(told, np.int64).reshape(-1)))
+        forwarded = self._forwarded(self._asked(told, new, sent.before), torch.from_numpy(np.array(told, np.int64).reshape(-1)))
         requested, sums = self._nothing_requested, self._far.rows(0)
         if [head.gradients for head in told] == near_given.incoming.sizes:  # else a rank asks for something instead
             requested, sums = given.forwarded.request_rows, self._sum(given.forwarded, came)
@@ -88,8 +87,8 @@ class ProxyRoute:
     ) -> tuple[IncomingRows, Tensor]:
         """Serve the nodes of the ranks marked in ``asks``; the others of these nodes get what they have asked for before."""
         lookup = LookedUp.OTHERS if asks[self._rank] else LookedUp.PREDICTED
-        sent, none = IdsToSend(NextIds.TOLD, request), self._near.rows(0)
-        _, new, _ = self.exchange_ids(sent, current, lookup, self.nothing_given, none, before=current.incoming)
+        sent, none = IdsToSend(NextIds.TOLD, request, before=current.incoming), self._near.rows(0)
+        _, new, _ = self.exchange_ids(sent, current, lookup, self.nothing_given, none)
         first = self._rank - self._near.rank
         if not asks[self._rank] and any(asks[first : first + self._near.ranks]):
             request = current.request

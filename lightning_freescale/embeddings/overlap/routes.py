@@ -37,12 +37,8 @@ class Route(Protocol):
         given: SomeRows,
         gradients: Tensor,
         other_ids: Sequence[int] | None = None,
-        before: IncomingRows | None = None,
     ) -> tuple[list[Head], IncomingRows, Tensor]:
-        """Do as :meth:`IdExchange.exchange`; return the heads of all ranks.
-
-        ``before`` is what was asked for earlier of the same batch, by ranks that do not ask for it anew.
-        """
+        """Do as :meth:`IdExchange.exchange`; return the heads of all ranks."""
 
     def serve_anew(
         self, current: PipelinedBatch, request: RowRequest, heads: Sequence[Head], asks: Sequence[bool]
@@ -87,21 +83,9 @@ class DirectRoute:
     def __init__(self, transport: Transport, local: LocalRows, no_rows: RowRequest) -> None:
         self._transport, self._local, self.no_rows = transport, local, no_rows
         self._ids = IdExchange(transport, no_rows.slots.shape[1])
+        self.exchange_ids = self._ids.exchange
         self.no_incoming = IncomingRows(no_rows.rows.long(), no_rows.sizes, no_rows.slots)
         self.nothing_given = self.all_of(no_rows, self.no_incoming)
-
-    def exchange_ids(
-        self,
-        sent: IdsToSend,
-        current: PipelinedBatch,
-        lookup: LookedUp,
-        given: SomeRows,
-        gradients: Tensor,
-        other_ids: Sequence[int] | None = None,
-        before: IncomingRows | None = None,
-    ) -> tuple[list[Head], IncomingRows, Tensor]:
-        """Do as :meth:`IdExchange.exchange`."""
-        return self._ids.exchange(sent, current, lookup, given, gradients, other_ids)
 
     def serve_anew(
         self, current: PipelinedBatch, request: RowRequest, heads: Sequence[Head], asks: Sequence[bool]
@@ -128,8 +112,9 @@ class DirectRoute:
         following.places = came.places.index_select(0, following.request.inverse)
         following.awaited = SomeRows(came.waits, came.waiting)
         if came.needed is not None:
-            pairs = zip(RowSubset.split(came.needed, mine), RowSubset.split(urgent, here))
-            current.urgent, current.patient = (SomeRows(*pair) for pair in pairs)
+            first, others = RowSubset.split(came.needed, mine)
+            first_here, others_here = RowSubset.split(urgent, here)
+            current.urgent, current.patient = SomeRows(first, first_here), SomeRows(others, others_here)
 
     def give_last(self, following: PipelinedBatch) -> None:
         """Do exchange D."""

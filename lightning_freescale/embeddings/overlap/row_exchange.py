@@ -226,8 +226,8 @@ class RowExchange:
         given = self._given_in_time(current)
         if anew is not None:
             given = replace(given, requested=self._nothing_given.requested)
-        sent = IdsToSend(NextIds.TOLD, request, moves=gradient is not None)
-        heads, incoming, gradients = self._until_served(sent, current, lookup, given, current.gradient, current.incoming)
+        sent = IdsToSend(NextIds.TOLD, request, moves=gradient is not None, before=current.incoming)
+        heads, incoming, gradients = self._until_served(sent, current, lookup, given, current.gradient)
         self.row_updates.count_step(current, any(head.moves for head in heads))
         self._route.count_gradients("colliding", given)
         changed = [head.lookup == LookedUp.OTHERS for head in heads]
@@ -292,17 +292,11 @@ class RowExchange:
         return heads, incoming
 
     def _until_served(
-        self,
-        sent: IdsToSend,
-        current: PipelinedBatch,
-        lookup: LookedUp,
-        given: SomeRows,
-        gradients: Tensor,
-        before: IncomingRows,
+        self, sent: IdsToSend, current: PipelinedBatch, lookup: LookedUp, given: SomeRows, gradients: Tensor
     ) -> tuple[list[Head], IncomingRows, Tensor]:
         """Exchange a message, again and again until no rank has had to ask for more rows of ``current`` instead."""
         while True:
-            heads, incoming, came = self._route.exchange_ids(sent, current, lookup, given, gradients, None, before)
+            heads, incoming, came = self._route.exchange_ids(sent, current, lookup, given, gradients)
             self._handshake.raise_errors(heads)
             if all(head.lookup != LookedUp.MORE for head in heads):
                 return heads, incoming, came
@@ -325,9 +319,8 @@ class RowExchange:
         else:
             sent = IdsToSend(NextIds.TOLD, self._no_rows)
         none = self.transport.rows(0)
-        heads, incoming, _ = self._until_served(
-            sent, current, LookedUp.PREDICTED, self._nothing_given, none, following.incoming
-        )
+        sent = replace(sent, before=following.incoming)
+        heads, incoming, _ = self._until_served(sent, current, LookedUp.PREDICTED, self._nothing_given, none)
         self._heads = [new if is_later else old for new, old, is_later in zip(heads, self._heads, later)]
         following.incoming = following.incoming.replaced(incoming, later)
 
