@@ -12,7 +12,10 @@ plain      samples as drawn, TorchRec's own exchange
 balanced   samples assigned by cost, at equal counts up to 25 %
 overlapped the same, rows exchanged behind compute
 split      the same, with the gradients of the dense weights, a share of compute, after those of the rows
-micro-4    overlapped, each batch in 4 micro-batches; split-4: both
+micro-4    overlapped, each batch in 4 micro-batches; split-4: both; also with other numbers
+auto       overlapped, micro_batches="auto": its first whole epoch with the number chosen; beside it, second epochs of all
+
+Whether that number is a good one: ``--variants overlapped micro-2 micro-4 micro-8 auto --require "auto_over_best<=1.02"``.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.data import BalanceOptions
 
-VARIANTS = ("floor", "plain", "balanced", "overlapped", "split", "micro-2", "micro-4", "micro-8", "split-2", "split-4")
+FIXED = ("overlapped", "micro-2", "micro-4", "micro-8")
+VARIANTS = ("floor", "plain", "balanced", "split", *FIXED, "split-2", "split-4", "auto")
 BY_DEFAULT = ("floor", "plain", "balanced", "overlapped", "split", "micro-4")
 SKIPPED = 4
 """Steps at the beginning of a fit, while lookahead and pipelines fill."""
@@ -55,12 +59,14 @@ def main() -> None:
     world, data = int(os.environ["WORLD_SIZE"]), Histories(options)
     walls: dict[str, list[float]] = {name: [] for name in options.variants}
     computed: dict[str, list[float]] = {name: [] for name in options.variants}
+    chosen = []
     for number in range(options.rounds):
         for name in options.variants:
             model = _fit(name, data, options, seed=number)
             walls[name] += np.diff(model.began)[SKIPPED - 1 : -1].tolist()
             computed[name] += model.computed[SKIPPED - 1 : -2]
-    figures = _figures(walls, computed, world)
+            chosen += [model.trainer.datamodule.train.micro_batches.chosen] if name == "auto" else []
+    figures = _figures(walls, computed, world) | {f"auto_chose_{each}": chosen.count(each) for each in sorted(set(chosen))}
     if int(os.environ["RANK"]) == 0:
         _show(figures, options)
     finish_on_all_ranks(figures, options)
@@ -97,8 +103,20 @@ class Sleeper(L.LightningModule):
         )
         self.dense = torch.nn.Sequential(torch.nn.Linear(options.dim, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
         self.seconds_per_id = seconds_per_id
+        # beside a trial all go through the samples once before, or it alone would find their rows touched already
+        self.epochs_before = int("auto" in options.variants)
         self.began: list[float] = []
         self.computed: list[float] = []
+
+    def on_train_epoch_start(self) -> None:
+        """What counts is an epoch whose steps all have the number of micro-batches that the fit goes on with."""
+        self.began, self.computed = [], []
+        decided = self.trainer.datamodule.train.micro_batches.decided
+        self.is_last_epoch = decided and self.trainer.current_epoch >= self.epochs_before
+
+    def on_train_epoch_end(self) -> None:
+        """End with that epoch."""
+        self.trainer.should_stop = self.is_last_epoch
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """A step begins."""
@@ -135,7 +153,9 @@ def _fit(name: str, data: Histories, options: Any, seed: int) -> Sleeper:
     torch.manual_seed(0)
     split = name.startswith("split")
     model = Sleeper(options, seconds_per_id, exchanges=name != "floor", split=split)
-    micro_batches = int(name.rpartition("-")[2]) if "-" in name else 1
+    micro_batches: Any = int(name.rpartition("-")[2]) if "-" in name else 1
+    if name == "auto":
+        micro_batches = "auto"
     balance: Any = name != "plain" and BalanceOptions(assignment_mode="slack")
     module = FreeScaleDataModule(
         data, data.lengths, options.batch, cost_fn=lambda lengths: lengths, collate_fn=_collate, balance=balance, seed=seed,
@@ -143,7 +163,7 @@ def _fit(name: str, data: Histories, options: Any, seed: int) -> Sleeper:
     )  # fmt: skip
     trainer = L.Trainer(
         strategy=FreeScaleStrategy(overlap=name not in ("plain", "balanced"), split_backward=split), accelerator="cpu",
-        devices=1, num_nodes=world, max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        devices=1, num_nodes=world, max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(model, datamodule=module)
@@ -167,6 +187,10 @@ def _figures(walls: dict[str, list[float]], computed: dict[str, list[float]], wo
             figures[f"{name}_fewer"] = 1 - (figures[f"{name}_ms"] - figures[f"{name}_compute_ms"]) / lost
             figures[f"{name}_speed_up"] = figures["plain_ms"] / figures[f"{name}_ms"]
             figures[f"{name}_of_possible"] = figures[f"{name}_speed_up"] * figures["plain_compute_ms"] / figures["plain_ms"]
+    typical = {name: sum(figures[f"{name.replace('-', '_')}_{part}_ms"] for part in ("lost", "compute")) for name in walls}
+    fixed = [typical[name] for name in FIXED if name in walls]
+    if "auto" in walls and fixed:
+        figures["auto_over_best"] = typical["auto"] / min(fixed)
     return {key: float(value) for key, value in figures.items()}
 
 
@@ -187,6 +211,10 @@ def _show(figures: dict[str, float], options: Any) -> None:
             of_possible = figures[f"{key}_of_possible"]
             print(f"{figures[f'{key}_fewer']:8.1%}{figures[f'{key}_speed_up']:10.2f}{of_possible:13.1%}", end="")
         print()
+    chosen = [key.removeprefix("auto_chose_") for key in figures if key.startswith("auto_chose_")]
+    if "auto_over_best" in figures:
+        ratio = figures["auto_over_best"]
+        print(f"auto chose {' and '.join(chosen)}; a typical step takes {ratio:.3f} of that of the best fixed number")
 
 
 def _options() -> Any:

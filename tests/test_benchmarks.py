@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -253,3 +254,26 @@ def test_exchange_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ratios = {"ours_over_ideal", "gloo_over_ideal", "high_over_idle", "low_slowdown", "latency_over_gloo_sync"}
     assert ratios <= figures.keys() and all(figures[name] > 0 for name in ratios)
     assert {"hidden_sleep", "hidden_matmul"} <= figures.keys()
+
+
+def _auto_against_fixed(path: str) -> int:
+    os.environ["LOCAL_RANK"] = "0"  # each rank on a host of its own, as under benchmarks/netlab.py
+    import end_to_end  # here, as it changes the environment
+
+    chosen = ["--variants", "overlapped", "micro-2", "auto", "--json", path, "--require", "auto_over_best>=0"]
+    small = ["--batch", "2", "--rows", "500", "--dim", "4", "--compute-ms", "1", "--steps", "20", "--rounds", "1"]
+    sys.argv = ["end_to_end.py", *chosen, *small]
+    with pytest.raises(SystemExit) as stopped:
+        end_to_end.main()
+    return int(stopped.value.code or 0)
+
+
+@pytest.mark.slow
+def test_auto_is_held_against_each_fixed_number(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    assert run_distributed(_auto_against_fixed, 2, str(path)) == [0, 0]
+    figures = json.loads(path.read_text())["figures"]
+    typical = {name: figures[f"{name}_lost_ms"] + figures[f"{name}_compute_ms"] for name in ("overlapped", "micro_2", "auto")}
+    assert figures["auto_over_best"] == pytest.approx(typical["auto"] / min(typical["overlapped"], typical["micro_2"]))
+    assert figures.get("auto_chose_1", 0) + figures.get("auto_chose_2", 0) == 1
+    assert figures["auto_compute_ms"] == pytest.approx(figures["micro_2_compute_ms"], rel=0.3), "as many steps of the same data"

@@ -159,6 +159,15 @@ def test_candidates_take_turns_until_one_is_chosen() -> None:
     assert schedule.chosen == 4
 
 
+def test_what_is_settled_holds_from_the_first_step_on() -> None:
+    schedule = MicroBatchSchedule("auto", 12)
+    schedule.count(0, 29)
+    schedule.settle(3)
+    assert [schedule.count(epoch, 0) for epoch in range(3)] == [3, 3, 3]
+    schedule.settle(1)
+    assert (schedule.chosen, schedule.count(0, 0), schedule.measured) == (1, 1, None)
+
+
 def test_nothing_to_choose_from() -> None:
     assert MicroBatchSchedule("auto", 1).chosen == 1
     assert MicroBatchSchedule(3, 8).chosen == 3
