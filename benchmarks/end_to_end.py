@@ -14,6 +14,8 @@ overlapped the same, rows exchanged behind compute
 split      the same, with the gradients of the dense weights, a share of compute, after those of the rows
 micro-4    overlapped, each batch in 4 micro-batches; split-4: both; also with other numbers
 auto       overlapped, micro_batches="auto": its first whole epoch with the number chosen; beside it, second epochs of all
+autopilot  overlapped, with ``FreeScaleStrategy(target_bubble_reduction=0.9)`` and ``micro_batches="auto"``, in a fit that is
+           longer by ``--autopilot-steps``; compared is where it ends, its last steps, with the fixed settings of the same run
 
 Whether that number is a good one: ``--variants overlapped micro-2 micro-4 micro-8 auto --require "auto_over_best<=1.02"``.
 """
@@ -21,6 +23,7 @@ Whether that number is a good one: ``--variants overlapped micro-2 micro-4 micro
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import time
@@ -47,7 +50,7 @@ from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.data import BalanceOptions
 
 FIXED = ("overlapped", "micro-2", "micro-4", "micro-8")
-VARIANTS = ("floor", "plain", "balanced", "split", *FIXED, "split-2", "split-4", "auto")
+VARIANTS = ("floor", "plain", "balanced", "split", *FIXED, "split-2", "split-4", "auto", "autopilot")
 BY_DEFAULT = ("floor", "plain", "balanced", "overlapped", "split", "micro-4")
 SKIPPED = 4
 """Steps at the beginning of a fit, while lookahead and pipelines fill."""
@@ -63,8 +66,9 @@ def main() -> None:
     for number in range(options.rounds):
         for name in options.variants:
             model = _fit(name, data, options, seed=number)
-            walls[name] += np.diff(model.began)[SKIPPED - 1 : -1].tolist()
-            computed[name] += model.computed[SKIPPED - 1 : -2]
+            last = -(options.steps + SKIPPED) if name == "autopilot" else 0
+            walls[name] += np.diff(model.began[last:])[SKIPPED - 1 : -1].tolist()
+            computed[name] += model.computed[last:][SKIPPED - 1 : -2]
             chosen += [model.trainer.datamodule.train.micro_batches.chosen] if name == "auto" else []
     figures = _figures(walls, computed, world) | {f"auto_chose_{each}": chosen.count(each) for each in sorted(set(chosen))}
     if int(os.environ["RANK"]) == 0:
@@ -92,9 +96,9 @@ class Histories(Dataset[Tensor]):
 class Sleeper(L.LightningModule):
     """A table of items, and a small dense part; sleeps as long as its ids say."""
 
-    def __init__(self, options: Any, seconds_per_id: float, exchanges: bool, split: bool) -> None:
+    def __init__(self, options: Any, seconds_per_id: float, exchanges: bool) -> None:
         super().__init__()
-        self.split, self._late_seconds = split, 0.0
+        self._late_seconds = 0.0
         config = EmbeddingConfig(num_embeddings=options.rows, embedding_dim=options.dim, name="item", feature_names=["item"])
         self.items: Any = (
             EmbeddingCollection(tables=[config], device=torch.device("meta"))
@@ -128,10 +132,11 @@ class Sleeper(L.LightningModule):
         seconds = self.seconds_per_id * len(batch.values())
         self.computed[-1] += seconds
         rows = self.items(batch)["item"].values()
-        if self.split:
+        controller = self.trainer.strategy.overlap_controller
+        if controller is not None and controller.split_backward:
             # those of micro-batches come with the last
             self._late_seconds += seconds
-            last = self.trainer.strategy.overlap_controller.engine.updates
+            last = controller.engine.updates
             rows = overlap_variants.compute_split(rows, seconds, self._late_seconds if last else 0.0, self.dense[0].weight)
             self._late_seconds *= not last
         else:
@@ -154,19 +159,27 @@ def _fit(name: str, data: Histories, options: Any, seed: int) -> Sleeper:
     split = name.startswith("split")
     model = Sleeper(options, seconds_per_id, exchanges=name != "floor", split=split)
     micro_batches: Any = int(name.rpartition("-")[2]) if "-" in name else 1
-    if name == "auto":
+    strategy_options: dict[str, Any] = {"overlap": name not in ("plain", "balanced"), "split_backward": split}
+    epochs = -1
+    if name in ("auto", "autopilot"):
         micro_batches = "auto"
+    if name == "autopilot":
+        strategy_options |= {"target_bubble_reduction": 0.9}
+        epochs = 1 + math.ceil(options.autopilot_steps / (options.steps + SKIPPED))
     balance: Any = name != "plain" and BalanceOptions(assignment_mode="slack")
     module = FreeScaleDataModule(
         data, data.lengths, options.batch, cost_fn=lambda lengths: lengths, collate_fn=_collate, balance=balance, seed=seed,
         loss_reduction="target_mean", micro_batches=micro_batches,
     )  # fmt: skip
     trainer = L.Trainer(
-        strategy=FreeScaleStrategy(overlap=name not in ("plain", "balanced"), split_backward=split), accelerator="cpu",
-        devices=1, num_nodes=world, max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        strategy=FreeScaleStrategy(**strategy_options), accelerator="cpu", devices=1, num_nodes=world,
+        max_epochs=epochs, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(model, datamodule=module)
+    if name == "autopilot" and trainer.is_global_zero:
+        found: Any = trainer.strategy.chosen_settings
+        print(f"autopilot: {found.get('kept')}{'' if found.get('frozen') else ', not final: more --autopilot-steps'}")
     return model
 
 
@@ -227,6 +240,7 @@ def _options() -> Any:
     add("--dim", type=int, default=64)
     add("--steps", type=int, default=16, help="of a fit (default: 16)")
     add("--rounds", type=int, default=2)
+    add("--autopilot-steps", type=int, default=260, help="before the steps that are compared (default: 260)")
     options = arguments.parse_args()
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)

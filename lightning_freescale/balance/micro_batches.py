@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any, Literal, NamedTuple
 
@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 
 from lightning_freescale.balance.assign import assign
 from lightning_freescale.balance.solver import Ints
+from lightning_freescale.balance.turns import Turns
 from lightning_freescale.balance.validation import Floats
 
-TRIAL_BLOCK = 6
-"""Steps in a row with the same number of micro-batches, while the best one is looked for."""
 MOST_TRIED = 8
 """More micro-batches are not tried: each costs host work, and few exchanges are left to hide."""
 
@@ -101,7 +100,7 @@ class MicroBatchSchedule:
     """How many micro-batches each step has: the same on every rank, a pure function of (epoch, step) between decisions.
 
     Args:
-        micro_batches: a number, or ``"auto"``: candidates take turns, :data:`TRIAL_BLOCK` steps each, until :meth:`decide`.
+        micro_batches: a number, or ``"auto"``: candidates take turns until :meth:`decide`.
         batch_size: samples per rank and step; its divisors are the candidates.
 
     Attributes:
@@ -116,28 +115,22 @@ class MicroBatchSchedule:
         self.candidates = [n for n in range(1, MOST_TRIED + 1) if batch_size % n == 0] if self.auto else [int(micro_batches)]
         self.handed_out = (0, -1)
         self.measured: int | None = None
-        self._decided: tuple[tuple[int, int], int] | None = None if len(self.candidates) > 1 else ((0, 0), self.candidates[0])
+        self._turns = Turns(self.candidates)
 
     def count(self, epoch: int, step: int) -> int:
         """Return the micro-batches of a step."""
         self.handed_out = max(self.handed_out, (epoch, step))
-        return self._count(epoch, step)
-
-    def is_measured(self, epoch: int, step: int) -> int | None:
-        """Return the candidate that a step is a measurement of; None if all is decided, or it may follow upon another one."""
-        if self.decided or step % TRIAL_BLOCK == 0:
-            return None
-        return self._count(epoch, step)
+        return self._turns.candidate(epoch, step)
 
     @property
     def decided(self) -> bool:
         """Whether the number is known for all steps to come."""
-        return self._decided is not None
+        return len(self._turns.last) == 1
 
     @property
     def chosen(self) -> int | None:
         """The number that was decided for; None before."""
-        return None if self._decided is None else self._decided[1]
+        return self._turns.last[0] if self.decided else None
 
     def decide(self, micro_batches: int, epoch: int, step: int, *, measured: bool = True) -> None:
         """Choose for all steps from one on; call it with the same arguments on every rank.
@@ -151,21 +144,23 @@ class MicroBatchSchedule:
         Raises:
             RuntimeError: that step was handed out already, so that the ranks might differ in it.
         """
+        self.take_turns([micro_batches], epoch, step)
+        self.measured = micro_batches if measured else None
+
+    def take_turns(self, candidates: Sequence[int], epoch: int, step: int) -> None:
+        """Let others take turns from a step on; call it with the same arguments on every rank.
+
+        Raises:
+            RuntimeError: that step was handed out already, so that the ranks might differ in it.
+        """
         if self.handed_out >= (epoch, step):
             raise RuntimeError(
-                f"micro_batches={micro_batches} from step {step} of epoch {epoch} on: the loader has already read up to step "
-                f"{self.handed_out[1]} of epoch {self.handed_out[0]}. Give FreeScaleDataModule a number of micro_batches, or "
-                "less to prefetch"
+                f"micro_batches={', '.join(map(str, candidates))} from step {step} of epoch {epoch} on: the loader has already "
+                f"read up to step {self.handed_out[1]} of epoch {self.handed_out[0]}. Give FreeScaleDataModule a number of "
+                "micro_batches, or less to prefetch"
             )
-        self._decided = (epoch, step), micro_batches
-        self.measured = micro_batches if measured else None
+        self._turns.change(candidates, epoch, step)
 
     def settle(self, micro_batches: int) -> None:
         """Choose for all steps, while no loader has been read, or it will be made anew: nothing counts as handed out."""
-        self.handed_out, self._decided = (0, -1), ((0, 0), micro_batches)
-
-    def _count(self, epoch: int, step: int) -> int:
-        if self._decided is not None and (epoch, step) >= self._decided[0]:
-            return self._decided[1]
-        # the epoch, because short ones would not come to the last candidates
-        return self.candidates[(step // TRIAL_BLOCK + epoch) % len(self.candidates)]
+        self.handed_out, self._turns = (0, -1), Turns([micro_batches])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -16,20 +18,31 @@ from lightning_freescale.data import BalancedStreamLoader
 from lightning_freescale.data.map_style import MapStyleData
 from lightning_freescale.datamodule import FreeScaleDataModule
 from lightning_freescale.profiling.recording.timeline import Timeline
+from lightning_freescale.strategy.autopilot import Autopilot
+from lightning_freescale.strategy.compute_times import ComputeTimes
 from lightning_freescale.strategy.cost_calibrator import CostCalibrator
-from lightning_freescale.strategy.micro_batch_trial import MicroBatchTrial, schedule_of
 
 
 class BalanceMonitor:
-    """Compares, logs and calibrates the plan of the training loader's sampler; does nothing for loaders without a plan.
+    """Compares, logs and calibrates the plan of the training loader's sampler, and has the autopilot follow the steps.
 
     Args:
         trainer: the Trainer, with its loader in place.
         timeline: where the strategy's compute times are recorded.
         timeout: of the collectives here.
+        new_autopilot: makes it, given the group for its collectives and compute times; returns None if nothing is to be chosen.
+
+    Attributes:
+        autopilot: what it has made.
     """
 
-    def __init__(self, trainer: Trainer, timeline: Timeline, timeout: timedelta | None) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        timeline: Timeline,
+        timeout: timedelta | None,
+        new_autopilot: Callable[[dist.ProcessGroup | None, ComputeTimes | None], Autopilot | None],
+    ) -> None:
         self.trainer = trainer
         self._timeline = timeline
         self._epoch: int | None = None
@@ -40,10 +53,11 @@ class BalanceMonitor:
         several = trainer.world_size > 1 and dist.is_initialized()
         self._group = dist.new_group(backend="gloo", timeout=timeout) if several else None
         data = calibrated_data(trainer)
-        self._calibrator = CostCalibrator(trainer, data, timeline, self._group) if data is not None else None
-        schedule = schedule_of(trainer.train_dataloader)
-        on_trial = schedule is not None and not schedule.decided
-        self._trial = MicroBatchTrial(trainer, schedule, self._group) if schedule is not None and on_trial else None
+        self._times = ComputeTimes(timeline) if timeline.enabled else None
+        self._calibrator = None
+        if data is not None and self._times is not None:
+            self._calibrator = CostCalibrator(trainer, data, self._times, self._group)
+        self.autopilot = new_autopilot(self._group, self._times)
 
     def start_step(self, step: int) -> float:
         """Follow the plan to its ``step``-th batch, before ``training_step``, and return the factor for this rank's loss."""
@@ -53,29 +67,53 @@ class BalanceMonitor:
                 self._start_epoch(sampler)
             if self.trainer.is_global_zero:
                 self._log_step(sampler.balance(step))
-        if self._trial is not None and not self._trial.start_step(sampler.epoch, step):
-            self._trial = None
-        if self._calibrator is not None:
-            self._calibrator.start_step(sampler, step)
+        if self._times is not None:
+            self._times.start_step()
+        with self._timeline.span("pause", "calibration") if self._is_measuring else nullcontext():
+            self._measure(sampler, step)
         return float(sampler.loss_weight(step)) if hasattr(sampler, "loss_weight") else 1.0
 
     def pause(self) -> None:
         """Note that validation runs in the step which is under way."""
-        if self._trial is not None:
-            self._trial.pause()
+        if self.autopilot is not None:
+            self.autopilot.pause()
 
     def end_training(self) -> None:
         """Report the last epoch, and stop."""
         self._end_epoch()
+        if self.autopilot is not None:
+            self.autopilot.end_training()
         self.stop()
 
     def stop(self) -> None:
-        """Give up group and calibration; also after training that failed."""
-        if self._calibrator is not None:
-            self._calibrator.stop()
+        """Give up group and measurements; also after training that failed."""
+        self._stop_times()
         if self._group is not None:
             dist.destroy_process_group(self._group)
         self._calibrator = self._group = None
+
+    def _measure(self, sampler: Any, step: int) -> None:
+        """Have calibrator and autopilot note that a step begins."""
+        if self._calibrator is not None:
+            self._calibrator.start_step(sampler, step)
+        if self.autopilot is not None:
+            cost = 0.0
+            if not self.autopilot.frozen and hasattr(sampler, "balance"):
+                balance = sampler.balance(step)
+                cost = balance.balanced * balance.cost
+            self.autopilot.start_step(getattr(sampler, "epoch", self.trainer.current_epoch), step, cost)
+        if not self._is_measuring:
+            self._stop_times()
+
+    @property
+    def _is_measuring(self) -> bool:
+        calibrates = self._calibrator is not None and not self._calibrator.stopped
+        return calibrates or (self.autopilot is not None and not self.autopilot.frozen)
+
+    def _stop_times(self) -> None:
+        if self._times is not None:
+            self._times.stop()
+            self._times = None
 
     def _start_epoch(self, sampler: Any) -> None:
         """Report the epoch before, and raise if the ranks have not the same plan: samples would be lost and repeated."""

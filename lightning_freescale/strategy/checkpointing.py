@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_freescale.embeddings.overlap import OverlapEngine
     from lightning_freescale.embeddings.parameter_groups import ParameterGroups
     from lightning_freescale.embeddings.shards import ShardedTables
+    from lightning_freescale.strategy.autopilot import Autopilot
     from lightning_freescale.strategy.overlap import OverlapController
 
 _EXTRA = "freescale"
@@ -36,6 +37,8 @@ class UnshardedCheckpointStrategy(DDPBase):
         groups: which of the user's parameter groups drives which table, while fitting.
         overlap_controller: what overlaps the exchange with compute; None outside of a fit, and without overlap.
         gradients_wait: whether gradients have been accumulated for an optimizer step that is still to come.
+        autopilot: what chooses settings by measurement; None outside of a fit, and where nothing is to be chosen.
+        chosen_settings: what the autopilot of the checkpoint's run has found; after a fit, of that one.
     """
 
     def __init__(self, **ddp_options: Any) -> None:
@@ -43,6 +46,8 @@ class UnshardedCheckpointStrategy(DDPBase):
         self.tables: ShardedTables | None = None
         self.groups: ParameterGroups | None = None
         self.overlap_controller: OverlapController | None = None
+        self.autopilot: Autopilot | None = None
+        self.chosen_settings: dict[str, Any] = {}
         self.gradients_wait = False
         self._extra: dict[str, Any] = {}
         self._random_states: list[dict[str, Any]] = []
@@ -116,6 +121,8 @@ class UnshardedCheckpointStrategy(DDPBase):
             checkpoint[_EXTRA] = {**self._extra, "random_states": gather_random_states(self.root_device)}
             if bags := self._bags():
                 checkpoint[_EXTRA]["bag_states"] = gather_objects(bags)
+            if chosen := self._chosen_settings():
+                checkpoint[_EXTRA]["autopilot"] = chosen
             if accumulated := self._accumulated():
                 checkpoint[_EXTRA]["accumulated"] = accumulated
         self._extra = {}
@@ -147,16 +154,21 @@ class UnshardedCheckpointStrategy(DDPBase):
         engine = self._engine()
         return self._bag_state if engine is None else engine.bag_state()
 
+    def _chosen_settings(self) -> dict[str, Any]:
+        return self.chosen_settings if self.autopilot is None else self.autopilot.state_dict()
+
     def leave_fit(self) -> None:
         """Forget what was loaded and not used, because a fit failed, and note whether it ends inside a window."""
         self._left_in_window, self.gradients_wait = self._left_in_window or self.gradients_wait, False
         self._restored_gradients, self._random_states = [], []
         self._bag_state = self._bags()
+        self.chosen_settings = self._chosen_settings()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         extra = checkpoint.get(_EXTRA, {})
         self._random_states, self._restored_gradients = extra.get("random_states", []), extra.get("accumulated", [])
+        self.chosen_settings = extra.get("autopilot", {})
         bags, engine = extra.get("bag_states", []), self._engine()
         if engine is not None and len(bags) == self.world_size:  # between other ranks other bytes cross
             engine.restore_bag_state(bags[self.global_rank])

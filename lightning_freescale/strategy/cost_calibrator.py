@@ -15,9 +15,7 @@ from lightning_freescale._objects import gather_objects
 from lightning_freescale.balance.calibration import DISAGREEMENT, Calibration, imbalance_by_true_costs
 from lightning_freescale.balance.cost import CostFit
 from lightning_freescale.data.map_style import MapStyleData
-from lightning_freescale.profiling.analysis.breakdown import attribute
-from lightning_freescale.profiling.recording.records import StepRecord, resolve
-from lightning_freescale.profiling.recording.timeline import Timeline
+from lightning_freescale.strategy.compute_times import ComputeTimes
 
 WINDOW = 15
 """Steps between two exchanges of measured times."""
@@ -52,49 +50,34 @@ class CostCalibrator:
     Args:
         trainer: the Trainer.
         data: its data module: ``balance_options``, and its ``train``.
-        timeline: records the steps, which are opened and closed here unless a profiler does it.
+        times: of the steps.
         group: a gloo group of all ranks, or None if there is one rank.
     """
 
-    def __init__(self, trainer: Trainer, data: Any, timeline: Timeline, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, trainer: Trainer, data: Any, times: ComputeTimes, group: dist.ProcessGroup | None) -> None:
         self.trainer, self._data = trainer, data
-        self._timeline, self._group = timeline, group
+        self._times, self._group = times, group
         self._costs: MapStyleData = data.train
         self._calibration, self._replanned = Calibration(), False
         self._sums: list[NDArray[np.float64]] = []
-        self._records: dict[int, StepRecord] = {}
-        self._drives, self._stopped = not timeline.driven, False
         self._reported_slow: set[int] = set()
-        timeline.on_step = self._keep_record
+        self.stopped = False
+        """Whether the fit is final."""
 
     def start_step(self, sampler: Any, step: int) -> None:
         """Measure the ``step``-th batch of ``sampler``; call it before ``training_step``."""
-        if self._stopped:
+        if self.stopped:
             return
-        if self._drives:
-            self._timeline.close_step()
         if len(self._sums) == WINDOW + LAG:
-            with self._timeline.span("pause", "calibration"):
-                self._exchange(sampler)
+            self._exchange(sampler)
         self._sums.append(self._costs.features(sampler.plan(sampler.epoch, step)[sampler.rank]).sum(axis=0))
-        if self._drives and not self._stopped:
-            self._timeline.open_step()
-
-    def stop(self) -> None:
-        """Stop measuring; the timeline goes off unless a profiler drives it."""
-        self._stopped, self._timeline.on_step = True, None
-        if self._drives:
-            self._timeline.disable()
-
-    def _keep_record(self, record: StepRecord) -> None:
-        self._records[len(self._sums) - 1] = record
 
     def _exchange(self, sampler: Any) -> None:
         """Gather all ranks' windows, fit on rank 0, and follow its result on all."""
-        mine = np.stack(self._sums[:WINDOW]), np.array([self._compute_seconds(index) for index in range(WINDOW)])
+        first = self._times.step - len(self._sums)
+        mine = np.stack(self._sums[:WINDOW]), np.array([self._times.seconds(first + index) for index in range(WINDOW)])
         everyone = [mine] if self._group is None else gather_objects(mine, self._group)
         self._sums = self._sums[WINDOW:]
-        self._records = {index - WINDOW: record for index, record in self._records.items() if index >= WINDOW}
         result: list[Any] = [None]
         # least squares on another processor may differ in the last digit: rank 0 fits, and tells the others
         if self.trainer.is_global_zero:
@@ -108,15 +91,6 @@ class CostCalibrator:
             raise RuntimeError(f"calibration failed on rank 0: {result[0]}")
         if result[0] is not None:
             self._follow(result[0], sampler)
-
-    def _compute_seconds(self, index: int) -> float:
-        """Return this rank's compute time in a step, 0 if it was not measured."""
-        record, clock = self._records.get(index), self._timeline.clock
-        if record is None or clock is None:
-            return 0.0
-        (step,) = resolve([record], clock)
-        # the rank's own arrivals: whatever it waited for, it did not compute
-        return attribute(step, [collective.arrive for collective in step.collectives]).compute
 
     def _fit(self, everyone: list[Any], sampler: Any) -> CalibrationResult | None:
         """Fit the times of all ranks, on rank 0; None if there are too few."""
@@ -148,8 +122,7 @@ class CostCalibrator:
             self._data.train.replan(sampler.epoch + 1, fit.model, **self._speeds(fit))
         if self.trainer.is_global_zero:
             self._log(result, sampler)
-        if result.frozen:
-            self.stop()
+        self.stopped = result.frozen
 
     def _log(self, result: CalibrationResult, sampler: Any) -> None:
         fit = result.fit

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -28,11 +29,21 @@ from lightning_freescale.balance import MicroBatches
 from lightning_freescale.comm import FreeScaleGroup, LaneOptions
 from lightning_freescale.profiling.recording.collectives import collectives_on
 from lightning_freescale.profiling.recording.timeline import Timeline
+from lightning_freescale.strategy.autopilot import Autopilot
 from lightning_freescale.strategy.balance_monitor import BalanceMonitor, calibrated_data
 from lightning_freescale.strategy.checkpointing import UnshardedCheckpointStrategy
+from lightning_freescale.strategy.choosable_settings import (
+    MICRO_BATCHES,
+    SPLIT_BACKWARD,
+    choosable,
+    hold_micro_batches,
+    schedule_of,
+    settle_without_exchange,
+    tell_what_is_choosable,
+)
 from lightning_freescale.strategy.clipping import TableClipping, clip_options, refuse_clipping
+from lightning_freescale.strategy.compute_times import ComputeTimes
 from lightning_freescale.strategy.lookahead_loader import LookaheadLoader
-from lightning_freescale.strategy.micro_batch_trial import settle_without_exchange
 from lightning_freescale.strategy.module_setup import (
     collections_of,
     embedding_group,
@@ -57,6 +68,7 @@ from lightning_freescale.strategy.validation import (
     refuse_shard,
     refuse_shared_gpu,
     refuse_split_backward,
+    refuse_target,
     refuse_trial_runs,
     refuse_unknown_options,
 )
@@ -114,6 +126,11 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             ``"two_level"``: what several ranks of a node need crosses the network once, and its gradients are added up in the
             node before they do. Pays with several nodes of several ranks each, where the network between nodes is slower than
             what connects the ranks of one; with one node, or one rank each, it is ``"flat"``, after a notice.
+        target_bubble_reduction: the autopilot: choose settings by measurement while training, until this share of the bubble at
+            the beginning is gone or nothing helps. It tries ``split_backward``, and ``micro_batches`` where
+            ``FreeScaleDataModule(micro_batches="auto")`` allows it, one at a time, and keeps what makes steps quicker. Which
+            samples a step has, tables, optimizer states and checkpoints are not touched; the run depends on the clock, to the
+            rounding of micro-batches. None for no autopilot.
         **ddp_options: as in :class:`lightning.pytorch.strategies.DDPStrategy`; those it does not know go to
             ``DistributedDataParallel`` for the dense part.
 
@@ -121,8 +138,9 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         overlap_report: what the overlap was worth in the last fit, once it has ended; None without overlap.
 
     Raises:
-        ValueError: ``sigterm_every_n_steps`` is less than 1, there is no such transport, lookahead, clip, placement or
-            exchange, or an option would have no effect, or another one, beside another.
+        ValueError: ``sigterm_every_n_steps`` is less than 1, ``target_bubble_reduction`` is no share, there is no such
+            transport, lookahead, clip, placement or exchange, or an option would have no effect, or another one, beside
+            another.
         TypeError: ``ids_of`` is no function, ``shard`` no list, or there is no such option.
     """
 
@@ -145,6 +163,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         placement: Literal["hash", "blocks"] = "hash",
         split_backward: bool = False,
         exchange: Literal["flat", "two_level"] = "flat",
+        target_bubble_reduction: float | None = None,
         **ddp_options: Any,
     ) -> None:
         refuse_unknown_options(ddp_options, FreeScaleStrategy)
@@ -156,6 +175,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         refuse_shard(shard)
         refuse_clip(clip)
         refuse_placement(placement)
+        refuse_target(target_bubble_reduction)
+        self.target_bubble_reduction = target_bubble_reduction
         self.clip, self.placement, self.split_backward = clip, placement, split_backward
         refuse_exchange(exchange, overlap, dedup)
         self.exchange = exchange
@@ -219,12 +240,12 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         assert module is not None
         assert self.accelerator is not None
-        if fitting and calibrated_data(trainer) is not None and not self.timeline.enabled:  # else a profiler has seen to it
-            self.timeline.enable(self.root_device)
-            self._at_teardown.enter_context(stages_on(self.timeline, self))
-            self._at_teardown.enter_context(collectives_on(self.timeline))
+        if fitting and calibrated_data(trainer) is not None:
+            self._record_steps()
         self.tables = self.overlap_report = None
         self._hides_nothing = ""
+        if fitting:
+            self.chosen_settings = {}
         if fitting or self.groups is None or self.groups.root is not module:
             self.groups = None  # else a checkpoint after validate or test still is one of the fit before
         found = collections_of(module, self.shard, warn=True)
@@ -264,7 +285,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     @override
     def teardown(self) -> None:
         self.leave_fit()
-        self._balance_monitor = self.overlap_controller = self._clipping = None
+        self._balance_monitor = self.overlap_controller = self._clipping = self.autopilot = None
         self._at_teardown.close()
         if self.tables is None:
             super().teardown()
@@ -288,7 +309,10 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         refuse_sampler(getattr(dataloader, "sampler", None), self.world_size)
-        settle_without_exchange(dataloader, self._hides_nothing)  # before anybody reads it, and after checkpoints are read
+        # before anybody reads it, and after checkpoints are read
+        if self.target_bubble_reduction is not None and not self._hides_nothing and self.autopilot is None:
+            hold_micro_batches(dataloader, self.chosen_settings.get("kept", {}))
+        settle_without_exchange(dataloader, self._hides_nothing)
         loader, module = super().process_dataloader(dataloader), self.lightning_module
         # not by the sharded tables: configure_optimizers may ask for the number of steps, and so for the loader, before them
         if not self.overlap or not collections_of(module, self.shard):
@@ -311,7 +335,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         trainer = self.lightning_module.trainer
         controller = self.overlap_controller
         self._at_teardown.enter_context(micro_batches_in(trainer, None if controller is None else controller.take_loaded))
-        self._balance_monitor = BalanceMonitor(trainer, self.timeline, process_group_timeout(self))
+        self._balance_monitor = BalanceMonitor(trainer, self.timeline, process_group_timeout(self), self._new_autopilot)
+        self.autopilot = self._balance_monitor.autopilot
         self._at_teardown.callback(self._balance_monitor.stop)
         throttle_sigterm_broadcast(trainer, self.sigterm_every_n_steps, lambda: self.timeline.collective("sigterm"))
 
@@ -478,6 +503,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self._hides_nothing = why_not
         if settle_without_exchange(trainer.train_dataloader, why_not):
             reload_train_loader(trainer)  # configure_optimizers has asked for it, and batches may have been cut already
+        if self.target_bubble_reduction is not None and engine is not None and engine.modules:
+            self._record_steps()
         if self.clip == "all":
             self._clipping = TableClipping(trainer, self.groups, engine)
             self._at_teardown.enter_context(self._clipping.running())
@@ -491,6 +518,39 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             )
             return "flat"
         return self.exchange
+
+    def _record_steps(self) -> None:
+        if not self.timeline.enabled:  # else a profiler has seen to it
+            self.timeline.enable(self.root_device)
+            self._at_teardown.enter_context(stages_on(self.timeline, self))
+            self._at_teardown.enter_context(collectives_on(self.timeline))
+
+    def _new_autopilot(self, group: ProcessGroup | None, times: ComputeTimes | None) -> Autopilot | None:
+        assert self.lightning_module is not None
+        trainer, target = self.lightning_module.trainer, self.target_bubble_reduction
+        schedule, controller = schedule_of(trainer.train_dataloader), self.overlap_controller
+        if target is None:
+            if schedule is None or schedule.decided:
+                return None
+            counts = {MICRO_BATCHES: schedule.candidates}
+            return Autopilot(trainer, counts, {MICRO_BATCHES: 1}, schedule=schedule, controller=controller, group=group)
+        settings = choosable(controller, schedule, self._hides_nothing)
+        tell_what_is_choosable(target, settings, self._hides_nothing)
+        if not settings:
+            return None
+        now = {SPLIT_BACKWARD: self.split_backward, MICRO_BATCHES: 1 if schedule is None else schedule.chosen}
+        autopilot = Autopilot(
+            trainer,
+            settings,
+            {name: now[name] for name in settings},
+            schedule=schedule,
+            controller=controller,
+            group=group,
+            times=times,
+            target=target,
+        )
+        autopilot.load_state_dict(self.chosen_settings)
+        return autopilot
 
     # -- parts of a step
 

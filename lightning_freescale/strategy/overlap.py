@@ -47,6 +47,9 @@ class OverlapController:
         trial_runs: whether a trial run of training_step tells the ids that do not stand in the batch.
         ids_of: the user's function that tells the ids in a batch.
         split_backward: whether backward leaves the gradients of the dense weights for the end.
+
+    Attributes:
+        split_backward: the same; it may change between two steps.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class OverlapController:
         split_backward: bool = False,
     ) -> None:
         self.trainer, self.engine = trainer, engine
-        self._trial_runs, self._split_backward = trial_runs, split_backward
+        self._trial_runs, self.split_backward = trial_runs, split_backward
         # DDP reduces what a last micro-batch leaves unused before its backward begins
         strategy: Any = trainer.strategy
         self._window = None if strategy.ddp_options.get("find_unused_parameters") else WindowGradients()
@@ -136,7 +139,7 @@ class OverlapController:
 
     def forward(self) -> AbstractContextManager[Any]:
         """Return the block in which the forward runs."""
-        if not (self._split_backward and self.engine.modules):
+        if not (self.split_backward and self.engine.modules):
             return nullcontext()
         if self._window is not None and len(self._parts) > 1:
             return WeightGradientsLast(self._window, last=not self._stays_in_step)

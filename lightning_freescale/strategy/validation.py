@@ -128,6 +128,15 @@ def refuse_split_backward(split_backward: bool, overlap: bool) -> None:
         )
 
 
+def refuse_target(target: Any) -> None:
+    """Refuse a ``target_bubble_reduction`` that is no share, by a ValueError."""
+    if target is not None and not 0 < target <= 1:
+        raise ValueError(
+            f"FreeScaleStrategy(target_bubble_reduction={target!r}): pass the share of the bubble that is to go, above 0 and "
+            "at most 1, such as 0.9, or None"
+        )
+
+
 def refuse_shard(shard: Any) -> None:
     """Refuse anything but ``"auto"``, None or paths, by a TypeError."""
     if shard is None or shard == "auto":

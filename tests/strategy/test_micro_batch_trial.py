@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from lightning_freescale.balance import MicroBatchSchedule
-from lightning_freescale.balance.micro_batches import TRIAL_BLOCK
-from lightning_freescale.strategy import micro_batch_trial
-from lightning_freescale.strategy.micro_batch_trial import LONGEST, MEASURED, MicroBatchTrial
+from lightning_freescale.balance.turns import TRIAL_BLOCK
+from lightning_freescale.strategy import autopilot
+from lightning_freescale.strategy.autopilot import Autopilot
+from lightning_freescale.strategy.setting_trial import LONGEST, MEASURED
 
 
 class Stamp:
@@ -42,7 +43,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(micro_batch_trial, "clock_for", lambda device: clock)
+    monkeypatch.setattr(autopilot, "clock_for", lambda device: clock)
     return clock
 
 
@@ -52,7 +53,8 @@ class Run:
     def __init__(self, clock: Clock, schedule: MicroBatchSchedule, seconds: dict[int, float], validates: Any = None) -> None:
         trainer: Any = SimpleNamespace(strategy=SimpleNamespace(root_device="cpu"), loggers=[], global_step=0)
         self.clock, self.schedule, self.seconds, self.validates = clock, schedule, seconds, validates
-        self.trial = MicroBatchTrial(trainer, schedule, None)
+        counts = {"micro_batches": schedule.candidates}
+        self.trial = Autopilot(trainer, counts, {"micro_batches": 1}, schedule=schedule)
         self.most_kept = 0
 
     def steps(self, most: int, epoch_of: int) -> int:
@@ -60,7 +62,8 @@ class Run:
         for done in range(most):
             epoch, step = divmod(done, epoch_of)
             count = self.schedule.count(epoch, step)
-            if not self.trial.start_step(epoch, step):
+            self.trial.start_step(epoch, step, 0.0)
+            if self.trial.frozen:
                 return done + 1
             self.clock.now += self.seconds[count]
             if self.validates is not None and self.validates(step):
