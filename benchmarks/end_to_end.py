@@ -12,18 +12,17 @@ plain      samples as drawn, TorchRec's own exchange
 balanced   samples assigned by cost, at equal counts up to 25 %
 overlapped the same, rows exchanged behind compute
 split      the same, with the gradients of the dense weights, a share of compute, after those of the rows
-micro-4    overlapped, each batch in 4 micro-batches; split-4: both; also with other numbers
-auto       overlapped, micro_batches="auto": its first whole epoch with the number chosen; beside it, second epochs of all
-autopilot  overlapped, with ``FreeScaleStrategy(target_bubble_reduction=0.9)`` and ``micro_batches="auto"``, in a fit that is
-           longer by ``--autopilot-steps``; compared is where it ends, its last steps, with the fixed settings of the same run
+micro-4    overlapped, each batch in 4 micro-batches, also with other numbers; split-4: both
+auto       overlapped, with micro_batches="auto": its first whole epoch with the number chosen; beside it, second epochs of all
+autopilot  the same, with FreeScaleStrategy(target_bubble_reduction=0.9): its first whole epoch with what it has chosen
 
-Whether that number is a good one: ``--variants overlapped micro-2 micro-4 micro-8 auto --require "auto_over_best<=1.02"``.
+Whether that number is a good one: ``--variants overlapped micro-2 micro-4 micro-8 auto --require "auto_over_best<=1.02"``; of
+the autopilot likewise ``autopilot_over_best``, with the split variants beside.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import sys
 import time
@@ -50,7 +49,8 @@ from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.data import BalanceOptions
 
 FIXED = ("overlapped", "micro-2", "micro-4", "micro-8")
-VARIANTS = ("floor", "plain", "balanced", "split", *FIXED, "split-2", "split-4", "auto", "autopilot")
+FIXED_SPLIT = ("split", "split-2", "split-4", "split-8")
+VARIANTS = ("floor", "plain", "balanced", *FIXED, *FIXED_SPLIT, "auto", "autopilot")
 BY_DEFAULT = ("floor", "plain", "balanced", "overlapped", "split", "micro-4")
 SKIPPED = 4
 """Steps at the beginning of a fit, while lookahead and pipelines fill."""
@@ -66,9 +66,8 @@ def main() -> None:
     for number in range(options.rounds):
         for name in options.variants:
             model = _fit(name, data, options, seed=number)
-            last = -(options.steps + SKIPPED) if name == "autopilot" else 0
-            walls[name] += np.diff(model.began[last:])[SKIPPED - 1 : -1].tolist()
-            computed[name] += model.computed[last:][SKIPPED - 1 : -2]
+            walls[name] += np.diff(model.began)[SKIPPED - 1 : -1].tolist()
+            computed[name] += model.computed[SKIPPED - 1 : -2]
             chosen += [model.trainer.datamodule.train.micro_batches.chosen] if name == "auto" else []
     figures = _figures(walls, computed, world) | {f"auto_chose_{each}": chosen.count(each) for each in sorted(set(chosen))}
     if int(os.environ["RANK"]) == 0:
@@ -108,14 +107,17 @@ class Sleeper(L.LightningModule):
         self.dense = torch.nn.Sequential(torch.nn.Linear(options.dim, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
         self.seconds_per_id = seconds_per_id
         # beside a trial all go through the samples once before, or it alone would find their rows touched already
-        self.epochs_before = int("auto" in options.variants)
+        self.epochs_before = int("auto" in options.variants or "autopilot" in options.variants)
         self.began: list[float] = []
         self.computed: list[float] = []
 
     def on_train_epoch_start(self) -> None:
         """What counts is an epoch whose steps all have the number of micro-batches that the fit goes on with."""
         self.began, self.computed = [], []
+        strategy: Any = self.trainer.strategy
         decided = self.trainer.datamodule.train.micro_batches.decided
+        if strategy.autopilot is not None:
+            decided = strategy.autopilot.frozen
         self.is_last_epoch = decided and self.trainer.current_epoch >= self.epochs_before
 
     def on_train_epoch_end(self) -> None:
@@ -156,30 +158,27 @@ def _fit(name: str, data: Histories, options: Any, seed: int) -> Sleeper:
     world = int(os.environ["WORLD_SIZE"])
     seconds_per_id = options.compute_ms / 1000 / (options.batch * data.lengths.mean())
     torch.manual_seed(0)
-    split = name.startswith("split")
-    model = Sleeper(options, seconds_per_id, exchanges=name != "floor", split=split)
+    model = Sleeper(options, seconds_per_id, exchanges=name != "floor")
     micro_batches: Any = int(name.rpartition("-")[2]) if "-" in name else 1
-    strategy_options: dict[str, Any] = {"overlap": name not in ("plain", "balanced"), "split_backward": split}
-    epochs = -1
     if name in ("auto", "autopilot"):
         micro_batches = "auto"
-    if name == "autopilot":
-        strategy_options |= {"target_bubble_reduction": 0.9}
-        epochs = 1 + math.ceil(options.autopilot_steps / (options.steps + SKIPPED))
+    strategy = FreeScaleStrategy(
+        overlap=name not in ("plain", "balanced"),
+        split_backward=name.startswith("split"),
+        target_bubble_reduction=0.9 if name == "autopilot" else None,
+    )
     balance: Any = name != "plain" and BalanceOptions(assignment_mode="slack")
     module = FreeScaleDataModule(
         data, data.lengths, options.batch, cost_fn=lambda lengths: lengths, collate_fn=_collate, balance=balance, seed=seed,
         loss_reduction="target_mean", micro_batches=micro_batches,
     )  # fmt: skip
     trainer = L.Trainer(
-        strategy=FreeScaleStrategy(**strategy_options), accelerator="cpu", devices=1, num_nodes=world,
-        max_epochs=epochs, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
+        strategy=strategy, accelerator="cpu", devices=1, num_nodes=world,
+        max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(model, datamodule=module)
     if name == "autopilot" and trainer.is_global_zero:
-        found: Any = trainer.strategy.chosen_settings
-        print(f"autopilot: {found.get('kept')}{'' if found.get('frozen') else ', not final: more --autopilot-steps'}")
+        print("autopilot:", strategy.chosen_settings["kept"])
     return model
 
 
@@ -201,9 +200,10 @@ def _figures(walls: dict[str, list[float]], computed: dict[str, list[float]], wo
             figures[f"{name}_speed_up"] = figures["plain_ms"] / figures[f"{name}_ms"]
             figures[f"{name}_of_possible"] = figures[f"{name}_speed_up"] * figures["plain_compute_ms"] / figures["plain_ms"]
     typical = {name: sum(figures[f"{name.replace('-', '_')}_{part}_ms"] for part in ("lost", "compute")) for name in walls}
-    fixed = [typical[name] for name in FIXED if name in walls]
-    if "auto" in walls and fixed:
-        figures["auto_over_best"] = typical["auto"] / min(fixed)
+    for name, all_fixed in (("auto", FIXED), ("autopilot", FIXED + FIXED_SPLIT)):
+        fixed = [typical[each] for each in all_fixed if each in walls]
+        if name in walls and fixed:
+            figures[f"{name}_over_best"] = typical[name] / min(fixed)
     return {key: float(value) for key, value in figures.items()}
 
 
@@ -228,6 +228,9 @@ def _show(figures: dict[str, float], options: Any) -> None:
     if "auto_over_best" in figures:
         ratio = figures["auto_over_best"]
         print(f"auto chose {' and '.join(chosen)}; a typical step takes {ratio:.3f} of that of the best fixed number")
+    if "autopilot_over_best" in figures:
+        ratio = figures["autopilot_over_best"]
+        print(f"where the autopilot ends, a typical step takes {ratio:.3f} of that of the best fixed settings")
 
 
 def _options() -> Any:
@@ -240,7 +243,6 @@ def _options() -> Any:
     add("--dim", type=int, default=64)
     add("--steps", type=int, default=16, help="of a fit (default: 16)")
     add("--rounds", type=int, default=2)
-    add("--autopilot-steps", type=int, default=260, help="before the steps that are compared (default: 260)")
     options = arguments.parse_args()
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)

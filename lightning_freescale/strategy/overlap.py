@@ -23,10 +23,10 @@ from lightning_freescale.embeddings.lookahead.probe import LookaheadMode, Probe
 from lightning_freescale.embeddings.optimizer import UpdateSettings
 from lightning_freescale.embeddings.overlap import OverlapEngine, OverlapReport, WeightGradientsLast, WindowGradients
 from lightning_freescale.profiling.recording.timeline import Timeline
+from lightning_freescale.strategy.choosable_settings import schedule_of
 from lightning_freescale.strategy.dry_run import dry_run_ids
 from lightning_freescale.strategy.early_copy import EarlyCopy
 from lightning_freescale.strategy.lookahead_loader import ENDED, UNKNOWN, LookaheadLoader
-from lightning_freescale.strategy.micro_batch_trial import schedule_of
 from lightning_freescale.strategy.preserve_state import LeavesTraceError
 from lightning_freescale.strategy.validation import accumulated_by, has_embedding_ids
 
