@@ -534,7 +534,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
                 return None
             counts = {MICRO_BATCHES: schedule.candidates}
             return Autopilot(trainer, counts, {MICRO_BATCHES: 1}, schedule=schedule, controller=controller, group=group)
-        settings = choosable(controller, schedule, self._hides_nothing)
+        settings = choosable(bool(self._overlapped()), schedule, self._hides_nothing)
         tell_what_is_choosable(target, settings, self._hides_nothing)
         if not settings:
             return None

@@ -15,7 +15,7 @@ from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 
 from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.embeddings.overlap.bag_traffic import DECIDING_STEPS
-from lightning_freescale.strategy import micro_batch_trial
+from lightning_freescale.strategy import setting_trial
 from lightning_freescale.testing import run_distributed
 from tests.helpers.bags import SUM, BagSamples, Batch, OnlyBags, collate_bags, configs
 from tests.helpers.recommender import trainer
@@ -72,7 +72,7 @@ def test_bags_that_were_left_are_overlapped_in_micro_batches(tmp_path: Path) -> 
 
 
 def _auto(folder: str) -> list[Any]:
-    micro_batch_trial.MEASURED, micro_batch_trial.WORTH_IT = 3, 0.0  # so that it is soon decided, for one
+    setting_trial.MEASURED, setting_trial.WORTH_IT = 3, 2.0  # so that it is soon decided, for one
     data, ends = 8 * 50, {"max_steps": 46}
     whole, rest = OnlyBags(), OnlyBags()
     first = fit(whole, data, "auto", **ends, **saving(folder, 32))
