@@ -200,9 +200,9 @@ class Pipelined(Plain):
 
 
 class Ours:
-    """The engine: only the rows that the batch before updates, too, are waited for."""
+    """The engine: only the rows that the batch before updates, too, are waited for; ``options`` are its others."""
 
-    def __init__(self, model: Recommender) -> None:
+    def __init__(self, model: Recommender, **options: Any) -> None:
         plain = isinstance(model.items, nn.Embedding)
         sharding = TableSharding(model, CPU, embeddings={model.items} if plain else ())
         self._ids: Callable[[Any], Any] = (lambda kjt: EmbeddingIds("items", kjt.values())) if plain else (lambda kjt: kjt)
@@ -214,7 +214,7 @@ class Ours:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
         self.model = DistributedDataParallel(model)
         self.optimizer = torch.optim.SGD(model.dense.parameters(), lr=1e-3)
-        self.engine = OverlapEngine(tables, dedup=True, timeout=timedelta(seconds=120))
+        self.engine = OverlapEngine(tables, dedup=True, timeout=timedelta(seconds=120), **options)
 
     def steps(self, batches: Sequence[Batch]) -> Iterator[None]:
         """One step per batch; at the end nothing is under way."""

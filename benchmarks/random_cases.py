@@ -83,6 +83,7 @@ class Case:
     dropout: float
     split_backward: bool
     micro_batches: int = 1
+    nodes: int = 1
 
 
 def random_case(seed: int) -> Case:
@@ -134,6 +135,16 @@ def divided(case: Case) -> Case:
     """Return the same case with steps in micro-batches; without random draws, which come in another order then."""
     parts = tuple(replace(part, ids="computed" if part.ids == "drawn" else part.ids) for part in case.parts)
     return replace(case, parts=parts, dropout=0.0, micro_batches=2 + case.seed % 3)
+
+
+def on_two_nodes(case: Case) -> Case:
+    """Return the same case with 4 ranks, 2 on each of 2 nodes, whose exchange is in two levels."""
+    return replace(case, ranks=4, nodes=2)
+
+
+def sharded_ways(case: Case) -> tuple[str, ...]:
+    """Return the names of the fits that are compared with that under ``"ddp"``."""
+    return ("freescale", "dedup=False") if case.nodes == 1 else ("two_level",)
 
 
 def lazily(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
@@ -347,6 +358,13 @@ def run_case(case: Case) -> dict[str, Outcome]:
     plain = [f"parts.{index}" for index, part in enumerate(case.parts) if part.plain]
     options: dict[str, Any] = {"find_unused_parameters": True, "shard": plain or None}
     ahead = {"lookahead": case.lookahead, "split_backward": case.split_backward}
+    if case.nodes > 1:
+        rank, each = int(os.environ["RANK"]), case.ranks // case.nodes
+        os.environ.update(LOCAL_RANK=str(rank % each), GROUP_RANK=str(rank // each), LOCAL_WORLD_SIZE=str(each))
+        return {
+            "ddp": _fit(case, DDPStrategy(find_unused_parameters=True)),
+            "two_level": _fit(case, FreeScaleStrategy(**options, **ahead, exchange="two_level")),
+        }
     return {
         "ddp": _fit(case, DDPStrategy(find_unused_parameters=True)),
         "freescale": _fit(case, FreeScaleStrategy(**options, **ahead)),
@@ -362,7 +380,8 @@ def _fit(case: Case, strategy: Any) -> Outcome:
     trainer = L.Trainer(
         strategy=strategy,
         accelerator="cpu",
-        devices=case.ranks,
+        devices=case.ranks // case.nodes,
+        num_nodes=case.nodes,
         max_epochs=case.epochs,
         accumulate_grad_batches=case.window,
         num_sanity_val_steps=0,
@@ -394,7 +413,7 @@ def defects(ranks: list[dict[str, Outcome]], tolerance: float = 1e-4) -> list[st
         tolerance: of losses, and of weights relative to the largest of a tensor.
     """
     found = []
-    for name in ("freescale", "dedup=False"):
+    for name in [name for name in ranks[0] if name != "ddp"]:
         for rank, outcomes in enumerate(ranks):
             theirs, mine = outcomes["ddp"], outcomes[name]
             if theirs.error or (mine.error and not mine.steps):

@@ -52,7 +52,9 @@ class FreeScaleDataModule(LightningDataModule):
             across the samples of a batch**, such as in-batch negatives, and batch normalization see a part only: leave it at 1
             for those. ``"auto"`` tries the divisors of ``batch_size`` up to 8 in turn during the first steps, and goes on
             with the quickest; with 1, if none wins 1 % or more, if they cannot be timed, or if no exchange is hidden. Needs
-            strategy ``"freescale"``. A step has fewer where a rank has fewer samples.
+            strategy ``"freescale"``. A step has fewer where a rank has fewer samples that weigh something in the loss. Numbers
+            that are logged on steps are shown as the parts' mean; log one that is a sum, such as the loss with
+            ``loss_reduction="sum"``, with ``reduce_fx="sum"``.
         drop_last: leave out an incomplete last step.
         shuffle: draw a new order every epoch; a stream comes in its own.
         seed: seeds the order.

@@ -23,6 +23,7 @@ import overlap
 import overlap_workload
 import peers
 import placement
+import two_level
 from contest import Contest
 
 from lightning_freescale.embeddings.row_order import RowOrder
@@ -176,6 +177,26 @@ def test_placement_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
+def test_two_level_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What owners are asked for by another node is what the ids alone say."""
+    written = tmp_path / "figures.json"
+    size = ["--rows", "3000", "--dim", "4", "--batch", "2", "--steps", "3", "--ranks-per-node", "2", "--hot", "1"]
+    monkeypatch.setattr(sys, "argv", ["two_level.py", *size, "--json", str(written)])
+    two_level.main()
+    figures = json.loads(written.read_text())["figures"]
+    draw, per_row = overlap_workload.production(3000, 2), 4 + 2 + 2 * 4 * 4
+    crossed = {"flat": 0, "two_level": 0}
+    for step in (1, 2):
+        for node in (0, 1):
+            own = [np.unique(draw(step, rank)[0]) for rank in (2 * node, 2 * node + 1)]
+            for way, asked in (("flat", own), ("two_level", [np.unique(np.concatenate(own))])):
+                crossed[way] += sum(int((ids // 1500 != node).sum()) for ids in asked)
+    for way, rows in crossed.items():
+        assert figures[f"{way}_hot_bytes"] == pytest.approx(rows * per_row / 2)
+        assert figures[f"{way}_all_bytes"] > 0.8 * figures[f"{way}_hot_bytes"]
+    assert 0 < figures["hot_reduction"] < 0.5 and 0 < figures["all_reduction"] < 0.5
+
+
 def test_overlap_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = tmp_path / "figures.json"
     size = ["--rows", "5000", "--batch", "4", "--dim", "8", "--steps", "6", "--rounds", "1", "--compute-ms", "3"]

@@ -8,7 +8,7 @@ batches, validation intervals, progress bars and checkpoints would all be others
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,8 +22,13 @@ from lightning_freescale.balance.micro_batches import MicroBatches
 
 
 @contextmanager
-def micro_batches_in(trainer: Trainer) -> Iterator[None]:
-    """Let the fit of ``trainer`` take batches that are :class:`MicroBatches`; methods without public hooks are replaced."""
+def micro_batches_in(trainer: Trainer, take_loaded: Callable[[MicroBatches], None] | None = None) -> Iterator[None]:
+    """Let the fit of ``trainer`` take batches that are :class:`MicroBatches`; methods without public hooks are replaced.
+
+    Args:
+        trainer: the Trainer.
+        take_loaded: called with such a batch before the user's hooks get its parts.
+    """
     optimization, module = trainer.fit_loop.epoch_loop.automatic_optimization, trainer.lightning_module
     make_closure, before_transfer = optimization._make_closure, module._on_before_batch_transfer
 
@@ -40,6 +45,8 @@ def micro_batches_in(trainer: Trainer) -> Iterator[None]:
         return _MicroBatchClosure(trainer, batch, parts)
 
     def before_transfer_of_parts(batch: Any, dataloader_idx: int = 0) -> Any:
+        if take_loaded is not None and isinstance(batch, MicroBatches):
+            take_loaded(batch)
         return of_each_part(lambda part: before_transfer(part, dataloader_idx), batch)
 
     optimization._make_closure = closure_of_parts  # type: ignore[method-assign]
@@ -57,25 +64,46 @@ def of_each_part(fn: Callable[[Any], Any], batch: Any) -> Any:
 
 
 class _MicroBatchClosure(Closure):
-    """Runs the closures of the micro-batches, each loss weighed by its share; dense gradients are reduced with the last."""
+    """Runs the closures of the micro-batches, each loss weighed by its share; dense gradients are reduced with the last.
+
+    A part whose ``training_step`` returns None counts as one with a loss of 0. Lightning allows that on one rank only.
+    """
 
     def __init__(self, trainer: Trainer, batch: MicroBatches, parts: list[Closure]) -> None:
         super().__init__(step_fn=parts[0]._step_fn)
         self._trainer, self._batch, self._parts = trainer, batch, parts
-        for part, share in zip(parts, batch.shares):
+        for part, share in zip(parts, batch.shares if not batch.loss_is_sum else ()):
             part._step_fn = _weighed(part._step_fn, share)
 
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
-        """Run all of them; return what ``training_step`` would have for the whole batch."""
+        """Run all of them; return what ``training_step`` would have for the whole batch.
+
+        Raises:
+            ValueError: ``training_step`` returned None for a part, on several ranks.
+        """
         trainer, results = self._trainer, []
         logged = _LoggedInParts(trainer)
         for index, (part, run) in enumerate(zip(self._batch.batches, self._parts)):
             last = index == len(self._parts) - 1
             with logged.part(part, self._batch.shares[index]), _block_parallel_sync_behavior(trainer.strategy, block=not last):
-                results.append(run.closure(*args, **kwargs))
+                try:
+                    results.append(run.closure(*args, **kwargs))
+                except RuntimeError as error:
+                    _refuse_skipped(error, index, len(self._parts))
+                    raise
         logged.combine()
         return _whole(results, self._batch.shares)
+
+
+def _refuse_skipped(error: RuntimeError, index: int, parts: int) -> None:
+    """Say in place of Lightning's ``error`` that a part alone may have nothing to learn from, where the batch has."""
+    if str(error).startswith("Skipping the `training_step` by returning None"):
+        raise ValueError(
+            f"training_step returned None for micro-batch {index + 1} of {parts}, which on several ranks no rank may skip: "
+            "return a loss of 0 that is part of the graph, such as 0 * predicted.sum(), or use "
+            "FreeScaleDataModule(micro_batches=1)"
+        ) from error
 
 
 def _weighed(step_fn: Callable[[], ClosureResult], share: float) -> Callable[[], ClosureResult]:
@@ -88,12 +116,13 @@ def _weighed(step_fn: Callable[[], ClosureResult], share: float) -> Callable[[],
 
 
 def _whole(results: list[ClosureResult], shares: tuple[float, ...]) -> ClosureResult:
-    """Return the outputs of all parts as one: numbers as their mean by share, of anything else a list."""
+    """Return the outputs of all parts as one: numbers as their mean by share, of anything else a list; None for no output."""
     losses = [result.loss for result in results if result.loss is not None]
     extra = {}
     for name in dict.fromkeys(name for result in results for name in result.extra):
         values = [result.extra.get(name) for result in results]
-        extra[name] = _mean(values, shares) if all(_is_number(value) for value in values) else values
+        numbers = [(value, share) for value, share, result in zip(values, shares, results) if name in result.extra]
+        extra[name] = _mean(*zip(*numbers)) if all(_is_number(value) for value, _ in numbers) else values
     whole = ClosureResult(None, extra=extra)
     whole.loss = torch.stack(losses).sum() if losses else None
     return whole
@@ -103,7 +132,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (float, int)) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
-def _mean(values: list[Any], shares: tuple[float, ...] | list[float]) -> Any:
+def _mean(values: Sequence[Any], shares: Sequence[float]) -> Any:
     total = sum(shares)
     return sum(value * (share / total if total else 1 / len(shares)) for value, share in zip(values, shares))
 

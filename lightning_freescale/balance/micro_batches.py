@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_freescale.balance.assign import assign
 from lightning_freescale.balance.solver import Ints
@@ -21,15 +23,18 @@ class MicroBatches(NamedTuple):
 
     Attributes:
         batches: the micro-batches, in the order in which they are computed.
-        shares: of each in the loss of the rank's batch: they sum to 1, or are all 1 where that loss is a sum.
+        shares: of each in the weight of the rank's batch: they sum to 1.
+        loss_is_sum: the batch's loss is the sum of those of its parts, not their mean by share.
     """
 
     batches: tuple[Any, ...]
     shares: tuple[float, ...]
+    loss_is_sum: bool = False
 
     def map(self, fn: Callable[[Any], Any]) -> MicroBatches:
-        """Return the same with a function applied to every micro-batch."""
-        return MicroBatches(tuple(fn(batch) for batch in self.batches), tuple(self.shares))
+        """Return the same with a function applied to every micro-batch; this very batch if none becomes another."""
+        batches = tuple(fn(batch) for batch in self.batches)
+        return self if all(map(is_, batches, self.batches)) else MicroBatches(batches, *self[1:])
 
 
 def cut(
@@ -37,22 +42,58 @@ def cut(
 ) -> MicroBatches:
     """Return a rank's samples of a step as micro-batches of samples, at equal cost as far as that can be; dearest first.
 
-    Every rank begins with its dearest, so that those which are computed at the same time cost about the same.
+    Every rank begins with its dearest, so that those which are computed at the same time cost about the same. Each has a
+    sample that weighs something: the mean loss over samples without targets is no number, whatever its share.
 
     Args:
         samples: anything that numpy can index, such as a list.
-        parts: how many micro-batches, at most as many as samples (or groups).
+        parts: how many micro-batches, at most :func:`most_parts`.
         costs: shape ``[samples]``.
         weights: of each sample in the loss, shape ``[samples]``; where all are 0, each counts the same.
         loss_is_sum: the loss is a sum over samples, not a mean.
         groups: of each sample, shape ``[samples]``; samples of a group stay in one micro-batch.
+
+    Raises:
+        ValueError: there are fewer samples (or groups) that weigh something than ``parts``.
     """
+    weighed = _weighed(weights)
     part_of_sample = assign(costs, parts, assignment_mode="free", keep_together=groups).rank_of_sample
+    if len(np.unique(part_of_sample[weighed > 0])) < parts:
+        part_of_sample = _weighing_first(costs, parts, weighed > 0, groups)
     dearest = np.argsort(-np.bincount(part_of_sample, costs, parts), kind="stable")
     places = [np.flatnonzero(part_of_sample == part) for part in dearest]
-    weighed = weights if weights.any() else np.ones(len(costs))
-    shares = np.ones(parts) if loss_is_sum else np.array([weighed[each].sum() for each in places]) / weighed.sum()
-    return MicroBatches(tuple([samples[place] for place in each] for each in places), tuple(shares.tolist()))
+    shares = np.array([weighed[each].sum() for each in places]) / weighed.sum()
+    return MicroBatches(tuple([samples[place] for place in each] for each in places), tuple(shares.tolist()), loss_is_sum)
+
+
+def most_parts(weights: Floats, groups: Ints | None = None) -> int:
+    """Return into how many micro-batches these samples can be cut: as many as samples (or groups) weigh something in the loss.
+
+    Args:
+        weights: of each sample, shape ``[samples]``; where all are 0, each counts the same.
+        groups: of each sample, shape ``[samples]``; samples of a group stay in one micro-batch.
+    """
+    weighs = _weighed(weights) > 0
+    return int(np.count_nonzero(weighs)) if groups is None else len(np.unique(groups[weighs]))
+
+
+def _weighed(weights: Floats) -> Floats:
+    return weights if weights.any() else np.ones(len(weights))
+
+
+def _weighing_first(costs: Floats, parts: int, weighs: NDArray[np.bool_], groups: Ints | None) -> Ints:
+    """Return the part of every sample: those that weigh something by themselves, then the others, each to the cheapest part."""
+    unit = np.arange(len(costs)) if groups is None else np.unique(groups, return_inverse=True)[1]
+    costs_of_units = np.bincount(unit, costs)
+    first = np.bincount(unit, weighs) > 0
+    part_of_unit = np.empty(len(first), dtype=np.int64)
+    part_of_unit[first] = assign(costs_of_units[first], parts, assignment_mode="free").rank_of_sample
+    loads = np.bincount(part_of_unit[first], costs_of_units[first], parts)
+    others = np.flatnonzero(~first)
+    for each in others[np.argsort(-costs_of_units[others], kind="stable")]:
+        part_of_unit[each] = loads.argmin()
+        loads[part_of_unit[each]] += costs_of_units[each]
+    return part_of_unit[unit]
 
 
 class MicroBatchSchedule:

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_freescale.balance.epoch_order import StepBoundaries, draw_order, pool_outliers
-from lightning_freescale.balance.micro_batches import MicroBatches, MicroBatchSchedule, cut
+from lightning_freescale.balance.micro_batches import MicroBatches, MicroBatchSchedule, cut, most_parts
 from lightning_freescale.balance.plan import PlanPrefetcher, StepPlan
 from lightning_freescale.balance.report import BalanceReport, StepBalance
 from lightning_freescale.balance.solver import Ints
@@ -46,7 +46,8 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         keep_together: group of each sample, shape ``[samples]``; samples of a group that share a step go to one rank.
         exploration_steps: leave every fifth of the first so many steps of epoch 0 as drawn, unless a limit forbids it.
             Balanced steps hardly differ in what a cost model is fitted to; a few that do tell its coefficients apart.
-        micro_batches: how many each step has; one if not given. A step has fewer where a rank has fewer samples.
+        micro_batches: how many each step has; one if not given. A step has fewer where a rank has fewer samples that weigh
+            something.
         **options: ``assignment_mode``, ``count_slack``, ``max_tokens_per_rank`` and ``rank_speeds`` of :func:`assign`.
 
     Raises:
@@ -163,7 +164,8 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         parts = self.micro_batches.count(epoch, step)
         groups = self._per_sample.get("keep_together")
         if parts > 1:  # all ranks have as many: they meet in each
-            parts = min(parts, *(len(each if groups is None else np.unique(groups[each])) for each in of_ranks))
+            together_of = (None if groups is None else groups[each] for each in of_ranks)
+            parts = min(parts, *map(most_parts, (self.loss_weights[each] for each in of_ranks), together_of))
         if parts == 1:
             return samples.tolist()
         together = None if groups is None else groups[samples]

@@ -98,8 +98,6 @@ class Autopilot:
         self._clock = clock_for(torch.device(trainer.strategy.root_device))
         self._progress = Progress(dict(start), dict(start), list(settings), Counter())
         self._turns: Turns[Values] = Turns([self._progress.kept])
-        if self._controller is not None and self._schedule is not None:
-            self._controller.divides = True
         self._trial: SettingTrial | None = None
         self._tries, self._unmeasured = "", False
         if self._target is None:  # the schedule has its candidates take turns from the first step on

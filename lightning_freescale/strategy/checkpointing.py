@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_freescale._lightning.ddp import DDPBase
 from lightning_freescale._lightning.loops import rank_zero_warn
+from lightning_freescale._objects import gather_objects
 from lightning_freescale.checkpoint.accumulated_gradients import gather_accumulated, restore_accumulated
 from lightning_freescale.checkpoint.random_state import gather_random_states, set_random_state
 
@@ -51,7 +52,7 @@ class UnshardedCheckpointStrategy(DDPBase):
         self._extra: dict[str, Any] = {}
         self._random_states: list[dict[str, Any]] = []
         self._restored_gradients: list[dict[str, Any]] = []
-        self._bag_decisions: dict[str, str] = {}  # of the checkpoint's run; after a fit, of that one
+        self._bag_state: dict[str, Any] = {}  # of the last fit
         self._left_in_window = False  # by the last fit, so that what it had accumulated is lost
 
     def drain(self) -> None:
@@ -118,7 +119,8 @@ class UnshardedCheckpointStrategy(DDPBase):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if "optimizer_states" in checkpoint:
             checkpoint[_EXTRA] = {**self._extra, "random_states": gather_random_states(self.root_device)}
-            checkpoint[_EXTRA]["bags"] = {"ranks": self.world_size, "decisions": dict(self._bags())}
+            if bags := self._bags():
+                checkpoint[_EXTRA]["bag_states"] = gather_objects(bags)
             if chosen := self._chosen_settings():
                 checkpoint[_EXTRA]["autopilot"] = chosen
             if accumulated := self._accumulated():
@@ -147,10 +149,10 @@ class UnshardedCheckpointStrategy(DDPBase):
     def _engine(self) -> OverlapEngine | None:
         return None if self.overlap_controller is None else self.overlap_controller.engine
 
-    def _bags(self) -> dict[str, str]:
-        """Return which bags were left to TorchRec and which not: a run that counts them anew would not resume bitwise."""
+    def _bags(self) -> dict[str, Any]:
+        """Return what this rank knows of bags and TorchRec: a run that counts them anew would not resume bitwise."""
         engine = self._engine()
-        return self._bag_decisions if engine is None else engine.bag_decisions
+        return self._bag_state if engine is None else engine.bag_state()
 
     def _chosen_settings(self) -> dict[str, Any]:
         return self.chosen_settings if self.autopilot is None else self.autopilot.state_dict()
@@ -159,7 +161,7 @@ class UnshardedCheckpointStrategy(DDPBase):
         """Forget what was loaded and not used, because a fit failed, and note whether it ends inside a window."""
         self._left_in_window, self.gradients_wait = self._left_in_window or self.gradients_wait, False
         self._restored_gradients, self._random_states = [], []
-        self._bag_decisions = self._bags()
+        self._bag_state = self._bags()
         self.chosen_settings = self._chosen_settings()
 
     @override
@@ -167,9 +169,9 @@ class UnshardedCheckpointStrategy(DDPBase):
         extra = checkpoint.get(_EXTRA, {})
         self._random_states, self._restored_gradients = extra.get("random_states", []), extra.get("accumulated", [])
         self.chosen_settings = extra.get("autopilot", {})
-        bags = extra.get("bags", {"ranks": 0})
-        if bags["ranks"] == self.world_size:  # of other ranks other bytes cross
-            self._bags().update(bags["decisions"])
+        bags, engine = extra.get("bag_states", []), self._engine()
+        if engine is not None and len(bags) == self.world_size:  # between other ranks other bytes cross
+            engine.restore_bag_state(bags[self.global_rank])
         if self.tables is not None and self.groups is not None:
             full = checkpoint["optimizer_states"][0]
             with self.writing_tables():
@@ -183,7 +185,7 @@ class UnshardedCheckpointStrategy(DDPBase):
         if self._random_states:
             set_random_state(self._random_states, self.root_device)
             self._random_states = []
-        self._left_in_window, self.gradients_wait = False, bool(self._restored_gradients)
+        self._left_in_window, self.gradients_wait, self._bag_state = False, bool(self._restored_gradients), {}
         if self._restored_gradients:
             module, sharded = self.lightning_module, self._sharded_names()
             assert module is not None

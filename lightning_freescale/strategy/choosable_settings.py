@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_freescale._lightning.loops import rank_zero_info
 from lightning_freescale.balance import MicroBatchSchedule
-
-if TYPE_CHECKING:
-    from lightning_freescale.strategy.overlap import OverlapController
 
 SPLIT_BACKWARD, MICRO_BATCHES = "split_backward", "micro_batches"
 
@@ -45,18 +42,16 @@ def hold_micro_batches(loader: Any, kept: Mapping[str, Any]) -> None:
             schedule.settle(1)
 
 
-def choosable(
-    controller: OverlapController | None, schedule: MicroBatchSchedule | None, hides_nothing: str
-) -> dict[str, Sequence[Any]]:
+def choosable(overlaps: bool, schedule: MicroBatchSchedule | None, hides_nothing: str) -> dict[str, Sequence[Any]]:
     """Return the values of each setting that may change between two steps, by its name; first the one that changes no bits.
 
     Args:
-        controller: of the overlap; None without.
+        overlaps: whether the exchange of any collection is overlapped.
         schedule: of the micro-batches, if there is one.
         hides_nothing: why no exchange is hidden, or not that of all collections; empty if it is.
     """
     settings: dict[str, Sequence[Any]] = {}
-    if controller is not None and controller.engine.modules:
+    if overlaps:
         settings[SPLIT_BACKWARD] = [False, True]
     if schedule is not None and len(schedule.candidates) > 1 and not hides_nothing:
         settings[MICRO_BATCHES] = schedule.candidates

@@ -58,6 +58,7 @@ from lightning_freescale.strategy.validation import (
     named_for_freescale,
     refuse_accumulation,
     refuse_clip,
+    refuse_exchange,
     refuse_lookahead,
     refuse_options,
     refuse_placement,
@@ -101,12 +102,12 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             once more, without gradients and up to its lookups. That is dear. What the module leads to is put back afterwards,
             or refused by name; what the step does to globals before it looks up is done twice, **which changes the numbers**.
         ids_of: a function that tells the ids which the model will look up in a batch, of that batch as it comes out of the
-            loader, before hooks change it and before it is on the device. It is called once for each batch but the first of
-            an epoch, in the main process, and must leave the batch as it is. It returns the ``KeyedJaggedTensor`` (of an
-            ``nn.Embedding`` the tensor), a list of them for several lookups in a step, or a mapping from paths of collections
-            in the module to that; those it leaves out are looked for in the batch. Ids that turn out to be others are
-            exchanged anew: the numbers are the same. It goes before a method ``embedding_ids`` of the LightningModule, which
-            is asked in the same way.
+            loader, before hooks change it and before it is on the device. It is called once for each batch (or micro-batch)
+            but the first of an epoch, in the main process, and must leave the batch as it is. It returns the
+            ``KeyedJaggedTensor`` (of an ``nn.Embedding`` the tensor), a list of them for several lookups in a step, or a
+            mapping from paths of collections in the module to that; those it leaves out are looked for in the batch. Ids that
+            turn out to be others are exchanged anew: the numbers are the same. It goes before a method ``embedding_ids`` of
+            the LightningModule, which is asked in the same way.
         shard: plain ``nn.Embedding`` modules to shard as well, by their paths in the LightningModule, such as
             ``["item_emb"]``; they are called and saved as before. ``"auto"``: all with a million numbers or more, those that
             cannot be sharded are told. By default none.
@@ -121,6 +122,10 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         split_backward: with ``overlap``, have backward compute the gradients of the dense weights last, while the gradients of
             the rows travel. The numbers are the same to the bit. Costs memory: the gradients of the linear layers' outputs are
             held until then. See :class:`lightning_freescale.embeddings.overlap.WeightGradientsLast`.
+        exchange: which way rows and gradients take, with ``overlap``. ``"flat"``: from the owners to every rank, and back.
+            ``"two_level"``: what several ranks of a node need crosses the network once, and its gradients are added up in the
+            node before they do. Pays with several nodes of several ranks each, where the network between nodes is slower than
+            what connects the ranks of one; with one node, or one rank each, it is ``"flat"``, after a notice.
         target_bubble_reduction: the autopilot: choose settings by measurement while training, until this share of the bubble at
             the beginning is gone or nothing helps. It tries ``split_backward``, and ``micro_batches`` where
             ``FreeScaleDataModule(micro_batches="auto")`` allows it, one at a time, and keeps what makes steps quicker. Which
@@ -134,7 +139,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
 
     Raises:
         ValueError: ``sigterm_every_n_steps`` is less than 1, ``target_bubble_reduction`` is no share, there is no such
-            transport, lookahead, clip or placement, or an option would have no effect beside another.
+            transport, lookahead, clip, placement or exchange, or an option would have no effect, or another one, beside
+            another.
         TypeError: ``ids_of`` is no function, ``shard`` no list, or there is no such option.
     """
 
@@ -156,6 +162,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         clip: Literal["all", "dense"] = "all",
         placement: Literal["hash", "blocks"] = "hash",
         split_backward: bool = False,
+        exchange: Literal["flat", "two_level"] = "flat",
         target_bubble_reduction: float | None = None,
         **ddp_options: Any,
     ) -> None:
@@ -171,6 +178,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         refuse_target(target_bubble_reduction)
         self.target_bubble_reduction = target_bubble_reduction
         self.clip, self.placement, self.split_backward = clip, placement, split_backward
+        refuse_exchange(exchange, overlap, dedup)
+        self.exchange = exchange
         self.plan, self.planner = plan, planner
         self.transport = LaneOptions(transport).transport
         self.overlap, self.dedup = overlap, dedup
@@ -324,7 +333,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         assert self.lightning_module is not None
         self._update_due = False
         trainer = self.lightning_module.trainer
-        self._at_teardown.enter_context(micro_batches_in(trainer))
+        controller = self.overlap_controller
+        self._at_teardown.enter_context(micro_batches_in(trainer, None if controller is None else controller.take_loaded))
         self._balance_monitor = BalanceMonitor(trainer, self.timeline, process_group_timeout(self), self._new_autopilot)
         self.autopilot = self._balance_monitor.autopilot
         self._at_teardown.callback(self._balance_monitor.stop)
@@ -482,13 +492,14 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         assert self.groups is not None
         engine, why_not = None, "FreeScaleStrategy(overlap=False) hides no exchange"
         if self.overlap:
-            clips = clip_options(trainer, self.groups.optimizers) if self.clip == "all" else {}
-            engine = OverlapEngine(tables, self.dedup, process_group_timeout(self), self.transport, **clips)
+            clips: dict[str, Any] = clip_options(trainer, self.groups.optimizers) if self.clip == "all" else {}
+            levels: dict[str, Any] = {"exchange": self._levels(), "ranks_per_node": self.num_processes}
+            engine = OverlapEngine(tables, self.dedup, process_group_timeout(self), self.transport, **clips, **levels)
             self._at_teardown.callback(engine.close, farewell=False)  # training ends with a report of all ranks
+            why_not = f"TorchRec updates collections {list(engine.plain)} during backward" if engine.plain else ""
             self.overlap_controller = OverlapController(
                 trainer, engine, self.timeline, self.lookahead == "trial_run", self.ids_of, self.split_backward
             )
-            why_not = f"TorchRec updates collections {list(engine.plain)} during backward" if engine.plain else ""
         self._hides_nothing = why_not
         if settle_without_exchange(trainer.train_dataloader, why_not):
             reload_train_loader(trainer)  # configure_optimizers has asked for it, and batches may have been cut already
@@ -497,6 +508,16 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         if self.clip == "all":
             self._clipping = TableClipping(trainer, self.groups, engine)
             self._at_teardown.enter_context(self._clipping.running())
+
+    def _levels(self) -> str:
+        """Return the exchange that was asked for, or the flat one where there is one level only."""
+        if self.exchange == "two_level" and 1 in (self.num_nodes, self.num_processes):
+            rank_zero_info(
+                f"strategy 'freescale': exchange='two_level' with num_nodes={self.num_nodes} and {self.num_processes} ranks "
+                "each is the flat exchange: it takes several of both"
+            )
+            return "flat"
+        return self.exchange
 
     def _record_steps(self) -> None:
         if not self.timeline.enabled:  # else a profiler has seen to it
@@ -513,7 +534,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
                 return None
             counts = {MICRO_BATCHES: schedule.candidates}
             return Autopilot(trainer, counts, {MICRO_BATCHES: 1}, schedule=schedule, controller=controller, group=group)
-        settings = choosable(controller, schedule, self._hides_nothing)
+        settings = choosable(bool(self._overlapped()), schedule, self._hides_nothing)
         tell_what_is_choosable(target, settings, self._hides_nothing)
         if not settings:
             return None

@@ -55,11 +55,6 @@ class LookaheadLoader(LoaderWrapper):
         return self.next_batch
 
     @property
-    def started_batch(self) -> Any:
-        """The batch that training has begun with last, as it was handed out; None if nobody can tell."""
-        return self._resumable.queue.started_batch
-
-    @property
     def next_batch(self) -> Any:
         """The batch that training begins with next, as it was handed out, or :data:`ENDED`, or :data:`UNKNOWN`."""
         return self._resumable.queue.next_batch
@@ -86,7 +81,6 @@ class PrefetchQueue:
     def __init__(self) -> None:
         self.waiting: deque[PrefetchedBatch] = deque()
         self.ended = False
-        self.started_batch: Any = None
         self._started = self._lost_track = False
 
     @property
@@ -112,10 +106,9 @@ class PrefetchQueue:
 
     def start_batch(self) -> None:
         """Remove the first batch, because training on it begins."""
-        self._started, self.started_batch = True, None
+        self._started = True
         while not self._lost_track and self.waiting and self.waiting[0].handed_out:
-            self.started_batch = self.waiting.popleft().batch
-            if self.started_batch is not None:
+            if self.waiting.popleft().batch is not None:
                 return  # Lightning passes over batches that are None
 
     @property

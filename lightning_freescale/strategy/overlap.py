@@ -23,6 +23,7 @@ from lightning_freescale.embeddings.lookahead.probe import LookaheadMode, Probe
 from lightning_freescale.embeddings.optimizer import UpdateSettings
 from lightning_freescale.embeddings.overlap import OverlapEngine, OverlapReport, WeightGradientsLast, WindowGradients
 from lightning_freescale.profiling.recording.timeline import Timeline
+from lightning_freescale.strategy.choosable_settings import schedule_of
 from lightning_freescale.strategy.dry_run import dry_run_ids
 from lightning_freescale.strategy.early_copy import EarlyCopy
 from lightning_freescale.strategy.lookahead_loader import ENDED, UNKNOWN, LookaheadLoader
@@ -49,7 +50,6 @@ class OverlapController:
 
     Attributes:
         split_backward: the same; it may change between two steps.
-        divides: whether steps may have micro-batches, so that no collection can be left to TorchRec.
     """
 
     def __init__(
@@ -68,19 +68,20 @@ class OverlapController:
         self._window = None if strategy.ddp_options.get("find_unused_parameters") else WindowGradients()
         self._ids_of = ids_of
         self._ids_function = _ids_function(trainer, engine, ids_of)
-        self._told: dict[str, list[KeyedJaggedTensor]] = {}  # of the next batch
+        self._told: dict[str, list[KeyedJaggedTensor]] = {}  # of what comes next
+        self._told_of_parts: list[dict[str, list[KeyedJaggedTensor]]] = []  # of the current batch, but the first
         self._lookups: dict[str, int] = {}  # of a step, at most
         fallback = LookaheadMode.DRY_RUN if trial_runs else LookaheadMode.NONE
         self._probes = {path: Probe(fallback) for path in engine.modules}
         self._parts: tuple[Any, ...] = ()  # micro-batches of the current batch
-        self._parts_as_loaded: tuple[Any, ...] = ()
         self._part = 0
         self._following: Any = UNKNOWN  # the batch after the current one
         self._batch: Any = None  # the micro-batch that computes
         # a trial run prepares the next batch itself
         self._early_copy = None if trial_runs else EarlyCopy.for_trainer(trainer)
         self._batch_idx = 0
-        self._updates = self._warned = self._asked = self.divides = False
+        self._updates = self._warned = self._asked = False
+        self._divided: bool | None = None  # whether steps may have micro-batches; until the first batch nobody knows
         self._noticed: set[str] = set()
         self._agreed_modes: dict[str, int] = {}
         self._logged: dict[str, float] | None = None
@@ -88,11 +89,17 @@ class OverlapController:
             collection.observe(timeline)
         _tell_plain(engine.plain)
 
+    def take_loaded(self, batch: MicroBatches) -> None:
+        """Ask for the ids of all micro-batches but the first, as they come out of the loader: hooks get them next."""
+        self._told_of_parts = [self._tell(part) for part in batch.batches[1:]]
+
     def start_batch(self, loader: Any, batch: Any, batch_idx: int) -> None:
         """Note that training on ``batch`` of ``loader`` begins, the ``batch_idx``-th of its epoch."""
-        self.divides |= isinstance(batch, MicroBatches)
+        if self._divided is None:
+            self._divided = self._may_be_divided(loader)
+        self._divided |= isinstance(batch, MicroBatches)
         self._leave_long_bags()
-        self._parts = self._parts_as_loaded = _parts(batch)
+        self._parts = _parts(batch)
         self._following = UNKNOWN
         self._batch_idx = batch_idx
         self._start_part(0)
@@ -101,9 +108,6 @@ class OverlapController:
                 probe.give_up("training_step takes the loader's iterator, so that nobody knows the next batch: take the batch")
         if isinstance(loader, LookaheadLoader):
             self._following = loader.start_batch()
-            loaded = _parts(loader.started_batch)
-            if len(loaded) == len(self._parts):  # else the loader has lost track
-                self._parts_as_loaded = loaded
         elif not self._warned:
             self._warned = True
             rank_zero_warn(f"{_why_not_ahead(loader)}: the embedding exchange is not overlapped with compute")
@@ -180,11 +184,17 @@ class OverlapController:
 
     def report(self) -> OverlapReport | None:
         """Return the means over all ranks and steps so far. Collective; drain first."""
-        return OverlapReport.from_totals(self.engine.mean_statistics()) if self.engine.modules else None
+        return OverlapReport.from_totals(self.engine.mean_statistics())
+
+    def _may_be_divided(self, loader: Any) -> bool:
+        # not by the first batch, which may be short. Nor by what "auto" has chosen in the run that wrote a checkpoint: the run
+        # that resumes does as that run did, which was still to choose
+        schedule = schedule_of(loader)
+        return schedule is not None and max(schedule.candidates) > 1 and not self.engine.plain
 
     def _leave_long_bags(self) -> None:
         """Leave collections to TorchRec that it moves fewer bytes for, unless gradients are accumulated, which it cannot."""
-        left = {} if self.divides or accumulated_by(self.trainer) else self.engine.leave_long_bags()
+        left = {} if self._divided or accumulated_by(self.trainer) else self.engine.leave_long_bags()
         if not left:
             return
         strategy: Any = self.trainer.strategy
@@ -200,14 +210,13 @@ class OverlapController:
 
     def _known_ids(self) -> dict[str, list[KeyedJaggedTensor]] | None:
         """Return the ids that the user tells of the next micro-batch or that stand in it; None if there is none."""
-        if self._next_as_loaded is ENDED:
+        if self._next is ENDED:
             return None
-        if self._next_as_loaded is UNKNOWN or self._asked:
+        if self._next is UNKNOWN or self._asked:
             return {}
         self._asked = True  # once per batch, also where a closure runs training_step again
         function = self._ids_function
-        if function is not None and any(self._probes[path].mode == LookaheadMode.PROBE for path in self.engine.modules):
-            self._told = function(self._next_as_loaded)
+        self._told = self._told_of_parts[self._part] if self._stays_in_step else self._tell(self._next)
         batch = self._next_on_device()
         found = {}
         for path, probe in self._probes.items():
@@ -220,12 +229,18 @@ class OverlapController:
                 found[path] = [features.to(device, non_blocking=True) for features in ids]
         return found
 
+    def _tell(self, loaded: Any) -> dict[str, list[KeyedJaggedTensor]]:
+        """Return the ids that the user tells of a batch that is to come, as it comes out of the loader."""
+        probing = any(self._probes[path].mode == LookaheadMode.PROBE for path in self.engine.modules)
+        return {} if self._ids_function is None or not probing else self._ids_function(loaded)
+
     @property
-    def _next_as_loaded(self) -> Any:
-        """The micro-batch after the one that computes, or ENDED, or UNKNOWN."""
-        if self._stays_in_step:
-            return self._parts_as_loaded[self._part + 1]
-        return _parts(self._following)[0]
+    def _next(self) -> Any:
+        """The micro-batch after the one that computes, or ENDED, or UNKNOWN: as the step gets it if it is of the same step.
+
+        The next step's is as it comes out of the loader: the hooks that prepare it have not run.
+        """
+        return self._parts[self._part + 1] if self._stays_in_step else _parts(self._following)[0]
 
     @property
     def _stays_in_step(self) -> bool:
@@ -234,7 +249,7 @@ class OverlapController:
 
     def _next_on_device(self) -> Any:
         if self._stays_in_step:
-            return self._parts[self._part + 1]
+            return self._next
         return _parts(self._following if self._early_copy is None else self._early_copy.start(self._following))[0]
 
     def _may_learn(self, path: str) -> bool:
@@ -245,7 +260,7 @@ class OverlapController:
         """Return the ids of the collections that all ranks have agreed to learn from a trial run."""
         agreed = [path for path, mode in self._agreed_modes.items() if mode == LookaheadMode.DRY_RUN]
         wanted = {path: self._lookups.get(path, 1) for path in agreed}
-        upcoming = self._next_as_loaded
+        upcoming = self._next
         if not wanted or upcoming is ENDED or upcoming is UNKNOWN:
             return {}
         trainer, steps = self.trainer, int(not self._stays_in_step)
@@ -258,7 +273,7 @@ class OverlapController:
                 (upcoming, *later),
                 trainer.strategy.root_device,
                 wanted,
-                partial(prepared_batch, trainer),
+                None if self._stays_in_step else partial(prepared_batch, trainer),
                 beside={
                     "trainer.optimizers": trainer.optimizers,
                     "trainer.lr_scheduler_configs": trainer.lr_scheduler_configs,

@@ -185,6 +185,16 @@ def refuse_placement(placement: str) -> None:
         raise ValueError(f"FreeScaleStrategy(placement={placement!r}): pass 'hash' or 'blocks'")
 
 
+def refuse_exchange(exchange: str, overlap: bool, dedup: bool) -> None:
+    """Refuse an ``exchange`` that there is not, or that would not be what another option asks for, by a ValueError."""
+    if exchange not in ("flat", "two_level"):
+        raise ValueError(f"FreeScaleStrategy(exchange={exchange!r}): pass 'flat' or 'two_level'")
+    if exchange == "two_level" and not (overlap and dedup):
+        other = "overlap=False" if not overlap else "dedup=False"
+        why = "its rows are TorchRec's to exchange" if not overlap else "sums within a node first are not bitwise TorchRec's"
+        raise ValueError(f"FreeScaleStrategy(exchange='two_level', {other}): {why}. Leave one of the two out")
+
+
 def refuse_sampler(sampler: Any, world_size: int) -> None:
     """Refuse a sampler that plans for another number of ranks, by a ValueError."""
     if isinstance(sampler, BalancedSampler) and sampler.num_replicas != world_size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -51,14 +52,16 @@ def _accumulate(
     ranks: int = 2,
     window: int = 3,
     stop: bool = False,
+    nodes: int = 1,
     **options: Any,
 ) -> tuple[list[float], dict[str, Any], Any]:
     """Losses, weights and optimizer states of a run with windows of some batches; 8 batches an epoch."""
     torch.manual_seed(0 if resume is None else 7)
-    module, data = make("adagrad"), Samples(64)
+    module, data = make("adagrad"), Samples(64 * nodes)
     loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate)
     strategy, save = FreeScaleStrategy(**options), SaveAfterBatches(path, after)
-    fit = trainer(strategy=strategy, devices=ranks, max_epochs=2, accumulate_grad_batches=window, callbacks=[save])
+    ways = {"devices": ranks, "num_nodes": nodes, "accumulate_grad_batches": window}
+    fit = trainer(strategy=strategy, max_epochs=2, callbacks=[save], **ways)
     fit.fit(module, loader, ckpt_path=None if resume is None else f"{path}{resume}")
     if stop:
         fit.save_checkpoint(f"{path}_stopped")
@@ -79,6 +82,23 @@ def test_resume_inside_a_window_is_bitwise(tmp_path: Path) -> None:
             assert losses == whole[0][after:]
     for mine in ranks[0][1:]:
         assert_same(mine[1:], ranks[0][0][1:])
+
+
+def _resume_on_two_nodes(path: str) -> tuple[Any, Any, Any]:
+    rank = int(os.environ["RANK"])
+    os.environ.update(LOCAL_RANK=str(rank % 2), GROUP_RANK=str(rank // 2), LOCAL_WORLD_SIZE="2")
+    whole = _accumulate(path, (5,), nodes=2, exchange="two_level")
+    torch.distributed.barrier()
+    resumed = (_accumulate(path, resume=5, nodes=2, exchange=exchange) for exchange in ("two_level", "flat"))
+    return whole, *resumed
+
+
+@pytest.mark.slow
+def test_resume_in_two_levels(tmp_path: Path) -> None:
+    """Also in the other exchange: what an owner keeps is the same. DDP adds 4 ranks up in another order after a resume."""
+    for whole, *resumed in run_distributed(_resume_on_two_nodes, 4, str(tmp_path / "batch")):
+        for losses, *_ in resumed:
+            assert losses == pytest.approx(whole[0][5:], rel=1e-6)
 
 
 class UsesAtFirst(Seen):

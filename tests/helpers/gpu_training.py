@@ -80,6 +80,7 @@ def train(
     told: NextIdsOf = lambda step, following: known(following),
     watches: Sequence[Callable[[], AbstractContextManager[Any]]] = (),
     accesses: Accesses | None = None,
+    **options: Any,
 ) -> tuple[Run, dict[str, int]]:
     """Train; with the run goes how often the host would have waited for the GPU, by thread.
 
@@ -92,6 +93,7 @@ def train(
         told: which ids the engine is told of the next batch.
         watches: modes that watch, too, on the training thread and the engine's.
         accesses: of the streams.
+        **options: others of :class:`OverlapEngine`.
     """
     with sharded(optimizer) as (model, ddp, tables, dense):
         gpu, accesses = PretendedGPU(), accesses or Accesses()
@@ -110,7 +112,7 @@ def train(
         inside: Modes = modes if on_gpu or watches else nullcontext
         with gpu.active() if on_gpu else nullcontext():  # what is made now is kept for good
             batches = [{name: each.to(GPU) for name, each in batch.items()} for batch in data] if on_gpu else data
-            engine = OverlapEngine(tables, dedup=dedup, hold_gradients=holds, transport="native")
+            engine = OverlapEngine(tables, dedup=dedup, hold_gradients=holds, transport="native", **options)
             for kernel in _kernels_of(engine) if on_gpu else ():
                 kernel.module = KernelOnGPU(kernel.module, gpu, accesses)
         losses = []

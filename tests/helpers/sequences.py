@@ -152,10 +152,11 @@ def train_overlapped(
     rate: Rate | None = None,
     plan: Any = None,
     between: Between | None = None,
+    **options: Any,
 ) -> Run:
     """The engine; ``submit`` says which ids it is given of the next batch, before and after the forward."""
     with sharded(optimizer, plan) as (model, ddp, tables, dense):
-        engine = OverlapEngine(tables, dedup=dedup)
+        engine = OverlapEngine(tables, dedup=dedup, **options)
         losses = []
         for step, batch in enumerate(data):
             following = data[step + 1] if step + 1 < len(data) else None
@@ -181,6 +182,29 @@ def train_overlapped(
 def known(following: Batch | None) -> NextIds | None:
     """All ids of a batch; None at the end."""
     return None if following is None else {"items": following["ids"], "tags": following["tags"]}
+
+
+def _others(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """As many ids, but other ones."""
+    return KeyedJaggedTensor(features.keys(), (features.values() + 1) % 3, lengths=features.lengths())
+
+
+def ids_by_turns(step: int, following: Batch | None) -> tuple[NextIds | None, NextIds]:
+    """By turns and by rank: early, late, wrong, empty, half, nothing."""
+    told = known(following)
+    if told is None:
+        return None, {}
+    items, tags = {"items": told["items"]}, {"tags": told["tags"]}
+    wrong = {"items": _others(told["items"])}
+    ways: list[tuple[NextIds | None, NextIds]] = [
+        (told, {}),
+        ({}, told),
+        (wrong, tags),
+        ({}, {}),
+        (items, tags),
+        (tags, wrong),
+    ]
+    return ways[(step * (1 + dist.get_rank())) % len(ways)]
 
 
 def settings_at(rate: Rate | None, tables: ShardedTables, step: int) -> dict[str, UpdateSettings]:

@@ -11,7 +11,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from random_cases import Case, Outcome, defects, divided, random_case, run_case
+from random_cases import Case, Outcome, defects, divided, on_two_nodes, random_case, run_case
 
 from lightning_freescale.comm import FreeScaleGroup
 from lightning_freescale.embeddings.overlap import id_exchange
@@ -30,6 +30,15 @@ def test_a_random_case_is_that_of_ddp(seed: int) -> None:
 def test_a_random_case_in_micro_batches_is_that_of_ddp(seed: int) -> None:
     case = divided(random_case(seed))
     assert defects(run_distributed(run_case, case.ranks, case)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1030, 1038))
+def test_a_random_case_on_two_nodes_is_that_of_ddp(seed: int) -> None:
+    case = on_two_nodes(divided(random_case(seed)) if seed % 2 else random_case(seed))
+    ranks = run_distributed(run_case, case.ranks, case)
+    assert defects(ranks) == []
+    assert {outcomes["two_level"].error for outcomes in ranks} == {""}, "nothing was refused"
 
 
 SEVERAL_COLLECTIONS = (5001, 5021, 5057, 5092, 5113, 5149)

@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale._lightning.loops import leaves_transfer_alone
+from lightning_freescale.balance import MicroBatches
 from lightning_freescale.strategy.early_copy import EarlyCopy
 from lightning_freescale.testing import run_distributed
 from tests.helpers.jagged import copy_of
@@ -42,10 +43,14 @@ class Device:
         Tensor.to = to
 
 
-def _fit(early: bool) -> tuple[Run, list[int]]:
+def _fit(early: bool, parts: int) -> tuple[Run, list[int]]:
     torch.manual_seed(0)
-    module, loader, device = CountingModel(), my_loader(STEPS), None
-    sources = [batch["features"].values().data_ptr() for batch in loader.dataset.batches]
+    module, loader, device = CountingModel(), my_loader(parts * STEPS), None
+    batches = loader.dataset.batches
+    sources = [batch["features"].values().data_ptr() for batch in batches]
+    if parts > 1:
+        divided = [tuple(batches[first : first + parts]) for first in range(0, len(batches), parts)]
+        loader.dataset.batches = [MicroBatches(batch, (1 / parts,) * parts) for batch in divided]
     if early:
         install(Accesses())
         device = Device()
@@ -54,14 +59,15 @@ def _fit(early: bool) -> tuple[Run, list[int]]:
     return run, [] if device is None else [device.copied[source] for source in sources]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_batch_goes_to_the_device_once_and_gives_the_same_numbers(ranks: int) -> None:
-    expected, found = run_distributed(_fit, ranks, False), run_distributed(_fit, ranks, True)
+@pytest.mark.parametrize(("ranks", "parts"), [(1, 1), (2, 1), (1, 3)])
+def test_a_batch_goes_to_the_device_once_and_gives_the_same_numbers(ranks: int, parts: int) -> None:
+    expected, found = run_distributed(_fit, ranks, False, parts), run_distributed(_fit, ranks, True, parts)
     for (plain, _), (early, copied) in zip(expected, found):
         assert early.losses == plain.losses
         assert_same(early.weights, plain.weights, rtol=0, atol=0)
         assert early.statistics["mispredicted_lookups"] == 0 and early.statistics["predicted_lookups"] > 0
-        assert copied == [0] + [1] * (STEPS - 1), "Lightning copies the first, nobody any other again"
+        # Lightning copies the first, nobody any other again; of the first, the stand-in takes what moves its ids for a copy
+        assert copied[0] == 0 and copied[parts:] == [1] * parts * (STEPS - 1)
 
 
 def _watched(events_count: bool) -> tuple[set[str], set[str]]:

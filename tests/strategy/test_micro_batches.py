@@ -15,13 +15,14 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import IterableDataset
+from torchrec import KeyedJaggedTensor
 
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.balance import MicroBatches
 from lightning_freescale.data import BalanceOptions
-from lightning_freescale.testing import run_distributed
+from lightning_freescale.testing import RankFailed, run_distributed
 from tests.helpers.overlap_training import CountingModel, assert_same
-from tests.helpers.recommender import OPTIMIZERS, Samples, collate, trainer
+from tests.helpers.recommender import CATEGORIES, OPTIMIZERS, Samples, collate, trainer
 
 SIZE = 90
 
@@ -66,7 +67,8 @@ class Watching(Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         shown = {name: float(value) for name, value in trainer.callback_metrics.items() if not name.startswith("val")}
-        self.ended.append((trainer.global_step, batch_idx, float(outputs["loss"]), float(outputs["error"]), shown))
+        loss, error = (float(outputs.get(name, 0)) for name in ("loss", "error"))
+        self.ended.append((trainer.global_step, batch_idx, loss, error, shown))
 
     def on_before_zero_grad(self, *args: Any) -> None:
         self.calls["zero_grad"] += 1
@@ -95,6 +97,7 @@ def run(micro_batches: Any, strategy: Any, make: Any = Model, data_options: Any 
         "epoch": {name: float(value) for name, value in fitting.callback_metrics.items()},
         "seen": module.seen if isinstance(module, Model) else None,
         "statistics": module.statistics,
+        "overlap": getattr(fitting.strategy, "overlap_report", None),
     }
 
 
@@ -110,6 +113,8 @@ def assert_as_undivided(divided: dict[str, Any], whole: dict[str, Any], parts: i
     assert divided["epoch"] == pytest.approx(whole["epoch"], **close)
     assert divided["loops"] == whole["loops"]
     assert divided["schedule"] == whole["schedule"]
+    assert divided["overlap"].steps == whole["overlap"].steps == whole["ended"][-1][0], "optimizer steps"
+    assert divided["overlap"].tokens == pytest.approx(whole["overlap"].tokens)
     assert len({loss for _, _, loss, *_ in whole["ended"]}) > 3, "the loss must move, or equality means nothing"
     if saved:
         assert_same(divided["weights"], whole["weights"], rtol=1e-6, atol=1e-6)
@@ -189,14 +194,171 @@ class HooksAndIds(Model):
         return batch["features"]
 
 
-def _hooks() -> Any:
-    return run(3, FreeScaleStrategy(), HooksAndIds)["statistics"]
+class HooksInPlace(HooksAndIds):
+    """Changes the very batches that come out of the loader, on their way and when their step begins."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        moved = dict(batch)
+        batch.clear()
+        batch["moved"] = moved
+        return batch
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for part in batch.batches if isinstance(batch, MicroBatches) else [batch]:
+            part["label"] += 1  # of the tensor that the loader has made
+
+    def embedding_ids(self, batch: Any) -> Any:
+        assert "moved" not in batch and float(batch["label"].max()) < 1, "it is asked before hooks change the batch"
+        return super().embedding_ids(batch)
 
 
-def test_hooks_and_told_ids_see_micro_batches_one_by_one() -> None:
-    for counted in run_distributed(_hooks, 2):
+def _hooks(make: Any) -> Any:
+    made = []
+    found = run(3, FreeScaleStrategy(), lambda: made.append(make()) or made[0])
+    return found["statistics"], made[0].told, len(made[0].seen)
+
+
+@pytest.mark.parametrize("make", [HooksAndIds, HooksInPlace])
+def test_hooks_and_told_ids_see_micro_batches_one_by_one(make: Any) -> None:
+    for counted, told, parts in run_distributed(_hooks, 2, make):
         assert counted["unpredicted_lookups"] == 2, "the first of each epoch"
         assert counted["mispredicted_lookups"] == 0
+        assert told == parts - 2, "it is asked once for each other one"
+
+
+class ComputesIds(Model):
+    """Makes its ids in the step, of a batch that a hook changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shifts: list[int] = []
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        batch["shift"] = batch.get("shift", 0) + 1
+        return batch
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        self.shifts.append(batch["shift"])
+        given = batch["features"]
+        ids = (5 * given.values() + batch["shift"]) % CATEGORIES
+        computed = KeyedJaggedTensor(given.keys(), ids, lengths=given.lengths())
+        return super().training_step({**batch, "features": computed}, batch_idx)
+
+
+def _computes_ids() -> Any:
+    made = []
+    found = run(3, FreeScaleStrategy(lookahead="trial_run"), lambda: made.append(ComputesIds()) or made[0])
+    return found["statistics"], made[0].shifts
+
+
+def test_a_trial_run_gets_the_micro_batch_that_the_step_will_get() -> None:
+    for counted, shifts in run_distributed(_computes_ids, 2):
+        assert set(shifts) == {1}
+        assert counted["mispredicted_lookups"] == 0
+        assert counted["predicted_lookups"] > counted["unpredicted_lookups"]
+
+
+class Sums(CountingModel):
+    """The loss is a sum."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        predicted = self.net(batch["features"])
+        loss = 0.01 * nn.functional.mse_loss(predicted, batch["label"], reduction="sum")
+        error = (predicted - batch["label"]).abs().mean().detach()
+        self.log("loss", loss, on_step=True, on_epoch=True, reduce_fx="sum")
+        self.log("error", error, on_step=True, on_epoch=True)
+        return {"loss": loss, "error": error}
+
+
+def _summed() -> list[dict[str, Any]]:
+    options = {"loss_reduction": "sum", "balance": BalanceOptions(assignment_mode="free")}
+    return [run(parts, FreeScaleStrategy(), lambda: Sums("sgd"), data_options=options) for parts in (1, 3)]
+
+
+def test_a_loss_that_is_a_sum_and_means_beside_it() -> None:
+    for rank, (whole, divided) in enumerate(run_distributed(_summed, 2)):
+        for mine, other in zip(divided["ended"], whole["ended"], strict=True):
+            assert mine[2:4] == pytest.approx(other[2:4], rel=2e-5)
+            assert mine[4] == pytest.approx(other[4], rel=2e-5) and {"loss_step", "error_step"} <= mine[4].keys()
+        assert divided["epoch"] == pytest.approx(whole["epoch"], rel=2e-5)
+        if rank == 0:
+            assert_same(divided["weights"], whole["weights"], rtol=1e-6, atol=1e-6)
+
+
+class LearnsFromSome(CountingModel):
+    """The loss is the mean over the targets; every other sample has one."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        has_target = batch["index"] % 2 == 0
+        off = self.net(batch["features"])[has_target] - batch["label"][has_target]
+        self.log("loss", off.square().mean(), on_step=True)
+        return {"loss": off.square().mean(), "error": off.abs().mean().detach()}
+
+
+def _learns_from_some() -> list[dict[str, Any]]:
+    options = {"loss_reduction": "target_mean", "target_counts": torch.arange(SIZE) % 2 == 0, "drop_last": True}
+    make, fit = lambda: LearnsFromSome("sgd"), {"limit_train_batches": 4, "max_epochs": 1}
+    return [run(parts, FreeScaleStrategy(), make, data_options=options, **fit) for parts in (1, 8)]
+
+
+def test_no_part_is_without_a_target() -> None:
+    for rank, (whole, divided) in enumerate(run_distributed(_learns_from_some, 2)):
+        losses = [ended[2] for ended in divided["ended"]]
+        assert losses == pytest.approx([ended[2] for ended in whole["ended"]], rel=2e-5) and len(losses) == 4
+        assert divided["statistics"]["predicted_lookups"] > whole["statistics"]["predicted_lookups"], "it was cut"
+        if rank == 0:
+            assert_same(divided["weights"], whole["weights"], rtol=1e-6, atol=1e-6)
+
+
+class SkipsParts(Model):
+    """Returns no loss for some parts: the first, the last, one between, all of a step; or one of 0 instead."""
+
+    def __init__(self, zero: bool, ranks: tuple[int, ...] = (0,), steps: tuple[int, ...] = (1, 2, 3, 4)) -> None:
+        super().__init__("adagrad")
+        self.zero, self.ranks, self.steps = zero, ranks, steps
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        part = sum(seen[:2] == self.seen[-1][:2] for seen in self.seen) - 1
+        parts = {1: [0], 2: [2], 3: [1], 4: [0, 1, 2]}
+        skipped = batch_idx in self.steps and self.global_rank in self.ranks and part in parts[batch_idx]
+        if skipped and self.zero:
+            return {**output, "loss": 0 * output["loss"]}
+        return None if skipped else output
+
+
+def _skips(zero: bool) -> dict[str, Any]:
+    return run(3, FreeScaleStrategy(), lambda: SkipsParts(zero))
+
+
+def test_a_part_without_a_loss_counts_0_on_one_rank() -> None:
+    (skipped,), (zero,) = (run_distributed(_skips, 1, zero) for zero in (False, True))
+    assert skipped["seen"] == zero["seen"]
+    assert_same(skipped["weights"], zero["weights"], rtol=1e-6, atol=1e-7)
+    whole_steps = [ended for ended in zip(skipped["ended"], zero["ended"]) if ended[0][1] != 4]
+    assert [mine[2] for mine, _ in whole_steps] == pytest.approx([other[2] for _, other in whole_steps], rel=1e-6)
+
+
+def _skips_on_one_rank(parts: int, step: int) -> None:
+    run(parts, FreeScaleStrategy(), lambda: SkipsParts(False, (1,), (step,)))
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize(
+    ("parts", "step", "message"),
+    [
+        (3, 1, "training_step returned None for micro-batch 1 of 3, which on several ranks"),
+        (3, 2, "training_step returned None for micro-batch 3 of 3, which on several ranks"),
+        (1, 1, "RuntimeError: Skipping the `training_step`"),
+    ],
+)
+def test_a_part_without_a_loss_is_refused_on_several_ranks(parts: int, step: int, message: str) -> None:
+    with pytest.raises(RankFailed) as failure:
+        run_distributed(_skips_on_one_rank, 2, parts, step, timeout=60)
+    text = str(failure.value)
+    assert message in text.partition("rank 1: ")[2]
+    assert parts == 1 or "use FreeScaleDataModule(micro_batches=1)" in text
+    assert text.startswith("rank 0: ") and "did not finish" not in text, "the other rank ends as well"
 
 
 def _resumed(folder: str) -> list[Any]:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_freescale.balance.assign import Assignment, assignment_bound, contiguous_split, imbalance
+from lightning_freescale.balance.micro_batches import most_parts
 from lightning_freescale.balance.pool import LocalPool
 from lightning_freescale.data.streaming.reader import StreamReader
 from lightning_freescale.data.streaming.stream_group import StreamGroup, StreamStep
@@ -127,6 +128,7 @@ class AssignedSteps:
             counts=np.bincount(rank_of_sample, minlength=size).tolist(),
             costs=_sum_per_rank(rank_of_sample, batch[_COST], size),
             weights=_sum_per_rank(rank_of_sample, batch[_WEIGHT], size),
+            most_parts=[most_parts(batch[_WEIGHT, rank_of_sample == rank]) for rank in range(size)],
             unbalanced_costs=_sum_per_rank(contiguous_split(batch.shape[1], size), batch[_COST], size),
             read=self._read,
             state=self._state_dict(),
@@ -153,8 +155,9 @@ def _sum_per_rank(rank_of_sample: NDArray[np.int64], values: NDArray[np.float64]
 
 
 # columns of the table that the ranks share in each step
-POOLED_ROW_WIDTH = 8
-_BATCH_COST, _BATCH_COUNT, _BATCH_WEIGHT, _UNBALANCED_COST, _READ_COST, _READ_COUNT, _LEFT, _ENDED = range(POOLED_ROW_WIDTH)
+POOLED_ROW_WIDTH = 9
+_BATCH_COST, _BATCH_COUNT, _BATCH_WEIGHT, _UNBALANCED_COST = range(4)
+_READ_COST, _READ_COUNT, _LEFT, _ENDED, _MOST_PARTS = range(4, POOLED_ROW_WIDTH)
 
 
 @dataclass(eq=False)
@@ -190,13 +193,13 @@ class PooledSteps:
             samples = self.reader.pop_samples(numbers)
             unbalanced_cost = self._costs_as_read.pop(0) if self._costs_as_read else 0.0
             self._step += 1
-            table = self._share_step(sum(costs), len(samples), sum(weights), unbalanced_cost)
+            table = self._share_step([sum(costs), len(samples), sum(weights), unbalanced_cost], most_parts(np.array(weights)))
             yield samples, self._describe_step(table)
         self._warn_of_untrained(table)
 
     def _first_table(self) -> NDArray[np.float64]:
         if self.state is None:
-            table = self._share_step(0.0, 0, 0.0, 0.0)
+            table = self._share_step([0.0, 0, 0.0, 0.0], 0)
             empty = np.flatnonzero(table[:, _LEFT] < (self.pool.batch_size if self.drop_last else 1))
             if empty.size:
                 raise ValueError(
@@ -209,7 +212,7 @@ class PooledSteps:
         self._costs_as_read, self._step = list(self.state["as_read"]), self.state["step"]
         return np.array(self.state["table"])
 
-    def _share_step(self, *batch: float) -> NDArray[np.float64]:
+    def _share_step(self, batch: list[float], parts: int) -> NDArray[np.float64]:
         """Fill the pool again; return the table of every rank's batch, what it has read, and what it has left."""
         numbers = self.reader.read_samples(self.pool.room)
         costs = self.reader.costs(numbers)
@@ -219,7 +222,7 @@ class PooledSteps:
             self._costs_as_read += [0.0] * (index + 1 - len(self._costs_as_read))
             self._costs_as_read[index] += cost
         ended = float(self.pool.room > 0)
-        return self.group.gather_rows([*batch, self.reader.cost, self.reader.read, len(self.pool), ended])
+        return self.group.gather_rows([*batch, self.reader.cost, self.reader.read, len(self.pool), ended, parts])
 
     def _next_count(self, table: NDArray[np.float64]) -> int:
         """Return the samples of this rank's next batch; 0 when a rank has none for it."""
@@ -243,6 +246,7 @@ class PooledSteps:
             counts=table[:, _BATCH_COUNT].astype(int).tolist(),
             costs=table[:, _BATCH_COST],
             weights=table[:, _BATCH_WEIGHT],
+            most_parts=table[:, _MOST_PARTS].astype(int).tolist(),
             unbalanced_costs=table[:, _UNBALANCED_COST],
             read=table[:, [_READ_COST, _READ_COUNT]],
             state={**state, "as_read": list(self._costs_as_read), "table": table.tolist()},

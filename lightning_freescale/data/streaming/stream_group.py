@@ -36,6 +36,7 @@ class StreamStep:
         counts: samples per rank.
         costs: cost per rank, shape ``[ranks]``.
         weights: weight per rank in the mean loss, shape ``[ranks]``.
+        most_parts: into how many micro-batches each rank's samples can be cut.
         unbalanced_costs: what each rank's batch would have cost as read, shape ``[ranks]``.
         read: cost and number of all samples that each rank has read in the epoch so far, shape ``[ranks, 2]``.
         state: where the rank's stream goes on after the step.
@@ -47,6 +48,7 @@ class StreamStep:
     counts: list[int]
     costs: NDArray[np.float64]
     weights: NDArray[np.float64]
+    most_parts: list[int]
     unbalanced_costs: NDArray[np.float64]
     read: NDArray[np.float64]
     state: dict[str, Any]

@@ -54,7 +54,8 @@ class BalancedStreamLoader:
         drop_last: leave out the samples of an incomplete last step.
         prefetch_batches: batches made ahead of the running step, at least 1.
         assign_fn: for ``"global"``: gives an assignment from the costs of a global batch and the number of ranks.
-        micro_batches: how many each step has; one if not given. A step has fewer where a rank has fewer samples.
+        micro_batches: how many each step has; one if not given. A step has fewer where a rank has fewer samples that weigh
+            something.
 
     Raises:
         ValueError: an argument does not fit; names it, its value and the fix.
@@ -218,7 +219,7 @@ class BalancedStreamLoader:
             reader.stop_workers()
 
     def _in_micro_batches(self, samples: list[Any], step: StreamStep) -> list[Any] | MicroBatches:
-        parts = 1 if self.micro_batches is None else min(self.micro_batches.count(self.epoch, step.step), *step.counts)
+        parts = 1 if self.micro_batches is None else min(self.micro_batches.count(self.epoch, step.step), *step.most_parts)
         if parts == 1:
             return samples
         costs = np.array([self.cost_fn(sample) for sample in samples], dtype=np.float64)

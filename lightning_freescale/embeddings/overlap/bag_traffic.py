@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,21 +72,32 @@ class BagTraffic:
 
     def torchrec_bytes(self, batch: PipelinedBatch) -> int:
         """Return what TorchRec would move for this rank's lookups of a batch."""
-        request, rank = batch.request, self._transport.rank
+        request, place = batch.request, self._layout.places[self._transport.rank]
         # an id of 64 bits; a bag's length, its pooled row and back the gradient
-        return 8 * (sum(request.ids) - request.ids[rank]) + (4 + 2 * 4 * self._transport.dim) * batch.pooled_rows
+        return 8 * (sum(request.ids) - request.ids[place]) + (4 + 2 * 4 * self._transport.dim) * batch.pooled_rows
 
     def count(self, batch: PipelinedBatch) -> None:
-        """Count a batch that a rank has a gradient of; after the last deciding one, add up what all ranks have. Collective."""
+        """Count a step that a rank has a gradient of; after the last deciding one, add up what all ranks have. Collective."""
         if self.total is not None:
             return
-        request, rank = batch.request, self._transport.rank
-        rows = (4 + 2 * 4 * self._transport.dim) * (sum(request.sizes) - request.sizes[rank])
+        request, place = batch.request, self._layout.places[self._transport.rank]
+        rows = (4 + 2 * 4 * self._transport.dim) * (sum(request.owned) - request.owned[place])
         self._mine += BagBytes(rows, self.torchrec_bytes(batch), int(batch.lookups != 1))
         self._steps += 1
         if self._steps == DECIDING_STEPS:
             mine = np.array([batch.pattern, *astuple(self._mine)], np.int64).view(np.int32)
             told = self._transport.exchange_numbers(np.tile(mine, (self._transport.ranks, 1)))
             patterns, *counts = np.array(told, np.int32).view(np.int64).T
-            self.decided_in = batch.number
+            self.decided_in = batch.number  # before the total: the training thread reads them in the other order
             self.total = BagBytes(*(int(count.sum()) for count in counts)) + BagBytes(0, 0, len(set(patterns)) - 1)
+
+    def counted(self) -> dict[str, Any]:
+        """Return what :meth:`restore` takes, while nothing is under way."""
+        total = None if self.total is None else astuple(self.total)
+        return {"steps": self._steps, "mine": astuple(self._mine), "total": total}
+
+    def restore(self, counted: Mapping[str, Any], decided_in: int) -> None:
+        """Go on counting, before the first step; ``decided_in`` is the attribute of that name."""
+        total = counted["total"]
+        self._steps, self._mine, self.decided_in = counted["steps"], BagBytes(*counted["mine"]), decided_in
+        self.total = None if total is None else BagBytes(*total)

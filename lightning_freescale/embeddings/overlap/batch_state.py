@@ -44,11 +44,42 @@ class FurtherLookup:
 
 
 @dataclass(frozen=True)
+class ForwardedRows:
+    """The same rows where this rank is a proxy.
+
+    Attributes:
+        asked: of those that it is asked for by its node.
+        request_rows: of those that it requests itself.
+        request: the whole of these.
+    """
+
+    asked: RowSubset
+    request_rows: RowSubset
+    request: RowRequest
+
+
+@dataclass(frozen=True)
 class SomeRows:
-    """Some rows of a batch: of those that this rank requests, and of those requested from it as an owner."""
+    """Some rows of a batch: of those that this rank requests, and of those requested from it as an owner, or as a proxy."""
 
     requested: RowSubset
     incoming: RowSubset
+    forwarded: ForwardedRows | None = None
+
+
+@dataclass(frozen=True)
+class PassingRows:
+    """Rows that this rank, as a proxy, has for its node until the last of them have come.
+
+    Attributes:
+        rows: the slots that they came in, shape ``[places, dim]``.
+        places: where in ``rows`` each row is that the node's ranks have asked for.
+        late_places: where in ``rows`` those belong that come after the backward of the batch before.
+    """
+
+    rows: Tensor
+    places: Tensor
+    late_places: Tensor
 
 
 @dataclass
@@ -62,8 +93,10 @@ class PipelinedBatch:
         rows: the slots that the rows came in, shape ``[places, dim]``.
         places: where in ``rows`` the row of each id is, shape ``[ids]``.
         late_places: where in ``rows`` those belong that come after the backward of the batch before.
+        passing: its rows that this rank has as a proxy; None without proxies, or once all have come.
         settings: what its update is computed with, by the tables' places in the layout.
         updates: whether an optimizer step follows it; else its gradients are kept for the next one.
+        whole_step: whether it is all of an optimizer step, and no micro-batch.
         held: whether its gradients, with those kept before, are held by the owners until they are clipped.
         compared: whether its rows were compared with those of the batch after it.
         any_submitted: whether any rank has submitted its ids ahead.
@@ -91,8 +124,10 @@ class PipelinedBatch:
     rows: Tensor
     places: Tensor
     late_places: Tensor | None = None
+    passing: PassingRows | None = None
     settings: Sequence[UpdateSettings] = ()
     updates: bool = True
+    whole_step: bool = False
     held: bool = False
     compared: bool = True
     any_submitted: bool = False

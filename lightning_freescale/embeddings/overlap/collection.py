@@ -20,6 +20,7 @@ from lightning_freescale.embeddings.overlap.batch_state import FurtherLookup
 from lightning_freescale.embeddings.overlap.exchange_worker import ExchangeWorker
 from lightning_freescale.embeddings.overlap.launch_order import LaunchOrder
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
+from lightning_freescale.embeddings.overlap.nodes import Nodes, ProxyGroups
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
 from lightning_freescale.embeddings.overlap.row_exchange import RowExchange
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout
@@ -59,6 +60,8 @@ class OverlappedCollection:
         dedup: request each row once per rank and batch.
         hold_gradients: keep the gradients of a step until :meth:`apply_gradients`, so that they can be clipped.
         order: in which it takes turns with other collections; None: it need not.
+        nodes: which ranks share a node; None if nobody knows.
+        proxies: groups of the way through the node's proxies, for this collection alone; None for the way to the owners.
 
     Attributes:
         group: process group of this collection alone.
@@ -77,13 +80,18 @@ class OverlappedCollection:
         dedup: bool,
         hold_gradients: bool = False,
         order: LaunchOrder | None = None,
+        nodes: Nodes | None = None,
+        proxies: ProxyGroups | None = None,
     ) -> None:
         self.path, self.group = collection.path, group
+        self._groups = [group] if proxies is None else [group, proxies.near, proxies.far]
         self.others: list[OverlappedCollection] = []
         self.statistics = ExchangeStatistics()
         # a thread and a group per collection: all that happens to its rows happens there
-        self._worker = ExchangeWorker(collection.path, local.layout.device, self.statistics, order)
-        self._exchange = RowExchange(collection.path, local, group, dedup, self.statistics, order, collection.pooled)
+        hops = [] if proxies is None else [proxies.near, proxies.far]
+        self._worker = ExchangeWorker(collection.path, local.layout.device, self.statistics, order, hops)
+        exchanged = (self.statistics, order, collection.pooled, nodes, proxies)
+        self._exchange = RowExchange(collection.path, local, group, dedup, *exchanged)
         self.jobs = StepJobs(self._exchange, self._worker)
         self._local = local
         self._optimizers = optimizers
@@ -99,7 +107,9 @@ class OverlappedCollection:
 
     def observe(self, observer: ExchangeObserver) -> None:
         """Tell ``observer`` of every exchange, and when training waits for rows."""
-        self._worker.observer = self._exchange.transport.observer = observer
+        self._worker.observer = observer
+        for transport in self._exchange.transports:
+            transport.observer = observer
 
     # -- a step
 
@@ -118,7 +128,6 @@ class OverlappedCollection:
             self._worker.submit(self._exchange.discard_accumulated, jobs.current, jobs.unsent)
         jobs.current.updates, jobs.current.settings = updates, settings
         jobs.current.held = updates and self._hold_gradients
-        self.statistics.count(steps=1)
         return jobs.current.mode
 
     def note(self, features: KeyedJaggedTensor) -> NotedLookup:
@@ -208,7 +217,19 @@ class OverlappedCollection:
             return None
         if traffic.total is None and self.jobs.prefetched is not None:
             self._worker.wait(self.jobs.prefetched)  # it comes behind that step's jobs; those of the last may not be done
-        return traffic.total if traffic.decided_in < self.jobs.current.number else None
+        total = traffic.total  # once: the worker may find it now, but then in the last step
+        return total if total is not None and traffic.decided_in < self.jobs.current.number else None
+
+    def counted_bags(self) -> dict[str, Any]:
+        """Return what :meth:`restore_counted_bags` takes, of bags only. Drain first."""
+        traffic = self._exchange.bag_traffic
+        assert traffic is not None
+        return {**traffic.counted(), "age": self.jobs.current.number - traffic.decided_in}
+
+    def restore_counted_bags(self, counted: Mapping[str, Any]) -> None:
+        """Go on deciding what :meth:`bag_bytes` tells, before the first step."""
+        if (traffic := self._exchange.bag_traffic) is not None:
+            traffic.restore(counted, self.jobs.current.number - counted["age"])
 
     @property
     def error(self) -> Exception | None:
@@ -227,10 +248,12 @@ class OverlappedCollection:
         """
         if farewell and self.error is None and self.jobs.unsent is None and not self.jobs.open:
             self._worker.submit(self._exchange.transport.say_farewell)
-        if self._worker.stop(timeout=1.0 + FAREWELL.total_seconds()):
-            dist.destroy_process_group(self.group)
-        else:  # its exchange waits for a rank that may be gone
-            self.group.abort()
+        stopped = self._worker.stop(timeout=1.0 + FAREWELL.total_seconds())
+        for group in self._groups:
+            if stopped:
+                dist.destroy_process_group(group)
+            else:  # its exchange waits for a rank that may be gone
+                group.abort()
 
     # -- a lookup
 

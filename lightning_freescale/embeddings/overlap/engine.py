@@ -25,6 +25,7 @@ from lightning_freescale.embeddings.overlap.collection import OverlappedCollecti
 from lightning_freescale.embeddings.overlap.launch_order import LaunchOrder, refuse_one_queue
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.module_forward import ModuleForward
+from lightning_freescale.embeddings.overlap.nodes import Nodes, ProxyGroups
 from lightning_freescale.embeddings.overlap.pooling import tables_by_width
 from lightning_freescale.embeddings.overlap.report import COUNTS
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout
@@ -56,6 +57,13 @@ class OverlapEngine:
         clip_value: limit of every element of a row's gradient, summed over ranks and batches; None for none.
         hold_gradients: update no row before :meth:`apply_gradients`, so that gradients can be clipped by their norm. Costs
             overlap: no gradient travels under the next forward. Clipping leaves tables alone that no parameter group holds.
+        exchange: ``"flat"``: every rank asks the owners. ``"two_level"``: what several ranks of a node need crosses the network
+            once, and back its gradient, by proxies in the node. Pays with several nodes of several ranks each, where the
+            network between nodes is slower than what connects the ranks of one; needs ``dedup`` and ``ranks_per_node``.
+        ranks_per_node: ranks of every node, one node's after the other's; tells the report which bytes cross between nodes.
+
+    Raises:
+        ValueError: ``exchange`` and ``ranks_per_node`` do not fit each other, ``dedup`` or the number of ranks.
 
     Attributes:
         tables: the sharded tables.
@@ -64,7 +72,7 @@ class OverlapEngine:
         collections: their tables, those of one width together: by path, or, if there are several, ``"path (dim 8)"``.
         plain: why each of the others is left to plain TorchRec, by path.
         bag_decisions: what :meth:`leave_long_bags` has decided, by path: why TorchRec has the collection, or nothing where it
-            stays. What a checkpoint's run had decided may be put there before the first step.
+            stays.
     """
 
     def __init__(
@@ -75,8 +83,12 @@ class OverlapEngine:
         transport: str = "auto",
         clip_value: float | None = None,
         hold_gradients: bool = False,
+        exchange: str = "flat",
+        ranks_per_node: int | None = None,
     ) -> None:
         self.tables, self._steps = tables, 0
+        self._nodes = None if ranks_per_node is None else Nodes(tables.group.size(), ranks_per_node)
+        self._two_level = _is_two_level(exchange, self._nodes, dedup)
         self.clip_value, self._hold_gradients = clip_value, hold_gradients
         self._dedup, self._timeout, self._transport = dedup, timeout, transport
         self.bag_decisions: dict[str, str] = {}
@@ -86,6 +98,7 @@ class OverlapEngine:
         self._table_keys: dict[str, list[str]] = {}
         self._idle_of_left: dict[str, int] = {}
         self._pattern = 0
+        self._in_window, self._steps_counted = False, 0
         self._totals_of_left: list[dict[str, float]] = []
         layouts = [(collection, module, self._layouts(collection, module)) for collection, module in tables.modules]
         several = sum(len(parts) for *_, parts in layouts) > 1
@@ -108,14 +121,35 @@ class OverlapEngine:
         lane = LaneOptions(self._transport, name=collection.path, nccl_ctas=_NCCL_CTAS, lazy_gloo=True)
         group = dist.new_group(backend=BACKEND, timeout=self._timeout, pg_options=lane)
         group.connect()  # now, not in a step
+        proxies = self._proxy_groups(collection.path, order) if self._two_level else None
         if group.waits_on_device and group.size() > 1:
             refuse_one_queue()
         optimizers = [self.tables.optimizers[table.key] for table in collection.tables]
         turns = order if group.moves_by_nccl and group.size() > 1 else None
-        overlapped = OverlappedCollection(collection, local, group, optimizers, self._dedup, self._hold_gradients, turns)
+        options = (self._dedup, self._hold_gradients, turns, self._nodes, proxies)
+        overlapped = OverlappedCollection(collection, local, group, optimizers, *options)
         self.collections[collection.path] = overlapped
         self._table_keys[collection.path] = [table.key for table in collection.tables]
         return overlapped
+
+    def _proxy_groups(self, path: str, order: LaunchOrder | None) -> ProxyGroups:
+        """Make the groups of all nodes, on every rank in the same order, and connect this rank's. Collective."""
+        assert self._nodes is not None
+        mine = []
+        for kind, sets in (("near", self._nodes.near), ("far", self._nodes.far)):
+            for ranks in sets:
+                lane = LaneOptions(self._transport, name=f"{path} ({kind})", nccl_ctas=_NCCL_CTAS, lazy_gloo=True)
+                group = dist.new_group(ranks, backend=BACKEND, timeout=self._timeout, pg_options=lane)
+                if dist.get_rank() in ranks:
+                    mine.append(group)
+        for group in mine:
+            group.connect()
+            if group.moves_by_nccl and order is not None:
+                raise ValueError(
+                    f"exchange='two_level' with several embedding collections, {path!r} among them, whose rows NCCL moves: its "
+                    "exchanges cannot take turns among some of the ranks. Use exchange='flat', or transport='host'"
+                )
+        return ProxyGroups(*mine)
 
     def _layouts(self, collection: Collection, module: Any) -> list[tuple[Collection, RowLayout]]:
         """Return the parts of a collection that are overlapped, each of tables of one width; none if TorchRec has it."""
@@ -131,7 +165,8 @@ class OverlapEngine:
         ranks, device = self.tables.group.size(), self.tables.device
         try:
             record = module.freescale_sharding
-            return [(each, RowLayout.from_plan(each, record.plan, record.orders, ranks, device)) for each in parts]
+            nodes = self._nodes.count if self._two_level and self._nodes is not None else 1
+            return [(each, RowLayout.from_plan(each, record.plan, record.orders, ranks, device, nodes)) for each in parts]
         except ValueError as error:
             own = [table.name for table in collection.tables if self.tables.optimizers[table.key].sparse_adam]
             if own:
@@ -168,8 +203,9 @@ class OverlapEngine:
         """
         step = self._steps if step is None else step
         self._steps = step + updates
-        made = [each.jobs.current.lookups for each in self.collections.values()]
-        self._pattern = zlib.crc32(repr(made).encode(), self._pattern)
+        begins, self._in_window = restart or not self._in_window, not updates
+        self._steps_counted += begins and bool(self.collections)
+        self._pattern = self._pattern_so_far()
         agreed: dict[str, int] = {}
         default = UpdateSettings(step)
         for path, module in self.modules.items():
@@ -177,7 +213,7 @@ class OverlapEngine:
             for part in module.parts:
                 given = [(settings or {}).get(key, default) for key in self._table_keys[part.path]]
                 agreed[path] = max(agreed.get(path, 0), part.begin_step(updates, given, step, restart, mode))
-                part.jobs.current.pattern = self._pattern
+                part.jobs.current.pattern, part.jobs.current.whole_step = self._pattern, begins and updates
         if upcoming is None:
             for collection in self.collections.values():
                 collection.jobs.submit_end()
@@ -287,28 +323,60 @@ class OverlapEngine:
     def leave_long_bags(self) -> dict[str, str]:
         """Leave the collections to plain TorchRec whose rows are more bytes than their bags, pooled by the rows' owners.
 
-        The first steps with a gradient decide, for good. Collections that TorchRec would not train exactly stay: those that
-        are not looked up once by every rank, or beside others that some ranks look up more often; those with Adam on CPU; all
-        of them where gradients are clipped. Call it only if every batch is followed by an optimizer step. Collective, between
-        two steps; those that are left are up to date then, and :meth:`take_idle_steps` has to follow.
+        The first steps with a gradient decide, for good; micro-batches do not count. Collections that TorchRec would not train
+        exactly stay: those that are not looked up once by every rank, or beside others that some ranks look up more often;
+        those with Adam on CPU; all of them where gradients are clipped. Call it only if every batch is followed by an
+        optimizer step. Collective, between two steps; those that are left are up to date then, and :meth:`take_idle_steps` has
+        to follow.
 
         Returns:
             Why, by path; empty but for the one time that collections are left.
         """
         left: dict[str, str] = {}
-        for path, module in self.modules.items() if self.clip_value is None and not self._hold_gradients else ():
-            if path not in self.bag_decisions:
-                adam = any(self.tables.optimizers[table.key].sparse_adam for table in module.collection.tables)
-                found = None if adam else module.bag_bytes()
-                if found is None:
-                    continue
+        for path, module in self.modules.items():
+            if not self._torchrec_may_train(module.collection):
+                continue  # whatever a checkpoint's run has decided, which had another optimizer, or did not clip
+            if path not in self.bag_decisions and (found := module.bag_bytes()) is not None:
                 self.bag_decisions[path] = _too_long(found)
-            if self.bag_decisions[path]:
+            if self.bag_decisions.get(path):
                 left[path] = self.bag_decisions[path]
         for path in left:
             self._leave(path)
         self.plain |= left
         return left
+
+    def _torchrec_may_train(self, collection: Collection) -> bool:
+        adam = any(self.tables.optimizers[table.key].sparse_adam for table in collection.tables)
+        return not adam and self.clip_value is None and not self._hold_gradients
+
+    def bag_state(self) -> dict[str, Any]:
+        """Return what :meth:`leave_long_bags` has decided and, where it has not yet, what this rank has counted.
+
+        None of it is on the device, and nothing is there without bags. In the middle of a step counts are left out, because
+        the ranks may be at different ones. Drain first.
+        """
+        undecided = [module for path, module in self.modules.items() if module.pooled and path not in self.bag_decisions]
+        if not undecided and not self.bag_decisions:
+            return {}
+        parts = [part for module in undecided for part in module.parts]
+        counted = {} if any(part.jobs.open for part in parts) else {part.path: part.counted_bags() for part in parts}
+        return {"decisions": dict(self.bag_decisions), "counted": counted, "pattern": self._pattern_so_far()}
+
+    def restore_bag_state(self, state: Mapping[str, Any]) -> None:
+        """Decide as :meth:`leave_long_bags` would where :meth:`bag_state` was called, on as many ranks, before the first step.
+
+        Each rank is given what it has returned there.
+        """
+        self.bag_decisions |= state["decisions"]
+        self._pattern = state["pattern"]
+        for path, counted in state["counted"].items():
+            if path in self.collections:
+                self.collections[path].restore_counted_bags(counted)
+
+    def _pattern_so_far(self) -> int:
+        """Return a digest of how many lookups each step made of each collection, the last step included."""
+        made = [each.jobs.current.lookups for each in self.collections.values()]
+        return zlib.crc32(repr(made).encode(), self._pattern)
 
     def _leave(self, path: str) -> None:
         module = self.modules.pop(path)
@@ -343,18 +411,34 @@ class OverlapEngine:
 
     def mean_statistics(self) -> dict[str, float]:
         """Return what :meth:`statistics` returns, as the mean over all ranks. Collective; drain first."""
-        mine = self.statistics()
-        if not self.collections:
-            return mine
-        group = next(iter(self.collections.values())).group
+        mine, group = self.statistics(), self.tables.group
         mean = torch.tensor(list(mine.values()), dtype=torch.float64, device=self.tables.device)
         dist.all_reduce(mean, group=group)
         return dict(zip(mine, (mean / group.size()).tolist()))
 
     def statistics(self) -> dict[str, float]:
-        """Return totals on this rank since the start, over all collections; see :data:`report.COUNTS`."""
+        """Return totals on this rank since the start, over all collections, see :data:`report.COUNTS`, and ``steps``.
+
+        Those are the optimizer steps that have begun while any collection was overlapped.
+        """
         totals = self._totals_of_left + [collection.statistics.totals() for collection in self.collections.values()]
-        return {name: sum(total[name] for total in totals) for name in COUNTS}
+        return {"steps": self._steps_counted, **{name: sum(total[name] for total in totals) for name in COUNTS}}
+
+
+def _is_two_level(exchange: str, nodes: Nodes | None, dedup: bool) -> bool:
+    if exchange not in ("flat", "two_level"):
+        raise ValueError(f"exchange={exchange!r}: pass 'flat' or 'two_level'")
+    if exchange == "flat":
+        return False
+    if nodes is None:
+        raise ValueError("exchange='two_level', ranks_per_node=None: pass how many ranks every node has")
+    if not dedup:
+        raise ValueError(
+            "exchange='two_level', dedup=False: gradients are added up within a node first, so no sum is bitwise that of plain "
+            "TorchRec. Leave one of the two out"
+        )
+    nodes.refuse_one_level()
+    return True
 
 
 def _too_long(found: BagBytes) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from typing import Any
@@ -28,6 +28,7 @@ class ExchangeWorker(WorkerThread):
         device: on CUDA the jobs run on the stream (not tested on GPU).
         statistics: what to count waits in.
         order: that its exchanges are launched in.
+        hops: groups to abort when a job fails: a rank that no member of one waits for would not hear of it.
 
     Attributes:
         error: what a job has raised.
@@ -35,13 +36,18 @@ class ExchangeWorker(WorkerThread):
     """
 
     def __init__(
-        self, path: str, device: torch.device, statistics: ExchangeStatistics, order: LaunchOrder | None = None
+        self,
+        path: str,
+        device: torch.device,
+        statistics: ExchangeStatistics,
+        order: LaunchOrder | None = None,
+        hops: Sequence[Any] = (),
     ) -> None:
         super().__init__(f"freescale-{path}")
         self.error: Exception | None = None
         self.observer: ExchangeObserver | None = None
         self._arrived: Any = None
-        self._path, self._statistics, self._order = path, statistics, order
+        self._path, self._statistics, self._order, self._hops = path, statistics, order, hops
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def submit(self, job: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -100,6 +106,8 @@ class ExchangeWorker(WorkerThread):
         except BaseException as error:  # any: somebody waits for the job
             self.error = RuntimeError(f"embedding exchange of collection {self._path!r}: {error}")
             self.error.__cause__ = error
+            for group in self._hops:
+                group.abort()
         if self._order is not None:  # others may wait for their turn after this one's
             self._order.fail(str(self.error))
         raise self.error

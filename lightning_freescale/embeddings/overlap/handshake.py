@@ -13,7 +13,7 @@ from torchrec import KeyedJaggedTensor
 
 from lightning_freescale._objects import gather_objects
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout
-from lightning_freescale.embeddings.overlap.row_requests import RowRequest
+from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest
 
 
 class NextIds(IntEnum):
@@ -63,6 +63,7 @@ class IdsToSend:
         digest: of its features.
         mode: how this rank comes to know ids.
         moves: whether it has a gradient of the current batch.
+        before: what had come in of the same batch in an earlier message, by which ranks that ask for nothing now stand.
     """
 
     state: NextIds
@@ -70,6 +71,7 @@ class IdsToSend:
     digest: int = 0
     mode: int = 0
     moves: bool = False
+    before: IncomingRows | None = None
 
 
 class LookupHandshake:

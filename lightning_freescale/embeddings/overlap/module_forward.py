@@ -57,6 +57,11 @@ class ModuleForward:
             return self._bags(features, rows)
         return as_output(features, rows[0], self.parts[0].layout, self.collection.need_indices)
 
+    @property
+    def pooled(self) -> bool:
+        """Whether it returns bags."""
+        return self._bags is not None
+
     def ids_of(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return what of a lookup the other ranks have to know."""
         return without_weights(features) if self.collection.pooled else features

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from lightning_freescale.embeddings.overlap.row_requests import RowRequest
 
-_LOOKUPS = ("steps", "predicted_lookups", "unpredicted_lookups", "mispredicted_lookups", "tokens", "rows")
+_LOOKUPS = ("predicted_lookups", "unpredicted_lookups", "mispredicted_lookups", "tokens", "rows")
 _ROWS = ("incoming_rows", "colliding_incoming_rows")
-_BYTES = ("torchrec_bytes", "dedup_bytes", "ids_bytes", "colliding_bytes", "non_colliding_bytes")
+_BYTES = ("torchrec_bytes", "dedup_bytes", "ids_bytes", "colliding_bytes", "non_colliding_bytes", "cross_node_bytes")
 COUNTS = (*_LOOKUPS, *_ROWS, *_BYTES, "transfer_s", "exposed_s")
-"""Names of the totals."""
+"""Names of a collection's totals."""
 
 
 class ExchangeStatistics:
@@ -40,21 +40,22 @@ class ExchangeStatistics:
         yield
         self.count(**{name: time.perf_counter() - began})
 
-    def count_lookup(self, request: RowRequest, rank: int, dim: int, torchrec_bytes: int | None = None) -> None:
-        """Count what this rank has looked up, and what plain TorchRec would have moved for it: given for bags only."""
+    def count_lookup(self, request: RowRequest, place: int, dim: int, torchrec_bytes: int | None = None) -> None:
+        """Count what this rank has looked up, and what plain TorchRec would have moved for it: given for bags only.
+
+        ``place`` is this rank's among the owners.
+        """
         ids, rows = sum(request.ids), sum(request.sizes)
         per_row = 8 + 2 * 4 * dim  # an id of 64 bits, there the row and back its gradient
         self.count(
             tokens=ids,
             rows=rows,
-            torchrec_bytes=(ids - request.ids[rank]) * per_row if torchrec_bytes is None else torchrec_bytes,
-            dedup_bytes=(rows - request.sizes[rank]) * per_row,
+            torchrec_bytes=(ids - request.ids[place]) * per_row if torchrec_bytes is None else torchrec_bytes,
+            dedup_bytes=(rows - request.owned[place]) * per_row,
         )
 
     def count_collisions(self, rows: Tensor, colliding: Tensor) -> None:
-        """Count the different rows requested from an owner, and the colliding ones among them; one batch in eight."""
-        if self._totals["steps"] % 8 != 1:  # telling them apart takes time
-            return
+        """Count the different rows requested from an owner, and the colliding ones among them."""
         incoming, both = (len(torch.unique(each)) for each in (rows, rows[colliding]))
         self.count(incoming_rows=incoming, colliding_incoming_rows=both)
 
@@ -66,10 +67,10 @@ class ExchangeStatistics:
 
 @dataclass(frozen=True)
 class OverlapReport:
-    """Means per step, of one rank or over all.
+    """Means per optimizer step over all collections together, of one rank or over all.
 
     Attributes:
-        steps: how many.
+        steps: how many began while any collection was overlapped.
         collision_rate: share of the rows of a global batch that the batch before it updates as well.
         hidden_s: seconds that exchanges took while training went on.
         exposed_s: seconds that training waited for rows.
@@ -80,6 +81,7 @@ class OverlapReport:
         ids_bytes: sent to agree on rows.
         colliding_bytes: rows and gradients sent that training waited for.
         non_colliding_bytes: rows and gradients sent behind compute.
+        cross_node_bytes: what of the last three went to ranks of other nodes; 0 if nobody has told which these are.
         unpredicted_lookups: lookups whose ids nobody knew ahead.
         mispredicted_lookups: lookups of other ids than were expected.
     """
@@ -95,6 +97,7 @@ class OverlapReport:
     ids_bytes: float
     colliding_bytes: float
     non_colliding_bytes: float
+    cross_node_bytes: float
     unpredicted_lookups: float
     mispredicted_lookups: float
 
@@ -118,10 +121,11 @@ class OverlapReport:
         moved = self.ids_bytes + self.colliding_bytes + self.non_colliding_bytes
         total = self.hidden_s + self.exposed_s
         hidden = self.hidden_s / total if total else 0.0
+        crossed = f", {self.cross_node_bytes / 1e6:.3g} to other nodes" if self.cross_node_bytes else ""
         others = (self.unpredicted_lookups + self.mispredicted_lookups) * self.steps
         return (
             f"embedding exchange: {hidden:.0%} of its {1e3 * total:.1f} ms per step hidden, {1e3 * self.exposed_s:.1f} ms "
             f"waited for; collision rate {self.collision_rate:.0%}; {moved / 1e6:.3g} MB sent per step "
-            f"({self.colliding_bytes / 1e6:.3g} waited for), plain TorchRec {self.torchrec_bytes / 1e6:.3g}; {others:.0f} "
-            "lookups of unexpected ids"
+            f"({self.colliding_bytes / 1e6:.3g} waited for{crossed}), plain TorchRec {self.torchrec_bytes / 1e6:.3g}; "
+            f"{others:.0f} lookups of unexpected ids"
         )

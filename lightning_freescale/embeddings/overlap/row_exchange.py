@@ -23,6 +23,7 @@ with it D, until they are clipped.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -35,11 +36,13 @@ from lightning_freescale.embeddings.overlap.batch_state import FurtherLookup, Pi
 from lightning_freescale.embeddings.overlap.collisions import Collisions
 from lightning_freescale.embeddings.overlap.handshake import Head, IdsToSend, LookedUp, LookupHandshake, NextIds
 from lightning_freescale.embeddings.overlap.held_gradients import HeldGradients
-from lightning_freescale.embeddings.overlap.id_exchange import IdExchange
 from lightning_freescale.embeddings.overlap.launch_order import LaunchOrder
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
+from lightning_freescale.embeddings.overlap.nodes import Nodes, ProxyGroups
+from lightning_freescale.embeddings.overlap.proxy_route import ProxyRoute
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
-from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest, RowSubset
+from lightning_freescale.embeddings.overlap.routes import DirectRoute, Route
+from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest
 from lightning_freescale.embeddings.overlap.row_updates import RowUpdates
 from lightning_freescale.embeddings.overlap.transport import Transport
 
@@ -55,11 +58,14 @@ class RowExchange:
         statistics: what to count in.
         order: as for :class:`Transport`.
         pooled: whether the rows are those of bags.
+        nodes: which ranks share a node; None if nobody knows.
+        proxies: the groups of the way through them; None for the direct one.
 
     Attributes:
         path: of the collection.
         local: this rank's rows.
-        transport: of its messages.
+        transport: of its messages between all ranks.
+        transports: all of its messages.
         row_updates: what becomes of the gradients that come.
         held: those that are clipped first.
         bag_traffic: compares the bytes of rows with those of bags; None for rows that are not of bags.
@@ -74,29 +80,40 @@ class RowExchange:
         statistics: ExchangeStatistics,
         order: LaunchOrder | None = None,
         pooled: bool = False,
+        nodes: Nodes | None = None,
+        proxies: ProxyGroups | None = None,
     ) -> None:
         self.path, self.local, self.statistics = path, local, statistics
         self.row_updates = RowUpdates(local)
-        self.transport = Transport(group, local.dim, local.layout.device, statistics, order)
+        common = (local.dim, local.layout.device, statistics, order)
+        self.transport = Transport(group, *common, () if nodes is None else nodes.others(group.rank()))
+        self.transports = [self.transport]
         self.held = HeldGradients(self.row_updates.kept, local, self.transport)
         self.bag_traffic = BagTraffic(local.layout, self.transport) if pooled else None
         self._rank, self._device = self.transport.rank, self.transport.device
+        self._place = local.layout.places[self._rank]
         self._handshake = LookupHandshake(path, group, local.layout, dedup)
-        nothing = self._no_rows = self._handshake.no_rows
-        self._no_incoming = IncomingRows(nothing.rows.long(), nothing.sizes, nothing.slots)
-        self._ids = IdExchange(self.transport, nothing.slots.shape[1])
+        self._no_rows = self._handshake.no_rows
+        self._route: Route
+        if nodes is None or proxies is None:
+            self._route = DirectRoute(self.transport, local, self._no_rows)
+        else:
+            near = Transport(proxies.near, *common)
+            far = Transport(proxies.far, *common, [node != proxies.far.rank() for node in range(nodes.count)])
+            self._route = ProxyRoute(near, far, local, self._no_rows)
+            self.transports += [near, far]
         self._batches = 0
-        self._collisions = Collisions(local, self.transport, statistics)
+        self._collisions = Collisions(local, statistics)
         self._heads: list[Head] = []
         self._nothing = self.new_batch()
         self._nothing.updates = False  # nor brings it about that of the kept gradients
-        self._nothing_given = self._all_of(self._nothing)
+        self._nothing_given = self._route.nothing_given
 
     def new_batch(self) -> PipelinedBatch:
         """Return the state of a batch that nothing is known of."""
         self._batches += 1
         rows = self.transport.rows(0)
-        return PipelinedBatch(self._batches, self._no_rows, self._no_incoming, rows, self._no_rows.inverse)
+        return PipelinedBatch(self._batches, self._no_rows, self._route.no_incoming, rows, self._no_rows.inverse)
 
     # -- the jobs of a step
 
@@ -123,6 +140,7 @@ class RowExchange:
             upcoming: these ids, by lookup.
             mode: how this rank comes to know ids.
         """
+        current.passing = None  # memory: all its rows have come
         lookup, request, wrong = LookedUp.PREDICTED, self._no_rows, None
         if not (predicted and current.submitted):
             lookup, current.digest = LookedUp.OTHERS, 0
@@ -157,9 +175,9 @@ class RowExchange:
         following.submitted = agree and states[self._rank] == NextIds.REQUESTED
         following.all_submitted = agree and set(states) == {NextIds.REQUESTED}
         if following.any_submitted:
-            self._collisions.send_others(following, current)
+            self._route.give_others(following, current, *self._collisions.compare(following, current))
         else:
-            following.request, following.incoming, following.digest = self._no_rows, self._no_incoming, 0
+            following.request, following.incoming, following.digest = self._no_rows, self._route.no_incoming, 0
         if current.updates:
             self._collisions.begin_window(following.number)
 
@@ -176,9 +194,9 @@ class RowExchange:
             kind, wrong = LookedUp.WRONG, error.with_traceback(None)
         # others may be sending gradients: their slots have to be there
         given = self._nothing_given if self._waits_for_ids() else self._given_in_time(current)
-        given = SomeRows(self._nothing_given.requested, given.incoming)
+        given = replace(given, requested=self._nothing_given.requested)
         sent = IdsToSend(NextIds.TOLD, request)
-        heads, incoming, _ = self._ids.exchange(sent, current, kind, given, self.transport.rows(0))
+        heads, incoming, _ = self._route.exchange_ids(sent, current, kind, given, self.transport.rows(0))
         self._handshake.raise_errors(heads, wrong, looked_up)
         rows = self._serve_more(heads, incoming, request)
         if lookup is not None:
@@ -207,11 +225,11 @@ class RowExchange:
         current.gradient = self._sum_per_row(current, gradient)
         given = self._given_in_time(current)
         if anew is not None:
-            given = SomeRows(self._nothing_given.requested, given.incoming)
-        sent = IdsToSend(NextIds.TOLD, request, moves=gradient is not None)
+            given = replace(given, requested=self._nothing_given.requested)
+        sent = IdsToSend(NextIds.TOLD, request, moves=gradient is not None, before=current.incoming)
         heads, incoming, gradients = self._until_served(sent, current, lookup, given, current.gradient)
         self.row_updates.count_step(current, any(head.moves for head in heads))
-        self.transport.count("colliding", 4 * self.transport.dim, given.requested.sizes)
+        self._route.count_gradients("colliding", given)
         changed = [head.lookup == LookedUp.OTHERS for head in heads]
         if any(changed):
             self._update_anew(current, following, incoming, changed)
@@ -222,8 +240,8 @@ class RowExchange:
             kept = self.row_updates.kept.rows
             due = self._collisions.asked_by(following.number, kept[0]) if kept else None
             self.row_updates.take(current, given, gradients, due)
-            self._send_last_rows(following)
-        if self.bag_traffic is not None and any(head.moves for head in heads):
+            self._route.give_last(following)
+        if self.bag_traffic is not None and current.whole_step and any(head.moves for head in heads):
             self.bag_traffic.count(current)
 
     def apply_held(self, current: PipelinedBatch, following: PipelinedBatch) -> None:
@@ -232,7 +250,7 @@ class RowExchange:
         if not current.compared:
             self._send_all_rows(following)
         elif following.awaited is not None:
-            self._send_last_rows(following)
+            self._route.give_last(following)
 
     # -- between steps
 
@@ -267,8 +285,8 @@ class RowExchange:
         previous = previous or self._nothing
         given = previous.patient or self._all_of(previous)
         gradients = self.transport.rows(0) if previous.gradient is None else previous.gradient
-        heads, incoming, came = self._ids.exchange(sent, current, lookup, given, gradients, other_ids)
-        self.transport.count("non_colliding", 4 * self.transport.dim, given.requested.sizes)
+        heads, incoming, came = self._route.exchange_ids(sent, current, lookup, given, gradients, other_ids)
+        self._route.count_gradients("non_colliding", given)
         previous.gradient = None
         self.row_updates.take(previous, given, came)
         return heads, incoming
@@ -278,7 +296,7 @@ class RowExchange:
     ) -> tuple[list[Head], IncomingRows, Tensor]:
         """Exchange a message, again and again until no rank has had to ask for more rows of ``current`` instead."""
         while True:
-            heads, incoming, came = self._ids.exchange(sent, current, lookup, given, gradients)
+            heads, incoming, came = self._route.exchange_ids(sent, current, lookup, given, gradients)
             self._handshake.raise_errors(heads)
             if all(head.lookup != LookedUp.MORE for head in heads):
                 return heads, incoming, came
@@ -286,8 +304,8 @@ class RowExchange:
 
     def _serve_more(self, heads: Sequence[Head], incoming: IncomingRows, request: RowRequest) -> Tensor:
         """Serve the ranks that have asked for more rows; return those of this rank's own request."""
-        wanted = self._no_incoming.replaced(incoming, [head.lookup == LookedUp.MORE for head in heads])
-        return self.transport.exchange_rows(self.local.read(wanted.rows), wanted.sizes, request.sizes)
+        wanted = self._route.no_incoming.replaced(incoming, [head.lookup == LookedUp.MORE for head in heads])
+        return self._route.give_rows(wanted, request)
 
     def _waits_for_ids(self) -> bool:
         """Whether the next message is the one with the ids of ranks that did not know them before."""
@@ -301,6 +319,7 @@ class RowExchange:
         else:
             sent = IdsToSend(NextIds.TOLD, self._no_rows)
         none = self.transport.rows(0)
+        sent = replace(sent, before=following.incoming)
         heads, incoming, _ = self._until_served(sent, current, LookedUp.PREDICTED, self._nothing_given, none)
         self._heads = [new if is_later else old for new, old, is_later in zip(heads, self._heads, later)]
         following.incoming = following.incoming.replaced(incoming, later)
@@ -308,8 +327,7 @@ class RowExchange:
     def _serve_anew(self, current: PipelinedBatch, request: RowRequest) -> None:
         """Serve the ranks whose model has looked up others than were submitted, before rows are compared with this batch."""
         asks = [head.lookup == LookedUp.OTHERS for head in self._heads]
-        new = self._ids.exchange_other(request, self._heads, asks)
-        values = self.transport.exchange_rows(self.local.read(new.rows), new.sizes, request.sizes)
+        new, values = self._route.serve_anew(current, request, self._heads, asks)
         if asks[self._rank]:
             current.request, current.rows, current.places = request, values, request.inverse
         current.incoming = current.incoming.replaced(new, asks)
@@ -317,19 +335,10 @@ class RowExchange:
 
     # -- D
 
-    def _send_last_rows(self, following: PipelinedBatch) -> None:
-        """Exchange the values of the rows that have just been updated."""
-        awaited = following.awaited
-        assert awaited is not None
-        values = self.local.read(following.incoming.rows.index_select(0, awaited.incoming.index))
-        last = self.transport.exchange_rows(values, awaited.incoming.sizes, awaited.requested.sizes)
-        following.rows[following.late_places] = last
-
     def _send_all_rows(self, following: PipelinedBatch) -> None:
         """Exchange the values of all rows: nobody knows which of them have just been updated."""
         if following.any_submitted:
-            asked, sizes = following.incoming, following.request.sizes
-            following.rows = self.transport.exchange_rows(self.local.read(asked.rows), asked.sizes, sizes)
+            following.rows = self._route.give_rows(following.incoming, following.request)
             following.places = following.request.inverse
 
     # -- gradients
@@ -349,7 +358,7 @@ class RowExchange:
         if not current.updates:
             return
         assert current.gradient is not None
-        gradients = self.transport.exchange_rows(current.gradient, current.request.sizes, current.incoming.sizes)
+        gradients = self._route.take_gradients(current.gradient, current.request, current.incoming)
         self.row_updates.take(current, self._all_of(current), gradients)
         current.gradient, current.patient = None, self._nothing_given
         if not current.held:
@@ -359,10 +368,9 @@ class RowExchange:
         if gradient is None:
             return torch.zeros(sum(current.request.sizes), self.transport.dim, device=self._device)
         pooled = None if self.bag_traffic is None else self.bag_traffic.torchrec_bytes(current)
-        self.statistics.count_lookup(current.request, self._rank, self.transport.dim, pooled)
+        self.statistics.count_lookup(current.request, self._place, self.transport.dim, pooled)
         sums = current.request.sum_per_row(gradient)
         return sums.div_(self.transport.ranks) if get_gradient_division() else sums
 
     def _all_of(self, batch: PipelinedBatch) -> SomeRows:
-        sizes = (batch.request.sizes, batch.incoming.sizes)
-        return SomeRows(*(RowSubset.all_of(each, self._device) for each in sizes))
+        return self._route.all_of(batch.request, batch.incoming)

@@ -19,7 +19,8 @@ class RowLayout:
     """The rows of all tables of a collection, numbered through on each owner: table after table.
 
     So one sorted list of numbers says owner, table and row, ``unique`` gives the order in which rows travel for nothing, and
-    row-wise and table-wise tables take one path.
+    row-wise and table-wise tables take one path. Where requests go through the node's proxies, the owners that share one come
+    together: first the first rank of every node, then the second ones.
 
     Attributes:
         tables: the tables.
@@ -27,10 +28,13 @@ class RowLayout:
         outputs: what TorchRec calls the result of each of ``features``.
         blocks: rows of each table per owner.
         first_row: number of each table's first row on each owner, shape ``[ranks, tables]``, on the host.
-        starts: number of each owner's first row if owners are numbered through as well, shape ``[ranks + 1]``.
+        starts: number of each owner's first row if owners are numbered through as well, shape ``[ranks + 1]``, in the order of
+            ``places``.
         shifts: for each table, what to add to a position in each of its blocks to get its key, shape ``[blocks]`` or ``[1]``;
             None where the key is the position, as in a single table split by rows.
         orders: in which the rows of each table lie.
+        places: at which place every rank comes among the owners.
+        nodes: with proxies, how many nodes the ranks are on; else 1.
     """
 
     tables: tuple[Table, ...]
@@ -41,6 +45,8 @@ class RowLayout:
     starts: Tensor
     shifts: tuple[Tensor | None, ...]
     orders: tuple[RowOrder, ...]
+    places: tuple[int, ...]
+    nodes: int = 1
 
     @classmethod
     def from_plan(
@@ -50,10 +56,11 @@ class RowLayout:
         orders: Mapping[str, RowOrder],
         ranks: int,
         device: torch.device,
+        nodes: int = 1,
     ) -> RowLayout:
         """Return the layout of a collection whose tables are split by rows or not at all.
 
-        ``plan`` and ``orders`` are by the tables' names.
+        ``plan`` and ``orders`` are by the tables' names; ``nodes`` is as the attribute.
 
         Raises:
             ValueError: a table is split otherwise, its kernel keeps rows where they cannot be read, or a rank owns too many
@@ -68,23 +75,33 @@ class RowLayout:
             raise ValueError(f"a rank owns {int(counts.sum(dim=1).max())} of its rows, and they travel as numbers of 32 bits")
         features = tuple((feature, i) for i, each in enumerate(collection.tables) for feature in each.features)
         first_row = torch.cumsum(counts, dim=1) - counts
-        starts = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(counts.sum(dim=1), dim=0)])
+        each = ranks // nodes
+        places = tuple(rank % each * nodes + rank // each if nodes > 1 else rank for rank in range(ranks))
+        place_of = torch.tensor(places)
+        in_order = torch.argsort(place_of)
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(counts.sum(dim=1)[in_order], dim=0)])
         shifts: list[Tensor | None] = []
         for index, table in enumerate(collection.tables):
             shards = torch.arange(-(-table.rows // blocks[index]))
             owners = first_owner[index] + shards
-            shift = starts[owners] + first_row[owners, index] - shards * blocks[index]
+            shift = starts[place_of[owners]] + first_row[owners, index] - shards * blocks[index]
             if bool(shift.any()):
                 shifts.append((shift[:1] if bool((shift == shift[0]).all()) else shift).to(device))
             else:
                 shifts.append(None)
-        names, in_order = output_names(collection), tuple(orders[table.name] for table in collection.tables)
-        return cls(collection.tables, features, names, blocks, first_row, starts.to(device), tuple(shifts), in_order)
+        names, row_orders = output_names(collection), tuple(orders[table.name] for table in collection.tables)
+        numbers = (blocks, first_row, starts.to(device), tuple(shifts), row_orders, places, nodes)
+        return cls(collection.tables, features, names, *numbers)
 
     @property
     def ranks(self) -> int:
         """Number of owners."""
         return len(self.starts) - 1
+
+    @property
+    def peers(self) -> int:
+        """Number of ranks that a rank asks: all owners, or the proxies of its node."""
+        return self.ranks // self.nodes
 
     @property
     def key_bits(self) -> int:
@@ -98,7 +115,8 @@ class RowLayout:
 
     def rows_of(self, rank: int) -> int:
         """Return how many rows a rank owns."""
-        return int(self.starts[rank + 1] - self.starts[rank])
+        place = self.places[rank]
+        return int(self.starts[place + 1] - self.starts[place])
 
     def keys(self, table: int, ids: Tensor) -> Tensor:
         """Return the key of every id of a table: its row's number, owners numbered through. Both of shape ``[ids]``."""

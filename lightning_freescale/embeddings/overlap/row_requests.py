@@ -27,15 +27,16 @@ class RowRequest:
 
     Attributes:
         rows: row number on its owner, shape ``[rows]``.
-        sizes: rows per owner.
-        ids: ids of the batch per owner.
+        sizes: rows per rank that is asked: an owner, or a proxy.
+        ids: ids of the batch per owner, in the layout's order of them.
         of_lookup: ids of each lookup.
-        slots: without dedup and with several features, rows per owner and feature, shape ``[ranks, features]``, on the host;
-            else of shape ``[ranks, 0]``.
+        slots: numbers on the host that go to each rank that is asked, shape ``[ranks, slots]``. Without dedup and with several
+            features, its rows per feature; to a proxy, the rows per node; from it, the heads of its node; else none.
         order: the ids of the batch by the row that they name, shape ``[ids]``.
         first: where in ``order`` the ids of each row begin, shape ``[rows]``.
         inverse: which of ``rows`` each id of the batch is, shape ``[ids]``, lookup by lookup, each in the layout's order of
             features.
+        owned: rows per owner, in the layout's order of them.
     """
 
     rows: Tensor
@@ -46,6 +47,7 @@ class RowRequest:
     order: Tensor
     first: Tensor
     inverse: Tensor
+    owned: list[int]
 
     @classmethod
     def from_lookups(cls, lookups: Sequence[KeyedJaggedTensor], layout: RowLayout, dedup: bool) -> RowRequest:
@@ -63,12 +65,7 @@ class RowRequest:
         keys = _joined([layout.keys(table, _joined([ids for _, ids in run])) for table, run in of_tables])
         slots = _no_slots(layout, dedup)
         if dedup:
-            ordered, order = _sorted(keys, layout.key_bits)
-            new = torch.ones_like(ordered, dtype=torch.bool)
-            new[1:] = ordered[1:] != ordered[:-1]
-            first = new.nonzero().squeeze(1)
-            ordered, places = ordered[first], new.cumsum(0) - 1
-            edges = torch.searchsorted(ordered, layout.starts)
+            ordered, order, first, places, edges = _each_once(keys, layout.starts, layout.key_bits)
             owned, of_ids = torch.diff(edges), torch.diff(F.pad(first, (0, 1), value=keys.numel())[edges])
         else:
             lengths, features = keys.new_tensor([part.numel() for _, part in parts]), len(layout.features)
@@ -84,13 +81,42 @@ class RowRequest:
         inverse = torch.empty_like(order, dtype=torch.int32)
         inverse[order] = places.int()
         sizes, id_sizes = torch.stack([owned, of_ids]).tolist()  # on CUDA the host waits here
-        return cls(rows.int(), sizes, id_sizes, of_lookup, slots, order.int(), first.int(), inverse)
+        owned = sizes
+        if layout.nodes > 1:
+            slots = torch.tensor(owned).view(layout.peers, layout.nodes)
+            sizes = slots.sum(dim=1).tolist()
+        return cls(rows.int(), sizes, id_sizes, of_lookup, slots, order.int(), first.int(), inverse, owned)
 
     @classmethod
     def empty(cls, layout: RowLayout, dedup: bool) -> RowRequest:
         """Return a request for no rows."""
-        nothing = torch.empty(0, dtype=torch.int32, device=layout.device)
-        return cls(nothing, [0] * layout.ranks, [0] * layout.ranks, [], _no_slots(layout, dedup), nothing, nothing, nothing)
+        nothing, none = torch.empty(0, dtype=torch.int32, device=layout.device), [0] * layout.ranks
+        return cls(nothing, [0] * layout.peers, none, [], _no_slots(layout, dedup), nothing, nothing, nothing, none)
+
+    @classmethod
+    def of_proxy(cls, asked: IncomingRows, starts: Tensor, key_bits: int, told: Tensor) -> RowRequest:
+        """Return the request of a proxy for the rows that its node asks it for, each once; these are the ids of a batch to it.
+
+        Args:
+            asked: by the node's ranks, with ``slots`` rows per node.
+            starts: as :attr:`RowLayout.starts`, of the owners that the proxy asks, from 0 on.
+            key_bits: bits of the last of them.
+            told: numbers on the host that go to every one of these owners, shape ``[slots]``.
+        """
+        nodes = len(starts) - 1
+        slots = told.expand(nodes, -1)
+        if not len(asked.rows):
+            nothing, none = asked.rows.int(), [0] * nodes
+            return cls(nothing, none, none, [], slots, nothing, nothing, nothing, none)
+        shifts, counts = starts[:-1].repeat(len(asked.sizes)), asked.slots.flatten().to(starts.device)
+        keys = asked.rows + torch.repeat_interleave(shifts, counts, output_size=len(asked.rows))
+        ordered, order, first, places, edges = _each_once(keys, starts, key_bits)
+        owned = torch.diff(edges)
+        rows = ordered - torch.repeat_interleave(starts[:-1], owned, output_size=len(ordered))
+        inverse = torch.empty_like(order, dtype=torch.int32)
+        inverse[order] = places.int()
+        sizes = owned.tolist()  # on CUDA the host waits here
+        return cls(rows.int(), sizes, sizes, [], slots, order.int(), first.int(), inverse, sizes)
 
     def sum_per_row(self, gradient: Tensor) -> Tensor:
         """Add the gradients of all ids of a row up, in the order of the batch: ``[ids, dim]`` to ``[rows, dim]``."""
@@ -107,18 +133,25 @@ class IncomingRows:
         rows: row numbers here, int64 of shape ``[rows]``.
         sizes: rows per requesting rank.
         slots: as :attr:`RowRequest.slots`, per requesting rank.
+        forwarded: what this rank, as a proxy, has been asked for in the same message; None without proxies. Then the requesting
+            ranks are the proxies of all nodes.
     """
 
     rows: Tensor
     sizes: list[int]
     slots: Tensor
+    forwarded: Forwarded | None = None
 
     def replaced(self, new: IncomingRows, by: Sequence[bool]) -> IncomingRows:
-        """Return these rows, with those of the ranks marked in ``by`` taken from ``new``."""
+        """Return these rows, with those of the ranks marked in ``by`` taken from ``new``; of a node all or none."""
+        forwarded = None
+        if self.forwarded is not None:
+            by = _of_nodes(by, len(self.sizes))
+            forwarded = (new if by[self.forwarded.node] else self).forwarded
         pairs = zip(self.rows.split(self.sizes), new.rows.split(new.sizes), by)
         parts = [later if changed else earlier for earlier, later, changed in pairs]
         slots = torch.where(torch.tensor(by)[:, None], new.slots, self.slots)
-        return IncomingRows(torch.cat(parts), [part.numel() for part in parts], slots)
+        return IncomingRows(torch.cat(parts), [part.numel() for part in parts], slots, forwarded)
 
     def order_by_slot(self, chosen: Tensor) -> Tensor | None:
         """Return the order of some rows by slot, then by requesting rank, in which TorchRec adds up; None if it is theirs."""
@@ -127,6 +160,21 @@ class IncomingRows:
             return None
         slot = torch.arange(slots, dtype=torch.int16).repeat(ranks).repeat_interleave(self.slots.flatten())
         return torch.argsort(slot.to(chosen.device)[chosen], stable=True)
+
+
+@dataclass(frozen=True)
+class Forwarded:
+    """What a proxy asks the owners for, and for whom.
+
+    Attributes:
+        node: of this rank.
+        asked: the rows that its node's ranks have asked it for; its slots are rows per node.
+        request: the same rows, each once.
+    """
+
+    node: int
+    asked: IncomingRows
+    request: RowRequest
 
 
 @dataclass(frozen=True)
@@ -170,13 +218,35 @@ def as_output(features: KeyedJaggedTensor, rows: Tensor, layout: RowLayout, with
     return outputs
 
 
+def _of_nodes(by: Sequence[bool], nodes: int) -> list[bool]:
+    """Return of which nodes any rank is marked."""
+    each = len(by) // nodes
+    return [any(by[node * each : (node + 1) * each]) for node in range(nodes)]
+
+
+def _each_once(keys: Tensor, starts: Tensor, key_bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return each key once, in order.
+
+    Beside that the place that each of ``keys`` had before, in their order; where in that the places of each key begin; which
+    key each of them is; and how many keys are below each of ``starts``.
+    """
+    ordered, order = _sorted(keys, key_bits)
+    new = torch.ones_like(ordered, dtype=torch.bool)
+    new[1:] = ordered[1:] != ordered[:-1]
+    first = new.nonzero().squeeze(1)
+    ordered, places = ordered[first], new.cumsum(0) - 1
+    return ordered, order, first, places, torch.searchsorted(ordered, starts)
+
+
 def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _no_slots(layout: RowLayout, dedup: bool) -> Tensor:
     slots = 0 if dedup or len(layout.features) == 1 else len(layout.features)
-    return torch.zeros(layout.ranks, slots, dtype=torch.int64)
+    if layout.nodes > 1:
+        slots = layout.nodes
+    return torch.zeros(layout.peers, slots, dtype=torch.int64)
 
 
 def _sorted(keys: Tensor, key_bits: int) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
+from itertools import compress
 from typing import Any, Protocol
 
 import numpy as np
@@ -45,6 +47,7 @@ class Transport:
         device: of rows and ids.
         statistics: what to count in.
         order: in which exchanges of device memory take turns with those of other collections; None: they need not.
+        far: which ranks of the group are on other nodes; empty if none is, or nobody knows.
 
     Attributes:
         observer: told of every exchange.
@@ -57,10 +60,12 @@ class Transport:
         device: torch.device,
         statistics: ExchangeStatistics,
         order: LaunchOrder | None = None,
+        far: Sequence[bool] = (),
     ) -> None:
         self.rank, self.ranks, self.dim, self.device = group.rank(), group.size(), dim, device
         self.observer: ExchangeObserver | None = None
         self._group, self._statistics, self._order = group, statistics, order
+        self._far = far
 
     def rows(self, count: int) -> Tensor:
         """Return memory for ``count`` rows."""
@@ -104,7 +109,10 @@ class Transport:
 
     def count(self, kind: str, width: int, gives: list[int]) -> None:
         """Count the bytes of what goes to other ranks: ``gives[rank]`` times ``width`` to each."""
-        self._statistics.count(**{f"{kind}_bytes": width * (sum(gives) - gives[self.rank])})
+        counted = {f"{kind}_bytes": width * (sum(gives) - gives[self.rank])}
+        if self._far:
+            counted["cross_node_bytes"] = width * sum(compress(gives, self._far))
+        self._statistics.count(**counted)
 
     def _turn(self) -> AbstractContextManager[None]:
         """Return the block in which this collection may launch. Collective."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lightning_freescale.balance import MicroBatches, MicroBatchSchedule
 from lightning_freescale.data.streaming.stream_loader import BalancedStreamLoader
 from lightning_freescale.testing import run_distributed
 from tests.helpers.streams import Part, loader_of, sample_cost
@@ -47,3 +48,34 @@ def test_too_few_samples(balancing: str) -> None:
             list(loader_of([1, 0], stream_balancing=balancing))
 
     run_distributed(run, 2)
+
+
+def _weight(sample: tuple[int, int, float]) -> float:
+    return float(sample[1] % 3 == 0)
+
+
+def _divided(balancing: str) -> list[list[float]]:
+    """Return of every step this rank's micro-batches, and what each weighs."""
+    schedule = MicroBatchSchedule(4, 4)
+    loader = loader_of([41, 36], stream_balancing=balancing, weight_fn=_weight, micro_batches=schedule)
+    found = []
+    for batch in loader:
+        parts = batch.batches if isinstance(batch, MicroBatches) else (batch,)
+        weights = [sum(map(_weight, part)) for part in parts]
+        if not any(weights):  # then each counts the same
+            weights = [float(len(part)) for part in parts]
+        if isinstance(batch, MicroBatches):
+            assert list(batch.shares) == pytest.approx([weight / sum(weights) for weight in weights])
+        found.append(weights)
+    return found
+
+
+@pytest.mark.parametrize("balancing", ["local", "global"])
+def test_every_micro_batch_weighs_something_and_all_ranks_have_as_many(balancing: str) -> None:
+    counts = set()
+    for ranks in zip(*run_distributed(_divided, 2, balancing), strict=True):
+        (parts,) = {len(weights) for weights in ranks}
+        counts.add(parts)
+        assert parts == min(4, *(int(sum(weights)) for weights in ranks)), "samples weigh 1 or nothing"
+        assert all(map(all, ranks))
+    assert len(counts) > 1

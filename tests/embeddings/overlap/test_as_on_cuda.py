@@ -52,12 +52,14 @@ def _note_calls(owner: type, name: str, calls: list[str]) -> None:
         ("rowwise_adagrad", {}),
         ("adagrad", {"dedup": True}),
         ("rowwise_adagrad", {"holds": True}),
+        ("adagrad", {"dedup": True, "exchange": "two_level", "ranks_per_node": 2}),
         pytest.param("sgd", {}, marks=pytest.mark.slow),
         pytest.param("adagrad", {"holds": True, "dedup": True}, marks=pytest.mark.slow),
     ],
 )
 def test_the_numbers_are_those_of_the_cpu(kind: str, options: dict[str, Any]) -> None:
-    plain, pretended = (run_distributed(_trained, 2, on_gpu, kind, **options) for on_gpu in (False, True))
+    ranks = 2 * options.get("ranks_per_node", 1)
+    plain, pretended = (run_distributed(_trained, ranks, on_gpu, kind, **options) for on_gpu in (False, True))
     for (expected, none), (run, waits) in zip(plain, pretended):
         assert run.losses == expected.losses and len(set(run.losses)) > STEPS / 2
         for mine, theirs in ((run.tables, expected.tables), (run.dense, expected.dense)):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 
 from lightning_freescale.embeddings.optimizer import TableOptimizer
 from lightning_freescale.embeddings.overlap import OverlapEngine
-from lightning_freescale.embeddings.overlap.bag_traffic import DECIDING_STEPS, BagTraffic
+from lightning_freescale.embeddings.overlap.bag_traffic import DECIDING_STEPS, BagBytes, BagTraffic
+from lightning_freescale.embeddings.overlap.collection import OverlappedCollection
 from lightning_freescale.embeddings.sharding import TableSharding
 from lightning_freescale.testing import run_distributed
 from tests.helpers.bags import SUM, configs, layouts_of
@@ -43,20 +46,27 @@ def _features(ids_per_bag: int, bags: int) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(["a"], torch.arange(bags * ids_per_bag) % ROWS, lengths=lengths)
 
 
-def _left(
-    ids_per_bag: int, bags: int = 4, lookups: Callable[[int], int] = lambda step: 1, **options: float
-) -> tuple[list[dict[str, str]], list[str], list[str]]:
+SGD = TableOptimizer(torch.optim.SGD, {"lr": 0.5}, group=0)
+
+
+def _overlapped(optimizer: TableOptimizer = SGD, **options: Any) -> tuple[Any, OverlapEngine]:
     root = nn.ModuleDict({"bags": EmbeddingBagCollection(tables=configs({"t": (ROWS, DIM, ["a"], SUM)}))})
     sharding = TableSharding(root, torch.device("cpu"), overlap=True)
-    sgd = TableOptimizer(torch.optim.SGD, {"lr": 0.5}, group=0)
-    tables = sharding.shard(group=dist.new_group(), local_world_size=2, optimizers=dict.fromkeys(sharding.parameters, sgd))
-    engine = OverlapEngine(tables, **options)
+    how = dict.fromkeys(sharding.parameters, optimizer)
+    tables = sharding.shard(group=dist.new_group(), local_world_size=2, optimizers=how)
+    return root["bags"], OverlapEngine(tables, **options)
+
+
+def _left(
+    ids_per_bag: int, bags: int = 4, lookups: Callable[[int], int] = lambda step: 1, **options: Any
+) -> tuple[list[dict[str, str]], list[str], list[str]]:
+    module, engine = _overlapped(**options)
     features, left = _features(ids_per_bag, bags), []
     for step in range(STEPS):
         left.append(engine.leave_long_bags())
         engine.begin_step({"bags": features})
         if step:  # the first step looks nothing up
-            loss = sum(root["bags"](features).values().square().sum() for _ in range(lookups(step)))
+            loss = sum(module(features).values().square().sum() for _ in range(lookups(step)))
             if isinstance(loss, torch.Tensor):
                 loss.backward()
         engine.end_backward()
@@ -108,3 +118,91 @@ def test_what_torchrec_would_not_do_exactly_is_overlapped(lookups: Callable[[int
 def test_steps_without_lookups_do_not_count() -> None:
     for left, overlapped, _ in run_distributed(_left, 2, 100, lookups=lambda step: int(step != 3)):
         assert [step for step, reasons in enumerate(left) if reasons] == [3 + DECIDING_STEPS] and not overlapped
+
+
+def _restored() -> tuple[dict[str, str], list[str], bool]:
+    """Adam on CPU, where a checkpoint's run on a GPU had left the bags; and whether its rows move."""
+    module, engine = _overlapped(TableOptimizer(torch.optim.Adam, {"lr": 0.5}, group=0, sparse_adam=True))
+    engine.bag_decisions["bags"] = "its rows are more bytes"
+    before, features = engine.tables.full_weight("bags.embedding_bags.t"), _features(100, 4)
+    left = engine.leave_long_bags()
+    engine.begin_step()
+    module(features).values().square().sum().backward()
+    engine.end_backward()
+    engine.drain()
+    overlapped, moved = [*engine.modules], not torch.equal(engine.tables.full_weight("bags.embedding_bags.t"), before)
+    engine.close()
+    return left, overlapped, moved
+
+
+def test_what_a_checkpoint_says_does_not_take_tables_from_their_optimizer() -> None:
+    for left, overlapped, moved in run_distributed(_restored, 2):
+        assert not left and overlapped == ["bags"] and moved
+
+
+class _FoundMeanwhile:
+    """The worker finds the total of the step that has just ended while the training thread asks for the step of it."""
+
+    total: BagBytes | None = None
+
+    @property
+    def decided_in(self) -> int:
+        decided_in = 0 if self.total is None else 8
+        self.total = BagBytes(3, 2, 0)
+        return decided_in
+
+
+def test_a_total_that_is_found_meanwhile_decides_a_step_later() -> None:
+    """On a slower rank it is not there yet, and all have to leave the bags in the same step."""
+    jobs = SimpleNamespace(prefetched=None, current=SimpleNamespace(number=8))
+    collection = SimpleNamespace(_exchange=SimpleNamespace(bag_traffic=_FoundMeanwhile()), jobs=jobs)
+    assert OverlappedCollection.bag_bytes(collection) is None
+    collection._exchange.bag_traffic.total = BagBytes(3, 2, 0)  # found before it is asked for
+    assert OverlappedCollection.bag_bytes(collection) is None
+    jobs.current.number = 9
+    assert OverlappedCollection.bag_bytes(collection) == BagBytes(3, 2, 0)
+
+
+def _saved_in_a_step() -> list[dict[str, Any]]:
+    module, engine = _overlapped()
+    states = [engine.bag_state()]
+    engine.begin_step()
+    module(_features(2, 4)).values().sum().backward()
+    states.append(engine.bag_state())
+    engine.end_backward()
+    engine.drain()
+    states.append(engine.bag_state())
+    engine.close()
+    return states
+
+
+def test_counts_are_kept_between_steps_only() -> None:
+    for before, inside, after in run_distributed(_saved_in_a_step, 2):
+        assert before["counted"]["bags"]["steps"] == 0 and after["counted"]["bags"]["steps"] == 1
+        assert inside["counted"] == {}
+
+
+def _in_parts() -> tuple[int, bool]:
+    """Two micro-batches a step, then undivided steps."""
+    module, engine = _overlapped()
+    counted = []
+    for updates in [False, True] * DECIDING_STEPS + [True, True]:
+        assert not engine.leave_long_bags()
+        engine.begin_step(updates=updates)
+        module(_features(100, 4)).values().sum().backward()
+        engine.end_backward()
+        engine.drain()
+        counted.append(engine.bag_state()["counted"]["bags"]["steps"])
+    engine.close()
+    return counted[-3:]
+
+
+def test_micro_batches_do_not_count() -> None:
+    assert run_distributed(_in_parts, 2) == [[0, 1, 2]] * 2
+
+
+def test_two_levels_decide_as_one() -> None:
+    """All ranks alike, by rows each once per rank."""
+    flat = run_distributed(_left, 4, 100)
+    assert any(any(left) for left, *_ in flat)
+    assert run_distributed(_left, 4, 100, exchange="two_level", ranks_per_node=2) == flat

@@ -82,12 +82,12 @@ class Launches(ThreadMode):
         return func(*args, **(kwargs or {}))
 
 
-def _train(engine_wanted: bool) -> Iterator[None]:
+def _train(engine_wanted: bool, **options: Any) -> Iterator[None]:
     """Train; yields before the steps that count, and after them."""
     data = [batch for batch in batches(dist.get_rank(), 3 * (STEPS + WARMUP)) if len(batch["tags"].values())]
     data = data[: STEPS + WARMUP]
     with sharded(HOW) as (_, ddp, tables, dense):
-        engine = OverlapEngine(tables) if engine_wanted else None
+        engine = OverlapEngine(tables, **options) if engine_wanted else None
         for step, (batch, following) in enumerate(zip(data, [*data[1:], None])):
             if step == WARMUP:
                 _finish_jobs(engine)
@@ -106,8 +106,8 @@ def _train(engine_wanted: bool) -> Iterator[None]:
             engine.close()
 
 
-def _counted(engine_wanted: bool) -> tuple[Counter[str], Counter[str], Counter[str]]:
-    counts, training = Counts(), _train(engine_wanted)
+def _counted(engine_wanted: bool, **options: Any) -> tuple[Counter[str], Counter[str], Counter[str]]:
+    counts, training = Counts(), _train(engine_wanted, **options)
     if engine_wanted:
         counts.start()  # before the engine's threads begin
     next(training)
@@ -150,6 +150,14 @@ def test_a_step_keeps_to_its_budget(ranks: int) -> None:
             # the last step has no next batch, so nothing of B and D
             assert exchanges[thread] == 4 * (STEPS - 1) + 2, "four exchanges per step"
             assert calls[thread] / STEPS <= 1200, "calls of the engine's thread per step"
+
+
+def test_two_levels_keep_to_twice_that() -> None:
+    for calls, exchanges, _ in run_distributed(_counted, 4, True, exchange="two_level", ranks_per_node=2):
+        for path in ("items", "tags"):
+            thread = f"freescale-{path}"
+            assert exchanges[thread] == 8 * (STEPS - 1) + 4, "each over two hops"
+            assert calls[thread] / STEPS <= 2000
 
 
 def _counted_apart() -> tuple[Counter[str], Counter[str], Counter[str]]:

@@ -22,7 +22,7 @@ WRONG = 5
 """In this step other ids are told than the model looks up."""
 
 
-def _watched(events_count: bool, dedup: bool, holds: bool = False) -> tuple[set[str], set[str], int]:
+def _watched(events_count: bool, dedup: bool, holds: bool = False, **options: Any) -> tuple[set[str], set[str], int]:
     accesses = Accesses()
     data = batches(dist.get_rank(), STEPS)
     ClockStream.events_count = events_count
@@ -36,6 +36,7 @@ def _watched(events_count: bool, dedup: bool, holds: bool = False) -> tuple[set[
         told=lambda step, following: _copied_ids(data[0] if step == WRONG else following),
         watches=[partial(Watch, accesses)],
         accesses=accesses,
+        **options,
     )
     return accesses.unordered, accesses.unrecorded, accesses.seen
 
@@ -60,6 +61,13 @@ def _watch_exchanges(accesses: Accesses) -> None:
 def test_events_order_all_that_two_streams_share(dedup: bool, holds: bool) -> None:
     for unordered, unrecorded, seen in run_distributed(_watched, 2, True, dedup, holds):
         assert seen > 100 * STEPS, "it has looked at something"
+        assert not unordered and not unrecorded
+
+
+def test_events_order_two_levels() -> None:
+    options = {"exchange": "two_level", "ranks_per_node": 2}
+    for unordered, unrecorded, seen in run_distributed(_watched, 4, True, True, True, **options):
+        assert seen > 150 * STEPS, "more than in one level"
         assert not unordered and not unrecorded
 
 

@@ -50,10 +50,10 @@ def _make_sparse(model: Sequences, seen: list[Batch]) -> None:
             table.grad = torch.sparse_coo_tensor(rows[None], table.grad[rows], table.shape)
 
 
-def _overlapped(optimizer: TableOptimizer, every: int, dedup: bool = True) -> Run:
+def _overlapped(optimizer: TableOptimizer, every: int, dedup: bool = True, **options: Any) -> Run:
     data = batches(dist.get_rank(), STEPS)
     with sharded(optimizer) as (model, ddp, tables, dense):
-        engine, losses = OverlapEngine(tables, dedup=dedup), []
+        engine, losses = OverlapEngine(tables, dedup=dedup, **options), []
         for step, batch in enumerate(data):
             updates = (step + 1) % every == 0
             engine.begin_step(known(data[step + 1] if step + 1 < STEPS else None), updates=updates)
@@ -87,6 +87,15 @@ def test_accumulated_gradients_are_applied_once(optimizer: str, every: int) -> N
         assert run_distributed(_overlapped, 2, OPTIMIZERS[optimizer], every, dedup)[0].losses == pytest.approx(
             expected, rel=1e-5
         )
+
+
+@pytest.mark.parametrize("every", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("rowwise_adagrad", marks=pytest.mark.slow)])
+def test_gradients_that_cross_nodes_once_are_those_of_the_unsharded_module(optimizer: str, every: int) -> None:
+    expected = _unsharded(4, every, _TORCH[optimizer])
+    options = {"exchange": "two_level", "ranks_per_node": 2}
+    found = run_distributed(_overlapped, 4, OPTIMIZERS[optimizer], every, **options)
+    assert found[0].losses == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("every", [1, 2])

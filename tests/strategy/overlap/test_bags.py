@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,13 +15,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor
 
 from lightning_freescale import FreeScaleStrategy
+from lightning_freescale.embeddings.overlap import OverlapReport
 from lightning_freescale.embeddings.overlap.bag_traffic import DECIDING_STEPS
 from lightning_freescale.testing import run_distributed
-from tests.helpers.bags import BagModel, Batch, bag_loader
+from tests.helpers.bags import BagModel, BagSamples, Batch, OnlyBags, bag_loader, collate_bags
 from tests.helpers.overlap_training import EPOCHS, KNOWN, STEPS, Run, assert_same, fit
+from tests.helpers.recommender import trainer
 
 EXCHANGES = 4  # sequences, bags of two widths, weighted bags
 
@@ -64,6 +68,7 @@ def test_as_under_ddp(ranks: int, dedup: bool) -> None:
         for _, run in pairs:
             assert run.looked_ahead() == looked_ahead(*KNOWN)
             assert run.statistics["non_colliding_bytes"] > 0
+            assert run.statistics["steps"] == STEPS * EPOCHS, "however many exchanges a step has"
 
 
 @pytest.mark.parametrize(
@@ -285,3 +290,18 @@ def test_long_bags_that_torchrec_could_not_train_are_overlapped(options: dict[st
     results = run_distributed(long_bags, 2, options)
     assert_as_ddp([[(ddp, mine)] for ddp, mine, _ in results])
     assert all(not told for *_, told in results)
+
+
+def only_bags() -> OverlapReport | None:
+    """The report of a fit in which nothing was overlapped any more in the end."""
+    rank, samples = int(os.environ["RANK"]), BagSamples(400)
+    batches = [collate_bags([samples[20 * step + index] for index in range(4 + rank)]) for step in range(DECIDING_STEPS + 5)]
+    fitting = trainer(devices=2)
+    fitting.fit(OnlyBags(), DataLoader(batches, batch_size=None))
+    return fitting.strategy.overlap_report
+
+
+def test_the_report_has_what_was_measured_before_all_bags_were_left() -> None:
+    one, other = run_distributed(only_bags, 2)
+    assert one is not None and one == other, "means over all ranks, which have other numbers of samples"
+    assert one.steps == DECIDING_STEPS + 1 and one.rows > 0 and one.non_colliding_bytes > 0

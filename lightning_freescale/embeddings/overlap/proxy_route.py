@@ -1,0 +1,194 @@
+"""The way through proxies: what several ranks of a node need of an owner crosses the network once, and back its gradients.
+
+Every node has as many ranks, one after the other. Rank ``l`` of a node is its proxy for the owners that are rank ``l`` of their
+nodes. There are two hops: near, among the ranks of a node, and far, among the ranks with one ``l``::
+
+    ids, gradients    a rank  -- near -->  the proxy in its node: each row once, gradients added up  -- far -->  the owner
+    rows, flags       a rank  <-- near --  the proxy, to all that asked                              <-- far --  the owner
+
+So to an owner the requesting ranks are the proxies of all nodes. Every rank sends its head to all proxies of its node, and a
+proxy's message takes the heads of its whole node along: behind both hops all ranks have the heads of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_freescale.embeddings.overlap.batch_state import ForwardedRows, PassingRows, PipelinedBatch, SomeRows
+from lightning_freescale.embeddings.overlap.flagged_rows import RowsToFlag, exchange_flagged
+from lightning_freescale.embeddings.overlap.handshake import Head, IdsToSend, LookedUp, NextIds
+from lightning_freescale.embeddings.overlap.id_exchange import IdExchange
+from lightning_freescale.embeddings.overlap.local_rows import LocalRows
+from lightning_freescale.embeddings.overlap.row_requests import Forwarded, IncomingRows, RowRequest, RowSubset
+from lightning_freescale.embeddings.overlap.transport import Transport
+
+_WORDS = len(Head._fields)
+
+
+class ProxyRoute:
+    """Two hops; see :class:`routes.Route`.
+
+    Args:
+        near: moves messages among the ranks of this node.
+        far: moves them among the ranks with this one's place in their nodes.
+        local: this rank's rows, of a layout with ``nodes``.
+        no_rows: a request for none.
+    """
+
+    def __init__(self, near: Transport, far: Transport, local: LocalRows, no_rows: RowRequest) -> None:
+        self._near, self._far, self._local, self.no_rows = near, far, local, no_rows
+        self._near_ids, self._far_ids = IdExchange(near, far.ranks), IdExchange(far, near.ranks * _WORDS)
+        layout, first = local.layout, near.rank * far.ranks
+        self._rank = far.rank * near.ranks + near.rank
+        self._starts = layout.starts[first : first + far.ranks + 1] - layout.starts[first]
+        self._key_bits = layout.key_bits
+        self._no_slots = torch.zeros(far.ranks, 0, dtype=torch.int64)
+        rows = no_rows.rows.long()
+        self._none_asked = IncomingRows(rows, no_rows.sizes, no_rows.slots)
+        nothing = self._forwarded(self._none_asked, torch.zeros(near.ranks * _WORDS, dtype=torch.int64))
+        self.no_incoming = IncomingRows(rows, nothing.request.sizes, self._no_slots, nothing)
+        self.nothing_given = self.all_of(no_rows, self.no_incoming)
+        self._nothing_requested = RowSubset.all_of(nothing.request.sizes, near.device)
+
+    def exchange_ids(
+        self,
+        sent: IdsToSend,
+        current: PipelinedBatch,
+        lookup: LookedUp,
+        given: SomeRows,
+        gradients: Tensor,
+        other_ids: Sequence[int] | None = None,
+    ) -> tuple[list[Head], IncomingRows, Tensor]:
+        """Do as :meth:`IdExchange.exchange`, over both hops.
+
+        Where only some ranks of a node ask anew, its proxies ask again for what its others had asked for, too: an owner knows
+        the rows of a node, not of its ranks.
+        """
+        assert given.forwarded is not None
+        near_given = SomeRows(given.requested, given.forwarded.asked)
+        told, new, came = self._near_ids.exchange(sent, current, lookup, near_given, gradients)
+        forwarded = self._forwarded(self._asked(told, new, sent.before), torch.from_numpy(np.array(told, np.int64).reshape(-1)))
+        requested, sums = self._nothing_requested, self._far.rows(0)
+        if [head.gradients for head in told] == near_given.incoming.sizes:  # else a rank asks for something instead
+            requested, sums = given.forwarded.request_rows, self._sum(given.forwarded, came)
+        far_given = SomeRows(requested, given.incoming)
+        request = IdsToSend(NextIds.TOLD, forwarded.request)
+        _, incoming, came = self._far_ids.exchange(request, current, LookedUp.PREDICTED, far_given, sums)
+        words = incoming.slots.view(-1, _WORDS).tolist()
+        return [Head(*each) for each in words], replace(incoming, slots=self._no_slots, forwarded=forwarded), came
+
+    def serve_anew(
+        self, current: PipelinedBatch, request: RowRequest, heads: Sequence[Head], asks: Sequence[bool]
+    ) -> tuple[IncomingRows, Tensor]:
+        """Serve the nodes of the ranks marked in ``asks``; the others of these nodes get what they have asked for before."""
+        lookup = LookedUp.OTHERS if asks[self._rank] else LookedUp.PREDICTED
+        sent, none = IdsToSend(NextIds.TOLD, request, before=current.incoming), self._near.rows(0)
+        _, new, _ = self.exchange_ids(sent, current, lookup, self.nothing_given, none)
+        first = self._rank - self._near.rank
+        if not asks[self._rank] and any(asks[first : first + self._near.ranks]):
+            request = current.request
+        return new, self.give_rows(new, request)
+
+    def give_rows(self, incoming: IncomingRows, request: RowRequest) -> Tensor:
+        """Give values to those who asked."""
+        passing = incoming.forwarded
+        assert passing is not None
+        rows = self._far.exchange_rows(self._local.read(incoming.rows), incoming.sizes, passing.request.sizes)
+        return self._near.exchange_rows(rows.index_select(0, passing.request.inverse), passing.asked.sizes, request.sizes)
+
+    def give_others(self, following: PipelinedBatch, current: PipelinedBatch, awaited: Tensor, urgent: Tensor) -> None:
+        """Do exchange B: first from the owners to the proxies, then from these to those who asked."""
+        next_ones, these = following.incoming.forwarded, current.incoming.forwarded
+        assert next_ones is not None
+        assert these is not None
+        asked, here, updates = following.incoming.sizes, current.incoming.sizes, current.updates
+        have = RowsToFlag(following.incoming.rows, awaited, asked, urgent if updates else None, here)
+        far = exchange_flagged(self._far, self._local.read, have, next_ones.request.sizes, these.request.sizes)
+        places = far.places.index_select(0, next_ones.request.inverse)
+        late = far.late.index_select(0, next_ones.request.inverse)
+        needed = None if far.needed is None else far.needed.index_select(0, these.request.inverse)
+        have = RowsToFlag(places, late, next_ones.asked.sizes, needed, these.asked.sizes)
+        read = lambda numbers: far.rows.index_select(0, numbers)  # noqa: E731
+        near = exchange_flagged(self._near, read, have, following.request.sizes, current.request.sizes)
+
+        following.passing = PassingRows(far.rows, places, far.late_places)
+        following.rows, following.late_places = near.rows, near.late_places
+        following.places = near.places.index_select(0, following.request.inverse)
+        through = ForwardedRows(near.waiting, far.waits, next_ones.request)
+        following.awaited = SomeRows(near.waits, far.waiting, through)
+        if far.needed is None or near.needed is None or needed is None:
+            return
+        masks = (
+            (near.needed, current.request.sizes),
+            (urgent, here),
+            (needed, these.asked.sizes),
+            (far.needed, these.request.sizes),
+        )
+        current.urgent, current.patient = (
+            SomeRows(requested, incoming, ForwardedRows(asked, request_rows, these.request))
+            for requested, incoming, asked, request_rows in zip(*(RowSubset.split(*each) for each in masks))
+        )
+
+    def give_last(self, following: PipelinedBatch) -> None:
+        """Do exchange D."""
+        awaited, passing = following.awaited, following.passing
+        assert awaited is not None
+        assert awaited.forwarded is not None
+        assert passing is not None
+        through = awaited.forwarded
+        values = self._local.read(following.incoming.rows.index_select(0, awaited.incoming.index))
+        last = self._far.exchange_rows(values, awaited.incoming.sizes, through.request_rows.sizes)
+        passing.rows[passing.late_places] = last
+        values = passing.rows.index_select(0, passing.places.index_select(0, through.asked.index))
+        last = self._near.exchange_rows(values, through.asked.sizes, awaited.requested.sizes)
+        following.rows[following.late_places] = last
+
+    def take_gradients(self, gradients: Tensor, request: RowRequest, incoming: IncomingRows) -> Tensor:
+        """Bring gradients to their owners."""
+        through = incoming.forwarded
+        assert through is not None
+        came = self._near.exchange_rows(gradients, request.sizes, through.asked.sizes)
+        sums = through.request.sum_per_row(came)
+        return self._far.exchange_rows(sums, through.request.sizes, incoming.sizes)
+
+    def all_of(self, request: RowRequest, incoming: IncomingRows) -> SomeRows:
+        """Return all rows of a batch."""
+        through = incoming.forwarded
+        assert through is not None
+        requested, came, asked, forwarded = (
+            RowSubset.all_of(each.sizes, self._near.device) for each in (request, incoming, through.asked, through.request)
+        )
+        return SomeRows(requested, came, ForwardedRows(asked, forwarded, through.request))
+
+    def count_gradients(self, kind: str, given: SomeRows) -> None:
+        """Count the bytes of gradients of some rows."""
+        assert given.forwarded is not None
+        self._near.count(kind, 4 * self._near.dim, given.requested.sizes)
+        self._far.count(kind, 4 * self._far.dim, given.forwarded.request_rows.sizes)
+
+    def _asked(self, told: Sequence[Head], new: IncomingRows, before: IncomingRows | None) -> IncomingRows:
+        """Return the rows that this rank, as a proxy, asks for: of a rank those of this message, or else those before."""
+        more = [head.lookup == LookedUp.MORE for head in told]
+        if any(more):  # they are served at once, and the message comes again
+            return self._none_asked.replaced(new, more)
+        anew = [head.state != NextIds.TOLD or head.lookup == LookedUp.OTHERS for head in told]
+        if not any(anew):
+            return self._none_asked
+        earlier = None if before is None else before.forwarded
+        return (self._none_asked if earlier is None else earlier.asked).replaced(new, anew)
+
+    def _forwarded(self, asked: IncomingRows, told: Tensor) -> Forwarded:
+        return Forwarded(self._far.rank, asked, RowRequest.of_proxy(asked, self._starts, self._key_bits, told))
+
+    def _sum(self, given: ForwardedRows, gradients: Tensor) -> Tensor:
+        """Add up what the node's ranks have sent, in their order; return rows as of the whole request."""
+        sums = torch.zeros(len(given.request.rows), self._far.dim, device=self._far.device)
+        places = given.request.inverse.index_select(0, given.asked.index)
+        for place, part in zip(places.split(given.asked.sizes), gradients.split(given.asked.sizes)):
+            sums[place] += part  # a rank has each row once
+        return sums
