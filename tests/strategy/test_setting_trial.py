@@ -60,12 +60,12 @@ def test_costs_that_explain_nothing_change_nothing() -> None:
 
 
 def test_a_drift_is_in_both() -> None:
-    """Every pair of blocks takes longer than the one before; the second candidate always comes later."""
-    first = [(4.0 + 0.5 * (k // 5), 0.0) for k in range(MEASURED)]
-    other = [(seconds - 0.2, cost) for seconds, cost in first]
+    """Steps begin to take ten times as long in the middle of the trial, with either candidate."""
+    first = [(1.0 if k < 8 else 10.0, 0.0) for k in range(MEASURED)]
+    other = [(0.9 if k < 7 else 9.9, 0.0) for k in range(MEASURED)]
     found = compare([_rank([first, other])])
+    assert found.saved[1] == pytest.approx(0.1)
     assert found.best == 1
-    assert found.saved[1] == pytest.approx(0.2)
 
 
 def test_what_is_lost_is_not_the_compute_of_the_first() -> None:
