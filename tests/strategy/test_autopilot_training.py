@@ -11,12 +11,14 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.data import DataLoader
 
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule, FreeScaleStrategy
+from lightning_freescale.data import BalanceOptions
 from lightning_freescale.embeddings.overlap import WeightGradientsLast
 from lightning_freescale.testing import run_distributed
 from tests.helpers.overlap_training import assert_same
@@ -60,7 +62,7 @@ def _fit(
     handler = logging.StreamHandler(told)
     room.addHandler(handler)
     torch.manual_seed(0)
-    module = Sleeper(seconds)
+    module = options.pop("make", Sleeper)(seconds)
     ckpt_path = options.pop("ckpt_path", None)
     strategy = FreeScaleStrategy(target_bubble_reduction=target, **options.pop("strategy", {}))
     fitting = trainer(devices=2, strategy=strategy, max_epochs=4, max_steps=steps, **options)
@@ -143,6 +145,57 @@ def test_a_run_that_resumes_goes_on_bitwise(tmp_path: Any) -> None:
             assert kept == {"split_backward": True}
             assert seen[0] == (True, 1), "what was kept goes on"
         assert set(resumed[1][1]) == {(True, 1)}, "what was final is not tried again"
+
+
+class AsksForTheLoader(Sleeper):
+    """In ``configure_optimizers``, which comes before a checkpoint is read."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches > 0
+        return super().configure_optimizers()
+
+
+def _goes_on(folder: str, make: Any, frozen: bool) -> Any:
+    """Resume from the checkpoint of a run that has kept both settings, and has or has not come to its end."""
+    seconds: Seconds = lambda split, parts: 0.0  # noqa: E731
+    keep, path = [ModelCheckpoint(folder, every_n_train_steps=2, filename="kept")], f"{folder}/kept.ckpt"
+    module, fitting, _ = _fit(seconds, 0.5, "auto", steps=2, make=make, callbacks=keep, enable_checkpointing=True)
+    if fitting.is_global_zero:
+        saved = torch.load(path, weights_only=False)
+        kept = {"split_backward": True, "micro_batches": 2}
+        saved["freescale"]["autopilot"] |= {"kept": kept, "untried": [], "remaining": 0.4, "frozen": frozen}
+        saved["FreeScaleDataModule"]["micro_batches"] = 2 if frozen else None
+        torch.save(saved, path)
+    dist.barrier()
+    module, fitting, _ = _fit(seconds, 0.5, "auto", steps=40, make=make, ckpt_path=path)
+    return module.seen, fitting.strategy.chosen_settings
+
+
+@pytest.mark.parametrize("make", [Sleeper, AsksForTheLoader])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_run_that_resumes_has_what_was_kept(tmp_path: Any, make: Any, frozen: bool) -> None:
+    for seen, settings in run_distributed(_goes_on, 2, str(tmp_path), make, frozen):
+        assert set(seen[:4]) == {(True, 2)}
+        assert set(seen) == ({(True, 2)} if frozen else {(True, 2), (False, 1)}), "against the beginning"
+        assert settings["start"] == {"split_backward": False, "micro_batches": 1}
+
+
+def _beside_calibration() -> Any:
+    samples = Samples(1600)
+    balance = BalanceOptions(calibrate=True)
+    data = FreeScaleDataModule(samples, samples.lengths, 4, balance=balance, collate_fn=collate)
+    logger, module = Kept(), Sleeper(HELPS)
+    strategy = FreeScaleStrategy(target_bubble_reduction=0.1)
+    fitting = trainer(devices=2, strategy=strategy, max_epochs=1, max_steps=110, logger=logger)
+    fitting.fit(module, datamodule=data)
+    return strategy.chosen_settings["kept"], len(logger.of("freescale/calibration")), strategy.timeline.enabled
+
+
+def test_beside_calibration() -> None:
+    (kept, fits, recording), (other, *_) = run_distributed(_beside_calibration, 2)
+    assert kept == other == {"split_backward": True}
+    assert fits >= 3, "it goes on when the autopilot has ended"
+    assert not recording
 
 
 def _profiled(folder: str) -> Any:
