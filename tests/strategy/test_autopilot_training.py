@@ -118,7 +118,7 @@ def test_what_harms_is_tried_once_and_refused() -> None:
 
 def test_micro_batches_are_chosen_where_they_may_be() -> None:
     seconds: Seconds = lambda split, parts: {1: 0.08, 2: 0.0, 4: 0.05}[parts]  # noqa: E731
-    ranks = run_distributed(_found, 2, seconds, 0.99, "auto", steps=230)
+    ranks = run_distributed(_found, 2, seconds, 0.99, "auto", steps=280)
     assert ranks[0]["seen"] == ranks[1]["seen"]
     for found in ranks:
         assert found["kept"]["micro_batches"] == 2
