@@ -120,8 +120,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             ``"blocks"``: a block of rows each, as plain TorchRec has it. Weights, states and checkpoints are in the order of
             the ids, either way. Tables with managed collisions, and those sharded otherwise, stay as they are.
         split_backward: with ``overlap``, have backward compute the gradients of the dense weights last, while the gradients of
-            the rows travel. The numbers are the same to the bit. Costs memory: the gradients of the linear layers' outputs are
-            held until then. See :class:`lightning_freescale.embeddings.overlap.WeightGradientsLast`.
+            the rows travel. Each rank's gradients are the same to the bit. Costs memory: the linear layers' inputs and the
+            gradients of their outputs are held until then. See :class:`lightning_freescale.embeddings.overlap.WeightGradientsLast`.
         exchange: which way rows and gradients take, with ``overlap``. ``"flat"``: from the owners to every rank, and back.
             ``"two_level"``: what several ranks of a node need crosses the network once, and its gradients are added up in the
             node before they do. Pays with several nodes of several ranks each, where the network between nodes is slower than
@@ -396,7 +396,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self.gradients_wait = self._accumulating
         loss = closure_loss if self._loss_weight == 1.0 else closure_loss * self._loss_weight
         try:
-            scaled = super().backward(loss, optimizer, *args, **kwargs)
+            with nullcontext() if self.overlap_controller is None else self.overlap_controller.backward():
+                scaled = super().backward(loss, optimizer, *args, **kwargs)
             self._end_backward()
         except RuntimeError:
             # DDP fails when a rank has gone; the exchange may know why it has

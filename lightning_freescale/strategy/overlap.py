@@ -63,9 +63,10 @@ class OverlapController:
     ) -> None:
         self.trainer, self.engine = trainer, engine
         self._trial_runs, self.split_backward = trial_runs, split_backward
-        # DDP reduces what a last micro-batch leaves unused before its backward begins
         strategy: Any = trainer.strategy
-        self._window = None if strategy.ddp_options.get("find_unused_parameters") else WindowGradients()
+        # one rank waits for nobody; and DDP reduces what a last micro-batch leaves unused before its backward begins
+        unused = any(strategy.ddp_options.get(name) for name in ("find_unused_parameters", "static_graph"))
+        self._window = None if unused or trainer.world_size == 1 else WindowGradients()
         self._ids_of = ids_of
         self._ids_function = _ids_function(trainer, engine, ids_of)
         self._told: dict[str, list[KeyedJaggedTensor]] = {}  # of what comes next
@@ -145,6 +146,10 @@ class OverlapController:
             return WeightGradientsLast(self._window, last=not self._stays_in_step)
         # nobody waits for gradients that no optimizer step follows
         return WeightGradientsLast() if self._updates else nullcontext()
+
+    def backward(self) -> AbstractContextManager[Any]:
+        """Return the block in which backward runs."""
+        return nullcontext() if self._window is None else self._window.backward()
 
     def end_backward(self) -> None:
         """Hand over what backward has not handed over itself."""

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-_Place: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...], int | None]
-"""Which weight and bias: where they are in memory, and how the weight lies there."""
+_Place: TypeAlias = tuple[int, tuple[int, ...], bool, int | None]
+"""Which weight and bias, by their identity; the weight's shape, and whether it is transposed."""
 
 _LAST_LATE = 4095
 """Numbers up to this one are kept free of operations that are not late."""
@@ -22,11 +22,22 @@ _LAST_LATE = 4095
 class WindowGradients:
     """What the weights' gradients of a window's micro-batches are computed from, until its last backward comes by.
 
-    Each of its batches but the last runs in a :class:`WeightGradientsLast` with ``last=False``. All must use the same layers.
+    Each of its batches but the last runs in a :class:`WeightGradientsLast` with ``last=False``. All must use the same layers,
+    and each backward runs in :meth:`backward`; gradients that are asked for outside of it are those of their batch alone.
     """
 
     def __init__(self) -> None:
         self._kept: dict[_Place, list[tuple[Tensor, Tensor]]] = {}
+        self.in_backward = False
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Run the backward of one of its batches."""
+        self.in_backward = True
+        try:
+            yield
+        finally:
+            self.in_backward = False
 
     def keep(self, place: _Place, values: Tensor, gradient: Tensor) -> None:
         """Keep a layer's inputs and the gradient of its outputs."""
@@ -57,7 +68,8 @@ class WeightGradientsLast(TorchFunctionMode):
     A layer's backward is two products: the gradient of its input, which the layer before waits for, and that of its weight,
     for which nobody waits. Backward does the first of all layers, comes so to the embedding rows, and does the others while
     these rows' gradients travel (the split that zero-bubble pipelines make, Qi et al., arXiv 2401.10241, within one
-    backward). Every number is bitwise what it is otherwise. The gradients of the layers' outputs are held until the end. ::
+    backward). Every gradient is bitwise what it is otherwise. The layers' inputs and the gradients of their outputs are held
+    until the end. ::
 
         with WeightGradientsLast():
             loss = model(batch)
@@ -70,7 +82,8 @@ class WeightGradientsLast(TorchFunctionMode):
 
     Args:
         window: where several batches have one optimizer step, has the gradients of all their weights computed in the backward
-            of the last, which costs the memory of a whole batch.
+            of the last, which costs the memory of a whole batch. Until then they have no ``.grad``. Slices of parameters, and
+            parameters with hooks, have theirs in each backward. Sums may run in another order.
         last: whether this batch is the last of its window.
 
     Raises:
@@ -109,17 +122,17 @@ class WeightGradientsLast(TorchFunctionMode):
     # input, weight, bias, and whether the weight is transposed; None if it is called otherwise
     _OPERANDS: ClassVar[dict[Any, Callable[..., Any]]] = {
         F.linear: lambda input, weight, bias=None: (input, weight, bias, True),
-        torch.mm: lambda input, mat2=None, **others: None if others else (input, mat2, None, False),
-        torch.addmm: lambda bias, mat1=None, mat2=None, **others: None if others else (mat1, mat2, bias, False),
+        torch.mm: lambda input, mat2=None, *more, **others: None if more or others else (input, mat2, None, False),
+        torch.addmm: lambda bias, mat1=None, mat2=None, *more, **others: None if more or others else (mat1, mat2, bias, False),
         torch.matmul: lambda input, other=None, **others: None if others else (input, other, None, False),
-        torch.Tensor.mm: lambda input, mat2=None: (input, mat2, None, False),
+        torch.Tensor.mm: lambda input, mat2=None, *more, **others: None if more or others else (input, mat2, None, False),
         torch.Tensor.matmul: lambda input, other=None: (input, other, None, False),
         torch.Tensor.__matmul__: lambda input, other=None: (input, other, None, False),
     }
 
     def _call(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         operands = self._OPERANDS[func](*args, **kwargs)
-        if operands is None or not _can_be_split(*operands):
+        if operands is None or not _can_be_split(*operands) or (self._window is not None and not _can_wait(*operands)):
             return func(*args, **kwargs)
         self._layers += 1
         return _split(min(self._layers, _LAST_LATE), self._window, self._last, *operands)
@@ -161,9 +174,11 @@ def _can_be_split(input: Any, weight: Any, bias: Any, transposed: bool) -> bool:
         _of_a_parameter(weight)
         and weight.requires_grad
         and weight.dim() == 2
+        and weight.numel() > 0
         and type(input) in (Tensor, nn.Parameter)
         and input.requires_grad  # else backward ends here
-        and input.dim() > 1
+        and (1 < input.dim() < 4 or (input.dim() >= 4 and input.is_contiguous()))  # torch adds up others in another order
+        and all(each.is_floating_point() and each.layout == torch.strided for each in (input, weight))
         and input.shape[-1] == weight.shape[transposed]
         and (bias is None or (_of_a_parameter(bias) and bias.shape == weight.shape[not transposed :][:1]))
         and _of_one_type(input, weight, *() if bias is None else (bias,))
@@ -171,6 +186,12 @@ def _can_be_split(input: Any, weight: Any, bias: Any, transposed: bool) -> bool:
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         and torch._C._functorch.peek_interpreter_stack() is None
     )
+
+
+def _can_wait(input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> bool:
+    """Whether gradients may come once for a window: of whole parameters, which every batch uses alike, without hooks."""
+    operands = [weight] if bias is None else [weight, bias]
+    return all(type(each) is nn.Parameter and not each._backward_hooks for each in operands)
 
 
 def _of_a_parameter(tensor: Any) -> bool:
@@ -198,12 +219,13 @@ def _split(
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     values, matrix = input.to(dtype), weight.t() if transposed else weight
     fixed, fixed_bias = matrix.detach(), None if bias is None else bias.detach()
+    place = id(weight), tuple(weight.shape), transposed, None if bias is None else id(bias)
     # the values are detached, or the layer before would wait; before the last of a window so is the weight: its hooks would
     # be called without a gradient
     if last:
-        late = _WeightGradient.apply(values.detach(), matrix, bias, window)
+        late = _WeightGradient.apply(values.detach(), matrix, bias, window, place)
     else:
-        late = _KeptForLater.apply(values.detach(), fixed, fixed_bias, window, values.new_empty(0, requires_grad=True))
+        late = _KeptForLater.apply(values.detach(), matrix.shape[1], window, place, values.new_empty(0, requires_grad=True))
     after_the_others(late, number)
     return _Product.apply(values, late, fixed.to(dtype), None if fixed_bias is None else fixed_bias.to(dtype))
 
@@ -230,10 +252,12 @@ class _Product(torch.autograd.Function):
 
 class _WeightGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, matrix: Tensor, bias: Tensor | None, window: WindowGradients | None) -> Tensor:
+    def forward(
+        ctx: Any, values: Tensor, matrix: Tensor, bias: Tensor | None, window: WindowGradients | None, place: _Place
+    ) -> Tensor:
         ctx.save_for_backward(values)
         ctx.dtype, ctx.by_columns = matrix.dtype, _lies_by_columns(matrix)
-        ctx.window, ctx.place = window, _place(matrix, bias)
+        ctx.window, ctx.place = window, place
         # holds nothing: it is where the gradient comes in
         return values.new_empty(1).expand(*values.shape[:-1], matrix.shape[1])
 
@@ -241,7 +265,8 @@ class _WeightGradient(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (values,) = ctx.saved_tensors
-        parts = [*(() if ctx.window is None else ctx.window.take(ctx.place)), (values, gradient)]
+        kept = [] if ctx.window is None or not ctx.window.in_backward else ctx.window.take(ctx.place)
+        parts = [*kept, (values, gradient)]
         flat = [(into.reshape(-1, into.shape[-1]), each.reshape(-1, each.shape[-1])) for into, each in parts]
         _, of_matrix, of_bias, *_ = ctx.needs_input_grad
         given: list[Tensor | None] = [None, None]
@@ -250,27 +275,22 @@ class _WeightGradient(torch.autograd.Function):
             given[0] = _sum(product.to(ctx.dtype) for product in products)
         if of_bias:
             given[1] = _sum(each.sum(0).to(ctx.dtype) for _, each in flat)
-        return None, *given, None
+        return None, *given, None, None
 
 
 class _KeptForLater(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, values: Tensor, matrix: Tensor, bias: Tensor | None, window: WindowGradients, anchor: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, values: Tensor, outputs: int, window: WindowGradients, place: _Place, anchor: Tensor) -> Tensor:
         ctx.save_for_backward(values)
-        ctx.window, ctx.place = window, _place(matrix, bias)
-        return values.new_empty(1).expand(*values.shape[:-1], matrix.shape[1])
+        ctx.window, ctx.place = window, place
+        return values.new_empty(1).expand(*values.shape[:-1], outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
-        ctx.window.keep(ctx.place, *ctx.saved_tensors, gradient)
+        if ctx.window.in_backward:
+            ctx.window.keep(ctx.place, *ctx.saved_tensors, gradient)
         return (None,) * 5
-
-
-def _place(matrix: Tensor, bias: Tensor | None) -> _Place:
-    return matrix.data_ptr(), tuple(matrix.shape), matrix.stride(), None if bias is None else bias.data_ptr()
 
 
 def _sum(gradients: Iterator[Tensor]) -> Tensor:

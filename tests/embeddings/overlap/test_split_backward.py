@@ -127,7 +127,27 @@ class Accumulates(Layers):
             parameter.grad = torch.ones_like(parameter)
 
 
-@pytest.mark.parametrize("make", [Frozen, Checkpointed, Accumulates])
+class Unusual(nn.Module):
+    """Complex and sparse operands, no outputs, an image of another layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.complex = nn.Parameter(torch.randn(DIM, DIM, dtype=torch.complex64))
+        self.weight, self.none, self.channels = nn.Parameter(torch.randn(DIM, 2)), nn.Linear(DIM, 0), nn.Linear(DIM, 3)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        flat = rows.flatten(0, 1)
+        waves = (flat.to(torch.complex64) @ self.complex).abs().square().mean()
+        image = rows[..., None].expand(-1, -1, -1, DIM).transpose(0, 2)
+        return (
+            waves
+            + (flat.to_sparse() @ self.weight).square().mean()
+            + self.none(flat).sum()
+            + self.channels(image).square().mean()
+        )
+
+
+@pytest.mark.parametrize("make", [Frozen, Checkpointed, Accumulates, Unusual])
 def test_same_bits_in_modules_as_people_write_them(make: Callable[[], nn.Module]) -> None:
     _same(_gradients(make, nullcontext, 3, 7)[0], _gradients(make, WeightGradientsLast, 3, 7)[0])
 
@@ -181,25 +201,67 @@ class UsedOnce(nn.Module):
         return (hidden if skip else self.last(hidden @ self.mixed)).square().mean()
 
 
-def _window(block: Callable[[int], Any]) -> tuple[list[Any], list[str]]:
+def _window(make: Callable[[], nn.Module], window: WindowGradients | None) -> tuple[list[Any], list[str]]:
     torch.manual_seed(0)
-    module, parts = UsedOnce(), [torch.randn(size, DIM, requires_grad=True) for size in (5, 1, 3)]
+    module, parts = make(), [torch.randn(size, DIM, requires_grad=True) for size in (5, 1, 3)]
     order = Order(module)
     for number, rows in enumerate(parts):
-        with block(number):
+        with nullcontext() if window is None else WeightGradientsLast(window, last=number == 2):
             loss = module(order.rows(rows))
-        loss.backward()
+        with nullcontext() if window is None else window.backward():
+            loss.backward()
+    if window is not None:
+        window.close()
     return [rows.grad for rows in parts] + [parameter.grad for parameter in module.parameters()], order.names
 
 
 def test_a_window_has_the_gradients_of_all_its_weights_at_its_end() -> None:
-    window = WindowGradients()
-    plain, _ = _window(lambda number: nullcontext())
-    split, order = _window(lambda number: WeightGradientsLast(window, last=number == 2))
-    window.close()
+    plain, _ = _window(UsedOnce, None)
+    split, order = _window(UsedOnce, WindowGradients())
     _same(plain, split)
     assert order[:3] == ["rows"] * 3
     assert len(order) == 3 + len(list(UsedOnce().parameters()))
+
+
+class OneStorage(UsedOnce):
+    """Two parameters over one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Parameter(self.mixed.detach())
+
+    def forward(self, rows: Tensor, skip: bool = False) -> Tensor:
+        return (F.relu(self.first(rows)) @ self.mixed @ self.again).square().mean() + self.last.weight.sum()
+
+
+class Slices(UsedOnce):
+    """Uses as much of a weight as its batch is long."""
+
+    def forward(self, rows: Tensor, skip: bool = False) -> Tensor:
+        hidden = self.first(rows)[:, : len(rows)] @ self.mixed[: len(rows)]
+        return self.last(hidden).square().mean()
+
+
+class Hooked(UsedOnce):
+    """A hook that is not linear sees every gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixed.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+
+class AsksInForward(UsedOnce):
+    """Asks for a gradient before backward."""
+
+    def forward(self, rows: Tensor, skip: bool = False) -> Tensor:
+        loss = super().forward(rows)
+        (gradient,) = torch.autograd.grad(loss, rows, retain_graph=True)
+        return loss + gradient.square().sum()
+
+
+@pytest.mark.parametrize("make", [OneStorage, Slices, Hooked, AsksInForward])
+def test_a_window_of_modules_as_people_write_them(make: Callable[[], nn.Module]) -> None:
+    _same(_window(make, None)[0], _window(make, WindowGradients())[0])
 
 
 def test_layers_that_the_last_of_a_window_leaves_out_are_an_error() -> None:
@@ -207,8 +269,9 @@ def test_layers_that_the_last_of_a_window_leaves_out_are_an_error() -> None:
     for last in (False, True):
         with WeightGradientsLast(window, last=last):
             loss = module(torch.randn(4, DIM, requires_grad=True), skip=last)
-        loss.backward()
-    with pytest.raises(RuntimeError, match=r"the last micro-batch has not used layers.*\(24, 1\)"):
+        with window.backward():
+            loss.backward()
+    with pytest.raises(RuntimeError, match=r"the last micro-batch has not used layers.*\(1, 24\)"):
         window.close()
     window.close()
 
