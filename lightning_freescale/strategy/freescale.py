@@ -121,7 +121,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             the ids, either way. Tables with managed collisions, and those sharded otherwise, stay as they are.
         split_backward: with ``overlap``, have backward compute the gradients of the dense weights last, while the gradients of
             the rows travel. Each rank's gradients are the same to the bit. Costs memory: the linear layers' inputs and the
-            gradients of their outputs are held until then. See :class:`lightning_freescale.embeddings.overlap.WeightGradientsLast`.
+            gradients of their outputs are held until then. See
+            :class:`lightning_freescale.embeddings.overlap.WeightGradientsLast`.
         exchange: which way rows and gradients take, with ``overlap``. ``"flat"``: from the owners to every rank, and back.
             ``"two_level"``: what several ranks of a node need crosses the network once, and its gradients are added up in the
             node before they do. Pays with several nodes of several ranks each, where the network between nodes is slower than
