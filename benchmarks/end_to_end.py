@@ -241,6 +241,7 @@ def _options() -> Any:
     add("--batch", type=int, default=32, help="histories per rank and step (default: 32)")
     add("--rows", type=int, default=5_000_000)
     add("--dim", type=int, default=64)
+    add("--weights-share", type=float, default=0.15, help="of compute, what a split backward has last (default: 0.15)")
     add("--steps", type=int, default=16, help="of a fit (default: 16)")
     add("--rounds", type=int, default=2)
     options = arguments.parse_args()
@@ -248,6 +249,7 @@ def _options() -> Any:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    overlap_variants.weights_share = options.weights_share
     return options
 
 

@@ -67,6 +67,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--batch", type=int, help="histories per rank and step (default: 32, or 64 in the hard regime)")
     add("--rows", type=int, default=5_000_000, help="of the table, in the production regime (default: 5 million)")
     add("--dim", type=int, default=64, help="of an embedding (default: 64)")
+    add("--weights-share", type=float, default=0.15, help="of compute, what a split backward has last (default: 0.15)")
     add("--steps", type=int, default=16, help="of a round (default: 16)")
     add("--rounds", type=int, default=3)
     options = parser.parse_args(arguments)
@@ -81,6 +82,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def measure(options: Any) -> dict[str, float]:
     """The figures, printed on rank 0. Collective."""
     torch.set_num_threads(1)
+    overlap_variants.weights_share = options.weights_share
     if options.regime == "hard":
         rows, draw = overlap_workload.hard(options.batch)
     else:

@@ -33,8 +33,8 @@ CPU = torch.device("cpu")
 ADAGRAD = {"lr": 0.1, "eps": 1e-10}
 
 
-WEIGHTS_SHARE = 0.22
-"""Of a step's compute, the gradients of linear layers' weights: what ``split_backward.py`` measures."""
+weights_share = 0.15
+"""Of a step's compute, the gradients of linear layers' weights: ``split_backward.py`` measures it."""
 
 
 class _Compute(torch.autograd.Function):
@@ -45,7 +45,7 @@ class _Compute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, late: Tensor | None, seconds: float) -> Tensor:
-        ctx.seconds = seconds * (2 / 3 - (WEIGHTS_SHARE if late is not None else 0))
+        ctx.seconds = seconds * (2 / 3 - (weights_share if late is not None else 0))
         time.sleep(seconds / 3)
         return rows.view_as(rows)
 
@@ -60,7 +60,7 @@ class _WeightGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, seconds: float) -> Tensor:
-        ctx.seconds, ctx.shape = seconds * WEIGHTS_SHARE, weight.shape
+        ctx.seconds, ctx.shape = seconds * weights_share, weight.shape
         return rows.new_empty(1).expand(rows.shape)
 
     @staticmethod
