@@ -20,6 +20,9 @@ Regimes: ``production`` draws Zipf-distributed ids of 5 million rows, with the h
 takes that data set's users, most of whose rows collide. Every table takes rows x dim x 4 bytes over all ranks, and there are
 three: one of plain, dedup and plain-gloo together, one of pipeline, one of ours.
 
+With ``--shift-at``, other items are the popular ones from that step of a round on, and what is exposed before and after it is
+shown apart, without the two steps around it, of which hardly a row collides.
+
 The ranks share this machine's cores, and what that costs counts as exposed: with eight of them on two cores, slow links and
 compute down by the same factor, such as ``--rate 50mbit`` and ``--compute-ms 720``.
 """
@@ -70,9 +73,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--weights-share", type=float, default=0.15, help="of compute, what a split backward has last (default: 0.15)")
     add("--steps", type=int, default=16, help="of a round (default: 16)")
     add("--rounds", type=int, default=3)
+    add("--shift-at", type=int, help="step of a round from which other items are popular, in the production regime")
     options = parser.parse_args(arguments)
     if options.steps < SKIPPED + 3 or options.rounds < 1:
         parser.error(f"--steps {options.steps} --rounds {options.rounds}: at least {SKIPPED + 3} and 1")
+    shift = options.shift_at
+    if shift is not None and (options.regime != "production" or not SKIPPED + 1 < shift < options.steps - 2):
+        parser.error(f"--shift-at {shift}: after {SKIPPED + 1} and before --steps {options.steps} less 2, and with --regime production")
     if "floor" not in options.variants:
         options.variants = ["floor", *options.variants]
     options.batch = options.batch or {"production": 32, "hard": 64}[options.regime]
@@ -86,7 +93,7 @@ def measure(options: Any) -> dict[str, float]:
     if options.regime == "hard":
         rows, draw = overlap_workload.hard(options.batch)
     else:
-        rows, draw = options.rows, overlap_workload.production(options.rows, options.batch)
+        rows, draw = options.rows, overlap_workload.production(options.rows, options.batch, shift_at=options.shift_at)
     rank, world = dist.get_rank(), dist.get_world_size()
     batches = overlap_workload.batches(draw, options.steps, rank)
     counts = [int(name.removeprefix("micro-")) for name in options.variants if name.startswith("micro-")]
@@ -125,6 +132,12 @@ def _figures(name: str, times: Any, variant: Any, options: Any) -> dict[str, flo
     low, middle, high = np.percentile(wall, [25, 50, 75])
     figures = {f"{name}_ms": middle, f"{name}_low_ms": low, f"{name}_high_ms": high, f"{name}_cpu_ms": np.median(cpu)}
     figures |= {f"{name}_{key}": value for key, value in zip(counted, mean[-len(counted) :].tolist())}
+    if options.shift_at is not None:
+        by_step, shift = wall.reshape(options.rounds, -1), options.shift_at - SKIPPED
+        figures |= {
+            f"{name}_before_ms": np.median(by_step[:, : shift - 1]),
+            f"{name}_after_ms": np.median(by_step[:, shift + 1 :]),
+        }
     return {key: float(value) for key, value in figures.items()}
 
 
@@ -135,6 +148,9 @@ def _reductions(figures: dict[str, float]) -> dict[str, float]:
         for other in (name for name in ("plain", "pipeline", "dedup") if name in exposed):
             found[f"{prefix}reduction_vs_{other}"] = 1 - exposed[mine] / exposed[other]
             found[f"{prefix}step_over_{other}"] = figures[f"{mine}_ms"] / figures[f"{other}_ms"]
+    for name in exposed if "floor_after_ms" in figures else ():
+        before, after = (figures[f"{name}_{when}_ms"] - figures[f"floor_{when}_ms"] for when in ("before", "after"))
+        found |= {f"{name}_exposed_before_ms": before, f"{name}_exposed_after_ms": after}
     return found
 
 
@@ -154,6 +170,9 @@ def _show(figures: dict[str, float], options: Any) -> None:
         exposed = figures.get(f"{name}_exposed_ms", 0.0)
         print(f"{name:<12}{figures[f'{name}_ms']:9.1f}{half:>17}{exposed:12.1f}", end="")
         print(f"{figures[f'{name}_cpu_ms']:9.1f}{figures[f'{name}_bytes'] / 1e6:9.2f}")
+    for name in (each for each in _measured(figures) if f"{each}_exposed_after_ms" in figures):
+        before, after = figures[f"{name}_exposed_before_ms"], figures[f"{name}_exposed_after_ms"]
+        print(f"{name}, before other items were popular: exposed {before:.1f} ms, afterwards {after:.1f}")
     for mine, prefix in ((name, "" if name == "ours" else f"{name}_") for name in OURS):
         for other in ("plain", "pipeline", "dedup"):
             if f"{prefix}reduction_vs_{other}" in figures:

@@ -199,14 +199,22 @@ def test_two_level_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_overlap_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = tmp_path / "figures.json"
-    size = ["--rows", "5000", "--batch", "4", "--dim", "8", "--steps", "6", "--rounds", "1", "--compute-ms", "3"]
+    size = ["--rows", "5000", "--batch", "4", "--dim", "8", "--steps", "8", "--rounds", "1", "--compute-ms", "3"]
+    size += ["--shift-at", "5"]
     monkeypatch.setattr(sys, "argv", ["overlap.py", *size, "--json", str(written), "--require", "floor_ms<=0"])
     assert run_distributed(_exit_code, 2, overlap.main, init=False) == [1, 1]  # every rank exits alike
     figures = json.loads(written.read_text())["figures"]
     assert figures["plain_bytes"] == figures["pipeline_bytes"] == figures["plain_gloo_bytes"] > figures["dedup_bytes"]
     assert figures["ours_bytes"] == pytest.approx(figures["dedup_bytes"], rel=0.2)
     assert 0 < figures["collision_rate"] < 1 and figures["ours_mispredicted_lookups"] == 0
-    assert {"reduction_vs_plain", "reduction_vs_dedup", "step_over_dedup"} <= figures.keys()
+    assert {"reduction_vs_plain", "reduction_vs_dedup", "step_over_dedup", "ours_exposed_after_ms"} <= figures.keys()
+
+
+def test_other_items_become_popular() -> None:
+    steady, shifting = overlap_workload.production(1000, 8), overlap_workload.production(1000, 8, shift_at=1)
+    assert all((ids == more).all() for ids, more in zip(steady(0, 0), shifting(0, 0)))
+    popular = [np.bincount(draw(1, 0)[0], minlength=1000).argmax() for draw in (steady, shifting)]
+    assert popular[0] != popular[1] and (steady(1, 0)[1] == shifting(1, 0)[1]).all()
 
 
 @pytest.mark.slow
