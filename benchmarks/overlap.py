@@ -11,6 +11,7 @@ dedup       plain, with every id of the rank's batch looked up once; they are fo
 ours        the overlapped exchange, with a lookahead of one batch
 split       the same, with the gradients of the dense weights, a share of compute, after those of the rows
 micro-4     ours with each batch in 4 micro-batches of about as many ids; split-4: both; also with other numbers
+two-level   ours with exchange="two_level"; with netlab's ``--ranks-per-host``
 plain-gloo  plain over gloo's own all-to-all; the others post their receives first, as the overlapped exchange does
 
 Exposed is a variant's median step less the floor's. Next to the measured reductions stand those that the bytes alone predict:
@@ -48,9 +49,9 @@ import torch
 import torch.distributed as dist
 
 IN_PARTS = ("micro-2", "micro-4", "micro-8", "split-2", "split-4")
-VARIANTS = ("floor", "plain", "pipeline", "dedup", "ours", "split", *IN_PARTS, "plain-gloo")
+VARIANTS = ("floor", "plain", "pipeline", "dedup", "ours", "split", *IN_PARTS, "two-level", "plain-gloo")
 BY_DEFAULT = ("floor", "plain", "pipeline", "dedup", "ours", "split", "micro-4", "split-4", "plain-gloo")
-OURS = ("ours", "split", *(name.replace("-", "_") for name in IN_PARTS))
+OURS = ("ours", "split", "two_level", *(name.replace("-", "_") for name in IN_PARTS))
 SKIPPED = 3  # steps at the beginning of a round, while the pipelines fill; the last one, without a lookahead, is left out, too
 
 
@@ -79,7 +80,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--steps {options.steps} --rounds {options.rounds}: at least {SKIPPED + 3} and 1")
     shift = options.shift_at
     if shift is not None and (options.regime != "production" or not SKIPPED + 1 < shift < options.steps - 2):
-        parser.error(f"--shift-at {shift}: after {SKIPPED + 1} and before --steps {options.steps} less 2, and with --regime production")
+        parser.error(
+            f"--shift-at {shift}: after {SKIPPED + 1} and before --steps {options.steps} less 2, and with --regime production"
+        )
     if "floor" not in options.variants:
         options.variants = ["floor", *options.variants]
     options.batch = options.batch or {"production": 32, "hard": 64}[options.regime]
@@ -99,7 +102,9 @@ def measure(options: Any) -> dict[str, float]:
     counts = [int(name.removeprefix("micro-")) for name in options.variants if name.startswith("micro-")]
     figures = overlap_workload.collisions(draw, options.steps, world, rows, counts) if rank == 0 else {}
     del draw
-    variants = overlap_variants.build(options.variants, rows, options.dim, options.compute_ms / 1000)
+    variants = overlap_variants.build(
+        options.variants, rows, options.dim, options.compute_ms / 1000, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    )
     times: dict[str, list[list[float]]] = {name: [] for name in variants}
     for _ in range(options.rounds):
         for name, variant in variants.items():
