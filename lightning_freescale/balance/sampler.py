@@ -249,6 +249,8 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         explores = epoch == 0 and step < self.exploration_steps and is_exploration_step(step)
         plan = StepPlan(samples, self.costs[samples], self.num_replicas, self.balance_steps and not explores, options)
         plan.samples_of_ranks  # noqa: B018 (computed here, in the thread)
+        if self.rank == 0:
+            plan.balance  # noqa: B018 (which rank 0 logs)
         return plan
 
     def _order(self, epoch: int) -> Ints:
