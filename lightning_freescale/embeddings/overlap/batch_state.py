@@ -102,6 +102,7 @@ class PipelinedBatch:
         any_submitted: whether any rank has submitted its ids ahead.
         submitted: whether this rank has.
         all_submitted: whether all have, without error or disagreement.
+        heard: whether all ranks have told what they know of its ids.
         ended_ranks: ranks that have said that they have no such batch.
         mode: the highest mode of any rank, see :class:`OverlappedCollection`.
         digest: of its features; 0 if none are known.
@@ -133,6 +134,7 @@ class PipelinedBatch:
     any_submitted: bool = False
     submitted: bool = False
     all_submitted: bool = False
+    heard: bool = False
     ended_ranks: list[int] = field(default_factory=list)
     mode: int = 0
     digest: int = 0

@@ -162,10 +162,17 @@ class RowExchange:
         state: NextIds,
         upcoming: Sequence[KeyedJaggedTensor],
         mode: int,
+        looks_up: bool,
     ) -> None:
-        """B: learn which rows of ``following`` are updated before it, and fetch all others."""
+        """B: learn which rows of ``following`` are updated before it, and fetch all others; done once.
+
+        If ranks did not know its ids before, not while this one still looks up (``looks_up``): it is given again after that.
+        """
+        if following.heard or (looks_up and self._waits_for_ids()):
+            return
         if self._waits_for_ids():
             self._hear_later(following, current, self._handshake.ids_to_send(state, upcoming, mode))
+        following.heard = True
         states = [head.state for head in self._heads]
         agree = len({head.digest for head in self._heads if head.digest}) <= 1
         following.mode = max(head.mode for head in self._heads)
