@@ -22,6 +22,8 @@ from lightning_freescale.embeddings.overlap.step_lookups import StepLookups
 class StepJobs:
     """The jobs of one step: announce, prefetch, exchange the colliding rows; every rank gives them in this order.
 
+    With several collections it gives prefetch again when its forward ends, for ids that some rank did not know before.
+
     Args:
         exchange: does them.
         worker: runs them.
@@ -214,10 +216,10 @@ class StepJobs:
     # -- parts of a job
 
     def _end_lookups(self) -> None:
-        # A rank tells next ids that were late, or hears those of others, only here, with several collections. Until then every
-        # wait of its forward for further rows gives one message to each collection, asking or serving, and none of them waits
-        # for a forward to end. So where all ranks wait, one that has waited least often has its answers: ranks that have waited
-        # as often gave theirs, and one whose forward has ended answers any number, here or in its backward.
+        # With several collections a rank tells ids that were late, and hears those of others, no earlier than here. Until then
+        # its n-th wait for further rows gives every collection its n-th message, asking or serving, and none of these waits for
+        # a forward to end. So where all ranks wait, the one that has waited least often has its answers: the others in their
+        # forward have waited as often, and those past it answer any number, with the late ids or the gradients.
         self._looks_up = False
         self.prefetch()
         job, self._prefetch = self._prefetch, None
