@@ -168,9 +168,11 @@ class RowExchange:
 
         If ranks did not know its ids before, not while this one still looks up (``looks_up``): it is given again after that.
         """
-        if following.heard or (looks_up and self._waits_for_ids()):
+        if following.heard:
             return
         if self._waits_for_ids():
+            if looks_up and following.forward_first.acquire(blocking=False):
+                return
             self._hear_later(following, current, self._handshake.ids_to_send(state, upcoming, mode))
         following.heard = True
         states = [head.state for head in self._heads]

@@ -70,6 +70,7 @@ class StepJobs:
         self._ended = False
         self._looks_up = beside_others  # until its forward has ended
         self._prefetch: tuple[Any, ...] | None = None  # given again then
+        self._fetches = False  # whether it has asked or served in this step
         self._held: PipelinedBatch | None = None  # its gradients are kept until they are clipped
 
     # -- the ids of the next batch
@@ -127,6 +128,7 @@ class StepJobs:
 
     def fetch_more(self, lookup: FurtherLookup | None = None) -> Future[Any]:
         """Submit that a lookup needs rows which were not submitted ahead; without one, that other ranks may need some."""
+        self._fetches = True
         return self._worker.submit(self._exchange.fetch_more, self.current, lookup)
 
     def announce_in_time(self) -> None:
@@ -223,8 +225,8 @@ class StepJobs:
         self._looks_up = False
         self.prefetch()
         job, self._prefetch = self._prefetch, None
-        assert self.prefetched is not None
-        if job is not None and not (self.prefetched.done() and self.following.heard):
+        # behind what has been asked or served; else, where the worker has not come to it, the first one will do
+        if job is not None and (self._fetches or not self.following.forward_first.acquire(blocking=False)):
             self.prefetched = self._worker.submit(*job, self._looks_up)
 
     def _state(self, final: bool) -> NextIds:
