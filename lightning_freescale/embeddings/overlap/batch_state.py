@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 from torch import Tensor
@@ -102,6 +103,8 @@ class PipelinedBatch:
         any_submitted: whether any rank has submitted its ids ahead.
         submitted: whether this rank has.
         all_submitted: whether all have, without error or disagreement.
+        heard: whether all ranks have told what they know of its ids.
+        forward_first: taken by what comes first: the end of the forward before, or that it is to be waited for.
         ended_ranks: ranks that have said that they have no such batch.
         mode: the highest mode of any rank, see :class:`OverlappedCollection`.
         digest: of its features; 0 if none are known.
@@ -133,6 +136,8 @@ class PipelinedBatch:
     any_submitted: bool = False
     submitted: bool = False
     all_submitted: bool = False
+    heard: bool = False
+    forward_first: Lock = field(default_factory=Lock)
     ended_ranks: list[int] = field(default_factory=list)
     mode: int = 0
     digest: int = 0

@@ -123,7 +123,8 @@ class OverlappedCollection:
         self._settings, self._step = settings, step
         self._refuse_writes()
         self._refuse_uneven_end(step)
-        jobs = self.jobs = StepJobs(self._exchange, self._worker, before, mode, self._moves_without_gradient())
+        moves, beside_others = self._moves_without_gradient(), bool(self.others)
+        jobs = self.jobs = StepJobs(self._exchange, self._worker, before, mode, moves, beside_others)
         if restart and not before.current.updates:
             self._worker.submit(self._exchange.discard_accumulated, jobs.current, jobs.unsent)
         jobs.current.updates, jobs.current.settings = updates, settings

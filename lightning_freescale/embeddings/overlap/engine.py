@@ -242,7 +242,8 @@ class OverlapEngine:
         """Say, before backward, that the model has looked everything up in this step and that no other next ids will be known.
 
         Needed where a collection may be looked up on some ranks only: a rank that waits for rows would wait for one whose
-        backward waits for the first.
+        backward waits for the first. With several collections, next ids that any rank submits after its first lookup travel
+        from here on, and without this call only once backward comes to the embeddings.
         """
         for collection in self.collections.values():
             collection.jobs.end_forward()

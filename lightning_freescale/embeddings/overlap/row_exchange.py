@@ -12,9 +12,9 @@ the gradients that come with A before it reads the rows that go with B, so a row
 
 No sizes travel ahead: A's head tells its own, B's are bounded by what was asked, those of C and D are known from B. The heads
 of A and C tell all ranks of what adds exchanges: a rank whose model first looks up other ids than it had submitted is served
-anew; one that does not know the next ids when it needs the current ones sends them in a message of their own; and one that
-looks up more than it had submitted asks for it in place of C. Its rows were not compared with those of the next batch, so in
-that step all rows count as colliding.
+anew; one that does not know the next ids when it needs the current ones sends them in a message of their own, with several
+collections once its forward has ended; and one that looks up more than it had submitted asks for it in place of that message,
+or of C. Its rows were not compared with those of the next batch, so in that step all rows count as colliding.
 
 Where gradients are clipped by more than their own row, all of them go with C, the owners hold them, and the update waits, and
 with it D, until they are clipped.
@@ -162,10 +162,19 @@ class RowExchange:
         state: NextIds,
         upcoming: Sequence[KeyedJaggedTensor],
         mode: int,
+        looks_up: bool,
     ) -> None:
-        """B: learn which rows of ``following`` are updated before it, and fetch all others."""
+        """B: learn which rows of ``following`` are updated before it, and fetch all others; done once.
+
+        If ranks did not know its ids before, not while this one still looks up (``looks_up``): it is given again after that.
+        """
+        if following.heard:
+            return
         if self._waits_for_ids():
+            if looks_up and following.forward_first.acquire(blocking=False):
+                return
             self._hear_later(following, current, self._handshake.ids_to_send(state, upcoming, mode))
+        following.heard = True
         states = [head.state for head in self._heads]
         agree = len({head.digest for head in self._heads if head.digest}) <= 1
         following.mode = max(head.mode for head in self._heads)
