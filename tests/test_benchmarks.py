@@ -264,11 +264,12 @@ def test_exchange_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert {"hidden_sleep", "hidden_matmul"} <= figures.keys()
 
 
-def _auto_against_fixed(path: str) -> int:
+def _auto_against_fixed(path: str, profile: str) -> int:
     os.environ["LOCAL_RANK"] = "0"  # each rank on a host of its own, as under benchmarks/netlab.py
     import end_to_end  # here, as it changes the environment
 
     chosen = ["--variants", "overlapped", "micro-2", "auto", "--json", path, "--require", "auto_over_best>=0"]
+    chosen += ["--profile", profile]
     small = ["--batch", "2", "--rows", "500", "--dim", "4", "--compute-ms", "1", "--steps", "20", "--rounds", "1"]
     sys.argv = ["end_to_end.py", *chosen, *small]
     with pytest.raises(SystemExit) as stopped:
@@ -279,7 +280,8 @@ def _auto_against_fixed(path: str) -> int:
 @pytest.mark.slow
 def test_auto_is_held_against_each_fixed_number(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
-    assert run_distributed(_auto_against_fixed, 2, str(path)) == [0, 0]
+    assert run_distributed(_auto_against_fixed, 2, str(path), str(tmp_path)) == [0, 0]
+    assert all(name in (tmp_path / "report.html").read_text() for name in ("exchange overlapped", "micro-2"))
     figures = json.loads(path.read_text())["figures"]
     typical = {name: figures[f"{name}_lost_ms"] + figures[f"{name}_compute_ms"] for name in ("overlapped", "micro_2", "auto")}
     assert figures["auto_over_best"] == pytest.approx(typical["auto"] / min(typical["overlapped"], typical["micro_2"]))
