@@ -12,22 +12,33 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_freescale._lightning.ddp import process_group_timeout
-from lightning_freescale._lightning.loops import LightningDataModule, Trainer, TrainerFn, rank_zero_info, reload_train_loader
+from lightning_freescale._lightning.loops import (
+    LightningDataModule,
+    Trainer,
+    TrainerFn,
+    rank_zero_info,
+    rank_zero_warn,
+    reload_train_loader,
+)
 from lightning_freescale.balance import BalancedSampler, MicroBatchSchedule
 from lightning_freescale.data.balanced_loader import BalancedDataLoader
 from lightning_freescale.data.iterable import IterableData
 from lightning_freescale.data.map_style import MapStyleData
 from lightning_freescale.data.options import BalanceOptions, StreamOptions
+from lightning_freescale.data.random_access import is_stream, size_of
 from lightning_freescale.data.streaming import BalancedStreamLoader
-from lightning_freescale.data.validation import LossReduction, check_loader_options, refuse_unused, size_of
+from lightning_freescale.data.streaming.reader import needed_arguments
+from lightning_freescale.data.validation import LossReduction, check_loader_options, refuse_unused
 
 
 class FreeScaleDataModule(LightningDataModule):
     """Loads training batches whose samples are assigned to the ranks so that all finish together.
 
     Args:
-        train_dataset: map-style, or an ``IterableDataset`` that yields this rank's own stream.
-        lengths: history length of every training sample, shape ``[samples]``; for a stream a function of one sample.
+        train_dataset: map-style, or an ``IterableDataset`` that yields this rank's own stream. The ``StreamingDataset`` of
+            litdata and of MosaicML's streaming is read by the numbers of its samples, as a map-style data set.
+        lengths: history length of every training sample, shape ``[samples]``; or a function of one sample: needed for a
+            stream; a map-style data set is read once for it, on every rank.
         batch_size: samples per rank and step.
         cost_fn: predicted compute time: a function of the array of lengths (and of ``unique_ids``, if given); or instead of
             ``lengths`` a function of one sample (reads a map-style data set once) or the costs themselves, shape
@@ -42,8 +53,8 @@ class FreeScaleDataModule(LightningDataModule):
             strategy scales it so that the gradient is that of the mean over the global batch, also when ranks hold unequal
             numbers. ``"sum"`` gives the gradient of the sum over the global batch. ``"unweighted"`` leaves the losses as
             they are, for strategies that weigh nothing.
-        target_counts: prediction targets per sample for ``"target_mean"``, shape ``[samples]``, for a stream a function of
-            one sample; ``lengths`` if not given.
+        target_counts: prediction targets per sample for ``"target_mean"``, shape ``[samples]``, or a function of one sample
+            as ``lengths``; ``lengths`` if not given.
         micro_batches: cut each rank's batch of a step into so many parts of about equal cost, and compute them one after the
             other. No row is updated between them, so the exchange of all but the first and the last can hide,
             whatever rows collide, and activations take less memory. Lightning sees one batch: ``batch_idx``, ``global_step``,
@@ -104,7 +115,7 @@ class FreeScaleDataModule(LightningDataModule):
             )
         if not isinstance(stream, (StreamOptions, type(None))):
             raise ValueError(f"FreeScaleDataModule(stream={stream!r}): pass StreamOptions(...) or None")
-        check_loader_options(loader_options, isinstance(train_dataset, IterableDataset))
+        check_loader_options(loader_options, is_stream(train_dataset))
         self.val_dataset = val_dataset
         self.test_dataset = test_dataset
         self.predict_dataset = predict_dataset
@@ -126,7 +137,7 @@ class FreeScaleDataModule(LightningDataModule):
             "drop_last": drop_last,
             "new_schedule": partial(MicroBatchSchedule, micro_batches, batch_size),
         }
-        if isinstance(train_dataset, IterableDataset):
+        if is_stream(train_dataset):
             context = "an IterableDataset, whose samples are not known before they arrive"
             refuse_unused(context, unique_ids=unique_ids is not None, shuffle=not shuffle, seed=seed != 0)
             common |= {"stream": stream or StreamOptions(), "num_workers": loader_options.get("num_workers", 0)}
@@ -135,6 +146,7 @@ class FreeScaleDataModule(LightningDataModule):
             refuse_unused("a map-style data set, whose steps are planned without a pool", stream=stream is not None)
             common |= {"unique_ids": unique_ids, "shuffle": shuffle, "seed": seed}
             self.train = MapStyleData(train_dataset, lengths, batch_size, **common)
+        _tell_how_it_is_read(train_dataset, self.train)
 
     @classmethod
     def from_interactions(
@@ -296,6 +308,25 @@ class FreeScaleDataModule(LightningDataModule):
         elif not needed and self._reload_every is not None:
             trainer.reload_dataloaders_every_n_epochs = self._reload_every
             self._reload_every = None
+
+
+def _tell_how_it_is_read(dataset: Dataset[Any], train: IterableData | MapStyleData) -> None:
+    """Say where an ``IterableDataset`` is not iterated, and where its states are not asked for."""
+    name = type(dataset).__name__
+    if isinstance(train, MapStyleData):
+        if isinstance(dataset, IterableDataset):
+            rank_zero_info(
+                f"{name} is read by the numbers of its {len(train.costs)} samples, as a map-style data set: the plan of the "
+                "steps takes the place of its own order, shards and state"
+            )
+        return
+    needed = needed_arguments(getattr(dataset, "state_dict", dict))
+    if needed:
+        rank_zero_warn(
+            f"{name}.state_dict needs {', '.join(needed)}, which nobody here knows, so it is not asked: to resume inside an "
+            "epoch, the samples that were read before are read again and discarded. With a state_dict() that needs nothing it "
+            "would go on where it was"
+        )
 
 
 def _refuse_trainer(trainer: Trainer, options: BalanceOptions, loss_reduction: str, micro_batches: Sequence[int]) -> None:
