@@ -20,7 +20,7 @@ from lightning_freescale._lightning.loops import (
     rank_zero_warn,
     reload_train_loader,
 )
-from lightning_freescale.balance import BalancedSampler, MicroBatchSchedule
+from lightning_freescale.balance import BalancedSampler, BlockShuffle, MicroBatchSchedule
 from lightning_freescale.data.balanced_loader import BalancedDataLoader
 from lightning_freescale.data.iterable import IterableData
 from lightning_freescale.data.map_style import MapStyleData
@@ -67,7 +67,8 @@ class FreeScaleDataModule(LightningDataModule):
             that are logged on steps are shown as the parts' mean; log one that is a sum, such as the loss with
             ``loss_reduction="sum"``, with ``reduce_fx="sum"``.
         drop_last: leave out an incomplete last step.
-        shuffle: draw a new order every epoch; a stream comes in its own.
+        shuffle: draw a new order every epoch, of all samples or as :class:`~lightning_freescale.balance.BlockShuffle` says; a
+            stream comes in its own.
         seed: seeds the order.
         **loader_options: further options of ``torch.utils.data.DataLoader``, such as ``num_workers`` and ``pin_memory`` (by
             default where the Trainer's device is a GPU); for an ``IterableDataset`` only ``num_workers``.
@@ -99,7 +100,7 @@ class FreeScaleDataModule(LightningDataModule):
         target_counts: ArrayLike | Callable[[Any], float] | None = None,
         micro_batches: int | Literal["auto"] = 1,
         drop_last: bool = False,
-        shuffle: bool = True,
+        shuffle: bool | BlockShuffle = True,
         seed: int = 0,
         **loader_options: Any,
     ) -> None:
@@ -139,7 +140,7 @@ class FreeScaleDataModule(LightningDataModule):
         }
         if is_stream(train_dataset):
             context = "an IterableDataset, whose samples are not known before they arrive"
-            refuse_unused(context, unique_ids=unique_ids is not None, shuffle=not shuffle, seed=seed != 0)
+            refuse_unused(context, unique_ids=unique_ids is not None, shuffle=shuffle is not True, seed=seed != 0)
             common |= {"stream": stream or StreamOptions(), "num_workers": loader_options.get("num_workers", 0)}
             self.train = IterableData(train_dataset, lengths, batch_size, collate_fn=collate_fn, **common)
         else:
@@ -197,6 +198,55 @@ class FreeScaleDataModule(LightningDataModule):
         module.histories = histories
         module.feature_rows = {"item": histories.num_items}
         return module
+
+    @classmethod
+    def from_parquet(
+        cls,
+        source: str | Path | Sequence[str | Path],
+        *,
+        user: str = "user",
+        item: str = "item",
+        time: str = "time",
+        max_length: int | None = None,
+        row_group_window: int = 8,
+        batch_size: int = 32,
+        loss_reduction: LossReduction = "target_mean",
+        shuffle: bool = True,
+        **options: Any,
+    ) -> FreeScaleDataModule:
+        """Read histories that need not fit into memory from Parquet files with one row a user, and split them leave-one-out.
+
+        Splits and batches are those of :meth:`from_interactions`; item ids are taken as they are. ``source`` to ``time`` are
+        the arguments of :class:`lightning_freescale.data.ParquetHistories`, the others those of :class:`FreeScaleDataModule`.
+        ``max_length`` keeps the last so many items of a history; it is not gradient-identical, as it drops targets.
+
+        ``row_group_window`` row groups are shuffled together, see :class:`~lightning_freescale.balance.BlockShuffle`, and as
+        many at most are held by every process that loads. Each of these reads nearly every row group, once an epoch.
+        """
+        from lightning_freescale.data import HistoryDataset, ParquetHistories, collate_histories
+        from lightning_freescale.data.parquet import ParquetHistoryDataset
+
+        histories: Any = ParquetHistories(source, user=user, item=item, time=time, held_row_groups=row_group_window)
+        users = np.flatnonzero(histories.lengths >= HistoryDataset.min_interactions)
+        short = len(histories.lengths) - len(users)
+        if short:
+            rank_zero_info(f"{short} users have fewer than {HistoryDataset.min_interactions} interactions and are left out")
+        if not len(users):
+            raise ValueError(f"no user of {source} has {HistoryDataset.min_interactions} interactions or more")
+        train = ParquetHistoryDataset(histories, users, "train", max_length)
+        sizes = np.bincount(histories.row_groups_of(users), minlength=len(histories.first_users) - 1)
+        return cls(
+            train,
+            train.lengths,
+            batch_size,
+            collate_fn=collate_histories,
+            val_dataset=ParquetHistoryDataset(histories, users, "validate", max_length),
+            test_dataset=ParquetHistoryDataset(histories, users, "test", max_length),
+            predict_dataset=ParquetHistoryDataset(histories, users, "predict", max_length),
+            loss_reduction=loss_reduction,
+            shuffle=BlockShuffle(sizes, row_group_window) if shuffle else False,
+            **options,
+        )
 
     # -- loaders
 

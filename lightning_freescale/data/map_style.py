@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from lightning_freescale.balance import BalancedSampler, CostModel, MicroBatchSchedule
+from lightning_freescale.balance import BalancedSampler, BlockShuffle, CostModel, MicroBatchSchedule
 from lightning_freescale.balance.cost import sample_features
 from lightning_freescale.balance.sampler import EXPLORATION_STEPS
 from lightning_freescale.balance.validation import non_negative
@@ -51,7 +51,7 @@ class MapStyleData:
         loss_reduction: str,
         target_counts: Any,
         drop_last: bool,
-        shuffle: bool,
+        shuffle: bool | BlockShuffle,
         seed: int,
         new_schedule: Callable[[], MicroBatchSchedule],
     ) -> None:
@@ -94,7 +94,7 @@ class MapStyleData:
         # what the order of an epoch follows from, beside the seed; from the last three only with an outlier window
         self._order_facts = {
             "samples": size,
-            "shuffle": int(shuffle),
+            "shuffle": _shuffle_fact(shuffle),
             "outlier_window": options.outlier_window,
             "batch_size": batch_size,
             "drop_last": int(drop_last),
@@ -205,3 +205,11 @@ class MapStyleData:
                     "samples would be lost or repeated. Keep it as it was, or resume from a checkpoint made at the end of an "
                     "epoch."
                 )
+
+
+def _shuffle_fact(shuffle: bool | BlockShuffle) -> int | str:
+    """What two shuffles must have in common to draw the same order, in a plain value."""
+    if not isinstance(shuffle, BlockShuffle):
+        return int(shuffle)
+    sizes = np.ascontiguousarray(shuffle.sizes, dtype=np.int64)
+    return f"BlockShuffle(window={shuffle.window}) of blocks {hashlib.sha256(sizes.tobytes()).hexdigest()[:16]}"
