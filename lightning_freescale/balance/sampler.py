@@ -93,7 +93,8 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         weights = np.ones(samples) if loss_weights is None else loss_weights
         self.loss_weights, self.loss_is_sum = non_negative("BalancedSampler(loss_weights=...)", weights, samples), loss_is_sum
         self.batch_size, self.num_replicas, self.rank = batch_size, num_replicas, rank
-        self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
+        self.seed, self.shuffle, self.drop_last = seed, bool(shuffle), drop_last
+        self.blocks = shuffle if isinstance(shuffle, BlockShuffle) else None
         self.balance_steps, self.outlier_window = balance, outlier_window
         self.exploration_steps = 0 if limited else exploration_steps  # a contiguous split keeps no limits
         self.epoch, self.options = 0, options
@@ -103,10 +104,10 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
             self._per_sample["tokens"] = non_negative("BalancedSampler(tokens=...)", tokens, samples)
         if keep_together is not None:
             self._per_sample["keep_together"] = number_groups(keep_together, samples)
-        if isinstance(shuffle, BlockShuffle) and shuffle.samples != samples:
+        if self.blocks is not None and self.blocks.samples != samples:
             raise ValueError(
-                f"BlockShuffle(sizes=...) has {shuffle.samples} samples in all, the data set {samples}: pass the samples of "
-                "each block of this data set"
+                f"BlockShuffle(sizes=...) has {self.blocks.samples} samples in all, the data set {samples}: pass the "
+                "samples of each block of this data set"
             )
         self._steps = StepBoundaries(samples, batch_size, num_replicas, drop_last)
         self._replans: dict[int, tuple[Callable[[], ArrayLike] | None, dict[str, Any]]] = {}
@@ -266,8 +267,8 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         return drawn[1]
 
     def _draw_order(self, epoch: int) -> Ints:
-        if isinstance(self.shuffle, BlockShuffle):
-            return self.shuffle.draw_order(self.seed, epoch)
+        if self.blocks is not None:
+            return self.blocks.draw_order(self.seed, epoch)
         return draw_order(len(self.costs), self.seed, epoch) if self.shuffle else np.arange(len(self.costs))
 
 

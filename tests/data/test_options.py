@@ -69,5 +69,5 @@ def test_parquet_histories(tmp_path: Any) -> None:
     text = f"data: {{source: {tmp_path}/*.parquet, row_group_window: 1, batch_size: 1, balance: {{assignment_mode: slack}}}}"
     config = parser.parse_string(text)
     data = getattr(parser, "instantiate", parser.instantiate_classes)(config).data
-    assert data.sampler(0, 2).shuffle.window == 1
+    assert data.sampler(0, 2).blocks.window == 1
     assert data.balance_options.assignment_mode == "slack"

@@ -210,4 +210,4 @@ def test_missing_files_and_columns(folder: Path, tmp_path: Path) -> None:
 
 def test_blocks_of_another_data_set() -> None:
     with pytest.raises(ValueError, match=r"BlockShuffle\(sizes=...\) has 5 samples in all, the data set 4"):
-        FreeScaleDataModule(range(4), [1] * 4, shuffle=BlockShuffle([2, 3]))
+        FreeScaleDataModule(range(4), [1] * 4, shuffle=BlockShuffle([2, 3])).sampler(0, 1)
