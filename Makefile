@@ -24,12 +24,12 @@ test: setup
 test-fast: setup
 	$(BIN)/python -m pytest -m "not slow and not third_party" -n 2 --dist worksteal --durations=10
 
-# other packages' models, all of them; installs those packages into .venv
+# other packages' models and data sets, all of them; installs those packages into .venv
 test-third-party: .venv/.third-party
-	$(BIN)/python -m pytest -m "third_party or not third_party" $(THIRD_PARTY)
+	$(BIN)/python -m pytest -m "third_party or not third_party" $(THIRD_PARTY) tests/data/test_third_party.py
 
 .venv/.third-party: .venv/.ready $(THIRD_PARTY)/requirements.txt
-	$(BIN)/python -m pip install --quiet --no-deps recbole==1.2.1
+	$(BIN)/python -m pip install --quiet --no-deps recbole==1.2.1 litdata==0.2.76
 	$(BIN)/python -m pip install --quiet -r $(THIRD_PARTY)/requirements.txt
 	touch $@
 
