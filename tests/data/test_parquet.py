@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,6 +17,7 @@ import torch
 from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.balance import BlockShuffle
 from lightning_freescale.data import ParquetHistories
+from lightning_freescale.testing import run_distributed
 
 USERS, FILES, ROWS = 960, 4, 20
 ROW_GROUPS, WINDOW = USERS // ROWS, 4
@@ -211,3 +213,40 @@ def test_missing_files_and_columns(folder: Path, tmp_path: Path) -> None:
 def test_blocks_of_another_data_set() -> None:
     with pytest.raises(ValueError, match=r"BlockShuffle\(sizes=...\) has 5 samples in all, the data set 4"):
         FreeScaleDataModule(range(4), [1] * 4, shuffle=BlockShuffle([2, 3])).sampler(0, 1)
+
+
+class _NextItem(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.items, self.head, self.losses = torch.nn.Embedding(7, 4), torch.nn.Linear(4, 7), []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        found = self.head(self.items(batch["features"].values()))
+        loss = torch.nn.functional.cross_entropy(found, batch["target"])
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _fit(folder: str, workers: int) -> tuple[list[float], int]:
+    options = {"num_workers": workers, "persistent_workers": False}
+    model, data = _NextItem(), _data(Path(folder), **options)
+    trainer = L.Trainer(
+        strategy="freescale", accelerator="cpu", devices=2, max_epochs=2, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(model, data)
+    dataset: Any = data.train.dataset
+    return model.losses, dataset.histories.reads
+
+
+def test_two_ranks_train_on_files(folder: Path) -> None:
+    """Both take part in every step, and learn; what workers load is the same."""
+    (one, reads), (other, _) = run_distributed(_fit, 2, str(folder), 0)
+    assert len(one) == len(other) == 2 * -(-int((LENGTHS >= 4).sum()) // 16)
+    assert np.mean(one[-20:]) < np.mean(one[:20])
+    assert ROW_GROUPS < reads <= 2 * ROW_GROUPS
+    assert [losses for losses, _ in run_distributed(_fit, 2, str(folder), 1)] == [one, other]
