@@ -207,8 +207,8 @@ class Autopilot:
         self._progress = Progress(start, start, list(self._settings), Counter(), overlapped=now)
         epoch, step = self._try_next(max(self._gather(self._handed_out(epoch, step))))
         rank_zero_info(
-            f"{self._asked}: begins anew from step {step} of epoch {epoch} on, as the exchange of {now} is overlapped now, and "
-            f"was of {before} in what has been measured so far"
+            f"FreeScaleStrategy(target_bubble_reduction={self._target:g}): begins anew from step {step} of epoch {epoch} on, "
+            f"as the exchange of {now} is overlapped now, and was of {before} in what has been measured so far"
         )
 
     # -- trials

@@ -66,6 +66,7 @@ class BagTraffic:
         last = torch.tensor([[layout.rows_of(rank)] for rank in range(layout.ranks)])
         holds = torch.diff(layout.first_row, append=last) > 0
         sends = holds | (holds.sum(dim=0) > 1)
+        self._places = np.array(layout.places)
         self._others = np.arange(layout.ranks) != transport.rank
         self._counted = np.array(far, bool) if len(far) else self._others
         self._senders = [
@@ -83,7 +84,7 @@ class BagTraffic:
         return self._bytes_from(self._others, batch)
 
     def _bytes_from(self, ranks: np.ndarray, batch: PipelinedBatch) -> int:
-        ids = np.array(batch.request.ids)[list(self._layout.places)]
+        ids = np.array(batch.request.ids)[self._places]  # by rank
         # an id of 64 bits; a bag's length, its pooled row and back the gradient
         per_bag = 4 + 2 * 4 * self._transport.dim
         return int((8 * ids + per_bag * batch.pooled_rows)[ranks].sum())
