@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
@@ -118,7 +119,8 @@ class PipelinedBatch:
         gradient_sent: whether its gradients have been handed over.
         lookups: how many the model has made.
         pattern: digest of how many it has made of each collection in the steps before.
-        pooled_rows: pooled rows that TorchRec would have sent to this rank; counted for collections of bags.
+        pooled_rows: pooled rows that TorchRec would have sent to this rank, by the rank that sends them, shape ``[ranks]``;
+            counted for collections of bags, else 0.
     """
 
     number: int
@@ -151,4 +153,4 @@ class PipelinedBatch:
     gradient_sent: bool = False
     lookups: int = 0
     pattern: int = 0
-    pooled_rows: int = 0
+    pooled_rows: np.ndarray | int = 0

@@ -142,7 +142,7 @@ class OverlappedCollection:
         self.statistics.count(**{kind: 1})
         batch.lookups += 1
         if self._exchange.bag_traffic is not None:
-            batch.pooled_rows += self._exchange.bag_traffic.pooled_rows(features)
+            batch.pooled_rows = batch.pooled_rows + self._exchange.bag_traffic.pooled_rows(features)
         first, batch.looked_up = not batch.looked_up, True
         return NotedLookup(features, index, first, told=jobs.announced is not None)
 

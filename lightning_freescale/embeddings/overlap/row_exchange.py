@@ -86,10 +86,11 @@ class RowExchange:
         self.path, self.local, self.statistics = path, local, statistics
         self.row_updates = RowUpdates(local)
         common = (local.dim, local.layout.device, statistics, order)
-        self.transport = Transport(group, *common, () if nodes is None else nodes.others(group.rank()))
+        far = [] if nodes is None else nodes.others(group.rank())
+        self.transport = Transport(group, *common, far)
         self.transports = [self.transport]
         self.held = HeldGradients(self.row_updates.kept, local, self.transport)
-        self.bag_traffic = BagTraffic(local.layout, self.transport) if pooled else None
+        self.bag_traffic = BagTraffic(local.layout, self.transport, far if proxies is not None else []) if pooled else None
         self._rank, self._device = self.transport.rank, self.transport.device
         self._place = local.layout.places[self._rank]
         self._handshake = LookupHandshake(path, group, local.layout, dedup)
@@ -99,9 +100,9 @@ class RowExchange:
             self._route = DirectRoute(self.transport, local, self._no_rows)
         else:
             near = Transport(proxies.near, *common)
-            far = Transport(proxies.far, *common, [node != proxies.far.rank() for node in range(nodes.count)])
-            self._route = ProxyRoute(near, far, local, self._no_rows)
-            self.transports += [near, far]
+            between = Transport(proxies.far, *common, [node != proxies.far.rank() for node in range(nodes.count)])
+            self._route = ProxyRoute(near, between, local, self._no_rows)
+            self.transports += [near, between]
         self._batches = 0
         self._collisions = Collisions(local, statistics)
         self._heads: list[Head] = []
@@ -251,7 +252,7 @@ class RowExchange:
             self.row_updates.take(current, given, gradients, due)
             self._route.give_last(following)
         if self.bag_traffic is not None and current.whole_step and any(head.moves for head in heads):
-            self.bag_traffic.count(current)
+            self.bag_traffic.count(current, self._route.crossing_rows(current.request, current.incoming))
 
     def apply_held(self, current: PipelinedBatch, following: PipelinedBatch) -> None:
         """Update rows by the gradients that are held, and D."""
