@@ -109,7 +109,13 @@ def test_negatives_are_drawn_for_training_alone() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "options", "said"), [("sasrec.py", ["--max-length", "20"], "recommended to the first user")])
+@pytest.mark.parametrize(
+    ("script", "options", "said"),
+    [
+        ("sasrec.py", ["--max-length", "20"], "recommended to the first user"),
+        ("dlrm.py", ["--samples", "800"], "the plain module rates"),
+    ],
+)
 def test_an_example_trains_and_serves(tmp_path: Path, script: str, options: list[str], said: str) -> None:
     """As a user runs it: two processes that the Trainer starts."""
     checkpoint = tmp_path / "model.ckpt"
