@@ -108,7 +108,7 @@ def read_interactions(
         times -= np.repeat(offsets[:-1], counts)
     else:
         times = times if rows is None else times[rows]
-        _check_times(times, offsets, rows, user_ids, order, ties, name, time)
+        _check_times(times, offsets, rows, user_ids, order, ties, name, wanted[2])
     return Histories(items, times, offsets, user_ids, item_ids)
 
 
@@ -123,17 +123,17 @@ def _refuse_missing(values: pa.ChunkedArray, column: int | str, name: str) -> No
 
 def _dense(values: pa.ChunkedArray, column: int | str, name: str) -> tuple[NDArray[np.int32], NDArray[Any]]:
     """Of every row the place of its id among the ids, and these, sorted."""
+    kind = values.type.value_type if pa.types.is_dictionary(values.type) else values.type
+    if not (pa.types.is_integer(kind) or str(kind) in ("string", "large_string", "string_view")):
+        raise ValueError(
+            f"column {column!r} of {name} holds {kind}, not integers or strings, such as {values[0]} in row 0: pass the "
+            "column of ids, or convert it"
+        )
     if str(values.type) == "string_view":  # as polars has them; Arrow's kernels want offsets
         values = values.cast(pa.large_string())
     values = values.unify_dictionaries() if pa.types.is_dictionary(values.type) else values.dictionary_encode()
     ids = values.chunk(0).dictionary
-    if pa.types.is_integer(ids.type):
-        ids = _as_int64(ids, column, name)
-    elif not (pa.types.is_string(ids.type) or pa.types.is_large_string(ids.type)):
-        raise ValueError(
-            f"column {column!r} of {name} holds {ids.type}, not integers or strings, such as {ids[0]} in row 0: pass the "
-            "column of ids, or convert it"
-        )
+    ids = _as_int64(ids, column, name) if pa.types.is_integer(kind) else ids.cast(pa.large_string())
     codes = np.concatenate([chunk.indices.to_numpy() for chunk in values.chunks])
     used = np.flatnonzero(np.bincount(codes, minlength=len(ids)))  # categories may be there without a row
     by_id = used[pc.array_sort_indices(ids.take(pa.array(used))).to_numpy()]

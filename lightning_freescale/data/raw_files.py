@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +39,17 @@ def _read_rows(path: Path, text_format: TextFormat) -> pa.Table:
     try:
         return _read_csv(path, text_format)
     except pa.ArrowInvalid as error:
-        if "CSV conversion error" in str(error) and len(text_format.wanted) > 2:
-            return _read_csv(path, text_format, times=pa.string())  # of another kind than those of the first block
+        if "CSV conversion error" in str(error) and text_format.times is not None:
+            return _read_csv(path, replace(text_format, times=pa.string()))  # they are not written as those of the first lines
         if "CSV parse error" in str(error):
             _refuse_ragged(path, text_format)
         raise
 
 
-def _read_csv(
-    path: Path, text_format: TextFormat, *, times: pa.DataType | None = None, if_ragged: Callable[[Any], str] | None = None
-) -> pa.Table:
+def _read_csv(path: Path, text_format: TextFormat, if_ragged: Callable[[Any], str] | None = None) -> pa.Table:
     names = [str(number) for number in text_format.wanted]
     ids = pa.dictionary(pa.int32(), pa.string())  # as written: numbers would lose the zeros that an id begins with
-    types = dict.fromkeys(names[:2], ids) | ({} if times is None else {names[2]: times})
+    types = dict(zip(names, (ids, ids, text_format.times)))  # all: to find one out, Arrow keeps the text of the whole file
     delimiter = text_format.delimiter.encode()
     with pa.input_stream(str(path)) as file:
         return pyarrow.csv.read_csv(
@@ -70,8 +69,13 @@ def _read_csv(
 
 def _refuse_ragged(path: Path, text_format: TextFormat) -> None:
     found: list[Any] = []
-    with suppress(pa.ArrowInvalid):  # what is raised in the function does not come through Arrow
-        _read_csv(path, text_format, if_ragged=lambda row: found.append(row) or "error")
+
+    def note(row: Any) -> str:  # what it raised would not come through Arrow
+        found.append(row)
+        return "error"
+
+    with suppress(pa.ArrowInvalid):
+        _read_csv(path, text_format, note)
     for row in found[:1]:
         where = f"row {row.number - text_format.skip - 1}"
         raise ragged(path, where, row.actual_columns, row.expected_columns, text_format.delimiter)

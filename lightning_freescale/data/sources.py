@@ -59,9 +59,8 @@ def _read_parquet(path: Path, wanted: list[Column]) -> pa.Table:
 
 
 def _select(source: Any, wanted: list[Column]) -> pa.Table:
-    if hasattr(source, "columns") and hasattr(
-        source, "to_numpy"
-    ):  # pandas or polars: the other columns may be no Arrow columns
+    if hasattr(source, "to_numpy") and hasattr(source, "columns"):
+        # pandas or polars, whose other columns need not be such as Arrow has
         names = list(source.columns)
         source = source[[names[number] for number in positions(names, wanted, "table")]]
         wanted = list(range(len(wanted)))

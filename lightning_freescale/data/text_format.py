@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
+from lightning_freescale.data.times import kind_of
+
 Column = int | str
 Line = Literal["interaction", "user"]
 STAND_IN = "\x1f"
@@ -30,6 +32,7 @@ class TextFormat:
         skip: lines before the first value: blank ones and the header.
         columns: how many there are.
         wanted: numbers of the columns of users, items and, if there are any, times.
+        times: how the times of the first lines are written; strings if they are no times.
     """
 
     delimiter: str
@@ -37,6 +40,7 @@ class TextFormat:
     skip: int
     columns: int
     wanted: tuple[int, ...]
+    times: pa.DataType | None
 
 
 def find_format(
@@ -69,7 +73,8 @@ def find_format(
     named = _has_header(path, rows, [] if line == "user" else wanted, header)
     names: list[Any] = rows[0] if named else list(range(len(rows[0])))
     where = (0, 1) if line == "user" else positions(names, wanted, path)
-    return TextFormat(delimiter, line, numbers[0] - 1 + named, len(rows[0]), where)
+    times = kind_of([fields[where[2]] for fields in rows[named:]]) if len(where) > 2 else None
+    return TextFormat(delimiter, line, numbers[0] - 1 + named, len(rows[0]), where, times)
 
 
 def _first_lines(path: Path) -> list[str]:

@@ -20,6 +20,12 @@ _WRITTEN = (
 """What times written as text may be; of two kinds that fit a value the later one takes more values."""
 
 
+def kind_of(written: list[str]) -> pa.DataType:
+    """The kind of times that these strings are, empty ones aside, or strings."""
+    values = pa.chunked_array([pa.array([value for value in written if value], pa.large_string())])
+    return next((kind for kind in _WRITTEN if _cast(values, kind) is not None), pa.string())
+
+
 def as_times(values: pa.ChunkedArray, column: int | str, name: str) -> NDArray[Any]:
     """Int64 or float64 of every row, as :class:`~lightning_freescale.data.Histories` describes them; no value is missing.
 

@@ -141,7 +141,7 @@ def test_times(written: list[str], times: list[float], block: int, tmp_path: Pat
         (["1970-01-01T00:00:00", "1970-01-01T00:00:00Z", "5"], r"has '1970-01-01T00:00:00Z' in row 1"),
         (["1", "", "NA"], r"column 'time' .* has 2 missing values, the first in row 1"),
         (["1.5", "inf", "inf"], r"column 'time' .* has inf in row 1 and 1 more that are no times"),
-        (["true", "false"], r"column 'time' .* holds bool, not times, such as True in row 0"),
+        (["true", "false"], r"column 'time' .* has 'true' in row 0, and 'true' in row 0: times are all numbers"),
     ],
 )
 @pytest.mark.parametrize("block", [1 << 24, 128], ids=["one block", "a block a line"])
@@ -320,6 +320,8 @@ def test_other_ids_are_refused() -> None:
     table = pa.table({"user": [1.5], "item": [True], "time": [3]})
     with pytest.raises(ValueError, match=r"column 'item' of table holds bool, not integers or strings, such as True in row 0"):
         read_interactions(table)
+    with pytest.raises(ValueError, match=r"column 'item' of table holds bool, not times, such as True in row 0"):
+        read_interactions(table, item="time", time="item", user="user")
     with pytest.raises(ValueError, match=r"column 'user' of table holds double, not integers or strings, such as 1.5 in row 0"):
         read_interactions(table, item="time", time=None)
 
