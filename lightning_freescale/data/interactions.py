@@ -93,14 +93,12 @@ def read_interactions(
     columns = read_columns(source, wanted, delimiter, header, line).columns
     if not len(columns[0]):
         raise ValueError(f"{name} holds no interaction: pass a source with at least one row")
-    for column, values in zip(wanted, columns):
-        _refuse_missing(values, column, name)
+    _refuse_missing(columns, wanted, name)
     times = None if time is None else as_times(columns.pop(), time, name)
-    item_of_row, item_ids = _dense(columns.pop(), item, name)
-    user_of_row, user_ids = _dense(columns.pop(), user, name)
-    rows, counts = _grouped(user_of_row, len(user_ids), times if order == "sort" else None)
-    del user_of_row
+    item_values = columns.pop()
+    rows, counts, user_ids = _by_user(columns.pop(), user, name, times if order == "sort" else None)
     offsets = np.append(0, np.cumsum(counts))
+    item_of_row, item_ids = _dense(item_values, item, name)
     items = (item_of_row if rows is None else item_of_row[rows]).astype(np.int64)
     del item_of_row
     if times is None:
@@ -112,13 +110,14 @@ def read_interactions(
     return Histories(items, times, offsets, user_ids, item_ids)
 
 
-def _refuse_missing(values: pa.ChunkedArray, column: int | str, name: str) -> None:
-    if values.null_count:
-        row = pc.index(pc.is_null(values), True).as_py()
-        raise ValueError(
-            f"column {column!r} of {name} has {values.null_count} missing values, the first in row {row}: drop or fill "
-            "those rows"
-        )
+def _refuse_missing(columns: list[pa.ChunkedArray], wanted: list[int | str], name: str) -> None:
+    for column, values in zip(wanted, columns):
+        if values.null_count:
+            row = pc.index(pc.is_null(values), True).as_py()
+            raise ValueError(
+                f"column {column!r} of {name} has {values.null_count} missing values, the first in row {row}: drop or fill "
+                "those rows"
+            )
 
 
 def _dense(values: pa.ChunkedArray, column: int | str, name: str) -> tuple[NDArray[np.int32], NDArray[Any]]:
@@ -151,17 +150,20 @@ def _as_int64(ids: pa.Array, column: int | str, name: str) -> pa.Array:
         ) from error
 
 
-def _grouped(
-    user_of_row: NDArray[np.int32], users: int, times: NDArray[Any] | None
-) -> tuple[NDArray[np.int64] | None, NDArray[np.int64]]:
-    """Rows by user, of each user by time or, without times, as they stand; None if all do; and how many each user has."""
-    counts = np.bincount(user_of_row, minlength=users)
+def _by_user(
+    values: pa.ChunkedArray, column: int | str, name: str, times: NDArray[Any] | None
+) -> tuple[NDArray[np.int64] | None, NDArray[np.int64], NDArray[Any]]:
+    """Rows by user, of each by time or, without times, as they stand; None if all do. How many each user has, and the ids."""
+    users, user_ids = _dense(values, column, name)
+    counts = np.bincount(users, minlength=len(user_ids))
     by_time = None if times is None or _ascending(times) else _stable_order(times)
-    keys = user_of_row if by_time is None else user_of_row[by_time]
-    if _ascending(keys):
-        return by_time, counts
-    by_user = _stable_order(keys)
-    return by_user if by_time is None else by_time[by_user], counts
+    if by_time is not None:
+        users = users[by_time]
+    if _ascending(users):
+        return by_time, counts, user_ids
+    by_user = _stable_order(users)
+    del users  # the most that is held at a time are the next three
+    return by_user if by_time is None else by_time[by_user], counts, user_ids
 
 
 def _ascending(values: NDArray[Any]) -> bool:

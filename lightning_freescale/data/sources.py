@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +22,30 @@ def read_columns(
         FileNotFoundError, ValueError, TypeError: the source cannot be read, or has no such columns.
     """
     if isinstance(source, (str, Path)):
-        path = Path(source)
-        if not path.exists():
-            raise FileNotFoundError(f"interactions file {path} does not exist")
-        if path.is_file() and not path.stat().st_size:
-            raise ValueError(f"interactions file {path} is empty: pass a file with columns {wanted}")
-        is_text = path.is_file() and path.suffix not in (".parquet", ".pq")
-        try:
-            if is_text:
-                return read_text(path, wanted, delimiter, header, line)
-            _refuse_format(path, delimiter, header, line)
-            return _read_parquet(path, wanted)
-        except (pa.ArrowException, OSError, EOFError) as error:
-            raise ValueError(
-                f"interactions file {path} cannot be read ({error}): is it truncated, or neither text in UTF-8 nor Parquet?"
-            ) from error
+        table = _read_file(Path(source), wanted, delimiter, header, line)
+        pa.default_memory_pool().release_unused()  # what parsing has used would else be held while the rows are grouped
+        return table
     _refuse_format("table", delimiter, header, line)
     try:
         return _select(source, wanted)
     except pa.ArrowException as error:
         raise ValueError(f"the columns {wanted} of the table are no Arrow columns ({error}): give each one type") from error
+
+
+def _read_file(path: Path, wanted: list[Column], delimiter: str | None, header: bool | None, line: Line | None) -> pa.Table:
+    if not path.exists():
+        raise FileNotFoundError(f"interactions file {path} does not exist")
+    if path.is_file() and not path.stat().st_size:
+        raise ValueError(f"interactions file {path} is empty: pass a file with columns {wanted}")
+    try:
+        if path.is_file() and path.suffix not in (".parquet", ".pq"):
+            return read_text(path, wanted, delimiter, header, line)
+        _refuse_format(path, delimiter, header, line)
+        return _read_parquet(path, wanted)
+    except (pa.ArrowException, OSError, EOFError, csv.Error) as error:
+        raise ValueError(
+            f"interactions file {path} cannot be read ({error}): is it truncated, or neither text in UTF-8 nor Parquet?"
+        ) from error
 
 
 def _refuse_format(source: object, delimiter: str | None, header: bool | None, line: Line | None) -> None:

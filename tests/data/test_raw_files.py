@@ -15,6 +15,7 @@ from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.data import Histories, read_interactions
 from lightning_freescale.data import raw_files as raw_files_module
 
+ROOT = Path(__file__).parents[2]
 ROWS = [(7, 100, 1), (7, 300, 2), (3, 300, 5), (7, 200, 3), (3, 100, 6)]
 
 
@@ -239,6 +240,18 @@ def test_a_delimiter_of_two_bytes_across_blocks(tmp_path: Path, monkeypatch: pyt
         assert _told(histories) == {number: [(f"a:{number}", number)] for number in range(200)}
 
 
+@pytest.mark.parametrize(
+    "content", ["user,item,time\n1,2,3\n".encode("utf-16"), b"user,item,time\n1,\xff,3\n", bytes(range(256)) * 9]
+)
+def test_what_is_no_text(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_bytes(content)
+    with pytest.raises(ValueError, match=r"rows.csv"):
+        read_interactions(tmp_path / "rows.csv")
+    (tmp_path / "rows.csv").write_bytes(b"1 2\n2 \xff 3\n")
+    with pytest.raises(ValueError, match=r"cannot be read .* neither text in UTF-8 nor Parquet"):
+        read_interactions(tmp_path / "rows.csv", time=None)
+
+
 class _Stream:
     """What exports an Arrow stream and is nothing else we know."""
 
@@ -317,9 +330,11 @@ def test_options_of_text_for_what_is_none(option: dict[str, Any], tmp_path: Path
 
 
 def test_other_ids_are_refused() -> None:
-    table = pa.table({"user": [1.5], "item": [True], "time": [3]})
+    table = pa.table({"user": [1.5], "item": [True], "time": [3], "list": [[1]]})
     with pytest.raises(ValueError, match=r"column 'item' of table holds bool, not integers or strings, such as True in row 0"):
-        read_interactions(table)
+        read_interactions(table, user="time", time=None)
+    with pytest.raises(ValueError, match=r"column 'list' of table holds list<.*>, not integers or strings"):
+        read_interactions(table, user="time", item="list", time=None)
     with pytest.raises(ValueError, match=r"column 'item' of table holds bool, not times, such as True in row 0"):
         read_interactions(table, item="time", time="item", user="user")
     with pytest.raises(ValueError, match=r"column 'user' of table holds double, not integers or strings, such as 1.5 in row 0"):
@@ -334,3 +349,18 @@ def test_the_data_module_passes_everything_on(tmp_path: Path) -> None:
     histories = _text(tmp_path, "u i1 i2 i3 i4\nv i1 i2 i3 i4 i5\n")
     module = FreeScaleDataModule.from_interactions(histories, time=None, line="user", header=False)
     assert module.histories.lengths.tolist() == [4, 5]
+
+
+def test_what_the_documentation_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first block of the section on interactions, with files and a frame as it says they are."""
+    monkeypatch.chdir(tmp_path)
+    section = (ROOT / "docs" / "data.md").read_text().split("## From interactions")[1]
+    block = section.split("```python")[1].split("```")[0]
+    _text(tmp_path, "userId,movieId,rating,timestamp\n" + "1,2,3.5,4\n" * 4, "ratings.csv.gz")
+    _text(tmp_path, "1::2::3::4\n1::2::3::5\n1::2::3::6\n1::2::3::7\n", "ratings.dat")
+    _text(tmp_path, "0 1 2 3 4\n1 2 3 4 5 6\n", "train.txt")
+    frame = pa.table(
+        {"user_id": ["u"] * 4, "asin": ["a"] * 4, "date": ["1970-01-01", "1970-01-02", "1970-01-03", "1970-01-04"]}
+    )
+    exec(block, {"frame": frame})
+    assert block.count("load(") == 4
