@@ -154,9 +154,12 @@ class FreeScaleDataModule(LightningDataModule):
         cls,
         source: str | Path | Any,
         *,
-        user: str = "user",
-        item: str = "item",
-        time: str = "time",
+        user: int | str = "user",
+        item: int | str = "item",
+        time: int | str | None = "time",
+        delimiter: str | None = None,
+        header: bool | None = None,
+        line: Literal["interaction", "user"] | None = None,
         order: Literal["given", "sort"] = "given",
         ties: Literal["error", "keep"] = "error",
         max_length: int | None = None,
@@ -164,7 +167,7 @@ class FreeScaleDataModule(LightningDataModule):
         loss_reduction: LossReduction = "target_mean",
         **options: Any,
     ) -> FreeScaleDataModule:
-        """Read histories from a CSV or Parquet file (or a pyarrow table), and split them leave-one-out.
+        """Read histories from a text or Parquet file, a data frame or an Arrow table, and split them leave-one-out.
 
         Each user's last item is for test, the one before for validation, the rest for training. Batches are those of
         :func:`lightning_freescale.data.collate_histories`.
@@ -175,7 +178,15 @@ class FreeScaleDataModule(LightningDataModule):
         """
         from lightning_freescale.data import HistoryDataset, collate_histories, read_interactions
 
-        histories = read_interactions(source, user=user, item=item, time=time, order=order, ties=ties)
+        columns: dict[str, Any] = {
+            "user": user,
+            "item": item,
+            "time": time,
+            "delimiter": delimiter,
+            "header": header,
+            "line": line,
+        }
+        histories = read_interactions(source, **columns, order=order, ties=ties)
         users = np.flatnonzero(histories.lengths >= HistoryDataset.min_interactions)
         short = len(histories.lengths) - len(users)
         if short:

@@ -19,6 +19,7 @@ import balance
 import exchange
 import harness
 import host_work
+import interactions
 import overlap
 import overlap_workload
 import peers
@@ -287,3 +288,14 @@ def test_auto_is_held_against_each_fixed_number(tmp_path: Path) -> None:
     assert figures["auto_over_best"] == pytest.approx(typical["auto"] / min(typical["overlapped"], typical["micro_2"]))
     assert figures.get("auto_chose_1", 0) + figures.get("auto_chose_2", 0) == 1
     assert figures["auto_compute_ms"] == pytest.approx(figures["micro_2_compute_ms"], rel=0.3), "as many steps of the same data"
+
+
+@pytest.mark.slow
+def test_reading_interactions_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = tmp_path / "figures.json"
+    flags = ["--rows", "500", "--cases", "table_sort", "dat", "--json", str(written), "--require", "dat_seconds<=100"]
+    monkeypatch.setattr(sys, "argv", ["interactions.py", *flags])
+    interactions.main()
+    figures = json.loads(written.read_text())["figures"]
+    names = {f"{case}_{name}" for case in ("table_sort", "dat") for name in ("seconds", "processor_seconds", "peak_ratio")}
+    assert figures.keys() == names and all(np.isfinite(list(figures.values())))
