@@ -1,6 +1,12 @@
 """TorchRec is needed for sharded embeddings and jagged batches, not for the rest of the package."""
 
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+FITTING = {"2.13": ("2.13.0", "1.8.0", "1.8.0")}
+"""By torch's minor version, oldest first: releases of torch, FBGEMM and TorchRec that fit together. No metadata says so."""
 
 
 def require_torchrec() -> None:
@@ -11,8 +17,43 @@ def require_torchrec() -> None:
     """
     try:
         import_module("torchrec")
-    except ImportError as error:
+    # OSError: a library that is missing or built for another torch. AttributeError, RuntimeError: operators of another release.
+    except (ImportError, OSError, AttributeError, RuntimeError) as error:
+        cause = error.__cause__ or error  # FBGEMM's own words name its library, the cause names what that one misses
         raise ImportError(
-            f"this needs TorchRec, which does not load here ({error}). With a CUDA GPU: pip install torchrec==1.8.0. Without: "
-            "pip install fbgemm-gpu-cpu==1.8.0, then pip install torchrec==1.8.0 without its dependencies (--no-deps)"
+            f"this needs TorchRec, which does not load here ({cause}). Installed: {_installed()}. pip brings FBGEMM's build "
+            "for CUDA, fbgemm-gpu, which needs torch's build for CUDA and a driver; the build for the CPU, fbgemm-gpu-cpu, is "
+            "written into the same folder, and both are for one minor version of torch. "
+            + _commands(has_torchrec=isinstance(error, OSError))
         ) from error
+
+
+def _installed() -> str:
+    found = [f"torch {torch.__version__}"]
+    for package in ("torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"):
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            found.append(f"no {package}")
+    return ", ".join(found)
+
+
+def _commands(has_torchrec: bool) -> str:
+    """What to run; without a GPU a TorchRec that is there is left alone, for pip would bring FBGEMM for CUDA with it."""
+    minor = ".".join(torch.__version__.split(".")[:2])
+    fits = minor in FITTING
+    torch_release, fbgemm, torchrec = FITTING[minor if fits else max(FITTING, key=list(FITTING).index)]
+    another_torch = [] if fits else [f"torch=={torch_release}"]
+    first = another_torch + ([] if has_torchrec else [f"torchrec=={torchrec}"])
+    without_gpu = [f"pip install {' '.join(first)}"] if first else []
+    without_gpu += ["pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu", f"pip install fbgemm-gpu-cpu=={fbgemm}"]
+    torch_for_cuda = [] if fits and torch.version.cuda else [f"torch=={torch_release}"]
+    with_gpu = [
+        f"pip uninstall -y {'torch ' if torch_for_cuda else ''}fbgemm-gpu fbgemm-gpu-cpu",
+        f"pip install {' '.join([*torch_for_cuda, f'fbgemm-gpu=={fbgemm}', f'torchrec=={torchrec}'])}",
+    ]
+    return "\n".join(["Without a CUDA GPU, run", *_indented(without_gpu), "With a CUDA GPU, run", *_indented(with_gpu)])
+
+
+def _indented(lines: list[str]) -> list[str]:
+    return [f"    {line}" for line in lines]

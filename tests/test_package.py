@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import os
 import runpy
@@ -13,9 +14,11 @@ from pathlib import Path
 import lightning as L
 import pytest
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from packaging.requirements import Requirement
 
 import lightning_freescale
 from lightning_freescale import FreeScaleStrategy
+from lightning_freescale._torchrec import FITTING
 from lightning_freescale.data import collate_histories
 from lightning_freescale.testing import run_distributed
 
@@ -62,6 +65,79 @@ def test_says_what_is_missing() -> None:
     assert "pip install torchrec" in _python(f"{BLOCK}\n{code}")
     code = "from lightning_freescale.embeddings import sharding"
     assert "pip install torchrec" in _python(f"{BLOCK}\ntry:\n    {code}\nexcept ImportError as e: print(e)")
+
+
+FBGEMM_FOR_CUDA = """
+try:
+    raise OSError("libcuda.so.1: cannot open shared object file: No such file or directory")
+except OSError as error:
+    raise OSError("Could not load this library: fbgemm_gpu_config.so") from error
+"""
+MISMATCHED = "raise AttributeError(\"'_OpNamespace' 'fbgemm' object has no attribute 'jagged_2d_to_dense'\")"
+
+
+def _told_of(fbgemm: str, folder: Path, torch: str, cuda: str | None) -> str:
+    """What ``require_torchrec`` says where importing FBGEMM runs ``fbgemm``, beside that torch, built for that CUDA."""
+    for package, text in (("fbgemm_gpu", fbgemm), ("torchrec", "import fbgemm_gpu")):
+        (folder / package).mkdir()
+        (folder / package / "__init__.py").write_text(text)
+    metadata = folder / "fbgemm_gpu-1.8.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: fbgemm_gpu\nVersion: 1.8.0\n")
+    return _python(
+        f"import sys, torch; sys.path.insert(0, {str(folder)!r})\n"
+        f"torch.__version__, torch.version.cuda = {torch!r}, {cuda!r}\n"
+        "from lightning_freescale._torchrec import require_torchrec\n"
+        "try: require_torchrec()\n"
+        "except ImportError as error: print(error)"
+    )
+
+
+def _ordered(text: str, *lines: str) -> bool:
+    """Whether the lines stand in the text as they are, one after the other."""
+    return "\n".join(f"    {line}" for line in lines) in text
+
+
+def test_fbgemm_for_cuda_without_its_libraries_says_what_to_run(tmp_path: Path) -> None:
+    told = _told_of(FBGEMM_FOR_CUDA, tmp_path, "2.13.0+cpu", None)
+    assert "libcuda.so.1" in told, "the reason, not what came of it"
+    assert "torch 2.13.0+cpu" in told and "fbgemm-gpu 1.8.0" in told and "same folder" in told
+    cpu, cuda = told.split("With a CUDA GPU")
+    assert _ordered(cpu, "pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu", "pip install fbgemm-gpu-cpu==1.8.0")
+    assert "torchrec==" not in cpu, "installing it again would bring FBGEMM for CUDA again"
+    uninstall = "pip uninstall -y torch fbgemm-gpu fbgemm-gpu-cpu"
+    assert _ordered(cuda, uninstall, "pip install torch==2.13.0 fbgemm-gpu==1.8.0 torchrec==1.8.0")
+
+
+def test_a_torch_for_cuda_is_left_as_it_is(tmp_path: Path) -> None:
+    told = _told_of(FBGEMM_FOR_CUDA, tmp_path, "2.13.1+cu126", "12.6")
+    assert _ordered(told, "pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu", "pip install fbgemm-gpu==1.8.0 torchrec==1.8.0")
+
+
+def test_what_does_not_fit_together_is_installed_anew(tmp_path: Path) -> None:
+    told = _told_of(MISMATCHED, tmp_path, "2.13.0+cpu", None)
+    assert "jagged_2d_to_dense" in told
+    install = ("pip install torchrec==1.8.0", "pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu", "pip install fbgemm-gpu-cpu==1.8.0")
+    assert _ordered(told, *install)
+
+
+def test_for_another_torch_all_three_are_installed_anew(tmp_path: Path) -> None:
+    told = _told_of(FBGEMM_FOR_CUDA, tmp_path, "2.9.1", "12.6")
+    newest, fbgemm, torchrec = list(FITTING.values())[-1]
+    cpu, cuda = told.split("With a CUDA GPU")
+    uninstall = "pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu"
+    assert _ordered(cpu, f"pip install torch=={newest}", uninstall, f"pip install fbgemm-gpu-cpu=={fbgemm}")
+    assert _ordered(cuda, f"pip uninstall -y torch {uninstall.removeprefix('pip uninstall -y ')}")
+    assert f"pip install torch=={newest} fbgemm-gpu=={fbgemm} torchrec=={torchrec}" in cuda
+
+
+def test_the_releases_that_fit_together_are_those_asked_for() -> None:
+    listed = (ROOT / "pyproject.toml").read_text().split("\ndependencies = ")[1].split("\n]")[0]
+    asked = {requirement.name: requirement.specifier for requirement in map(Requirement, ast.literal_eval(listed + "]"))}
+    for minor, releases in FITTING.items():
+        assert releases[0].startswith(f"{minor}.")
+        for name, release in zip(("torch", "fbgemm-gpu", "torchrec"), releases):
+            assert release in asked[name]
 
 
 CONFIG = """

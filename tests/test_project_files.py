@@ -1,0 +1,87 @@
+"""What the repository says about the package agrees with the package."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+import lightning_freescale
+
+ROOT = Path(__file__).parents[1]
+GITHUB = sorted((ROOT / ".github").rglob("*.yml"))
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def _yaml(path: Path) -> dict[Any, Any]:
+    return yaml.safe_load(path.read_text())
+
+
+def _list_in_pyproject(key: str) -> list[Requirement]:
+    """A list of requirements; the table is read as text, for Python 3.10 has no reader of TOML."""
+    text = (ROOT / "pyproject.toml").read_text()
+    (line,) = [part for part in text.split("\n") if part.startswith(f"{key} = ")]
+    listed = line if line.endswith("]") else text[text.index(f"\n{key} = [") :].split("\n]")[0] + "]"
+    return [Requirement(one) for one in ast.literal_eval(listed.split("=", 1)[1].strip())]
+
+
+def test_citation_is_of_this_version_and_names_the_paper() -> None:
+    citation = _yaml(ROOT / "CITATION.cff")
+    assert citation["cff-version"] == "1.2.0" and citation["message"]
+    assert citation["version"] == lightning_freescale.__version__
+    assert citation["license"] == "Apache-2.0"
+    assert citation["authors"] == [{"name": "lightning_freescale contributors"}]
+    (paper,) = citation["references"]
+    assert paper["identifiers"] == [{"type": "other", "value": "arXiv:2604.24073"}]
+    assert paper["type"] and paper["title"].startswith("FreeScale")
+    assert all(set(author) == {"given-names", "family-names"} for author in paper["authors"])
+
+
+@pytest.mark.parametrize("path", GITHUB, ids=lambda path: path.name)
+def test_parses(path: Path) -> None:
+    assert _yaml(path)
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_workflows_ask_for_the_least(path: Path) -> None:
+    workflow = _yaml(path)
+    assert workflow["permissions"] in ({}, {"contents": "read"})
+    for job in workflow["jobs"].values():
+        writes = {name for name, access in job.get("permissions", {}).items() if access == "write"}
+        assert writes <= {"attestations", "id-token"}
+        assert all("@" in step["uses"] for step in job["steps"] if "uses" in step)
+
+
+def test_nothing_is_published_that_was_not_checked() -> None:
+    jobs = _yaml(ROOT / ".github" / "workflows" / "release.yml")["jobs"]
+    assert jobs["publish"]["needs"] == "build"
+    steps = [step.get("run", step.get("uses", "")) for step in jobs["build"]["steps"]]
+    order = ["__version__", "python -m build", "twine check --strict", "attest-build-provenance", "upload-artifact"]
+    at = [next(i for i, step in enumerate(steps) if words in step) for words in order]
+    assert at == sorted(at)
+
+
+def test_every_python_that_is_promised_is_tested() -> None:
+    rows = _yaml(ROOT / ".github" / "workflows" / "tests.yml")["jobs"]["test"]["strategy"]["matrix"]["include"]
+    assert [row["python"] for row in rows if row["dependencies"] == "newest"] == ["3.10", "3.11", "3.12", "3.13"]
+    assert [row["python"] for row in rows if row["dependencies"] == "oldest"] == ["3.10"]
+    assert 'requires-python = ">=3.10,<3.14"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_oldest_dependencies_are_the_lower_bounds() -> None:
+    lines = (ROOT / ".github" / "oldest.txt").read_text().splitlines()
+    oldest = {one.name: one.specifier for one in map(Requirement, (line for line in lines if not line.startswith("#")))}
+    bounds = {
+        one.name: min(bound.version for bound in one.specifier if bound.operator == ">=")
+        for key in ("dependencies", "cli", "fast", "plot")
+        for one in _list_in_pyproject(key)
+        if any(bound.operator == ">=" for bound in one.specifier)
+    }
+    assert set(oldest) == set(bounds)
+    for name, bound in bounds.items():
+        (pin,) = oldest[name]
+        assert pin.operator == "==" and pin.version.startswith(bound)
