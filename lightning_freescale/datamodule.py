@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -29,6 +29,9 @@ from lightning_freescale.data.random_access import is_stream, size_of
 from lightning_freescale.data.streaming import BalancedStreamLoader
 from lightning_freescale.data.streaming.reader import needed_arguments
 from lightning_freescale.data.validation import LossReduction, check_loader_options, refuse_unused
+
+if TYPE_CHECKING:
+    from lightning_freescale.data.histories import HistoryDataset, Split
 
 
 class FreeScaleDataModule(LightningDataModule):
@@ -176,7 +179,7 @@ class FreeScaleDataModule(LightningDataModule):
         :class:`FreeScaleDataModule`. ``max_length`` keeps the last so many items of a history; it is not gradient-identical,
         as it drops targets.
         """
-        from lightning_freescale.data import HistoryDataset, collate_histories, read_interactions
+        from lightning_freescale.data import HistoryDataset, read_interactions
 
         columns: dict[str, Any] = {
             "user": user,
@@ -187,25 +190,8 @@ class FreeScaleDataModule(LightningDataModule):
             "line": line,
         }
         histories = read_interactions(source, **columns, order=order, ties=ties)
-        users = np.flatnonzero(histories.lengths >= HistoryDataset.min_interactions)
-        short = len(histories.lengths) - len(users)
-        if short:
-            rank_zero_info(f"{short} users have fewer than {HistoryDataset.min_interactions} interactions and are left out")
-        if not len(users):
-            name = source if isinstance(source, (str, Path)) else "the table"
-            raise ValueError(f"no user of {name} has {HistoryDataset.min_interactions} interactions or more")
-        train = HistoryDataset(histories, users, "train", max_length)
-        module = cls(
-            train,
-            train.lengths,
-            batch_size,
-            collate_fn=collate_histories,
-            val_dataset=HistoryDataset(histories, users, "validate", max_length),
-            test_dataset=HistoryDataset(histories, users, "test", max_length),
-            predict_dataset=HistoryDataset(histories, users, "predict", max_length),
-            loss_reduction=loss_reduction,
-            **options,
-        )
+        splits = _leave_one_out(HistoryDataset, histories, source, max_length)
+        module = cls(**splits, batch_size=batch_size, loss_reduction=loss_reduction, **options)
         module.histories = histories
         module.feature_rows = {"item": histories.num_items}
         return module
@@ -234,30 +220,15 @@ class FreeScaleDataModule(LightningDataModule):
         ``row_group_window`` row groups are shuffled together, see :class:`~lightning_freescale.balance.BlockShuffle`, and as
         many at most are held by every process that loads. Each of these reads nearly every row group, once an epoch.
         """
-        from lightning_freescale.data import HistoryDataset, ParquetHistories, collate_histories
+        from lightning_freescale.data import ParquetHistories
         from lightning_freescale.data.parquet import ParquetHistoryDataset
 
         histories: Any = ParquetHistories(source, user=user, item=item, time=time, held_row_groups=row_group_window)
-        users = np.flatnonzero(histories.lengths >= HistoryDataset.min_interactions)
-        short = len(histories.lengths) - len(users)
-        if short:
-            rank_zero_info(f"{short} users have fewer than {HistoryDataset.min_interactions} interactions and are left out")
-        if not len(users):
-            raise ValueError(f"no user of {source} has {HistoryDataset.min_interactions} interactions or more")
-        train = ParquetHistoryDataset(histories, users, "train", max_length)
-        sizes = np.bincount(histories.row_groups_of(users), minlength=len(histories.first_users) - 1)
-        return cls(
-            train,
-            train.lengths,
-            batch_size,
-            collate_fn=collate_histories,
-            val_dataset=ParquetHistoryDataset(histories, users, "validate", max_length),
-            test_dataset=ParquetHistoryDataset(histories, users, "test", max_length),
-            predict_dataset=ParquetHistoryDataset(histories, users, "predict", max_length),
-            loss_reduction=loss_reduction,
-            shuffle=BlockShuffle(sizes, row_group_window) if shuffle else False,
-            **options,
-        )
+        splits = _leave_one_out(ParquetHistoryDataset, histories, source, max_length)
+        row_groups = histories.row_groups_of(splits["train_dataset"].users)
+        sizes = np.bincount(row_groups, minlength=len(histories.first_users) - 1)
+        order = BlockShuffle(sizes, row_group_window) if shuffle else False
+        return cls(**splits, batch_size=batch_size, loss_reduction=loss_reduction, shuffle=order, **options)
 
     # -- loaders
 
@@ -388,6 +359,23 @@ def _tell_how_it_is_read(dataset: Dataset[Any], train: IterableData | MapStyleDa
             "epoch, the samples that were read before are read again and discarded. With a state_dict() that needs nothing it "
             "would go on where it was"
         )
+
+
+def _leave_one_out(dataset_type: type[HistoryDataset], histories: Any, source: Any, max_length: int | None) -> dict[str, Any]:
+    """Return data sets of the users with enough interactions, and what makes batches, as arguments of the data module."""
+    from lightning_freescale.data import collate_histories
+
+    least = dataset_type.min_interactions
+    users = np.flatnonzero(histories.lengths >= least)
+    if not len(users):
+        name = "the table" if hasattr(source, "__arrow_c_stream__") else source
+        raise ValueError(f"no user of {name} has {least} interactions or more")
+    if short := len(histories.lengths) - len(users):
+        rank_zero_info(f"{short} users have fewer than {least} interactions and are left out")
+    train = dataset_type(histories, users, "train", max_length)
+    splits: dict[str, Any] = {"train_dataset": train, "lengths": train.lengths, "collate_fn": collate_histories}
+    others: dict[str, Split] = {"val": "validate", "test": "test", "predict": "predict"}
+    return splits | {f"{name}_dataset": dataset_type(histories, users, split, max_length) for name, split in others.items()}
 
 
 def _refuse_trainer(trainer: Trainer, options: BalanceOptions, loss_reduction: str, micro_batches: Sequence[int]) -> None:

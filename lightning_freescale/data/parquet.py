@@ -149,6 +149,11 @@ class _OnDisk:
     name: str
     starts: Ints  # of the row groups
 
+    @property
+    def dtype(self) -> np.dtype[np.int64]:
+        """Of the values."""
+        return np.dtype(np.int64)
+
     def __getitem__(self, place: Any) -> Any:
         begin = place.start if isinstance(place, slice) else place
         number = int(np.searchsorted(self.starts, begin, side="right")) - 1
