@@ -74,7 +74,7 @@ def read_interactions(
         delimiter: between the values of a line of a text file, such as ``"\t"`` or ``"::"``. By default tab, comma, space or
             ``"::"``, whichever gives each of the first lines as many values.
         header: whether the first line of a text file holds names. By default it does if the names asked for stand there, or
-            no number where all lines below have one.
+            words where all lines below have numbers or dates.
         line: what a line of a text file holds: ``"interaction"``, or ``"user"``: a user and then all items of that user in
             order. By default the latter if ``time=None``, the first lines hold different numbers of values, and each begins
             with another one.

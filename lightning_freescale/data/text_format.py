@@ -79,9 +79,9 @@ def find_format(
 
 def _first_lines(path: Path) -> list[str]:
     with pa.input_stream(str(path)) as file:
-        sample = file.read(_SAMPLE)
+        sample, is_cut = file.read(_SAMPLE), bool(file.read(1))
     lines = re.split(r"\r\n|\r|\n", sample.decode("utf-8-sig", errors="replace"))
-    return lines[:-1] if len(sample) == _SAMPLE and len(lines) > 1 else lines  # the last one was cut
+    return lines[:-1] if is_cut and len(lines) > 1 else lines
 
 
 def _split(lines: list[str], delimiter: str) -> list[list[str]]:
@@ -153,19 +153,18 @@ def _has_header(path: Path, rows: list[list[str]], wanted: list[Column], header:
         )
     if found is None and not names:
         raise ValueError(
-            f"{path}: its first line {rows[0]} may be names or values, as no column has numbers or dates below: pass "
-            "header=True or header=False"
+            f"{path}: its first line {rows[0]} may be names or values, by what is below: pass header=True or header=False"
         )
     return found is not False
 
 
 def _looks_named(rows: list[list[str]]) -> bool | None:
-    """Whether the first line holds names: above numbers or dates it has none of these itself. None if there are no such."""
+    """Whether the first line holds names: words above numbers or dates. None if columns do not agree, or none has such."""
     if len(rows) == 1:
         return False if any(map(_NUMBER.fullmatch, rows[0])) else None
-    columns = [(first, [value for value in below if value]) for first, *below in zip(*rows)]
-    firsts = [first for first, below in columns if below and all(map(_NUMBER.fullmatch, below))]
-    return any(not _NUMBER.fullmatch(first) for first in firsts) if firsts else None
+    columns = [(first, [value for value in below if value]) for first, *below in zip(*rows) if first]
+    named = {not _NUMBER.fullmatch(first) for first, below in columns if below and all(map(_NUMBER.fullmatch, below))}
+    return named.pop() if len(named) == 1 else None
 
 
 def positions(names: list[Any], wanted: list[Column], source: object) -> tuple[int, ...]:

@@ -196,6 +196,7 @@ def test_two_lines_of_a_user_follow_each_other(tmp_path: Path) -> None:
         ("user,item,time\n\n1,2,3\n1,2\n", {}, r"line 4 has 2 values, the first line 3 \(delimiter=','\): mend"),
         ("a b,c\nd e,f\n", {"user": 0, "item": 1, "time": None}, r"pass delimiter= one of ',' \(2 .*' ' \(2 values"),
         ("a,b\nc,d\n", {"user": 0, "item": 1, "time": None}, r"first line \['a', 'b'\] may be .* header=True or header=False"),
+        ("a,B1,1\nb,2,2\nc,3,3\n", {"user": 0, "item": 1, "time": 2}, r"first line \['a', 'B1', '1'\] may be names or values"),
         ("a;b\nc;d\n", {"user": 0, "item": 1, "time": None}, r"has tab, comma, space or '::' .*'a;b': pass delimiter="),
         ("a,b\nc,d\n", {"delimiter": "|"}, r"has '\|' between values"),
         ("a,b\nc,d\n", {"delimiter": ""}, r"delimiter='': pass one or two bytes"),
@@ -218,6 +219,17 @@ def test_what_is_not_clear_can_be_said(tmp_path: Path) -> None:
     path, columns = _text(tmp_path, "a b,c\nd e,f\n"), {"user": 0, "item": 1, "time": None}
     assert _told(read_interactions(path, **columns, delimiter=",", header=True)) == {"d e": [("f", 0)]}
     assert read_interactions(path, **columns, delimiter=" ", header=False).user_ids.tolist() == ["a", "d"]
+
+
+def test_no_header_above_a_value_that_is_missing(tmp_path: Path) -> None:
+    path = _text(tmp_path, "1,2,,5\n1,3,9,6\n")
+    assert _told(read_interactions(path, user=0, item=1, time=3)) == {1: [(2, 5), (3, 6)]}
+
+
+def test_a_line_that_the_first_look_cuts(tmp_path: Path) -> None:
+    rows = [(number, 5, 6) for number in range(100_000, 110_000)]
+    for name in ("rows.txt", "rows.txt.gz"):
+        assert len(read_interactions(_text(tmp_path, _lines(rows, " "), name), user=0, item=1, time=2).items) == 10_000
 
 
 def test_the_suffix_says_what_else_would_not_be_clear(tmp_path: Path) -> None:
