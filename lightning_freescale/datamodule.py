@@ -179,7 +179,7 @@ class FreeScaleDataModule(LightningDataModule):
         :class:`FreeScaleDataModule`. ``max_length`` keeps the last so many items of a history; it is not gradient-identical,
         as it drops targets.
         """
-        from lightning_freescale.data import HistoryDataset, read_interactions
+        from lightning_freescale.data import HistoryDataset, collate_histories, read_interactions
 
         columns: dict[str, Any] = {
             "user": user,
@@ -191,7 +191,11 @@ class FreeScaleDataModule(LightningDataModule):
         }
         histories = read_interactions(source, **columns, order=order, ties=ties)
         splits = _leave_one_out(HistoryDataset, histories, source, max_length)
-        module = cls(**splits, batch_size=batch_size, loss_reduction=loss_reduction, **options)
+        train = splits["train"]
+        module = cls(  # one by one: jsonargparse reads here what a config need not give
+            train, train.lengths, batch_size, collate_fn=collate_histories, val_dataset=splits["validate"],
+            test_dataset=splits["test"], predict_dataset=splits["predict"], loss_reduction=loss_reduction, **options,
+        )  # fmt: skip
         module.histories = histories
         module.feature_rows = {"item": histories.num_items}
         return module
@@ -220,15 +224,20 @@ class FreeScaleDataModule(LightningDataModule):
         ``row_group_window`` row groups are shuffled together, see :class:`~lightning_freescale.balance.BlockShuffle`, and as
         many at most are held by every process that loads. Each of these reads nearly every row group, once an epoch.
         """
-        from lightning_freescale.data import ParquetHistories
+        from lightning_freescale.data import ParquetHistories, collate_histories
         from lightning_freescale.data.parquet import ParquetHistoryDataset
 
         histories: Any = ParquetHistories(source, user=user, item=item, time=time, held_row_groups=row_group_window)
         splits = _leave_one_out(ParquetHistoryDataset, histories, source, max_length)
-        row_groups = histories.row_groups_of(splits["train_dataset"].users)
+        train = splits["train"]
+        row_groups = histories.row_groups_of(train.users)
         sizes = np.bincount(row_groups, minlength=len(histories.first_users) - 1)
         order = BlockShuffle(sizes, row_group_window) if shuffle else False
-        return cls(**splits, batch_size=batch_size, loss_reduction=loss_reduction, shuffle=order, **options)
+        return cls(  # one by one: jsonargparse reads here what a config need not give
+            train, train.lengths, batch_size, collate_fn=collate_histories, val_dataset=splits["validate"],
+            test_dataset=splits["test"], predict_dataset=splits["predict"], loss_reduction=loss_reduction, shuffle=order,
+            **options,
+        )  # fmt: skip
 
     # -- loaders
 
@@ -361,10 +370,10 @@ def _tell_how_it_is_read(dataset: Dataset[Any], train: IterableData | MapStyleDa
         )
 
 
-def _leave_one_out(dataset_type: type[HistoryDataset], histories: Any, source: Any, max_length: int | None) -> dict[str, Any]:
-    """Return data sets of the users with enough interactions, and what makes batches, as arguments of the data module."""
-    from lightning_freescale.data import collate_histories
-
+def _leave_one_out(
+    dataset_type: type[HistoryDataset], histories: Any, source: Any, max_length: int | None
+) -> dict[Split, HistoryDataset]:
+    """Return the data sets of the users with enough interactions."""
     least = dataset_type.min_interactions
     users = np.flatnonzero(histories.lengths >= least)
     if not len(users):
@@ -372,10 +381,8 @@ def _leave_one_out(dataset_type: type[HistoryDataset], histories: Any, source: A
         raise ValueError(f"no user of {name} has {least} interactions or more")
     if short := len(histories.lengths) - len(users):
         rank_zero_info(f"{short} users have fewer than {least} interactions and are left out")
-    train = dataset_type(histories, users, "train", max_length)
-    splits: dict[str, Any] = {"train_dataset": train, "lengths": train.lengths, "collate_fn": collate_histories}
-    others: dict[str, Split] = {"val": "validate", "test": "test", "predict": "predict"}
-    return splits | {f"{name}_dataset": dataset_type(histories, users, split, max_length) for name, split in others.items()}
+    splits: tuple[Split, ...] = ("train", "validate", "test", "predict")
+    return {split: dataset_type(histories, users, split, max_length) for split in splits}
 
 
 def _refuse_trainer(trainer: Trainer, options: BalanceOptions, loss_reduction: str, micro_batches: Sequence[int]) -> None:
