@@ -95,12 +95,12 @@ def read_interactions(
         raise ValueError(f"{name} holds no interaction: pass a source with at least one row")
     _refuse_missing(columns, wanted, name)
     times = None if time is None else as_times(columns.pop(), time, name)
-    item_values = columns.pop()
-    rows, counts, user_ids = _by_user(columns.pop(), user, name, times if order == "sort" else None)
+    rows, counts, user_ids = _by_user(columns.pop(0), user, name, times if order == "sort" else None)
     offsets = np.append(0, np.cumsum(counts))
-    item_of_row, item_ids = _dense(item_values, item, name)
+    item_of_row, item_ids = _dense(columns.pop(), item, name)
     items = (item_of_row if rows is None else item_of_row[rows]).astype(np.int64)
     del item_of_row
+    pa.default_memory_pool().release_unused()  # of the columns, which are gone if nobody else holds them
     if times is None:
         times = np.arange(len(items))
         times -= np.repeat(offsets[:-1], counts)
@@ -133,12 +133,15 @@ def _dense(values: pa.ChunkedArray, column: int | str, name: str) -> tuple[NDArr
     values = values.unify_dictionaries() if pa.types.is_dictionary(values.type) else values.dictionary_encode()
     ids = values.chunk(0).dictionary
     ids = _as_int64(ids, column, name) if pa.types.is_integer(kind) else ids.cast(pa.large_string())
-    codes = np.concatenate([chunk.indices.to_numpy() for chunk in values.chunks])
-    used = np.flatnonzero(np.bincount(codes, minlength=len(ids)))  # categories may be there without a row
+    codes = [chunk.indices.to_numpy() for chunk in values.chunks]
+    is_used = np.zeros(len(ids), dtype=bool)  # a category may be there without a row
+    for of_chunk in codes:
+        is_used[of_chunk] = True
+    used = np.flatnonzero(is_used)
     by_id = used[pc.array_sort_indices(ids.take(pa.array(used))).to_numpy()]
     places = np.empty(len(ids), dtype=np.int32)
     places[by_id] = np.arange(len(by_id), dtype=np.int32)
-    return places[codes], ids.take(pa.array(by_id)).to_numpy(zero_copy_only=False)
+    return np.concatenate([places[of_chunk] for of_chunk in codes]), ids.take(pa.array(by_id)).to_numpy(zero_copy_only=False)
 
 
 def _as_int64(ids: pa.Array, column: int | str, name: str) -> pa.Array:
