@@ -38,7 +38,7 @@ def describe_run(trainer: Trainer, module: LightningModule, label: str | None) -
 
 
 def _parameters(trainer: Trainer, module: LightningModule) -> int:
-    """How many there are, of which a rank may hold some; whole tables, so that a run compares with one under another strategy."""
+    """Count tables whole, of which a rank holds a part: so a run compares with one under another strategy."""
     tables: Any = getattr(trainer.strategy, "tables", None)
     if tables is None:
         return sum(parameter.numel() for parameter in module.parameters())
