@@ -4,7 +4,7 @@ export OMP_NUM_THREADS = 1
 NUMBERS := $(addprefix tests/,balance checkpoint data embeddings parity strategy/overlap)
 THIRD_PARTY := tests/parity/third_party
 
-.PHONY: setup demo test test-fast test-third-party lint clean
+.PHONY: setup demo test test-fast test-third-party lint docs clean
 
 setup: .venv/.ready
 
@@ -38,5 +38,12 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+CONFIG := mkdocs.yml
+SITE := site
+
+# the site of docs/, to be looked at in site/index.html; a warning is an error
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict --config-file $(CONFIG) --site-dir $(abspath $(SITE))
+
 clean:
-	rm -rf .venv demo_output .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv site demo_output .mypy_cache .ruff_cache .pytest_cache .hypothesis
