@@ -38,11 +38,7 @@ def describe_run(trainer: Trainer, module: LightningModule, label: str | None) -
 
 
 def _parameters(trainer: Trainer, module: LightningModule) -> int:
-<<<<<<< HEAD
     """How many; tables whole, of which a rank holds a part, so that a run compares with one under another strategy."""
-=======
-    """Count tables whole, of which a rank holds a part: so a run compares with one under another strategy."""
->>>>>>> docs-site
     tables: Any = getattr(trainer.strategy, "tables", None)
     if tables is None:
         return sum(parameter.numel() for parameter in module.parameters())
