@@ -61,7 +61,7 @@ def test_a_reader_who_pastes_every_block_gets_what_the_page_says(page: Path, tmp
 def test_what_is_not_printed_is_noticed() -> None:
     printed = "bubble b = 31.0%: removing it all\nrank 0  12.0%\n"
     assert _unsaid("bubble b = 37.8%: removing\n  broken otherwise\nrank 0  50%", printed) == []
-    assert _unsaid("bubble b 37.8%\nrank 0", printed) == ["bubble b "]
+    assert _unsaid("bubbles 37.8%\nrank 0", printed) == ["bubbles "]
 
 
 def test_a_block_that_fails_is_noticed(tmp_path: Path) -> None:
