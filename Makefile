@@ -43,7 +43,7 @@ SITE := site
 
 # the site of docs/, to be looked at in site/index.html; a warning is an error
 docs: setup
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict --config-file $(CONFIG) --site-dir $(abspath $(SITE))
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --config-file $(CONFIG) --site-dir $(abspath $(SITE))
 
 clean:
 	rm -rf .venv site demo_output .mypy_cache .ruff_cache .pytest_cache .hypothesis

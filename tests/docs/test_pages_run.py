@@ -47,9 +47,9 @@ def _follow(page: Path, folder: Path) -> None:
 
 
 def _unsaid(shown: str, printed: str) -> list[str]:
-    """The beginnings, up to the first figure, of the lines of a page that no printed line has."""
+    """The beginnings, up to the first figure, of the lines of a page that were not printed, be it behind a progress bar."""
     beginnings = [re.split(r"\d", line)[0] for line in shown.splitlines() if not line.startswith("  ")]
-    return [beginning for beginning in beginnings if f"\n{beginning}" not in f"\n{printed}"]
+    return [beginning for beginning in beginnings if beginning not in printed]
 
 
 @pytest.mark.slow
