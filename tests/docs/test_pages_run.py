@@ -48,7 +48,7 @@ def _follow(page: Path, folder: Path) -> None:
 
 def _unsaid(shown: str, printed: str) -> list[str]:
     """The beginnings, up to the first figure, of the lines of a page that were not printed, be it behind a progress bar."""
-    beginnings = [re.split(r"\d", line)[0] for line in shown.splitlines() if not line.startswith("  ")]
+    beginnings = [re.split(r"\s*-?\d", line)[0] for line in shown.splitlines() if not line.startswith("  ")]
     return [beginning for beginning in beginnings if beginning not in printed]
 
 
@@ -61,7 +61,7 @@ def test_a_reader_who_pastes_every_block_gets_what_the_page_says(page: Path, tmp
 def test_what_is_not_printed_is_noticed() -> None:
     printed = "bubble b = 31.0%: removing it all\nrank 0  12.0%\n"
     assert _unsaid("bubble b = 37.8%: removing\n  broken otherwise\nrank 0  50%", printed) == []
-    assert _unsaid("bubbles 37.8%\nrank 0", printed) == ["bubbles "]
+    assert _unsaid("bubbles 37.8%\nrank 0", printed) == ["bubbles"]
 
 
 def test_a_block_that_fails_is_noticed(tmp_path: Path) -> None:
