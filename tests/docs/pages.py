@@ -9,6 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 RUN = [DOCS / "quick_start.md", DOCS / "tutorial.md", *sorted((DOCS / "how_to").glob("*.md"))]
 """Pages whose every block is run; the others show excerpts."""
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import DOCS, ROOT, without_code
+from tests.docs.pages import DOCS, PAGES, ROOT, without_code
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)(?:\s[^)]*)?\)|(?:src|href)=\"([^\"]+)\"")
 
 

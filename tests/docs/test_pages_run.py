@@ -1,6 +1,8 @@
-"""Every block of the pages that teach is run as it stands: titled ones are saved, commands run, other Python runs as a script.
+"""Every block of code of every page is run.
 
-Text that stands behind a command is what it prints, up to figures and to how lines are broken.
+Pages that teach are followed as they stand: titled blocks are saved, commands run, other Python runs as a script. Text that
+stands behind a command is what it prints, up to figures and to how lines are broken. The other pages show excerpts, which run
+inside what the scripts in ``excerpts/`` put around them.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import DOCS, ROOT, RUN, blocks
+from tests.docs.pages import DOCS, PAGES, ROOT, RUN, blocks
 
 LANGUAGES = {"python", "bash", "text", "sbatch"}
 """An sbatch file is saved and not run: there is no SLURM here."""
+
+EXCERPTS = sorted(script.stem for script in (Path(__file__).parent / "excerpts").glob("[a-z]*.py"))
 
 
 def _run(command: list[str], folder: Path) -> str:
@@ -27,11 +31,15 @@ def _run(command: list[str], folder: Path) -> str:
     return f"{found.stdout}\n{found.stderr}"
 
 
-def _follow(page: Path, folder: Path) -> None:
-    """Save and run block after block; the files of the quick start lie there already."""
+def _save_quick_start(folder: Path) -> None:
     for block in blocks(DOCS / "quick_start.md"):
         if block.title:
             (folder / block.title).write_text(block.text)
+
+
+def _follow(page: Path, folder: Path) -> None:
+    """Save and run block after block; the files of the quick start lie there already."""
+    _save_quick_start(folder)
     printed = ""
     for number, block in enumerate(blocks(page)):
         assert block.language in LANGUAGES, f"{page.name}: nobody runs a block of {block.language!r}"
@@ -56,6 +64,18 @@ def _unsaid(shown: str, printed: str) -> list[str]:
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
 def test_a_reader_who_pastes_every_block_gets_what_the_page_says(page: Path, tmp_path: Path) -> None:
     _follow(page, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", EXCERPTS)
+def test_every_excerpt_runs_in_its_place(script: str, tmp_path: Path) -> None:
+    _save_quick_start(tmp_path)
+    assert "every block was run" in _run([sys.executable, "-m", f"tests.docs.excerpts.{script}"], tmp_path)
+
+
+def test_no_page_with_code_is_left_out() -> None:
+    code = [page for page in PAGES if any(block.language for block in blocks(page))]
+    assert sorted(page.stem.lower() for page in code if page not in RUN) == EXCERPTS
 
 
 def test_what_is_not_printed_is_noticed() -> None:

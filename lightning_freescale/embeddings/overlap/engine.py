@@ -418,6 +418,7 @@ class OverlapEngine:
         """
         for module in self.modules.values():
             module.close(farewell)
+        self._totals_of_left += [collection.statistics.totals() for collection in self.collections.values()]
         self.modules, self.collections = {}, {}
 
     def mean_statistics(self) -> dict[str, float]:
