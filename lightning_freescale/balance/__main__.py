@@ -19,7 +19,7 @@ _EXAMPLE = "python -m lightning_freescale.balance simulate --lengths lengths.txt
 
 def main(arguments: Sequence[str] | None = None, program: str = "python -m lightning_freescale.balance") -> None:
     """Run the command line of a ``program`` of this name; exits with 2 and says what is wrong if it cannot."""
-    parser = _parser(program)
+    parser = new_parser(program)
     options = parser.parse_args(arguments)
     if options.command is None:
         parser.print_help()
@@ -74,7 +74,8 @@ def _assign_options(options: argparse.Namespace) -> dict[str, Any]:
     return {"assignment_mode": mode, "count_slack": slack}
 
 
-def _parser(program: str) -> argparse.ArgumentParser:
+def new_parser(program: str) -> argparse.ArgumentParser:
+    """Return the parser of a ``program`` of this name."""
     parser = argparse.ArgumentParser(program, description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     simulate = commands.add_parser("simulate", help="predict imbalance, idle share and speed-up", epilog=f"example: {_EXAMPLE}")

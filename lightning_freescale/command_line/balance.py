@@ -12,6 +12,29 @@ from lightning_freescale.balance.simulation.lengths import KINDS, read_lengths
 
 def run(command: str, arguments: list[str]) -> None:
     """Do it; exits with 2 and says what is wrong if it cannot."""
+    parser = new_parser(command)
+    options = parser.parse_args(arguments)
+    try:
+        costs = CostModel()(read_lengths(options.lengths, options.column))
+        sampler = BalancedSampler(
+            costs,
+            options.batch_size,
+            num_replicas=options.ranks,
+            rank=0,
+            seed=options.seed,
+            assignment_mode=options.assignment_mode,
+        )
+        for epoch in range(options.epochs):
+            sampler.set_epoch(epoch)
+            print(f"epoch {epoch}: {sampler.report()}")
+        if options.plan is not None:
+            _write_plan(sampler, options)
+    except (OSError, ValueError) as error:
+        parser.exit(2, f"{command}: {error}\n")
+
+
+def new_parser(command: str) -> argparse.ArgumentParser:
+    """Return the parser of what follows the command."""
     parser = argparse.ArgumentParser(f"freescale {command}", description=__doc__)
     add = parser.add_argument
     add("--lengths", type=Path, required=True, metavar="FILE", help="history lengths: " + KINDS)
@@ -32,24 +55,7 @@ def run(command: str, arguments: list[str]) -> None:
         metavar="FILE",
         help="write a line of JSON for every step: epoch, step, and the samples of each rank",
     )
-    options = parser.parse_args(arguments)
-    try:
-        costs = CostModel()(read_lengths(options.lengths, options.column))
-        sampler = BalancedSampler(
-            costs,
-            options.batch_size,
-            num_replicas=options.ranks,
-            rank=0,
-            seed=options.seed,
-            assignment_mode=options.assignment_mode,
-        )
-        for epoch in range(options.epochs):
-            sampler.set_epoch(epoch)
-            print(f"epoch {epoch}: {sampler.report()}")
-        if options.plan is not None:
-            _write_plan(sampler, options)
-    except (OSError, ValueError) as error:
-        parser.exit(2, f"{command}: {error}\n")
+    return parser
 
 
 def _write_plan(sampler: BalancedSampler, options: argparse.Namespace) -> None:

@@ -17,13 +17,7 @@ from torch import Tensor
 
 def run(command: str, arguments: list[str]) -> None:
     """Do it; exits with 2 and says what is wrong if it cannot."""
-    parser = argparse.ArgumentParser(f"freescale {command}", description=__doc__)
-    parser.add_argument("checkpoint", type=Path, help="a .ckpt of the Trainer")
-    parser.add_argument("weights", type=Path, help="file to write, for module.load_state_dict(torch.load(file))")
-    parser.add_argument("--force", action="store_true", help="replace the file if it is there")
-    parser.add_argument(
-        "--trust", action="store_true", help="run whatever code the checkpoint holds, as loading hyperparameters may need"
-    )
+    parser = new_parser(command)
     options = parser.parse_args(arguments)
     try:
         weights = _weights(options.checkpoint, options.trust)
@@ -33,6 +27,18 @@ def run(command: str, arguments: list[str]) -> None:
     except (OSError, ValueError) as error:
         parser.exit(2, f"{command}: {error}\n")
     print(f"wrote {len(weights)} tensors, {sum(each.nbytes for each in weights.values()) / 1e6:.1f} MB, to {options.weights}")
+
+
+def new_parser(command: str) -> argparse.ArgumentParser:
+    """Return the parser of what follows the command."""
+    parser = argparse.ArgumentParser(f"freescale {command}", description=__doc__)
+    parser.add_argument("checkpoint", type=Path, help="a .ckpt of the Trainer")
+    parser.add_argument("weights", type=Path, help="file to write, for module.load_state_dict(torch.load(file))")
+    parser.add_argument("--force", action="store_true", help="replace the file if it is there")
+    parser.add_argument(
+        "--trust", action="store_true", help="run whatever code the checkpoint holds, as loading hyperparameters may need"
+    )
+    return parser
 
 
 def _weights(path: Path, trust: bool) -> dict[str, Tensor]:

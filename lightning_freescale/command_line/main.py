@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-_COMMANDS = {
+COMMANDS = {  # name: room beside this one, what it does
     "fit": ("train", "train a model from a config"),
     "validate": ("train", "validate one"),
     "test": ("train", "test one"),
@@ -17,6 +17,7 @@ _COMMANDS = {
     "balance": ("balance", "assign the samples of every step to ranks, for a loop of your own"),
     "profile": ("profile", "show bubble reports, compare them, make a page of them"),
     "consolidate": ("consolidate", "take the weights out of a checkpoint, for the plain module"),
+    "completion": ("completion", "print a script by which a shell completes all this"),
 }
 _PACKAGES = ("lightning-freescale", "lightning", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu")
 _EXAMPLE = "example: freescale simulate --lengths lengths.txt --ranks 8,64,256 --batch-size 32"
@@ -29,19 +30,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(_help())
     elif given[0] == "--version":
         print("\n".join(f"{name} {installed}" for name in _PACKAGES if (installed := _version(name))))
-    elif given[0] in _COMMANDS:
-        room, _ = _COMMANDS[given[0]]
+    elif given[0] in COMMANDS:
+        room, _ = COMMANDS[given[0]]
         run: Callable[[str, list[str]], None] = import_module(f"lightning_freescale.command_line.{room}").run
         run(given[0], given[1:])
     else:
-        near = get_close_matches(given[0], _COMMANDS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f": choose from {', '.join(_COMMANDS)}"
+        near = get_close_matches(given[0], COMMANDS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f": choose from {', '.join(COMMANDS)}"
         print(f"freescale: there is no command {given[0]!r}{hint}", file=sys.stderr)
         raise SystemExit(2)
 
 
 def _help() -> str:
-    commands = "\n".join(f"  {name:<12} {text}" for name, (_, text) in _COMMANDS.items())
+    commands = "\n".join(f"  {name:<12} {text}" for name, (_, text) in COMMANDS.items())
     return f"usage: freescale COMMAND ... | --version\n\n{commands}\n\nfreescale COMMAND --help tells its options\n{_EXAMPLE}"
 
 

@@ -16,7 +16,7 @@ from lightning_freescale.profiling.reporting.text import summary
 
 def main(arguments: Sequence[str] | None = None, program: str = "python -m lightning_freescale.profiling") -> None:
     """Run the command line of a ``program`` of this name; exits with 2 and says what is wrong if it cannot."""
-    parser = _parser(program)
+    parser = new_parser(program)
     options = parser.parse_args(arguments)
     if options.command is None:
         parser.print_help()
@@ -57,7 +57,8 @@ def _page(options: argparse.Namespace) -> None:
     print(f"wrote {options.output}")
 
 
-def _parser(program: str) -> argparse.ArgumentParser:
+def new_parser(program: str) -> argparse.ArgumentParser:
+    """Return the parser of a ``program`` of this name."""
     parser = argparse.ArgumentParser(program, description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 

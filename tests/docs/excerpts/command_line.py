@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import numpy as np
@@ -43,4 +44,7 @@ assert '"ranks": [[' in Path("plan.jsonl").read_text()
 
 page.bash()
 assert Path("weights.pt").exists()
+os.environ["HOME"] = os.getcwd()
+page.bash()
+assert "complete " in Path(".local/share/bash-completion/completions/freescale").read_text()
 page.end()
