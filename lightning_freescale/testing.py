@@ -41,8 +41,19 @@ def run_distributed(
         **kwargs: for ``fn``.
 
     Raises:
+        ValueError: this process has a default process group, which the ranks would inherit.
         RankFailed: a rank raised (with its traceback), died (with its signal), or ran past the timeout.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> run_distributed(lambda: dist.get_rank() + dist.get_world_size(), 2)
+        [2, 3]
     """
+    if init and dist.is_initialized():
+        raise ValueError(
+            "run_distributed(init=True) in a process that has a default process group, which the ranks would inherit: call "
+            "torch.distributed.destroy_process_group() before, or pass init=False"
+        )
     with _reserved_port() as port:
         return _run(partial(fn, *args, **kwargs), world_size, port, timeout, init)
 

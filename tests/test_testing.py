@@ -28,6 +28,15 @@ def test_results_by_rank() -> None:
     assert run_distributed(lambda: int(os.environ["RANK"]) + offset, 2, init=False) == [5, 6]
 
 
+def test_a_process_that_has_a_group_is_refused() -> None:
+    def inside() -> str:
+        with pytest.raises(ValueError, match="destroy_process_group"):
+            run_distributed(_sum, 2, 0)
+        return str(run_distributed(lambda: "own", 1, init=False))
+
+    assert run_distributed(inside, 1) == ["['own']"]
+
+
 def _listens_late() -> list[Any]:
     """As a rank that takes a while to begin, on a machine where others look for ports; twice, as a group may be made anew."""
     told: list[Any] = []

@@ -30,6 +30,12 @@ def predict(
         outlier_window: steps that exchange outliers, see :func:`pool_outliers`.
         seed: seeds the draw.
         **options: as in :func:`assign`.
+
+    Example:
+        >>> import numpy as np
+        >>> report = predict(np.arange(1.0, 101.0) ** 2, ranks=4, batch_size=8)
+        >>> round(report.unbalanced, 2), round(report.balanced, 2), round(report.lower_bound, 2)
+        (1.38, 1.0, 1.0)
     """
     per_step = ranks * batch_size
     order, edges = _resampled(len(costs), steps * per_step, seed), range(0, steps * per_step + 1, per_step)

@@ -73,6 +73,13 @@ def assign(
 
     Raises:
         ValueError: an argument does not fit, or no assignment within the limits was found; names it and the fix.
+
+    Example:
+        >>> plan = assign([900, 40, 30, 20, 400, 10, 350, 60], ranks=2, assignment_mode="free")
+        >>> plan.rank_of_sample
+        array([0, 1, 1, 1, 1, 0, 1, 1])
+        >>> round(plan.imbalance, 3), plan.dominated
+        (1.006, False)
     """
     problem, cost, token, group_of_sample = problem_from_arguments(
         costs, ranks, assignment_mode, count_slack, max_tokens_per_rank, tokens, keep_together, rank_speeds

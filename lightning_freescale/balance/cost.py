@@ -23,6 +23,12 @@ class CostModel:
     """``constant + linear * L + quadratic * L**2 + unique * U`` for a history of length ``L`` with ``U`` unique ids.
 
     Only ratios between samples matter for balancing, so the unit is free. The default fits an attention model of width 64.
+
+    Example:
+        >>> CostModel()([10, 1000])
+        array([   3300., 1320000.])
+        >>> CostModel.from_config(dim=256, layers=8)
+        CostModel(constant=0.0, linear=2621440.0, quadratic=2048.0, unique=0.0)
     """
 
     constant: float = 0.0

@@ -83,6 +83,13 @@ def read_interactions(
 
     Raises:
         FileNotFoundError, TypeError, ValueError: what is wrong, in which column or row, and what to pass instead.
+
+    Example:
+        >>> import pyarrow as pa
+        >>> visits = pa.table({"user": ["ann", "ann", "bob", "ann"], "item": [7, 5, 7, 9], "time": [1, 2, 1, 3]})
+        >>> histories = read_interactions(visits)
+        >>> histories.num_items, histories.user_ids.tolist(), histories.item_ids.tolist()
+        (3, ['ann', 'bob'], [5, 7, 9])
     """
     if order not in ("given", "sort") or ties not in ("error", "keep"):
         raise ValueError(f'read_interactions(order={order!r}, ties={ties!r}): pass "given" or "sort", and "error" or "keep"')
