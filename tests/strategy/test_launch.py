@@ -1,0 +1,56 @@
+"""Ranks that others start: torchrun on two hosts."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import DOCS, ROOT, blocks
+
+sys.path.append(str(ROOT / "benchmarks"))
+
+import netlab
+
+_WHY_NOT = netlab.available()
+# Lightning and torchrun would take the lab's ranks for theirs; hosts of the lab share a name, so torchrun is told who is first
+ON_HOST = """
+unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE
+rendezvous="--rdzv-backend c10d --rdzv-endpoint $MASTER_ADDR:$MASTER_PORT --rdzv-conf is_host=$((NETLAB_HOST == 0))"
+exec torchrun --nnodes 2 --nproc-per-node 2 $rendezvous --local-addr 10.77.0.$((NETLAB_HOST + 1)) train.py
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The script of the page on launching, where its reader would save it."""
+    for page in (DOCS / "quick_start.md", DOCS / "how_to" / "launch.md"):
+        for block in blocks(page):
+            (tmp_path / block.title).write_text(block.text) if block.language == "python" else None
+    return tmp_path
+
+
+def _loss(command: list[str], folder: Path, nodes: int) -> float:
+    """Of a run on four ranks on so many nodes."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    found = re.search(r"ranks: 4 on (\d) node\(s\); loss: (\S+)", done.stdout)
+    assert done.returncode == 0 and found, done.stdout[-3000:] + done.stderr[-3000:]
+    assert int(found[1]) == nodes
+    return float(found[2])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(_WHY_NOT is not None, reason=f"netlab: {_WHY_NOT}")
+def test_torchrun_on_two_hosts_trains_as_on_one(folder: Path) -> None:
+    lab = [sys.executable, netlab.__file__, "--hosts", "2", "--rate", "none", "--timeout", "150", "--", "bash", "-ec", ON_HOST]
+    two = _loss(lab, folder, nodes=2)
+    script = folder / "train.py"
+    script.write_text(script.read_text().replace("devices=2", "devices=4"))
+    one = _loss(["torchrun", "--standalone", "--nproc-per-node", "4", "train.py"], folder, nodes=1)
+    assert two == pytest.approx(one, rel=1e-6)
