@@ -5,8 +5,10 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+from lightning.fabric.utilities import imports
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import nn
+from typing_extensions import override
 
 
 class DDPBase(DDPStrategy):
@@ -34,6 +36,25 @@ class DDPBase(DDPStrategy):
     def unsupported_options(self) -> tuple[str, int | None]:
         """The options ``start_method`` and ``model_averaging_period``."""
         return self._start_method, self._model_averaging_period
+
+    @override
+    def _configure_launcher(self) -> None:
+        """Leave out Lightning's launcher in a notebook, which it refuses even where it has nothing to start.
+
+        Raises:
+            RuntimeError: there is something to start.
+        """
+        super()._configure_launcher()
+        if not imports._IS_INTERACTIVE:
+            return
+        ranks = self.num_processes * self.num_nodes
+        assert self.cluster_environment is not None
+        if ranks > 1 and not self.cluster_environment.creates_processes_externally:
+            raise RuntimeError(
+                f"strategy 'freescale' cannot start {ranks} ranks in a notebook or another interactive session: run a script, "
+                "in a notebook by %%writefile train.py and !python train.py, or take Trainer(devices=1)"
+            )
+        self._launcher = None
 
 
 def process_group_timeout(strategy: Strategy) -> timedelta | None:

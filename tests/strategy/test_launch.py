@@ -1,4 +1,4 @@
-"""Ranks that others start: torchrun on two hosts."""
+"""Ranks that others start, torchrun on two hosts; and sessions that cannot start any, as in a notebook."""
 
 from __future__ import annotations
 
@@ -54,3 +54,44 @@ def test_torchrun_on_two_hosts_trains_as_on_one(folder: Path) -> None:
     script.write_text(script.read_text().replace("devices=2", "devices=4"))
     one = _loss(["torchrun", "--standalone", "--nproc-per-node", "4", "train.py"], folder, nodes=1)
     assert two == pytest.approx(one, rel=1e-6)
+
+
+INTERACTIVE = """
+import sys
+sys.ps1 = ">>> "  # as in a notebook
+import lightning as L
+from quick_start import FreeScaleDataModule, Histories, Recommender, collate
+
+def fit(devices):
+    train = Histories(64)
+    data = FreeScaleDataModule(train, train.lengths, batch_size=16, collate_fn=collate, loss_reduction="target_mean")
+    options = dict(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer = L.Trainer(strategy="freescale", devices=devices, **options)
+    trainer.fit(Recommender(), data)
+    return trainer.world_size, trainer.global_step
+"""
+
+
+def _interactive(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """What Python prints after this last line."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", INTERACTIVE + line]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_a_notebook_trains_on_one_rank(folder: Path) -> None:
+    done = _interactive("print('trained', *fit(1))", folder)
+    assert "trained 1 4" in done.stdout, done.stderr[-3000:]
+
+
+def test_a_notebook_is_told_how_to_train_on_several(folder: Path) -> None:
+    done = _interactive("fit(2)", folder)
+    assert "RuntimeError: strategy 'freescale' cannot start 2 ranks in a notebook" in done.stderr
+    assert "%%writefile train.py" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_notebook_trains_on_ranks_that_it_has_started(folder: Path) -> None:
+    line = "from lightning_freescale.testing import run_distributed; print('trained', run_distributed(fit, 2, 2, init=False))"
+    done = _interactive(line, folder)
+    assert "trained [(2, 2), (2, 2)]" in done.stdout, done.stderr[-3000:]
