@@ -290,6 +290,20 @@ class FreeScaleDataModule(LightningDataModule):
         return BalancedDataLoader.from_sampler(dataset, sampler, self.collate_fn, self._on_gpu, **self._loader_options)
 
     @property
+    def trainer(self) -> Trainer | None:
+        """The Trainer that the data module is given to; it sets this before it does anything else with it."""
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Trainer | None) -> None:
+        if type(trainer).__module__.startswith("pytorch_lightning."):
+            raise TypeError(
+                "FreeScaleDataModule is for the Trainer of lightning.pytorch, not for that of pytorch_lightning, which takes "
+                "other classes for its own: import lightning as L and use L.Trainer"
+            )
+        self._trainer = trainer
+
+    @property
     def _on_gpu(self) -> bool:
         return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 
-from lightning_freescale import FreeScaleStrategy
+from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.helpers.recommender import Recommender, fixed_loader, trainer
 
@@ -81,3 +81,11 @@ def test_others_say_what_to_import(make: Callable[[Any], Any], strategy: Callabl
     assert "of lightning.pytorch" in str(refused.value)
     ours = L.Trainer(strategy=strategy(), accelerator="cpu", devices=1, logger=False)
     assert isinstance(ours.strategy, FreeScaleStrategy)
+
+
+def test_a_trainer_of_the_other_namespace_is_refused_by_the_data_module() -> None:
+    other = pytest.importorskip("pytorch_lightning")
+    trainer = other.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    data = FreeScaleDataModule([0, 1, 2], lambda sample: 1)
+    with pytest.raises(TypeError, match=r"not for that of pytorch_lightning.*import lightning as L"):
+        trainer.fit(other.LightningModule(), datamodule=data)
