@@ -24,9 +24,9 @@ test: setup
 test-fast: setup
 	$(BIN)/python -m pytest -m "not slow and not third_party" -n 2 --dist worksteal --durations=10
 
-# other packages' models and data sets, all of them; installs those packages into .venv
+# other packages' models, data sets and workers, all of them; installs those packages into .venv
 test-third-party: .venv/.third-party
-	$(BIN)/python -m pytest -m "third_party or not third_party" $(THIRD_PARTY) tests/data/test_third_party.py
+	$(BIN)/python -m pytest -m "third_party or not third_party" $(THIRD_PARTY) tests/data/test_third_party.py tests/strategy/test_ray.py
 
 .venv/.third-party: .venv/.ready $(THIRD_PARTY)/requirements.txt
 	$(BIN)/python -m pip install --quiet --no-deps recbole==1.2.1 litdata==0.2.76

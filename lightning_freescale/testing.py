@@ -44,7 +44,7 @@ def run_distributed(
         ValueError: this process has a default process group, which the ranks would inherit.
         RankFailed: a rank raised (with its traceback), died (with its signal), or ran past the timeout.
 
-    Example:
+    Examples:
         >>> import torch.distributed as dist
         >>> run_distributed(lambda: dist.get_rank() + dist.get_world_size(), 2)
         [2, 3]

@@ -47,6 +47,7 @@ MAY_IMPORT = {
     "command_line": {"_lightning", "balance", "profiling"},
     "__main__": {"command_line"},
     "testing": set(),
+    "ray": {"strategy"},
 }
 """The rooms of the package, each with the rooms that it may import."""
 LIGHTNING = {"_lightning"}

@@ -31,7 +31,7 @@ def predict(
         seed: seeds the draw.
         **options: as in :func:`assign`.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> report = predict(np.arange(1.0, 101.0) ** 2, ranks=4, batch_size=8)
         >>> round(report.unbalanced, 2), round(report.balanced, 2), round(report.lower_bound, 2)

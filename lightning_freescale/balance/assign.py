@@ -74,7 +74,7 @@ def assign(
     Raises:
         ValueError: an argument does not fit, or no assignment within the limits was found; names it and the fix.
 
-    Example:
+    Examples:
         >>> plan = assign([900, 40, 30, 20, 400, 10, 350, 60], ranks=2, assignment_mode="free")
         >>> plan.rank_of_sample
         array([0, 1, 1, 1, 1, 0, 1, 1])

@@ -24,7 +24,7 @@ class CostModel:
 
     Only ratios between samples matter for balancing, so the unit is free. The default fits an attention model of width 64.
 
-    Example:
+    Examples:
         >>> CostModel()([10, 1000])
         array([   3300., 1320000.])
         >>> CostModel.from_config(dim=256, layers=8)

@@ -92,7 +92,7 @@ class BlockShuffle:
     Raises:
         ValueError: an argument does not fit; names it, its value and the fix.
 
-    Example:
+    Examples:
         >>> BlockShuffle([3, 3, 3], window=1).draw_order(seed=0, epoch=0)
         array([2, 0, 1, 7, 8, 6, 3, 5, 4])
     """

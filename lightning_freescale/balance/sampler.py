@@ -53,7 +53,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
     Raises:
         ValueError: an argument does not fit; names it, its value and the fix.
 
-    Example:
+    Examples:
         >>> costs = [900, 40, 30, 20, 400, 10, 350, 60]
         >>> for rank in range(2):
         ...     list(BalancedSampler(costs, batch_size=2, num_replicas=2, rank=rank, shuffle=False))

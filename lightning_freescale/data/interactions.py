@@ -84,7 +84,7 @@ def read_interactions(
     Raises:
         FileNotFoundError, TypeError, ValueError: what is wrong, in which column or row, and what to pass instead.
 
-    Example:
+    Examples:
         >>> import pyarrow as pa
         >>> visits = pa.table({"user": ["ann", "ann", "bob", "ann"], "item": [7, 5, 7, 9], "time": [1, 2, 1, 3]})
         >>> histories = read_interactions(visits)

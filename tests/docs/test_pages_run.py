@@ -20,6 +20,8 @@ from tests.docs.pages import DOCS, PAGES, ROOT, RUN, blocks
 LANGUAGES = {"python", "bash", "text", "sbatch"}
 """An sbatch file is saved and not run: there is no SLURM here."""
 
+NEEDS_OTHERS = {"ray"}
+"""Pages about a package that make test-third-party installs; of Ray's the same script is run by tests/strategy/test_ray.py."""
 EXCERPTS = sorted(script.stem for script in (Path(__file__).parent / "excerpts").glob("[a-z]*.py"))
 
 
@@ -60,8 +62,12 @@ def _unsaid(shown: str, printed: str) -> list[str]:
     return [beginning for beginning in beginnings if beginning not in printed]
 
 
+def _with_marks(page: Path) -> object:
+    return pytest.param(page, id=page.stem, marks=[pytest.mark.third_party] if page.stem in NEEDS_OTHERS else [])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", map(_with_marks, RUN))
 def test_a_reader_who_pastes_every_block_gets_what_the_page_says(page: Path, tmp_path: Path) -> None:
     _follow(page, tmp_path)
 

@@ -1,0 +1,64 @@
+"""RayFreeScaleStrategy on a local Ray: the page on it, against the same fit without Ray."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.docs.pages import DOCS, ROOT, blocks
+
+WITHOUT_RAY = """
+from lightning_freescale import FreeScaleDataModule
+from quick_start import Histories, Recommender, collate
+import lightning as L
+
+def train():
+    L.seed_everything(0)
+    histories = Histories(320)
+    data = FreeScaleDataModule(histories, histories.lengths, batch_size=16, collate_fn=collate, loss_reduction="target_mean")
+    options = dict(max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer = L.Trainer(strategy="freescale", accelerator="cpu", devices=2, **options)
+    trainer.fit(Recommender(), data)
+    trainer.save_checkpoint("without.ckpt")
+
+if __name__ == "__main__":
+    train()
+"""
+
+
+def _run(script: str, folder: Path) -> str:
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "OMP_NUM_THREADS": "1"}
+    environment |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
+    done = subprocess.run([sys.executable, script], cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.third_party
+def test_trains_as_without_ray_and_its_checkpoint_is_ordinary(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    for page in (DOCS / "quick_start.md", DOCS / "how_to" / "ray.md"):
+        for block in blocks(page):
+            (tmp_path / block.title).write_text(block.text) if block.title else None
+    found = re.search(r"^checkpoint: (.+)$", _run("train_on_ray.py", tmp_path), re.MULTILINE)
+    assert found
+    by_ray = torch.load(found[1], weights_only=False)
+    (tmp_path / "without_ray.py").write_text(WITHOUT_RAY)
+    _run("without_ray.py", tmp_path)
+    without = torch.load(tmp_path / "without.ckpt", weights_only=False)
+    assert by_ray["global_step"] == without["global_step"] == 20
+    assert list(by_ray["state_dict"]) == list(without["state_dict"])
+    assert all(torch.equal(by_ray["state_dict"][key], weight) for key, weight in without["state_dict"].items())
+
+
+def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "lightning_freescale.ray", raising=False)
+    with pytest.raises(ImportError, match=r"needs Ray Train .*pip install 'lightning-freescale\[ray\]'"):
+        import lightning_freescale.ray  # noqa: F401
