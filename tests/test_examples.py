@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import warnings
@@ -117,9 +118,30 @@ def test_negatives_are_drawn_for_training_alone() -> None:
     ],
 )
 def test_an_example_trains_and_serves(tmp_path: Path, script: str, options: list[str], said: str) -> None:
-    """As a user runs it: two processes that the Trainer starts."""
     checkpoint = tmp_path / "model.ckpt"
-    command = [sys.executable, Path(__file__).parents[1] / "examples" / script, "--epochs", "1", "--out", checkpoint, *options]
-    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    printed = _run(tmp_path, script, "--epochs", "1", "--out", checkpoint, *options)
+    assert said in printed and checkpoint.exists() and "embedding exchange:" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "options", "metric", "least", "said"),
+    [
+        ("parquet.py", ["--users", "480"], "HR@10", 0.05, "held at once: at most 4 of 24 row groups"),
+        ("side_features.py", ["--samples", "4000"], "AUROC", 0.65, "2 ranks"),
+        ("compressed_history.py", ["--users", "400", "--epochs", "1"], "better", 0.8, "of the compressed model: 1.00"),
+    ],
+)
+def test_an_example_learns(tmp_path: Path, script: str, options: list[str], metric: str, least: float, said: str) -> None:
+    """``least`` is well above what a model reaches that has learned nothing, and below what this one does."""
+    printed = _run(tmp_path, script, *options)
+    assert said in printed and "embedding exchange:" in printed
+    assert float(re.findall(rf"^{metric}: ([\d.]+)$", printed, re.MULTILINE)[-1]) > least
+
+
+def _run(folder: Path, script: str, *options: str | Path) -> str:
+    """As a user does: two processes that the Trainer starts."""
+    command = [sys.executable, Path(__file__).parents[1] / "examples" / script, *options]
+    found = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stderr[-2000:]
-    assert said in found.stdout and checkpoint.exists() and "embedding exchange:" in found.stdout
+    return found.stdout
