@@ -77,9 +77,7 @@ class CompressedHistory(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        table = EmbeddingConfig(
-            name="item", num_embeddings=ITEMS, embedding_dim=DIM, feature_names=["item", "next", "other"]
-        )
+        table = EmbeddingConfig(name="item", num_embeddings=ITEMS, embedding_dim=DIM, feature_names=["item", "next", "other"])
         self.tables = EmbeddingCollection(tables=[table])
         self.queries = nn.Parameter(torch.randn(TOKENS, DIM) * DIM**-0.5)
         self.read = nn.MultiheadAttention(DIM, 2, batch_first=True)
