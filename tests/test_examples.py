@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import warnings
@@ -117,9 +118,50 @@ def test_negatives_are_drawn_for_training_alone() -> None:
     ],
 )
 def test_an_example_trains_and_serves(tmp_path: Path, script: str, options: list[str], said: str) -> None:
-    """As a user runs it: two processes that the Trainer starts."""
     checkpoint = tmp_path / "model.ckpt"
-    command = [sys.executable, Path(__file__).parents[1] / "examples" / script, "--epochs", "1", "--out", checkpoint, *options]
-    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert found.returncode == 0, found.stderr[-2000:]
-    assert said in found.stdout and checkpoint.exists() and "embedding exchange:" in found.stdout
+    printed = _run(tmp_path, script, "--epochs", "1", "--out", checkpoint, *options)
+    assert said in printed and checkpoint.exists() and "embedding exchange:" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "options", "metric", "between", "said"),
+    [
+        ("parquet.py", ["--users", "480"], "HR@10", (0.05, 1), "held at once: at most 4 of 24 row groups"),
+        ("side_features.py", ["--samples", "4000"], "AUROC", (0.65, 1), "embedding exchange:"),
+        ("compressed_history.py", ["--users", "400", "--epochs", "1"], "better", (0.8, 1), "of the compressed model: 1.00"),
+        ("language_model_tokens.py", ["--documents", "640", "--split-backward"], "perplexity", (1, 160), "collision rate"),
+        ("zero_collision.py", ["--samples", "8000"], "AUROC", (0.7, 1), "2 ranks"),
+    ],
+)
+def test_an_example_learns(tmp_path: Path, script: str, options: list[str], metric: str, between: Any, said: str) -> None:
+    """What has learned nothing, or only how frequent each token is, is not ``between``."""
+    printed = _run(tmp_path, script, *options)
+    assert said in printed
+    least, most = between
+    assert least < float(re.findall(rf"^{metric}: ([\d.]+)$", printed, re.MULTILINE)[-1]) <= most
+
+
+@pytest.mark.slow
+def test_what_is_served_is_what_was_trained(tmp_path: Path) -> None:
+    printed = _run(tmp_path, "serve.py", "--users", "2")
+    trained = re.findall(r"recommended to the first user, by the file's ids: \[(.*)\]", printed)[0].split(", ")
+    served = {user: re.findall(r"(\d+) \(", found) for user, found in re.findall(r"^user (\d+): (.*)$", printed, re.MULTILINE)}
+    assert served["1"] == trained[:5] and set(served) == {"1", "2"} and served["2"] != served["1"]
+    again = _run(tmp_path, "serve.py", "--users", "2", "--checkpoint", "served.ckpt")
+    assert "embedding exchange" not in again and again.splitlines()[-2:] == printed.splitlines()[-2:]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it trains on a GPU")
+def test_multi_probe_hashing_says_that_it_needs_a_gpu(tmp_path: Path) -> None:
+    said = _run(tmp_path, "zero_collision.py", "--map", "mpzch", fails=True)
+    assert "uses HashZchManagedCollisionModule" in said and "use a GPU, or MCHManagedCollisionModule" in said
+
+
+def _run(folder: Path, script: str, *options: str | Path, fails: bool = False) -> str:
+    """As a user does: two processes that the Trainer starts. Returns what is printed, or if it fails the error."""
+    command = [sys.executable, Path(__file__).parents[1] / "examples" / script, *options]
+    found = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert (found.returncode != 0) == fails, found.stderr[-2000:]
+    return found.stderr if fails else found.stdout
