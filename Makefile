@@ -5,7 +5,7 @@ export OMP_NUM_THREADS = 1
 NUMBERS := $(addprefix tests/,balance checkpoint data embeddings parity strategy/overlap)
 THIRD_PARTY := tests/parity/third_party
 
-.PHONY: setup demo test test-fast test-third-party lint clean
+.PHONY: setup demo test test-fast test-third-party lint docs clean
 
 setup: .venv/.ready
 
@@ -25,12 +25,12 @@ test: setup
 test-fast: setup
 	$(BIN)/python -m pytest -m "not slow and not third_party" -n 2 --dist worksteal --durations=10
 
-# other packages' models, all of them; installs those packages into .venv
+# other packages' models and data sets, all of them; installs those packages into .venv
 test-third-party: .venv/.third-party
-	$(BIN)/python -m pytest -m "third_party or not third_party" $(THIRD_PARTY)
+	$(BIN)/python -m pytest -m "third_party or not third_party" $(THIRD_PARTY) tests/data/test_third_party.py
 
 .venv/.third-party: .venv/.ready $(THIRD_PARTY)/requirements.txt
-	$(BIN)/python -m pip install --quiet --no-deps recbole==1.2.1
+	$(BIN)/python -m pip install --quiet --no-deps recbole==1.2.1 litdata==0.2.76
 	$(BIN)/python -m pip install --quiet -r $(THIRD_PARTY)/requirements.txt
 	touch $@
 
@@ -39,5 +39,12 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+CONFIG := mkdocs.yml
+SITE := site
+
+# the site of docs/, to be looked at in site/index.html; a warning is an error
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --config-file $(CONFIG) --site-dir $(abspath $(SITE))
+
 clean:
-	rm -rf .venv demo_output .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv site demo_output .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -45,13 +45,22 @@ from torch.utils.data import Dataset
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
+from lightning_freescale import BubbleProfiler, FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.data import BalanceOptions
+from lightning_freescale.profiling.reporting.document import read
+from lightning_freescale.profiling.reporting.page import write_page
 
 FIXED = ("overlapped", "micro-2", "micro-4", "micro-8")
 FIXED_SPLIT = ("split", "split-2", "split-4", "split-8")
 VARIANTS = ("floor", "plain", "balanced", *FIXED, *FIXED_SPLIT, "auto", "autopilot")
 BY_DEFAULT = ("floor", "plain", "balanced", "overlapped", "split", "micro-4")
+LABELS = {
+    "plain": "plain TorchRec + DDP",
+    "balanced": "samples balanced",
+    "overlapped": "exchange overlapped",
+    "split": "backward split",
+}
+"""How a profile calls the ladder of techniques, each with those before it."""
 SKIPPED = 4
 """Steps at the beginning of a fit, while lookahead and pipelines fill."""
 
@@ -72,6 +81,9 @@ def main() -> None:
     figures = _figures(walls, computed, world) | {f"auto_chose_{each}": chosen.count(each) for each in sorted(set(chosen))}
     if int(os.environ["RANK"]) == 0:
         _show(figures, options)
+        if options.profile is not None:
+            reports = [read(options.profile / name / "report.json") for name in options.variants]
+            print("page:", write_page(options.profile / "report.html", reports))
     finish_on_all_ranks(figures, options)
 
 
@@ -172,8 +184,11 @@ def _fit(name: str, data: Histories, options: Any, seed: int) -> Sleeper:
         data, data.lengths, options.batch, cost_fn=lambda lengths: lengths, collate_fn=_collate, balance=balance, seed=seed,
         loss_reduction="target_mean", micro_batches=micro_batches,
     )  # fmt: skip
+    profiled = [] if options.profile is None else [
+        BubbleProfiler(options.profile / name, label=LABELS.get(name, name), warmup_steps=SKIPPED, verbose=False)
+    ]  # fmt: skip
     trainer = L.Trainer(
-        strategy=strategy, accelerator="cpu", devices=1, num_nodes=world,
+        strategy=strategy, accelerator="cpu", devices=1, num_nodes=world, callbacks=profiled,
         max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(model, datamodule=module)
@@ -244,6 +259,7 @@ def _options() -> Any:
     add("--weights-share", type=float, default=0.15, help="of compute, what a split backward has last (default: 0.15)")
     add("--steps", type=int, default=16, help="of a fit (default: 16)")
     add("--rounds", type=int, default=2)
+    add("--profile", type=Path, metavar="FOLDER", help="profile every variant; reports, traces and a page go there")
     options = arguments.parse_args()
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)

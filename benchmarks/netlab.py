@@ -3,8 +3,8 @@
 ``python benchmarks/netlab.py --hosts 4 --rate 200mbit -- python script.py``; ``--check`` says whether this machine can (exit
 code 0 or 3). Every host is a network namespace with ``eth0`` at 10.77.0.1, .2, ... behind a bridge; its card is full duplex,
 shaped in both directions, so that many senders to one receiver cost time, too. The ranks find ``RANK``, ``LOCAL_RANK``,
-``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``, ``GLOO_SOCKET_IFNAME``, ``NETLAB_HOST`` and ``NETLAB_RATE`` in their
-environment.
+``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``, ``GLOO_SOCKET_IFNAME``, ``NETLAB_HOST`` and
+``NETLAB_RATE`` in their environment.
 
 All lives in a fresh network, mount and process namespace (and a user namespace, where one is not root): however this command
 ends, the kernel removes every process, link and namespace. The exit code is that of the first rank that fails, which ends the
@@ -143,6 +143,7 @@ def _start(options: argparse.Namespace) -> list[subprocess.Popen[bytes]]:
     for rank in range(world):
         host, local = divmod(rank, options.ranks_per_host)
         own = {"RANK": str(rank), "LOCAL_RANK": str(local), "NETLAB_HOST": str(host)}
+        own["LOCAL_WORLD_SIZE"] = str(options.ranks_per_host)
         pinned = ["taskset", "-c", str(cores[rank % len(cores)])] if options.pin else []
         command = ["ip", "netns", "exec", f"h{host}", *pinned, *options.command]
         ranks.append(subprocess.Popen(command, env={**os.environ, **shared, **own}))

@@ -11,6 +11,7 @@ dedup       plain, with every id of the rank's batch looked up once; they are fo
 ours        the overlapped exchange, with a lookahead of one batch
 split       the same, with the gradients of the dense weights, a share of compute, after those of the rows
 micro-4     ours with each batch in 4 micro-batches of about as many ids; split-4: both; also with other numbers
+two-level   ours with exchange="two_level"; with netlab's ``--ranks-per-host``
 plain-gloo  plain over gloo's own all-to-all; the others post their receives first, as the overlapped exchange does
 
 Exposed is a variant's median step less the floor's. Next to the measured reductions stand those that the bytes alone predict:
@@ -19,6 +20,9 @@ the rows that two batches in a row need, by the rows that TorchRec sends; all of
 Regimes: ``production`` draws Zipf-distributed ids of 5 million rows, with the history lengths of ml-latest-small; ``hard``
 takes that data set's users, most of whose rows collide. Every table takes rows x dim x 4 bytes over all ranks, and there are
 three: one of plain, dedup and plain-gloo together, one of pipeline, one of ours.
+
+With ``--shift-at``, other items are the popular ones from that step of a round on, and what is exposed before and after it is
+shown apart, without the two steps around it, of which hardly a row collides.
 
 The ranks share this machine's cores, and what that costs counts as exposed: with eight of them on two cores, slow links and
 compute down by the same factor, such as ``--rate 50mbit`` and ``--compute-ms 720``.
@@ -45,9 +49,9 @@ import torch
 import torch.distributed as dist
 
 IN_PARTS = ("micro-2", "micro-4", "micro-8", "split-2", "split-4")
-VARIANTS = ("floor", "plain", "pipeline", "dedup", "ours", "split", *IN_PARTS, "plain-gloo")
+VARIANTS = ("floor", "plain", "pipeline", "dedup", "ours", "split", *IN_PARTS, "two-level", "plain-gloo")
 BY_DEFAULT = ("floor", "plain", "pipeline", "dedup", "ours", "split", "micro-4", "split-4", "plain-gloo")
-OURS = ("ours", "split", *(name.replace("-", "_") for name in IN_PARTS))
+OURS = ("ours", "split", "two_level", *(name.replace("-", "_") for name in IN_PARTS))
 SKIPPED = 3  # steps at the beginning of a round, while the pipelines fill; the last one, without a lookahead, is left out, too
 
 
@@ -70,9 +74,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--weights-share", type=float, default=0.15, help="of compute, what a split backward has last (default: 0.15)")
     add("--steps", type=int, default=16, help="of a round (default: 16)")
     add("--rounds", type=int, default=3)
+    add("--shift-at", type=int, help="step of a round from which other items are popular, in the production regime")
     options = parser.parse_args(arguments)
     if options.steps < SKIPPED + 3 or options.rounds < 1:
         parser.error(f"--steps {options.steps} --rounds {options.rounds}: at least {SKIPPED + 3} and 1")
+    shift = options.shift_at
+    if shift is not None and (options.regime != "production" or not SKIPPED + 1 < shift < options.steps - 2):
+        parser.error(
+            f"--shift-at {shift}: after {SKIPPED + 1} and before --steps {options.steps} less 2, and with --regime production"
+        )
     if "floor" not in options.variants:
         options.variants = ["floor", *options.variants]
     options.batch = options.batch or {"production": 32, "hard": 64}[options.regime]
@@ -86,13 +96,15 @@ def measure(options: Any) -> dict[str, float]:
     if options.regime == "hard":
         rows, draw = overlap_workload.hard(options.batch)
     else:
-        rows, draw = options.rows, overlap_workload.production(options.rows, options.batch)
+        rows, draw = options.rows, overlap_workload.production(options.rows, options.batch, shift_at=options.shift_at)
     rank, world = dist.get_rank(), dist.get_world_size()
     batches = overlap_workload.batches(draw, options.steps, rank)
     counts = [int(name.removeprefix("micro-")) for name in options.variants if name.startswith("micro-")]
     figures = overlap_workload.collisions(draw, options.steps, world, rows, counts) if rank == 0 else {}
     del draw
-    variants = overlap_variants.build(options.variants, rows, options.dim, options.compute_ms / 1000)
+    variants = overlap_variants.build(
+        options.variants, rows, options.dim, options.compute_ms / 1000, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    )
     times: dict[str, list[list[float]]] = {name: [] for name in variants}
     for _ in range(options.rounds):
         for name, variant in variants.items():
@@ -125,6 +137,12 @@ def _figures(name: str, times: Any, variant: Any, options: Any) -> dict[str, flo
     low, middle, high = np.percentile(wall, [25, 50, 75])
     figures = {f"{name}_ms": middle, f"{name}_low_ms": low, f"{name}_high_ms": high, f"{name}_cpu_ms": np.median(cpu)}
     figures |= {f"{name}_{key}": value for key, value in zip(counted, mean[-len(counted) :].tolist())}
+    if options.shift_at is not None:
+        by_step, shift = wall.reshape(options.rounds, -1), options.shift_at - SKIPPED
+        figures |= {
+            f"{name}_before_ms": np.median(by_step[:, : shift - 1]),
+            f"{name}_after_ms": np.median(by_step[:, shift + 1 :]),
+        }
     return {key: float(value) for key, value in figures.items()}
 
 
@@ -135,6 +153,9 @@ def _reductions(figures: dict[str, float]) -> dict[str, float]:
         for other in (name for name in ("plain", "pipeline", "dedup") if name in exposed):
             found[f"{prefix}reduction_vs_{other}"] = 1 - exposed[mine] / exposed[other]
             found[f"{prefix}step_over_{other}"] = figures[f"{mine}_ms"] / figures[f"{other}_ms"]
+    for name in exposed if "floor_after_ms" in figures else ():
+        before, after = (figures[f"{name}_{when}_ms"] - figures[f"floor_{when}_ms"] for when in ("before", "after"))
+        found |= {f"{name}_exposed_before_ms": before, f"{name}_exposed_after_ms": after}
     return found
 
 
@@ -154,6 +175,9 @@ def _show(figures: dict[str, float], options: Any) -> None:
         exposed = figures.get(f"{name}_exposed_ms", 0.0)
         print(f"{name:<12}{figures[f'{name}_ms']:9.1f}{half:>17}{exposed:12.1f}", end="")
         print(f"{figures[f'{name}_cpu_ms']:9.1f}{figures[f'{name}_bytes'] / 1e6:9.2f}")
+    for name in (each for each in _measured(figures) if f"{each}_exposed_after_ms" in figures):
+        before, after = figures[f"{name}_exposed_before_ms"], figures[f"{name}_exposed_after_ms"]
+        print(f"{name}, before other items were popular: exposed {before:.1f} ms, afterwards {after:.1f}")
     for mine, prefix in ((name, "" if name == "ours" else f"{name}_") for name in OURS):
         for other in ("plain", "pipeline", "dedup"):
             if f"{prefix}reduction_vs_{other}" in figures:

@@ -267,11 +267,11 @@ class InMicroBatches(Ours):
         self.engine.drain()
 
 
-def build(names: Sequence[str], rows: int, dim: int, seconds: float) -> dict[str, Any]:
+def build(names: Sequence[str], rows: int, dim: int, seconds: float, ranks_per_node: int = 1) -> dict[str, Any]:
     """The variants called ``names``; those that look up the way TorchRec does share a table. Collective.
 
     ``"micro-4"`` is the engine with 4 micro-batches, ``"split"`` and ``"split-4"`` are these under a split backward,
-    ``"floor-micro-4"`` is the floor with 4 micro-batches.
+    ``"floor-micro-4"`` is the floor with 4 micro-batches, ``"two-level"`` the engine on nodes of ``ranks_per_node`` ranks.
     """
     made: dict[str, Any] = {}
     shared: nn.Module | None = None
@@ -289,6 +289,8 @@ def build(names: Sequence[str], rows: int, dim: int, seconds: float) -> dict[str
                 model = SplitRecommender(rows, dim, seconds)
             parts = int(name.rpartition("-")[2]) if "-" in name else 1
             made[name] = Ours(model) if parts == 1 else InMicroBatches(model, parts)
+        elif name == "two-level":
+            made[name] = Ours(model, exchange="two_level", ranks_per_node=ranks_per_node)
         elif name == "embedding":
             torch.manual_seed(0)
             made[name] = Ours(PlainRecommender(rows, dim, seconds))

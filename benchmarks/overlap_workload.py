@@ -55,8 +55,11 @@ class Batch(Pipelineable):
         """There are no streams on the CPU."""
 
 
-def production(rows: int, samples: int, by_popularity: bool = False) -> Draw:
-    """Zipf-distributed ids in histories as long as ml-latest-small's; the popular ones scattered over the table, or first."""
+def production(rows: int, samples: int, by_popularity: bool = False, shift_at: int | None = None) -> Draw:
+    """Zipf-distributed ids in histories as long as ml-latest-small's; the popular ones scattered over the table, or first.
+
+    From step ``shift_at`` on, others are popular.
+    """
     popularity = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -EXPONENT)
     item_of_rank = np.arange(rows) if by_popularity else np.random.default_rng(SEED).permutation(rows)
     lengths = _ratings().lengths
@@ -64,7 +67,8 @@ def production(rows: int, samples: int, by_popularity: bool = False) -> Draw:
     def draw(step: int, rank: int) -> tuple[Ids, Ids]:
         random = np.random.default_rng([SEED, step, rank])
         chosen = random.choice(lengths, samples)
-        return item_of_rank[np.searchsorted(popularity, random.random(chosen.sum()) * popularity[-1])], chosen
+        ids = item_of_rank[np.searchsorted(popularity, random.random(chosen.sum()) * popularity[-1])]
+        return ids if shift_at is None or step < shift_at else (ids + rows // 2) % rows, chosen
 
     return draw
 

@@ -5,29 +5,43 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_freescale._lightning.ddp import process_group_timeout
-from lightning_freescale._lightning.loops import LightningDataModule, Trainer, TrainerFn, rank_zero_info, reload_train_loader
-from lightning_freescale.balance import BalancedSampler, MicroBatchSchedule
+from lightning_freescale._lightning.loops import (
+    LightningDataModule,
+    Trainer,
+    TrainerFn,
+    rank_zero_info,
+    rank_zero_warn,
+    reload_train_loader,
+)
+from lightning_freescale.balance import BalancedSampler, BlockShuffle, MicroBatchSchedule
 from lightning_freescale.data.balanced_loader import BalancedDataLoader
 from lightning_freescale.data.iterable import IterableData
 from lightning_freescale.data.map_style import MapStyleData
 from lightning_freescale.data.options import BalanceOptions, StreamOptions
+from lightning_freescale.data.random_access import is_stream, size_of
 from lightning_freescale.data.streaming import BalancedStreamLoader
-from lightning_freescale.data.validation import LossReduction, check_loader_options, refuse_unused, size_of
+from lightning_freescale.data.streaming.reader import needed_arguments
+from lightning_freescale.data.validation import LossReduction, check_loader_options, refuse_unused
+
+if TYPE_CHECKING:
+    from lightning_freescale.data.histories import HistoryDataset, Split
 
 
 class FreeScaleDataModule(LightningDataModule):
     """Loads training batches whose samples are assigned to the ranks so that all finish together.
 
     Args:
-        train_dataset: map-style, or an ``IterableDataset`` that yields this rank's own stream.
-        lengths: history length of every training sample, shape ``[samples]``; for a stream a function of one sample.
+        train_dataset: map-style, or an ``IterableDataset`` that yields this rank's own stream. The ``StreamingDataset`` of
+            litdata and of MosaicML's streaming is read by the numbers of its samples, as a map-style data set.
+        lengths: history length of every training sample, shape ``[samples]``; or a function of one sample: needed for a
+            stream; a map-style data set is read once for it, on every rank.
         batch_size: samples per rank and step.
         cost_fn: predicted compute time: a function of the array of lengths (and of ``unique_ids``, if given); or instead of
             ``lengths`` a function of one sample (reads a map-style data set once) or the costs themselves, shape
@@ -42,8 +56,8 @@ class FreeScaleDataModule(LightningDataModule):
             strategy scales it so that the gradient is that of the mean over the global batch, also when ranks hold unequal
             numbers. ``"sum"`` gives the gradient of the sum over the global batch. ``"unweighted"`` leaves the losses as
             they are, for strategies that weigh nothing.
-        target_counts: prediction targets per sample for ``"target_mean"``, shape ``[samples]``, for a stream a function of
-            one sample; ``lengths`` if not given.
+        target_counts: prediction targets per sample for ``"target_mean"``, shape ``[samples]``, or a function of one sample
+            as ``lengths``; ``lengths`` if not given.
         micro_batches: cut each rank's batch of a step into so many parts of about equal cost, and compute them one after the
             other. No row is updated between them, so the exchange of all but the first and the last can hide,
             whatever rows collide, and activations take less memory. Lightning sees one batch: ``batch_idx``, ``global_step``,
@@ -56,7 +70,8 @@ class FreeScaleDataModule(LightningDataModule):
             that are logged on steps are shown as the parts' mean; log one that is a sum, such as the loss with
             ``loss_reduction="sum"``, with ``reduce_fx="sum"``.
         drop_last: leave out an incomplete last step.
-        shuffle: draw a new order every epoch; a stream comes in its own.
+        shuffle: draw a new order every epoch, of all samples or as :class:`~lightning_freescale.balance.BlockShuffle` says; a
+            stream comes in its own.
         seed: seeds the order.
         **loader_options: further options of ``torch.utils.data.DataLoader``, such as ``num_workers`` and ``pin_memory`` (by
             default where the Trainer's device is a GPU); for an ``IterableDataset`` only ``num_workers``.
@@ -88,7 +103,7 @@ class FreeScaleDataModule(LightningDataModule):
         target_counts: ArrayLike | Callable[[Any], float] | None = None,
         micro_batches: int | Literal["auto"] = 1,
         drop_last: bool = False,
-        shuffle: bool = True,
+        shuffle: bool | BlockShuffle = True,
         seed: int = 0,
         **loader_options: Any,
     ) -> None:
@@ -104,7 +119,7 @@ class FreeScaleDataModule(LightningDataModule):
             )
         if not isinstance(stream, (StreamOptions, type(None))):
             raise ValueError(f"FreeScaleDataModule(stream={stream!r}): pass StreamOptions(...) or None")
-        check_loader_options(loader_options, isinstance(train_dataset, IterableDataset))
+        check_loader_options(loader_options, is_stream(train_dataset))
         self.val_dataset = val_dataset
         self.test_dataset = test_dataset
         self.predict_dataset = predict_dataset
@@ -126,24 +141,28 @@ class FreeScaleDataModule(LightningDataModule):
             "drop_last": drop_last,
             "new_schedule": partial(MicroBatchSchedule, micro_batches, batch_size),
         }
-        if isinstance(train_dataset, IterableDataset):
+        if is_stream(train_dataset):
             context = "an IterableDataset, whose samples are not known before they arrive"
-            refuse_unused(context, unique_ids=unique_ids is not None, shuffle=not shuffle, seed=seed != 0)
+            refuse_unused(context, unique_ids=unique_ids is not None, shuffle=shuffle is not True, seed=seed != 0)
             common |= {"stream": stream or StreamOptions(), "num_workers": loader_options.get("num_workers", 0)}
             self.train = IterableData(train_dataset, lengths, batch_size, collate_fn=collate_fn, **common)
         else:
             refuse_unused("a map-style data set, whose steps are planned without a pool", stream=stream is not None)
             common |= {"unique_ids": unique_ids, "shuffle": shuffle, "seed": seed}
             self.train = MapStyleData(train_dataset, lengths, batch_size, **common)
+        _tell_how_it_is_read(train_dataset, self.train)
 
     @classmethod
     def from_interactions(
         cls,
         source: str | Path | Any,
         *,
-        user: str = "user",
-        item: str = "item",
-        time: str = "time",
+        user: int | str = "user",
+        item: int | str = "item",
+        time: int | str | None = "time",
+        delimiter: str | None = None,
+        header: bool | None = None,
+        line: Literal["interaction", "user"] | None = None,
         order: Literal["given", "sort"] = "given",
         ties: Literal["error", "keep"] = "error",
         max_length: int | None = None,
@@ -151,7 +170,7 @@ class FreeScaleDataModule(LightningDataModule):
         loss_reduction: LossReduction = "target_mean",
         **options: Any,
     ) -> FreeScaleDataModule:
-        """Read histories from a CSV or Parquet file (or a pyarrow table), and split them leave-one-out.
+        """Read histories from a text or Parquet file, a data frame or an Arrow table, and split them leave-one-out.
 
         Each user's last item is for test, the one before for validation, the rest for training. Batches are those of
         :func:`lightning_freescale.data.collate_histories`.
@@ -162,29 +181,63 @@ class FreeScaleDataModule(LightningDataModule):
         """
         from lightning_freescale.data import HistoryDataset, collate_histories, read_interactions
 
-        histories = read_interactions(source, user=user, item=item, time=time, order=order, ties=ties)
-        users = np.flatnonzero(histories.lengths >= HistoryDataset.min_interactions)
-        short = len(histories.lengths) - len(users)
-        if short:
-            rank_zero_info(f"{short} users have fewer than {HistoryDataset.min_interactions} interactions and are left out")
-        if not len(users):
-            name = source if isinstance(source, (str, Path)) else "the table"
-            raise ValueError(f"no user of {name} has {HistoryDataset.min_interactions} interactions or more")
-        train = HistoryDataset(histories, users, "train", max_length)
-        module = cls(
-            train,
-            train.lengths,
-            batch_size,
-            collate_fn=collate_histories,
-            val_dataset=HistoryDataset(histories, users, "validate", max_length),
-            test_dataset=HistoryDataset(histories, users, "test", max_length),
-            predict_dataset=HistoryDataset(histories, users, "predict", max_length),
-            loss_reduction=loss_reduction,
-            **options,
-        )
+        columns: dict[str, Any] = {
+            "user": user,
+            "item": item,
+            "time": time,
+            "delimiter": delimiter,
+            "header": header,
+            "line": line,
+        }
+        histories = read_interactions(source, **columns, order=order, ties=ties)
+        splits = _leave_one_out(HistoryDataset, histories, source, max_length)
+        train = splits["train"]
+        module = cls(  # one by one: jsonargparse reads here what a config need not give
+            train, train.lengths, batch_size, collate_fn=collate_histories, val_dataset=splits["validate"],
+            test_dataset=splits["test"], predict_dataset=splits["predict"], loss_reduction=loss_reduction, **options,
+        )  # fmt: skip
         module.histories = histories
         module.feature_rows = {"item": histories.num_items}
         return module
+
+    @classmethod
+    def from_parquet(
+        cls,
+        source: str | Path | Sequence[str | Path],
+        *,
+        user: str = "user",
+        item: str = "item",
+        time: str = "time",
+        max_length: int | None = None,
+        row_group_window: int = 8,
+        batch_size: int = 32,
+        loss_reduction: LossReduction = "target_mean",
+        shuffle: bool = True,
+        **options: Any,
+    ) -> FreeScaleDataModule:
+        """Read histories that need not fit into memory from Parquet files with one row a user, and split them leave-one-out.
+
+        Splits and batches are those of :meth:`from_interactions`; item ids are taken as they are. ``source`` to ``time`` are
+        the arguments of :class:`lightning_freescale.data.ParquetHistories`, the others those of :class:`FreeScaleDataModule`.
+        ``max_length`` keeps the last so many items of a history; it is not gradient-identical, as it drops targets.
+
+        ``row_group_window`` row groups are shuffled together, see :class:`~lightning_freescale.balance.BlockShuffle`, and as
+        many at most are held by every process that loads. Each of these reads nearly every row group, once an epoch.
+        """
+        from lightning_freescale.data import ParquetHistories, collate_histories
+        from lightning_freescale.data.parquet import ParquetHistoryDataset
+
+        histories: Any = ParquetHistories(source, user=user, item=item, time=time, held_row_groups=row_group_window)
+        splits = _leave_one_out(ParquetHistoryDataset, histories, source, max_length)
+        train = splits["train"]
+        row_groups = histories.row_groups_of(train.users)
+        sizes = np.bincount(row_groups, minlength=len(histories.first_users) - 1)
+        order = BlockShuffle(sizes, row_group_window) if shuffle else False
+        return cls(  # one by one: jsonargparse reads here what a config need not give
+            train, train.lengths, batch_size, collate_fn=collate_histories, val_dataset=splits["validate"],
+            test_dataset=splits["test"], predict_dataset=splits["predict"], loss_reduction=loss_reduction, shuffle=order,
+            **options,
+        )  # fmt: skip
 
     # -- loaders
 
@@ -296,6 +349,40 @@ class FreeScaleDataModule(LightningDataModule):
         elif not needed and self._reload_every is not None:
             trainer.reload_dataloaders_every_n_epochs = self._reload_every
             self._reload_every = None
+
+
+def _tell_how_it_is_read(dataset: Dataset[Any], train: IterableData | MapStyleData) -> None:
+    """Say where an ``IterableDataset`` is not iterated, and where its states are not asked for."""
+    name = type(dataset).__name__
+    if isinstance(train, MapStyleData):
+        if isinstance(dataset, IterableDataset):
+            rank_zero_info(
+                f"{name} is read by the numbers of its {len(train.costs)} samples, as a map-style data set: the plan of the "
+                "steps takes the place of its own order, shards and state"
+            )
+        return
+    needed = needed_arguments(getattr(dataset, "state_dict", dict))
+    if needed:
+        rank_zero_warn(
+            f"{name}.state_dict needs {', '.join(needed)}, which nobody here knows, so it is not asked: to resume inside an "
+            "epoch, the samples that were read before are read again and discarded. With a state_dict() that needs nothing it "
+            "would go on where it was"
+        )
+
+
+def _leave_one_out(
+    dataset_type: type[HistoryDataset], histories: Any, source: Any, max_length: int | None
+) -> dict[Split, HistoryDataset]:
+    """Return the data sets of the users with enough interactions."""
+    least = dataset_type.min_interactions
+    users = np.flatnonzero(histories.lengths >= least)
+    if not len(users):
+        name = "the table" if hasattr(source, "__arrow_c_stream__") else source
+        raise ValueError(f"no user of {name} has {least} interactions or more")
+    if short := len(histories.lengths) - len(users):
+        rank_zero_info(f"{short} users have fewer than {least} interactions and are left out")
+    splits: tuple[Split, ...] = ("train", "validate", "test", "predict")
+    return {split: dataset_type(histories, users, split, max_length) for split in splits}
 
 
 def _refuse_trainer(trainer: Trainer, options: BalanceOptions, loss_reduction: str, micro_batches: Sequence[int]) -> None:

@@ -18,7 +18,7 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-EXTRAS = ("cli", "test", "lint")
+EXTRAS = ("cli", "test", "lint", "docs")
 SET = ("torch", "fbgemm-gpu", "torchrec")
 
 

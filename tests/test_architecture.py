@@ -44,6 +44,8 @@ MAY_IMPORT = {
         "embeddings",
         "profiling",
     },
+    "command_line": {"_lightning", "balance", "profiling"},
+    "__main__": {"command_line"},
     "testing": set(),
 }
 """The rooms of the package, each with the rooms that it may import."""

@@ -19,6 +19,7 @@ import balance
 import exchange
 import harness
 import host_work
+import interactions
 import overlap
 import overlap_workload
 import peers
@@ -199,14 +200,22 @@ def test_two_level_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_overlap_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = tmp_path / "figures.json"
-    size = ["--rows", "5000", "--batch", "4", "--dim", "8", "--steps", "6", "--rounds", "1", "--compute-ms", "3"]
+    size = ["--rows", "5000", "--batch", "4", "--dim", "8", "--steps", "8", "--rounds", "1", "--compute-ms", "3"]
+    size += ["--shift-at", "5"]
     monkeypatch.setattr(sys, "argv", ["overlap.py", *size, "--json", str(written), "--require", "floor_ms<=0"])
     assert run_distributed(_exit_code, 2, overlap.main, init=False) == [1, 1]  # every rank exits alike
     figures = json.loads(written.read_text())["figures"]
     assert figures["plain_bytes"] == figures["pipeline_bytes"] == figures["plain_gloo_bytes"] > figures["dedup_bytes"]
     assert figures["ours_bytes"] == pytest.approx(figures["dedup_bytes"], rel=0.2)
     assert 0 < figures["collision_rate"] < 1 and figures["ours_mispredicted_lookups"] == 0
-    assert {"reduction_vs_plain", "reduction_vs_dedup", "step_over_dedup"} <= figures.keys()
+    assert {"reduction_vs_plain", "reduction_vs_dedup", "step_over_dedup", "ours_exposed_after_ms"} <= figures.keys()
+
+
+def test_other_items_become_popular() -> None:
+    steady, shifting = overlap_workload.production(1000, 8), overlap_workload.production(1000, 8, shift_at=1)
+    assert all((ids == more).all() for ids, more in zip(steady(0, 0), shifting(0, 0)))
+    popular = [np.bincount(draw(1, 0)[0], minlength=1000).argmax() for draw in (steady, shifting)]
+    assert popular[0] != popular[1] and (steady(1, 0)[1] == shifting(1, 0)[1]).all()
 
 
 @pytest.mark.slow
@@ -256,11 +265,12 @@ def test_exchange_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert {"hidden_sleep", "hidden_matmul"} <= figures.keys()
 
 
-def _auto_against_fixed(path: str) -> int:
+def _auto_against_fixed(path: str, profile: str) -> int:
     os.environ["LOCAL_RANK"] = "0"  # each rank on a host of its own, as under benchmarks/netlab.py
     import end_to_end  # here, as it changes the environment
 
     chosen = ["--variants", "overlapped", "micro-2", "auto", "--json", path, "--require", "auto_over_best>=0"]
+    chosen += ["--profile", profile]
     small = ["--batch", "2", "--rows", "500", "--dim", "4", "--compute-ms", "1", "--steps", "20", "--rounds", "1"]
     sys.argv = ["end_to_end.py", *chosen, *small]
     with pytest.raises(SystemExit) as stopped:
@@ -271,9 +281,21 @@ def _auto_against_fixed(path: str) -> int:
 @pytest.mark.slow
 def test_auto_is_held_against_each_fixed_number(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
-    assert run_distributed(_auto_against_fixed, 2, str(path)) == [0, 0]
+    assert run_distributed(_auto_against_fixed, 2, str(path), str(tmp_path)) == [0, 0]
+    assert all(name in (tmp_path / "report.html").read_text() for name in ("exchange overlapped", "micro-2"))
     figures = json.loads(path.read_text())["figures"]
     typical = {name: figures[f"{name}_lost_ms"] + figures[f"{name}_compute_ms"] for name in ("overlapped", "micro_2", "auto")}
     assert figures["auto_over_best"] == pytest.approx(typical["auto"] / min(typical["overlapped"], typical["micro_2"]))
     assert figures.get("auto_chose_1", 0) + figures.get("auto_chose_2", 0) == 1
     assert figures["auto_compute_ms"] == pytest.approx(figures["micro_2_compute_ms"], rel=0.3), "as many steps of the same data"
+
+
+@pytest.mark.slow
+def test_reading_interactions_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = tmp_path / "figures.json"
+    flags = ["--rows", "500", "--cases", "table_sort", "dat", "--json", str(written), "--require", "dat_seconds<=100"]
+    monkeypatch.setattr(sys, "argv", ["interactions.py", *flags])
+    interactions.main()
+    figures = json.loads(written.read_text())["figures"]
+    names = {f"{case}_{name}" for case in ("table_sort", "dat") for name in ("seconds", "processor_seconds", "peak_ratio")}
+    assert figures.keys() == names and all(np.isfinite(list(figures.values())))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import pyarrow as pa
+import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -104,3 +106,20 @@ def test_negatives_are_drawn_for_training_alone() -> None:
     assert torch.equal(ids["negative"].values(), collate(samples)["ids"]["negative"].values())
     assert not torch.equal(ids["negative"].values(), collate(samples[:1])["ids"]["negative"].values())
     assert "ids" not in collate([data.val_dataset[0], data.val_dataset[1]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "options", "said"),
+    [
+        ("sasrec.py", ["--max-length", "20"], "recommended to the first user"),
+        ("dlrm.py", ["--samples", "800"], "the plain module rates"),
+    ],
+)
+def test_an_example_trains_and_serves(tmp_path: Path, script: str, options: list[str], said: str) -> None:
+    """As a user runs it: two processes that the Trainer starts."""
+    checkpoint = tmp_path / "model.ckpt"
+    command = [sys.executable, Path(__file__).parents[1] / "examples" / script, "--epochs", "1", "--out", checkpoint, *options]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert said in found.stdout and checkpoint.exists() and "embedding exchange:" in found.stdout

@@ -3,7 +3,7 @@
 from lightning_freescale.balance.advice import advise, predict
 from lightning_freescale.balance.assign import Assignment, assign
 from lightning_freescale.balance.cost import CostFit, CostModel
-from lightning_freescale.balance.epoch_order import pool_outliers
+from lightning_freescale.balance.epoch_order import BlockShuffle, pool_outliers
 from lightning_freescale.balance.micro_batches import MicroBatches, MicroBatchSchedule
 from lightning_freescale.balance.report import BalanceReport, StepBalance
 from lightning_freescale.balance.sampler import BalancedSampler
@@ -12,6 +12,7 @@ __all__ = [
     "Assignment",
     "BalanceReport",
     "BalancedSampler",
+    "BlockShuffle",
     "CostFit",
     "CostModel",
     "MicroBatchSchedule",

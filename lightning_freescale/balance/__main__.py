@@ -17,9 +17,9 @@ from lightning_freescale.balance.simulation.lengths import KINDS, read_lengths
 _EXAMPLE = "python -m lightning_freescale.balance simulate --lengths lengths.txt --ranks 8,64,256 --batch-size 32 --dim 256"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; exits with 2 and says what is wrong if it cannot."""
-    parser = _parser()
+def main(arguments: Sequence[str] | None = None, program: str = "python -m lightning_freescale.balance") -> None:
+    """Run the command line of a ``program`` of this name; exits with 2 and says what is wrong if it cannot."""
+    parser = _parser(program)
     options = parser.parse_args(arguments)
     if options.command is None:
         parser.print_help()
@@ -74,8 +74,8 @@ def _assign_options(options: argparse.Namespace) -> dict[str, Any]:
     return {"assignment_mode": mode, "count_slack": slack}
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m lightning_freescale.balance", description=__doc__)
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(program, description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     simulate = commands.add_parser("simulate", help="predict imbalance, idle share and speed-up", epilog=f"example: {_EXAMPLE}")
     add = simulate.add_argument

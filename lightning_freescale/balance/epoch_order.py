@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from lightning_freescale.balance.assign import equal_counts
 from lightning_freescale.balance.solver import Ints
@@ -75,6 +77,45 @@ def draw_order(samples: int, seed: int, epoch: int) -> Ints:
     """Return the shuffled samples of an epoch, the same on every machine, shape ``[samples]``."""
     # RandomState's stream is frozen for good; Generator's may change between numpy versions
     return np.random.RandomState([seed, epoch]).permutation(samples)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockShuffle:
+    """Draws orders that use ``window`` blocks of the data set at a time, such as row groups or chunks on disk.
+
+    Every epoch has the blocks in a new order; the samples of ``window`` blocks that come one after the other are shuffled.
+
+    Args:
+        sizes: samples of each block, in the order of the data set, shape ``[blocks]``.
+        window: how many blocks are shuffled together.
+
+    Raises:
+        ValueError: an argument does not fit; names it, its value and the fix.
+    """
+
+    sizes: ArrayLike | Sequence[int]
+    window: int = 8
+
+    def __post_init__(self) -> None:
+        sizes = np.asarray(self.sizes)
+        if sizes.ndim != 1 or not np.issubdtype(sizes.dtype, np.integer) or (sizes < 0).any():
+            raise ValueError(f"BlockShuffle(sizes={self.sizes!r}): pass the number of samples of each block, shape [blocks]")
+        if self.window < 1:
+            raise ValueError(f"BlockShuffle(window={self.window!r}): pass a number of blocks, at least 1")
+
+    @property
+    def samples(self) -> int:
+        """Samples of all blocks."""
+        return int(np.sum(self.sizes))
+
+    def draw_order(self, seed: int, epoch: int) -> Ints:
+        """Return the samples of an epoch in their order, the same on every machine, shape ``[samples]``."""
+        draw = np.random.RandomState([seed, epoch])
+        edges = np.append(0, np.cumsum(self.sizes))
+        blocks = draw.permutation(len(edges) - 1)
+        parts = [np.arange(edges[block], edges[block + 1]) for block in blocks]
+        windows = [np.concatenate(parts[first : first + self.window]) for first in range(0, len(parts), self.window)]
+        return np.concatenate([draw.permutation(window) for window in windows])
 
 
 def pool_outliers(order: Ints, edges: Sequence[int], costs: Floats, ranks: int, outlier_window: int) -> Ints:

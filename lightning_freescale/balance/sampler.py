@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_freescale.balance.epoch_order import StepBoundaries, draw_order, pool_outliers
+from lightning_freescale.balance.epoch_order import BlockShuffle, StepBoundaries, draw_order, pool_outliers
 from lightning_freescale.balance.micro_batches import MicroBatches, MicroBatchSchedule, cut, most_parts
 from lightning_freescale.balance.plan import PlanPrefetcher, StepPlan
 from lightning_freescale.balance.report import BalanceReport, StepBalance
@@ -34,7 +34,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         num_replicas: world size.
         rank: the rank to yield for.
         seed: seeds the shuffle, together with the epoch.
-        shuffle: draw a new order every epoch; else keep the order of the data set.
+        shuffle: draw a new order every epoch, of all samples or as :class:`BlockShuffle` says; else keep that of the data set.
         balance: assign by cost; else split the drawn order contiguously.
         drop_last: leave out the samples of an incomplete last step. Otherwise the last step is uneven (counts differ by
             at most one), and fewer left-over samples than ranks join the step before, so every rank always has a sample.
@@ -62,7 +62,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         num_replicas: int,
         rank: int,
         seed: int = 0,
-        shuffle: bool = True,
+        shuffle: bool | BlockShuffle = True,
         balance: bool = True,
         drop_last: bool = False,
         loss_weights: ArrayLike | None = None,
@@ -93,7 +93,8 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         weights = np.ones(samples) if loss_weights is None else loss_weights
         self.loss_weights, self.loss_is_sum = non_negative("BalancedSampler(loss_weights=...)", weights, samples), loss_is_sum
         self.batch_size, self.num_replicas, self.rank = batch_size, num_replicas, rank
-        self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
+        self.seed, self.shuffle, self.drop_last = seed, bool(shuffle), drop_last
+        self.blocks = shuffle if isinstance(shuffle, BlockShuffle) else None
         self.balance_steps, self.outlier_window = balance, outlier_window
         self.exploration_steps = 0 if limited else exploration_steps  # a contiguous split keeps no limits
         self.epoch, self.options = 0, options
@@ -103,6 +104,11 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
             self._per_sample["tokens"] = non_negative("BalancedSampler(tokens=...)", tokens, samples)
         if keep_together is not None:
             self._per_sample["keep_together"] = number_groups(keep_together, samples)
+        if self.blocks is not None and self.blocks.samples != samples:
+            raise ValueError(
+                f"BlockShuffle(sizes=...) has {self.blocks.samples} samples in all, the data set {samples}: pass the "
+                "samples of each block of this data set"
+            )
         self._steps = StepBoundaries(samples, batch_size, num_replicas, drop_last)
         self._replans: dict[int, tuple[Callable[[], ArrayLike] | None, dict[str, Any]]] = {}
         self._drawn: tuple[int, Ints] | None = None
@@ -249,16 +255,23 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         explores = epoch == 0 and step < self.exploration_steps and is_exploration_step(step)
         plan = StepPlan(samples, self.costs[samples], self.num_replicas, self.balance_steps and not explores, options)
         plan.samples_of_ranks  # noqa: B018 (computed here, in the thread)
+        if self.rank == 0:
+            plan.balance  # noqa: B018 (which rank 0 logs)
         return plan
 
     def _order(self, epoch: int) -> Ints:
         drawn = self._drawn  # read once: the thread that plans ahead sets it, too
         if drawn is None or drawn[0] != epoch:
-            order = draw_order(len(self.costs), self.seed, epoch) if self.shuffle else np.arange(len(self.costs))
+            order = self._draw_order(epoch)
             if self.outlier_window > 1:
                 order = pool_outliers(order, self._steps.full_epoch, self.costs, self.num_replicas, self.outlier_window)
             drawn = self._drawn = (epoch, order)
         return drawn[1]
+
+    def _draw_order(self, epoch: int) -> Ints:
+        if self.blocks is not None:
+            return self.blocks.draw_order(self.seed, epoch)
+        return draw_order(len(self.costs), self.seed, epoch) if self.shuffle else np.arange(len(self.costs))
 
 
 def is_exploration_step(step: int) -> bool:

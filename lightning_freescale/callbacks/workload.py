@@ -29,12 +29,22 @@ def describe_run(trainer: Trainer, module: LightningModule, label: str | None) -
     return RunInfo(
         label=label or strategy,
         model=type(module).__name__,
-        parameters=sum(parameter.numel() for parameter in module.parameters()),
+        parameters=_parameters(trainer, module),
         strategy=strategy,
         world_size=trainer.world_size,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         accumulate_grad_batches=trainer.accumulate_grad_batches,
     )
+
+
+def _parameters(trainer: Trainer, module: LightningModule) -> int:
+    """How many; tables whole, of which a rank holds a part, so that a run compares with one under another strategy."""
+    tables: Any = getattr(trainer.strategy, "tables", None)
+    if tables is None:
+        return sum(parameter.numel() for parameter in module.parameters())
+    shards = {id(parameter) for _, sharded in tables.modules for parameter in sharded.parameters()}
+    dense = sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in shards)
+    return dense + sum(table.rows * table.dim for table in tables.tables)
 
 
 def samples_and_features(

@@ -1,9 +1,10 @@
-"""From an interactions file, any map-style data set or a stream to balanced batches."""
+"""From an interactions file, histories in Parquet files, any map-style data set or a stream to balanced batches."""
 
 from lightning_freescale.data.balanced_loader import BalancedDataLoader
 from lightning_freescale.data.histories import HistoryDataset, collate_histories
 from lightning_freescale.data.interactions import Histories, read_interactions
 from lightning_freescale.data.options import BalanceOptions, StreamOptions
+from lightning_freescale.data.parquet import ParquetHistories
 from lightning_freescale.data.streaming import BalancedStreamLoader
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "BalancedStreamLoader",
     "Histories",
     "HistoryDataset",
+    "ParquetHistories",
     "StreamOptions",
     "collate_histories",
     "read_interactions",

@@ -41,7 +41,10 @@ class HistoryDataset(Dataset[dict[str, Any]]):
         return len(self.users)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """``item`` and ``time`` of shape ``[length]``; ``target`` of shape ``[length]`` (train), ``[0]`` or ``[1]``."""
+        """``item`` and ``time`` of shape ``[length]``; ``target`` of shape ``[length]`` (train), ``[0]`` or ``[1]``.
+
+        ``user`` is the source's id if that is an integer; of string ids their place in ``histories.user_ids``.
+        """
         user = self.users[index]
         start, end = self.histories.offsets[user], self.histories.offsets[user + 1] - _HELD_OUT[self.split]
         if self.max_length is not None:
@@ -49,16 +52,18 @@ class HistoryDataset(Dataset[dict[str, Any]]):
         items, times = self.histories.items[start:end], self.histories.times[start:end]
         last = len(items) - (self.split != "predict")
         target = items[1:] if self.split == "train" else items[last:]
-        return {"item": items[:last], "time": times[:last], "target": target, "user": self.histories.user_ids[user]}
+        ids = self.histories.user_ids
+        name = ids[user] if ids.dtype.kind == "i" else user
+        return {"item": items[:last], "time": times[:last], "target": target, "user": name}
 
 
 def collate_histories(samples: list[dict[str, Any]]) -> dict[str, Any]:
     """A jagged batch.
 
     Returns:
-        ``features``, a KeyedJaggedTensor of feature ``"item"``; ``time``, int64 ``[total length]``; ``target``, int64,
-        ``[total length]`` in training, ``[samples]`` in evaluation, empty in prediction; ``user``, int64 ``[samples]``, ids as
-        in the file.
+        ``features``, a KeyedJaggedTensor of feature ``"item"``; ``time``, int64 or float64 ``[total length]``, as
+        ``Histories.times``; ``target``, int64, ``[total length]`` in training, ``[samples]`` in evaluation, empty in
+        prediction; ``user``, int64 ``[samples]``, the source's ids, or of string ids their places in ``Histories.user_ids``.
     """
     require_torchrec()
     from torchrec import KeyedJaggedTensor

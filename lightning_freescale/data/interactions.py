@@ -1,17 +1,20 @@
-"""Read user-item-time interactions from CSV or Parquet into one sorted history per user."""
+"""Group user-item-time interactions into one history per user, in time order."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.csv
-import pyarrow.parquet
 from numpy.typing import NDArray
+
+from lightning_freescale.data.sources import read_columns
+from lightning_freescale.data.times import as_times
+
+_BLOCK = 1 << 20  # rows
 
 
 @dataclass(frozen=True)
@@ -20,17 +23,19 @@ class Histories:
 
     Attributes:
         items: dense item ids ``0 .. num_items - 1``, shape ``[interactions]``.
-        times: time stamps as in the file, shape ``[interactions]``.
+        times: shape ``[interactions]``. Numbers as in the source, float64 if they are floats; dates in seconds since 1970, in
+            UTC, and times in the unit of their column: of a text file seconds, or nanoseconds if any has a fraction. Without
+            times, the place of each interaction in its history, from 0.
         offsets: user ``u`` owns ``items[offsets[u]:offsets[u + 1]]``, shape ``[users + 1]``.
-        user_ids: the file's id of user ``u``, shape ``[users]``.
-        item_ids: the file's id of item ``i``, shape ``[num_items]``; keep it for serving.
+        user_ids: the source's id of user ``u``, int64 or str (as objects), sorted, shape ``[users]``.
+        item_ids: the source's id of item ``i``, likewise, shape ``[num_items]``; keep it for serving.
     """
 
     items: NDArray[np.int64]
-    times: NDArray[np.int64]
+    times: NDArray[Any]
     offsets: NDArray[np.int64]
-    user_ids: NDArray[np.int64]
-    item_ids: NDArray[np.int64]
+    user_ids: NDArray[Any]
+    item_ids: NDArray[Any]
 
     @property
     def num_items(self) -> int:
@@ -44,84 +49,176 @@ class Histories:
 
 
 def read_interactions(
-    source: str | Path | pa.Table,
+    source: str | Path | Any,
     *,
-    user: str = "user",
-    item: str = "item",
-    time: str = "time",
+    user: int | str = "user",
+    item: int | str = "item",
+    time: int | str | None = "time",
+    delimiter: str | None = None,
+    header: bool | None = None,
+    line: Literal["interaction", "user"] | None = None,
     order: Literal["given", "sort"] = "given",
     ties: Literal["error", "keep"] = "error",
 ) -> Histories:
-    """Read interactions and group them by user.
+    r"""Read interactions and group them by user.
+
+    Rows and columns are counted from 0, the header aside, also in errors.
 
     Args:
-        source: a ``.csv`` (also ``.csv.gz``) or ``.parquet`` file, or a pyarrow table, one row an interaction.
-        user: column of user ids, integers.
-        item: column of item ids, integers.
-        time: column of time stamps, integers.
+        source: a text file (also ``.gz``), a Parquet file or a folder of such, a pandas or polars DataFrame, a pyarrow table
+            or anything else with an Arrow C stream (``__arrow_c_stream__``), one row an interaction.
+        user: column of user ids, by name or number; integers or strings. Ids of a text file are integers where each of the
+            column is written as one, and else strings, so that ``007`` is not ``7``.
+        item: column of item ids, likewise.
+        time: column of times, by name or number: numbers, dates or ISO 8601. None if the rows of each user are in order.
+        delimiter: between the values of a line of a text file, such as ``"\t"`` or ``"::"``. By default tab, comma, space or
+            ``"::"``, whichever gives each of the first lines as many values.
+        header: whether the first line of a text file holds names. By default it does if the names asked for stand there, or
+            words where all lines below have numbers or dates.
+        line: what a line of a text file holds: ``"interaction"``, or ``"user"``: a user and then all items of that user in
+            order. By default the latter if ``time=None``, the first lines hold different numbers of values, and each begins
+            with another one.
         order: ``"given"`` demands that each user's rows come in time order; ``"sort"`` sorts them.
-        ties: ``"error"`` refuses two interactions of a user at the same time; ``"keep"`` leaves them in file order.
+        ties: ``"error"`` refuses two interactions of a user at the same time; ``"keep"`` leaves them in the order of rows.
 
     Raises:
-        FileNotFoundError, ValueError: what is wrong, in which column or row, and what to pass instead.
+        FileNotFoundError, TypeError, ValueError: what is wrong, in which column or row, and what to pass instead.
     """
-    name = "table" if isinstance(source, pa.Table) else str(source)
-    table = source if isinstance(source, pa.Table) else _read(Path(source), [user, item, time])
-    users, items, times = (_integers(table, column, name) for column in (user, item, time))
-    if not len(users):
-        raise ValueError(f"{name} holds no interaction: pass a file with at least one row")
-    by_user = np.lexsort((times, users) if order == "sort" else (users,))
-    users, items, times = users[by_user], items[by_user], times[by_user]
-    _check_times(users, times, order, ties, name, time)
-    user_ids, starts = np.unique(users, return_index=True)
-    item_ids, dense = np.unique(items, return_inverse=True)
-    return Histories(dense, times, np.append(starts, len(users)), user_ids, item_ids)
+    if order not in ("given", "sort") or ties not in ("error", "keep"):
+        raise ValueError(f'read_interactions(order={order!r}, ties={ties!r}): pass "given" or "sort", and "error" or "keep"')
+    if time is None and (order, ties) != ("given", "error"):
+        raise ValueError(f"read_interactions(time=None, order={order!r}, ties={ties!r}): there are no times, leave both out")
+    name = str(source) if isinstance(source, (str, Path)) else "table"
+    wanted: list[int | str] = [user, item] if time is None else [user, item, time]
+    columns = read_columns(source, wanted, delimiter, header, line).columns
+    if not len(columns[0]):
+        raise ValueError(f"{name} holds no interaction: pass a source with at least one row")
+    _refuse_missing(columns, wanted, name)
+    times = None if time is None else as_times(columns.pop(), time, name)
+    rows, counts, user_ids = _by_user(columns.pop(0), user, name, times if order == "sort" else None)
+    offsets = np.append(0, np.cumsum(counts))
+    item_of_row, item_ids = _dense(columns.pop(), item, name)
+    items = (item_of_row if rows is None else item_of_row[rows]).astype(np.int64)
+    del item_of_row
+    pa.default_memory_pool().release_unused()  # of the columns, which are gone if nobody else holds them
+    if times is None:
+        times = np.arange(len(items))
+        times -= np.repeat(offsets[:-1], counts)
+    else:
+        times = times if rows is None else times[rows]
+        _check_times(times, offsets, rows, user_ids, order, ties, name, wanted[2])
+    return Histories(items, times, offsets, user_ids, item_ids)
 
 
-def _read(path: Path, columns: list[str]) -> pa.Table:
-    if not path.exists():
-        raise FileNotFoundError(f"interactions file {path} does not exist")
-    if not path.stat().st_size:
-        raise ValueError(f"interactions file {path} is empty: pass a file with columns {columns}")
+def _refuse_missing(columns: list[pa.ChunkedArray], wanted: list[int | str], name: str) -> None:
+    for column, values in zip(wanted, columns):
+        if values.null_count:
+            row = pc.index(pc.is_null(values), True).as_py()
+            raise ValueError(
+                f"column {column!r} of {name} has {values.null_count} missing values, the first in row {row}: drop or fill "
+                "those rows"
+            )
+
+
+def _dense(values: pa.ChunkedArray, column: int | str, name: str) -> tuple[NDArray[np.int32], NDArray[Any]]:
+    """Of every row the place of its id among the ids, and these, sorted."""
+    kind = values.type.value_type if pa.types.is_dictionary(values.type) else values.type
+    if not (pa.types.is_integer(kind) or str(kind) in ("string", "large_string", "string_view")):
+        raise ValueError(
+            f"column {column!r} of {name} holds {kind}, not integers or strings, such as {values[0]} in row 0: pass the "
+            "column of ids, or convert it"
+        )
+    if str(values.type) == "string_view":  # as polars has them; Arrow's kernels want offsets
+        values = values.cast(pa.large_string())
+    values = values.unify_dictionaries() if pa.types.is_dictionary(values.type) else values.dictionary_encode()
+    ids = values.chunk(0).dictionary
+    ids = _as_int64(ids, column, name) if pa.types.is_integer(kind) else ids.cast(pa.large_string())
+    codes = [chunk.indices.to_numpy() for chunk in values.chunks]
+    is_used = np.zeros(len(ids), dtype=bool)  # a category may be there without a row
+    for of_chunk in codes:
+        is_used[of_chunk] = True
+    used = np.flatnonzero(is_used)
+    by_id = used[pc.array_sort_indices(ids.take(pa.array(used))).to_numpy()]
+    places = np.empty(len(ids), dtype=np.int32)
+    places[by_id] = np.arange(len(by_id), dtype=np.int32)
+    return np.concatenate([places[of_chunk] for of_chunk in codes]), ids.take(pa.array(by_id)).to_numpy(zero_copy_only=False)
+
+
+def _as_int64(ids: pa.Array, column: int | str, name: str) -> pa.Array:
     try:
-        if path.suffix in (".parquet", ".pq"):
-            return pyarrow.parquet.read_table(path)
-        return pyarrow.csv.read_csv(path)
-    except (pa.ArrowInvalid, OSError, EOFError) as error:
-        raise ValueError(f"interactions file {path} cannot be read ({error}): is it truncated, or not CSV/Parquet?") from error
-
-
-def _integers(table: pa.Table, column: str, name: str) -> NDArray[np.int64]:
-    if column not in table.column_names:
-        raise ValueError(f"{name} has no column {column!r}, only {table.column_names}: name yours with user=, item=, time=")
-    values = table.column(column)
-    if values.null_count:
-        raise ValueError(f"column {column!r} of {name} has {values.null_count} missing values: drop or fill those rows")
-    if not len(values):  # a CSV with a header alone has columns of type null
-        return np.empty(0, dtype=np.int64)
-    if pa.types.is_timestamp(values.type):
-        values = pc.cast(values, pa.int64())
-    if not pa.types.is_integer(values.type):
-        raise ValueError(f"column {column!r} of {name} holds {values.type}, not integers: map its values to integers first")
-    try:
-        return np.asarray(pc.cast(values, pa.int64()).to_numpy(), dtype=np.int64)
+        return ids.cast(pa.int64())
     except pa.ArrowInvalid as error:
         raise ValueError(
             f"column {column!r} of {name} holds values beyond 64-bit integers ({error}): map them first"
         ) from error
 
 
-def _check_times(users: NDArray[np.int64], times: NDArray[np.int64], order: str, ties: str, name: str, column: str) -> None:
-    step, same_user = np.diff(times), np.diff(users) == 0
-    backwards = np.flatnonzero(same_user & (step < 0))
+def _by_user(
+    values: pa.ChunkedArray, column: int | str, name: str, times: NDArray[Any] | None
+) -> tuple[NDArray[np.int64] | None, NDArray[np.int64], NDArray[Any]]:
+    """Rows by user, of each by time or, without times, as they stand; None if all do. How many each user has, and the ids."""
+    users, user_ids = _dense(values, column, name)
+    counts = np.bincount(users, minlength=len(user_ids))
+    by_time = None if times is None or _ascending(times) else _stable_order(times)
+    if by_time is not None:
+        users = users[by_time]
+    if _ascending(users):
+        return by_time, counts, user_ids
+    by_user = _stable_order(users)
+    del users  # the most that is held at a time are the next three
+    return by_user if by_time is None else by_time[by_user], counts, user_ids
+
+
+def _ascending(values: NDArray[Any]) -> bool:
+    return bool((values[1:] >= values[:-1]).all())
+
+
+def _stable_order(keys: NDArray[Any]) -> NDArray[np.int64]:
+    """What sorts the keys, equal ones as they stand.
+
+    Numbers of rows, packed below the keys, are one sort of integers: a third of the time of a stable sort, in less memory.
+    """
+    low, bits = keys.min(), len(keys).bit_length()
+    if keys.dtype.kind == "f" or (int(keys.max()) - int(low)).bit_length() + bits > 63:
+        return np.argsort(keys, kind="stable")
+    packed = np.subtract(keys, low, dtype=np.int64)
+    packed <<= bits
+    for start in range(0, len(keys), _BLOCK):
+        part = packed[start : start + _BLOCK]
+        part |= np.arange(start, start + len(part))
+    packed.sort()
+    packed &= (1 << bits) - 1
+    return packed
+
+
+def _check_times(
+    times: NDArray[Any],
+    offsets: NDArray[np.int64],
+    rows: NDArray[np.int64] | None,
+    user_ids: NDArray[Any],
+    order: str,
+    ties: str,
+    name: str,
+    column: int | str,
+) -> None:
+    def where(place: int) -> tuple[Any, list[int]]:
+        """The user, and the rows of a place and the one before."""
+        user = user_ids[np.searchsorted(offsets, place, side="right") - 1]
+        return user, [place - 1, place] if rows is None else rows[place - 1 : place + 1].tolist()
+
+    same_user = np.ones(len(times) - 1, dtype=bool)
+    same_user[offsets[1:-1] - 1] = False
+    backwards = 1 + np.flatnonzero((times[1:] < times[:-1]) & same_user)
     if order == "given" and backwards.size:
+        user, between = where(backwards[0])
         raise ValueError(
-            f"{name}: {column!r} goes back in time for user {users[backwards[0]]} and {backwards.size - 1} more places. "
-            'Pass order="sort" to sort every history by time.'
+            f"{name}: {column!r} goes back in time for user {user} between rows {between} and {backwards.size - 1} more "
+            'places. Pass order="sort" to sort every history by time.'
         )
-    equal = np.flatnonzero(same_user & (step == 0))
+    equal = 1 + np.flatnonzero((times[1:] == times[:-1]) & same_user)
     if ties == "error" and equal.size:
+        user, both = where(equal[0])
         raise ValueError(
-            f"{name}: user {users[equal[0]]} has several interactions at {column}={times[equal[0]]}, and so have "
-            f'{equal.size - 1} more. Pass ties="keep" to leave them in file order.'
+            f"{name}: user {user} has several interactions at {column}={times[equal[0]]}, in rows {both}, and so have "
+            f'{equal.size - 1} more. Pass ties="keep" to leave them in the order of rows.'
         )

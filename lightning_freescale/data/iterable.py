@@ -144,7 +144,8 @@ def _sample_cost_fn(lengths: Any, cost_fn: Any) -> Callable[[Any], float]:
     for name, value in (("lengths", lengths), ("cost_fn", cost_fn)):
         if value is not None and not callable(value):
             raise ValueError(
-                f"FreeScaleDataModule({name}={type(value).__name__}): samples of a stream are not known before; pass a function"
+                f"FreeScaleDataModule({name}={type(value).__name__}): samples of a stream are not known before; pass a "
+                "function, or a data set that is no IterableDataset"
             )
     return partial(_cost_of_sample, lengths, cost_fn or CostModel())  # not a lambda: Lightning may pickle the data module
 

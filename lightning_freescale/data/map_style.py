@@ -11,19 +11,20 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from lightning_freescale.balance import BalancedSampler, CostModel, MicroBatchSchedule
+from lightning_freescale.balance import BalancedSampler, BlockShuffle, CostModel, MicroBatchSchedule
 from lightning_freescale.balance.cost import sample_features
 from lightning_freescale.balance.sampler import EXPLORATION_STEPS
 from lightning_freescale.balance.validation import non_negative
 from lightning_freescale.data.options import BalanceOptions
-from lightning_freescale.data.validation import loss_weights, refuse_unused, size_of
+from lightning_freescale.data.random_access import numbers_of_samples, size_of
+from lightning_freescale.data.validation import loss_weights, refuse_unused
 
 
 class MapStyleData:
     """A map-style data set, what its samples cost, and how its steps are planned.
 
     Args:
-        dataset: map-style.
+        dataset: map-style; no stream, see :func:`~lightning_freescale.data.random_access.is_stream`.
         balance: assign samples by cost, as ``options`` say; else each rank computes a run of the drawn order.
         **others: as in :class:`~lightning_freescale.FreeScaleDataModule`.
 
@@ -50,7 +51,7 @@ class MapStyleData:
         loss_reduction: str,
         target_counts: Any,
         drop_last: bool,
-        shuffle: bool,
+        shuffle: bool | BlockShuffle,
         seed: int,
         new_schedule: Callable[[], MicroBatchSchedule],
     ) -> None:
@@ -65,10 +66,13 @@ class MapStyleData:
         if unique_ids is not None and lengths is None:
             raise ValueError("unique_ids= goes with lengths=: pass the history length of every sample, too")
         size = size_of(dataset, "train_dataset")
+        of_sample = {"lengths": lengths, "target_counts": target_counts, "cost_fn": cost_fn if lengths is None else None}
+        read = numbers_of_samples(dataset, size, **{name: value for name, value in of_sample.items() if callable(value)})
+        lengths, target_counts = read.get("lengths", lengths), read.get("target_counts", target_counts)
         self.dataset = dataset
         self.lengths = None if lengths is None else non_negative("lengths", lengths, size)
         self.unique_ids = None if unique_ids is None else non_negative("unique_ids", unique_ids, size)
-        self.costs = self._given_costs(cost_fn, size)
+        self.costs = self._given_costs(read.get("cost_fn", cost_fn), size)
         self._new_sampler = partial(
             BalancedSampler,
             self.costs,
@@ -90,7 +94,7 @@ class MapStyleData:
         # what the order of an epoch follows from, beside the seed; from the last three only with an outlier window
         self._order_facts = {
             "samples": size,
-            "shuffle": int(shuffle),
+            "shuffle": _shuffle_fact(shuffle),
             "outlier_window": options.outlier_window,
             "batch_size": batch_size,
             "drop_last": int(drop_last),
@@ -115,13 +119,10 @@ class MapStyleData:
             return non_negative("cost_fn", cost_fn, size)
         if self.lengths is not None:
             return self.costs_by(cost_fn or CostModel())
-        if cost_fn is None:
-            raise ValueError(
-                "FreeScaleDataModule(lengths=None) cannot balance: pass lengths=, the history length of every sample, or "
-                "cost_fn=, a function of a sample or the costs themselves"
-            )
-        dataset: Any = self.dataset
-        return non_negative("cost_fn(sample)", [cost_fn(dataset[index]) for index in range(size)], size)
+        raise ValueError(
+            "FreeScaleDataModule(lengths=None) cannot balance: pass lengths=, the history length of every sample, or "
+            "cost_fn=, a function of a sample or the costs themselves"
+        )
 
     def costs_by(self, cost_fn: Callable[..., Any], samples: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
         """Return the costs by another function of the lengths and, if given, the unique ids; of ``samples`` or of all."""
@@ -204,3 +205,11 @@ class MapStyleData:
                     "samples would be lost or repeated. Keep it as it was, or resume from a checkpoint made at the end of an "
                     "epoch."
                 )
+
+
+def _shuffle_fact(shuffle: bool | BlockShuffle) -> int | str:
+    """What two shuffles must have in common to draw the same order, in a plain value."""
+    if not isinstance(shuffle, BlockShuffle):
+        return int(shuffle)
+    sizes = np.ascontiguousarray(shuffle.sizes, dtype=np.int64)
+    return f"BlockShuffle(window={shuffle.window}) of blocks {hashlib.sha256(sizes.tobytes()).hexdigest()[:16]}"

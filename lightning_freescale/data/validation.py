@@ -18,19 +18,6 @@ _LOADER_DEFAULTS = {name: option.default for name, option in inspect.signature(D
 _SET_BY_PACKAGE = ("self", "dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator")
 
 
-def size_of(dataset: Any, argument: str) -> int:
-    """Return the number of samples of a map-style data set; errors call it ``argument``.
-
-    Raises:
-        ValueError: it is not map-style, or empty.
-    """
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise ValueError(f"{argument}={type(dataset).__name__} is not map-style: it needs __len__ and __getitem__")
-    if not len(dataset):
-        raise ValueError(f"{argument}={type(dataset).__name__} is empty: pass at least one sample per rank")
-    return len(dataset)
-
-
 def loss_weights(loss_reduction: str, lengths: Any, target_counts: Any, size: int) -> NDArray[np.float64] | None:
     """Return the weight of every sample in the mean loss, shape ``[size]``; None if all weigh the same.
 

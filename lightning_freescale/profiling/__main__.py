@@ -14,9 +14,9 @@ from lightning_freescale.profiling.reporting.document import read
 from lightning_freescale.profiling.reporting.text import summary
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; exits with 2 and says what is wrong if it cannot."""
-    parser = _parser()
+def main(arguments: Sequence[str] | None = None, program: str = "python -m lightning_freescale.profiling") -> None:
+    """Run the command line of a ``program`` of this name; exits with 2 and says what is wrong if it cannot."""
+    parser = _parser(program)
     options = parser.parse_args(arguments)
     if options.command is None:
         parser.print_help()
@@ -57,8 +57,8 @@ def _page(options: argparse.Namespace) -> None:
     print(f"wrote {options.output}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m lightning_freescale.profiling", description=__doc__)
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(program, description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
     show = commands.add_parser("show", help="print the summary of a report")

@@ -90,6 +90,11 @@ class OverlapController:
             collection.observe(timeline)
         _tell_plain(engine.plain)
 
+    @property
+    def overlapped(self) -> list[str]:
+        """Paths of the collections whose exchange is overlapped, the same on every rank; fewer once bags have been left."""
+        return list(self.engine.modules)
+
     def take_loaded(self, batch: MicroBatches) -> None:
         """Ask for the ids of all micro-batches but the first, as they come out of the loader: hooks get them next."""
         self._told_of_parts = [self._tell(part) for part in batch.batches[1:]]

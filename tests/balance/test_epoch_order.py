@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_freescale.balance import BalancedSampler, pool_outliers, predict
+from lightning_freescale.balance import BalancedSampler, BlockShuffle, pool_outliers, predict
 
 LENGTHS = np.random.RandomState(0).lognormal(3.5, 1.3, 3000).clip(1, 800)
 COSTS = LENGTHS**2 + 100 * LENGTHS
@@ -50,3 +50,37 @@ def test_sampler_keeps_the_epoch() -> None:
     assert any((np.sort(a) != np.sort(b)).any() for a, b in zip(*batches))
     with pytest.raises(ValueError, match="outlier_window=0"):
         BalancedSampler(COSTS, 8, num_replicas=2, rank=0, outlier_window=0)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 5), st.integers(0, 3))
+@settings(max_examples=100, deadline=None)
+def test_a_block_shuffle_uses_a_window_of_blocks_at_a_time(sizes: list[int], window: int, epoch: int) -> None:
+    order = BlockShuffle(sizes, window).draw_order(5, epoch)
+    assert sorted(order) == list(range(sum(sizes)))
+    block_of = np.repeat(np.arange(len(sizes)), sizes)[order]
+    first = {block: int(place) for place, block in reversed(list(enumerate(block_of)))}
+    last = {block: place for place, block in enumerate(block_of)}
+    for place in range(len(order)):
+        assert sum(first[block] <= place <= last[block] for block in first) <= window
+
+
+def test_a_block_shuffle_mixes_the_blocks_of_a_window() -> None:
+    shuffle = BlockShuffle([100] * 6, 2)
+    block_of = shuffle.draw_order(0, 0) // 100
+    assert (np.bincount(block_of[:100], minlength=6) > 30).sum() == 2
+    assert (np.diff(block_of[:200]) != 0).sum() > 60
+    assert shuffle.draw_order(0, 0).tolist() != shuffle.draw_order(0, 1).tolist() != shuffle.draw_order(1, 0).tolist()
+
+
+def test_frozen_block_shuffle() -> None:
+    """The draw must not change between versions, or a resumed run would lose and repeat samples."""
+    assert BlockShuffle([3, 0, 4, 2], 2).draw_order(1, 2).tolist() == [5, 6, 4, 3, 1, 2, 8, 7, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(([-1, 2],), "sizes="), (([0.5],), "sizes="), ((3,), "sizes="), (([1], 0), "window=0")],
+)
+def test_blocks_that_do_not_fit(arguments: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"BlockShuffle\({message}"):
+        BlockShuffle(*arguments)

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale import FreeScaleDataModule
+from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.balance import CostModel
 from lightning_freescale.balance.cost import sample_features
 from lightning_freescale.callbacks import workload as module
@@ -120,6 +120,39 @@ def test_what_a_run_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
     fit.strategy.parallel_devices = [torch.device("cuda", 3)]
     assert describe_run(fit, Recommender(), "mine").device == "GPU 3"
+
+
+class Counting(L.Callback):
+    """How many parameters the run is said to have once training has begun."""
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        self.parameters = describe_run(trainer, module, None).parameters
+
+
+def _parameters(strategy: Any, model: Any) -> int:
+    counting = Counting()
+    data = FreeScaleDataModule(Samples(16), Samples(16).lengths, 4, collate_fn=collate)
+    trainer(devices=2, strategy=strategy, callbacks=[counting]).fit(model(), data)
+    return counting.parameters
+
+
+class WithPlainTable(Recommender):
+    """One of its tables is an ``nn.Embedding``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = torch.nn.Embedding(31, 8)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) + self.plain(batch["index"] % 31).mean()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_sharded_tables_count_whole(overlap: bool) -> None:
+    """Else a run could not be compared with one under another strategy."""
+    whole = sum(parameter.numel() for parameter in WithPlainTable().parameters())
+    strategy = FreeScaleStrategy(shard=["plain"], overlap=overlap)
+    assert run_distributed(_parameters, 2, strategy, WithPlainTable) == [whole, whole]
 
 
 def _work(steps: int, ranks: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

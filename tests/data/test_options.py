@@ -57,3 +57,17 @@ def test_options_of_torchs_loader(tmp_path: Any) -> None:
 def test_what_does_not_fit_is_named(text: str, message: str, tmp_path: Any) -> None:
     with pytest.raises((ArgumentError, ValueError), match=message):
         _from_yaml(text, tmp_path)
+
+
+def test_parquet_histories(tmp_path: Any) -> None:
+    table = pa.table(
+        {"user": [1, 2], "item": [[0, 1, 2, 3, 4, 0], [1, 2, 3, 4, 0]], "time": [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5]]}
+    )
+    pa.parquet.write_table(table, tmp_path / "rows.parquet", row_group_size=1)
+    parser: Any = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(class_from_function(FreeScaleDataModule.from_parquet), "data")
+    text = f"data: {{source: {tmp_path}/*.parquet, row_group_window: 1, batch_size: 1, balance: {{assignment_mode: slack}}}}"
+    config = parser.parse_string(text)
+    data = getattr(parser, "instantiate", parser.instantiate_classes)(config).data
+    assert data.sampler(0, 2).blocks.window == 1
+    assert data.balance_options.assignment_mode == "slack"

@@ -45,7 +45,8 @@ class Run:
         self, clock: Clock, seconds: Seconds, settings: dict[str, Any] = BOTH, target: float = 0.9, compute: float = 1.0
     ) -> None:
         self.clock, self.seconds, self.epoch_of = clock, seconds, 10_000
-        self.schedule, self.controller = MicroBatchSchedule("auto", 4), SimpleNamespace(split_backward=False)
+        self.schedule = MicroBatchSchedule("auto", 4)
+        self.controller = SimpleNamespace(split_backward=False, overlapped=["bags", "items"])
         self.schedule.settle(1)
         self.logged: list[dict[str, float]] = []
         logger = SimpleNamespace(log_metrics=lambda scalars, step: self.logged.append(scalars))
@@ -209,3 +210,75 @@ def test_what_another_run_has_found_counts_for_nothing(clock: Clock, changed: di
     again.autopilot.load_state_dict({**run.autopilot.state_dict(), **changed})
     assert again.autopilot.values == {"split_backward": False, "micro_batches": 1}
     assert not again.autopilot.frozen
+
+
+# -- bags that are left to TorchRec meanwhile
+
+
+def _run_in_which_bags_are_left(clock: Clock, step: int, overlapped: list[str]) -> Run:
+    """Before a step begins some bags are left; until then the split backward helps, and afterwards it harms."""
+
+    def seconds(split: bool, parts: int) -> float:
+        if len(run.seen) == step:  # those begun so far
+            run.controller.overlapped = overlapped
+        return 9.0 + 2 * split if len(run.seen) > step else 5.0 - 2 * split
+
+    run = Run(clock, seconds, SPLIT)
+    return run
+
+
+@pytest.mark.parametrize("step", [9, 25, 60])
+def test_it_measures_anew_when_bags_are_left(clock: Clock, caplog: pytest.LogCaptureFixture, step: int) -> None:
+    """In the first trial, near its end, and in the last one, when the split backward has been kept."""
+    run = _run_in_which_bags_are_left(clock, step, ["items"])
+    with caplog.at_level(logging.INFO):
+        assert run.train() < 3000
+    assert run.autopilot.values == {"split_backward": False}
+    assert run.autopilot._progress.tried == {"split_backward": 1}, "what was tried before counts for nothing"
+    *_, (begin, candidates), (_, last) = run.autopilot._turns._phases
+    assert begin == (0, step + 1) and len(candidates) == 2
+    assert last == ({"split_backward": False},)
+    why = "as the exchange of ['items'] is overlapped now, and was of ['bags', 'items'] in what"
+    assert caplog.text.count(f"begins anew from step {step + 1} of epoch 0 on, {why}") == 1
+    last_told = [record.getMessage() for record in caplog.records][-1]
+    assert "9000.0 ms with split_backward=False, 11000.0 ms with split_backward=True" in last_told
+
+
+def test_without_any_exchange_there_is_no_split_backward(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    run = _run_in_which_bags_are_left(clock, 25, [])
+    with caplog.at_level(logging.INFO):
+        run.train(most=100, goes_on=True)
+    assert {split for split, _ in run.seen[:25]} == {False, True}
+    assert {split for split, _ in run.seen[25:]} == {False}
+    assert run.autopilot.frozen and run.autopilot.values == {}
+    assert run.autopilot.state_dict()["kept"] == {}
+    assert caplog.text.count("there is nothing to choose from, because no exchange is overlapped any more") == 1
+
+
+def test_what_was_kept_goes_with_the_exchange(clock: Clock) -> None:
+    run = _run_in_which_bags_are_left(clock, 200, [])
+    run.train(most=190, goes_on=True)
+    assert run.autopilot.frozen and run.autopilot.values == {"split_backward": True}
+    run.train(most=210, goes_on=True)
+    assert run.autopilot.values == {} and not run.controller.split_backward
+
+
+def test_what_is_final_is_not_tried_again(clock: Clock) -> None:
+    run = _run_in_which_bags_are_left(clock, 200, ["items"])
+    run.train(most=300, goes_on=True)
+    assert run.autopilot.frozen and run.autopilot.values == {"split_backward": True}
+    assert {split for split, _ in run.seen[190:]} == {True}
+
+
+@pytest.mark.parametrize(("overlapped", "first"), [(["items"], True), (["bags", "items"], False)])
+def test_a_run_that_resumes_goes_on_if_the_same_is_overlapped(clock: Clock, overlapped: list[str], first: bool) -> None:
+    """Bags that the run before has left are left in the first step, before the autopilot hears of it."""
+    run = Run(clock, lambda split, parts: 5.0 - 2 * split, SPLIT)
+    run.controller.overlapped = ["items"]
+    run.train(most=50)
+    assert run.autopilot.values == {"split_backward": True} and not run.autopilot.frozen
+    again = Run(clock, run.seconds, SPLIT)
+    again.autopilot.load_state_dict(run.autopilot.state_dict())
+    again.controller.overlapped = overlapped
+    again.train(most=5)
+    assert again.autopilot.values == {"split_backward": first}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -170,7 +171,16 @@ class StreamSource(IterableDataset[Any]):
     @property
     def seekable(self) -> bool:
         """Whether the data set keeps states."""
-        return hasattr(self.dataset, "state_dict") and hasattr(self.dataset, "load_state_dict")
+        return not self.unseekable
+
+    @property
+    def unseekable(self) -> str:
+        """Why the data set cannot be asked for its state; "" if it can."""
+        name = type(self.dataset).__name__
+        if not (hasattr(self.dataset, "state_dict") and hasattr(self.dataset, "load_state_dict")):
+            return f"{name} has no state_dict and load_state_dict"
+        needed = ", ".join(needed_arguments(self.dataset.state_dict))
+        return f"{name}.state_dict needs {needed}, which nobody here knows" if needed else ""
 
     def first_place(self) -> dict[str, Any]:
         """Return the place at the start of an epoch."""
@@ -200,9 +210,9 @@ class StreamSource(IterableDataset[Any]):
             self.dataset.set_epoch(epoch)
         if any(place["read"]) and not self.seekable:
             _log.warning(
-                "%s has no state_dict and load_state_dict: to resume, the %d samples that were read before are read again and "
-                "discarded. With the two methods it would go on where it was.",
-                type(self.dataset).__name__,
+                "%s: to resume, the %d samples that were read before are read again and discarded. With state_dict() and "
+                "load_state_dict(state) it would go on where it was.",
+                self.unseekable,
                 sum(place["read"]),
             )
         # a generator of its own, because starting the workers would draw from the global state
@@ -230,6 +240,16 @@ class StreamSource(IterableDataset[Any]):
             # a copy: a worker pickles it later, when the data set may be elsewhere already
             state = copy.deepcopy(dataset.state_dict()) if self.seekable else None
             yield Chunk(chunk, worker, state, read, ended)
+
+
+def needed_arguments(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the arguments that a call of the function cannot do without."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of functions that are not written in Python
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in optional]
 
 
 def place_after(place: dict[str, Any], chunk: Chunk) -> dict[str, Any]:

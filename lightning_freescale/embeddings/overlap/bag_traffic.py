@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ DECIDING_STEPS = 8
 
 @dataclass(frozen=True)
 class BagBytes:
-    """What crosses between ranks in those steps, ids included, of all ranks.
+    """What crosses between ranks in those steps, ids included, of all ranks; with proxies between nodes alone.
 
     Attributes:
         rows: by the overlap engine: every row that a rank's bags need, once, and back its gradient.
@@ -45,44 +45,61 @@ class BagTraffic:
     A table that is split by rows is pooled by every rank, and each sends all other ranks a row for each of their bags, also
     for those that it has no row of (a reduce-scatter). A table that one rank holds is pooled there.
 
+    Where requests go through proxies, only what crosses between nodes is counted, on both sides: to save that, more travels
+    within the nodes.
+
     Args:
         layout: of the tables.
-        transport: of their messages.
+        transport: of messages between all ranks.
+        far: which ranks are on other nodes, with proxies; empty without.
 
     Attributes:
         total: of the deciding steps, the same on all ranks; None before.
         decided_in: number of the last one's batch.
     """
 
-    def __init__(self, layout: RowLayout, transport: Transport) -> None:
+    def __init__(self, layout: RowLayout, transport: Transport, far: Sequence[bool]) -> None:
         self._transport, self._layout = transport, layout
         self.total: BagBytes | None = None
         self.decided_in = 0
         self._mine, self._steps = BagBytes(0, 0, 0), 0
         last = torch.tensor([[layout.rows_of(rank)] for rank in range(layout.ranks)])
         holds = torch.diff(layout.first_row, append=last) > 0
-        split = holds.sum(dim=0) > 1
-        others = torch.where(split, layout.ranks - 1, (~holds[transport.rank]).long()).tolist()
-        self._senders = [(feature, int(others[table])) for feature, table in layout.features]
+        sends = holds | (holds.sum(dim=0) > 1)
+        self._places = np.array(layout.places)
+        self._others = np.arange(layout.ranks) != transport.rank
+        self._counted = np.array(far, bool) if len(far) else self._others
+        self._senders = [
+            (feature, (sends[:, table].numpy() & self._others).astype(np.int64)) for feature, table in layout.features
+        ]
 
-    def pooled_rows(self, features: KeyedJaggedTensor) -> int:
-        """Return how many pooled rows TorchRec would send to this rank for one lookup."""
+    def pooled_rows(self, features: KeyedJaggedTensor) -> np.ndarray:
+        """Return how many pooled rows TorchRec would send to this rank for one lookup, by the rank that sends them."""
         bags = dict(zip(features.keys(), features.stride_per_key()))
-        return sum(bags.get(feature, 0) * senders for feature, senders in self._senders)
+        none = np.zeros(self._layout.ranks, np.int64)
+        return sum((bags.get(feature, 0) * senders for feature, senders in self._senders), none)
 
     def torchrec_bytes(self, batch: PipelinedBatch) -> int:
         """Return what TorchRec would move for this rank's lookups of a batch."""
-        request, place = batch.request, self._layout.places[self._transport.rank]
-        # an id of 64 bits; a bag's length, its pooled row and back the gradient
-        return 8 * (sum(request.ids) - request.ids[place]) + (4 + 2 * 4 * self._transport.dim) * batch.pooled_rows
+        return self._bytes_from(self._others, batch)
 
-    def count(self, batch: PipelinedBatch) -> None:
-        """Count a step that a rank has a gradient of; after the last deciding one, add up what all ranks have. Collective."""
+    def _bytes_from(self, ranks: np.ndarray, batch: PipelinedBatch) -> int:
+        ids = np.array(batch.request.ids)[self._places]  # by rank
+        # an id of 64 bits; a bag's length, its pooled row and back the gradient
+        per_bag = 4 + 2 * 4 * self._transport.dim
+        return int((8 * ids + per_bag * batch.pooled_rows)[ranks].sum())
+
+    def count(self, batch: PipelinedBatch, rows: int) -> None:
+        """Count a step that a rank has a gradient of; after the last deciding one, add up what all ranks have. Collective.
+
+        Args:
+            batch: of the step.
+            rows: that this rank has fetched for it, see :meth:`Route.crossing_rows`.
+        """
         if self.total is not None:
             return
-        request, place = batch.request, self._layout.places[self._transport.rank]
-        rows = (4 + 2 * 4 * self._transport.dim) * (sum(request.owned) - request.owned[place])
-        self._mine += BagBytes(rows, self.torchrec_bytes(batch), int(batch.lookups != 1))
+        fetched = (4 + 2 * 4 * self._transport.dim) * rows
+        self._mine += BagBytes(fetched, self._bytes_from(self._counted, batch), int(batch.lookups != 1))
         self._steps += 1
         if self._steps == DECIDING_STEPS:
             mine = np.array([batch.pattern, *astuple(self._mine)], np.int64).view(np.int32)

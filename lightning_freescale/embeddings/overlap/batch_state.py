@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
@@ -102,6 +104,8 @@ class PipelinedBatch:
         any_submitted: whether any rank has submitted its ids ahead.
         submitted: whether this rank has.
         all_submitted: whether all have, without error or disagreement.
+        heard: whether all ranks have told what they know of its ids.
+        forward_first: taken by what comes first: the end of the forward before, or that it is to be waited for.
         ended_ranks: ranks that have said that they have no such batch.
         mode: the highest mode of any rank, see :class:`OverlappedCollection`.
         digest: of its features; 0 if none are known.
@@ -115,7 +119,8 @@ class PipelinedBatch:
         gradient_sent: whether its gradients have been handed over.
         lookups: how many the model has made.
         pattern: digest of how many it has made of each collection in the steps before.
-        pooled_rows: pooled rows that TorchRec would have sent to this rank; counted for collections of bags.
+        pooled_rows: pooled rows that TorchRec would have sent to this rank, by the rank that sends them, shape ``[ranks]``;
+            counted for collections of bags, else 0.
     """
 
     number: int
@@ -133,6 +138,8 @@ class PipelinedBatch:
     any_submitted: bool = False
     submitted: bool = False
     all_submitted: bool = False
+    heard: bool = False
+    forward_first: Lock = field(default_factory=Lock)
     ended_ranks: list[int] = field(default_factory=list)
     mode: int = 0
     digest: int = 0
@@ -146,4 +153,4 @@ class PipelinedBatch:
     gradient_sent: bool = False
     lookups: int = 0
     pattern: int = 0
-    pooled_rows: int = 0
+    pooled_rows: np.ndarray | int = 0

@@ -123,7 +123,8 @@ class OverlappedCollection:
         self._settings, self._step = settings, step
         self._refuse_writes()
         self._refuse_uneven_end(step)
-        jobs = self.jobs = StepJobs(self._exchange, self._worker, before, mode, self._moves_without_gradient())
+        moves, beside_others = self._moves_without_gradient(), bool(self.others)
+        jobs = self.jobs = StepJobs(self._exchange, self._worker, before, mode, moves, beside_others)
         if restart and not before.current.updates:
             self._worker.submit(self._exchange.discard_accumulated, jobs.current, jobs.unsent)
         jobs.current.updates, jobs.current.settings = updates, settings
@@ -141,7 +142,7 @@ class OverlappedCollection:
         self.statistics.count(**{kind: 1})
         batch.lookups += 1
         if self._exchange.bag_traffic is not None:
-            batch.pooled_rows += self._exchange.bag_traffic.pooled_rows(features)
+            batch.pooled_rows = batch.pooled_rows + self._exchange.bag_traffic.pooled_rows(features)
         first, batch.looked_up = not batch.looked_up, True
         return NotedLookup(features, index, first, told=jobs.announced is not None)
 

@@ -151,6 +151,11 @@ class OverlapEngine:
                 )
         return ProxyGroups(*mine)
 
+    @property
+    def _nodes_of_proxies(self) -> int:
+        """Number of nodes if requests go through proxies, else 1."""
+        return self._nodes.count if self._two_level and self._nodes is not None else 1
+
     def _layouts(self, collection: Collection, module: Any) -> list[tuple[Collection, RowLayout]]:
         """Return the parts of a collection that are overlapped, each of tables of one width; none if TorchRec has it."""
         if collection.plain_because:
@@ -165,8 +170,8 @@ class OverlapEngine:
         ranks, device = self.tables.group.size(), self.tables.device
         try:
             record = module.freescale_sharding
-            nodes = self._nodes.count if self._two_level and self._nodes is not None else 1
-            return [(each, RowLayout.from_plan(each, record.plan, record.orders, ranks, device, nodes)) for each in parts]
+            where = (record.plan, record.orders, ranks, device, self._nodes_of_proxies)
+            return [(each, RowLayout.from_plan(each, *where)) for each in parts]
         except ValueError as error:
             own = [table.name for table in collection.tables if self.tables.optimizers[table.key].sparse_adam]
             if own:
@@ -242,7 +247,8 @@ class OverlapEngine:
         """Say, before backward, that the model has looked everything up in this step and that no other next ids will be known.
 
         Needed where a collection may be looked up on some ranks only: a rank that waits for rows would wait for one whose
-        backward waits for the first.
+        backward waits for the first. With several collections, next ids that any rank submits after its first lookup travel
+        from here on, and without this call only once backward comes to the embeddings.
         """
         for collection in self.collections.values():
             collection.jobs.end_forward()
@@ -323,6 +329,8 @@ class OverlapEngine:
     def leave_long_bags(self) -> dict[str, str]:
         """Leave the collections to plain TorchRec whose rows are more bytes than their bags, pooled by the rows' owners.
 
+        With ``exchange="two_level"`` those between nodes are compared, else those between ranks.
+
         The first steps with a gradient decide, for good; micro-batches do not count. Collections that TorchRec would not train
         exactly stay: those that are not looked up once by every rank, or beside others that some ranks look up more often;
         those with Adam on CPU; all of them where gradients are clipped. Call it only if every batch is followed by an
@@ -337,7 +345,7 @@ class OverlapEngine:
             if not self._torchrec_may_train(module.collection):
                 continue  # whatever a checkpoint's run has decided, which had another optimizer, or did not clip
             if path not in self.bag_decisions and (found := module.bag_bytes()) is not None:
-                self.bag_decisions[path] = _too_long(found)
+                self.bag_decisions[path] = _too_long(found, self._two_level)
             if self.bag_decisions.get(path):
                 left[path] = self.bag_decisions[path]
         for path in left:
@@ -360,13 +368,16 @@ class OverlapEngine:
             return {}
         parts = [part for module in undecided for part in module.parts]
         counted = {} if any(part.jobs.open for part in parts) else {part.path: part.counted_bags() for part in parts}
-        return {"decisions": dict(self.bag_decisions), "counted": counted, "pattern": self._pattern_so_far()}
+        pattern, nodes = self._pattern_so_far(), self._nodes_of_proxies
+        return {"decisions": dict(self.bag_decisions), "counted": counted, "pattern": pattern, "nodes": nodes}
 
     def restore_bag_state(self, state: Mapping[str, Any]) -> None:
         """Decide as :meth:`leave_long_bags` would where :meth:`bag_state` was called, on as many ranks, before the first step.
 
-        Each rank is given what it has returned there.
+        Each rank is given what it has returned there. What was counted with another ``exchange`` is not used.
         """
+        if state.get("nodes", 1) != self._nodes_of_proxies:
+            return
         self.bag_decisions |= state["decisions"]
         self._pattern = state["pattern"]
         for path, counted in state["counted"].items():
@@ -441,13 +452,14 @@ def _is_two_level(exchange: str, nodes: Nodes | None, dedup: bool) -> bool:
     return True
 
 
-def _too_long(found: BagBytes) -> str:
+def _too_long(found: BagBytes, two_level: bool) -> str:
     """Return why TorchRec should have bags that make such traffic; empty if it should not, or could not exactly."""
     if found.rows <= found.pooled or found.irregular:
         return ""
     rows, pooled = (count // DECIDING_STEPS for count in (found.rows, found.pooled))
+    each, where = ("node", " between nodes") if two_level else ("rank", "")
     return (
-        f"its bags hold so many ids that their rows, each once per rank, and their gradients are {rows} bytes in a step of all "
-        f"ranks, and the bags pooled by the rows' owners, as TorchRec sends them, {pooled}. The fewer bytes decide; an "
-        "EmbeddingCollection whose rows the model pools is overlapped whatever they are"
+        f"its bags hold so many ids that their rows, each once per {each}, and their gradients are {rows} bytes{where} in a "
+        f"step of all ranks, and the bags pooled by the rows' owners, as TorchRec sends them, {pooled}. The fewer bytes "
+        "decide; an EmbeddingCollection whose rows the model pools is overlapped whatever they are"
     )

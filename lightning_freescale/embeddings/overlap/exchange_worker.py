@@ -20,7 +20,7 @@ from lightning_freescale.embeddings.overlap.transport import ExchangeObserver
 class ExchangeWorker(WorkerThread):
     """A worker with a CUDA stream of its own, that ends with the first error.
 
-    Its queue is the agreed order of the exchanges: every rank gives the same three jobs per step in the same order, so no rank
+    Its queue is the agreed order of the exchanges: every rank's jobs exchange the same messages in the same order, so no rank
     has to ask another. One queue for all collections would have to know in which order the model calls them.
 
     Args:

@@ -12,9 +12,9 @@ the gradients that come with A before it reads the rows that go with B, so a row
 
 No sizes travel ahead: A's head tells its own, B's are bounded by what was asked, those of C and D are known from B. The heads
 of A and C tell all ranks of what adds exchanges: a rank whose model first looks up other ids than it had submitted is served
-anew; one that does not know the next ids when it needs the current ones sends them in a message of their own; and one that
-looks up more than it had submitted asks for it in place of C. Its rows were not compared with those of the next batch, so in
-that step all rows count as colliding.
+anew; one that does not know the next ids when it needs the current ones sends them in a message of their own, with several
+collections once its forward has ended; and one that looks up more than it had submitted asks for it in place of that message,
+or of C. Its rows were not compared with those of the next batch, so in that step all rows count as colliding.
 
 Where gradients are clipped by more than their own row, all of them go with C, the owners hold them, and the update waits, and
 with it D, until they are clipped.
@@ -86,10 +86,11 @@ class RowExchange:
         self.path, self.local, self.statistics = path, local, statistics
         self.row_updates = RowUpdates(local)
         common = (local.dim, local.layout.device, statistics, order)
-        self.transport = Transport(group, *common, () if nodes is None else nodes.others(group.rank()))
+        far = [] if nodes is None else nodes.others(group.rank())
+        self.transport = Transport(group, *common, far)
         self.transports = [self.transport]
         self.held = HeldGradients(self.row_updates.kept, local, self.transport)
-        self.bag_traffic = BagTraffic(local.layout, self.transport) if pooled else None
+        self.bag_traffic = BagTraffic(local.layout, self.transport, far if proxies is not None else []) if pooled else None
         self._rank, self._device = self.transport.rank, self.transport.device
         self._place = local.layout.places[self._rank]
         self._handshake = LookupHandshake(path, group, local.layout, dedup)
@@ -99,9 +100,9 @@ class RowExchange:
             self._route = DirectRoute(self.transport, local, self._no_rows)
         else:
             near = Transport(proxies.near, *common)
-            far = Transport(proxies.far, *common, [node != proxies.far.rank() for node in range(nodes.count)])
-            self._route = ProxyRoute(near, far, local, self._no_rows)
-            self.transports += [near, far]
+            between = Transport(proxies.far, *common, [node != proxies.far.rank() for node in range(nodes.count)])
+            self._route = ProxyRoute(near, between, local, self._no_rows)
+            self.transports += [near, between]
         self._batches = 0
         self._collisions = Collisions(local, statistics)
         self._heads: list[Head] = []
@@ -162,10 +163,19 @@ class RowExchange:
         state: NextIds,
         upcoming: Sequence[KeyedJaggedTensor],
         mode: int,
+        looks_up: bool,
     ) -> None:
-        """B: learn which rows of ``following`` are updated before it, and fetch all others."""
+        """B: learn which rows of ``following`` are updated before it, and fetch all others; done once.
+
+        If ranks did not know its ids before, not while this one still looks up (``looks_up``): it is given again after that.
+        """
+        if following.heard:
+            return
         if self._waits_for_ids():
+            if looks_up and following.forward_first.acquire(blocking=False):
+                return
             self._hear_later(following, current, self._handshake.ids_to_send(state, upcoming, mode))
+        following.heard = True
         states = [head.state for head in self._heads]
         agree = len({head.digest for head in self._heads if head.digest}) <= 1
         following.mode = max(head.mode for head in self._heads)
@@ -242,7 +252,7 @@ class RowExchange:
             self.row_updates.take(current, given, gradients, due)
             self._route.give_last(following)
         if self.bag_traffic is not None and current.whole_step and any(head.moves for head in heads):
-            self.bag_traffic.count(current)
+            self.bag_traffic.count(current, self._route.crossing_rows(current.request, current.incoming))
 
     def apply_held(self, current: PipelinedBatch, following: PipelinedBatch) -> None:
         """Update rows by the gradients that are held, and D."""

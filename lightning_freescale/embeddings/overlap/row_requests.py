@@ -208,7 +208,8 @@ def as_output(features: KeyedJaggedTensor, rows: Tensor, layout: RowLayout, with
     """Return what the collection returns: ``rows`` of every id, shape ``[ids, dim]`` in the layout's order, by feature."""
     outputs, start = {}, 0
     for (feature, _), name in zip(layout.features, layout.outputs):
-        jagged = features[feature]
+        # a feature that is alone needs no offsets: on CUDA the host would wait for them
+        jagged: Any = features if len(features.keys()) == 1 else features[feature]
         end = start + jagged.values().numel()
         weights = jagged.values() if with_ids else None
         # a slice would be a view, and a change of it in place would cost autograd a copy

@@ -22,12 +22,15 @@ from lightning_freescale.embeddings.overlap.step_lookups import StepLookups
 class StepJobs:
     """The jobs of one step: announce, prefetch, exchange the colliding rows; every rank gives them in this order.
 
+    With several collections it gives prefetch again when its forward ends, for ids that some rank did not know before.
+
     Args:
         exchange: does them.
         worker: runs them.
         before: the jobs of the step before; None makes a placeholder before the first step, which is not open.
         mode: how this rank comes to know ids; not given to the placeholder.
         moves_without_gradient: whether an update by a gradient of zero would move a row.
+        beside_others: whether the module has other collections, for which ranks may wait in their forward.
 
     Attributes:
         current: the batch of the step.
@@ -48,6 +51,7 @@ class StepJobs:
         before: StepJobs | None = None,
         mode: ModeProposal | None = None,
         moves_without_gradient: bool = False,
+        beside_others: bool = False,
     ) -> None:
         self._exchange, self._worker, self._moves = exchange, worker, moves_without_gradient
         self.current: PipelinedBatch = exchange.new_batch() if before is None else before.following
@@ -64,6 +68,9 @@ class StepJobs:
         self._next_ids: list[KJTSnapshot] | None = None
         self._mode = mode or ModeProposal()
         self._ended = False
+        self._looks_up = beside_others  # until its forward has ended
+        self._prefetch: tuple[Any, ...] | None = None  # given again then
+        self._fetches = False  # whether it has asked or served in this step
         self._held: PipelinedBatch | None = None  # its gradients are kept until they are clipped
 
     # -- the ids of the next batch
@@ -114,11 +121,14 @@ class StepJobs:
             return
         self.following.submitted_ids = self._next_ids
         self.announce(final=True, early=early)
-        job = (self._exchange.prefetch, self.following, self.current, self._state(final=True), self._ids_to_tell())
-        self.prefetched, self._next_ids = self._worker.submit(*job, self._mode_to_tell()), None
+        told = (self._state(final=True), self._ids_to_tell(), self._mode_to_tell())
+        job = (self._exchange.prefetch, self.following, self.current, *told)
+        self.prefetched, self._next_ids = self._worker.submit(*job, self._looks_up), None
+        self._prefetch = job if self._looks_up else None
 
     def fetch_more(self, lookup: FurtherLookup | None = None) -> Future[Any]:
         """Submit that a lookup needs rows which were not submitted ahead; without one, that other ranks may need some."""
+        self._fetches = True
         return self._worker.submit(self._exchange.fetch_more, self.current, lookup)
 
     def announce_in_time(self) -> None:
@@ -138,13 +148,13 @@ class StepJobs:
     def end_forward(self) -> None:
         """Submit what is known once the model has looked everything up: other ranks may wait for it before their backward."""
         if self.open:
-            self.prefetch()
+            self._end_lookups()
             if not self.current.looked_up:
                 self.send_gradient()
 
     def send_gradient(self) -> None:
         """Hand over the gradients that have come; there are no others."""
-        self.prefetch()
+        self._end_lookups()
         batch = self.current
         batch.gradient_sent = True
         self._worker.arrive()
@@ -206,6 +216,18 @@ class StepJobs:
             self._worker.wait(self.updated)
 
     # -- parts of a job
+
+    def _end_lookups(self) -> None:
+        # With several collections a rank tells ids that were late, and hears those of others, no earlier than here. Until then
+        # its n-th wait for further rows gives every collection its n-th message, asking or serving, and none of these waits for
+        # a forward to end. So where all ranks wait, the one that has waited least often has its answers: the others in their
+        # forward have waited as often, and those past it answer any number, with the late ids or the gradients.
+        self._looks_up = False
+        self.prefetch()
+        job, self._prefetch = self._prefetch, None
+        # behind what has been asked or served; else, where the worker has not come to it, the first one will do
+        if job is not None and (self._fetches or not self.following.forward_first.acquire(blocking=False)):
+            self.prefetched = self._worker.submit(*job, self._looks_up)
 
     def _state(self, final: bool) -> NextIds:
         if self._ended:

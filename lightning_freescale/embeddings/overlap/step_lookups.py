@@ -77,8 +77,8 @@ class StepLookups:
 
     @property
     def all_gradients_came(self) -> bool:
-        """Whether backward has come by all that was looked up."""
-        return all(arrival.gradients is not None for arrival in self._arrivals)
+        """Whether backward has come by all that was looked up; by rows that were submitted in vain it never does."""
+        return all(arrival.gradients is not None for arrival in self._arrivals if arrival.features)
 
     def gradient(self, dim: int, none_is_not_zero: bool) -> tuple[Tensor | None, list[KeyedJaggedTensor] | None]:
         """Return the gradients of all ids, shape ``[ids, dim]``, and the lookups they are of if the owners know of others.

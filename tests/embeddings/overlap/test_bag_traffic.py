@@ -31,13 +31,15 @@ class _Place:
         self.rank, self.dim = rank, DIM
 
 
-@pytest.mark.parametrize(("row_wise", "rank", "expected"), [(False, 0, 3 * 1), (False, 2, 3 * 3), (True, 1, 3 * 3 * 3)])
-def test_who_would_send_pooled_rows(row_wise: bool, rank: int, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("row_wise", "rank", "expected"), [(False, 0, [0, 3, 0, 0]), (False, 2, [6, 3, 0, 0]), (True, 1, [9, 0, 9, 9])]
+)
+def test_who_would_send_pooled_rows(row_wise: bool, rank: int, expected: list[int]) -> None:
     """On four ranks; the first table has two features, so the owners of whole tables are ranks 0 and 1."""
     tables = {"first": (ROWS, DIM, ["a", "b"], SUM), "second": (ROWS, DIM, ["c"], SUM)}
     _, (layout,) = layouts_of(EmbeddingBagCollection(tables=configs(tables)), 4, row_wise)
     features = KeyedJaggedTensor(["c", "unused", "a", "b"], torch.arange(12), lengths=torch.ones(12, dtype=torch.int32))
-    assert BagTraffic(layout, _Place(rank)).pooled_rows(features) == expected
+    assert BagTraffic(layout, _Place(rank), []).pooled_rows(features).tolist() == expected
 
 
 def _features(ids_per_bag: int, bags: int) -> KeyedJaggedTensor:
@@ -201,8 +203,38 @@ def test_micro_batches_do_not_count() -> None:
     assert run_distributed(_in_parts, 2) == [[0, 1, 2]] * 2
 
 
-def test_two_levels_decide_as_one() -> None:
-    """All ranks alike, by rows each once per rank."""
-    flat = run_distributed(_left, 4, 100)
-    assert any(any(left) for left, *_ in flat)
-    assert run_distributed(_left, 4, 100, exchange="two_level", ranks_per_node=2) == flat
+TWO_LEVEL = {"exchange": "two_level", "ranks_per_node": 2}
+
+
+def test_two_levels_count_what_crosses_between_nodes() -> None:
+    """One proxy fetches the 400 rows for its node. Of TorchRec both of its ranks would get 4 bags each, for 400 ids."""
+    results = run_distributed(_left, 4, 100, **TWO_LEVEL)
+    (told,) = [reasons["bags"] for reasons in results[0][0] if reasons]
+    assert f"{400 * (8 * DIM + 4)} bytes between nodes in a step" in told
+    assert f"sends them, {2 * (400 * 8 + 4 * (8 * DIM + 4))}" in told
+    assert results == results[:1] * 4, "all ranks alike"
+
+
+def test_rows_that_a_node_shares_are_overlapped_in_two_levels() -> None:
+    """Straight to every rank these are more bytes than the bags; through proxies fewer."""
+    flat = run_distributed(_left, 4, ids_per_bag=2, bags=200)
+    assert [plain for *_, plain in flat] == [["bags"]] * 4
+    by_proxies = run_distributed(_left, 4, ids_per_bag=2, bags=200, **TWO_LEVEL)
+    assert [plain for *_, plain in by_proxies] == [[]] * 4
+
+
+def _counted_by_another(**options: Any) -> list[int]:
+    """The steps that are counted when two have been by the flat exchange."""
+    _, engine = _overlapped(**options)
+    state = engine.bag_state()
+    state["counted"]["bags"]["steps"] = 2
+    steps = []
+    for nodes in (1, 2):
+        engine.restore_bag_state({**state, "nodes": nodes})
+        steps.append(engine.bag_state()["counted"]["bags"]["steps"])
+    engine.close()
+    return steps
+
+
+def test_counts_of_another_exchange_are_no_use() -> None:
+    assert run_distributed(_counted_by_another, 4, **TWO_LEVEL) == [[0, 2]] * 4

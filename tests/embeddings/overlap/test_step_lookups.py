@@ -1,4 +1,4 @@
-"""Lookups of a step that activation checkpointing makes again in backward."""
+"""Lookups of a step: those that activation checkpointing makes again in backward, and when all gradients have come."""
 
 from __future__ import annotations
 
@@ -20,3 +20,14 @@ def test_rows_looked_up_again_may_be_changed_in_place_every_time() -> None:
         again = lookups.made_before(features)
         assert again is not None and again.requires_grad and torch.equal(again, rows)
         again.mul_(2)
+
+
+def test_gradients_are_not_waited_for_of_rows_submitted_in_vain() -> None:
+    features, came = make_features(0), []
+    count = features.values().numel()
+    lookups = StepLookups(take=lambda again: came.append(lookups.all_gradients_came))
+    for asked_for in (True, False):
+        lookups.receive(torch.rand(count, 4), torch.arange(count), [count], asked_for=asked_for)
+    lookups.note(features)
+    lookups.give_out(None, features).sum().backward()
+    assert came == [True]

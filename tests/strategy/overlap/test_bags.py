@@ -13,6 +13,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -305,3 +306,44 @@ def test_the_report_has_what_was_measured_before_all_bags_were_left() -> None:
     one, other = run_distributed(only_bags, 2)
     assert one is not None and one == other, "means over all ranks, which have other numbers of samples"
     assert one.steps == DECIDING_STEPS + 1 and one.rows > 0 and one.non_colliding_bytes > 0
+
+
+def fit_with_target(module: L.LightningModule, loader: Any, resume: str | None = None, **options: Any) -> tuple[Any, list[str]]:
+    """What the autopilot has found in one epoch, and what it tells."""
+    strategy = FreeScaleStrategy(target_bubble_reduction=0.5)
+    with infos() as said:
+        trainer(devices=2, strategy=strategy, **options).fit(module, loader, ckpt_path=resume)
+    return strategy.chosen_settings, [text for text in said if "target_bubble_reduction" in text]
+
+
+def all_left_under_the_autopilot() -> tuple[Any, list[str]]:
+    samples = BagSamples(400)
+    batches = [collate_bags([samples[20 * step + index] for index in range(4)]) for step in range(DECIDING_STEPS + 5)]
+    return fit_with_target(OnlyBags(), DataLoader(batches, batch_size=None))
+
+
+def test_nothing_is_chosen_when_all_bags_were_left() -> None:
+    (found, told), (other, _) = run_distributed(all_left_under_the_autopilot, 2)
+    assert found == other and found["kept"] == {} and found["frozen"]
+    first, last = (text.removeprefix("FreeScaleStrategy(target_bubble_reduction=0.5): ") for text in told)
+    assert first.startswith("chooses split_backward")
+    assert last == "there is nothing to choose from, because no exchange is overlapped any more"
+
+
+def some_left_under_the_autopilot(folder: str) -> list[tuple[Any, list[str]]]:
+    """Of a whole run, and of one that resumes behind the step in which bags were left."""
+    steps = DECIDING_STEPS + 6
+    keep = ModelCheckpoint(folder, every_n_train_steps=DECIDING_STEPS + 3, save_top_k=-1, filename="kept")
+    loader = lambda: bag_loader(steps, longest=60, samples=2)  # noqa: E731
+    whole = fit_with_target(LongBags(), loader(), callbacks=[keep], enable_checkpointing=True)
+    return [whole, fit_with_target(LongBags(), loader(), resume=f"{folder}/kept.ckpt")]
+
+
+def test_the_autopilot_measures_anew_when_bags_are_left(tmp_path: Path) -> None:
+    whole, resumed = zip(*run_distributed(some_left_under_the_autopilot, 2, str(tmp_path)))
+    for found, _ in (*whole, *resumed):
+        assert found["overlapped"] == ["net.embeddings", "weighted"] and not found["frozen"]
+    anew = [text for text in whole[0][1] if "begins anew" in text]
+    # in the batch after the one that was counted last, and each one's numbers begin with 0
+    assert len(anew) == 1 and f"begins anew from step {DECIDING_STEPS + 2} of epoch 0 on" in anew[0]
+    assert not any("begins anew" in text for text in resumed[0][1]), "what it has measured was without these bags"

@@ -1,6 +1,11 @@
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from lightning_freescale.profiling.reporting.page import write_page
 from tests.helpers.documents import PART_NAMES, document
 from tests.helpers.shown_page import LEFT, cells, colour, every, hover, intervals, pixel, plain, words
 
@@ -188,3 +193,14 @@ def test_a_band_shows_the_extremes_of_steps_that_share_a_point(show):
     # the axis ends at 100 %, so that the band goes from 24 to 120 of 120 pixels, around the line at 72
     shown = [pixel(page, "bubble-canvas", 600, y) == colour(page, "band") for y in (15, 30, 100)]
     assert shown == [False, True, True]
+
+
+def test_the_readmes_picture_comes_from_a_page(browser, tmp_path):
+    pixels = pytest.importorskip("PIL.Image")
+    one, other = (document() for _ in range(2))
+    other["run"]["label"] = "another"
+    page, picture = write_page(tmp_path / "report.html", [one, other]), tmp_path / "images" / "picture.png"
+    script = Path(__file__).parents[4] / "scripts" / "picture.py"
+    subprocess.run([sys.executable, str(script), str(page), str(picture)], check=True, timeout=60)
+    with pixels.open(picture) as drawn:
+        assert drawn.width == 1800 and drawn.height > 600 and len(drawn.convert("RGB").getcolors(4096)) > 5

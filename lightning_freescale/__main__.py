@@ -1,0 +1,8 @@
+"""``python -m lightning_freescale``: the same as ``freescale``."""
+
+from __future__ import annotations
+
+from lightning_freescale.command_line.main import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What ``freescale`` does on the command line."""

@@ -1,0 +1,62 @@
+"""``freescale balance``: the samples of every step and rank, for loops that load their data themselves."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from lightning_freescale.balance import BalancedSampler, CostModel
+from lightning_freescale.balance.simulation.lengths import KINDS, read_lengths
+
+
+def run(command: str, arguments: list[str]) -> None:
+    """Do it; exits with 2 and says what is wrong if it cannot."""
+    parser = argparse.ArgumentParser(f"freescale {command}", description=__doc__)
+    add = parser.add_argument
+    add("--lengths", type=Path, required=True, metavar="FILE", help="history lengths: " + KINDS)
+    add("--column", metavar="NAME", help="of a .csv file: a sample is one value of it, its length the number of its rows")
+    add("--ranks", type=int, required=True)
+    add("--batch-size", type=int, required=True, help="samples per rank and step")
+    add(
+        "--assignment-mode",
+        choices=["fixed", "slack", "free"],
+        default="fixed",
+        help="equal counts (default), within limits, or any",
+    )
+    add("--seed", type=int, default=0, help="of the order (default: 0)")
+    add("--epochs", type=int, default=1, help="default: 1")
+    add(
+        "--plan",
+        type=Path,
+        metavar="FILE",
+        help="write a line of JSON for every step: epoch, step, and the samples of each rank",
+    )
+    options = parser.parse_args(arguments)
+    try:
+        costs = CostModel()(read_lengths(options.lengths, options.column))
+        sampler = BalancedSampler(
+            costs,
+            options.batch_size,
+            num_replicas=options.ranks,
+            rank=0,
+            seed=options.seed,
+            assignment_mode=options.assignment_mode,
+        )
+        for epoch in range(options.epochs):
+            sampler.set_epoch(epoch)
+            print(f"epoch {epoch}: {sampler.report()}")
+        if options.plan is not None:
+            _write_plan(sampler, options)
+    except (OSError, ValueError) as error:
+        parser.exit(2, f"{command}: {error}\n")
+
+
+def _write_plan(sampler: BalancedSampler, options: argparse.Namespace) -> None:
+    with options.plan.open("w") as file:
+        for epoch in range(options.epochs):
+            sampler.set_epoch(epoch)
+            for step in range(len(sampler)):
+                ranks = [samples.tolist() for samples in sampler.plan(epoch, step)]
+                file.write(json.dumps({"epoch": epoch, "step": step, "ranks": ranks}) + "\n")
+    print(f"wrote {options.plan}")

@@ -1,0 +1,52 @@
+"""``freescale COMMAND``: finds the command, and leaves the rest of the line to it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+_COMMANDS = {
+    "fit": ("train", "train a model from a config"),
+    "validate": ("train", "validate one"),
+    "test": ("train", "test one"),
+    "predict": ("train", "predict with one"),
+    "simulate": ("simulate", "predict what balancing brings, from history lengths"),
+    "balance": ("balance", "assign the samples of every step to ranks, for a loop of your own"),
+    "profile": ("profile", "show bubble reports, compare them, make a page of them"),
+    "consolidate": ("consolidate", "take the weights out of a checkpoint, for the plain module"),
+}
+_PACKAGES = ("lightning-freescale", "lightning", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu")
+_EXAMPLE = "example: freescale simulate --lengths lengths.txt --ranks 8,64,256 --batch-size 32"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; exits with 2 and says what is wrong if it cannot."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if not given or given[0] in ("-h", "--help"):
+        print(_help())
+    elif given[0] == "--version":
+        print("\n".join(f"{name} {installed}" for name in _PACKAGES if (installed := _version(name))))
+    elif given[0] in _COMMANDS:
+        room, _ = _COMMANDS[given[0]]
+        run: Callable[[str, list[str]], None] = import_module(f"lightning_freescale.command_line.{room}").run
+        run(given[0], given[1:])
+    else:
+        near = get_close_matches(given[0], _COMMANDS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f": choose from {', '.join(_COMMANDS)}"
+        print(f"freescale: there is no command {given[0]!r}{hint}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def _help() -> str:
+    commands = "\n".join(f"  {name:<12} {text}" for name, (_, text) in _COMMANDS.items())
+    return f"usage: freescale COMMAND ... | --version\n\n{commands}\n\nfreescale COMMAND --help tells its options\n{_EXAMPLE}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,95 @@
+"""``freescale fit``, ``validate``, ``test`` and ``predict``: Lightning's command line with this package's strategy and data."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sys
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from lightning_freescale._lightning.loops import LightningDataModule, LightningModule
+
+
+def run(command: str, arguments: list[str]) -> None:
+    """Do it; exits with 2 and says what is wrong if it cannot."""
+    try:
+        from jsonargparse import ActionConfigFile
+
+        from lightning_freescale._lightning.cli import LightningArgumentParser, LightningCLI
+    except ImportError as error:
+        raise SystemExit(f"freescale {command}: {error}. Run pip install 'lightning-freescale[cli]'") from error
+
+    class Parser(LightningArgumentParser):
+        def error(self, message: str, ex: Exception | None = None) -> Any:
+            super().error(message + _nearest(message, self), ex)
+
+    class FreeScaleCLI(LightningCLI):
+        def init_parser(self, **options: Any) -> LightningArgumentParser:
+            parser = Parser(**options)
+            parser.add_argument("-c", "--config", action=ActionConfigFile, help="a configuration file in YAML")
+            return parser
+
+    sys.path.insert(0, os.getcwd())  # where the user's own classes are
+    sys.argv = [sys.argv[0], command, *arguments]  # which Lightning reads, also to start the other ranks
+    FreeScaleCLI(
+        LightningModule,
+        LightningDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        trainer_defaults={"strategy": "freescale"},
+        # without a logger it goes into this folder, where the user's own may be called config.yaml
+        save_config_kwargs={"config_filename": "run_config.yaml", "overwrite": True},
+    )
+
+
+def _nearest(message: str, parser: Any) -> str:
+    """Say which option may have been meant where one is not accepted; empty if nothing is near."""
+    refused = re.search(r"[Oo]ption '([^']+)'", message) or re.search(r"[Uu]nrecognized arguments: --(\S+)", message)
+    if refused is None:
+        return ""
+    parsers = [parser, *(each for action in parser._actions for each in getattr(action, "_name_parser_map", {}).values())]
+    known = {part for each in parsers for action in each._actions for part in action.dest.split(".")}
+    text = _given_text()
+    for path in re.findall(r"class_path['\"]?[:=]\s*['\"]?([\w.]+)", text):
+        known |= _parameters(path)
+    given = set(re.findall(r"(\w+)['\"]?:", text))  # hardly what was meant
+    for part in refused[1].partition("=")[0].split("."):
+        if part not in known and (near := get_close_matches(part, known - given, 1) or get_close_matches(part, known, 1)):
+            return f"; did you mean {near[0]!r}?"
+    return ""
+
+
+def _given_text() -> str:
+    """The command line, and the configs that it names."""
+    words = [word for argument in sys.argv[1:] for word in argument.split("=", 1)]
+    files = [word for word in words if word.endswith((".yaml", ".yml", ".json")) and os.path.isfile(word)]
+    return "\n".join([*sys.argv[1:], *(Path(file).read_text() for file in files)])
+
+
+def _parameters(path: str) -> set[str]:
+    """What the class or function of this path takes, and what it passes on to its bases."""
+    module, _, name = path.rpartition(".")
+    while module:
+        try:
+            found: Any = import_module(module)
+            break
+        except ImportError:
+            module, _, before = module.rpartition(".")
+            name = f"{before}.{name}"
+    else:
+        return set()
+    owner = found
+    for part in name.split("."):
+        owner, found = found, getattr(found, part, None)
+    makers: list[Any] = [found] if callable(found) else []
+    for each in (found, owner):
+        makers += (
+            [vars(base)["__init__"] for base in inspect.getmro(each)[:-1] if "__init__" in vars(base)]
+            if inspect.isclass(each)
+            else []
+        )
+    return {parameter for maker in makers for parameter in inspect.signature(maker).parameters}

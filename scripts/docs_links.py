@@ -1,0 +1,45 @@
+"""Hook of MkDocs: links of docs/ that lead out of it, to a file of the repository, lead to a copy of that file on the site.
+
+So pages keep the links that work where the repository is looked at.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from posixpath import dirname, relpath
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[1]
+_COPIES = "repository"
+_LINK = re.compile(r"(?<=\]\()[^)\s#:]+(?=[)#])")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add what the pages link to."""
+    for page in list(files.documentation_pages()):
+        for link in _LINK.findall(Path(page.abs_src_path).read_text()):
+            path = _outside(page, link)
+            if path is not None and files.get_file_from_path(f"{_COPIES}/{path}") is None:
+                files.append(File.generated(config, f"{_COPIES}/{path}", abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Turn the links around."""
+
+    def to_copy(found: re.Match[str]) -> str:
+        path = _outside(page.file, found[0])
+        return found[0] if path is None else relpath(f"{_COPIES}/{path}", dirname(page.file.src_uri) or ".")
+
+    return _LINK.sub(to_copy, markdown)
+
+
+def _outside(page: Any, link: str) -> str | None:
+    """The path in the repository of a file that ``link`` leads to; None if it is in docs/ or is not there."""
+    path = Path(os.path.normpath(Path(page.abs_src_path).parent / link))
+    inside = path.is_relative_to(ROOT / "docs") or not path.is_relative_to(ROOT)
+    return None if inside or not path.is_file() else str(path.relative_to(ROOT))

@@ -1,0 +1,252 @@
+"""Histories in Parquet files: the batches of from_interactions, and no more row groups read or held than were asked for."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from lightning_freescale import FreeScaleDataModule
+from lightning_freescale.balance import BlockShuffle
+from lightning_freescale.data import ParquetHistories
+from lightning_freescale.testing import run_distributed
+
+USERS, FILES, ROWS = 960, 4, 20
+ROW_GROUPS, WINDOW = USERS // ROWS, 4
+DRAW = np.random.RandomState(0)
+LENGTHS = DRAW.randint(0, 25, USERS)
+LENGTHS[:3] = 0
+OFFSETS = np.append(0, np.cumsum(LENGTHS))
+ITEMS = DRAW.randint(0, 7, OFFSETS[-1])
+TIMES = np.concatenate([np.sort(DRAW.randint(0, 10**6, length)) for length in LENGTHS])
+IDS = 10_000 + np.arange(USERS)
+
+
+def _lists(values: np.ndarray, first: int = 0, end: int = USERS, kind: Any = pa.ListArray) -> Any:
+    offsets = OFFSETS[first : end + 1] - OFFSETS[first]
+    return kind.from_arrays(
+        offsets.astype(np.int32 if kind is pa.ListArray else np.int64), values[OFFSETS[first] : OFFSETS[end]]
+    )
+
+
+def _table(first: int = 0, end: int = USERS, **columns: Any) -> pa.Table:
+    whole = {"user": IDS[first:end], "item": _lists(ITEMS, first, end), "time": _lists(TIMES, first, end, pa.LargeListArray)}
+    return pa.table({"label": np.zeros(end - first), **whole, **columns})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("histories")
+    for part, first in enumerate(range(0, USERS, USERS // FILES)):
+        pq.write_table(_table(first, first + USERS // FILES), path / f"{part}.parquet", row_group_size=ROWS)
+    return path
+
+
+def _data(folder: Path, **options: Any) -> FreeScaleDataModule:
+    return FreeScaleDataModule.from_parquet(folder / "*.parquet", **{"batch_size": 8, "row_group_window": WINDOW, **options})
+
+
+def _same(one: Any, other: Any) -> None:
+    for name in ("time", "target", "user"):
+        torch.testing.assert_close(one[name], other[name], rtol=0, atol=0)
+    torch.testing.assert_close(one["features"].lengths(), other["features"].lengths(), rtol=0, atol=0)
+    torch.testing.assert_close(one["features"].values(), other["features"].values(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("max_length", [None, 5])
+def test_batches_are_those_of_interactions(folder: Path, max_length: int | None) -> None:
+    flat = pa.table({"user": np.repeat(IDS, LENGTHS), "item": ITEMS, "time": TIMES})
+    options: dict[str, Any] = {"shuffle": False, "max_length": max_length}
+    expected = FreeScaleDataModule.from_interactions(flat, ties="keep", batch_size=8, **options)
+    data = _data(folder, **options)
+    np.testing.assert_array_equal(data.train.lengths, expected.train.lengths)
+    for name in ("train", "val", "test", "predict"):
+        mine, theirs = (list(getattr(module, f"{name}_dataloader")()) for module in (data, expected))
+        assert len(mine) == len(theirs) > 50
+        for one, other in zip(mine, theirs):
+            _same(one, other)
+
+
+def _epochs(data: FreeScaleDataModule, rank: int, ranks: int) -> list[list[list[int]]]:
+    sampler = data.sampler(rank, ranks)
+    epochs = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        epochs.append(list(sampler))
+    return epochs
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_an_epoch_reads_every_row_group_once_and_holds_a_window(folder: Path, ranks: int) -> None:
+    for rank in range(ranks):
+        data = _data(folder)
+        dataset: Any = data.train.dataset
+        for epoch, batches in enumerate(_epochs(data, rank, ranks), 1):
+            for indices in batches:
+                samples = dataset.__getitems__(indices)
+                assert [sample["user"] for sample in samples] == IDS[dataset.users[indices]].tolist()
+                assert sum(map(dataset.histories.holds, range(ROW_GROUPS))) <= WINDOW
+            # those of the window that the epoch before has ended with may still be there
+            assert (ROW_GROUPS - WINDOW) * epoch < dataset.histories.reads <= ROW_GROUPS * epoch
+
+
+def test_shuffled_all_over_would_read_many_times_as_much(folder: Path) -> None:
+    data = _data(folder)
+    dataset: Any = data.train.dataset
+    sampler = FreeScaleDataModule(dataset, data.train.lengths, 8).sampler(0, 1)
+    for indices in sampler:
+        dataset.__getitems__(indices)
+    assert dataset.histories.reads > 8 * ROW_GROUPS
+
+
+def test_every_history_once_per_epoch_and_in_another_order(folder: Path) -> None:
+    ranks = [_epochs(_data(folder), rank, 3) for rank in range(3)]
+    kept = int((LENGTHS >= 4).sum())
+    epochs = [[index for rank in ranks for step in rank[epoch] for index in step] for epoch in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(kept))
+    assert epochs[0] != epochs[1]
+
+
+def test_workers_load_the_same(folder: Path) -> None:
+    alone, workers = (_data(folder, num_workers=number).train_dataloader() for number in (0, 2))
+    for one, other in zip(alone, workers, strict=True):
+        _same(one, other)
+
+
+def test_goes_on_inside_an_epoch_on_other_ranks(folder: Path) -> None:
+    seen = [index for rank in range(2) for step in _epochs(_data(folder), rank, 2)[1][:5] for index in step]
+    first, rest = _data(folder), _data(folder)
+    first.train.resumed_sampler(0, 2, 1)
+    state = first.train.state_dict(1, 5, 2)
+    left = []
+    for rank in range(3):
+        rest.train.load_state_dict(state, rank, 3)
+        left += [index for step in rest.train.resumed_sampler(rank, 3, 1) for index in step]
+    assert sorted(seen + left) == list(range(len(rest.train.dataset)))
+    for other in (_data(folder, row_group_window=5), _data(folder, shuffle=False)):
+        with pytest.raises(ValueError, match=r"with shuffle=BlockShuffle\(window=4\) of blocks \w+, this run has shuffle="):
+            other.train.load_state_dict(state, 0, 2)
+
+
+def test_lengths_come_from_the_smaller_column_alone(tmp_path: Path) -> None:
+    """The values of the other may be anything then."""
+    path = tmp_path / "histories.parquet"
+    pq.write_table(_table(item=_lists(np.zeros_like(ITEMS))), path, row_group_size=ROWS, compression="none")
+    asked: list[Any] = []
+
+    class Watched(ParquetHistories):
+        def _column(self, number: int, name: str) -> Any:
+            asked.append(name)
+            return super()._column(number, name)
+
+    histories = Watched(str(path))
+    np.testing.assert_array_equal(histories.lengths, LENGTHS)
+    assert asked == ["item"] * ROW_GROUPS
+    assert histories.reads == 0
+
+
+def test_a_copy_for_another_process_holds_nothing(folder: Path) -> None:
+    histories = ParquetHistories([folder / "1.parquet", folder / "0.parquet"])
+    assert histories.user_ids[3] == IDS[3]
+    assert histories.holds(0)
+    other = pickle.loads(pickle.dumps(histories))
+    assert not other.holds(0)
+    assert other.user_ids[300] == IDS[300]
+
+
+def _swapped() -> np.ndarray:
+    times, where = TIMES.copy(), OFFSETS[25]
+    times[where : where + 2] = [7, 6]
+    return times
+
+
+def _read_two_row_groups(path: Path) -> None:
+    histories = ParquetHistories(path)
+    histories.row_group(0)
+    histories.row_group(1)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (lambda: {"item": pa.array([[1]] * USERS)}, r"column 'time' of row group 0 of .*: row 0 has another number of values"),
+        (lambda: {"time": _lists(_swapped())}, r"column 'time' of row group 1 of .*: row 5 goes back in time: sort"),
+        (lambda: {"item": _lists(ITEMS.astype(float))}, r"column 'item' of row group 0 of .* holds double, not integers"),
+        (lambda: {"item": IDS}, r"column 'item' of .* holds int64, not lists: .* there is from_interactions"),
+        (lambda: {"user": pa.array([None, *IDS[1:]])}, r"column 'user' of row group 0 of .* has 1 missing values"),
+        (lambda: {"item": pa.array([None] * USERS, pa.list_(pa.int64()))}, r"column 'item' of .* has 20 missing values"),
+    ],
+)
+def test_what_does_not_fit_is_named(columns: Callable[[], dict[str, Any]], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "histories.parquet"
+    pq.write_table(_table(**columns()), path, row_group_size=ROWS)
+    with pytest.raises(ValueError, match=message):
+        _read_two_row_groups(path)
+
+
+def test_missing_files_and_columns(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no Parquet file is at .*absent.*: pass a path, or a pattern"):
+        ParquetHistories(tmp_path / "absent*.parquet")
+    with pytest.raises(ValueError, match=r"0.parquet has no column 'when', only"):
+        ParquetHistories(folder / "0.parquet", time="when")
+    (tmp_path / "cut.parquet").write_bytes((folder / "0.parquet").read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"cut.parquet cannot be read"):
+        ParquetHistories(tmp_path / "cut.parquet")
+    pq.write_table(_table(0, 0), tmp_path / "none.parquet")
+    with pytest.raises(ValueError, match=r"none.parquet holds no history"):
+        ParquetHistories(tmp_path / "none.parquet")
+    with pytest.raises(ValueError, match="held_row_groups=0: pass"):
+        ParquetHistories(folder / "0.parquet", held_row_groups=0)
+    pq.write_table(_table(0, 3), tmp_path / "short.parquet")
+    with pytest.raises(ValueError, match=r"no user of .*short.parquet has 4 interactions or more"):
+        FreeScaleDataModule.from_parquet(tmp_path / "short.parquet")
+
+
+def test_blocks_of_another_data_set() -> None:
+    with pytest.raises(ValueError, match=r"BlockShuffle\(sizes=...\) has 5 samples in all, the data set 4"):
+        FreeScaleDataModule(range(4), [1] * 4, shuffle=BlockShuffle([2, 3])).sampler(0, 1)
+
+
+class _NextItem(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.items, self.head, self.losses = torch.nn.Embedding(7, 4), torch.nn.Linear(4, 7), []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        found = self.head(self.items(batch["features"].values()))
+        loss = torch.nn.functional.cross_entropy(found, batch["target"])
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _fit(folder: str, workers: int) -> tuple[list[float], int]:
+    options = {"num_workers": workers, "persistent_workers": False}
+    model, data = _NextItem(), _data(Path(folder), **options)
+    trainer = L.Trainer(
+        strategy="freescale", accelerator="cpu", devices=2, max_epochs=2, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(model, data)
+    dataset: Any = data.train.dataset
+    return model.losses, dataset.histories.reads
+
+
+def test_two_ranks_train_on_files(folder: Path) -> None:
+    """Both take part in every step, and learn; what workers load is the same."""
+    (one, reads), (other, _) = run_distributed(_fit, 2, str(folder), 0)
+    assert len(one) == len(other) == 2 * -(-int((LENGTHS >= 4).sum()) // 16)
+    assert np.mean(one[-20:]) < np.mean(one[:20])
+    assert ROW_GROUPS < reads <= 2 * ROW_GROUPS
+    assert [losses for losses, _ in run_distributed(_fit, 2, str(folder), 1)] == [one, other]

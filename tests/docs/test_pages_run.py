@@ -1,0 +1,71 @@
+"""Every block of the pages that teach is run as it stands: titled ones are saved, commands run, other Python runs as a script.
+
+Text that stands behind a command is what it prints, up to figures and to how lines are broken.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import DOCS, ROOT, RUN, blocks
+
+LANGUAGES = {"python", "bash", "text", "sbatch"}
+"""An sbatch file is saved and not run: there is no SLURM here."""
+
+
+def _run(command: list[str], folder: Path) -> str:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    quiet = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": path, "COLUMNS": "200"}
+    found = subprocess.run(command, cwd=folder, env=os.environ | quiet, capture_output=True, text=True, timeout=200)
+    assert found.returncode == 0, f"{command}: {found.stdout[-2000:]}\n{found.stderr[-4000:]}"
+    return f"{found.stdout}\n{found.stderr}"
+
+
+def _follow(page: Path, folder: Path) -> None:
+    """Save and run block after block; the files of the quick start lie there already."""
+    for block in blocks(DOCS / "quick_start.md"):
+        if block.title:
+            (folder / block.title).write_text(block.text)
+    printed = ""
+    for number, block in enumerate(blocks(page)):
+        assert block.language in LANGUAGES, f"{page.name}: nobody runs a block of {block.language!r}"
+        if block.title:
+            (folder / block.title).write_text(block.text)
+        elif block.language == "python":
+            (folder / f"block_{number}.py").write_text(block.text)
+            printed = _run([sys.executable, f"block_{number}.py"], folder)
+        elif block.language == "bash":
+            printed = _run(["bash", "-euo", "pipefail", "-c", block.text], folder)
+        elif block.language == "text":
+            assert _unsaid(block.text, printed) == [], f"{page.name}: not printed any more:\n{printed[-6000:]}"
+
+
+def _unsaid(shown: str, printed: str) -> list[str]:
+    """The beginnings, up to the first figure, of the lines of a page that were not printed, be it behind a progress bar."""
+    beginnings = [re.split(r"\s*-?\d", line)[0] for line in shown.splitlines() if not line.startswith("  ")]
+    return [beginning for beginning in beginnings if beginning not in printed]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
+def test_a_reader_who_pastes_every_block_gets_what_the_page_says(page: Path, tmp_path: Path) -> None:
+    _follow(page, tmp_path)
+
+
+def test_what_is_not_printed_is_noticed() -> None:
+    printed = "bubble b = 31.0%: removing it all\nrank 0  12.0%\n"
+    assert _unsaid("bubble b = 37.8%: removing\n  broken otherwise\nrank 0  50%", printed) == []
+    assert _unsaid("bubbles 37.8%\nrank 0", printed) == ["bubbles"]
+
+
+def test_a_block_that_fails_is_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text('```python title="raises.py"\nraise ValueError("no")\n```\n\n```bash\npython raises.py\n```\n')
+    with pytest.raises(AssertionError, match="ValueError: no"):
+        _follow(page, tmp_path)
