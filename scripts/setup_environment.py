@@ -1,6 +1,7 @@
 """Make a virtual environment that runs the project: ``python3 scripts/setup_environment.py .venv``.
 
-A second argument chooses torch by the extra of pyproject.toml that has its set: ``torch213`` (the default) or ``torch214``.
+A second argument, ``torch213`` (the default) or ``torch214``, chooses torch, and the FBGEMM and TorchRec that fit it: the extra of
+that name in pyproject.toml.
 
 TorchRec asks for FBGEMM's CUDA build and for an old torchmetrics, and FBGEMM's CUDA and CPU builds write the same folder. So
 without a CUDA GPU the CPU build goes first and TorchRec follows without its dependencies; with one, pip resolves everything.
@@ -27,6 +28,9 @@ def main(folder: Path, torch_extra: str) -> None:
     extras = (*EXTRAS, torch_extra)
     if not (3, 10) <= sys.version_info[:2] <= (3, 13):
         sys.exit(f"Python {sys.version.split()[0]} does not fit: use 3.10 to 3.13, for example make setup PYTHON=python3.11")
+    sets = re.findall(r"^(torch\d+) = ", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    if torch_extra not in sets:
+        sys.exit(f"{torch_extra!r} chooses no torch: pass {' or '.join(sets)}, for example make setup TORCH={sets[0]}")
     venv.create(folder, with_pip=True, clear=True)
     python = folder / "bin" / "python"
     if _has_cuda_gpu():
@@ -45,8 +49,6 @@ def _install_for_cpu(python: Path, extras: tuple[str, ...]) -> None:
     _pip(python, "--no-deps", "-e", str(ROOT))
     ours = _requirements(python, "lightning-freescale", extras)
     torch, fbgemm, torchrec = ([r for r in ours if _name(r) == name] for name in SET)
-    if len(torch) < 2:
-        sys.exit(f"{extras[-1]!r} is no extra of pyproject.toml that asks for a torch: pass torch213 or torch214")
     _pip(python, *torch)
     _pip(python, *(r.replace("fbgemm-gpu", "fbgemm-gpu-cpu") for r in fbgemm))
     _pip(python, "--no-deps", *torchrec)

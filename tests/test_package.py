@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,24 @@ def test_for_another_torch_all_three_are_installed_anew(tmp_path: Path) -> None:
     )
     assert _ordered(cuda, f"pip uninstall -y torch {uninstall.removeprefix('pip uninstall -y ')}")
     assert f"pip install torch=={newest} fbgemm-gpu=={fbgemm} torchrec=={torchrec}" in cuda
+
+
+def test_what_is_installed_here_is_one_of_the_sets() -> None:
+    """The tests run on the set they find; a mixture would fail far from its cause."""
+    found = {one.metadata["Name"].replace("_", "-"): ".".join(one.version.split(".")[:2]) for one in distributions()}
+    fitting = [".".join(release.split(".")[:2]) for release in FITTING[found["torch"]]]
+    assert {"fbgemm-gpu", "fbgemm-gpu-cpu"} & set(found)
+    assert {found.get("fbgemm-gpu", fitting[1]), found.get("fbgemm-gpu-cpu", fitting[1])} == {fitting[1]}
+    assert found["torchrec"] == fitting[2]
+
+
+def test_setup_refuses_a_torch_it_has_no_set_for_and_leaves_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "kept").touch()
+    script = ROOT / "scripts" / "setup_environment.py"
+    done = subprocess.run([sys.executable, script, tmp_path, "torch199"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "'torch199' chooses no torch: pass torch213 or torch214" in done.stderr
+    assert (tmp_path / "kept").exists()
 
 
 def test_the_releases_that_fit_together_are_those_asked_for() -> None:

@@ -10,6 +10,7 @@ import yaml
 from packaging.requirements import Requirement
 
 import lightning_freescale
+from lightning_freescale._torchrec import FITTING
 from tests.helpers.requirements import requirements_in_pyproject
 
 ROOT = Path(__file__).parents[1]
@@ -57,10 +58,15 @@ def test_nothing_is_published_that_was_not_checked() -> None:
     assert at == sorted(at)
 
 
-def test_every_python_that_is_promised_is_tested() -> None:
-    rows = _yaml(ROOT / ".github" / "workflows" / "tests.yml")["jobs"]["test"]["strategy"]["matrix"]["include"]
-    assert [row["python"] for row in rows if row["dependencies"] == "newest"] == ["3.10", "3.11", "3.12", "3.13"]
-    assert [row["python"] for row in rows if row["dependencies"] == "oldest"] == ["3.10"]
+def test_every_python_that_is_promised_is_tested_with_every_torch() -> None:
+    test = _yaml(ROOT / ".github" / "workflows" / "tests.yml")["jobs"]["test"]
+    rows = test["strategy"]["matrix"]["include"]
+    pythons, extras = ["3.10", "3.11", "3.12", "3.13"], [f"torch{minor.replace('.', '')}" for minor in FITTING]
+    newest = [(row["python"], row["torch"]) for row in rows if row["dependencies"] == "newest"]
+    assert sorted(newest) == [(python, extra) for python in pythons for extra in extras]
+    oldest = [(row["python"], row["torch"]) for row in rows if row["dependencies"] == "oldest"]
+    assert oldest == [(pythons[0], extras[0])]
+    assert test["steps"][-1]["run"] == "make test-fast PYTHON=python TORCH=${{ matrix.torch }}"
     assert 'requires-python = ">=3.10,<3.14"' in (ROOT / "pyproject.toml").read_text()
 
 
