@@ -1,7 +1,7 @@
 """Make a virtual environment that runs the project: ``python3 scripts/setup_environment.py .venv``.
 
-A second argument, ``torch213`` (the default) or ``torch214``, chooses torch, and the FBGEMM and TorchRec that fit it: the extra of
-that name in pyproject.toml.
+A second argument, ``torch213`` (the default) or ``torch214``, chooses torch, and the FBGEMM and TorchRec that fit it: the extra
+of that name in pyproject.toml.
 
 TorchRec asks for FBGEMM's CUDA build and for an old torchmetrics, and FBGEMM's CUDA and CPU builds write the same folder. So
 without a CUDA GPU the CPU build goes first and TorchRec follows without its dependencies; with one, pip resolves everything.
