@@ -1,4 +1,5 @@
 PYTHON ?= python3
+TORCH ?= torch213
 BIN := .venv/bin
 export OMP_NUM_THREADS = 1
 NUMBERS := $(addprefix tests/,balance checkpoint data embeddings parity strategy/overlap)
@@ -9,7 +10,7 @@ THIRD_PARTY := tests/parity/third_party
 setup: .venv/.ready
 
 .venv/.ready: pyproject.toml scripts/setup_environment.py
-	$(PYTHON) scripts/setup_environment.py .venv
+	$(PYTHON) scripts/setup_environment.py .venv $(TORCH)
 	touch $@
 
 demo: setup

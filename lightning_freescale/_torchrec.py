@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-FITTING = {"2.13": ("2.13.0", "1.8.0", "1.8.0")}
+FITTING = {"2.13": ("2.13.0", "1.8.0", "1.8.0"), "2.14": ("2.14.1", "1.9.0", "1.9.2")}
 """By torch's minor version, oldest first: releases of torch, FBGEMM and TorchRec that fit together. No metadata says so."""
 
 
@@ -24,27 +24,33 @@ def require_torchrec() -> None:
             f"this needs TorchRec, which does not load here ({cause}). Installed: {_installed()}. pip brings FBGEMM's build "
             "for CUDA, fbgemm-gpu, which needs torch's build for CUDA and a driver; the build for the CPU, fbgemm-gpu-cpu, is "
             "written into the same folder, and both are for one minor version of torch. "
-            + _commands(has_torchrec=isinstance(error, OSError))
+            + _commands(all_found=not isinstance(error, ImportError))
         ) from error
 
 
 def _installed() -> str:
-    found = [f"torch {torch.__version__}"]
-    for package in ("torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"):
-        try:
-            found.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            found.append(f"no {package}")
-    return ", ".join(found)
+    found = {package: _release(package) for package in ("torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu")}
+    return f"torch {torch.__version__}, " + ", ".join(f"{name} {got}" if got else f"no {name}" for name, got in found.items())
 
 
-def _commands(has_torchrec: bool) -> str:
-    """What to run; without a GPU a TorchRec that is there is left alone, for pip would bring FBGEMM for CUDA with it."""
-    minor = ".".join(torch.__version__.split(".")[:2])
-    fits = minor in FITTING
-    torch_release, fbgemm, torchrec = FITTING[minor if fits else max(FITTING, key=list(FITTING).index)]
-    another_torch = [] if fits else [f"torch=={torch_release}"]
-    first = another_torch + ([] if has_torchrec else [f"torchrec=={torchrec}"])
+def _release(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _minor(release: str) -> str:
+    return ".".join(release.split(".")[:2])
+
+
+def _commands(all_found: bool) -> str:
+    """What to run; without a GPU a TorchRec that fits is left alone, for pip would bring FBGEMM for CUDA with it."""
+    fits = _minor(torch.__version__) in FITTING
+    torch_release, fbgemm, torchrec = FITTING[_minor(torch.__version__)] if fits else list(FITTING.values())[-1]
+    first = [] if fits else [f"torch=={torch_release}"]
+    if not all_found or _minor(_release("torchrec")) != _minor(torchrec):
+        first.append(f"torchrec=={torchrec}")
     without_gpu = [f"pip install {' '.join(first)}"] if first else []
     without_gpu += ["pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu", f"pip install fbgemm-gpu-cpu=={fbgemm}"]
     torch_for_cuda = [] if fits and torch.version.cuda else [f"torch=={torch_release}"]

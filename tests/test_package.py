@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import ast
 import io
 import os
 import runpy
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from importlib.metadata import distributions
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from packaging.requirements import Requirement
 
 import lightning_freescale
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale._torchrec import FITTING
 from lightning_freescale.data import collate_histories
 from lightning_freescale.testing import run_distributed
+from tests.helpers.requirements import requirements_in_pyproject
 
 ROOT = Path(__file__).parents[1]
 
@@ -76,14 +77,15 @@ except OSError as error:
 MISMATCHED = "raise AttributeError(\"'_OpNamespace' 'fbgemm' object has no attribute 'jagged_2d_to_dense'\")"
 
 
-def _told_of(fbgemm: str, folder: Path, torch: str, cuda: str | None) -> str:
-    """What ``require_torchrec`` says where importing FBGEMM runs ``fbgemm``, beside that torch, built for that CUDA."""
+def _told_of(fbgemm: str, folder: Path, torch: str, cuda: str | None, torchrec: str = "1.8.0") -> str:
+    """What ``require_torchrec`` says where importing FBGEMM 1.8.0 runs ``fbgemm``, beside that torch, built for that CUDA."""
     for package, text in (("fbgemm_gpu", fbgemm), ("torchrec", "import fbgemm_gpu")):
         (folder / package).mkdir()
         (folder / package / "__init__.py").write_text(text)
-    metadata = folder / "fbgemm_gpu-1.8.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: fbgemm_gpu\nVersion: 1.8.0\n")
+    for package, release in (("fbgemm_gpu", "1.8.0"), ("torchrec", torchrec)):
+        metadata = folder / f"{package}-{release}.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {release}\n")
     return _python(
         f"import sys, torch; sys.path.insert(0, {str(folder)!r})\n"
         f"torch.__version__, torch.version.cuda = {torch!r}, {cuda!r}\n"
@@ -114,11 +116,16 @@ def test_a_torch_for_cuda_is_left_as_it_is(tmp_path: Path) -> None:
     assert _ordered(told, "pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu", "pip install fbgemm-gpu==1.8.0 torchrec==1.8.0")
 
 
-def test_what_does_not_fit_together_is_installed_anew(tmp_path: Path) -> None:
-    told = _told_of(MISMATCHED, tmp_path, "2.13.0+cpu", None)
+@pytest.mark.parametrize(
+    ("torch", "torchrec", "fitting"),
+    [("2.13.0+cpu", "1.9.2", ("1.8.0", "1.8.0")), ("2.14.1+cu130", "1.8.0", ("1.9.0", "1.9.2"))],
+)
+def test_what_does_not_fit_together_is_installed_anew(torch: str, torchrec: str, fitting: Any, tmp_path: Path) -> None:
+    told = _told_of(MISMATCHED, tmp_path, torch, None, torchrec)
     assert "jagged_2d_to_dense" in told
-    install = ("pip install torchrec==1.8.0", "pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu", "pip install fbgemm-gpu-cpu==1.8.0")
-    assert _ordered(told, *install)
+    fbgemm, torchrec = fitting
+    uninstall = "pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu"
+    assert _ordered(told, f"pip install torchrec=={torchrec}", uninstall, f"pip install fbgemm-gpu-cpu=={fbgemm}")
 
 
 def test_for_another_torch_all_three_are_installed_anew(tmp_path: Path) -> None:
@@ -126,18 +133,39 @@ def test_for_another_torch_all_three_are_installed_anew(tmp_path: Path) -> None:
     newest, fbgemm, torchrec = list(FITTING.values())[-1]
     cpu, cuda = told.split("With a CUDA GPU")
     uninstall = "pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu"
-    assert _ordered(cpu, f"pip install torch=={newest}", uninstall, f"pip install fbgemm-gpu-cpu=={fbgemm}")
+    assert _ordered(
+        cpu, f"pip install torch=={newest} torchrec=={torchrec}", uninstall, f"pip install fbgemm-gpu-cpu=={fbgemm}"
+    )
     assert _ordered(cuda, f"pip uninstall -y torch {uninstall.removeprefix('pip uninstall -y ')}")
     assert f"pip install torch=={newest} fbgemm-gpu=={fbgemm} torchrec=={torchrec}" in cuda
 
 
+def test_what_is_installed_here_is_one_of_the_sets() -> None:
+    """The tests run on the set they find; a mixture would fail far from its cause."""
+    found = {one.metadata["Name"].replace("_", "-"): ".".join(one.version.split(".")[:2]) for one in distributions()}
+    fitting = [".".join(release.split(".")[:2]) for release in FITTING[found["torch"]]]
+    assert {"fbgemm-gpu", "fbgemm-gpu-cpu"} & set(found)
+    assert {found.get("fbgemm-gpu", fitting[1]), found.get("fbgemm-gpu-cpu", fitting[1])} == {fitting[1]}
+    assert found["torchrec"] == fitting[2]
+
+
+def test_setup_refuses_a_torch_it_has_no_set_for_and_leaves_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "kept").touch()
+    script = ROOT / "scripts" / "setup_environment.py"
+    done = subprocess.run([sys.executable, script, tmp_path, "torch199"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "'torch199' chooses no torch: pass torch213 or torch214" in done.stderr
+    assert (tmp_path / "kept").exists()
+
+
 def test_the_releases_that_fit_together_are_those_asked_for() -> None:
-    listed = (ROOT / "pyproject.toml").read_text().split("\ndependencies = ")[1].split("\n]")[0]
-    asked = {requirement.name: requirement.specifier for requirement in map(Requirement, ast.literal_eval(listed + "]"))}
+    """pip takes what is newest of each, or one set by its extra."""
     for minor, releases in FITTING.items():
         assert releases[0].startswith(f"{minor}.")
+        asked = [*requirements_in_pyproject("dependencies"), *requirements_in_pyproject(f"torch{minor.replace('.', '')}")]
         for name, release in zip(("torch", "fbgemm-gpu", "torchrec"), releases):
-            assert release in asked[name]
+            ranges = [one.specifier for one in asked if one.name == name]
+            assert len(ranges) == 2 and all(release in one for one in ranges)
 
 
 CONFIG = """

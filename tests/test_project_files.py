@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,8 @@ import yaml
 from packaging.requirements import Requirement
 
 import lightning_freescale
+from lightning_freescale._torchrec import FITTING
+from tests.helpers.requirements import requirements_in_pyproject
 
 ROOT = Path(__file__).parents[1]
 GITHUB = sorted((ROOT / ".github").rglob("*.yml"))
@@ -19,14 +20,6 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 def _yaml(path: Path) -> dict[Any, Any]:
     return yaml.safe_load(path.read_text())
-
-
-def _list_in_pyproject(key: str) -> list[Requirement]:
-    """A list of requirements; the table is read as text, for Python 3.10 has no reader of TOML."""
-    text = (ROOT / "pyproject.toml").read_text()
-    (line,) = [part for part in text.split("\n") if part.startswith(f"{key} = ")]
-    listed = line if line.endswith("]") else text[text.index(f"\n{key} = [") :].split("\n]")[0] + "]"
-    return [Requirement(one) for one in ast.literal_eval(listed.split("=", 1)[1].strip())]
 
 
 def test_citation_is_of_this_version_and_names_the_paper() -> None:
@@ -65,10 +58,15 @@ def test_nothing_is_published_that_was_not_checked() -> None:
     assert at == sorted(at)
 
 
-def test_every_python_that_is_promised_is_tested() -> None:
-    rows = _yaml(ROOT / ".github" / "workflows" / "tests.yml")["jobs"]["test"]["strategy"]["matrix"]["include"]
-    assert [row["python"] for row in rows if row["dependencies"] == "newest"] == ["3.10", "3.11", "3.12", "3.13"]
-    assert [row["python"] for row in rows if row["dependencies"] == "oldest"] == ["3.10"]
+def test_every_python_that_is_promised_is_tested_with_every_torch() -> None:
+    test = _yaml(ROOT / ".github" / "workflows" / "tests.yml")["jobs"]["test"]
+    rows = test["strategy"]["matrix"]["include"]
+    pythons, extras = ["3.10", "3.11", "3.12", "3.13"], [f"torch{minor.replace('.', '')}" for minor in FITTING]
+    newest = [(row["python"], row["torch"]) for row in rows if row["dependencies"] == "newest"]
+    assert sorted(newest) == [(python, extra) for python in pythons for extra in extras]
+    oldest = [(row["python"], row["torch"]) for row in rows if row["dependencies"] == "oldest"]
+    assert oldest == [(pythons[0], extras[0])]
+    assert test["steps"][-1]["run"] == "make test-fast PYTHON=python TORCH=${{ matrix.torch }}"
     assert 'requires-python = ">=3.10,<3.14"' in (ROOT / "pyproject.toml").read_text()
 
 
@@ -78,7 +76,7 @@ def test_the_oldest_dependencies_are_the_lower_bounds() -> None:
     bounds = {
         one.name: min(bound.version for bound in one.specifier if bound.operator == ">=")
         for key in ("dependencies", "cli", "fast", "plot")
-        for one in _list_in_pyproject(key)
+        for one in requirements_in_pyproject(key)
         if any(bound.operator == ">=" for bound in one.specifier)
     }
     assert set(oldest) == set(bounds)

@@ -148,7 +148,7 @@ class NativeBackends:
     def _prepare_gloo(self, gloo: Any) -> None:
         gloo.options.global_ranks_in_group = self._opts.global_ranks_in_group
         gloo.options.group_name = self._opts.group_id
-        gloo._set_sequence_number_for_group()
+        _number_collectives(gloo)
 
     def _make_nccl(self) -> Any:
         options: Any = dist.ProcessGroupNCCL.Options()
@@ -159,8 +159,13 @@ class NativeBackends:
             options.config.max_ctas = self._lane.options.nccl_ctas
         store = dist.PrefixStore("nccl", self._opts.store)
         nccl = dist.ProcessGroupNCCL(store, self._opts.group_rank, self._opts.group_size, options)
-        nccl._set_sequence_number_for_group()
+        _number_collectives(nccl)
         return nccl
+
+
+def _number_collectives(backend: Any) -> None:
+    if hasattr(dist.ProcessGroup, "_set_sequence_number_for_group"):  # from torch 2.14 on they are numbered from the beginning
+        backend._set_sequence_number_for_group()
 
 
 def _register(group: Any, kind: Any, backend: Any, *devices: str, default: bool = True) -> None:

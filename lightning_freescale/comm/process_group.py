@@ -27,10 +27,16 @@ BACKEND = "freescale"
 # Every method is delegated explicitly: one that falls through to the C++ base class would run while holding the GIL, which
 # deadlocks with gloo's own thread.
 _DELEGATED = (
-    *("broadcast", "reduce", "gather", "scatter", "allreduce_coalesced"),
+    *("broadcast", "reduce", "gather", "gather_single", "gather_into_tensor", "scatter", "allreduce_coalesced"),
     *("reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base"),
     *("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
     *("send", "recv", "recv_anysource", "barrier"),
+)
+# What torch does in C++ past the lane: it would make groups out of this one's backends that have no lane, or tell hooks of the
+# delegated collectives alone.
+_REFUSED = (
+    *("split_group", "merge_remote_group", "new_window", "get_reconfigure_handle", "reconfigure"),
+    *("register_pre_hook", "register_post_hook", "register_abort_hook"),
 )
 _C10D_ARGUMENT_NAMES = {
     **dict.fromkeys(("output_tensor", "output_tensors", "output_lists", "outputs"), "output"),
@@ -56,7 +62,10 @@ class FreeScaleGroup(dist.ProcessGroup):
     Attributes:
         options: of its lane.
         inner: a group of torch's own backends, for all other collectives.
+        supports_reconfigure: whether its ranks can be replaced; torch asks since 2.14.
     """
+
+    supports_reconfigure = False
 
     def __init__(self, backend_opts: Any, options: LaneOptions) -> None:
         rank, size = backend_opts.group_rank, backend_opts.group_size
@@ -227,7 +236,7 @@ class FreeScaleGroup(dist.ProcessGroup):
             self._backends.connect_gloo("connect")
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse, as ``dist.monitored_barrier`` does for all backends but gloo: its messages could meet those of the lane."""
+        """Refuse: its messages could meet those of the lane."""
         raise ValueError(
             "freescale monitored_barrier: pass a group of backend 'gloo'; collectives of this one name who is late"
         )
@@ -304,6 +313,13 @@ def _delegate(name: str) -> Callable[..., Any]:
     return lambda group, *args, **kwargs: group._backends.call(name, *args, **kwargs)
 
 
+def _refuse_by_name(name: str) -> Callable[..., NoReturn]:
+    def refuse(group: FreeScaleGroup, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ValueError(f"freescale {name}: the lane would know nothing of it: pass a group of backend 'gloo' or 'nccl'")
+
+    return refuse
+
+
 for _old, _new in (  # torch has renamed methods, and calls both
     ("allreduce", "_all_reduce"),
     ("alltoall_base", "all_to_all_single"),
@@ -311,8 +327,10 @@ for _old, _new in (  # torch has renamed methods, and calls both
     ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
 ):
     setattr(FreeScaleGroup, _old, getattr(FreeScaleGroup, _new))
-for _name in _DELEGATED:
-    setattr(FreeScaleGroup, _name, _delegate(_name))
+for _names, _method in ((_DELEGATED, _delegate), (_REFUSED, _refuse_by_name)):
+    for _name in _names:
+        if hasattr(dist.ProcessGroup, _name):  # some came with torch 2.14
+            setattr(FreeScaleGroup, _name, _method(_name))
 
 
 def register_backend() -> None:

@@ -20,7 +20,10 @@ class FakeNccl(dist.ProcessGroupGloo):
     connected: list[torch.device] = []
 
     def __init__(self, store: dist.Store, rank: int, size: int, options: Any) -> None:
-        super().__init__(dist.HashStore(), 0, 1, options._timeout)
+        alone = dist.ProcessGroupGloo._Options()
+        alone._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)]
+        alone._timeout = options._timeout
+        super().__init__(dist.HashStore(), rank, size, alone)
         FakeNccl.made.append(self)
 
     def eager_connect_single_device(self, device: torch.device) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from lightning_freescale.comm.process_group import FreeScaleGroup
-from tests.helpers.both_groups import SMALL, TIMEOUT, Case, Side, assert_same_as_gloo, named
+from lightning_freescale.testing import run_distributed
+from tests.helpers.both_groups import SMALL, TIMEOUT, Case, Side, assert_same_as_gloo, make_group, named
 
 CASES: list[Case] = []
 
@@ -130,6 +132,17 @@ def from_a_root(side: Side) -> Any:
     return told, total if side.rank == 0 else None, share, parts
 
 
+@named(CASES)
+def gather_in_one_tensor(side: Side) -> Any:
+    """From torch 2.14 on, under two names; NCCL has it, gloo does not."""
+    for name in ("gather_into_tensor", "gather_single"):
+        if hasattr(dist.ProcessGroup, name):
+            with pytest.raises(RuntimeError, match="gloo does not support gather"):
+                getattr(side.group, name)(side.blank(2 * side.size, 3), side.numbers(2, 3))
+    side.group.allreduce([total := side.numbers(3)]).wait()
+    return total
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_methods_of_the_group_are_those_of_gloo(case: Case) -> None:
     assert_same_as_gloo([case], 3, **SMALL)
@@ -143,7 +156,8 @@ NO_COLLECTIVES = {
     *("_get_sequence_number_for_group", "_set_sequence_number_for_group", "_enable_collectives_timing"),
     *("_wait_for_pending_works", "set_timeout", "use_pg_for_symm_mem_rendezvous"),
     *("_start_coalescing", "_end_coalescing"),  # gloo has neither
-    *("split_group", "merge_remote_group"),  # refused, as the next test demands
+    *("get_backend", "_add_ephemeral_timeout", "supports_window"),  # from torch 2.14 on, as the next
+    *("unregister_pre_hook", "unregister_post_hook", "unregister_abort_hook"),
 }
 
 
@@ -155,3 +169,30 @@ def test_every_collective_of_torch_is_overridden() -> None:
     }
     assert {"broadcast", "all_to_all_single", "barrier"} <= offered - NO_COLLECTIVES  # the names are those of torch
     assert offered - NO_COLLECTIVES - overridden == set()
+
+
+REFUSED = {
+    "split_group": ([0, 1],),
+    "merge_remote_group": (None, 2),
+    "new_window": (),
+    "get_reconfigure_handle": (),
+    "reconfigure": (None,),
+    "register_pre_hook": (1, print),
+    "register_post_hook": (1, print),
+    "register_abort_hook": (1, print),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_pass_by_the_lane_is_refused(name: str) -> None:
+    """Hooks would miss the lane's collectives, and groups that torch makes out of this one have no lane."""
+    if not hasattr(dist.ProcessGroup, name):
+        pytest.skip(f"torch {torch.__version__} has no {name}")
+
+    def run() -> bool:
+        group = make_group()
+        with pytest.raises(ValueError, match=f"freescale {name}: .* pass a group of backend 'gloo' or 'nccl'"):
+            getattr(group, name)(*REFUSED[name])
+        return getattr(group, "supports_reconfigure", False)
+
+    assert run_distributed(run, 2) == [False, False]

@@ -109,7 +109,7 @@ def barriers(side: Side) -> Any:
 def monitored_barrier_of_the_group(side: Side) -> Any:
     """For gloo alone, by name and by method: its messages would meet those of the lane."""
     if dist.get_backend(side.group) != "gloo":
-        with pytest.raises(ValueError, match="GLOO"):
+        with pytest.raises(ValueError, match=r"GLOO|pass a group of backend 'gloo'"):  # up to torch 2.13 torch itself says so
             dist.monitored_barrier(side.group)
         with pytest.raises(ValueError, match="pass a group of backend 'gloo'"):
             side.group.monitored_barrier(wait_all_ranks=True)
