@@ -77,3 +77,6 @@ def _refuse_in_fabric(strategies: Any) -> None:
 
 if find_spec("torch") is not None:
     import lightning_freescale.comm  # noqa: F401 (registers the backend)
+    from lightning_freescale._torchrec import warn_of_fbgemm_for_cuda
+
+    warn_of_fbgemm_for_cuda()

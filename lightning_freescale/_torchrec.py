@@ -1,5 +1,6 @@
 """TorchRec is needed for sharded embeddings and jagged batches, not for the rest of the package."""
 
+import warnings
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
@@ -26,6 +27,20 @@ def require_torchrec() -> None:
             "written into the same folder, and both are for one minor version of torch. "
             + _commands(all_found=not isinstance(error, ImportError))
         ) from error
+
+
+def warn_of_fbgemm_for_cuda() -> None:
+    """Warn where FBGEMM cannot load because it is built for CUDA and torch is not.
+
+    A module that imports TorchRec itself fails with no more than the name of a library.
+    """
+    for_cpu = _release("fbgemm-gpu-cpu") or "cpu" in _release("fbgemm-gpu")
+    if torch.version.cuda is None and torch.version.hip is None and _release("fbgemm-gpu") and not for_cpu:
+        warnings.warn(
+            f"TorchRec will not load: FBGEMM is its build for CUDA, torch is not. Installed: {_installed()}. "
+            + _commands(all_found=True),
+            stacklevel=3,
+        )
 
 
 def _installed() -> str:

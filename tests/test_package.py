@@ -7,6 +7,7 @@ import os
 import runpy
 import subprocess
 import sys
+import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from importlib.metadata import distributions
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 import lightning_freescale
-from lightning_freescale import FreeScaleStrategy
+from lightning_freescale import FreeScaleStrategy, _torchrec
 from lightning_freescale._torchrec import FITTING
 from lightning_freescale.data import collate_histories
 from lightning_freescale.testing import run_distributed
@@ -109,6 +110,28 @@ def test_fbgemm_for_cuda_without_its_libraries_says_what_to_run(tmp_path: Path) 
     assert "torchrec==" not in cpu, "installing it again would bring FBGEMM for CUDA again"
     uninstall = "pip uninstall -y torch fbgemm-gpu fbgemm-gpu-cpu"
     assert _ordered(cuda, uninstall, "pip install torch==2.13.0 fbgemm-gpu==1.8.0 torchrec==1.8.0")
+
+
+def _warned_of(releases: dict[str, str], cuda: str | None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What importing the package warns of, beside these releases and a torch built for that CUDA."""
+    monkeypatch.setattr(_torchrec, "_release", lambda package: releases.get(package, ""))
+    monkeypatch.setattr(_torchrec.torch.version, "cuda", cuda)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _torchrec.warn_of_fbgemm_for_cuda()
+    return [str(warning.message) for warning in caught]
+
+
+def test_fbgemm_for_cuda_beside_another_torch_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At import, as a module that imports TorchRec before ours fails with no more than the name of a library."""
+    found = {"fbgemm-gpu": "1.8.0", "torchrec": "1.8.0"}
+    (told,) = _warned_of(found, None, monkeypatch)
+    assert "TorchRec will not load" in told
+    assert _ordered(told, "pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu", "pip install fbgemm-gpu-cpu==1.8.0")
+    assert _warned_of(found, "13.0", monkeypatch) == []
+    assert _warned_of({"fbgemm-gpu-cpu": "1.8.0"}, None, monkeypatch) == []
+    assert _warned_of({"fbgemm-gpu": "1.8.0+cpu"}, None, monkeypatch) == []
+    assert _warned_of({}, None, monkeypatch) == []
 
 
 def test_a_torch_for_cuda_is_left_as_it_is(tmp_path: Path) -> None:
