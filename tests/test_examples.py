@@ -128,10 +128,10 @@ def test_an_example_trains_and_serves(tmp_path: Path, script: str, options: list
     ("script", "options", "metric", "between", "said"),
     [
         ("parquet.py", ["--users", "480"], "HR@10", (0.05, 1), "held at once: at most 4 of 24 row groups"),
-        ("side_features.py", ["--samples", "4000"], "AUROC", (0.65, 1), "embedding exchange:"),
+        ("side_features.py", ["--samples", "4000", "--epochs", "3"], "AUROC", (0.65, 1), "embedding exchange:"),
         ("compressed_history.py", ["--users", "400", "--epochs", "1"], "better", (0.8, 1), "of the compressed model: 1.00"),
         ("language_model_tokens.py", ["--documents", "640", "--split-backward"], "perplexity", (1, 160), "collision rate"),
-        ("zero_collision.py", ["--samples", "8000"], "AUROC", (0.7, 1), "2 ranks"),
+        ("zero_collision.py", ["--samples", "8000", "--epochs", "2"], "AUROC", (0.7, 1), "2 ranks"),
     ],
 )
 def test_an_example_learns(tmp_path: Path, script: str, options: list[str], metric: str, between: Any, said: str) -> None:
