@@ -30,6 +30,7 @@ CONDITIONS = {
     "embeddings/overlap/exchange_worker.py": {"self._stream is not None": True, "self._stream is None": False},
     "embeddings/overlap/id_exchange.py": {"self._apart": True},
     "embeddings/overlap/row_requests.py": {"keys.is_cuda or key_bits + place_bits > 63": True},
+    "fabric/table_steps.py": {"self._early_copy is None": False},
     "strategy/overlap.py": {"self._early_copy is None": False},
 }
 """Conditions that tell of CUDA by other words, and their value there."""

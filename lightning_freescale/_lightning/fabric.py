@@ -46,7 +46,7 @@ class FabricDDPBase(DDPStrategy):
 
     def block_backward_sync(self, blocked: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
         """Have ``fabric.no_backward_sync`` enter ``blocked(module)``, with the module as DDP has wrapped it."""
-        self._backward_sync_control = _Blocked(blocked)  # type: ignore[assignment]
+        self._backward_sync_control = _Blocked(blocked)
 
 
 class _Blocked(_BackwardSyncControl):

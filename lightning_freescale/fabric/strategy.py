@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -185,9 +185,9 @@ class FreeScaleFabricStrategy(FabricDDPBase):
         return self._set_up(module, found, optimizers[0]), optimizers, scheduler
 
     @override
-    def setup_module(self, module: nn.Module) -> nn.Module:
+    def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         found = self._find(module)
-        return self._set_up(module, found, None) if found else cast(nn.Module, super().setup_module(module))
+        return self._set_up(module, found, None) if found else super().setup_module(module)
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -356,8 +356,7 @@ class FreeScaleFabricStrategy(FabricDDPBase):
         self.tables, self._module = tables, module
         module.to(self.root_device)
         names = tables.names_in_module()
-        with torch.cuda.stream(torch.cuda.Stream()) if self.ddp_device_ids is not None else nullcontext():
-            wrapped = wrap_dense(module, names, self.ddp_device_ids, self.ddp_options)  # as Fabric's strategy does
+        wrapped = wrap_dense(module, names, self.ddp_device_ids, self.ddp_options)
         if not isinstance(wrapped, DistributedDataParallel):
             sync_dense(module, names)
         if optimizer is not None and groups is not None:
@@ -416,7 +415,6 @@ class FreeScaleFabricStrategy(FabricDDPBase):
             self._at_teardown.callback(engine.close, farewell=False)
             lookahead = Lookahead(engine, module, self.ids_of, _NAME)
             early_copy = EarlyCopy(self.root_device) if self.root_device.type == "cuda" else None
-        self._early_copy = early_copy
         steps = TableSteps(self.tables, groups, optimizer, engine, lookahead, early_copy, self.split_backward)
         self._steps = steps
         wrapped.register_forward_pre_hook(steps.before_forward)
@@ -432,8 +430,7 @@ class FreeScaleFabricStrategy(FabricDDPBase):
         if isinstance(current.loader, LookaheadLoader):
             current.loader.start_batch()
         if self.root_device.type == "cuda":  # the engine compares the ids that it was told with those on the device
-            copied = current.batch if self._early_copy is None else self._early_copy.take(current.batch)
-            current.batch = self.batch_to_device(copied)
+            current.batch = self.batch_to_device(current.batch if self._steps is None else self._steps.copied(current.batch))
         handed, self._current = current.batch, current
         # its own list of what the batch holds: the loop may pop ids from the batch before they are looked for there
         current.batch = handed.copy() if type(handed) in (dict, list) else handed

@@ -62,6 +62,10 @@ class TableSteps:
 
     # -- what the loop does
 
+    def copied(self, batch: Any) -> Any:
+        """Return the copy on the device of a batch, if there is one already, else the batch."""
+        return batch if self._early_copy is None else self._early_copy.take(batch)
+
     @contextmanager
     def accumulating(self, module: nn.Module) -> Iterator[None]:
         """Let forwards and backwards inside add up gradients that no optimizer step follows.

@@ -14,10 +14,10 @@ from lightning_freescale import FreeScaleFabricStrategy
 from tests.helpers.recommender import OPTIMIZERS, Net, fixed_loader
 
 
-def fabric_for(strategy: Any = "freescale", **options: Any) -> Fabric:
+def fabric_for(strategy: Any = "freescale", precision: Any = None, **options: Any) -> Fabric:
     """On the ranks of ``run_distributed``; ``options`` are those of FreeScaleFabricStrategy."""
     chosen = FreeScaleFabricStrategy(**options) if options else strategy
-    fabric = Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=chosen)
+    fabric = Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=chosen, precision=precision)
     fabric.launch()
     return fabric
 
