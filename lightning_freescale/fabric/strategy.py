@@ -429,8 +429,9 @@ class FreeScaleFabricStrategy(FabricDDPBase):
     def _take(self, current: CurrentBatch) -> Any:
         if isinstance(current.loader, LookaheadLoader):
             current.loader.start_batch()
-        if self.root_device.type == "cuda":  # the engine compares the ids that it was told with those on the device
-            current.batch = self.batch_to_device(current.batch if self._steps is None else self._steps.copied(current.batch))
+        if self._steps is not None and self._steps.early_copy is not None:
+            # on the device before Fabric moves it, so that the ids that the engine was told are those that are looked up
+            current.batch = self.batch_to_device(self._steps.early_copy.take(current.batch))
         handed, self._current = current.batch, current
         # its own list of what the batch holds: the loop may pop ids from the batch before they are looked for there
         current.batch = handed.copy() if type(handed) in (dict, list) else handed

@@ -37,6 +37,7 @@ class TableSteps:
         split_backward: whether backward leaves the gradients of the dense weights for the end.
 
     Attributes:
+        early_copy: as given.
         current: the batch that the loop has; None if it did not come out of a loader of ``fabric.setup_dataloaders``.
     """
 
@@ -51,7 +52,7 @@ class TableSteps:
         split_backward: bool = False,
     ) -> None:
         self.tables, self.groups, self.optimizer, self.engine = tables, groups, optimizer, engine
-        self._lookahead, self._early_copy, self._split_backward = lookahead, early_copy, split_backward
+        self._lookahead, self.early_copy, self._split_backward = lookahead, early_copy, split_backward
         self._dense = DenseGradients(p for group in optimizer.param_groups for p in group["params"])
         self.current: CurrentBatch | None = None
         self._accumulating = False  # inside fabric.no_backward_sync
@@ -61,10 +62,6 @@ class TableSteps:
         self._warned = False
 
     # -- what the loop does
-
-    def copied(self, batch: Any) -> Any:
-        """Return the copy on the device of a batch, if there is one already, else the batch."""
-        return batch if self._early_copy is None else self._early_copy.take(batch)
 
     @contextmanager
     def accumulating(self, module: nn.Module) -> Iterator[None]:
@@ -228,7 +225,7 @@ class TableSteps:
         if upcoming is UNKNOWN:
             return {}
         told = lookahead.tell(upcoming)
-        return lookahead.known_ids(told, upcoming if self._early_copy is None else self._early_copy.start(upcoming))
+        return lookahead.known_ids(told, upcoming if self.early_copy is None else self.early_copy.start(upcoming))
 
     def _refuse_other_dense_gradients(self) -> None:
         """Refuse dense gradients that the tables' cannot be like, by a ValueError."""

@@ -180,6 +180,12 @@ def _torchs_clipping(fabric: Any, model: Any, optimizer: Any, batch: Any) -> Non
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
+def _uneven(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
+    loader = fabric.setup_dataloaders(fixed_loader(0, 3 + fabric.global_rank), use_distributed_sampler=False)
+    run_loop(fabric, model, optimizer, loader)
+    fabric.strategy.drain()
+
+
 def _step(misuse: Callable[..., None]) -> None:
     fabric = fabric_for()
     model, optimizer, loader = set_up(fabric, steps=2)
@@ -194,6 +200,7 @@ REFUSED = {
     _half_inside: r"were not both inside fabric.no_backward_sync",
     _changed: r"the dense gradients that wait for optimizer.step\(\) were changed",
     _unexpected_clipping: r"pass FreeScaleFabricStrategy\(clip_gradients=True\)|Pass FreeScaleFabricStrategy",
+    _uneven: r"have no batch after step 3, others have",
     _torchs_clipping: r"sees the gradients of the dense part alone.*Call fabric.clip_gradients",
 }
 
