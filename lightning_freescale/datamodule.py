@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
-import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset, IterableDataset
 
@@ -295,10 +294,7 @@ class FreeScaleDataModule(LightningDataModule):
         return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
 
     def _rank_and_world_size(self) -> tuple[int, int]:
-        if self.trainer is not None:
-            return self.trainer.global_rank, self.trainer.world_size
-        # in a loop over Fabric, or one's own
-        return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
 
     def sampler(self, rank: int, world_size: int) -> BalancedSampler:
         """Return the training plan of one of ``world_size`` ranks.

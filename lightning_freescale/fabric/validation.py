@@ -76,7 +76,8 @@ def refuse_data(loader: Any, world_size: int) -> None:
     if sampler.num_replicas != world_size:
         raise ValueError(
             f"the loader's BalancedSampler plans for num_replicas={sampler.num_replicas}, Fabric has {world_size} ranks: make "
-            "it with num_replicas=fabric.world_size, rank=fabric.global_rank"
+            "it after fabric.launch() with num_replicas=fabric.world_size, rank=fabric.global_rank, or, of a "
+            "FreeScaleDataModule, take data.sampler(fabric.global_rank, fabric.world_size)"
         )
     if sampler.exploration_steps:
         raise ValueError(

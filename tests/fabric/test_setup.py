@@ -77,18 +77,17 @@ def test_tables_may_be_on_the_meta_device() -> None:
 # -- balanced data
 
 
-def _balanced(strategy: str, how: str, **options: Any) -> dict[str, torch.Tensor]:
+def _balanced(strategy: str, how: str) -> dict[str, torch.Tensor]:
     """One SGD step of a global batch that the ranks share unequally."""
     fabric = fabric_for(strategy)
     torch.manual_seed(0)
     net, data = Net(), Samples(13)
     model, optimizer = fabric.setup(net, OPTIMIZERS["sgd"](net.parameters()))
     if how == "data module":
-        loader = FreeScaleDataModule(data, data.lengths, 13, collate_fn=collate, **options).train_dataloader()
+        sampler = FreeScaleDataModule(data, data.lengths, 13, collate_fn=collate).sampler(fabric.global_rank, fabric.world_size)
     else:
-        ranks = {"num_replicas": fabric.world_size, "rank": fabric.global_rank}
-        loader = BalancedDataLoader.from_sampler(data, BalancedSampler(data.lengths, 13, **ranks), collate)
-    for batch in fabric.setup_dataloaders(loader):
+        sampler = BalancedSampler(data.lengths, 13, num_replicas=fabric.world_size, rank=fabric.global_rank)
+    for batch in fabric.setup_dataloaders(BalancedDataLoader.from_sampler(data, sampler, collate)):
         fabric.backward(loss_of(model, batch))
         optimizer.step()
         optimizer.zero_grad()
@@ -149,22 +148,24 @@ def _meta(fabric: Any) -> None:
     fabric.setup(net, OPTIMIZERS["sgd"](net.parameters()))
 
 
-def _micro_batches(fabric: Any) -> None:
+def _load(fabric: Any, **options: Any) -> None:
     data = Samples(16)
-    loader = FreeScaleDataModule(data, data.lengths, 8, collate_fn=collate, micro_batches=2).train_dataloader()
-    fabric.setup_dataloaders(loader)
+    module = FreeScaleDataModule(data, data.lengths, 8, collate_fn=collate, **options)
+    sampler = module.sampler(fabric.global_rank, fabric.world_size)
+    fabric.setup_dataloaders(BalancedDataLoader.from_sampler(data, sampler, collate))
+
+
+def _micro_batches(fabric: Any) -> None:
+    _load(fabric, micro_batches=2)
 
 
 def _calibrating(fabric: Any) -> None:
-    data, balance = Samples(16), BalanceOptions(calibrate=True)
-    loader = FreeScaleDataModule(data, data.lengths, 8, collate_fn=collate, balance=balance).train_dataloader()
-    fabric.setup_dataloaders(loader)
+    _load(fabric, balance=BalanceOptions(calibrate=True))
 
 
 def _other_ranks(fabric: Any) -> None:
     data = Samples(16)
-    sampler = BalancedSampler(data.lengths, 8, num_replicas=3, rank=0)
-    fabric.setup_dataloaders(BalancedDataLoader.from_sampler(data, sampler, collate))
+    fabric.setup_dataloaders(FreeScaleDataModule(data, data.lengths, 8, collate_fn=collate).train_dataloader())
 
 
 REFUSED = {
@@ -177,7 +178,7 @@ REFUSED = {
     _meta: r"parameters \['hidden.0.weight', 'hidden.2.weight'\] are on the meta device",
     _micro_batches: r"FreeScaleDataModule\(micro_batches=...\) needs Trainer",
     _calibrating: r"BalanceOptions\(calibrate=True\) needs Trainer",
-    _other_ranks: r"plans for num_replicas=3, Fabric has 2 ranks",
+    _other_ranks: r"plans for num_replicas=1, Fabric has 2 ranks: .*data.sampler\(fabric.global_rank, fabric.world_size\)",
 }
 
 
