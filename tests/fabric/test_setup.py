@@ -74,6 +74,24 @@ def test_tables_may_be_on_the_meta_device() -> None:
     assert run_distributed(_in_init_module, 2) == [(None, {"cpu"})] * 2
 
 
+def _compiled(compiles: bool) -> tuple[list[float], float]:
+    fabric = fabric_for()
+    torch.manual_seed(0)
+    net = Net()
+    compiled = torch.compile(net, backend="eager") if compiles else net
+    model, optimizer = fabric.setup(compiled, OPTIMIZERS["adagrad"](net.parameters()))
+    loader = fabric.setup_dataloaders(fixed_loader(fabric.global_rank, 4), use_distributed_sampler=False)
+    losses = run_loop(fabric, model, optimizer, loader)
+    return losses, fabric.strategy._steps.engine.statistics()["predicted_lookups"]
+
+
+@pytest.mark.slow
+def test_a_compiled_module_has_the_same_numbers() -> None:
+    compiled, plain = (run_distributed(_compiled, 2, compiles) for compiles in (True, False))
+    assert compiled == plain
+    assert len(set(plain[0][0])) == 4 and plain[0][1] > 0
+
+
 # -- balanced data
 
 
