@@ -37,6 +37,7 @@ TESTS = (
     "tests/embeddings/test_id_checks.py",
     "tests/embeddings/test_planning.py",
     "tests/embeddings/test_sharding_on_gpu.py",
+    "tests/fabric/test_early_copy.py",
     "tests/profiling/recording/test_clocks.py",
     "tests/profiling/reporting/test_kineto.py",
     "tests/strategy/test_early_copy.py",

@@ -18,14 +18,23 @@ if TYPE_CHECKING:
     from lightning_freescale.callbacks import BubbleProfiler
     from lightning_freescale.data.options import BalanceOptions, StreamOptions
     from lightning_freescale.datamodule import FreeScaleDataModule
+    from lightning_freescale.fabric import FreeScaleFabricStrategy
     from lightning_freescale.strategy import FreeScaleStrategy
 
-__all__ = ["BalanceOptions", "BubbleProfiler", "FreeScaleDataModule", "FreeScaleStrategy", "StreamOptions"]
+__all__ = [
+    "BalanceOptions",
+    "BubbleProfiler",
+    "FreeScaleDataModule",
+    "FreeScaleFabricStrategy",
+    "FreeScaleStrategy",
+    "StreamOptions",
+]
 
 _ROOM_OF = {
     "BalanceOptions": "lightning_freescale.data.options",
     "BubbleProfiler": "lightning_freescale.callbacks",
     "FreeScaleDataModule": "lightning_freescale.datamodule",
+    "FreeScaleFabricStrategy": "lightning_freescale.fabric",
     "FreeScaleStrategy": "lightning_freescale.strategy",
     "StreamOptions": "lightning_freescale.data.options",
 }
@@ -43,24 +52,38 @@ def _freescale_strategy(**options: Any) -> FreeScaleStrategy:
     return FreeScaleStrategy(**options)
 
 
-# Lightning may be imported before or after this package, or never: then nothing here waits for its import.
-@wrapt.when_imported("lightning.pytorch.strategies")
-def _register_strategy(strategies: Any) -> None:
+def _freescale_fabric_strategy(**options: Any) -> FreeScaleFabricStrategy:
+    from lightning_freescale.fabric import FreeScaleFabricStrategy
+
+    return FreeScaleFabricStrategy(**options)
+
+
+def _register(registry: Any, strategy: Any) -> None:
     description = "DDP for the dense part, TorchRec for the embedding tables, their exchange overlapped with compute"
     names: dict[str, dict[str, Any]] = {
         "freescale": {},
         "freescale_find_unused_parameters_true": {"find_unused_parameters": True},
     }
     for name, options in names.items():
-        if name not in strategies.StrategyRegistry:
-            strategies.StrategyRegistry.register(name, _freescale_strategy, description=description, **options)
+        if name not in registry:
+            registry.register(name, strategy, description=description, **options)
+
+
+# Lightning may be imported before or after this package, or never: then nothing here waits for its import.
+@wrapt.when_imported("lightning.pytorch.strategies")
+def _register_strategy(strategies: Any) -> None:
+    _register(strategies.StrategyRegistry, _freescale_strategy)
+
+
+@wrapt.when_imported("lightning.fabric.strategies")
+def _register_in_fabric(strategies: Any) -> None:
+    _register(strategies.STRATEGY_REGISTRY, _freescale_fabric_strategy)
 
 
 def _refuse_strategy(**options: Any) -> Any:
     raise ValueError(
-        "strategy='freescale' is for the Trainer of lightning.pytorch: import lightning as L and use L.Trainer. Those of "
-        "pytorch_lightning and Fabric have another Strategy class; beside Fabric use "
-        "lightning_freescale.embeddings.overlap.OverlapEngine"
+        "strategy='freescale' is for the Trainer of lightning.pytorch and for lightning.fabric: import lightning as L, and use "
+        "L.Trainer or L.Fabric. Those of pytorch_lightning and lightning_fabric have another Strategy class"
     )
 
 
@@ -70,7 +93,6 @@ def _refuse_in_trainer(strategies: Any) -> None:
 
 
 @wrapt.when_imported("lightning_fabric.strategies")
-@wrapt.when_imported("lightning.fabric.strategies")
 def _refuse_in_fabric(strategies: Any) -> None:
     strategies.STRATEGY_REGISTRY.register("freescale", _refuse_strategy)
 

@@ -44,6 +44,7 @@ MAY_IMPORT = {
         "embeddings",
         "profiling",
     },
+    "fabric": {"_lightning", "balance", "checkpoint", "comm", "embeddings", "strategy"},
     "command_line": {"_lightning", "balance", "profiling"},
     "__main__": {"command_line"},
     "testing": set(),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torchrec import KeyedTensor
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
@@ -78,6 +79,26 @@ class TableSharding:
         """Put the collections back that were there before, if an optimizer was refused."""
         for _, module, blueprint in self._replaced:
             replace_everywhere(self.root, blueprint, module)
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Let an optimizer hold the blueprints in the places of the unsharded weights that it was built over.
+
+        Raises:
+            ValueError: it has updated tables already, by states that the shards would not have.
+        """
+        stands_for: dict[Any, nn.Parameter] = {}
+        for collection, module, _ in self._replaced:
+            stands_for |= {weight: self.parameters[key] for key, weight in collection.parameters(module).items()}
+        states = (optimizer.state[weight] for weight in stands_for if weight in optimizer.state)
+        if steps := max((int(state.get("step", 0)) for state in states), default=0):
+            raise ValueError(
+                f"{type(optimizer).__name__} has done {steps} updates of embedding tables before they are sharded: build it "
+                "anew, and load what it had by fabric.load, or optimizer.load_state_dict, after fabric.setup"
+            )
+        for weight in stands_for:
+            optimizer.state.pop(weight, None)
+        for group in optimizer.param_groups:
+            group["params"] = [stands_for.get(weight, weight) for weight in group["params"]]
 
     def shard(
         self,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_freescale.embeddings.parameter_groups import ParameterGroups
 
 _TORCHS = (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_, torch.nn.utils.clip_grads_with_norm_)
+_WAY = "Pass Trainer(gradient_clip_val=...), or call self.clip_gradients(...) in configure_gradient_clipping"
 _DENSE = "to clip the dense part alone, which gives other numbers than 'ddp', pass FreeScaleStrategy(clip='dense')"
 
 
@@ -54,11 +55,95 @@ def refuse_clipping(trainer: Trainer, plain: Iterable[Collection], optimizers: M
         )
 
 
-class TableClipping:
-    """Clips what tables and dense part have in common, in place of the precision plugin's methods.
+class JointClipping:
+    """Clips the gradients of the dense part and of the tables together.
 
     The gradient of a table is in no parameter's ``grad``: the owners of its rows have it. So torch's own functions would miss
     it; where the unsharded module would have had it among what they are given, they are refused.
+
+    Args:
+        groups: which of the optimizer's parameter groups holds which table.
+        engine: has their gradients; None without overlap.
+        optimizer: returns the user's optimizer.
+        way: how to clip both, for errors.
+    """
+
+    def __init__(
+        self, groups: ParameterGroups, engine: OverlapEngine | None, optimizer: Callable[[], Optimizer], way: str
+    ) -> None:
+        self._groups, self._engine, self._optimizer, self._way = groups, engine, optimizer, way
+        self._clipping = False
+
+    def by_norm(
+        self, parameters: list[Tensor], limit: float, not_held: str, check: Callable[[list[Tensor]], Any] | None = None
+    ) -> Tensor:
+        """Clip by the 2-norm of all gradients, and return it; it goes to ``check`` before.
+
+        Raises:
+            ValueError: those of the tables are not kept, which is told as ``not_held``.
+        """
+        engine = self._engine
+        if engine is None or not engine.holds_gradients:
+            raise ValueError(not_held)
+        engine.end_backward()
+        dense = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        square_sum = engine.square_sum()
+        total = (square_sum + dense.to(square_sum).square()).sqrt().to(dense.dtype)
+        if check is not None:
+            check([total])
+        torch.nn.utils.clip_grads_with_norm_(parameters, limit, total)
+        engine.scale_gradients(torch.clamp(limit / (total + 1e-6), max=1.0))  # as torch does in the line before
+        return total
+
+    def tables_by_value(self, limit: float, not_held: str) -> None:
+        """Limit every element of the tables' gradients; for errors see :meth:`by_norm`."""
+        engine = self._engine
+        if engine is not None and engine.updates and engine.clip_value == limit:
+            return  # done wherever a row is updated
+        if engine is None or not engine.holds_gradients:
+            raise ValueError(not_held)
+        engine.end_backward()
+        engine.clamp_gradients(limit)
+
+    def tables(self) -> list[tuple[Tensor, int]]:
+        """Return the tables that the unsharded module's optimizer would clip now, each with its parameter group."""
+        found = [(weight, self._groups.optimizers.get(key)) for key, weight in self._groups.weights.items()]
+        trained = [(weight, how.group) for weight, how in found if how is not None and weight.requires_grad]
+        return [(weight, group) for weight, group in trained if group is not None]
+
+    @contextmanager
+    def exempt(self) -> Iterator[None]:
+        """Let torch's functions be called for the dense part."""
+        self._clipping = True
+        try:
+            yield
+        finally:
+            self._clipping = False
+
+    @contextmanager
+    def checking_torch(self) -> Iterator[None]:
+        """Refuse torch's functions meanwhile where they would have clipped tables in the unsharded module."""
+        with ExitStack() as stack:
+            for function in _TORCHS:
+                stack.enter_context(_checked(function, self._refuse_without_tables))
+            yield
+
+    def _refuse_without_tables(self, name: str, parameters: list[Tensor], limit: float) -> None:
+        if self._clipping or math.isinf(limit):  # the latter only finds the norm
+            return
+        tables, given = self.tables(), set(map(id, parameters))
+        param_groups = self._optimizer().param_groups
+        dense = [param_groups[group]["params"] for group in {group for _, group in tables}]  # the tables were among them
+        whole_group = any(p is parameters or (p and given.issuperset(map(id, p))) for p in dense)
+        if whole_group or any(id(weight) in given for weight, _ in tables):
+            raise ValueError(
+                f"torch's {name}(parameters, {limit}) sees the gradients of the dense part alone, those of the "
+                f"embedding tables are with the ranks that own the rows. {self._way}"
+            )
+
+
+class TableClipping:
+    """Clips what tables and dense part have in common, in place of the precision plugin's methods.
 
     Args:
         trainer: the Trainer.
@@ -68,7 +153,7 @@ class TableClipping:
 
     def __init__(self, trainer: Trainer, groups: ParameterGroups, engine: OverlapEngine | None) -> None:
         self._trainer, self._plugin, self._groups, self._engine = trainer, trainer.precision_plugin, groups, engine
-        self._clipping = False
+        self._joint = JointClipping(groups, engine, lambda: trainer.optimizers[0], f"{_WAY}; {_DENSE}")
 
     def start_batch(self, plain: Iterable[Collection]) -> None:
         """Check again what callbacks may have changed, and ``plain``, the collections that TorchRec updates during backward.
@@ -89,74 +174,23 @@ class TableClipping:
     def running(self) -> Iterator[None]:
         """Clip, and check torch's functions, meanwhile."""
         clip_dense_by_value, clip_dense_by_norm = self._plugin.clip_grad_by_value, self._plugin.clip_grad_by_norm
+        joint = self._joint
 
         def by_value(optimizer: Optimizer, clip_val: float) -> None:
-            with self._exempt():
-                if self._tables():
-                    self._clip_tables_by_value(clip_val)
+            with joint.exempt():
+                if joint.tables():
+                    joint.tables_by_value(clip_val, _not_held("value", clip_val))
                 clip_dense_by_value(optimizer, clip_val)
 
         def by_norm(optimizer: Optimizer, clip_val: float) -> None:
-            with self._exempt():
-                if self._tables():
-                    self._clip_by_norm(list(self._plugin.main_params(optimizer)), clip_val)
+            with joint.exempt():
+                if joint.tables():
+                    joint.by_norm(list(self._plugin.main_params(optimizer)), clip_val, _not_held("norm", clip_val))
                 else:
                     clip_dense_by_norm(optimizer, clip_val)
 
-        with ExitStack() as stack:
-            stack.enter_context(replaced(self._plugin, {"clip_grad_by_value": by_value, "clip_grad_by_norm": by_norm}))
-            for function in _TORCHS:
-                stack.enter_context(_checked(function, self._refuse_without_tables))
+        with replaced(self._plugin, {"clip_grad_by_value": by_value, "clip_grad_by_norm": by_norm}), joint.checking_torch():
             yield
-
-    def _clip_by_norm(self, parameters: list[Tensor], clip_val: float) -> None:
-        engine = self._engine
-        if engine is None or not engine.holds_gradients:
-            raise _not_held("norm", clip_val)
-        engine.end_backward()
-        dense = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        square_sum = engine.square_sum()
-        total = (square_sum + dense.to(square_sum).square()).sqrt().to(dense.dtype)
-        torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, total)
-        engine.scale_gradients(torch.clamp(clip_val / (total + 1e-6), max=1.0))  # as torch does in the line before
-
-    def _clip_tables_by_value(self, clip_val: float) -> None:
-        engine = self._engine
-        if engine is not None and engine.updates and engine.clip_value == clip_val:
-            return  # done wherever a row is updated
-        if engine is None or not engine.holds_gradients:
-            raise _not_held("value", clip_val)
-        engine.end_backward()
-        engine.clamp_gradients(clip_val)
-
-    def _tables(self) -> list[tuple[Tensor, int]]:
-        """Return the tables that the unsharded module's optimizer would clip now, each with its parameter group."""
-        found = [(weight, self._groups.optimizers.get(key)) for key, weight in self._groups.weights.items()]
-        trained = [(weight, how.group) for weight, how in found if how is not None and weight.requires_grad]
-        return [(weight, group) for weight, group in trained if group is not None]
-
-    @contextmanager
-    def _exempt(self) -> Iterator[None]:
-        self._clipping = True
-        try:
-            yield
-        finally:
-            self._clipping = False
-
-    def _refuse_without_tables(self, name: str, parameters: list[Tensor], limit: float) -> None:
-        """Refuse a call of torch's, with these parameters, that would have clipped tables in the unsharded module."""
-        if self._clipping or math.isinf(limit):  # the latter only finds the norm
-            return
-        tables, given = self._tables(), set(map(id, parameters))
-        param_groups = self._trainer.optimizers[0].param_groups
-        dense = [param_groups[group]["params"] for group in {group for _, group in tables}]  # the tables were among them
-        whole_group = any(p is parameters or (p and given.issuperset(map(id, p))) for p in dense)
-        if whole_group or any(id(weight) in given for weight, _ in tables):
-            raise ValueError(
-                f"torch's {name}(parameters, {limit}) sees the gradients of the dense part alone, those of the "
-                "embedding tables are with the ranks that own the rows. Pass Trainer(gradient_clip_val=...), or call "
-                f"self.clip_gradients(...) in configure_gradient_clipping; {_DENSE}"
-            )
 
 
 def _clips(trainer: Trainer) -> bool:
@@ -171,11 +205,10 @@ def _in_group(optimizer: TableOptimizer | None) -> bool:
     return optimizer is not None and optimizer.group is not None
 
 
-def _not_held(algorithm: str, clip_val: float) -> ValueError:
-    return ValueError(
+def _not_held(algorithm: str, clip_val: float) -> str:
+    return (
         f"clip_gradients(gradient_clip_val={clip_val}, gradient_clip_algorithm={algorithm!r}): the gradients of the embedding "
-        "tables are not kept until here. Pass Trainer(gradient_clip_val=...), or call self.clip_gradients(...) in "
-        f"configure_gradient_clipping, in steps that update; {_DENSE}"
+        f"tables are not kept until here. {_WAY}, in steps that update; {_DENSE}"
     )
 
 

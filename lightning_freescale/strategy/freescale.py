@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,7 +19,6 @@ from lightning_freescale._lightning.loops import (
     Trainer,
     TrainerFn,
     optimizers_to_device,
-    rank_zero_info,
     reload_train_loader,
     throttle_sigterm_broadcast,
 )
@@ -47,11 +45,14 @@ from lightning_freescale.strategy.lookahead_loader import LookaheadLoader
 from lightning_freescale.strategy.module_setup import (
     collections_of,
     embedding_group,
+    levels_of,
     materialize,
     refuse_collections,
+    set_local_world_size,
     sync_dense,
     tell_embeddings,
     tell_of_lazy_updates,
+    tell_of_no_collection,
     wrap_dense,
 )
 from lightning_freescale.strategy.validation import (
@@ -204,10 +205,10 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             strategy_registry.register(cls.strategy_name, cls, description=str(cls.__doc__).splitlines()[0])
 
     def __repr__(self) -> str:
-        # pytorch_lightning and Fabric refuse it in a message with this in its place
+        # others refuse it in a message with this in its place
         return (
             "<FreeScaleStrategy, which only the Trainer of lightning.pytorch takes: import lightning as L, not "
-            "pytorch_lightning; beside Fabric use lightning_freescale.embeddings.overlap.OverlapEngine>"
+            "pytorch_lightning; Fabric takes lightning_freescale.FreeScaleFabricStrategy>"
         )
 
     # -- set-up
@@ -221,10 +222,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
 
     @override
     def setup_environment(self) -> None:
-        # TorchRec asks this variable how many ranks share a node; Lightning's own launcher does not set it
-        if "LOCAL_WORLD_SIZE" not in os.environ:
-            os.environ["LOCAL_WORLD_SIZE"] = str(self.num_processes)
-            self._at_teardown.callback(os.environ.pop, "LOCAL_WORLD_SIZE", None)  # the next Trainer may have other devices
+        set_local_world_size(self.num_processes, self._at_teardown)
         try:
             super().setup_environment()
         except RuntimeError as error:
@@ -253,7 +251,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         if fitting:
             tell_embeddings(module, self.shard, found)
         if not found:
-            rank_zero_info("strategy 'freescale': no embedding collection to shard in the module, it trains as with 'ddp'")
+            tell_of_no_collection()
             self._hides_nothing = "the module has no embedding collection whose exchange they would hide"
             super().setup(trainer)
             return
@@ -495,8 +493,9 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         engine, why_not = None, "FreeScaleStrategy(overlap=False) hides no exchange"
         if self.overlap:
             clips: dict[str, Any] = clip_options(trainer, self.groups.optimizers) if self.clip == "all" else {}
-            levels: dict[str, Any] = {"exchange": self._levels(), "ranks_per_node": self.num_processes}
-            engine = OverlapEngine(tables, self.dedup, process_group_timeout(self), self.transport, **clips, **levels)
+            levels = levels_of(self.exchange, self.num_nodes, self.num_processes)
+            nodes: dict[str, Any] = {"exchange": levels, "ranks_per_node": self.num_processes}
+            engine = OverlapEngine(tables, self.dedup, process_group_timeout(self), self.transport, **clips, **nodes)
             self._at_teardown.callback(engine.close, farewell=False)  # training ends with a report of all ranks
             why_not = f"TorchRec updates collections {list(engine.plain)} during backward" if engine.plain else ""
             self.overlap_controller = OverlapController(
@@ -510,16 +509,6 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         if self.clip == "all":
             self._clipping = TableClipping(trainer, self.groups, engine)
             self._at_teardown.enter_context(self._clipping.running())
-
-    def _levels(self) -> str:
-        """Return the exchange that was asked for, or the flat one where there is one level only."""
-        if self.exchange == "two_level" and 1 in (self.num_nodes, self.num_processes):
-            rank_zero_info(
-                f"strategy 'freescale': exchange='two_level' with num_nodes={self.num_nodes} and {self.num_processes} ranks "
-                "each is the flat exchange: it takes several of both"
-            )
-            return "flat"
-        return self.exchange
 
     def _record_steps(self) -> None:
         if not self.timeline.enabled:  # else a profiler has seen to it

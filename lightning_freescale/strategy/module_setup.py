@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection as Group
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
@@ -48,7 +50,9 @@ def collections_of(module: nn.Module | None, shard: Shard, warn: bool = False) -
     return found
 
 
-def tell_embeddings(module: nn.Module, shard: Shard, found: Sequence[tuple[Collection, Any]]) -> None:
+def tell_embeddings(
+    module: nn.Module, shard: Shard, found: Sequence[tuple[Collection, Any]], strategy: str = "FreeScaleStrategy"
+) -> None:
     """Say which large ``nn.Embedding`` modules are not sharded although they could be, or what ``shard="auto"`` does."""
     if find_spec("torchrec") is None:
         return
@@ -59,7 +63,7 @@ def tell_embeddings(module: nn.Module, shard: Shard, found: Sequence[tuple[Colle
     if choice.left:
         rank_zero_info(
             f"strategy 'freescale': nn.Embedding {', '.join(sizes.values())} is whole on every rank, and its dense gradient is "
-            f"reduced in every step: FreeScaleStrategy(shard={[*sizes]!r}), or shard='auto', shards it"
+            f"reduced in every step: {strategy}(shard={[*sizes]!r}), or shard='auto', shards it"
         )
     if shard == "auto":
         none = "" if any(c.embedding for c, _ in found) else f"finds no nn.Embedding of {LARGE_EMBEDDING} numbers to shard"
@@ -102,6 +106,29 @@ def tell_of_lazy_updates(optimizers: Mapping[str, TableOptimizer]) -> None:
             "torch.optim.SparseAdam do. Under 'ddp' the dense optimizer moves all other rows in every step, too: expect other "
             "weights there"
         )
+
+
+def set_local_world_size(ranks: int, at_teardown: ExitStack) -> None:
+    """Tell TorchRec how many ranks share a node, by the variable that it asks and Lightning's own launcher does not set."""
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
+        at_teardown.callback(os.environ.pop, "LOCAL_WORLD_SIZE", None)  # the next run may have other devices
+
+
+def levels_of(exchange: str, num_nodes: int, ranks_per_node: int) -> str:
+    """Return the exchange that was asked for, or the flat one where there is one level only."""
+    if exchange == "two_level" and 1 in (num_nodes, ranks_per_node):
+        rank_zero_info(
+            f"strategy 'freescale': exchange='two_level' with num_nodes={num_nodes} and {ranks_per_node} ranks each is the "
+            "flat exchange: it takes several of both"
+        )
+        return "flat"
+    return exchange
+
+
+def tell_of_no_collection() -> None:
+    """Say that there is nothing to shard."""
+    rank_zero_info("strategy 'freescale': no embedding collection to shard in the module, it trains as with 'ddp'")
 
 
 def embedding_group(

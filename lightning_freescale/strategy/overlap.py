@@ -7,38 +7,29 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from torchrec import KeyedJaggedTensor
-
 from lightning_freescale._lightning.loops import (
     Trainer,
     counting_ahead,
     prepared_batch,
-    rank_zero_info,
     rank_zero_warn,
     unlogged,
 )
 from lightning_freescale.balance import MicroBatches
-from lightning_freescale.embeddings.lookahead.ids_function import IdsFunction
-from lightning_freescale.embeddings.lookahead.probe import LookaheadMode, Probe
+from lightning_freescale.embeddings.lookahead.probe import LookaheadMode
 from lightning_freescale.embeddings.optimizer import UpdateSettings
 from lightning_freescale.embeddings.overlap import OverlapEngine, OverlapReport, WeightGradientsLast, WindowGradients
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.strategy.choosable_settings import schedule_of
 from lightning_freescale.strategy.dry_run import dry_run_ids
 from lightning_freescale.strategy.early_copy import EarlyCopy
+from lightning_freescale.strategy.lookahead import TRIAL_RUN_WAY, Ids, Lookahead
 from lightning_freescale.strategy.lookahead_loader import ENDED, UNKNOWN, LookaheadLoader
 from lightning_freescale.strategy.preserve_state import LeavesTraceError
-from lightning_freescale.strategy.validation import accumulated_by, has_embedding_ids
-
-_WAYS = (
-    "Put the KeyedJaggedTensor into the batch as the model looks it up, or an nn.Embedding's tensor of ids; or tell the ids by "
-    "FreeScaleStrategy(ids_of=...) or a method embedding_ids(batch) of the LightningModule"
-)
-_TRIAL_RUN_WAY = "; or let a trial run of training_step find them, FreeScaleStrategy(lookahead='trial_run')"
+from lightning_freescale.strategy.validation import accumulated_by
 
 
 class OverlapController:
-    """Runs the engine in one fit. Ids go one way: from the loader to the probes, from them to the engine.
+    """Runs the engine in one fit. Ids go one way: from the loader to the lookahead, from it to the engine.
 
     Args:
         trainer: the Trainer.
@@ -62,18 +53,14 @@ class OverlapController:
         split_backward: bool = False,
     ) -> None:
         self.trainer, self.engine = trainer, engine
-        self._trial_runs, self.split_backward = trial_runs, split_backward
+        self.split_backward = split_backward
         strategy: Any = trainer.strategy
         # one rank waits for nobody; and DDP reduces what a last micro-batch leaves unused before its backward begins
         unused = any(strategy.ddp_options.get(name) for name in ("find_unused_parameters", "static_graph"))
         self._window = None if unused or trainer.world_size == 1 else WindowGradients()
-        self._ids_of = ids_of
-        self._ids_function = _ids_function(trainer, engine, ids_of)
-        self._told: dict[str, list[KeyedJaggedTensor]] = {}  # of what comes next
-        self._told_of_parts: list[dict[str, list[KeyedJaggedTensor]]] = []  # of the current batch, but the first
-        self._lookups: dict[str, int] = {}  # of a step, at most
-        fallback = LookaheadMode.DRY_RUN if trial_runs else LookaheadMode.NONE
-        self._probes = {path: Probe(fallback) for path in engine.modules}
+        other_way = "" if trial_runs else TRIAL_RUN_WAY
+        self._lookahead = Lookahead(engine, trainer.lightning_module, ids_of, trial_runs=trial_runs, other_way=other_way)
+        self._told_of_parts: list[Ids] = []  # of the current batch, but the first
         self._parts: tuple[Any, ...] = ()  # micro-batches of the current batch
         self._part = 0
         self._following: Any = UNKNOWN  # the batch after the current one
@@ -81,14 +68,11 @@ class OverlapController:
         # a trial run prepares the next batch itself
         self._early_copy = None if trial_runs else EarlyCopy.for_trainer(trainer)
         self._batch_idx = 0
-        self._updates = self._warned = self._asked = False
+        self._updates = self._warned = False
         self._divided: bool | None = None  # whether steps may have micro-batches; until the first batch nobody knows
-        self._noticed: set[str] = set()
-        self._agreed_modes: dict[str, int] = {}
         self._logged: dict[str, float] | None = None
         for collection in engine.collections.values():
             collection.observe(timeline)
-        _tell_plain(engine.plain)
 
     @property
     def overlapped(self) -> list[str]:
@@ -97,7 +81,7 @@ class OverlapController:
 
     def take_loaded(self, batch: MicroBatches) -> None:
         """Ask for the ids of all micro-batches but the first, as they come out of the loader: hooks get them next."""
-        self._told_of_parts = [self._tell(part) for part in batch.batches[1:]]
+        self._told_of_parts = [self._lookahead.tell(part) for part in batch.batches[1:]]
 
     def start_batch(self, loader: Any, batch: Any, batch_idx: int) -> None:
         """Note that training on ``batch`` of ``loader`` begins, the ``batch_idx``-th of its epoch."""
@@ -110,8 +94,9 @@ class OverlapController:
         self._batch_idx = batch_idx
         self._start_part(0)
         if batch is None:  # Lightning passes over those, but for a training_step that takes the iterator
-            for probe in self._probes.values():
-                probe.give_up("training_step takes the loader's iterator, so that nobody knows the next batch: take the batch")
+            self._lookahead.give_up(
+                "training_step takes the loader's iterator, so that nobody knows the next batch: take the batch"
+            )
         if isinstance(loader, LookaheadLoader):
             self._following = loader.start_batch()
         elif not self._warned:
@@ -119,7 +104,8 @@ class OverlapController:
             rank_zero_warn(f"{_why_not_ahead(loader)}: the embedding exchange is not overlapped with compute")
 
     def _start_part(self, index: int) -> None:
-        self._part, self._asked, batch = index, False, self._parts[index]
+        self._part, batch = index, self._parts[index]
+        self._lookahead.start_batch()
         # its own list of what the batch holds: the step may pop ids from the batch before they are looked for there
         self._batch = batch.copy() if type(batch) in (dict, list) else batch
 
@@ -134,13 +120,13 @@ class OverlapController:
             self._start_part(index)
         self._updates = updates
         first = index == 0 and self._batch_idx % self.trainer.accumulate_grad_batches == 0
-        self._agreed_modes = self.engine.begin_step(
+        self._lookahead.agreed_modes = self.engine.begin_step(
             self._known_ids(),
             updates=updates,
             settings=settings,
             step=step,
             restart=first,  # where Lightning zeroes the dense gradients
-            modes={path: probe.proposal for path, probe in self._probes.items()},
+            modes=self._lookahead.proposals(),
         )
 
     def forward(self) -> AbstractContextManager[Any]:
@@ -167,18 +153,8 @@ class OverlapController:
 
         It runs after the forward, when the random state is what the next step will start from.
         """
-        for path, lookups in self.engine.lookups().items():
-            probe, features = self._probes[path], [lookup.features for lookup in lookups]
-            self._lookups[path] = max(len(lookups), self._lookups.get(path, 1))
-            if lookups[0].predicted is not None:
-                probe.report(all(lookup.predicted for lookup in lookups), self._batch, features)
-            elif not probe.known and self._may_learn(path):
-                probe.learn(self._batch, features)
-        for path, mode in self._agreed_modes.items():
-            self._probes[path].follow_agreed_mode(mode)
-        self.engine.submit_next_ids(self._dry_run(args), {path: probe.mode for path, probe in self._probes.items()})
-        self.engine.end_forward()
-        self._give_notice()
+        self._lookahead.learn(self._batch, comes_ahead=not self._warned)
+        self._lookahead.end_forward(self._dry_run(args))
 
     def log_step(self) -> None:
         """After an optimizer step, log what was moved and waited for since the last time, of rank 0."""
@@ -210,39 +186,18 @@ class OverlapController:
         strategy: Any = self.trainer.strategy
         strategy.drain()
         strategy.count_updates()
-        for path in left:
-            for known in (self._probes, self._told, self._lookups, self._agreed_modes):
-                known.pop(path, None)
-        self._ids_function = _ids_function(self.trainer, self.engine, self._ids_of)
-        _tell_plain(left)
+        self._lookahead.leave(left)
 
     # -- the ids of the next batch
 
-    def _known_ids(self) -> dict[str, list[KeyedJaggedTensor]] | None:
+    def _known_ids(self) -> Ids | None:
         """Return the ids that the user tells of the next micro-batch or that stand in it; None if there is none."""
         if self._next is ENDED:
             return None
-        if self._next is UNKNOWN or self._asked:
+        if self._next is UNKNOWN or self._lookahead.asked:
             return {}
-        self._asked = True  # once per batch, also where a closure runs training_step again
-        function = self._ids_function
-        self._told = self._told_of_parts[self._part] if self._stays_in_step else self._tell(self._next)
-        batch = self._next_on_device()
-        found = {}
-        for path, probe in self._probes.items():
-            if function is not None and path in self._told:
-                ids = probe.told(self._told[path], function.name)
-            else:
-                ids = probe.ids_of(batch)
-            if ids is not None:
-                device = self.trainer.strategy.root_device
-                found[path] = [features.to(device, non_blocking=True) for features in ids]
-        return found
-
-    def _tell(self, loaded: Any) -> dict[str, list[KeyedJaggedTensor]]:
-        """Return the ids that the user tells of a batch that is to come, as it comes out of the loader."""
-        probing = any(self._probes[path].mode == LookaheadMode.PROBE for path in self.engine.modules)
-        return {} if self._ids_function is None or not probing else self._ids_function(loaded)
+        told = self._told_of_parts[self._part] if self._stays_in_step else self._lookahead.tell(self._next)
+        return self._lookahead.known_ids(told, self._next_on_device())
 
     @property
     def _next(self) -> Any:
@@ -262,14 +217,9 @@ class OverlapController:
             return self._next
         return _parts(self._following if self._early_copy is None else self._early_copy.start(self._following))[0]
 
-    def _may_learn(self, path: str) -> bool:
-        """Whether it matters where a collection's ids stand: the next batch is known, and the user has left them out."""
-        return not self._warned and (self._ids_function is None or (self._asked and path not in self._told))
-
-    def _dry_run(self, args: tuple[Any, ...]) -> dict[str, list[KeyedJaggedTensor]]:
+    def _dry_run(self, args: tuple[Any, ...]) -> Ids:
         """Return the ids of the collections that all ranks have agreed to learn from a trial run."""
-        agreed = [path for path, mode in self._agreed_modes.items() if mode == LookaheadMode.DRY_RUN]
-        wanted = {path: self._lookups.get(path, 1) for path in agreed}
+        wanted = self._lookahead.lookups_of(LookaheadMode.DRY_RUN)
         upcoming = self._next
         if not wanted or upcoming is ENDED or upcoming is UNKNOWN:
             return {}
@@ -293,35 +243,17 @@ class OverlapController:
         if isinstance(result.error, LeavesTraceError):
             raise RuntimeError(
                 f"FreeScaleStrategy(lookahead='trial_run'): a trial run of training_step would leave a trace, so that the "
-                f"numbers could be others: {result.error}. {_WAYS}"
+                f"numbers could be others: {result.error}. {self._lookahead.ways}"
             ) from result.error
         for path in wanted:
             if path not in result.features:
-                self._probes[path].give_up(f"a trial run of training_step: {result.error or 'it does not look them up'}")
+                why = f"a trial run of training_step: {result.error or 'it does not look them up'}"
+                self._lookahead.give_up(why, [path])
         return {path: ids for path, ids in result.features.items() if path in wanted}
-
-    def _give_notice(self) -> None:
-        """Warn once of the collections whose ids cannot be known; on rank 0, which hears of it from the others."""
-        silent = [
-            path for path, probe in self._probes.items() if probe.mode == LookaheadMode.NONE and path not in self._noticed
-        ]
-        if not silent:
-            return
-        self._noticed.update(silent)
-        why = "; ".join(f"{path!r}: {self._probes[path].reason}" for path in silent)
-        rank_zero_warn(
-            f"the next batch's ids cannot be known ahead ({why}): the exchange of these embedding collections is not "
-            f"overlapped with compute from here on. {_WAYS}{'' if self._trial_runs else _TRIAL_RUN_WAY}"
-        )
 
 
 def _parts(batch: Any) -> tuple[Any, ...]:
     return tuple(batch.batches) if isinstance(batch, MicroBatches) else (batch,)
-
-
-def _tell_plain(reasons: Mapping[str, str]) -> None:
-    for path, reason in reasons.items():
-        rank_zero_info(f"strategy 'freescale': the exchange of {path!r} is not overlapped with compute: {reason}")
 
 
 def _why_not_ahead(loader: Any) -> str:
@@ -332,13 +264,3 @@ def _why_not_ahead(loader: Any) -> str:
         "the training loader was made before the module had its embedding collections (read "
         "trainer.estimated_stepping_batches in configure_optimizers, or make them in __init__)"
     )
-
-
-def _ids_function(trainer: Trainer, engine: OverlapEngine, ids_of: Callable[[Any], Any] | None) -> IdsFunction | None:
-    """Return what the user has given the strategy, or else the module's method; None if there is neither."""
-    module: Any = trainer.lightning_module
-    name = f"FreeScaleStrategy(ids_of={getattr(ids_of, '__qualname__', type(ids_of).__name__)})"
-    if ids_of is None and has_embedding_ids(module):
-        ids_of, name = module.embedding_ids, f"{type(module).__name__}.embedding_ids"
-    embeddings = [collection.path for collection, _ in engine.tables.modules if collection.embedding]
-    return None if ids_of is None else IdsFunction(ids_of, name, engine.modules, engine.plain, embeddings)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 
-from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
+from lightning_freescale import FreeScaleDataModule, FreeScaleFabricStrategy, FreeScaleStrategy
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.helpers.recommender import Recommender, fixed_loader, trainer
 
@@ -69,18 +69,47 @@ def _fabric(strategy: Any) -> Any:
     return Fabric(accelerator="cpu", strategy=strategy)
 
 
+def _lightning_fabric(strategy: Any) -> Any:
+    return pytest.importorskip("lightning_fabric").Fabric(accelerator="cpu", strategy=strategy)
+
+
 def _pytorch_lightning(strategy: Any) -> Any:
     return pytest.importorskip("pytorch_lightning").Trainer(accelerator="cpu", strategy=strategy)
 
 
-@pytest.mark.parametrize("strategy", [lambda: "freescale", FreeScaleStrategy], ids=["name", "object"])
-@pytest.mark.parametrize("make", [_fabric, _pytorch_lightning])
-def test_others_say_what_to_import(make: Callable[[Any], Any], strategy: Callable[[], Any]) -> None:
-    with pytest.raises(ValueError, match=r"import lightning as L.* beside Fabric use") as refused:
+def _trainer(strategy: Any) -> Any:
+    return L.Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False)
+
+
+OTHERS = [
+    (_lightning_fabric, lambda: "freescale", r"import lightning as L, and use L.Trainer or L.Fabric"),
+    (_lightning_fabric, FreeScaleFabricStrategy, r"from lightning.fabric import Fabric, not lightning_fabric"),
+    (_pytorch_lightning, lambda: "freescale", r"import lightning as L, and use L.Trainer or L.Fabric"),
+    (_pytorch_lightning, FreeScaleStrategy, r"import lightning as L, not pytorch_lightning"),
+    (_fabric, FreeScaleStrategy, r"Fabric takes lightning_freescale.FreeScaleFabricStrategy"),
+    (_trainer, FreeScaleFabricStrategy, r"which only lightning.fabric takes"),
+]
+
+
+@pytest.mark.parametrize(("make", "strategy", "told"), OTHERS)
+def test_others_say_what_to_import(make: Callable[[Any], Any], strategy: Callable[[], Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
         make(strategy())
-    assert "of lightning.pytorch" in str(refused.value)
-    ours = L.Trainer(strategy=strategy(), accelerator="cpu", devices=1, logger=False)
-    assert isinstance(ours.strategy, FreeScaleStrategy)
+
+
+@pytest.mark.parametrize("strategy", [lambda: "freescale", FreeScaleStrategy], ids=["name", "object"])
+def test_the_trainer_takes_it(strategy: Callable[[], Any]) -> None:
+    assert isinstance(_trainer(strategy()).strategy, FreeScaleStrategy)
+
+
+def _named(name: str) -> tuple[str, bool]:
+    strategy: Any = Fabric(accelerator="cpu", devices=1, strategy=name).strategy
+    return type(strategy).__name__, strategy.ddp_options.get("find_unused_parameters", False)
+
+
+@pytest.mark.parametrize(("name", "unused"), [("freescale", False), ("freescale_find_unused_parameters_true", True)])
+def test_fabric_takes_the_name(name: str, unused: bool) -> None:
+    assert _named(name) == ("FreeScaleFabricStrategy", unused)
 
 
 def test_a_trainer_of_the_other_namespace_is_refused_by_the_data_module() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_freescale import FreeScaleStrategy
-from lightning_freescale.strategy import freescale
+from lightning_freescale.strategy import module_setup
 from lightning_freescale.testing import run_distributed
 from tests.helpers.overlap_training import CountingModel, Run, assert_same, fit, my_loader
 
@@ -49,7 +49,7 @@ def test_as_under_ddp(optimizer: str, options: dict[str, Any]) -> None:
 
 def _on_one_node() -> tuple[list[str], float]:
     told, strategy = [], FreeScaleStrategy(exchange="two_level")
-    freescale.rank_zero_info = told.append
+    module_setup.rank_zero_info = told.append
     run = fit(CountingModel(), my_loader(2), max_epochs=1, strategy=strategy)
     assert "to other nodes" not in str(strategy.overlap_report)
     return told, run.statistics["cross_node_bytes"]

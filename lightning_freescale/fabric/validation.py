@@ -1,0 +1,117 @@
+"""Refuses what cannot be trained exactly in a loop over Fabric, in Fabric's words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_freescale.balance import BalancedSampler
+
+if TYPE_CHECKING:
+    from lightning_freescale.embeddings.collections import Collection
+    from lightning_freescale.embeddings.shards import ShardedTables
+
+_OF_THE_TRAINER = {
+    "lookahead": "a trial run repeats training_step, which Fabric has not. Tell the ids by ids_of=, or put them into the batch",
+    "target_bubble_reduction": "the autopilot times the Trainer's steps. Set split_backward= yourself, or use L.Trainer",
+    "sigterm_every_n_steps": "it is the Trainer that tells the ranks of a SIGTERM. Leave it out",
+    "clip": "pass clip_gradients=True and call fabric.clip_gradients(model, optimizer, ...), over dense part and tables",
+    "micro_batches": "the Trainer's loop divides batches. Use smaller batches within fabric.no_backward_sync(model)",
+    "model_averaging_period": "sharded tables cannot differ between ranks. Leave it out",
+}
+
+
+def refuse_options_of_the_trainer(given: Iterable[str]) -> None:
+    """Refuse options of FreeScaleStrategy that need the Trainer, by a TypeError."""
+    for option in given:
+        if option in _OF_THE_TRAINER:
+            raise TypeError(f"FreeScaleFabricStrategy({option}=...) is not there in Fabric: {_OF_THE_TRAINER[option]}")
+
+
+def refuse_module(
+    module: nn.Module,
+    found: list[tuple[Collection, Any]],
+    device: torch.device,
+    updates_unscaled: bool,
+    precision: str,
+    earlier: ShardedTables | None,
+) -> None:
+    """Refuse a module with the collections ``found`` that would not be trained exactly, before anything is changed.
+
+    Raises:
+        ValueError: it names what, and the fix.
+    """
+    from lightning_freescale.embeddings.managed_collision import refuse_device
+
+    if earlier is not None or any(hasattr(held, "freescale_sharding") for _, held in found):
+        raise ValueError(
+            "fabric.setup(model): a module with embedding collections was set up before, and strategy 'freescale' follows the "
+            "steps of one. Put both into one module, or build it and its Fabric anew"
+        )
+    if not updates_unscaled:
+        raise ValueError(
+            f"Fabric(precision={precision!r}): the tables take part in '32-true' and 'bf16-mixed' only, other "
+            "precisions scale or convert what they are updated with. Use one of those two"
+        )
+    tables = {parameter for _, held in found for parameter in held.parameters()}
+    if meta := [name for name, p in module.named_parameters() if p.is_meta and p not in tables]:
+        raise ValueError(
+            f"parameters {meta} are on the meta device, and the optimizer holds them: build them in fabric.init_module(); "
+            "embedding collections may be on the meta device"
+        )
+    for collection, held in found:
+        if collection.managed:
+            refuse_device(collection.path, held, device, True)
+
+
+def refuse_data(loader: Any, world_size: int) -> None:
+    """Refuse a loader whose plan is not that of these ranks, or asks for what only the Trainer does, by a ValueError."""
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, BalancedSampler):
+        return
+    if sampler.num_replicas != world_size:
+        raise ValueError(
+            f"the loader's BalancedSampler plans for num_replicas={sampler.num_replicas}, Fabric has {world_size} ranks: make "
+            "it after fabric.launch() with num_replicas=fabric.world_size, rank=fabric.global_rank, or, of a "
+            "FreeScaleDataModule, take data.sampler(fabric.global_rank, fabric.world_size)"
+        )
+    if sampler.exploration_steps:
+        raise ValueError(
+            "BalanceOptions(calibrate=True) needs Trainer(strategy='freescale'), which measures the times. Leave it out in "
+            "Fabric"
+        )
+    if max(sampler.micro_batches.candidates) > 1:
+        raise ValueError(
+            "FreeScaleDataModule(micro_batches=...) needs Trainer(strategy='freescale'), whose loop knows of them. In Fabric "
+            "use smaller batches within fabric.no_backward_sync(model)"
+        )
+
+
+def refuse_shards_in(state: Mapping[str, Any], tables: ShardedTables) -> None:
+    """Refuse to save a module's own state dict, which holds this rank's shards only, by a ValueError."""
+    rows = tables.state_dict_keys()
+    shapes = {table.key: (table.rows, table.dim) for table in tables.tables}
+    for name, value in state.items():
+        held = value.items() if isinstance(value, Mapping) else ()
+        for key, tensor in held:
+            if key in rows and not (type(tensor) is Tensor and tuple(tensor.shape) == shapes[rows[key]]):
+                raise ValueError(
+                    f"fabric.save(path, {{{name!r}: model.state_dict()}}) would save this rank's part of table {key!r} alone: "
+                    f"pass the module itself, {{{name!r}: model}}"
+                )
+
+
+@contextmanager
+def speaking_of_fabric() -> Iterator[None]:
+    """Let errors of what the Trainer's strategy has as well name Fabric's."""
+    try:
+        yield
+    except (ValueError, TypeError, RuntimeError) as error:
+        error.args = tuple(
+            arg.replace("FreeScaleStrategy(", "FreeScaleFabricStrategy(") if isinstance(arg, str) else arg for arg in error.args
+        )
+        raise
