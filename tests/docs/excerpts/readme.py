@@ -1,4 +1,4 @@
-"""README.md: the script that a user changes, before and after; commands are other tests' work, but have to be there."""
+"""README.md: the script that a user changes, before and after; the first run; commands of make have to be there."""
 
 from pathlib import Path
 
@@ -22,7 +22,11 @@ for sign, script in (("-", "before.py"), ("+", "after.py")):
 shell("python before.py")
 assert "straggler wait" in shell("python after.py")
 
-made(page.text("bash"))
 for _ in range(2):
     page.text("bash")  # installs the package: test_package.py and test_wheel.py have that
+
+Path("train.py").write_text(page.text("python"))
+assert "straggler wait" in page.bash()
+
+made(page.text("bash"))
 page.end()
