@@ -140,7 +140,7 @@ class UnshardedCheckpointStrategy(DDPBase):
                 "alone. Save before the fit ends, such as in on_train_end"
             )
             return []
-        epochs = module.trainer.fit_loop.epoch_progress.current
+        epochs: Any = module.trainer.fit_loop.epoch_progress.current
         # an epoch that a hook cuts short has no last batch before Lightning 2.6
         ended = module.trainer.is_last_batch or epochs.processed == epochs.started
         wait = self.gradients_wait and not ended
