@@ -140,7 +140,10 @@ class UnshardedCheckpointStrategy(DDPBase):
                 "alone. Save before the fit ends, such as in on_train_end"
             )
             return []
-        wait = self.gradients_wait and not module.trainer.is_last_batch
+        epochs: Any = module.trainer.fit_loop.epoch_progress.current
+        # an epoch that a hook cuts short has no last batch before Lightning 2.6
+        ended = module.trainer.is_last_batch or epochs.processed == epochs.started
+        wait = self.gradients_wait and not ended
         return gather_accumulated(wait, module, self._sharded_names(), self._engine())
 
     def _sharded_names(self) -> frozenset[str]:
