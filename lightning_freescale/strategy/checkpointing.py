@@ -16,6 +16,7 @@ from lightning_freescale._lightning.ddp import DDPBase
 from lightning_freescale._lightning.loops import rank_zero_warn
 from lightning_freescale._objects import gather_objects
 from lightning_freescale.checkpoint.accumulated_gradients import gather_accumulated, restore_accumulated
+from lightning_freescale.checkpoint.bucket_order import lay_out_buckets, noting_order
 from lightning_freescale.checkpoint.random_state import gather_random_states, set_random_state
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class UnshardedCheckpointStrategy(DDPBase):
         self._random_states: list[dict[str, Any]] = []
         self._restored_gradients: list[dict[str, Any]] = []
         self._bag_state: dict[str, Any] = {}  # of the last fit
+        self._bucket_order: list[str] = []  # of the last fit; names of dense parameters
+        self._restored_order: list[str] = []
         self._left_in_window = False  # by the last fit, so that what it had accumulated is lost
 
     def drain(self) -> None:
@@ -119,6 +122,8 @@ class UnshardedCheckpointStrategy(DDPBase):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if "optimizer_states" in checkpoint:
             checkpoint[_EXTRA] = {**self._extra, "random_states": gather_random_states(self.root_device)}
+            if self._bucket_order:
+                checkpoint[_EXTRA]["bucket_order"] = list(self._bucket_order)
             if bags := self._bags():
                 checkpoint[_EXTRA]["bag_states"] = gather_objects(bags)
             if chosen := self._chosen_settings():
@@ -163,7 +168,7 @@ class UnshardedCheckpointStrategy(DDPBase):
     def leave_fit(self) -> None:
         """Forget what was loaded and not used, because a fit failed, and note whether it ends inside a window."""
         self._left_in_window, self.gradients_wait = self._left_in_window or self.gradients_wait, False
-        self._restored_gradients, self._random_states = [], []
+        self._restored_gradients, self._random_states, self._restored_order = [], [], []
         self._bag_state = self._bags()
         self.chosen_settings = self._chosen_settings()
 
@@ -171,6 +176,7 @@ class UnshardedCheckpointStrategy(DDPBase):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         extra = checkpoint.get(_EXTRA, {})
         self._random_states, self._restored_gradients = extra.get("random_states", []), extra.get("accumulated", [])
+        self._restored_order = extra.get("bucket_order", [])
         self.chosen_settings = extra.get("autopilot", {})
         bags, engine = extra.get("bag_states", []), self._engine()
         if engine is not None and len(bags) == self.world_size:  # between other ranks other bytes cross
@@ -183,12 +189,19 @@ class UnshardedCheckpointStrategy(DDPBase):
         super().load_optimizer_state_dict(checkpoint)
 
     @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        with noting_order(self.model, self._bucket_order):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
     def on_train_start(self) -> None:
         # not where the checkpoint is loaded: what Lightning does until here draws random numbers
         if self._random_states:
             set_random_state(self._random_states, self.root_device)
             self._random_states = []
         self._left_in_window, self.gradients_wait, self._bag_state = False, bool(self._restored_gradients), {}
+        laid_out = lay_out_buckets(self.model, self._restored_order)
+        self._bucket_order, self._restored_order = self._restored_order if laid_out else [], []
         if self._restored_gradients:
             module, sharded = self.lightning_module, self._sharded_names()
             assert module is not None
