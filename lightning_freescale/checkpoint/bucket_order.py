@@ -25,7 +25,7 @@ def noting_order(model: nn.Module | None, order: list[str]) -> Iterator[None]:
     came: list[str] = []
     reduced = _reduced(model)
     handles = [
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: came.append(name))  # type: ignore[misc]
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: came.append(name))
         for name, parameter in reduced.items()
     ]
     try:
