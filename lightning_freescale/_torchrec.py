@@ -34,8 +34,10 @@ def warn_of_fbgemm_for_cuda() -> None:
 
     A module that imports TorchRec itself fails with no more than the name of a library.
     """
-    for_cpu = _release("fbgemm-gpu-cpu") or "cpu" in _release("fbgemm-gpu")
-    if torch.version.cuda is None and torch.version.hip is None and _release("fbgemm-gpu") and not for_cpu:
+    if torch.version.cuda is not None or torch.version.hip is not None:
+        return
+    built = _release("fbgemm-gpu")
+    if built and "cpu" not in built and not _release("fbgemm-gpu-cpu"):
         warnings.warn(
             f"TorchRec will not load: FBGEMM is its build for CUDA, torch is not. Installed: {_installed()}. "
             + _commands(all_found=True),

@@ -31,4 +31,13 @@ class RayFreeScaleStrategy(FreeScaleStrategy, RayDDPStrategy):
 
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:
-        """Leave what the Trainer says, which is 1."""
+        """Take what the Trainer says, which is 1 unless it was told otherwise.
+
+        Raises:
+            ValueError: the Trainer was told another number than Ray has.
+        """
+        if num_nodes not in (1, self.num_nodes):
+            raise ValueError(
+                f"Trainer(num_nodes={num_nodes}) with RayFreeScaleStrategy, whose workers are on {self.num_nodes} node(s): "
+                "leave num_nodes out, Ray says it"
+            )

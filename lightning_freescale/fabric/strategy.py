@@ -37,6 +37,7 @@ from lightning_freescale.strategy.module_setup import (
     tell_of_no_collection,
     wrap_dense,
 )
+from lightning_freescale.strategy.table_access import TableAccess
 from lightning_freescale.strategy.validation import (
     refuse_exchange,
     refuse_lookahead,
@@ -60,7 +61,7 @@ _EXTRA = "freescale"
 _NAME = "FreeScaleFabricStrategy"
 
 
-class FreeScaleFabricStrategy(FabricDDPBase):
+class FreeScaleFabricStrategy(TableAccess, FabricDDPBase):
     """Shards TorchRec embedding collections over all ranks and trains the rest with DDP, in a loop over Lightning Fabric.
 
     Module, optimizer and loop stay as they are under ``"ddp"``: ``fabric.setup(model, optimizer)`` shards, and the optimizer
@@ -304,8 +305,8 @@ class FreeScaleFabricStrategy(FabricDDPBase):
 
     # -- for users
 
+    @override
     def drain(self) -> None:
-        """Wait until every update of the steps so far is in the tables: before reading them by hand, on every rank."""
         if self._steps is not None:
             self._steps.drain()
 
@@ -315,21 +316,6 @@ class FreeScaleFabricStrategy(FabricDDPBase):
         Updates under way come first, rows fetched ahead are void.
         """
         return nullcontext() if self._steps is None else self._steps.writing()
-
-    def full_weight(self, path: str) -> Tensor:
-        """Return a copy of a whole sharded table on every rank, shape ``[rows, dim]``, without gradient. Collective.
-
-        Args:
-            path: the table's name in the module's state dict, such as ``"item_emb"`` for an ``nn.Embedding`` or
-                ``"items.embeddings.item"`` for a table of an EmbeddingCollection.
-
-        Raises:
-            ValueError: no sharded table has that name.
-        """
-        if self.tables is None:
-            raise ValueError(f"full_weight({path!r}): the module has no sharded tables, read the parameter itself")
-        self.drain()
-        return self.tables.full_weight(path)
 
     def finish_overlap(self) -> OverlapReport | None:
         """Bring the tables up to date, and return what the overlap was worth: means over all ranks and steps. Collective.

@@ -18,6 +18,7 @@ from lightning_freescale._objects import gather_objects
 from lightning_freescale.checkpoint.accumulated_gradients import gather_accumulated, restore_accumulated
 from lightning_freescale.checkpoint.bucket_order import lay_out_buckets, noting_order
 from lightning_freescale.checkpoint.random_state import gather_random_states, set_random_state
+from lightning_freescale.strategy.table_access import TableAccess
 
 if TYPE_CHECKING:
     from lightning_freescale.embeddings.overlap import OverlapEngine
@@ -30,11 +31,10 @@ _EXTRA = "freescale"
 """Checkpoint key of what an ordinary checkpoint has no place for."""
 
 
-class UnshardedCheckpointStrategy(DDPBase):
+class UnshardedCheckpointStrategy(TableAccess, DDPBase):
     """DDP that saves and loads sharded tables, their optimizer states and the ranks' random states.
 
     Attributes:
-        tables: the sharded tables; None if the module has none.
         groups: which of the user's parameter groups drives which table, while fitting.
         overlap_controller: what overlaps the exchange with compute; None outside of a fit, and without overlap.
         gradients_wait: whether gradients have been accumulated for an optimizer step that is still to come.
@@ -58,27 +58,10 @@ class UnshardedCheckpointStrategy(DDPBase):
         self._restored_order: list[str] = []
         self._left_in_window = False  # by the last fit, so that what it had accumulated is lost
 
+    @override
     def drain(self) -> None:
-        """Wait until every update of the steps so far is in the tables: before reading them by hand, on every rank."""
         if (engine := self._engine()) is not None:
             engine.drain()
-
-    def full_weight(self, path: str) -> Tensor:
-        """Return a copy of a whole sharded table on every rank, shape ``[rows, dim]``, without gradient. Collective.
-
-        Updates under way are in it; later ones are not.
-
-        Args:
-            path: the table's name in the module's state dict, such as ``"item_emb"`` for an ``nn.Embedding`` or
-                ``"net.items.embeddings.item"`` for a table of an EmbeddingCollection.
-
-        Raises:
-            ValueError: no sharded table has that name.
-        """
-        if self.tables is None:
-            raise ValueError(f"full_weight({path!r}): the module has no sharded tables, read the parameter itself")
-        self.drain()
-        return self.tables.full_weight(path)
 
     def count_updates(self) -> None:
         """Count as updates of a table only the steps that had a gradient for it. After a drain."""

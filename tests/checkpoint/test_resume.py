@@ -13,22 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
+from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.data import BalanceOptions
 from lightning_freescale.testing import RankFailed, run_distributed
-from tests.helpers.recommender import OPTIMIZERS, Recommender, Samples, collate, trainer
-
-
-class StopAt(L.Callback):
-    """Saves a checkpoint after some steps and stops."""
-
-    def __init__(self, step: int, path: str) -> None:
-        self.step, self.path = step, path
-
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-            trainer.should_stop = True
+from tests.helpers.recommender import OPTIMIZERS, Recommender, Samples, StopAt, collate, trainer
 
 
 class SaveAtEpochEnd(L.pytorch.callbacks.ModelCheckpoint):
@@ -117,68 +105,6 @@ def test_resume_is_bitwise(optimizer: str, stop: Any, step: int, workers: int, s
     assert len(first[0]["losses"]) == step and len(second[0]["losses"]) == 24 - step
     _equal(second[0]["weights"], whole[0]["weights"])
     _equal(second[0]["states"][0]["state"], whole[0]["states"][0]["state"])
-
-
-class InAnotherOrder(Seen):
-    """Uses its layers in another order than it has them, so that DDP lays its buckets out anew after the first step."""
-
-    def __init__(self, optimizer: str) -> None:
-        super().__init__(optimizer)
-        self.last, self.first, self.wide = nn.Linear(64, 1), nn.Linear(1, 16), nn.Linear(16, 64)
-
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
-        loss = super().training_step(batch, batch_idx)
-        beside = self.last(self.wide(self.first(batch["label"][:, None]).relu()).relu())
-        return loss + (beside - batch["label"][:, None]).square().mean()
-
-
-ORDERS: dict[str, dict[str, Any]] = {
-    "three": {"ranks": 3},
-    "four": {"ranks": 4},
-    "window": {"accumulate_grad_batches": 2, "stop_after": 3},
-    "micro_batches": {"micro_batches": 2},
-    "split": {"split_backward": True},
-    "no_overlap": {"overlap": False},
-    "unused": {"find_unused_parameters": True},
-    "views": {"gradient_as_bucket_view": True},
-    "small_buckets": {"bucket_cap_mb": 0.001},
-}
-"""Runs whose dense gradients are added up over three ranks, or as many as it says."""
-
-
-def _fit_in_another_order(
-    ranks: int = 3,
-    accumulate_grad_batches: int = 1,
-    micro_batches: int = 1,
-    stop_after: int | None = None,
-    path: str = "",
-    resume: str | None = None,
-    **options: Any,
-) -> dict[str, Any]:
-    torch.manual_seed(0)
-    model, data = InAnotherOrder("sgd"), Samples(72)
-    loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, micro_batches=micro_batches)
-    stop = [StopAt(stop_after, path)] if stop_after is not None else []
-    strategy = FreeScaleStrategy(**options)
-    fit = trainer(
-        devices=ranks, max_epochs=2, callbacks=stop, strategy=strategy, accumulate_grad_batches=accumulate_grad_batches
-    )
-    fit.fit(model, loader, ckpt_path=resume)
-    state = fit._checkpoint_connector.dump_checkpoint(weights_only=False)
-    return {"losses": model.losses, "weights": state["state_dict"]}
-
-
-@pytest.mark.parametrize("run", [pytest.param(run, marks=[pytest.mark.slow] if run != "three" else []) for run in ORDERS])
-def test_resume_is_bitwise_where_the_order_of_sums_matters(run: str, tmp_path: Path) -> None:
-    """With three ranks and more, gloo adds an element's parts up in an order that depends on its place in the bucket."""
-    path, options = str(tmp_path / "half.ckpt"), {"ranks": 3, **ORDERS[run]}
-    stop_after = options.pop("stop_after", 4)
-    whole = run_distributed(_fit_in_another_order, options["ranks"], **options)
-    first = run_distributed(_fit_in_another_order, options["ranks"], stop_after=stop_after, path=path, **options)
-    second = run_distributed(_fit_in_another_order, options["ranks"], resume=path, **options)
-    for before, after, straight in zip(first, second, whole):
-        assert before["losses"] + after["losses"] == straight["losses"]
-    _equal(second[0]["weights"], whole[0]["weights"])
 
 
 class Plain(Seen):

@@ -31,6 +31,13 @@ def blocks(page: Path) -> Iterator[Block]:
         yield Block(*(part or "" for part in found.groups()))
 
 
+def save_files(page: Path, folder: Path) -> None:
+    """Save the files that a reader of the page is told to."""
+    for block in blocks(page):
+        if block.title:
+            (folder / block.title).write_text(block.text)
+
+
 def without_code(text: str) -> str:
     """The page without fenced blocks and code spans, in which nothing is a link or a heading."""
     return re.sub(r"`[^`\n]*`", "`code`", _FENCED.sub("", text))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import DOCS, PAGES, ROOT, RUN, blocks
+from tests.docs.pages import DOCS, PAGES, ROOT, RUN, blocks, save_files
 
 LANGUAGES = {"python", "bash", "text", "sbatch"}
 """An sbatch file is saved and not run: there is no SLURM here."""
@@ -33,15 +33,9 @@ def _run(command: list[str], folder: Path) -> str:
     return f"{found.stdout}\n{found.stderr}"
 
 
-def _save_quick_start(folder: Path) -> None:
-    for block in blocks(DOCS / "quick_start.md"):
-        if block.title:
-            (folder / block.title).write_text(block.text)
-
-
 def _follow(page: Path, folder: Path) -> None:
     """Save and run block after block; the files of the quick start lie there already."""
-    _save_quick_start(folder)
+    save_files(DOCS / "quick_start.md", folder)
     printed = ""
     for number, block in enumerate(blocks(page)):
         assert block.language in LANGUAGES, f"{page.name}: nobody runs a block of {block.language!r}"
@@ -75,7 +69,7 @@ def test_a_reader_who_pastes_every_block_gets_what_the_page_says(page: Path, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("script", EXCERPTS)
 def test_every_excerpt_runs_in_its_place(script: str, tmp_path: Path) -> None:
-    _save_quick_start(tmp_path)
+    save_files(DOCS / "quick_start.md", tmp_path)
     assert "every block was run" in _run([sys.executable, "-m", f"tests.docs.excerpts.{script}"], tmp_path)
 
 

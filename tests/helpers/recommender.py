@@ -128,6 +128,18 @@ def fixed_loader(rank: int, steps: int) -> DataLoader:
     return DataLoader(RankBatches(rank, steps), batch_size=None)
 
 
+class StopAt(L.Callback):
+    """Saves a checkpoint after some steps and stops."""
+
+    def __init__(self, step: int, path: str) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+
 def trainer(**options: Any) -> L.Trainer:
     """A quiet Trainer on the ranks of ``run_distributed``."""
     quiet = {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import DOCS, ROOT, blocks
+from tests.docs.pages import DOCS, ROOT, save_files
 
 sys.path.append(str(ROOT / "benchmarks"))
 
@@ -29,8 +29,7 @@ exec torchrun --nnodes 2 --nproc-per-node 2 $rendezvous --local-addr 10.77.0.$((
 def folder(tmp_path: Path) -> Path:
     """The script of the page on launching, where its reader would save it."""
     for page in (DOCS / "quick_start.md", DOCS / "how_to" / "launch.md"):
-        for block in blocks(page):
-            (tmp_path / block.title).write_text(block.text) if block.language == "python" else None
+        save_files(page, tmp_path)
     return tmp_path
 
 

@@ -7,11 +7,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.docs.pages import DOCS, ROOT, blocks
+from tests.docs.pages import DOCS, ROOT, save_files
 
 WITHOUT_RAY = """
 from lightning_freescale import FreeScaleDataModule
@@ -44,8 +45,7 @@ def _run(script: str, folder: Path) -> str:
 def test_trains_as_without_ray_and_its_checkpoint_is_ordinary(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     for page in (DOCS / "quick_start.md", DOCS / "how_to" / "ray.md"):
-        for block in blocks(page):
-            (tmp_path / block.title).write_text(block.text) if block.title else None
+        save_files(page, tmp_path)
     found = re.search(r"^checkpoint: (.+)$", _run("train_on_ray.py", tmp_path), re.MULTILINE)
     assert found
     by_ray = torch.load(found[1], weights_only=False)
@@ -55,6 +55,21 @@ def test_trains_as_without_ray_and_its_checkpoint_is_ordinary(tmp_path: Path) ->
     assert by_ray["global_step"] == without["global_step"] == 20
     assert list(by_ray["state_dict"]) == list(without["state_dict"])
     assert all(torch.equal(by_ray["state_dict"][key], weight) for key, weight in without["state_dict"].items())
+
+
+@pytest.mark.third_party
+def test_ray_says_how_many_ranks_a_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes of three workers, of which Lightning knows this one's device."""
+    train = pytest.importorskip("ray.train")
+    from lightning_freescale.ray import RayFreeScaleStrategy
+
+    context = SimpleNamespace(get_local_world_size=lambda: 3, get_world_size=lambda: 6)
+    monkeypatch.setattr(train, "get_context", lambda: context)
+    strategy = RayFreeScaleStrategy()
+    strategy.num_nodes = 1  # as the Trainer does
+    assert (strategy.num_processes, strategy.num_nodes) == (3, 2)
+    with pytest.raises(ValueError, match=r"Trainer\(num_nodes=4\).*on 2 node"):
+        strategy.num_nodes = 4
 
 
 def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
