@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "profiling": {"_version", "_worker"},
     "data": {"_worker", "_objects", "_torchrec", "balance", "comm"},
     "embeddings": {"_objects", "_torchrec", "_worker", "comm"},
-    "checkpoint": {"_objects", "embeddings"},
+    "checkpoint": {"_objects", "_version", "embeddings"},
     "_lightning": {"balance", "profiling"},
     "datamodule": {"_lightning", "balance", "data"},
     "callbacks": {"_lightning", "balance", "data", "profiling"},

@@ -6,28 +6,33 @@ That costs a gather, and gives files that any other strategy and the plain modul
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_freescale._objects import gather_objects
+from lightning_freescale.checkpoint.spread_tensors import Key, Piece, SpreadTensors
+from lightning_freescale.checkpoint.stored_tensors import StoredTensor, materialized
 from lightning_freescale.embeddings.id_remapping import id_remappings
 from lightning_freescale.embeddings.managed_collision import get_input_history, set_input_history
 from lightning_freescale.embeddings.parameter_groups import ParameterGroups
 from lightning_freescale.embeddings.row_order import RowOrder
 from lightning_freescale.embeddings.shards import Shard, ShardedTables
 
-_ROWS_PER_MESSAGE = 1 << 20
+Hold = Callable[[SpreadTensors], Mapping[Key, Tensor]]
+"""What stands for spread tensors in a state dict: the whole ones, gathered on rank 0, or something that is written later."""
 
 
-def module_state_dict(tables: ShardedTables, sharded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the unsharded form of a module's ``sharded`` state dict on rank 0; other ranks get its dense part. Collective."""
-    own = [(_part_of(shard, (shard.table.key,), shard.weight), shard.weight) for shard in tables.shards()]
+def module_state_dict(
+    tables: ShardedTables, sharded: Mapping[str, Any], hold: Hold = SpreadTensors.gather_all
+) -> dict[str, Any]:
+    """Return the unsharded form of a module's ``sharded`` state dict. Collective.
+
+    By default tables are whole on rank 0, and other ranks get the dense part.
+    """
+    own = [(Piece.of(shard, (shard.table.key,), shard.weight), shard.weight) for shard in tables.shards()]
     names = {name: (key,) for name, key in tables.state_dict_keys().items()}
     for remapping in id_remappings(tables):
         by_row = remapping.row_tensors()
@@ -36,10 +41,10 @@ def module_state_dict(tables: ShardedTables, sharded: Mapping[str, Any]) -> dict
             names |= {f"{prefix}{name}": key for prefix in remapping.prefixes}
             if name in by_row:
                 shape = (remapping.ends[-1], *value.shape[1:])
-                own.append((_Part(key, shape, value.dtype, (remapping.rows,), RowOrder(remapping.ends[-1])), value))
+                own.append((Piece(key, shape, value.dtype, (remapping.rows,), RowOrder(remapping.ends[-1])), value))
             elif remapping.rank == 0:
-                own.append((_Part(key, tuple(value.shape), value.dtype), value))
-    whole = dict(_gather(tables, own))
+                own.append((Piece(key, tuple(value.shape), value.dtype), value))
+    whole = hold(SpreadTensors(own, tables.group, tables.device))
     dense = {name: value for name, value in sharded.items() if name not in names}
     return dense | {name: whole[key] for name, key in names.items() if key in whole}
 
@@ -61,10 +66,11 @@ def load_module_state_dict(module: nn.Module, tables: ShardedTables, whole: Mapp
             )
     for shard in tables.shards():
         if shard.table.key in weights:
-            shard.read(weights[shard.table.key], into=shard.weight)
+            _read(weights[shard.table.key], shard, shard.weight)
     for remapping in id_remappings(tables):
         for prefix in remapping.prefixes:
-            remapping.load({name: whole[prefix + name] for name in remapping.tensors() if prefix + name in whole})
+            found = {name: whole[prefix + name] for name in remapping.tensors() if prefix + name in whole}
+            remapping.load(materialized(found))
     # all is in place: torch gets the shards, so that it finds missing and unexpected keys as it always does
     states = [
         (collection.names(name), value) for collection, held in tables.modules for name, value in held.state_dict().items()
@@ -74,9 +80,9 @@ def load_module_state_dict(module: nn.Module, tables: ShardedTables, whole: Mapp
 
 
 def optimizer_state_dict(
-    tables: ShardedTables, groups: ParameterGroups, dense: dict[str, Any]
+    tables: ShardedTables, groups: ParameterGroups, dense: dict[str, Any], hold: Hold = SpreadTensors.gather_all
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the state dict of the user's optimizer with its tables in it, whole on rank 0. Collective.
+    """Return the state dict of the user's optimizer with its tables in it, by default whole on rank 0. Collective.
 
     Returns:
         That state dict, and what has no place in it: the numbers of optimizer steps and of each table's updates, the states of
@@ -86,8 +92,8 @@ def optimizer_state_dict(
     states: dict[str, dict[str, Tensor]] = {}
     shards = [shard for shard in tables.shards() if groups.has_state(shard.table.key)]
     values = [(shard, name, value) for shard in shards for name, value in shard.state.items()]
-    own = [(_part_of(shard, (shard.table.key, name), value), value) for shard, name, value in values]
-    for (key, name), whole in _gather(tables, own):
+    own = [(Piece.of(shard, (shard.table.key, name), value), value) for shard, name, value in values]
+    for (key, name), whole in hold(SpreadTensors(own, tables.group, tables.device)).items():
         states.setdefault(key, {})[name] = whole
     in_backward = {key: states.pop(key) for key in groups.in_backward if key in states}
     histories = {remapping.prefixes[0]: get_input_history(remapping.mc_module) for remapping in id_remappings(tables)}
@@ -130,7 +136,7 @@ def load_optimizer_state_dict(
         for name, value in shard.state.items():
             source = states.get(shard.table.key, {}).get(name)
             if source is not None:
-                shard.read(source, into=value)
+                _read(source, shard, value)
     remappings, ranks, histories = id_remappings(tables), tables.group.size(), extra.get("id_maps", [])
     if remappings and "id_maps" in extra and len(histories) != ranks:
         warnings.warn(
@@ -141,6 +147,13 @@ def load_optimizer_state_dict(
     for remapping in remappings if len(histories) == ranks else ():
         set_input_history(remapping.mc_module, histories[tables.group.rank()].get(remapping.prefixes[0]))
     return dense
+
+
+def _read(source: Tensor | StoredTensor, shard: Shard, into: Tensor) -> None:
+    if isinstance(source, StoredTensor):
+        source.read(shard.place_in(source.shape), shard.order, into)
+    else:
+        shard.read(source, into)
 
 
 def merge(
@@ -205,75 +218,3 @@ def split(
             index += 1
         dense["param_groups"].append({**group, "params": kept})
     return dense, states, max((int(state["step"]) for state in full["state"].values() if "step" in state), default=0)
-
-
-@dataclass(frozen=True)
-class _Part:
-    """What rank 0 must know to receive a part of a tensor.
-
-    Attributes:
-        key: of the whole tensor.
-        shape: of the whole tensor.
-        dtype: of both.
-        place: rows, by their positions in ``order``, and columns of the part; empty if it is the whole.
-        order: in which the rows of the table lie.
-    """
-
-    key: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    place: tuple[slice, ...] = ()
-    order: RowOrder | None = None
-
-    def write(self, values: Tensor, whole: Tensor, after: int = 0) -> None:
-        """Put rows of the part where they belong, those that come ``after`` so many others."""
-        if self.order is None:
-            whole.copy_(values)
-        else:
-            self.order.write(values, self.place[0].start + after, self.columns(whole))
-
-    def columns(self, whole: Tensor) -> Tensor:
-        """Return a view of its columns, of all rows."""
-        return whole[(slice(None), *self.place[1:])]
-
-
-def _part_of(shard: Shard, key: tuple[str, ...], value: Tensor) -> _Part:
-    # a row-wise state has one column in the checkpoint, as that of torchrec.optim.RowWiseAdagrad has
-    shape = (shard.table.rows, 1 if value.dim() == 1 else shard.table.dim)
-    return _Part(key, shape, value.dtype, shard.place_in(shape), shard.order)
-
-
-def _gather(tables: ShardedTables, own: Sequence[tuple[_Part, Tensor]]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    """Yield whole tensors on the CPU of rank 0, one after the other by key; nothing on other ranks. Collective."""
-    rank = tables.group.rank()
-    of_ranks: list[list[_Part]] = gather_objects([part for part, _ in own], tables.group)
-    parts = [(part, owner, index) for owner, of_rank in enumerate(of_ranks) for index, part in enumerate(of_rank)]
-    for key, of_key in groupby(sorted(parts, key=lambda part: part[0].key), key=lambda part: part[0].key):
-        whole: Tensor | None = None
-        for part, owner, index in of_key:
-            if rank == 0:
-                whole = torch.empty(part.shape, dtype=part.dtype) if whole is None else whole
-                if owner == 0:
-                    part.write(own[index][1], whole)
-                else:
-                    _receive(tables, owner, part, whole)
-            elif owner == rank:
-                _send(tables, own[index][1])
-        if whole is not None:
-            yield key, whole
-
-
-def _send(tables: ShardedTables, value: Tensor) -> None:
-    for rows in value.contiguous().split(_ROWS_PER_MESSAGE):
-        if rows.numel():
-            dist.send(rows, 0, group=tables.group)
-
-
-def _receive(tables: ShardedTables, owner: int, part: _Part, whole: Tensor) -> None:
-    rows, width = part.place[0], part.columns(whole).shape[1:]
-    for start in range(0, rows.stop - rows.start, _ROWS_PER_MESSAGE):
-        count = min(_ROWS_PER_MESSAGE, rows.stop - rows.start - start)
-        buffer = torch.empty((count, *width), dtype=part.dtype, device=tables.device)
-        if buffer.numel():
-            dist.recv(buffer, owner, group=tables.group)
-            part.write(buffer, whole, after=start)

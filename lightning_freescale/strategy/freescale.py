@@ -58,6 +58,7 @@ from lightning_freescale.strategy.module_setup import (
 from lightning_freescale.strategy.validation import (
     named_for_freescale,
     refuse_accumulation,
+    refuse_checkpoint,
     refuse_clip,
     refuse_exchange,
     refuse_lookahead,
@@ -133,6 +134,10 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             ``FreeScaleDataModule(micro_batches="auto")`` allows it, one at a time, and keeps what makes steps quicker. Which
             samples a step has, tables, optimizer states and checkpoints are not touched; the run depends on the clock, to the
             rounding of micro-batches. None for no autopilot.
+        checkpoint: how checkpoints are saved. ``"single"``: one ordinary file, as that of the unsharded module, which rank 0
+            writes, one table after the other. ``"sharded"``: a folder to which every rank writes its part of the tables, on a
+            file system that all ranks share; ``freescale consolidate`` makes the ordinary file of it. Either is read, on any
+            number of ranks, whatever is set here.
         **ddp_options: as in :class:`lightning.pytorch.strategies.DDPStrategy`; those it does not know go to
             ``DistributedDataParallel`` for the dense part.
 
@@ -141,8 +146,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
 
     Raises:
         ValueError: ``sigterm_every_n_steps`` is less than 1, ``target_bubble_reduction`` is no share, there is no such
-            transport, lookahead, clip, placement or exchange, or an option would have no effect, or another one, beside
-            another.
+            transport, lookahead, clip, placement, exchange or checkpoint, or an option would have no effect, or another one,
+            beside another.
         TypeError: ``ids_of`` is no function, ``shard`` no list, or there is no such option.
     """
 
@@ -166,6 +171,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         split_backward: bool = False,
         exchange: Literal["flat", "two_level"] = "flat",
         target_bubble_reduction: float | None = None,
+        checkpoint: Literal["single", "sharded"] = "single",
         **ddp_options: Any,
     ) -> None:
         refuse_unknown_options(ddp_options, FreeScaleStrategy)
@@ -178,6 +184,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         refuse_clip(clip)
         refuse_placement(placement)
         refuse_target(target_bubble_reduction)
+        refuse_checkpoint(checkpoint)
+        self.checkpoint = checkpoint
         self.target_bubble_reduction = target_bubble_reduction
         self.clip, self.placement, self.split_backward = clip, placement, split_backward
         refuse_exchange(exchange, overlap, dedup)
@@ -241,6 +249,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         assert self.accelerator is not None
         if fitting and calibrated_data(trainer) is not None:
             self._record_steps()
+        self.set_up_saving(trainer)
         self.tables = self.overlap_report = None
         self._hides_nothing = ""
         if fitting:

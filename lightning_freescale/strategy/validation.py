@@ -185,6 +185,12 @@ def refuse_placement(placement: str) -> None:
         raise ValueError(f"FreeScaleStrategy(placement={placement!r}): pass 'hash' or 'blocks'")
 
 
+def refuse_checkpoint(checkpoint: str) -> None:
+    """Refuse a ``checkpoint`` that there is not, by a ValueError."""
+    if checkpoint not in ("single", "sharded"):
+        raise ValueError(f"FreeScaleStrategy(checkpoint={checkpoint!r}): pass 'single' or 'sharded'")
+
+
 def refuse_exchange(exchange: str, overlap: bool, dedup: bool) -> None:
     """Refuse an ``exchange`` that there is not, or that would not be what another option asks for, by a ValueError."""
     if exchange not in ("flat", "two_level"):

@@ -1,0 +1,33 @@
+"""What a strategy must know of how Lightning saves checkpoints, and has no hook for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch import Trainer
+
+
+def around_save_checkpoint(trainer: Trainer, around: Callable[[Any], AbstractContextManager[None]]) -> None:
+    """Let ``trainer.save_checkpoint(path)`` run inside the context ``around(path)``, also the collection of what is saved.
+
+    The strategy is asked for states before it learns that they are to be saved, so the method is replaced on this instance.
+    """
+    if "save_checkpoint" in vars(trainer):
+        return
+    save = trainer.save_checkpoint
+
+    def save_inside(filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
+        with around(filepath):
+            save(filepath, weights_only, storage_options)
+
+    trainer.save_checkpoint = save_inside  # type: ignore[method-assign]
+
+
+def writes_local_file(checkpoint_io: CheckpointIO, path: Any) -> bool:
+    """Whether checkpoints are ordinary files of this host, and not given to a plugin or to a remote file system."""
+    return type(checkpoint_io) is TorchCheckpointIO and isinstance(url_to_fs(str(path))[0], LocalFileSystem)

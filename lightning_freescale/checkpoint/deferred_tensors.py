@@ -1,0 +1,123 @@
+"""Tensors that are gathered when a checkpoint is written, one after the other, so that no rank ever holds them all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import Self
+
+from lightning_freescale.checkpoint.spread_tensors import Key, SpreadTensors
+
+_DONE, _FAILED = -1, -2
+_HARMLESS = {torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.device.__get__, torch.Tensor.dim}  # type: ignore[attr-defined]
+
+
+class DeferredTensor(Tensor):
+    """Stands in a checkpoint for a tensor that is spread over the ranks, until the checkpoint is written.
+
+    It has its shape and dtype, and no values: its memory is reserved and never touched.
+
+    Attributes:
+        key: of the tensor.
+    """
+
+    key: Key
+
+    @classmethod
+    def standing_for(cls, key: Key, shape: tuple[int, ...], dtype: torch.dtype) -> Self:
+        """Return a stand-in for a tensor."""
+        size = dtype.itemsize
+        for length in shape:
+            size *= length
+        # not torch.empty, which fills memory where deterministic algorithms are asked for
+        untouched = torch.empty(0, dtype=dtype).set_(torch.UntypedStorage(size), 0, shape)  # type: ignore[call-overload]
+        found = untouched.as_subclass(cls)
+        found.key = key
+        return found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _HARMLESS:
+            name = next((arg.key[0] for arg in args if isinstance(arg, DeferredTensor)), "a table")
+            raise RuntimeError(
+                f"{name!r} is sharded, and gathered only while the checkpoint is written: on_save_checkpoint finds no values "
+                "in it, only shape and dtype. Take trainer.strategy.full_weight(...), on every rank, before you save"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"DeferredTensor({self.key}, shape={tuple(self.shape)})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def storage_of(self) -> torch.UntypedStorage:
+        """Return its memory, by which a pickler knows it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.untyped_storage()
+
+
+class DeferredTensors:
+    """All that stand in one checkpoint, and how rank 0 gets their values from the others.
+
+    Args:
+        device: of the default group's messages.
+
+    Attributes:
+        held: what they stand for, in the order in which they were deferred, on every rank the same.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.held: list[SpreadTensors] = []
+        self._tensors: list[DeferredTensor] = []
+        self._sources: list[SpreadTensors] = []
+
+    def defer(self, spread: SpreadTensors) -> dict[Key, Tensor]:
+        """Return a stand-in for each of these tensors, by key."""
+        pieces = {key: spread.piece(key) for key in spread.keys}
+        found = {key: DeferredTensor.standing_for(key, piece.shape, piece.dtype) for key, piece in pieces.items()}
+        self.held.append(spread)
+        self._tensors += found.values()
+        self._sources += [spread] * len(found)
+        return dict(found)
+
+    def numbers_by_storage(self) -> dict[int, int]:
+        """Return the number of each stand-in that has memory, by the address of torch's storage."""
+        storages = ((number, tensor.storage_of()) for number, tensor in enumerate(self._tensors))
+        return {storage._cdata: number for number, storage in storages if storage.nbytes()}
+
+    def fetch(self, number: int) -> Tensor:
+        """Return the values of a stand-in, on rank 0, which asks the others for them; they must be in :meth:`serve`."""
+        self._tell(number)
+        whole = self._sources[number].gather(self._tensors[number].key)
+        assert whole is not None
+        return whole
+
+    def finish(self, failed: bool) -> None:
+        """Tell the other ranks that rank 0 needs nothing more."""
+        self._tell(_FAILED if failed else _DONE)
+
+    def serve(self) -> None:
+        """Send rank 0 what it asks for, until it has all.
+
+        Raises:
+            RuntimeError: rank 0 could not write the checkpoint.
+        """
+        while (number := self._told()) >= 0:
+            self._sources[number].gather(self._tensors[number].key)
+        if number == _FAILED:
+            raise RuntimeError("rank 0 could not write the checkpoint: its own error says why")
+
+    def _tell(self, number: int) -> None:
+        dist.broadcast(torch.tensor([number], device=self._device), src=0)
+
+    def _told(self) -> int:
+        told = torch.empty(1, dtype=torch.int64, device=self._device)
+        dist.broadcast(told, src=0)
+        return int(told)

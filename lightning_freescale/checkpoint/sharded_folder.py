@@ -1,0 +1,203 @@
+"""A checkpoint in a folder, to which every rank writes its part of the tables: whole or not there, checked before it is read.
+
+``meta.pt`` holds what is no table, as ``torch.load`` reads it. ``*.distcp`` and ``.metadata`` hold the tables, as
+torch.distributed.checkpoint reads them. ``freescale.json`` comes last, and says what the others must be.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from lightning_freescale._objects import gather_objects
+from lightning_freescale._version import __version__
+from lightning_freescale.checkpoint import single_file
+from lightning_freescale.checkpoint.deferred_tensors import DeferredTensor
+from lightning_freescale.checkpoint.exchange_names import exchange_names
+from lightning_freescale.checkpoint.spread_tensors import SpreadTensors
+from lightning_freescale.checkpoint.stored_tensors import StoredPieces, StoredTensor, name_of, write_pieces
+from lightning_freescale.embeddings.row_order import RowOrder
+
+MANIFEST, _META = "freescale.json", "meta.pt"
+_FORMAT = 1
+_MARK = "lightning_freescale tensor: "
+_READ_AT_ONCE = 1 << 20
+
+T = TypeVar("T")
+
+
+def write(checkpoint: Mapping[str, Any], folder: Path, spread: list[SpreadTensors], group: dist.ProcessGroup | None) -> None:
+    """Write a checkpoint, with this rank's pieces of what is deferred in it. Collective on ``group``.
+
+    It is written beside ``folder``, and takes its place when it is whole and on the disk.
+
+    Args:
+        checkpoint: on rank 0.
+        folder: on a file system that all ranks share.
+        spread: the tensors that are deferred in it.
+        group: of all ranks, for tensors on the CPU; None if there is one.
+
+    Raises:
+        RuntimeError: a rank could not; on every rank.
+    """
+    rank, beside = 0 if group is None else group.rank(), folder.with_name(f".{folder.name}.part")
+    what = f"the checkpoint {folder} could not be written"
+
+    def begin() -> None:
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+
+    def write_meta() -> None:
+        marked = pytree.tree_map_only(DeferredTensor, lambda tensor: _MARK + name_of(tensor.key), dict(checkpoint))
+        with single_file.replacing(beside / _META) as file:
+            torch.save(marked, file)
+
+    def look() -> None:
+        if not beside.is_dir():
+            raise FileNotFoundError(
+                f"the folder {beside} that rank 0 has made is not there: a sharded checkpoint needs a file system that all "
+                "ranks share, FreeScaleStrategy(checkpoint='single') does not"
+            )
+
+    def end(files: list[dict[str, Any]]) -> None:
+        tensors = {name_of(key): _described(held, key) for held in spread for key in held.keys}
+        content = {"format": _FORMAT, "lightning_freescale": __version__, "tensors": tensors}
+        content["files"] = {name: value for of_rank in files for name, value in of_rank.items()}
+        with single_file.replacing(beside / MANIFEST) as file:
+            file.write(json.dumps({**content, "crc32": _crc_of(content)}).encode())
+        _take_place(beside, folder)
+
+    _together(begin if rank == 0 else None, what, group)
+    _together(look, what, group)
+    write_pieces(beside, [piece for held in spread for piece in held.own], group)
+    _together(write_meta if rank == 0 else None, what, group)
+    files = _together(lambda: _sums(beside, rank), what, group)
+    _together((lambda: end(files)) if rank == 0 else None, what, group)
+
+
+def read(folder: Path, weights_only: bool | None) -> dict[str, Any]:
+    """Read a checkpoint; tables and states stay in the folder, as :class:`.StoredTensor`."""
+    described, pieces = _manifest(folder)["tensors"], StoredPieces(folder)
+
+    def stored(leaf: str) -> Any:
+        if not leaf.startswith(_MARK):
+            return leaf
+        name = leaf.removeprefix(_MARK)
+        of = described[name]
+        order = None if of["order"] is None else RowOrder(*of["order"])
+        return StoredTensor(name, torch.Size(of["shape"]), getattr(torch, of["dtype"]), order, pieces)
+
+    found = single_file.read(folder / _META, weights_only)
+    return dict(pytree.tree_map_only(str, stored, found))
+
+
+def check(folder: Path) -> None:
+    """Find out whether a folder is a whole checkpoint, by its files' checksums: each rank reads some of them. Collective.
+
+    Raises:
+        ValueError: it is not, on some rank.
+    """
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    reason = _damage(folder, rank, ranks)
+    single_file.raise_together([reason] if ranks == 1 else gather_objects(reason), folder)
+
+
+def _damage(folder: Path, rank: int, ranks: int) -> str:
+    try:
+        files = sorted(_manifest(folder)["files"].items(), key=lambda item: -item[1]["bytes"])
+        for name, expected in files[rank::ranks]:
+            if not (folder / name).is_file():
+                return f"the file {name} is missing"
+            if (size := (folder / name).stat().st_size) != expected["bytes"]:
+                return f"the file {name} has {size} bytes instead of {expected['bytes']}"
+            if _crc_of_file(folder / name) != expected["crc32"]:
+                return f"the file {name} is not what was written, by its checksum"
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    """Return what the checkpoint must be.
+
+    Raises:
+        ValueError: it does not say.
+    """
+    if not (folder / MANIFEST).is_file():
+        raise ValueError(f"it has no {MANIFEST}: no sharded checkpoint of strategy 'freescale', or not written to its end")
+    try:
+        content = json.loads((folder / MANIFEST).read_text())
+        expected = content.pop("crc32")
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ValueError(f"its {MANIFEST} cannot be read ({error})") from error
+    if content.get("format") != _FORMAT:
+        raise ValueError(
+            f"it has format {content.get('format')!r} of lightning-freescale {content.get('lightning_freescale')}, and this is "
+            f"{__version__}, which reads format {_FORMAT}: resume with that version, or consolidate it there"
+        )
+    if _crc_of(content) != expected:
+        raise ValueError(f"its {MANIFEST} is not what was written, by its checksum")
+    return dict(content)
+
+
+def _described(held: SpreadTensors, key: tuple[str, ...]) -> dict[str, Any]:
+    piece = held.piece(key)
+    order = piece.order and [piece.order.rows, piece.order.multiplier, piece.order.offset]
+    return {"shape": list(piece.shape), "dtype": str(piece.dtype).removeprefix("torch."), "order": order}
+
+
+def _sums(folder: Path, rank: int) -> dict[str, Any]:
+    """Return size and checksum of the files of this rank."""
+    names = [path.name for path in folder.iterdir() if path.name.startswith(f"__{rank}_")]
+    names += [".metadata", _META] if rank == 0 else []
+    return {name: {"bytes": (folder / name).stat().st_size, "crc32": _crc_of_file(folder / name)} for name in sorted(names)}
+
+
+def _crc_of(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def _crc_of_file(path: Path) -> int:
+    found = 0
+    with open(path, "rb") as file:
+        while part := file.read(_READ_AT_ONCE):
+            found = zlib.crc32(part, found)
+    return found
+
+
+def _take_place(beside: Path, folder: Path) -> None:
+    """Rename; what was there before is removed afterwards."""
+    if folder.is_dir() and not folder.is_symlink():
+        exchange_names(beside, folder)
+        shutil.rmtree(beside, ignore_errors=True)
+    else:
+        os.replace(beside, folder)
+    single_file.sync_folder(folder.parent)
+
+
+def _together(do: Callable[[], T] | None, what: str, group: dist.ProcessGroup | None) -> list[Any]:
+    """Return what each rank's ``do`` returns, by rank, on every rank. Collective.
+
+    Raises:
+        RuntimeError: it has raised on some rank.
+    """
+    done, error = None, None
+    try:
+        done = None if do is None else do()
+    except (OSError, RuntimeError) as raised:
+        error = raised
+    mine = done, error and f"{type(error).__name__}: {error}"
+    found = [mine] if group is None else gather_objects(mine, group)
+    failed = [f"rank {rank}: {told}" for rank, (_, told) in enumerate(found) if told]
+    if failed:
+        raise RuntimeError(f"{what}: {'; '.join(failed)}") from error
+    return [done for done, _ in found]

@@ -1,0 +1,142 @@
+"""A checkpoint in one file, as ``torch.load`` reads it: whole or not there, and checked before it is read.
+
+Its tables are written one after the other, and mapped into memory where they are read, so that nobody holds them all.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from lightning_freescale._objects import gather_objects
+from lightning_freescale.checkpoint.deferred_tensors import DeferredTensors
+
+_READ_AT_ONCE = 1 << 20
+_SHARED = ("state_dict", "optimizer_states")
+"""What of a checkpoint stays in the mapped file, because whoever takes it makes a copy."""
+
+
+def write(checkpoint: dict[str, Any], path: Path, deferred: DeferredTensors) -> None:
+    """Write a checkpoint, with the values of what is deferred in it, on rank 0. Collective.
+
+    It is written beside ``path``, and takes its place when it is whole and on the disk.
+
+    Raises:
+        RuntimeError: rank 0 could not write it; raised on the others.
+        OSError: on rank 0, the disk is full say.
+    """
+    if dist.get_rank():
+        deferred.serve()
+        return
+    failed = True
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # torch.save, but for the records of what has not come yet
+        with replacing(path) as file, torch.serialization._open_zipfile_writer(file) as archive:
+            filling = _Filling(archive, deferred)
+            torch.serialization._save(checkpoint, filling, pickle, torch.serialization.DEFAULT_PROTOCOL, False)
+        failed = False
+    finally:
+        deferred.finish(failed)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Yield a file beside ``path`` that takes its place when the context ends without an error."""
+    beside = path.with_name(f".{path.name}.part")
+    try:
+        with open(beside, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the folder's names are on the disk."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(held)
+    finally:
+        os.close(held)
+
+
+def read(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """Read a checkpoint: weights and optimizer states stay in the file, mapped, all else is in memory."""
+    found = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    if not isinstance(found, dict):
+        return found
+    # somebody may keep what he gets of it, and the file may be written anew meanwhile
+    kept = {name: value for name, value in found.items() if name in _SHARED}
+    rest = {name: value for name, value in found.items() if name not in _SHARED}
+    return {**kept, **pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, rest)}
+
+
+def is_archive(path: Path) -> bool:
+    """Whether this is a file that :func:`read` may read; an old one, of a torch before 1.6, is none."""
+    with open(path, "rb") as file:
+        return file.read(2) == b"PK"
+
+
+def check(path: Path) -> None:
+    """Find out whether a file is whole, by the checksums of its records: each rank reads some of them. Collective.
+
+    Raises:
+        ValueError: it is not, on some rank.
+    """
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    reason = _damage(path, rank, ranks)
+    raise_together([reason] if ranks == 1 else gather_objects(reason), path)
+
+
+def raise_together(reasons: list[str], path: Path) -> None:
+    """Raise what any rank has found, on every rank.
+
+    Raises:
+        ValueError: a rank has found something.
+    """
+    found = {reason: rank for rank, reason in reversed(list(enumerate(reasons))) if reason}
+    if found:
+        listed = "; ".join(f"rank {rank}: {reason}" for reason, rank in found.items())
+        raise ValueError(
+            f"the checkpoint {path} is damaged or incomplete ({listed}): nothing of it was loaded. Resume from an earlier one"
+        )
+
+
+def _damage(path: Path, rank: int, ranks: int) -> str:
+    """Return what is wrong with this rank's share of the records; empty if nothing is."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            largest_first = sorted(archive.infolist(), key=lambda record: -record.file_size)
+            for record in largest_first[rank::ranks]:
+                with archive.open(record) as values:
+                    while values.read(_READ_AT_ONCE):
+                        pass
+    except (OSError, EOFError, zipfile.BadZipFile, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+class _Filling:
+    """torch's writer of archives, that gets what is deferred when its turn comes."""
+
+    def __init__(self, archive: Any, deferred: DeferredTensors) -> None:
+        self._archive, self._deferred, self._numbers = archive, deferred, deferred.numbers_by_storage()
+
+    def write_record(self, name: str, data: Any, size: int) -> None:
+        if isinstance(data, torch.UntypedStorage) and data._cdata in self._numbers:
+            data = self._deferred.fetch(self._numbers[data._cdata]).untyped_storage()
+        self._archive.write_record(name, data, size)

@@ -1,0 +1,117 @@
+"""Tensors of which every rank holds pieces: the weights of sharded tables, and their optimizer states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_freescale._objects import gather_objects
+from lightning_freescale.embeddings.row_order import RowOrder
+from lightning_freescale.embeddings.shards import Shard
+
+Key = tuple[str, ...]
+"""Of a table's weight its key, of a state of it that key and the state's name."""
+
+_ROWS_PER_MESSAGE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Which part of a whole tensor a rank holds.
+
+    Attributes:
+        key: of the whole tensor.
+        shape: of the whole tensor.
+        dtype: of both.
+        place: rows, by their positions in ``order``, and columns of the piece; empty if it is the whole.
+        order: in which the rows of the table lie.
+    """
+
+    key: Key
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    place: tuple[slice, ...] = ()
+    order: RowOrder | None = None
+
+    @classmethod
+    def of(cls, shard: Shard, key: Key, value: Tensor) -> Piece:
+        """Return what ``value``, the weight or a state of a shard, is of the whole."""
+        # a row-wise state has one column in the checkpoint, as that of torchrec.optim.RowWiseAdagrad has
+        shape = (shard.table.rows, 1 if value.dim() == 1 else shard.table.dim)
+        return cls(key, shape, value.dtype, shard.place_in(shape), shard.order)
+
+    def write(self, values: Tensor, whole: Tensor, after: int = 0) -> None:
+        """Put rows of the piece where they belong, those that come ``after`` so many others."""
+        if self.order is None:
+            whole.copy_(values)
+        else:
+            self.order.write(values, self.place[0].start + after, self.columns(whole))
+
+    def columns(self, whole: Tensor) -> Tensor:
+        """Return a view of its columns, of all rows."""
+        return whole[(slice(None), *self.place[1:])]
+
+
+class SpreadTensors:
+    """Tensors by key, of which this rank holds ``own`` pieces. Making it is collective.
+
+    Args:
+        own: this rank's pieces, with their values, live.
+        group: of the ranks; None if there is one.
+        device: of the values.
+
+    Attributes:
+        keys: of the tensors, sorted, the same on every rank.
+        own: this rank's pieces.
+    """
+
+    def __init__(self, own: Sequence[tuple[Piece, Tensor]], group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.own, self._group, self._device = list(own), group, device
+        pieces = [piece for piece, _ in own]
+        of_ranks: list[list[Piece]] = [pieces] if group is None else gather_objects(pieces, group)
+        self._held: dict[Key, list[tuple[int, int, Piece]]] = {}  # rank, number among its own
+        for rank, pieces in enumerate(of_ranks):
+            for number, piece in enumerate(pieces):
+                self._held.setdefault(piece.key, []).append((rank, number, piece))
+        self.keys = sorted(self._held)
+
+    def piece(self, key: Key) -> Piece:
+        """Return one of the pieces of a tensor, on every rank the same: for what they have in common."""
+        return self._held[key][0][2]
+
+    def gather(self, key: Key) -> Tensor | None:
+        """Return a whole tensor on the CPU of rank 0, None on other ranks. Collective."""
+        me = 0 if self._group is None else self._group.rank()
+        whole = torch.empty(self.piece(key).shape, dtype=self.piece(key).dtype) if me == 0 else None
+        for rank, number, piece in self._held[key]:
+            if whole is None:
+                if rank == me:
+                    self._send(self.own[number][1])
+            elif rank == 0:
+                piece.write(self.own[number][1], whole)
+            else:
+                self._receive(rank, piece, whole)
+        return whole
+
+    def gather_all(self) -> dict[Key, Tensor]:
+        """Return all whole tensors on rank 0, nothing on other ranks. Collective."""
+        found = ((key, self.gather(key)) for key in self.keys)
+        return {key: whole for key, whole in found if whole is not None}
+
+    def _send(self, value: Tensor) -> None:
+        for rows in value.contiguous().split(_ROWS_PER_MESSAGE):
+            if rows.numel():
+                dist.send(rows, 0, group=self._group)
+
+    def _receive(self, owner: int, piece: Piece, whole: Tensor) -> None:
+        rows, width = piece.place[0], piece.columns(whole).shape[1:]
+        for start in range(0, rows.stop - rows.start, _ROWS_PER_MESSAGE):
+            count = min(_ROWS_PER_MESSAGE, rows.stop - rows.start - start)
+            buffer = torch.empty((count, *width), dtype=piece.dtype, device=self._device)
+            if buffer.numel():
+                dist.recv(buffer, owner, group=self._group)
+                piece.write(buffer, whole, after=start)

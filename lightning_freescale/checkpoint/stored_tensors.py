@@ -1,0 +1,204 @@
+"""The tensors in the folder of a sharded checkpoint: every rank writes its pieces and reads those that it needs.
+
+torch.distributed.checkpoint does both. Rows lie there by their positions, as owners hold them, and not by their ids: so a piece
+is one block, also on another number of ranks.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.utils import _pytree as pytree
+from typing_extensions import override
+
+from lightning_freescale.checkpoint.spread_tensors import Key, Piece
+from lightning_freescale.embeddings.row_order import RowOrder
+
+_CHUNK_BYTES = 1 << 26
+"""That are written at once: DCP makes a copy of what is a part of a larger tensor."""
+_ROWS_AT_ONCE = 1 << 18
+_IN_METADATA = {
+    "torch": {"Size"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},
+}
+"""The names in a pickle of DCP's metadata, by their modules, besides torch's dtypes."""
+
+
+def name_of(key: Key) -> str:
+    """Return what a tensor is called in the folder."""
+    return "/".join(key)
+
+
+def write_pieces(folder: Path, pieces: Sequence[tuple[Piece, Tensor]], group: dist.ProcessGroup | None) -> None:
+    """Write this rank's pieces. Collective on ``group``, whose tensors are on the CPU; None if there is one rank.
+
+    Raises:
+        CheckpointException: a rank could not.
+    """
+    writer, planner = dcp.FileSystemWriter(folder), _SavePlanner(pieces)
+    dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+
+
+class StoredPieces:
+    """The tensors of a folder, by name."""
+
+    def __init__(self, folder: Path) -> None:
+        self._reader = dcp.FileSystemReader(folder)
+        with open(folder / ".metadata", "rb") as file:
+            self._metadata: Metadata = _MetadataUnpickler(file).load()
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+
+    def read(self, name: str, place: tuple[slice, ...], into: Tensor) -> None:
+        """Read a block of a tensor, from file to ``into``, which has the block's shape."""
+        if into.numel():
+            planner = _LoadPlanner(name, place, into)
+            planner.set_up_planner({}, self._metadata)
+            self._reader.read_data(planner.create_local_plan(), planner).wait()
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a folder, which stands in a checkpoint that was read, and is read itself where it is needed.
+
+    Attributes:
+        name: in the folder.
+        shape: of the whole.
+        dtype: of the whole.
+        order: in which its rows lie there; None if it has no rows.
+        pieces: the folder's tensors.
+    """
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    order: RowOrder | None
+    pieces: StoredPieces
+
+    def read(self, place: tuple[slice, ...], order: RowOrder, into: Tensor) -> None:
+        """Read the rows that lie at ``place[0]`` in ``order``, of the columns ``place[1:]``, into ``into``."""
+        place += tuple(slice(0, size) for size in self.shape[len(place) :])
+        into = into.view([part.stop - part.start for part in place])
+        if order == self.order:
+            self.pieces.read(self.name, place, into)
+            return
+        first, last = place[0].start, place[0].stop
+        for ids, rows in self._rows(place[1:]):
+            positions = order.positions(ids)
+            mine = (positions >= first) & (positions < last)
+            into[positions[mine] - first] = rows[mine].to(into.device)
+
+    def whole(self) -> Tensor:
+        """Return all of it, rows by their ids."""
+        found = torch.empty(self.shape, dtype=self.dtype)
+        if self.order is None:
+            self.pieces.read(self.name, tuple(slice(0, size) for size in self.shape), found)
+            return found
+        for ids, rows in self._rows(tuple(slice(0, size) for size in self.shape[1:])):
+            found[ids] = rows
+        return found
+
+    def _rows(self, columns: tuple[slice, ...]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield some rows after the other, with their ids, as they lie in the folder."""
+        assert self.order is not None
+        widths = [column.stop - column.start for column in columns]
+        for start in range(0, self.shape[0], _ROWS_AT_ONCE):
+            stop = min(start + _ROWS_AT_ONCE, self.shape[0])
+            rows = torch.empty(stop - start, *widths, dtype=self.dtype)
+            self.pieces.read(self.name, (slice(start, stop), *columns), rows)
+            yield self.order.ids(start, stop), rows
+
+
+def materialized(tree: Any) -> Any:
+    """Return a nested state with all of it read, also what it has of stored tensors."""
+    return pytree.tree_map_only(StoredTensor, StoredTensor.whole, tree)
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def __init__(self, pieces: Sequence[tuple[Piece, Tensor]]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._values: dict[MetadataIndex, Tensor] = {}
+        self._items: list[WriteItem] = []
+        for piece, value in pieces:
+            self._add(piece, value.detach())
+
+    def _add(self, piece: Piece, value: Tensor) -> None:
+        place = piece.place or tuple(slice(0, size) for size in piece.shape)
+        place += tuple(slice(0, size) for size in piece.shape[len(place) :])
+        if not value.numel():
+            return
+        value = value.view([part.stop - part.start for part in place])
+        rows = max(1, _CHUNK_BYTES * len(value) // value.nbytes) if place else 1
+        for start, chunk in enumerate(value.split(rows)) if place else [(0, value)]:
+            offsets = torch.Size([part.start + start * rows * (not axis) for axis, part in enumerate(place)])
+            index = MetadataIndex(name_of(piece.key), offsets)
+            written = TensorWriteData(
+                ChunkStorageMetadata(offsets, chunk.size()), TensorProperties.create_from_tensor(chunk), torch.Size(piece.shape)
+            )
+            self._values[index] = chunk
+            self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=written))
+
+    @override
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan(self._items)
+        return self.plan
+
+    @override
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._values[index]
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def __init__(self, name: str, place: tuple[slice, ...], into: Tensor) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._name, self._place, self._into = name, place, into
+
+    @override
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        stored: Any = self.metadata.state_dict_metadata[self._name]
+        offsets = torch.Size([part.start for part in self._place])
+        wanted = ChunkStorageMetadata(offsets, torch.Size([part.stop - part.start for part in self._place]))
+        return LoadPlan(create_read_items_for_chunk_list(self._name, stored, [wanted]))
+
+    @override
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._into
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads DCP's metadata, which are a pickle, and makes nothing but them."""
+
+    def __init__(self, file: BufferedReader) -> None:
+        super().__init__(file)
+
+    @override
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _IN_METADATA.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"the metadata want {module}.{name}, which has no place there")
