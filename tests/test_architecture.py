@@ -45,7 +45,7 @@ MAY_IMPORT = {
         "profiling",
     },
     "fabric": {"_lightning", "balance", "checkpoint", "comm", "embeddings", "strategy"},
-    "command_line": {"_lightning", "balance", "profiling"},
+    "command_line": {"_lightning", "balance", "checkpoint", "profiling"},
     "__main__": {"command_line"},
     "testing": set(),
     "ray": {"strategy"},

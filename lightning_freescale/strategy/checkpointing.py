@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_freescale._lightning.ddp import DDPBase, process_group_timeout
 from lightning_freescale._lightning.loops import Trainer, rank_zero_warn
-from lightning_freescale._lightning.saving import around_save_checkpoint, writes_local_file
+from lightning_freescale._lightning.saving import around_save_checkpoint, is_last, writes_local_file
 from lightning_freescale._objects import gather_objects
 from lightning_freescale.checkpoint.accumulated_gradients import gather_accumulated, restore_accumulated
 from lightning_freescale.checkpoint.bucket_order import lay_out_buckets, noting_order
@@ -173,20 +173,27 @@ class UnshardedCheckpointStrategy(TableAccess, DDPBase):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint: of tables, each rank reads its own rows when they are loaded. Collective.
 
+        One that a ``ModelCheckpoint`` calls its last, and that is damaged, gives way to the newest whole one beside it.
+
         Raises:
-            ValueError: the file is damaged.
+            FileNotFoundError: it is not there.
+            ValueError: it is damaged, or no checkpoint.
         """
-        single_file = _room("single_file")
-        if writes_local_file(self.checkpoint_io, checkpoint_path) and Path(checkpoint_path).is_dir():
-            sharded_folder = _room("sharded_folder")
-            sharded_folder.check(Path(checkpoint_path))
-            return cast(dict[str, Any], sharded_folder.read(Path(checkpoint_path), weights_only))
-        if not writes_local_file(self.checkpoint_io, checkpoint_path) or not single_file.is_archive(Path(checkpoint_path)):
+        path, reading = Path(checkpoint_path), _room("reading")
+        if not writes_local_file(self.checkpoint_io, checkpoint_path):
             options = {} if weights_only is None else {"weights_only": weights_only}
             return super().load_checkpoint(checkpoint_path, **options)
         torch.cuda.empty_cache()
-        single_file.check(Path(checkpoint_path))
-        return cast(dict[str, Any], single_file.read(Path(checkpoint_path), weights_only))
+        try:
+            reading.check(path)
+        except ValueError as damage:
+            assert self.lightning_module is not None
+            earlier = reading.newest_whole_beside(path) if is_last(path, self.lightning_module.trainer) else None
+            if earlier is None:
+                raise
+            rank_zero_warn(f"{damage}. This run resumes from {earlier}, the newest whole one beside it")
+            path = earlier
+        return cast(dict[str, Any], reading.read(path, weights_only))
 
     def _accumulated(self) -> list[dict[str, Any]]:
         """Return what is accumulated for the next optimizer step; at the end of an epoch Lightning forgets it."""
