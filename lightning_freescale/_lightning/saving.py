@@ -36,6 +36,6 @@ def writes_local_file(checkpoint_io: CheckpointIO, path: Any) -> bool:
 
 
 def is_last(path: Path, trainer: Trainer) -> bool:
-    """Whether ``ckpt_path="last"`` may have led to this checkpoint: it has the name of what a ``ModelCheckpoint`` saves last."""
+    """Whether ``ckpt_path="last"`` may have led to this checkpoint: it is named as what a ``ModelCheckpoint`` saves last."""
     savers = (each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint))
     return any(path.name.startswith(saver.CHECKPOINT_NAME_LAST) for saver in savers)
