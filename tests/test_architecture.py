@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "strategy": {
         "_lightning",
         "_objects",
+        "_worker",
         "balance",
         "checkpoint",
         "comm",

@@ -30,7 +30,7 @@ def around_save_checkpoint(trainer: Trainer, around: Callable[[Any], AbstractCon
     trainer.save_checkpoint = save_inside  # type: ignore[method-assign]
 
 
-def writes_local_file(checkpoint_io: CheckpointIO, path: Any) -> bool:
+def is_local(checkpoint_io: CheckpointIO, path: Any) -> bool:
     """Whether checkpoints are ordinary files of this host, and not given to a plugin or to a remote file system."""
     return type(checkpoint_io) is TorchCheckpointIO and isinstance(url_to_fs(str(path))[0], LocalFileSystem)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Self
 
 from lightning_freescale._objects import gather_objects
 from lightning_freescale.embeddings.row_order import RowOrder
@@ -78,6 +80,13 @@ class SpreadTensors:
             for number, piece in enumerate(pieces):
                 self._held.setdefault(piece.key, []).append((rank, number, piece))
         self.keys = sorted(self._held)
+
+    def copied(self) -> Self:
+        """Return the same with copies of this rank's values, in host memory."""
+        found = copy(self)
+        found.own = [(piece, value.detach().to("cpu", copy=True)) for piece, value in self.own]
+        found._device = torch.device("cpu")
+        return found
 
     def piece(self, key: Key) -> Piece:
         """Return one of the pieces of a tensor, on every rank the same: for what they have in common."""
