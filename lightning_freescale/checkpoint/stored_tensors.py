@@ -27,7 +27,7 @@ from typing_extensions import override
 from lightning_freescale.checkpoint.spread_tensors import Key, Piece
 from lightning_freescale.embeddings.row_order import RowOrder
 
-_CHUNK_BYTES = 1 << 26
+_CHUNK_BYTES = 1 << 24
 """That are written at once: DCP makes a copy of what is a part of a larger tensor."""
 _ROWS_AT_ONCE = 1 << 18
 _IN_METADATA = {
