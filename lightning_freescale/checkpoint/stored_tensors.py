@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,7 @@ from lightning_freescale.checkpoint.spread_tensors import Key, Piece
 from lightning_freescale.embeddings.row_order import RowOrder
 
 _CHUNK_BYTES = 1 << 24
-"""That are written at once: DCP makes a copy of what is a part of a larger tensor."""
-_ROWS_AT_ONCE = 1 << 18
+"""That are written at once, as DCP makes a copy of what is a part of a larger tensor, and read at once to be sorted."""
 _IN_METADATA = {
     "torch": {"Size"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
@@ -127,8 +127,9 @@ class StoredTensor:
         assert self.order is not None
         columns = tuple(slice(0, size) for size in self.shape[1:]) if columns is None else columns
         widths = [column.stop - column.start for column in columns]
-        for start in range(0, self.shape[0], _ROWS_AT_ONCE):
-            stop = min(start + _ROWS_AT_ONCE, self.shape[0])
+        most = max(1, _CHUNK_BYTES // (prod(widths) * self.dtype.itemsize))
+        for start in range(0, self.shape[0], most):
+            stop = min(start + most, self.shape[0])
             rows = torch.empty(stop - start, *widths, dtype=self.dtype)
             self.pieces.read(self.name, (slice(start, stop), *columns), rows)
             yield self.order.ids(start, stop), rows
