@@ -41,11 +41,11 @@ class Histories(Dataset):
         self.items = torch.randint(0, ROWS, (size, 12), generator=draw)
 
     def __len__(self) -> int:
-        """How many."""
+        """Return how many there are."""
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """One of them."""
+        """Return one of them."""
         return self.items[index, : self.lengths[index]]
 
 
@@ -64,11 +64,13 @@ class Model(L.LightningModule):
         self.items, self.head = EmbeddingCollection(tables=[config]), nn.Linear(8, 1)
 
     def training_step(self, batch: KeyedJaggedTensor, batch_idx: int) -> torch.Tensor:
+        """Return a loss that moves rows and layer."""
         loss = self.head(self.items(batch)["f"].values()).square().mean()
         self.log("loss", loss)
         return loss
 
     def configure_optimizers(self) -> Any:
+        """Return Adagrad for all."""
         return torch.optim.Adagrad(self.parameters(), lr=0.1)
 
 
