@@ -20,11 +20,12 @@ from lightning_freescale._lightning.loops import (
     TrainerFn,
     optimizers_to_device,
     reload_train_loader,
-    throttle_sigterm_broadcast,
 )
 from lightning_freescale._lightning.stages import stages_on
+from lightning_freescale._lightning.stop_points import StopPoints
 from lightning_freescale.balance import MicroBatches
 from lightning_freescale.comm import FreeScaleGroup, LaneOptions
+from lightning_freescale.comm.rank_notices import RankNotices, notices_of_ranks
 from lightning_freescale.profiling.recording.collectives import collectives_on
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.strategy.autopilot import Autopilot
@@ -96,8 +97,6 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             plain TorchRec after its first steps, after one notice.
         dedup: with ``overlap``, send each row once per rank and step. Without it the numbers are bitwise those of plain
             TorchRec, with it they differ by the order of summation.
-        sigterm_every_n_steps: how often the ranks tell each other of a SIGTERM, in steps, at least 1. Lightning does it before
-            every step.
         lookahead: how the next batch's ids are known, with ``overlap``. ``"batch"``: they stand in the batch, or ``ids_of``
             or a method ``embedding_ids(batch)`` of the LightningModule tells them; what nobody knows is exchanged without
             overlap, after one notice. ``"trial_run"``: where they do not stand in the batch, the next ``training_step`` runs
@@ -145,9 +144,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         overlap_report: what the overlap was worth in the last fit, once it has ended; None without overlap.
 
     Raises:
-        ValueError: ``sigterm_every_n_steps`` is less than 1, ``target_bubble_reduction`` is no share, there is no such
-            transport, lookahead, clip, placement, exchange or checkpoint, or an option would have no effect, or another one,
-            beside another.
+        ValueError: ``target_bubble_reduction`` is no share, there is no such transport, lookahead, clip, placement, exchange or
+            checkpoint, or an option would have no effect, or another one, beside another.
         TypeError: ``ids_of`` is no function, ``shard`` no list, or there is no such option.
     """
 
@@ -162,7 +160,6 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         transport: str = "auto",
         overlap: bool = True,
         dedup: bool = True,
-        sigterm_every_n_steps: int = 50,
         lookahead: Literal["batch", "trial_run"] = "batch",
         ids_of: Callable[[Any], Any] | None = None,
         shard: Sequence[str] | Literal["auto"] | None = None,
@@ -176,8 +173,6 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     ) -> None:
         refuse_unknown_options(ddp_options, FreeScaleStrategy)
         super().__init__(**ddp_options)
-        if sigterm_every_n_steps < 1:
-            raise ValueError(f"sigterm_every_n_steps={sigterm_every_n_steps!r}: pass a number of steps, at least 1")
         refuse_lookahead(lookahead, ids_of, overlap)
         refuse_split_backward(split_backward, overlap)
         refuse_shard(shard)
@@ -195,11 +190,12 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self.overlap, self.dedup = overlap, dedup
         self.lookahead, self.ids_of = lookahead, ids_of
         self.shard = shard
-        self.sigterm_every_n_steps = sigterm_every_n_steps
         self.timeline = Timeline()
         self.overlap_report: OverlapReport | None = None
         self._at_teardown = ExitStack()
         self._balance_monitor: BalanceMonitor | None = None
+        self._notices: RankNotices | None = None
+        self._stop_points: StopPoints | None = None
         self._clipping: TableClipping | None = None
         self._loss_weight = 1.0
         self._hides_nothing = ""  # why no exchange is hidden behind compute, if none is
@@ -236,6 +232,9 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         except RuntimeError as error:
             refuse_shared_gpu(error)
             raise
+        self._notices = notices_of_ranks(process_group_timeout(self))  # before any hook of the user's may fail
+        if self._notices is not None:
+            self._at_teardown.callback(self._notices.close)
 
     @property
     @override
@@ -247,6 +246,9 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         assert module is not None
         assert self.accelerator is not None
+        if self._notices is not None:
+            self._stop_points = StopPoints(trainer, self._notices.request_stop, self._notices.stops_at)
+            self._at_teardown.enter_context(self._stop_points.running())
         if fitting and calibrated_data(trainer) is not None:
             self._record_steps()
         self.set_up_saving(trainer)
@@ -294,6 +296,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     def teardown(self) -> None:
         self.leave_fit()
         self._balance_monitor = self.overlap_controller = self._clipping = self.autopilot = None
+        self._notices = self._stop_points = None
         self._at_teardown.close()
         if self.tables is None:
             super().teardown()
@@ -346,13 +349,16 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self._balance_monitor = BalanceMonitor(trainer, self.timeline, process_group_timeout(self), self._new_autopilot)
         self.autopilot = self._balance_monitor.autopilot
         self._at_teardown.callback(self._balance_monitor.stop)
-        throttle_sigterm_broadcast(trainer, self.sigterm_every_n_steps, lambda: self.timeline.collective("sigterm"))
 
     @override
     def on_train_end(self) -> None:
+        self._look_for_notices()  # what one rank tells before the collectives here, all hear behind them
         self.finish_overlap()
         if self._balance_monitor is not None:
             self._balance_monitor.end_training()
+        self._look_for_notices()
+        if self._stop_points is not None:
+            self._stop_points.end_training()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -430,10 +436,45 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
 
     @override
     def on_validation_start(self) -> None:
+        self._begin_evaluation()
         self._end_backward()
         self.drain()
         if self._balance_monitor is not None:
             self._balance_monitor.pause()
+
+    @override
+    def on_test_start(self) -> None:
+        self._begin_evaluation()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._begin_evaluation()
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._stop_points is not None:
+            self._stop_points.note_evaluation_batch()
+        return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._stop_points is not None:
+            self._stop_points.note_evaluation_batch()
+        return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._stop_points is not None:
+            self._stop_points.stop_at_prediction_batch()
+        return super().predict_step(*args, **kwargs)
+
+    def _look_for_notices(self) -> None:
+        if self._notices is not None:
+            self._notices.look()
+
+    def _begin_evaluation(self) -> None:
+        if self._stop_points is not None:
+            self._stop_points.begin_evaluation()
 
     # -- for callbacks and users
 
