@@ -87,3 +87,26 @@ class StopPoints:
 
     def _set_received(self) -> None:
         self._trainer._signal_connector.received_sigterm = True
+
+
+@contextmanager
+def telling_failures(trainer: Trainer, tell: Callable[[BaseException], None]) -> Iterator[None]:
+    """Have ``tell`` know what ends the fit loop before callbacks do.
+
+    They may save a checkpoint, which waits for ranks that do not know yet that this one has failed.
+    """
+    loop: Any = trainer.fit_loop
+    run = loop.run
+
+    def run_and_tell() -> Any:
+        try:
+            return run()
+        except BaseException as error:
+            tell(error)
+            raise
+
+    loop.run = run_and_tell
+    try:
+        yield
+    finally:
+        del vars(loop)["run"]

@@ -58,7 +58,7 @@ class RankNotices:
         self._store = dist.PrefixStore(f"freescale notices/{next(_RUNS)}", store.clone())  # type: ignore[attr-defined]
         self._main = threading.get_ident()
         self._jobs: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
-        self._stop_requested = self._answered = self._alarmed = False
+        self._stop_requested = self._answered = self._alarmed = self._failed = False
         self._lock = threading.Lock()
         self._reached: Point = (-1, 0)
         self._stopping = False  # from now on the main thread passes no point until all ranks agree where to stop
@@ -122,9 +122,21 @@ class RankNotices:
 
     # -- to say why
 
-    def tell_failure(self, text: str) -> None:
-        """Let the other ranks know why this one fails, unless another one has failed before."""
-        self._ask(lambda: self._store.compare_set("failure", "", f"rank {self.rank} has failed: {text}"), _TELL_SECONDS)
+    def tell_or_explain(self, error: BaseException) -> None:
+        """Let the other ranks know that this one fails; if a collective has failed, add the cause on another rank to the error.
+
+        The first error counts. It takes seconds at most, and raises nothing.
+        """
+        if self._failed:
+            return
+        self._failed = True
+        if _is_of_a_collective(error):
+            told = " ".join(str(argument) for argument in error.args)
+            error.args = (f"{told}\n{self.explain()}",)
+            return
+        text = f"rank {self.rank} has failed first: {type(error).__name__}: {error}".strip(": ")
+        with suppress(NotInTime, RuntimeError):
+            self._ask(lambda: self._store.compare_set("failure", "", text), _TELL_SECONDS)
 
     def explain(self) -> str:
         """Return, after a collective has failed, which rank was the cause and why; where nobody knows, where each rank is."""
@@ -195,7 +207,7 @@ def notices_of_ranks(timeout: timedelta | None) -> RankNotices | None:
     return RankNotices(store, dist.get_rank(), dist.get_world_size(), timeout or dist.default_pg_timeout)
 
 
-def is_of_a_collective(error: BaseException | None) -> bool:
+def _is_of_a_collective(error: BaseException | None) -> bool:
     """Whether an error, or what caused it, is that of a collective whose other ranks are gone or late."""
     while error is not None:
         if isinstance(error, dist.DistError) or (

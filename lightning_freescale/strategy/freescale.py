@@ -22,7 +22,7 @@ from lightning_freescale._lightning.loops import (
     reload_train_loader,
 )
 from lightning_freescale._lightning.stages import stages_on
-from lightning_freescale._lightning.stop_points import StopPoints
+from lightning_freescale._lightning.stop_points import SIGTERMException, StopPoints, telling_failures
 from lightning_freescale.balance import MicroBatches
 from lightning_freescale.comm import FreeScaleGroup, LaneOptions
 from lightning_freescale.comm.rank_notices import RankNotices, notices_of_ranks
@@ -249,6 +249,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         if self._notices is not None:
             self._stop_points = StopPoints(trainer, self._notices.request_stop, self._notices.stops_at)
             self._at_teardown.enter_context(self._stop_points.running())
+            self._at_teardown.enter_context(telling_failures(trainer, self._tell_failure))
         if fitting and calibrated_data(trainer) is not None:
             self._record_steps()
         self.set_up_saving(trainer)
@@ -291,6 +292,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         exception.args = tuple(named_for_freescale(argument) for argument in exception.args)
+        self._tell_failure(exception)  # that of a hook before or after the loop
 
     @override
     def teardown(self) -> None:
@@ -467,6 +469,11 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         if self._stop_points is not None:
             self._stop_points.stop_at_prediction_batch()
         return super().predict_step(*args, **kwargs)
+
+    def _tell_failure(self, exception: BaseException) -> None:
+        """Tell the other ranks why this one fails; or, if it fails because of another one, add which and why."""
+        if self._notices is not None and not isinstance(exception, SIGTERMException):
+            self._notices.tell_or_explain(exception)
 
     def _look_for_notices(self) -> None:
         if self._notices is not None:

@@ -1,0 +1,117 @@
+"""Every survivor's error names the rank that has failed, and why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
+from lightning_freescale.testing import RankFailed, run_distributed
+from tests.helpers.recommender import Recommender, Samples, collate, trainer
+
+SECONDS = 15.0
+"""Timeout of the groups; what ends sooner has not waited for it."""
+
+
+def _raise(error: type[BaseException]) -> Callable[[], None]:
+    def fail() -> None:
+        raise error("the needle")
+
+    return fail
+
+
+ENDS: dict[str, Callable[[], None]] = {
+    "raises": _raise(KeyError),
+    "no memory": _raise(MemoryError),
+    "is interrupted": _raise(KeyboardInterrupt),
+    "exits": lambda: sys.exit("the needle"),
+    "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "ends with 0": lambda: os._exit(0),
+}
+
+
+class Fails(Recommender):
+    """Rank 1 ends in some way, the third time a hook is called."""
+
+    def __init__(self, hook: str, how: str) -> None:
+        super().__init__()
+        self.hook, self.how, self.left = hook, how, 3
+
+    def fail_in(self, hook: str) -> None:
+        if hook == self.hook and self.global_rank == 1:
+            self.left -= 1
+            if self.left == 0:
+                ENDS[self.how]()
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        self.fail_in("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.fail_in("on_before_optimizer_step")
+
+
+class FailsInCallback(L.Callback):
+    """Its hooks are those of the module's."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
+        module.fail_in("callback")
+
+
+def _fit(hook: str, how: str, overlap: bool) -> None:
+    data, module = Samples(64), Fails(hook, how)
+
+    def collate_or_fail(samples: Any) -> Any:
+        if module._trainer is not None:
+            module.fail_in("collate")
+        return collate(samples)
+
+    strategy = FreeScaleStrategy(overlap=overlap, timeout=timedelta(seconds=SECONDS))
+    run = trainer(strategy=strategy, devices=int(os.environ["WORLD_SIZE"]), callbacks=[FailsInCallback()])
+    run.fit(module, FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate_or_fail))
+
+
+def _errors(size: int, *args: Any) -> dict[int, str]:
+    """Return what each rank ends with."""
+    with pytest.raises(RankFailed) as failure:
+        run_distributed(_fit, size, *args, timeout=90)
+    parts = ("\n" + str(failure.value)).split("\nrank ")
+    found: dict[int, str] = {}
+    for part in parts[1:]:  # an error may have lines that begin so, too
+        number, _, text = part.partition(": ")
+        if number.isdigit() and (text.startswith(("Traceback", "died"))):
+            found[int(number)] = text
+        else:
+            found[max(found)] += "\nrank " + part
+    return found
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("hook", "how", "told"),
+    [
+        ("training_step", "raises", "rank 1 has failed first: KeyError: 'the needle'"),
+        ("callback", "raises", "rank 1 has failed first: KeyError: 'the needle'"),
+        ("collate", "raises", "rank 1 has failed first: KeyError: 'the needle'"),
+        ("on_before_optimizer_step", "raises", "rank 1 has failed first: KeyError: 'the needle'"),
+        ("training_step", "no memory", "rank 1 has failed first: MemoryError: the needle"),
+        ("training_step", "is interrupted", "rank 1 has failed first: KeyboardInterrupt: the needle"),
+        ("callback", "exits", "rank 1 has failed first: SystemExit: the needle"),
+        ("training_step", "is killed", "rank 1 does not answer: its process has ended, or is frozen"),
+        ("callback", "ends with 0", "rank 1 does not answer: its process has ended, or is frozen"),
+    ],
+)
+def test_survivors_name_rank_and_cause(hook: str, how: str, told: str, overlap: bool) -> None:
+    errors = _errors(3, hook, how, overlap)
+    assert set(errors) == {0, 1, 2}
+    for survivor in (0, 2):
+        assert told in errors[survivor], errors[survivor]
