@@ -58,7 +58,8 @@ class RankNotices:
         self._store = dist.PrefixStore(f"freescale notices/{next(_RUNS)}", store.clone())  # type: ignore[attr-defined]
         self._main = threading.get_ident()
         self._jobs: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
-        self._stop_requested = self._answered = self._alarmed = self._failed = False
+        self._stop_requested = self._answered = self._alarmed = self._failed = self._lost = False
+        self._failure = ""  # which rank has failed first, and why
         self._lock = threading.Lock()
         self._reached: Point = (-1, 0)
         self._stopping = False  # from now on the main thread passes no point until all ranks agree where to stop
@@ -132,42 +133,58 @@ class RankNotices:
         self._failed = True
         if _is_of_a_collective(error):
             told = " ".join(str(argument) for argument in error.args)
-            error.args = (f"{told}\n{self.explain()}",)
+            error.args = (f"{told}\n{self._explain(_place(traceback.extract_tb(error.__traceback__)))}",)
             return
         text = f"rank {self.rank} has failed first: {type(error).__name__}: {error}".strip(": ")
         with suppress(NotInTime, RuntimeError):
-            self._ask(lambda: self._store.compare_set("failure", "", text), _TELL_SECONDS)
+            self._ask(lambda: self._publish(text, self.size - 1), 2 * ANSWER_SECONDS)
 
-    def explain(self) -> str:
-        """Return, after a collective has failed, which rank was the cause and why; where nobody knows, where each rank is."""
+    def _explain(self, place: str) -> str:
+        """Return which rank was the cause and why; where nobody knows, which are silent, and where the others stand."""
+        held = "the ranks' store, which is in rank 0 unless the launcher holds it,"
         try:
-            return self._ask(self._inquire, 2 * ANSWER_SECONDS)
-        except (NotInTime, RuntimeError):
-            return (
-                f"the ranks' store, which is in rank 0 unless the launcher holds it, does not answer within "
-                f"{ANSWER_SECONDS:g} s: its process has ended, or is frozen"
-            )
+            return self._failure or str(self._ask(partial(self._inquire, place), 3 * ANSWER_SECONDS))
+        except NotInTime:
+            return f"{held} does not answer: its process is frozen"
+        except RuntimeError:
+            return self._failure or f"{held} is gone: its process has ended"
 
-    def _inquire(self) -> str:
-        self._answer()
+    def _inquire(self, place: str) -> str:
+        self._answer(place)
         self._store.set("report", "1")
         self._store.set("alarm", "1")
         silent, began = set(range(self.size)), time.monotonic()
         # one that fails may have closed its connections before it says why
         while time.monotonic() - began < (ANSWER_SECONDS if silent else _TELL_SECONDS):
-            if self._store.check(["failure"]):
-                return self._store.get("failure").decode()
+            self._hear_failure()
+            if self._failure:
+                return self._failure
             silent = {rank for rank in silent if not self._store.check([f"here/{rank}"])}
             time.sleep(_AGREE_SECONDS)
-        places = [
-            f"rank {rank} in {self._store.get(f'here/{rank}').decode()}" for rank in range(self.size) if rank not in silent
-        ]
         gone = [f"rank {rank} does not answer: its process has ended, or is frozen" for rank in sorted(silent)]
-        return "; ".join([*gone, f"where the ranks are: {', '.join(places)}"])
+        answered = [rank for rank in range(self.size) if rank not in silent]
+        places = [f"rank {rank} in {self._store.get(f'here/{rank}').decode()}" for rank in answered]
+        return self._publish("; ".join([*gone, f"where the ranks stand: {', '.join(places)}"]), len(answered) - 1)
 
-    def _answer(self) -> None:
+    def _publish(self, failure: str, others: int) -> str:
+        """Tell so many others why the run fails, unless another rank has; return what holds."""
+        self._store.compare_set("failure", "", failure)
+        self._store.set("alarm", "1")
+        self._hear_failure()
+        began = time.monotonic()
+        # the store ends with this process, perhaps
+        while self.rank == 0 and self._store.add("heard", 0) <= others and time.monotonic() - began < ANSWER_SECONDS:
+            time.sleep(_AGREE_SECONDS)
+        return self._failure
+
+    def _hear_failure(self) -> None:
+        if not self._failure and self._store.check(["failure"]):
+            self._failure = self._store.get("failure").decode()
+            self._store.add("heard", 1)
+
+    def _answer(self, place: str) -> None:
         self._answered = True
-        self._store.set(f"here/{self.rank}", _place(self._main))
+        self._store.set(f"here/{self.rank}", place)
 
     # -- the thread
 
@@ -186,17 +203,23 @@ class RankNotices:
                 job = self._look
             if job is None:
                 return
-            with suppress(RuntimeError):  # the store has ended with its process; whoever waits for it hears of that elsewhere
+            try:
                 job()
+            except RuntimeError:  # the store has ended with its process; whoever waits for it hears of that elsewhere
+                self._lost = True
 
     def _look(self) -> None:
+        if self._lost:
+            return
         self._alarmed = self._alarmed or self._stop_requested or self._store.check(["alarm"])
         if not self._alarmed:
             return
         if not self._agreed.is_set() and (self._stop_requested or self._stopping or self._store.check(["stop"])):
             self._agree()
+        self._hear_failure()
         if not self._answered and self._store.check(["report"]):
-            self._answer()
+            frame = sys._current_frames().get(self._main)
+            self._answer(_place(traceback.extract_stack(frame)))
 
 
 def notices_of_ranks(timeout: timedelta | None) -> RankNotices | None:
@@ -218,15 +241,11 @@ def _is_of_a_collective(error: BaseException | None) -> bool:
     return False
 
 
-def _place(thread: int) -> str:
-    """Return where a thread is: its innermost line, and that of the code which is no library's."""
-    frame = sys._current_frames().get(thread)
-    if frame is None:
-        return "no Python code"
-    lines = traceback.extract_stack(frame)
-    stack = [f"{at.name} ({os.path.basename(at.filename)}:{at.lineno})" for at in lines]
-    own = [place for place, at in zip(stack, lines) if not any(name in at.filename for name in _LIBRARIES)]
-    return " < ".join(dict.fromkeys([stack[-1], *own[-1:]]))
+def _place(stack: traceback.StackSummary) -> str:
+    """Return where a thread is: its innermost line, and the innermost one of the user's code."""
+    own = [at for at in stack if not any(name in at.filename for name in _LIBRARIES)]
+    lines = [f"{at.name} ({os.path.basename(at.filename)}:{at.lineno})" for at in [*stack[-1:], *own[-1:]]]
+    return " < ".join(dict.fromkeys(lines))
 
 
 def _resolve(answer: Future[Any], call: Callable[[], Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -35,18 +36,20 @@ ENDS: dict[str, Callable[[], None]] = {
     "exits": lambda: sys.exit("the needle"),
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "ends with 0": lambda: os._exit(0),
+    "freezes": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "sleeps": lambda: time.sleep(1000),
 }
 
 
 class Fails(Recommender):
-    """Rank 1 ends in some way, the third time a hook is called."""
+    """A rank ends in some way, the third time a hook is called."""
 
-    def __init__(self, hook: str, how: str) -> None:
+    def __init__(self, victim: int, hook: str, how: str) -> None:
         super().__init__()
-        self.hook, self.how, self.left = hook, how, 3
+        self.victim, self.hook, self.how, self.left = victim, hook, how, 3
 
     def fail_in(self, hook: str) -> None:
-        if hook == self.hook and self.global_rank == 1:
+        if hook == self.hook and self.global_rank == self.victim:
             self.left -= 1
             if self.left == 0:
                 ENDS[self.how]()
@@ -66,28 +69,28 @@ class FailsInCallback(L.Callback):
         module.fail_in("callback")
 
 
-def _fit(hook: str, how: str, overlap: bool) -> None:
-    data, module = Samples(64), Fails(hook, how)
+def _fit(victim: int, hook: str, how: str, overlap: bool = True, seconds: float = SECONDS) -> None:
+    data, module = Samples(64), Fails(victim, hook, how)
 
     def collate_or_fail(samples: Any) -> Any:
         if module._trainer is not None:
             module.fail_in("collate")
         return collate(samples)
 
-    strategy = FreeScaleStrategy(overlap=overlap, timeout=timedelta(seconds=SECONDS))
+    strategy = FreeScaleStrategy(overlap=overlap, timeout=timedelta(seconds=seconds))
     run = trainer(strategy=strategy, devices=int(os.environ["WORLD_SIZE"]), callbacks=[FailsInCallback()])
     run.fit(module, FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate_or_fail))
 
 
-def _errors(size: int, *args: Any) -> dict[int, str]:
+def _errors(size: int, *args: Any, timeout: float = 90.0) -> dict[int, str]:
     """Return what each rank ends with."""
     with pytest.raises(RankFailed) as failure:
-        run_distributed(_fit, size, *args, timeout=90)
+        run_distributed(_fit, size, *args, timeout=timeout, init=False)  # the strategy makes the default group
     parts = ("\n" + str(failure.value)).split("\nrank ")
     found: dict[int, str] = {}
     for part in parts[1:]:  # an error may have lines that begin so, too
         number, _, text = part.partition(": ")
-        if number.isdigit() and (text.startswith(("Traceback", "died"))):
+        if number.isdigit() and (text.startswith(("Traceback", "died", "did not finish"))):
             found[int(number)] = text
         else:
             found[max(found)] += "\nrank " + part
@@ -111,7 +114,39 @@ def _errors(size: int, *args: Any) -> dict[int, str]:
     ],
 )
 def test_survivors_name_rank_and_cause(hook: str, how: str, told: str, overlap: bool) -> None:
-    errors = _errors(3, hook, how, overlap)
+    errors = _errors(3, 1, hook, how, overlap)
     assert set(errors) == {0, 1, 2}
     for survivor in (0, 2):
         assert told in errors[survivor], errors[survivor]
+
+
+@pytest.mark.usefixtures("patient")
+def test_the_rank_that_holds_the_store_stays_until_all_have_heard() -> None:
+    errors = _errors(3, 0, "training_step", "raises")
+    assert all("rank 0 has failed first: KeyError: 'the needle'" in errors[survivor] for survivor in (1, 2))
+
+
+@pytest.mark.usefixtures("patient")
+def test_who_loses_the_store_with_its_rank_says_so() -> None:
+    errors = _errors(2, 0, "training_step", "is killed")
+    assert "the ranks' store, which is in rank 0 unless the launcher holds it, is gone: its process has ended" in errors[1]
+
+
+FROZEN_STORE = "the ranks' store, which is in rank 0 unless the launcher holds it, does not answer: its process is frozen"
+
+
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("victim", "how", "told"),
+    [
+        (1, "freezes", "rank 1 does not answer: its process has ended, or is frozen; where the ranks stand: rank 0 in "),
+        (0, "freezes", FROZEN_STORE),
+        (1, "sleeps", "(test_causes.py:"),
+    ],
+)
+def test_who_waits_in_vain_ends_after_the_timeout_and_says_for_whom(victim: int, how: str, told: str, overlap: bool) -> None:
+    errors = _errors(2, victim, "training_step", how, overlap, 3.0, timeout=60)
+    assert set(errors) == {1 - victim}
+    assert told in errors[1 - victim]
+    if how == "sleeps":
+        assert "rank 1 in <lambda> (test_causes.py:" in errors[0]
