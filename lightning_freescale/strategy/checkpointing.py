@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from lightning_freescale._lightning.ddp import DDPBase, process_group_timeout
+from lightning_freescale._lightning.ddp import DDPBase
 from lightning_freescale._lightning.loops import Trainer, rank_zero_warn
 from lightning_freescale._lightning.saving import around_save_checkpoint, writes_local_file
 from lightning_freescale._objects import gather_objects
@@ -90,7 +90,7 @@ class UnshardedCheckpointStrategy(TableAccess, DDPBase):
         """Have ``trainer.save_checkpoint`` gather a table when it is written, and not before. Collective."""
         around_save_checkpoint(trainer, self._deferring)
         if self.checkpoint == "sharded" and self._checkpoint_group is None:
-            self._checkpoint_group = dist.new_group(backend="gloo", timeout=process_group_timeout(self))
+            self._checkpoint_group = dist.new_group(backend="gloo", timeout=self.default_group_timeout)
 
     @contextmanager
     def _deferring(self, filepath: Any) -> Generator[None, None, None]:

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
@@ -14,7 +15,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_freescale._lightning.batch_in_parts import micro_batches_in, of_each_part
-from lightning_freescale._lightning.ddp import process_group_timeout
 from lightning_freescale._lightning.loops import (
     Trainer,
     TrainerFn,
@@ -137,8 +137,10 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             writes, one table after the other. ``"sharded"``: a folder to which every rank writes its part of the tables, on a
             file system that all ranks share; ``freescale consolidate`` makes the ordinary file of it. Either is read, on any
             number of ranks, whatever is set here.
-        **ddp_options: as in :class:`lightning.pytorch.strategies.DDPStrategy`; those it does not know go to
-            ``DistributedDataParallel`` for the dense part.
+        **ddp_options: ``timeout`` is that of all process groups; without it, the default group has Lightning's, and those for
+            rows, plans and measurements have five minutes. Others are as in
+            :class:`lightning.pytorch.strategies.DDPStrategy`; those it does not know go to ``DistributedDataParallel`` for the
+            dense part.
 
     Attributes:
         overlap_report: what the overlap was worth in the last fit, once it has ended; None without overlap.
@@ -195,6 +197,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self._at_teardown = ExitStack()
         self._balance_monitor: BalanceMonitor | None = None
         self._notices: RankNotices | None = None
+        self._monitor_group: ProcessGroup | None = None
         self._stop_points: StopPoints | None = None
         self._clipping: TableClipping | None = None
         self._loss_weight = 1.0
@@ -232,7 +235,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         except RuntimeError as error:
             refuse_shared_gpu(error)
             raise
-        self._notices = notices_of_ranks(process_group_timeout(self))  # before any hook of the user's may fail
+        self._notices = notices_of_ranks(self.group_timeout)  # before any hook of the user's may fail
         if self._notices is not None:
             self._at_teardown.callback(self._notices.close)
 
@@ -246,10 +249,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         assert module is not None
         assert self.accelerator is not None
-        if self._notices is not None:
-            self._stop_points = StopPoints(trainer, self._notices.request_stop, self._notices.stops_at)
-            self._at_teardown.enter_context(self._stop_points.running())
-            self._at_teardown.enter_context(telling_failures(trainer, self._tell_failure))
+        self._prepare_for_failures(trainer, fitting)
         if fitting and calibrated_data(trainer) is not None:
             self._record_steps()
         self.set_up_saving(trainer)
@@ -298,7 +298,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     def teardown(self) -> None:
         self.leave_fit()
         self._balance_monitor = self.overlap_controller = self._clipping = self.autopilot = None
-        self._notices = self._stop_points = None
+        self._notices = self._stop_points = self._monitor_group = None
         self._at_teardown.close()
         if self.tables is None:
             super().teardown()
@@ -348,7 +348,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         trainer = self.lightning_module.trainer
         controller = self.overlap_controller
         self._at_teardown.enter_context(micro_batches_in(trainer, None if controller is None else controller.take_loaded))
-        self._balance_monitor = BalanceMonitor(trainer, self.timeline, process_group_timeout(self), self._new_autopilot)
+        self._balance_monitor = BalanceMonitor(trainer, self.timeline, self._monitor_group, self._new_autopilot)
         self.autopilot = self._balance_monitor.autopilot
         self._at_teardown.callback(self._balance_monitor.stop)
 
@@ -499,6 +499,16 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
 
     # -- parts of the set-up, in their order
 
+    def _prepare_for_failures(self, trainer: Trainer, fitting: bool) -> None:
+        if self._notices is None:
+            return
+        self._stop_points = StopPoints(trainer, self._notices.request_stop, self._notices.stops_at)
+        self._at_teardown.enter_context(self._stop_points.running())
+        self._at_teardown.enter_context(telling_failures(trainer, self._tell_failure))
+        if fitting:  # not where training starts: a hook of the user's that fails there would leave the others waiting here
+            self._monitor_group = dist.new_group(backend="gloo", timeout=self.group_timeout)
+            self._at_teardown.callback(dist.destroy_process_group, self._monitor_group)
+
     def _shard(self, trainer: Trainer, module: nn.Module, found: list[tuple[Collection, Any]], fitting: bool) -> ShardedTables:
         from lightning_freescale.embeddings.parameter_groups import ParameterGroups
         from lightning_freescale.embeddings.sharding import TableSharding
@@ -519,7 +529,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
                     plain = [each for each, _ in found if not self.overlap or each.plain_because]
                     refuse_clipping(trainer, plain, optimizers)
             return sharding.shard(
-                group=embedding_group(earlier, self.transport, self.root_device, process_group_timeout(self)),
+                group=embedding_group(earlier, self.transport, self.root_device, self.group_timeout),
                 local_world_size=self.num_processes,
                 plan=self.plan,
                 planner=self.planner,
@@ -552,7 +562,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             clips: dict[str, Any] = clip_options(trainer, self.groups.optimizers) if self.clip == "all" else {}
             levels = levels_of(self.exchange, self.num_nodes, self.num_processes)
             nodes: dict[str, Any] = {"exchange": levels, "ranks_per_node": self.num_processes}
-            engine = OverlapEngine(tables, self.dedup, process_group_timeout(self), self.transport, **clips, **nodes)
+            engine = OverlapEngine(tables, self.dedup, self.group_timeout, self.transport, **clips, **nodes)
             self._at_teardown.callback(engine.close, farewell=False)  # training ends with a report of all ranks
             why_not = f"TorchRec updates collections {list(engine.plain)} during backward" if engine.plain else ""
             self.overlap_controller = OverlapController(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,8 +14,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
+from lightning_freescale import BubbleProfiler, FreeScaleDataModule, FreeScaleFabricStrategy, FreeScaleStrategy
+from lightning_freescale._lightning.ddp import process_group_timeout
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.helpers.recommender import Recommender, Samples, collate, trainer
 
@@ -65,6 +68,10 @@ class Fails(Recommender):
 class FailsInCallback(L.Callback):
     """Its hooks are those of the module's."""
 
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        for _ in range(3):
+            module.fail_in("on_train_start")
+
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
         module.fail_in("callback")
 
@@ -77,8 +84,9 @@ def _fit(victim: int, hook: str, how: str, overlap: bool = True, seconds: float 
             module.fail_in("collate")
         return collate(samples)
 
+    profiler = BubbleProfiler(tempfile.mkdtemp(), verbose=False)
     strategy = FreeScaleStrategy(overlap=overlap, timeout=timedelta(seconds=seconds))
-    run = trainer(strategy=strategy, devices=int(os.environ["WORLD_SIZE"]), callbacks=[FailsInCallback()])
+    run = trainer(strategy=strategy, devices=int(os.environ["WORLD_SIZE"]), callbacks=[FailsInCallback(), profiler])
     run.fit(module, FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate_or_fail))
 
 
@@ -118,6 +126,21 @@ def test_survivors_name_rank_and_cause(hook: str, how: str, told: str, overlap: 
     assert set(errors) == {0, 1, 2}
     for survivor in (0, 2):
         assert told in errors[survivor], errors[survivor]
+
+
+@pytest.mark.usefixtures("patient")
+def test_who_fails_where_training_starts_leaves_nobody_waiting_for_a_group() -> None:
+    errors = _errors(3, 1, "on_train_start", "raises", True, 1000.0)
+    assert all("rank 1 has failed first: KeyError: 'the needle'" in errors[survivor] for survivor in (0, 2))
+
+
+def test_groups_beside_the_default_one_have_a_shorter_timeout_unless_one_is_given() -> None:
+    five, other = timedelta(minutes=5), timedelta(seconds=7)
+    for strategy in (FreeScaleStrategy, FreeScaleFabricStrategy):
+        assert strategy().group_timeout == five
+        assert strategy(timeout=other).group_timeout == other
+    assert process_group_timeout(FreeScaleStrategy()) == five
+    assert process_group_timeout(DDPStrategy(timeout=other)) == other
 
 
 @pytest.mark.usefixtures("patient")
