@@ -183,6 +183,7 @@ class RankNotices:
         if not self._failure and self._store.check(["failure"]):
             self._failure = self._store.get("failure").decode()
             self._store.add("heard", 1)
+            self._agreed.set()  # who waits for all ranks to agree would wait for one that does not come
 
     def _answer(self, place: str) -> None:
         self._answered = True
