@@ -30,7 +30,7 @@ class BalanceMonitor:
         trainer: the Trainer, with its loader in place.
         timeline: where the strategy's compute times are recorded.
         timeout: of the collectives here.
-        new_autopilot: makes it, given the group for its collectives and compute times; returns None if nothing is to be chosen.
+        new_autopilot: makes it, given how to gather and compute times; returns None if nothing is to be chosen.
 
     Attributes:
         autopilot: what it has made.
@@ -41,7 +41,7 @@ class BalanceMonitor:
         trainer: Trainer,
         timeline: Timeline,
         timeout: timedelta | None,
-        new_autopilot: Callable[[dist.ProcessGroup | None, ComputeTimes | None], Autopilot | None],
+        new_autopilot: Callable[[Callable[[Any], list[Any]], ComputeTimes | None], Autopilot | None],
     ) -> None:
         self.trainer = trainer
         self._timeline = timeline
@@ -49,15 +49,14 @@ class BalanceMonitor:
         self._reported = False
         self._sums = BalanceSums()
         self._logged_step = -1
-        # its own gloo group: what is exchanged here must not queue behind training's collectives
-        several = trainer.world_size > 1 and dist.is_initialized()
-        self._group = dist.new_group(backend="gloo", timeout=timeout) if several else None
+        self._several, self._timeout = trainer.world_size > 1 and dist.is_initialized(), timeout
+        self._group: dist.ProcessGroup | None = None
         data = calibrated_data(trainer)
         self._times = ComputeTimes(timeline) if timeline.enabled else None
         self._calibrator = None
         if data is not None and self._times is not None:
-            self._calibrator = CostCalibrator(trainer, data, self._times, self._group)
-        self.autopilot = new_autopilot(self._group, self._times)
+            self._calibrator = CostCalibrator(trainer, data, self._times, self._gather)
+        self.autopilot = new_autopilot(self._gather, self._times)
 
     def start_step(self, step: int) -> float:
         """Follow the plan to its ``step``-th batch, before ``training_step``, and return the factor for this rank's loss."""
@@ -92,6 +91,16 @@ class BalanceMonitor:
             dist.destroy_process_group(self._group)
         self._calibrator = self._group = None
 
+    def _gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, by rank, on every rank. Collective."""
+        if not self._several:
+            return [value]
+        if self._group is None:
+            # its own gloo group: what is exchanged here must not queue behind training's collectives; made where something
+            # is exchanged, as each group listens on a port
+            self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+        return gather_objects(value, self._group)
+
     def _measure(self, sampler: Any, step: int) -> None:
         """Have calibrator and autopilot note that a step begins."""
         if self._calibrator is not None:
@@ -119,11 +128,11 @@ class BalanceMonitor:
         """Report the epoch before, and raise if the ranks have not the same plan: samples would be lost and repeated."""
         self._end_epoch()
         self._epoch = sampler.epoch
-        if self._group is None or not hasattr(sampler, "digest"):
+        if not self._several or not hasattr(sampler, "digest"):
             return
         # here and not in the loader: a collective in an iterator would hang whoever looks at a loader on one rank
         with self._timeline.collective("plan"):
-            digests = gather_objects(sampler.digest(), self._group)
+            digests = self._gather(sampler.digest())
         others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if others:
             raise RuntimeError(
