@@ -10,6 +10,8 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import nn
 from typing_extensions import override
 
+from lightning_freescale._lightning.process_group import create_for_attempt
+
 
 class DDPBase(DDPStrategy):
     """DDPStrategy whose subclasses shard, wrap and revert the module by themselves, and so need what it was given."""
@@ -18,6 +20,12 @@ class DDPBase(DDPStrategy):
     def ddp_options(self) -> dict[str, Any]:
         """The options that go to ``DistributedDataParallel``."""
         return self._ddp_kwargs
+
+    @override
+    def setup_distributed(self) -> None:
+        self.set_world_ranks()
+        create_for_attempt(self.cluster_environment, self._get_process_group_backend(), self._timeout, self.root_device)
+        super().setup_distributed()
 
     def apply_layer_sync(self, module: nn.Module) -> None:
         """Replace batch norms by synchronized ones, in place, if the Trainer was asked for that."""
