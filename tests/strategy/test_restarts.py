@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_freescale.testing import _reserved_port
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import os, signal, sys
@@ -58,12 +60,14 @@ def _end(folder: Path) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [("--standalone",), ("--master-port", "0")], ids=["c10d", "static"])
-def test_ranks_that_die_are_started_again(tmp_path: Path, options: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("rendezvous", ["c10d", "static"])
+def test_ranks_that_die_are_started_again(tmp_path: Path, rendezvous: str) -> None:
     """Once before there is a checkpoint, then in both epochs; the end is that of a run that nobody died in, to the bit."""
-    undisturbed = _torchrun(tmp_path / "undisturbed", {}, *options)
+    undisturbed = _torchrun(tmp_path / "undisturbed", {}, "--standalone")
     assert undisturbed.returncode == 0, undisturbed.stderr[-3000:]
-    done = _torchrun(tmp_path / "dying", {0: (1, 1), 1: (0, 5), 2: (1, 12)}, *options)
+    with _reserved_port() as port:
+        options = ("--standalone",) if rendezvous == "c10d" else ("--master-port", str(port))
+        done = _torchrun(tmp_path / "dying", {0: (1, 1), 1: (0, 5), 2: (1, 12)}, *options)
     assert done.returncode == 0, done.stderr[-3000:]
     begun = [line for line in done.stdout.splitlines() if line.startswith("attempt")]
     assert begun == [f"attempt {attempt} begins at step {step}" for attempt, step in enumerate([0, 0, 3, 12])]
