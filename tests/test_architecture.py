@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "strategy": {
         "_lightning",
         "_objects",
+        "_worker",
         "balance",
         "checkpoint",
         "comm",
@@ -45,7 +46,7 @@ MAY_IMPORT = {
         "profiling",
     },
     "fabric": {"_lightning", "balance", "checkpoint", "comm", "embeddings", "strategy"},
-    "command_line": {"_lightning", "balance", "profiling"},
+    "command_line": {"_lightning", "balance", "checkpoint", "profiling"},
     "__main__": {"command_line"},
     "testing": set(),
     "ray": {"strategy"},

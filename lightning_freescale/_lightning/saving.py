@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 
 def around_save_checkpoint(trainer: Trainer, around: Callable[[Any], AbstractContextManager[None]]) -> None:
@@ -28,6 +30,12 @@ def around_save_checkpoint(trainer: Trainer, around: Callable[[Any], AbstractCon
     trainer.save_checkpoint = save_inside  # type: ignore[method-assign]
 
 
-def writes_local_file(checkpoint_io: CheckpointIO, path: Any) -> bool:
+def is_local(checkpoint_io: CheckpointIO, path: Any) -> bool:
     """Whether checkpoints are ordinary files of this host, and not given to a plugin or to a remote file system."""
     return type(checkpoint_io) is TorchCheckpointIO and isinstance(url_to_fs(str(path))[0], LocalFileSystem)
+
+
+def is_last(path: Path, trainer: Trainer) -> bool:
+    """Whether ``ckpt_path="last"`` may have led to this checkpoint: it is named as what a ``ModelCheckpoint`` saves last."""
+    savers = (each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint))
+    return any(path.name.startswith(saver.CHECKPOINT_NAME_LAST) for saver in savers)

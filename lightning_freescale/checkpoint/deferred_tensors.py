@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import Self
+from typing_extensions import Self, override
 
 from lightning_freescale.checkpoint.spread_tensors import Key, SpreadTensors
 
@@ -62,8 +63,29 @@ class DeferredTensor(Tensor):
             return self.untyped_storage()
 
 
-class DeferredTensors:
-    """All that stand in one checkpoint, and how rank 0 gets their values from the others.
+class Deferral(ABC):
+    """All that stand in one checkpoint, and where their values come from."""
+
+    def __init__(self) -> None:
+        self._tensors: list[DeferredTensor] = []
+
+    def stand_in(self, key: Key, shape: tuple[int, ...], dtype: torch.dtype) -> DeferredTensor:
+        """Return another stand-in; its number is how many there were before."""
+        self._tensors.append(DeferredTensor.standing_for(key, shape, dtype))
+        return self._tensors[-1]
+
+    def numbers_by_storage(self) -> dict[int, int]:
+        """Return the number of each stand-in that has memory, by the address of torch's storage."""
+        storages = ((number, tensor.storage_of()) for number, tensor in enumerate(self._tensors))
+        return {storage._cdata: number for number, storage in storages if storage.nbytes()}
+
+    @abstractmethod
+    def fetch(self, number: int) -> Tensor:
+        """Return the values of a stand-in."""
+
+
+class DeferredTensors(Deferral):
+    """Stand-ins for tensors that are spread over the ranks, whose values rank 0 gets from the others.
 
     Args:
         device: of the default group's messages.
@@ -73,25 +95,19 @@ class DeferredTensors:
     """
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._device = device
         self.held: list[SpreadTensors] = []
-        self._tensors: list[DeferredTensor] = []
         self._sources: list[SpreadTensors] = []
 
     def defer(self, spread: SpreadTensors) -> dict[Key, Tensor]:
         """Return a stand-in for each of these tensors, by key."""
         pieces = {key: spread.piece(key) for key in spread.keys}
-        found = {key: DeferredTensor.standing_for(key, piece.shape, piece.dtype) for key, piece in pieces.items()}
         self.held.append(spread)
-        self._tensors += found.values()
-        self._sources += [spread] * len(found)
-        return dict(found)
+        self._sources += [spread] * len(pieces)
+        return {key: self.stand_in(key, piece.shape, piece.dtype) for key, piece in pieces.items()}
 
-    def numbers_by_storage(self) -> dict[int, int]:
-        """Return the number of each stand-in that has memory, by the address of torch's storage."""
-        storages = ((number, tensor.storage_of()) for number, tensor in enumerate(self._tensors))
-        return {storage._cdata: number for number, storage in storages if storage.nbytes()}
-
+    @override
     def fetch(self, number: int) -> Tensor:
         """Return the values of a stand-in, on rank 0, which asks the others for them; they must be in :meth:`serve`."""
         self._tell(number)

@@ -100,18 +100,8 @@ def read(folder: Path, weights_only: bool | None) -> dict[str, Any]:
     return dict(pytree.tree_map_only(str, stored, found))
 
 
-def check(folder: Path) -> None:
-    """Find out whether a folder is a whole checkpoint, by its files' checksums: each rank reads some of them. Collective.
-
-    Raises:
-        ValueError: it is not, on some rank.
-    """
-    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    reason = _damage(folder, rank, ranks)
-    single_file.raise_together([reason] if ranks == 1 else gather_objects(reason), folder)
-
-
-def _damage(folder: Path, rank: int, ranks: int) -> str:
+def damage(folder: Path, rank: int, ranks: int) -> str:
+    """Return what is wrong with a folder, as far as this rank's share of its files tells; empty if nothing is."""
     try:
         files = sorted(_manifest(folder)["files"].items(), key=lambda item: -item[1]["bytes"])
         for name, expected in files[rank::ranks]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import pickle
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from lightning_freescale._objects import gather_objects
-from lightning_freescale.checkpoint.deferred_tensors import DeferredTensors
+from lightning_freescale.checkpoint.deferred_tensors import Deferral, DeferredTensors
 
 _READ_AT_ONCE = 1 << 20
 _SHARED = ("state_dict", "optimizer_states")
@@ -40,13 +39,18 @@ def write(checkpoint: dict[str, Any], path: Path, deferred: DeferredTensors) -> 
     failed = True
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # torch.save, but for the records of what has not come yet
-        with replacing(path) as file, torch.serialization._open_zipfile_writer(file) as archive:
-            filling = _Filling(archive, deferred)
-            torch.serialization._save(checkpoint, filling, pickle, torch.serialization.DEFAULT_PROTOCOL, False)
+        with replacing(path) as file:
+            save(checkpoint, file, deferred)
         failed = False
     finally:
         deferred.finish(failed)
+
+
+def save(checkpoint: Mapping[str, Any], file: IO[bytes], deferred: Deferral) -> None:
+    """Do as ``torch.save``, and fetch what is deferred when its turn comes."""
+    with torch.serialization._open_zipfile_writer(file) as archive:
+        filling = _Filling(archive, deferred)
+        torch.serialization._save(checkpoint, filling, pickle, torch.serialization.DEFAULT_PROTOCOL, False)
 
 
 @contextmanager
@@ -75,49 +79,23 @@ def sync_folder(folder: Path) -> None:
 
 
 def read(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    """Read a checkpoint: weights and optimizer states stay in the file, mapped, all else is in memory."""
+    """Read a checkpoint: weights and optimizer states stay in the file, mapped, all else is in memory.
+
+    Raises:
+        UnpicklingError: it holds more than tensors and numbers, and ``weights_only``.
+        ValueError: it is none.
+    """
     found = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
     if not isinstance(found, dict):
-        return found
+        raise ValueError(f"{path} holds a {type(found).__name__}: pass a checkpoint that the Trainer has saved")
     # somebody may keep what he gets of it, and the file may be written anew meanwhile
     kept = {name: value for name, value in found.items() if name in _SHARED}
     rest = {name: value for name, value in found.items() if name not in _SHARED}
     return {**kept, **pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, rest)}
 
 
-def is_archive(path: Path) -> bool:
-    """Whether this is a file that :func:`read` may read; an old one, of a torch before 1.6, is none."""
-    with open(path, "rb") as file:
-        return file.read(2) == b"PK"
-
-
-def check(path: Path) -> None:
-    """Find out whether a file is whole, by the checksums of its records: each rank reads some of them. Collective.
-
-    Raises:
-        ValueError: it is not, on some rank.
-    """
-    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    reason = _damage(path, rank, ranks)
-    raise_together([reason] if ranks == 1 else gather_objects(reason), path)
-
-
-def raise_together(reasons: list[str], path: Path) -> None:
-    """Raise what any rank has found, on every rank.
-
-    Raises:
-        ValueError: a rank has found something.
-    """
-    found = {reason: rank for rank, reason in reversed(list(enumerate(reasons))) if reason}
-    if found:
-        listed = "; ".join(f"rank {rank}: {reason}" for reason, rank in found.items())
-        raise ValueError(
-            f"the checkpoint {path} is damaged or incomplete ({listed}): nothing of it was loaded. Resume from an earlier one"
-        )
-
-
-def _damage(path: Path, rank: int, ranks: int) -> str:
-    """Return what is wrong with this rank's share of the records; empty if nothing is."""
+def damage(path: Path, rank: int, ranks: int) -> str:
+    """Return what is wrong with a file, as far as this rank's share of its records tells; empty if nothing is."""
     try:
         with zipfile.ZipFile(path) as archive:
             largest_first = sorted(archive.infolist(), key=lambda record: -record.file_size)
@@ -133,7 +111,7 @@ def _damage(path: Path, rank: int, ranks: int) -> str:
 class _Filling:
     """torch's writer of archives, that gets what is deferred when its turn comes."""
 
-    def __init__(self, archive: Any, deferred: DeferredTensors) -> None:
+    def __init__(self, archive: Any, deferred: Deferral) -> None:
         self._archive, self._deferred, self._numbers = archive, deferred, deferred.numbers_by_storage()
 
     def write_record(self, name: str, data: Any, size: int) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Self
 
 from lightning_freescale._objects import gather_objects
 from lightning_freescale.embeddings.row_order import RowOrder
@@ -16,7 +18,7 @@ from lightning_freescale.embeddings.shards import Shard
 Key = tuple[str, ...]
 """Of a table's weight its key, of a state of it that key and the state's name."""
 
-_ROWS_PER_MESSAGE = 1 << 20
+_MESSAGE_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,13 @@ class SpreadTensors:
                 self._held.setdefault(piece.key, []).append((rank, number, piece))
         self.keys = sorted(self._held)
 
+    def copied(self) -> Self:
+        """Return the same with copies of this rank's values, in host memory."""
+        found = copy(self)
+        found.own = [(piece, value.detach().to("cpu", copy=True)) for piece, value in self.own]
+        found._device = torch.device("cpu")
+        return found
+
     def piece(self, key: Key) -> Piece:
         """Return one of the pieces of a tensor, on every rank the same: for what they have in common."""
         return self._held[key][0][2]
@@ -103,15 +112,20 @@ class SpreadTensors:
         return {key: whole for key, whole in found if whole is not None}
 
     def _send(self, value: Tensor) -> None:
-        for rows in value.contiguous().split(_ROWS_PER_MESSAGE):
-            if rows.numel():
+        if value.numel():
+            for rows in value.contiguous().split(_rows_per_message(value)):
                 dist.send(rows, 0, group=self._group)
 
     def _receive(self, owner: int, piece: Piece, whole: Tensor) -> None:
-        rows, width = piece.place[0], piece.columns(whole).shape[1:]
-        for start in range(0, rows.stop - rows.start, _ROWS_PER_MESSAGE):
-            count = min(_ROWS_PER_MESSAGE, rows.stop - rows.start - start)
-            buffer = torch.empty((count, *width), dtype=piece.dtype, device=self._device)
-            if buffer.numel():
-                dist.recv(buffer, owner, group=self._group)
-                piece.write(buffer, whole, after=start)
+        rows, columns = piece.place[0].stop - piece.place[0].start, piece.columns(whole)
+        if not rows or not columns.numel():
+            return
+        most = _rows_per_message(columns)
+        for start in range(0, rows, most):
+            buffer = torch.empty((min(most, rows - start), *columns.shape[1:]), dtype=piece.dtype, device=self._device)
+            dist.recv(buffer, owner, group=self._group)
+            piece.write(buffer, whole, after=start)
+
+
+def _rows_per_message(values: Tensor) -> int:
+    return max(1, _MESSAGE_BYTES // values[0].nbytes)

@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,8 @@ from typing_extensions import override
 from lightning_freescale.checkpoint.spread_tensors import Key, Piece
 from lightning_freescale.embeddings.row_order import RowOrder
 
-_CHUNK_BYTES = 1 << 26
-"""That are written at once: DCP makes a copy of what is a part of a larger tensor."""
-_ROWS_AT_ONCE = 1 << 18
+_CHUNK_BYTES = 1 << 24
+"""That are written at once, as DCP makes a copy of what is a part of a larger tensor, and read at once to be sorted."""
 _IN_METADATA = {
     "torch": {"Size"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
@@ -107,7 +107,7 @@ class StoredTensor:
             self.pieces.read(self.name, place, into)
             return
         first, last = place[0].start, place[0].stop
-        for ids, rows in self._rows(place[1:]):
+        for ids, rows in self.rows(place[1:]):
             positions = order.positions(ids)
             mine = (positions >= first) & (positions < last)
             into[positions[mine] - first] = rows[mine].to(into.device)
@@ -118,16 +118,18 @@ class StoredTensor:
         if self.order is None:
             self.pieces.read(self.name, tuple(slice(0, size) for size in self.shape), found)
             return found
-        for ids, rows in self._rows(tuple(slice(0, size) for size in self.shape[1:])):
+        for ids, rows in self.rows():
             found[ids] = rows
         return found
 
-    def _rows(self, columns: tuple[slice, ...]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield some rows after the other, with their ids, as they lie in the folder."""
+    def rows(self, columns: tuple[slice, ...] | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the ids of some rows, and these rows, until all have come, as they lie in the folder."""
         assert self.order is not None
+        columns = tuple(slice(0, size) for size in self.shape[1:]) if columns is None else columns
         widths = [column.stop - column.start for column in columns]
-        for start in range(0, self.shape[0], _ROWS_AT_ONCE):
-            stop = min(start + _ROWS_AT_ONCE, self.shape[0])
+        most = max(1, _CHUNK_BYTES // (prod(widths) * self.dtype.itemsize))
+        for start in range(0, self.shape[0], most):
+            stop = min(start + most, self.shape[0])
             rows = torch.empty(stop - start, *widths, dtype=self.dtype)
             self.pieces.read(self.name, (slice(start, stop), *columns), rows)
             yield self.order.ids(start, stop), rows

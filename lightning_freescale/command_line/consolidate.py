@@ -1,7 +1,7 @@
-"""``freescale consolidate``: the weights of a checkpoint in a file that the plain module loads.
+"""``freescale consolidate``: what a checkpoint holds in one file, for the plain module, or in a folder.
 
-A checkpoint of strategy ``"freescale"`` is that of the unsharded module, tables whole. What is left out here is what only
-training needs: optimizer states, loops and data.
+A checkpoint of strategy ``"freescale"`` is that of the unsharded module, tables whole, or a folder of as many parts as it had
+ranks. Weights alone leave out what only training needs: optimizer states, loops and data.
 """
 
 from __future__ import annotations
@@ -11,49 +11,69 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-import torch
-from torch import Tensor
-
 
 def run(command: str, arguments: list[str]) -> None:
     """Do it; exits with 2 and says what is wrong if it cannot."""
     parser = new_parser(command)
     options = parser.parse_args(arguments)
     try:
-        weights = _weights(options.checkpoint, options.trust)
-        if options.weights.exists() and not options.force:
-            raise ValueError(f"{options.weights} is there already: pass another file, or --force")
-        torch.save(weights, options.weights)
-    except (OSError, ValueError) as error:
+        checkpoint = read(options.checkpoint, options.trust)
+        refuse_to_replace(options.target, options.force)
+        print(_convert(checkpoint, options.target, options.to))
+    except (OSError, ValueError, RuntimeError) as error:
         parser.exit(2, f"{command}: {error}\n")
-    print(f"wrote {len(weights)} tensors, {sum(each.nbytes for each in weights.values()) / 1e6:.1f} MB, to {options.weights}")
 
 
 def new_parser(command: str) -> argparse.ArgumentParser:
     """Return the parser of what follows the command."""
     parser = argparse.ArgumentParser(f"freescale {command}", description=__doc__)
-    parser.add_argument("checkpoint", type=Path, help="a .ckpt of the Trainer")
-    parser.add_argument("weights", type=Path, help="file to write, for module.load_state_dict(torch.load(file))")
-    parser.add_argument("--force", action="store_true", help="replace the file if it is there")
+    parser.add_argument("checkpoint", type=Path, help="a .ckpt of the Trainer, a file or a folder")
+    parser.add_argument("target", type=Path, help="file, or folder, to write")
+    parser.add_argument(
+        "--to",
+        choices=["weights", "single", "sharded"],
+        default="weights",
+        help="weights alone, for module.load_state_dict(torch.load(file)); or the whole checkpoint in one file, or in a folder",
+    )
+    parser.add_argument("--force", action="store_true", help="replace the target if it is there")
     parser.add_argument(
         "--trust", action="store_true", help="run whatever code the checkpoint holds, as loading hyperparameters may need"
     )
     return parser
 
 
-def _weights(path: Path, trust: bool) -> dict[str, Tensor]:
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder: pass a .ckpt file")
+def read(path: Path, trust: bool) -> dict[str, Any]:
+    """Return a checkpoint, see :func:`.read_checkpoint`.
+
+    Raises:
+        ValueError: it cannot be read, or holds more than tensors and numbers and is not to be trusted.
+    """
+    from lightning_freescale.checkpoint.conversion import read_checkpoint
+
     try:
-        # mapped: what is left out need not be read
-        found: Any = torch.load(path, map_location="cpu", weights_only=not trust, mmap=True)
+        return read_checkpoint(path, weights_only=not trust)
     except UnpicklingError as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
             f"{path} holds more than tensors and numbers ({reason}): if you trust who wrote it, pass --trust"
         ) from error
-    except RuntimeError as error:
-        raise ValueError(f"{path} cannot be read ({error}): is it truncated, or no checkpoint?") from error
-    if not isinstance(found, dict) or "state_dict" not in found:
-        raise ValueError(f"{path} has no state_dict: pass a checkpoint that the Trainer has saved")
-    return dict(found["state_dict"])
+
+
+def refuse_to_replace(target: Path, force: bool) -> None:
+    """Refuse a target that is there, by a ValueError, unless it may be replaced."""
+    if target.exists() and not force:
+        raise ValueError(f"{target} is there already: pass another one, or --force")
+
+
+def _convert(checkpoint: dict[str, Any], target: Path, to: str) -> str:
+    from lightning_freescale.checkpoint.conversion import write_file, write_folder
+
+    if to == "sharded":
+        write_folder(checkpoint, target)
+        return f"wrote the whole checkpoint to the folder {target}"
+    if to == "single":
+        write_file(checkpoint, target)
+        return f"wrote the whole checkpoint to {target}, {target.stat().st_size / 1e6:.1f} MB"
+    weights = dict(checkpoint["state_dict"])
+    write_file(weights, target)
+    return f"wrote {len(weights)} tensors, {target.stat().st_size / 1e6:.1f} MB, to {target}"

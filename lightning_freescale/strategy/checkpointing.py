@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_freescale._lightning.ddp import DDPBase, process_group_timeout
 from lightning_freescale._lightning.loops import Trainer, rank_zero_warn
-from lightning_freescale._lightning.saving import around_save_checkpoint, writes_local_file
+from lightning_freescale._lightning.saving import around_save_checkpoint, is_local
 from lightning_freescale._objects import gather_objects
 from lightning_freescale.checkpoint.accumulated_gradients import gather_accumulated, restore_accumulated
 from lightning_freescale.checkpoint.bucket_order import lay_out_buckets, noting_order
 from lightning_freescale.checkpoint.random_state import gather_random_states, set_random_state
+from lightning_freescale.strategy.checkpoint_files import CheckpointFiles
 from lightning_freescale.strategy.table_access import TableAccess
 
 if TYPE_CHECKING:
-    from lightning_freescale.checkpoint.deferred_tensors import DeferredTensors
     from lightning_freescale.embeddings.overlap import OverlapEngine
     from lightning_freescale.embeddings.parameter_groups import ParameterGroups
     from lightning_freescale.embeddings.shards import ShardedTables
@@ -42,7 +41,7 @@ class UnshardedCheckpointStrategy(TableAccess, DDPBase):
     """DDP that saves and loads sharded tables, their optimizer states and the ranks' random states.
 
     Attributes:
-        checkpoint: how checkpoints are saved, see :class:`.FreeScaleStrategy`.
+        files: what writes and reads checkpoints.
         groups: which of the user's parameter groups drives which table, while fitting.
         overlap_controller: what overlaps the exchange with compute; None outside of a fit, and without overlap.
         gradients_wait: whether gradients have been accumulated for an optimizer step that is still to come.
@@ -50,8 +49,9 @@ class UnshardedCheckpointStrategy(TableAccess, DDPBase):
         chosen_settings: what the autopilot of the checkpoint's run has found; after a fit, of that one.
     """
 
-    def __init__(self, **ddp_options: Any) -> None:
+    def __init__(self, files: CheckpointFiles, **ddp_options: Any) -> None:
         super().__init__(**ddp_options)
+        self.files = files
         self.tables: ShardedTables | None = None
         self.groups: ParameterGroups | None = None
         self.overlap_controller: OverlapController | None = None
@@ -65,9 +65,6 @@ class UnshardedCheckpointStrategy(TableAccess, DDPBase):
         self._bucket_order: list[str] = []  # of the last fit; names of dense parameters
         self._restored_order: list[str] = []
         self._left_in_window = False  # by the last fit, so that what it had accumulated is lost
-        self.checkpoint = "single"
-        self._checkpoint_group: ProcessGroup | None = None  # of all ranks, for what is on the CPU
-        self._deferred: DeferredTensors | None = None  # while a checkpoint is saved
 
     @override
     def drain(self) -> None:
@@ -88,35 +85,10 @@ class UnshardedCheckpointStrategy(TableAccess, DDPBase):
 
     def set_up_saving(self, trainer: Trainer) -> None:
         """Have ``trainer.save_checkpoint`` gather a table when it is written, and not before. Collective."""
-        around_save_checkpoint(trainer, self._deferring)
-        if self.checkpoint == "sharded" and self._checkpoint_group is None:
-            self._checkpoint_group = dist.new_group(backend="gloo", timeout=process_group_timeout(self))
-
-    @contextmanager
-    def _deferring(self, filepath: Any) -> Generator[None, None, None]:
-        """While a checkpoint is saved to a local file, defer its tables until they are written.
-
-        Raises:
-            ValueError: ``checkpoint="sharded"`` is to be written to a remote file system, or by a plugin.
-        """
-        if not writes_local_file(self.checkpoint_io, filepath):
-            if self.checkpoint == "sharded":
-                raise ValueError(
-                    f"FreeScaleStrategy(checkpoint='sharded') writes folders that all ranks see, by itself: {filepath} is "
-                    f"remote, or written by {type(self.checkpoint_io).__name__}. Take a mounted path and no CheckpointIO, or "
-                    "checkpoint='single'"
-                )
-            yield  # whoever writes it gets whole tensors
-            return
-        self._deferred = _room("deferred_tensors").DeferredTensors(self.root_device)
-        try:
-            yield
-        finally:
-            self._deferred = None
-
-    def _hold(self) -> dict[str, Any]:
-        """Return how tables are held in a state dict: deferred, while a checkpoint is saved, else whole on rank 0."""
-        return {} if self._deferred is None else {"hold": self._deferred.defer}
+        around_save_checkpoint(
+            trainer, lambda path: self.files.deferring(is_local(self.checkpoint_io, path), path, self.root_device)
+        )
+        self.files.set_up(process_group_timeout(self))
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -126,12 +98,12 @@ class UnshardedCheckpointStrategy(TableAccess, DDPBase):
         """
         self.drain()
         state = super().lightning_module_state_dict()
-        return state if self.tables is None else _unsharded().module_state_dict(self.tables, state, **self._hold())
+        return state if self.tables is None else _unsharded().module_state_dict(self.tables, state, **self.files.hold())
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self.tables is None:
-            weights = _room("stored_tensors").materialized(checkpoint["state_dict"])
+            weights = _materialized(checkpoint["state_dict"])
             super().load_model_state_dict({**checkpoint, "state_dict": weights}, strict)
         else:
             with self.writing_tables():
@@ -145,7 +117,7 @@ class UnshardedCheckpointStrategy(TableAccess, DDPBase):
         state = super().optimizer_state(optimizer)
         if self.tables is None or self.groups is None:
             return state
-        state, self._extra = _unsharded().optimizer_state_dict(self.tables, self.groups, state, **self._hold())
+        state, self._extra = _unsharded().optimizer_state_dict(self.tables, self.groups, state, **self.files.hold())
         return state
 
     @override
@@ -161,32 +133,21 @@ class UnshardedCheckpointStrategy(TableAccess, DDPBase):
             if accumulated := self._accumulated():
                 checkpoint[_EXTRA]["accumulated"] = accumulated
         self._extra = {}
-        if self._deferred is None or storage_options is not None:
+        if storage_options is not None or not self.files.write(checkpoint, Path(filepath)):
             super().save_checkpoint(checkpoint, filepath, storage_options)
-        elif self.checkpoint == "sharded":
-            assert self._checkpoint_group is not None
-            _room("sharded_folder").write(checkpoint, Path(filepath), self._deferred.held, self._checkpoint_group)
-        else:
-            _room("single_file").write(checkpoint, Path(filepath), self._deferred)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        self.files.remove(partial(super().remove_checkpoint, filepath))
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint: of tables, each rank reads its own rows when they are loaded. Collective.
-
-        Raises:
-            ValueError: the file is damaged.
-        """
-        single_file = _room("single_file")
-        if writes_local_file(self.checkpoint_io, checkpoint_path) and Path(checkpoint_path).is_dir():
-            sharded_folder = _room("sharded_folder")
-            sharded_folder.check(Path(checkpoint_path))
-            return cast(dict[str, Any], sharded_folder.read(Path(checkpoint_path), weights_only))
-        if not writes_local_file(self.checkpoint_io, checkpoint_path) or not single_file.is_archive(Path(checkpoint_path)):
-            options = {} if weights_only is None else {"weights_only": weights_only}
-            return super().load_checkpoint(checkpoint_path, **options)
-        torch.cuda.empty_cache()
-        single_file.check(Path(checkpoint_path))
-        return cast(dict[str, Any], single_file.read(Path(checkpoint_path), weights_only))
+        """Read a checkpoint, see :meth:`.CheckpointFiles.read`."""
+        if is_local(self.checkpoint_io, checkpoint_path):
+            assert self.lightning_module is not None
+            return self.files.read(Path(checkpoint_path), weights_only, self.lightning_module.trainer)
+        options = {} if weights_only is None else {"weights_only": weights_only}
+        return super().load_checkpoint(checkpoint_path, **options)
 
     def _accumulated(self) -> list[dict[str, Any]]:
         """Return what is accumulated for the next optimizer step; at the end of an epoch Lightning forgets it."""
@@ -242,7 +203,7 @@ class UnshardedCheckpointStrategy(TableAccess, DDPBase):
                 dense = _unsharded().load_optimizer_state_dict(self.tables, self.groups, full, extra)
             checkpoint = {"optimizer_states": [dense]}
         # what the optimizer takes over must not lie in the checkpoint's file
-        states = _room("stored_tensors").materialized(checkpoint["optimizer_states"])
+        states = _materialized(checkpoint["optimizer_states"])
         states = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, states)
         super().load_optimizer_state_dict({"optimizer_states": states})
 
@@ -252,7 +213,18 @@ class UnshardedCheckpointStrategy(TableAccess, DDPBase):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
+    def on_train_end(self) -> None:
+        self.files.finish()
+        self.files.training = False
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self.files.abandon()
+
+    @override
     def on_train_start(self) -> None:
+        self.files.training = True
         # not where the checkpoint is loaded: what Lightning does until here draws random numbers
         if self._random_states:
             set_random_state(self._random_states, self.root_device)
@@ -269,9 +241,9 @@ class UnshardedCheckpointStrategy(TableAccess, DDPBase):
 
 
 def _unsharded() -> ModuleType:
-    return _room("unsharded")
+    """Return how tables are held in checkpoints; it is imported where it is needed because it imports TorchRec."""
+    return import_module("lightning_freescale.checkpoint.unsharded")
 
 
-def _room(name: str) -> ModuleType:
-    """Return a module of ours for checkpoints; it is imported where it is needed because it imports TorchRec."""
-    return import_module(f"lightning_freescale.checkpoint.{name}")
+def _materialized(tree: Any) -> Any:
+    return import_module("lightning_freescale.checkpoint.stored_tensors").materialized(tree)

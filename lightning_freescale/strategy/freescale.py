@@ -29,6 +29,7 @@ from lightning_freescale.profiling.recording.collectives import collectives_on
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.strategy.autopilot import Autopilot
 from lightning_freescale.strategy.balance_monitor import BalanceMonitor, calibrated_data
+from lightning_freescale.strategy.checkpoint_files import CheckpointFiles
 from lightning_freescale.strategy.checkpointing import UnshardedCheckpointStrategy
 from lightning_freescale.strategy.choosable_settings import (
     MICRO_BATCHES,
@@ -138,6 +139,9 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             writes, one table after the other. ``"sharded"``: a folder to which every rank writes its part of the tables, on a
             file system that all ranks share; ``freescale consolidate`` makes the ordinary file of it. Either is read, on any
             number of ranks, whatever is set here.
+        async_save: with ``checkpoint="sharded"``, write while training goes on: a step waits until its rank's part has been
+            copied to host memory, and until the checkpoint before is whole. One that is replaced, or removed because there are
+            enough, stays until then. What cannot be written is raised at the next save, or at the end of training.
         **ddp_options: as in :class:`lightning.pytorch.strategies.DDPStrategy`; those it does not know go to
             ``DistributedDataParallel`` for the dense part.
 
@@ -172,10 +176,12 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         exchange: Literal["flat", "two_level"] = "flat",
         target_bubble_reduction: float | None = None,
         checkpoint: Literal["single", "sharded"] = "single",
+        async_save: bool = False,
         **ddp_options: Any,
     ) -> None:
         refuse_unknown_options(ddp_options, FreeScaleStrategy)
-        super().__init__(**ddp_options)
+        refuse_checkpoint(checkpoint, async_save)
+        super().__init__(CheckpointFiles(checkpoint, async_save), **ddp_options)
         if sigterm_every_n_steps < 1:
             raise ValueError(f"sigterm_every_n_steps={sigterm_every_n_steps!r}: pass a number of steps, at least 1")
         refuse_lookahead(lookahead, ids_of, overlap)
@@ -184,8 +190,6 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         refuse_clip(clip)
         refuse_placement(placement)
         refuse_target(target_bubble_reduction)
-        refuse_checkpoint(checkpoint)
-        self.checkpoint = checkpoint
         self.target_bubble_reduction = target_bubble_reduction
         self.clip, self.placement, self.split_backward = clip, placement, split_backward
         refuse_exchange(exchange, overlap, dedup)
@@ -350,6 +354,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
 
     @override
     def on_train_end(self) -> None:
+        super().on_train_end()
         self.finish_overlap()
         if self._balance_monitor is not None:
             self._balance_monitor.end_training()

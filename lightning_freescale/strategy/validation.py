@@ -185,10 +185,15 @@ def refuse_placement(placement: str) -> None:
         raise ValueError(f"FreeScaleStrategy(placement={placement!r}): pass 'hash' or 'blocks'")
 
 
-def refuse_checkpoint(checkpoint: str) -> None:
-    """Refuse a ``checkpoint`` that there is not, by a ValueError."""
+def refuse_checkpoint(checkpoint: str, async_save: bool) -> None:
+    """Refuse a ``checkpoint`` that there is not, or that is not written in the background, by a ValueError."""
     if checkpoint not in ("single", "sharded"):
         raise ValueError(f"FreeScaleStrategy(checkpoint={checkpoint!r}): pass 'single' or 'sharded'")
+    if async_save and checkpoint == "single":
+        raise ValueError(
+            "FreeScaleStrategy(async_save=True) writes in the background what every rank has, not one file that rank 0 "
+            "gathers: pass checkpoint='sharded' with it"
+        )
 
 
 def refuse_exchange(exchange: str, overlap: bool, dedup: bool) -> None:

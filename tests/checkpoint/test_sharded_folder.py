@@ -200,3 +200,31 @@ def test_a_rank_that_cannot_write_is_named_and_leaves_the_last_one(saved: Path, 
         run_distributed(_save_where_one_cannot, 2, path)
     assert "rank 0" in str(error.value) and "rank 1" in str(error.value)
     run_distributed(_fit, 2, 2, resume=path)
+
+
+def _resume_last(folder: Path) -> tuple[int, list[str]]:
+    import warnings
+
+    torch.manual_seed(0)
+    data, module = Samples(72), Trained("sgd")
+    saving = L.pytorch.callbacks.ModelCheckpoint(folder, save_last=True)
+    fit = trainer(devices=2, max_epochs=2, callbacks=[saving], enable_checkpointing=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit.fit(module, FreeScaleDataModule(data, data.lengths, 6, collate_fn=collate), ckpt_path="last")
+    return len(module.losses), [str(each.message) for each in caught if "is damaged" in str(each.message)]
+
+
+@pytest.mark.parametrize("checkpoint", ["single", "sharded"])
+def test_a_damaged_last_one_gives_way_to_the_newest_whole_one(checkpoint: str, tmp_path: Path) -> None:
+    """Which is before the end of the first epoch, so that all but four of its twelve steps are to be done."""
+    for name in ("older.ckpt", "torn.ckpt", "last.ckpt"):
+        run_distributed(_fit, 2, 2, "sgd", stop=tmp_path / name, checkpoint=checkpoint)
+    for name in ("torn.ckpt", "last.ckpt"):
+        if checkpoint == "sharded":
+            _flip(tmp_path / name)
+        else:
+            (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-2000])
+    steps, warned = run_distributed(_resume_last, 2, tmp_path)[0]
+    assert steps == 12 - 4
+    assert len(warned) == 1 and "last.ckpt is damaged" in warned[0] and "resumes from" in warned[0] and "older" in warned[0]

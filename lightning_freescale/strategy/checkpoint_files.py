@@ -1,0 +1,151 @@
+"""How the strategy's checkpoints become files, and files checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils import _pytree as pytree
+
+from lightning_freescale._lightning.loops import Trainer, rank_zero_warn
+from lightning_freescale._lightning.saving import is_last
+from lightning_freescale._worker import WorkerThread
+
+if TYPE_CHECKING:
+    from lightning_freescale.checkpoint.deferred_tensors import DeferredTensors
+
+
+class CheckpointFiles:
+    """Write checkpoints, in one file or in a folder, and read them.
+
+    Args:
+        checkpoint: ``"single"`` or ``"sharded"``, see :class:`.FreeScaleStrategy`.
+        in_background: whether folders are written on a thread while training goes on.
+
+    Attributes:
+        training: whether steps are under way, beside which a checkpoint may be written.
+    """
+
+    def __init__(self, checkpoint: str, in_background: bool) -> None:
+        self.checkpoint, self._in_background = checkpoint, in_background
+        self.training = False
+        self._group: ProcessGroup | None = None  # of all ranks, for what is on the CPU
+        self._deferred: DeferredTensors | None = None  # while a checkpoint is saved
+        self._thread = WorkerThread("freescale checkpoint")
+        self._under_way: Future[Any] | None = None
+
+    def set_up(self, timeout: timedelta | None) -> None:
+        """Make the process group of folders, once. Collective."""
+        if self.checkpoint == "sharded" and self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
+
+    # -- saving
+
+    @contextmanager
+    def deferring(self, local: bool, filepath: Any, device: torch.device) -> Generator[None, None, None]:
+        """While a checkpoint is saved to a local file, defer its tables until they are written.
+
+        Raises:
+            ValueError: a folder is to be written to a remote file system, or by a plugin.
+        """
+        if not local and self.checkpoint == "sharded":
+            raise ValueError(
+                f"FreeScaleStrategy(checkpoint='sharded') writes folders that all ranks see, by itself: {filepath} is remote, "
+                "or a CheckpointIO writes it. Take a mounted path and no CheckpointIO, or checkpoint='single'"
+            )
+        if local:  # else whoever writes it gets whole tensors
+            self._deferred = _room("deferred_tensors").DeferredTensors(device)
+        try:
+            yield
+        finally:
+            self._deferred = None
+
+    def hold(self) -> dict[str, Any]:
+        """Return how tables are held in a state dict: deferred, while a checkpoint is saved, else whole on rank 0."""
+        return {} if self._deferred is None else {"hold": self._deferred.defer}
+
+    def write(self, checkpoint: dict[str, Any], path: Path) -> bool:
+        """Write a checkpoint whose tables are deferred; False if they are not. Collective.
+
+        Raises:
+            OSError: it cannot be written, on the rank that writes a file.
+            RuntimeError: the same on the others; or the one before it could not, in the background.
+        """
+        if self._deferred is None:
+            return False
+        if self.checkpoint == "single":
+            _room("single_file").write(checkpoint, path, self._deferred)
+            return True
+        self.finish()
+        write, spread = _room("sharded_folder").write, self._deferred.held
+        if not (self._in_background and self.training):
+            write(checkpoint, path, spread, self._group)
+            return True
+        # training changes all of it while it is written
+        checkpoint = pytree.tree_map_only(Tensor, _copied, checkpoint)
+        self._under_way = self._thread.submit(write, checkpoint, path, [held.copied() for held in spread], self._group)
+        return True
+
+    def remove(self, remove: Callable[[], None]) -> None:
+        """Remove a checkpoint; if another one is being written, when that is whole."""
+        saved = self._under_way
+        if saved is None:
+            remove()
+        else:
+            self._thread.submit(lambda: None if saved.exception() else remove())
+
+    def finish(self) -> None:
+        """Wait until what is written in the background is whole.
+
+        Raises:
+            RuntimeError: it could not be written.
+        """
+        saved, self._under_way = self._under_way, None
+        if saved is not None:
+            saved.result()
+
+    def abandon(self) -> None:
+        """Let go of what is written in the background: training has failed, and the others may be gone."""
+        self._under_way, self.training = None, False
+
+    # -- loading
+
+    def read(self, path: Path, weights_only: bool | None, trainer: Trainer) -> dict[str, Any]:
+        """Read a checkpoint: of tables, each rank reads its own rows when they are loaded. Collective.
+
+        One that a ``ModelCheckpoint`` calls its last, and that is damaged, gives way to the newest whole one beside it.
+
+        Raises:
+            FileNotFoundError: it is not there.
+            ValueError: it is damaged, or no checkpoint.
+        """
+        reading = _room("reading")
+        torch.cuda.empty_cache()
+        try:
+            reading.check(path)
+        except ValueError as damage:
+            earlier = reading.newest_whole_beside(path) if is_last(path, trainer) else None
+            if earlier is None:
+                raise
+            rank_zero_warn(f"{damage}. This run resumes from {earlier}, the newest whole one beside it")
+            path = earlier
+        return cast(dict[str, Any], reading.read(path, weights_only))
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor if hasattr(tensor, "key") else tensor.detach().to("cpu", copy=True)
+
+
+def _room(name: str) -> ModuleType:
+    """Return a module for checkpoints; it is imported where it is needed because it imports TorchRec."""
+    return import_module(f"lightning_freescale.checkpoint.{name}")
