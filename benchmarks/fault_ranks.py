@@ -74,11 +74,17 @@ def run_ranks(
         folder: for what they print.
         limit: seconds after a fault that a rank has to end.
     """
-    progress = np.frombuffer(mmap.mmap(-1, 16 * ranks)).reshape(2, ranks)
+    progress, processes = np.frombuffer(mmap.mmap(-1, 16 * ranks)).reshape(2, ranks), list[int]()
     sys.stdout.flush()
-    with _reserved_port() as port:
-        processes = [_fork(call, rank, ranks, port, progress, folder) for rank in range(ranks)]
-        codes, ended_at, seen = _watch(processes, fault, progress, limit)
+    try:
+        with _reserved_port() as port:
+            for rank in range(ranks):
+                processes.append(_fork(call, rank, ranks, port, progress, folder))
+            codes, ended_at, seen = _watch(processes, fault, progress, limit)
+    except BaseException:
+        for process in _of_sessions(set(processes)):
+            _kill(process)
+        raise
     stays = set(fault.ranks) if fault is not None and fault.stays else set()
     for rank in sorted(stays - codes.keys()):
         _kill(processes[rank])
@@ -95,9 +101,7 @@ def run_ranks(
     for name in memory:
         Path("/dev/shm", name).unlink()
     first = min((float(at) for at in progress[1] if at), default=0.0)
-    ends = [
-        RankEnd(codes.get(rank), ended_at[rank] - first if first else 0.0, *_told(folder, rank)) for rank in range(ranks)
-    ]
+    ends = [RankEnd(codes.get(rank), ended_at[rank] - first if first else 0.0, *_told(folder, rank)) for rank in range(ranks)]
     return Attempt(ends, bool(first), int(progress[0, 0]), [f"{name} ({process})" for process, name in left.items()], memory)
 
 
@@ -110,6 +114,7 @@ def _fork(
     code = 1
     try:
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         printed = os.open(folder / f"rank{rank}.txt", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
         os.dup2(printed, 1)

@@ -148,7 +148,9 @@ class _Recommender(L.LightningModule):
         drawn = torch.zeros_like(lengths)
         drawn[0] = NEGATIVES
         ids = torch.cat([history.values(), target, negative])
-        found = self.embedding(KeyedJaggedTensor(["item", "target", "negative"], ids, lengths=torch.cat([lengths, lengths, drawn])))
+        found = self.embedding(
+            KeyedJaggedTensor(["item", "target", "negative"], ids, lengths=torch.cat([lengths, lengths, drawn]))
+        )
         summed = nn.functional.dropout(found["item"].values(), 0.2).cumsum(0)
         begin = (lengths.long().cumsum(0) - lengths).repeat_interleave(lengths.long())
         before = torch.cat([torch.zeros_like(summed[:1]), summed])[begin]

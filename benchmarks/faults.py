@@ -22,6 +22,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -57,6 +58,7 @@ Found = list[tuple[str, str]]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
+    signal.signal(signal.SIGTERM, lambda *received: sys.exit("told to end"))  # and so ends the ranks
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     cases = draw_cases(options.kinds, options.runs, options.seed)
@@ -71,7 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             counts.update({"runs": 1, how: 1, **dict.fromkeys({defect for defect, _ in found}, 1)})
             slowest = max(slowest, seconds)
             fault, struck = case.faults[-1], ", ".join(map(str, case.faults[-1].ranks))
-            print(f"{number:>4} {case.kind:<36} {case.ranks:>5} {struck:<9} {fault.step:>4} {seconds:>9.1f} s  {how}", flush=True)
+            print(
+                f"{number:>4} {case.kind:<36} {case.ranks:>5} {struck:<9} {fault.step:>4} {seconds:>9.1f} s  {how}", flush=True
+            )
             for defect, text in found:
                 print(f"     {defect}: {text}", flush=True)
             if case.finds and case.finds not in {defect for defect, _ in found}:
@@ -96,7 +100,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kinds", nargs="+", metavar="KIND", help=f"of {', '.join(KINDS)} (default: all)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after that time")
-    parser.add_argument("--grace", type=float, default=30.0, help="seconds beyond the timeout that a rank may take (default: 30)")
+    parser.add_argument(
+        "--grace", type=float, default=30.0, help="seconds beyond the timeout that a rank may take (default: 30)"
+    )
     parser.add_argument("--keep", action="store_true", help="keep what the ranks of runs with a defect have printed and saved")
     parser.add_argument("--self-test", action="store_true", help="run trainings with a defect, which must be found")
     options = parser.parse_args(arguments)
@@ -128,14 +134,10 @@ def run_case(case: Case, folder: Path, references: Path, grace: float) -> tuple[
     if had and not any(map(_is_whole, checkpoints.glob("*.ckpt"))):
         return [*found, ("silent_losses", "no checkpoint is whole")], seconds, "failed"
     _damage(checkpoints, case.damage)
-    resumed = _attempt(case, None, folder, "last", grace)
-    how = "resumed"
-    if case.damage in ("truncated", "altered"):
-        how = "refused"
-        if any(_DAMAGED not in end.error for end in resumed.ends):
-            return [*found, ("silent_losses", f"the last checkpoint is {case.damage}, and was not refused")], seconds, "failed"
+    how, resumed = "resumed", _attempt(case, None, folder, "last", grace)
+    if case.damage in ("truncated", "altered") and all(_DAMAGED in end.error for end in resumed.ends):
         newest = max((path for path in checkpoints.glob("step=*.ckpt") if _is_whole(path)), key=_step)
-        resumed = _attempt(case, None, folder, str(newest), grace)
+        how, resumed = "refused", _attempt(case, None, folder, str(newest), grace)
     if errors := [f"rank {rank}: {end.error[-300:]}" for rank, end in enumerate(resumed.ends) if end.result is None]:
         return [*found, ("not_resumed", "; ".join(errors))], seconds, "failed"
     found += _losses(resumed, expected)
@@ -167,7 +169,10 @@ def _reference(ranks: int, folder: Path) -> list[str]:
     Raises:
         RuntimeError: a rank has failed.
     """
-    case, place = replace(draw_case("killed", Random(0)), ranks=ranks, workers=0, checkpoint="single"), folder / f"reference{ranks}"
+    case, place = (
+        replace(draw_case("killed", Random(0)), ranks=ranks, workers=0, checkpoint="single"),
+        folder / f"reference{ranks}",
+    )
     (place / "checkpoints").mkdir(parents=True)
     ends = _attempt(case, None, place, None, grace=0.0).ends
     shutil.rmtree(place)
@@ -194,9 +199,7 @@ def _defects(case: Case, fault: Fault, attempt: Attempt, expected: list[str]) ->
 
 
 def _losses(attempt: Attempt, expected: list[str]) -> Found:
-    other = [
-        rank for rank, end in enumerate(attempt.ends) if end.result is not None and end.result["digest"] != expected[rank]
-    ]
+    other = [rank for rank, end in enumerate(attempt.ends) if end.result is not None and end.result["digest"] != expected[rank]]
     return [("silent_losses", f"ranks {other} ended otherwise than without the fault")] if other else []
 
 

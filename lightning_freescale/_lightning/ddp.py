@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import nn
 from typing_extensions import override
 
-from lightning_freescale._lightning.process_group import create_for_attempt
+from lightning_freescale._lightning.rendezvous import create_for_attempt
 
 
 class DDPBase(DDPStrategy):

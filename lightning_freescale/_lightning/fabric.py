@@ -13,7 +13,7 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import nn
 from typing_extensions import override
 
-from lightning_freescale._lightning.process_group import create_for_attempt
+from lightning_freescale._lightning.rendezvous import create_for_attempt
 
 
 class FabricDDPBase(DDPStrategy):

@@ -69,5 +69,7 @@ def _waits_for_the_other(port: int) -> None:
 @pytest.mark.usefixtures("patient")
 def test_a_rank_that_does_not_come_is_named() -> None:
     torchrun = _store()
-    with pytest.raises(RankFailed, match=r"rank 0: (?s:.*)RuntimeError: rank 2 did not come to the store of torchrun within 2 s"):
+    with pytest.raises(
+        RankFailed, match=r"rank 0: (?s:.*)RuntimeError: rank 2 did not come to the store of torchrun within 2 s"
+    ):
         run_distributed(_waits_for_the_other, 3, torchrun.port, timeout=15)

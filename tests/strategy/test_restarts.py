@@ -49,7 +49,17 @@ def _torchrun(folder: Path, deaths: dict[int, tuple[int, int]], *options: str) -
     folder.mkdir()
     (folder / "train.py").write_text(SCRIPT.format(deaths=deaths))
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "3", *options, "train.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "3",
+        *options,
+        "train.py",
+    ]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
 
 

@@ -1,4 +1,4 @@
-"""The default process group, where Lightning's own way to create it does not do."""
+"""How ranks meet, where Lightning's own way to create the default process group does not do."""
 
 from __future__ import annotations
 
