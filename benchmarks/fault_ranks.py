@@ -89,7 +89,7 @@ def run_ranks(
     for rank in sorted(stays - codes.keys()):
         _kill(processes[rank])
         codes[rank] = os.waitstatus_to_exitcode(os.waitpid(processes[rank], 0)[1])
-    sessions = {process for rank, process in enumerate(processes) if rank in codes}
+    sessions = {process for rank, process in enumerate(processes) if rank in codes.keys() - stays}
     deadline = time.monotonic() + 2 * _WORKERS_LOOK_EVERY
     while (left := _of_sessions(sessions)) and time.monotonic() < deadline:
         time.sleep(0.1)

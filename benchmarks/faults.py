@@ -38,7 +38,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.append(str(Path(__file__).parent))
 
 import harness
-from fault_kinds import CONTROLS, KINDS, SAVES_EVERY, STEPS, Case, Fault, draw_case, draw_cases
+from fault_kinds import CONTROLS, KINDS, SAVES_EVERY, Case, Fault, draw_case, draw_cases
 from fault_ranks import Attempt, run_ranks
 from fault_training import histories, train
 
@@ -46,8 +46,8 @@ from lightning_freescale.data import HistoryDataset
 
 DEFECTS = ("hangs", "silent_losses", "unnamed_errors", "orphans", "shared_memory", "not_resumed", "unstruck")
 _CAUSE = re.compile(
-    "injected fault|died|dead|killed|ended|left|lost|gone|clos(ed|ing)|reset|time[sd]? ?out|stopped|not answer|no answer|SIGTERM|"
-    "SIGINT|nan|could not|Interrupt",
+    "injected fault|died|dead|killed|ended|left|lost|gone|clos(ed|ing)|reset|time[sd]? ?out|stopped|not answer|no answer|"
+    "SIGTERM|SIGINT|nan|could not|OSError|Interrupt",
     re.IGNORECASE,
 )
 _DAMAGED = "is damaged or incomplete"
@@ -58,13 +58,12 @@ Found = list[tuple[str, str]]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
-    signal.signal(signal.SIGTERM, lambda *received: sys.exit("told to end"))  # and so ends the ranks
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     cases = draw_cases(options.kinds, options.runs, options.seed)
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     counts, missed, slowest, began = Counter[str](), list[str](), 0.0, time.monotonic()
-    print(f"{'run':>4} {'kind':<36} {'ranks':>5} {'struck':<9} {'step':>4} {'ended after':>11}  found", flush=True)
+    print(f"{'run':>4} {'kind':<36} {'ranks':>5} {'struck':<10} {'step':>4} {'ended after':>11}  found", flush=True)
     try:
         for number, case in enumerate(cases):
             if time.monotonic() - began > options.seconds:
@@ -72,10 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             found, seconds, how = run_case(case, folder / f"run{number}", folder, options.grace)
             counts.update({"runs": 1, how: 1, **dict.fromkeys({defect for defect, _ in found}, 1)})
             slowest = max(slowest, seconds)
-            fault, struck = case.faults[-1], ", ".join(map(str, case.faults[-1].ranks))
-            print(
-                f"{number:>4} {case.kind:<36} {case.ranks:>5} {struck:<9} {fault.step:>4} {seconds:>9.1f} s  {how}", flush=True
-            )
+            step, struck = case.faults[-1].step, ", ".join(map(str, case.faults[-1].ranks))
+            row = f"{number:>4} {case.kind:<36} {case.ranks:>5} {struck:<10} {step:>4} {seconds:>9.1f} s  {how}"
+            print(row, flush=True)
             for defect, text in found:
                 print(f"     {defect}: {text}", flush=True)
             if case.finds and case.finds not in {defect for defect, _ in found}:
@@ -90,7 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for text in missed:
         print(text, file=sys.stderr)
     harness.finish(figures, options)
-    sys.exit(1 if missed else 0)
+    if missed:
+        sys.exit(1)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -118,16 +117,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run_case(case: Case, folder: Path, references: Path, grace: float) -> tuple[Found, float, str]:
-    """Return what is wrong, how many seconds ranks took to end after the fault, and how the training went on."""
+    """Return what is wrong, how many seconds the other ranks took to end after the fault, and how the training went on."""
     expected = _reference(case.ranks, references)
     found, seconds, resume = Found(), 0.0, None
     checkpoints = folder / "checkpoints"
     checkpoints.mkdir(parents=True)
     for fault in case.faults:
         attempt = _attempt(case, fault, folder, resume, grace)
-        found += _defects(case, fault, attempt, expected)
-        struck = [end.seconds for rank, end in enumerate(attempt.ends) if not (fault.stays and rank in fault.ranks)]
-        seconds, resume = max(seconds, *struck), "last"
+        found += defects(fault, attempt, expected)
+        seconds = max([seconds, *(end.seconds for rank, end in enumerate(attempt.ends) if rank not in fault.ranks)])
+        resume = "last"
     if all(end.result is not None for end in attempt.ends):
         return found, seconds, "went_on"
     had = max(attempt.steps, *(fault.step for fault in case.faults)) > SAVES_EVERY and case.faults[-1].how != "remove"
@@ -181,7 +180,7 @@ def _reference(ranks: int, folder: Path) -> list[str]:
     return [end.result["digest"] for end in ends if end.result is not None]
 
 
-def _defects(case: Case, fault: Fault, attempt: Attempt, expected: list[str]) -> Found:
+def defects(fault: Fault, attempt: Attempt, expected: list[str]) -> Found:
     """Return what is wrong with an attempt that something happened to."""
     found = [("hangs", f"rank {rank} was still there") for rank, end in enumerate(attempt.ends) if end.code is None]
     if not attempt.struck:
@@ -239,4 +238,5 @@ def _damage(checkpoints: Path, how: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *received: sys.exit("told to end"))  # and so ends the ranks
     main()

@@ -22,7 +22,7 @@ def is_lent() -> bool:
 
 
 def attempt_store(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Return a part of torchrun's store that only the ranks of this attempt know, for ``init_process_group(store=)``. Collective.
+    """Return a part of torchrun's store that is this attempt's alone, for ``init_process_group(store=)``. Collective.
 
     Args:
         address: of the store.
@@ -73,6 +73,6 @@ def _wait(store: dist.Store, key: str, deadline: float, awaited: str, timeout: t
 def _refuse_to_wait(deadline: float, awaited: str, timeout: timedelta) -> None:
     if time.monotonic() > deadline:
         raise RuntimeError(
-            f"{awaited} did not come to the store of torchrun within {timeout.total_seconds():g} s: see what it has printed, or "
-            "give it longer with timeout=timedelta(...)"
+            f"{awaited} did not come to the store of torchrun within {timeout.total_seconds():g} s: see what it has printed, "
+            "or give it longer with timeout=timedelta(...)"
         )
