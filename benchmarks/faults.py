@@ -186,15 +186,20 @@ def defects(fault: Fault, attempt: Attempt, expected: list[str]) -> Found:
     if not attempt.struck:
         found.append(("unstruck", f"{fault.place}, {fault.how} at step {fault.step} of rank {fault.ranks}"))
     found += [("orphans", name) for name in attempt.processes] + [("shared_memory", name) for name in attempt.memory]
-    names_one = re.compile(rf"\branks?\b[^.\n]{{0,60}}?\b({'|'.join(map(str, fault.ranks))})\b")
     for rank, end in enumerate(attempt.ends):
         if rank in fault.ranks or end.code is None or end.result is not None:
             continue
         if end.code == 0:
             found.append(("silent_losses", f"rank {rank} left with 0 in the middle"))
-        elif not (names_one.search(end.error) and _CAUSE.search(end.error)):
+        elif not (_named(end.error) & set(fault.ranks) and _CAUSE.search(end.error)):
             found.append(("unnamed_errors", f"rank {rank}: {end.error.strip()[:300] or f'none, code {end.code}'}"))
     return found + _losses(attempt, expected)
+
+
+def _named(error: str) -> set[int]:
+    """Return the ranks that an error names."""
+    found = re.findall(r"\branks?\b(?:\W|dict_keys)*(\d+(?:(?:,| and|, and) \d+)*)", error, re.IGNORECASE)
+    return {int(number) for listed in found for number in re.findall(r"\d+", listed)}
 
 
 def _losses(attempt: Attempt, expected: list[str]) -> Found:
