@@ -28,15 +28,11 @@ def read_checkpoint(path: Path, weights_only: bool = True) -> dict[str, Any]:
     """Return a checkpoint, a file or a folder, whose large tensors are read where they are used.
 
     Raises:
-        ValueError: it is damaged, incomplete, or no checkpoint.
+        ValueError: it is damaged, incomplete, or no checkpoint; or holds more than tensors and numbers, and ``weights_only``.
         OSError: it is not there.
-        UnpicklingError: it holds more than tensors and numbers, and ``weights_only``.
     """
     check(path)
-    found = read(path, weights_only)
-    if "state_dict" not in found:
-        raise ValueError(f"{path} has no state_dict: pass a checkpoint that the Trainer has saved")
-    return found
+    return read(path, weights_only)
 
 
 def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
@@ -76,9 +72,8 @@ def open_checkpoint(path: str | Path, weights_only: bool = True) -> IO[bytes]:
         A file that is gone when it is closed; on the disk of temporary files it takes the room of a whole checkpoint.
 
     Raises:
-        ValueError: it is damaged, incomplete, or no checkpoint.
+        ValueError: it is damaged, incomplete, or no checkpoint; or holds more than tensors and numbers, and ``weights_only``.
         OSError: it is not there.
-        UnpicklingError: it holds more than tensors and numbers, and ``weights_only``.
     """
     if not Path(path).is_dir():
         return open(path, "rb")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from pickle import UnpicklingError
 from types import ModuleType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lightning_freescale._objects import gather_objects
@@ -18,9 +20,25 @@ def read(path: Path, weights_only: bool | None) -> dict[str, Any]:
     """Return a checkpoint; large tensors stay where they are until they are used.
 
     Raises:
-        UnpicklingError: it holds more than tensors and numbers, and ``weights_only``.
+        ValueError: it is no checkpoint of the Trainer, or holds more than tensors and numbers, and ``weights_only``.
     """
-    return dict(_format(path).read(path, weights_only))
+    try:
+        found = _format(path).read(path, weights_only)
+    except UnpicklingError as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{path} holds more than tensors and numbers ({reason}), and to read that may run code. If you trust who wrote it: "
+            "trainer.fit(..., weights_only=False), or torch.serialization.add_safe_globals with its classes; --trust for the "
+            "command line"
+        ) from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}: pass a checkpoint that the Trainer has saved")
+    if "state_dict" not in found:
+        kind = (
+            "a bare state dict: module.load_state_dict(torch.load(path)) loads it" if _is_state_dict(found) else "no state_dict"
+        )
+        raise ValueError(f"{path} is no checkpoint of the Trainer, and has {kind}")
+    return found
 
 
 def check(path: Path) -> None:
@@ -54,6 +72,10 @@ def newest_whole_beside(path: Path) -> Path | None:
             continue
         return Path(name)
     return None
+
+
+def _is_state_dict(found: dict[str, Any]) -> bool:
+    return bool(found) and all(isinstance(value, torch.Tensor) for value in found.values())
 
 
 def _format(path: Path) -> ModuleType:

@@ -84,7 +84,7 @@ def write(checkpoint: Mapping[str, Any], folder: Path, spread: list[SpreadTensor
     _together((lambda: end(files)) if rank == 0 else None, what, group)
 
 
-def read(folder: Path, weights_only: bool | None) -> dict[str, Any]:
+def read(folder: Path, weights_only: bool | None) -> Any:
     """Read a checkpoint; tables and states stay in the folder, as :class:`.StoredTensor`."""
     described, pieces = _manifest(folder)["tensors"], StoredPieces(folder)
 
@@ -97,7 +97,7 @@ def read(folder: Path, weights_only: bool | None) -> dict[str, Any]:
         return StoredTensor(name, torch.Size(of["shape"]), getattr(torch, of["dtype"]), order, pieces)
 
     found = single_file.read(folder / _META, weights_only)
-    return dict(pytree.tree_map_only(str, stored, found))
+    return pytree.tree_map_only(str, stored, found)
 
 
 def damage(folder: Path, rank: int, ranks: int) -> str:

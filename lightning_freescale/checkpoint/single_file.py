@@ -78,16 +78,15 @@ def sync_folder(folder: Path) -> None:
         os.close(held)
 
 
-def read(path: Path, weights_only: bool | None) -> dict[str, Any]:
+def read(path: Path, weights_only: bool | None) -> Any:
     """Read a checkpoint: weights and optimizer states stay in the file, mapped, all else is in memory.
 
     Raises:
         UnpicklingError: it holds more than tensors and numbers, and ``weights_only``.
-        ValueError: it is none.
     """
     found = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__}: pass a checkpoint that the Trainer has saved")
+        return found
     # somebody may keep what he gets of it, and the file may be written anew meanwhile
     kept = {name: value for name, value in found.items() if name in _SHARED}
     rest = {name: value for name, value in found.items() if name not in _SHARED}
@@ -96,6 +95,10 @@ def read(path: Path, weights_only: bool | None) -> dict[str, Any]:
 
 def damage(path: Path, rank: int, ranks: int) -> str:
     """Return what is wrong with a file, as far as this rank's share of its records tells; empty if nothing is."""
+    if not path.stat().st_size:
+        return "it is empty"
+    if not zipfile.is_zipfile(path):
+        return "it is no file of torch.save, or its end is missing"
     try:
         with zipfile.ZipFile(path) as archive:
             largest_first = sorted(archive.infolist(), key=lambda record: -record.file_size)

@@ -7,18 +7,19 @@ from pathlib import Path
 
 import torch
 
-from lightning_freescale.command_line.consolidate import read, refuse_to_replace
+from lightning_freescale.command_line.consolidate import refuse_to_replace
 
 
 def run(command: str, arguments: list[str]) -> None:
     """Do it; exits with 2 and says what is wrong if it cannot."""
-    from lightning_freescale.checkpoint.conversion import changed_rows
+    from lightning_freescale.checkpoint.conversion import changed_rows, read_checkpoint
 
     parser = new_parser(command)
     options = parser.parse_args(arguments)
     try:
         refuse_to_replace(options.target, options.force)
-        found = changed_rows(read(options.old, options.trust), read(options.new, options.trust))
+        old, new = (read_checkpoint(path, weights_only=not options.trust) for path in (options.old, options.new))
+        found = changed_rows(old, new)
         torch.save(found, options.target)
     except (OSError, ValueError, RuntimeError) as error:
         parser.exit(2, f"{command}: {error}\n")

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 
 def run(command: str, arguments: list[str]) -> None:
     """Do it; exits with 2 and says what is wrong if it cannot."""
+    from lightning_freescale.checkpoint.conversion import read_checkpoint
+
     parser = new_parser(command)
     options = parser.parse_args(arguments)
     try:
-        checkpoint = read(options.checkpoint, options.trust)
+        checkpoint = read_checkpoint(options.checkpoint, weights_only=not options.trust)
         refuse_to_replace(options.target, options.force)
         print(_convert(checkpoint, options.target, options.to))
     except (OSError, ValueError, RuntimeError) as error:
@@ -40,23 +41,6 @@ def new_parser(command: str) -> argparse.ArgumentParser:
         "--trust", action="store_true", help="run whatever code the checkpoint holds, as loading hyperparameters may need"
     )
     return parser
-
-
-def read(path: Path, trust: bool) -> dict[str, Any]:
-    """Return a checkpoint, see :func:`.read_checkpoint`.
-
-    Raises:
-        ValueError: it cannot be read, or holds more than tensors and numbers and is not to be trusted.
-    """
-    from lightning_freescale.checkpoint.conversion import read_checkpoint
-
-    try:
-        return read_checkpoint(path, weights_only=not trust)
-    except UnpicklingError as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f"{path} holds more than tensors and numbers ({reason}): if you trust who wrote it, pass --trust"
-        ) from error
 
 
 def refuse_to_replace(target: Path, force: bool) -> None:

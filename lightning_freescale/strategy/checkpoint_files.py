@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
@@ -31,13 +31,14 @@ class CheckpointFiles:
     Args:
         checkpoint: ``"single"`` or ``"sharded"``, see :class:`.FreeScaleStrategy`.
         in_background: whether folders are written on a thread while training goes on.
+        save_non_finite: whether to write parameters that are infinite or not a number.
 
     Attributes:
         training: whether steps are under way, beside which a checkpoint may be written.
     """
 
-    def __init__(self, checkpoint: str, in_background: bool) -> None:
-        self.checkpoint, self._in_background = checkpoint, in_background
+    def __init__(self, checkpoint: str, in_background: bool, save_non_finite: bool) -> None:
+        self.checkpoint, self._in_background, self._save_non_finite = checkpoint, in_background, save_non_finite
         self.training = False
         self._group: ProcessGroup | None = None  # of all ranks, for what is on the CPU
         self._deferred: DeferredTensors | None = None  # while a checkpoint is saved
@@ -74,27 +75,50 @@ class CheckpointFiles:
         """Return how tables are held in a state dict: deferred, while a checkpoint is saved, else whole on rank 0."""
         return {} if self._deferred is None else {"hold": self._deferred.defer}
 
-    def write(self, checkpoint: dict[str, Any], path: Path) -> bool:
+    def write(self, checkpoint: dict[str, Any], path: Path, parameters: Mapping[str, Tensor]) -> bool:
         """Write a checkpoint whose tables are deferred; False if they are not. Collective.
+
+        Args:
+            checkpoint: what is to be written.
+            path: where.
+            parameters: what this rank holds of the module's, live.
 
         Raises:
             OSError: it cannot be written, on the rank that writes a file.
             RuntimeError: the same on the others; or the one before it could not, in the background.
+            ValueError: it would hold what is infinite or not a number; or the one before it, in the background.
         """
+        self.finish()
+        in_background = self._deferred is not None and self._in_background and self.training
+        if not in_background:
+            self._refuse_non_finite(parameters.items(), path, None)
         if self._deferred is None:
             return False
         if self.checkpoint == "single":
             _room("single_file").write(checkpoint, path, self._deferred)
             return True
-        self.finish()
-        write, spread = _room("sharded_folder").write, self._deferred.held
-        if not (self._in_background and self.training):
-            write(checkpoint, path, spread, self._group)
-            return True
-        # training changes all of it while it is written
-        checkpoint = pytree.tree_map_only(Tensor, _copied, checkpoint)
-        self._under_way = self._thread.submit(write, checkpoint, path, [held.copied() for held in spread], self._group)
+        spread = self._deferred.held
+        if in_background:  # training changes all of it while it is written
+            checkpoint = pytree.tree_map_only(Tensor, _copied, checkpoint)
+            spread = [held.copied() for held in spread]
+            of_tables = [(piece.key[0], value) for held in spread for piece, value in held.own]
+            tables = {name for name, _ in of_tables}
+            state = checkpoint["state_dict"]
+            dense = [(name, state[name]) for name in parameters if name in state and name not in tables]
+            self._under_way = self._thread.submit(self._write_folder, checkpoint, path, spread, dense + of_tables)
+        else:
+            self._write_folder(checkpoint, path, spread, [])
         return True
+
+    def _write_folder(
+        self, checkpoint: dict[str, Any], path: Path, spread: list[Any], copies: list[tuple[str, Tensor]]
+    ) -> None:
+        self._refuse_non_finite(copies, path, self._group)
+        _room("sharded_folder").write(checkpoint, path, spread, self._group)
+
+    def _refuse_non_finite(self, tensors: Iterable[tuple[str, Tensor]], path: Path, group: ProcessGroup | None) -> None:
+        if not self._save_non_finite:
+            _room("finite").refuse_non_finite(tensors, path, group)
 
     def remove(self, remove: Callable[[], None]) -> None:
         """Remove a checkpoint; if another one is being written, when that is whole."""
@@ -109,6 +133,7 @@ class CheckpointFiles:
 
         Raises:
             RuntimeError: it could not be written.
+            ValueError: it would hold what is infinite or not a number.
         """
         saved, self._under_way = self._under_way, None
         if saved is not None:

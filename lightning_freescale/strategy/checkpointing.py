@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_freescale._lightning.ddp import DDPBase, process_group_timeout
 from lightning_freescale._lightning.loops import Trainer, rank_zero_warn
-from lightning_freescale._lightning.saving import around_save_checkpoint, is_local
+from lightning_freescale._lightning.saving import around_save_checkpoint, is_local, warn_of_what_is_missing
 from lightning_freescale._objects import gather_objects
 from lightning_freescale.checkpoint.accumulated_gradients import gather_accumulated, restore_accumulated
 from lightning_freescale.checkpoint.bucket_order import lay_out_buckets, noting_order
@@ -133,7 +133,7 @@ class UnshardedCheckpointStrategy(TableAccess, DDPBase):
             if accumulated := self._accumulated():
                 checkpoint[_EXTRA]["accumulated"] = accumulated
         self._extra = {}
-        if storage_options is not None or not self.files.write(checkpoint, Path(filepath)):
+        if storage_options is not None or not self.files.write(checkpoint, Path(filepath), self._own_parameters()):
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -145,7 +145,9 @@ class UnshardedCheckpointStrategy(TableAccess, DDPBase):
         """Read a checkpoint, see :meth:`.CheckpointFiles.read`."""
         if is_local(self.checkpoint_io, checkpoint_path):
             assert self.lightning_module is not None
-            return self.files.read(Path(checkpoint_path), weights_only, self.lightning_module.trainer)
+            found = self.files.read(Path(checkpoint_path), weights_only, self.lightning_module.trainer)
+            warn_of_what_is_missing(found, _EXTRA, self.lightning_module.trainer)
+            return found
         options = {} if weights_only is None else {"weights_only": weights_only}
         return super().load_checkpoint(checkpoint_path, **options)
 
@@ -166,6 +168,13 @@ class UnshardedCheckpointStrategy(TableAccess, DDPBase):
         ended = module.trainer.is_last_batch or epochs.processed == epochs.started
         wait = self.gradients_wait and not ended
         return gather_accumulated(wait, module, self._sharded_names(), self._engine())
+
+    def _own_parameters(self) -> dict[str, Tensor]:
+        """Return what this rank holds of the module's parameters."""
+        assert self.lightning_module is not None
+        sharded = self._sharded_names()
+        dense = {name: value for name, value in self.lightning_module.named_parameters() if name not in sharded}
+        return dense | {shard.table.key: shard.weight for shard in (self.tables.shards() if self.tables is not None else ())}
 
     def _sharded_names(self) -> frozenset[str]:
         return frozenset() if self.tables is None else frozenset(self.tables.names_in_module())

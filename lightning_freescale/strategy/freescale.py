@@ -142,6 +142,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         async_save: with ``checkpoint="sharded"``, write while training goes on: a step waits until its rank's part has been
             copied to host memory, and until the checkpoint before is whole. One that is replaced, or removed because there are
             enough, stays until then. What cannot be written is raised at the next save, or at the end of training.
+        save_non_finite: save parameters that are infinite or not a number. By default that is an error, and the checkpoints
+            before stay as they were.
         **ddp_options: as in :class:`lightning.pytorch.strategies.DDPStrategy`; those it does not know go to
             ``DistributedDataParallel`` for the dense part.
 
@@ -177,11 +179,12 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         target_bubble_reduction: float | None = None,
         checkpoint: Literal["single", "sharded"] = "single",
         async_save: bool = False,
+        save_non_finite: bool = False,
         **ddp_options: Any,
     ) -> None:
         refuse_unknown_options(ddp_options, FreeScaleStrategy)
         refuse_checkpoint(checkpoint, async_save)
-        super().__init__(CheckpointFiles(checkpoint, async_save), **ddp_options)
+        super().__init__(CheckpointFiles(checkpoint, async_save, save_non_finite), **ddp_options)
         if sigterm_every_n_steps < 1:
             raise ValueError(f"sigterm_every_n_steps={sigterm_every_n_steps!r}: pass a number of steps, at least 1")
         refuse_lookahead(lookahead, ids_of, overlap)

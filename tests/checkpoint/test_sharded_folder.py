@@ -162,7 +162,7 @@ def test_code_in_it_is_not_run(file: str, saved: Path, tmp_path: Path) -> None:
     del manifest["crc32"]
     manifest["crc32"] = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
     (path / "freescale.json").write_text(json.dumps(manifest))
-    with pytest.raises(RankFailed, match="UnpicklingError"):
+    with pytest.raises(RankFailed, match=r"is no checkpoint|holds more than tensors and numbers"):
         run_distributed(_fit, 2, 2, resume=path)
     assert not made.exists()
 

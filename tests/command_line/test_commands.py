@@ -153,7 +153,7 @@ def test_consolidate_leaves_out_what_is_not_weights(
 ) -> None:
     kept, weights = tmp_path / "a.ckpt", tmp_path / "weights.pt"
     torch.save({"state_dict": {"w": torch.arange(3.0)}, "optimizer_states": [1], "path": tmp_path}, kept)
-    assert "pass --trust" in fails("consolidate", kept, weights)
+    assert "--trust for the command line" in fails("consolidate", kept, weights)
     main(["consolidate", str(kept), str(weights), "--trust"])
     assert "wrote 1 tensors" in capsys.readouterr().out
     assert torch.load(weights).keys() == {"w"}
@@ -162,7 +162,7 @@ def test_consolidate_leaves_out_what_is_not_weights(
     torch.save([1], tmp_path / "list.pt")
     assert "holds a list" in fails("consolidate", tmp_path / "list.pt", weights)
     torch.save({"w": 1}, tmp_path / "bare.pt")
-    assert "has no state_dict" in fails("consolidate", tmp_path / "bare.pt", weights)
+    assert "and has no state_dict" in fails("consolidate", tmp_path / "bare.pt", weights)
     assert "has no freescale.json" in fails("consolidate", tmp_path, weights)
     (tmp_path / "cut.ckpt").write_bytes(kept.read_bytes()[:100])
     assert "is damaged or incomplete" in fails("consolidate", tmp_path / "cut.ckpt", weights)

@@ -6,7 +6,7 @@ import lightning as L
 import yaml
 from jsonargparse import ArgumentParser
 from lightning.pytorch.strategies import Strategy
-from quick_start import Histories, Recommender
+from quick_start import Histories, Recommender, collate
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
@@ -31,5 +31,12 @@ self = SimpleNamespace(items=model.tables)
 page.python(globals())
 assert all(hasattr(weight, "_in_backward_optimizers") for weight in model.tables.parameters())
 
+page.python(globals())
+
+data = FreeScaleDataModule(train_set, history_lengths, batch_size=16, collate_fn=collate, loss_reduction="target_mean")
+strategy = FreeScaleStrategy(checkpoint="sharded")
+trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=1, logger=False)
+trainer.fit(Recommender(), data)
+trainer.save_checkpoint("last.ckpt")
 page.python(globals())
 page.end()
