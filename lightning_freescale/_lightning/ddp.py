@@ -11,6 +11,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_freescale._lightning.fabric import GROUP_TIMEOUT
+from lightning_freescale._lightning.rendezvous import create_for_attempt
 
 
 class DDPBase(DDPStrategy):
@@ -29,6 +30,12 @@ class DDPBase(DDPStrategy):
     def default_group_timeout(self) -> timedelta | None:
         """Of the default group, and of what takes as long as set-up and saving do."""
         return self._timeout
+
+    @override
+    def setup_distributed(self) -> None:
+        self.set_world_ranks()
+        create_for_attempt(self.cluster_environment, self._get_process_group_backend(), self._timeout, self.root_device)
+        super().setup_distributed()
 
     def apply_layer_sync(self, module: nn.Module) -> None:
         """Replace batch norms by synchronized ones, in place, if the Trainer was asked for that."""

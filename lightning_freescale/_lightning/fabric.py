@@ -13,6 +13,8 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import nn
 from typing_extensions import override
 
+from lightning_freescale._lightning.rendezvous import create_for_attempt
+
 GROUP_TIMEOUT = timedelta(minutes=5)
 """Of the groups that we make beside the default one, where the user sets none. They wait for a step; the default group, which
 waits for slow set-up and saving as well, has Lightning's."""
@@ -46,6 +48,12 @@ class FabricDDPBase(DDPStrategy):
         precision = self.precision
         scales = isinstance(precision, MixedPrecision) and precision.scaler is not None
         return precision.precision in ("32-true", "bf16-mixed") and not scales
+
+    @override
+    def _setup_distributed(self) -> None:
+        self._set_world_ranks()
+        create_for_attempt(self.cluster_environment, self._get_process_group_backend(), self._timeout, self.root_device)
+        super()._setup_distributed()
 
     def block_backward_sync(self, blocked: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
         """Have ``fabric.no_backward_sync`` enter ``blocked(module)``, with the module as DDP has wrapped it."""
