@@ -76,7 +76,7 @@ class FailsInCallback(L.Callback):
         module.fail_in("callback")
 
 
-def _fit(victim: int, hook: str, how: str, overlap: bool = True, seconds: float = SECONDS) -> None:
+def _fit(victim: int, hook: str, how: str, overlap: bool = True, seconds: float = SECONDS, profiled: bool = True) -> None:
     data, module = Samples(64), Fails(victim, hook, how)
 
     def collate_or_fail(samples: Any) -> Any:
@@ -84,9 +84,10 @@ def _fit(victim: int, hook: str, how: str, overlap: bool = True, seconds: float 
             module.fail_in("collate")
         return collate(samples)
 
-    profiler = BubbleProfiler(tempfile.mkdtemp(), verbose=False)
+    profiler = [BubbleProfiler(tempfile.mkdtemp(), verbose=False)] if profiled else []
+    callbacks: list[L.Callback] = [FailsInCallback(), *profiler]
     strategy = FreeScaleStrategy(overlap=overlap, timeout=timedelta(seconds=seconds))
-    run = trainer(strategy=strategy, devices=int(os.environ["WORLD_SIZE"]), callbacks=[FailsInCallback(), profiler])
+    run = trainer(strategy=strategy, devices=int(os.environ["WORLD_SIZE"]), callbacks=callbacks)
     run.fit(module, FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate_or_fail))
 
 
@@ -129,8 +130,9 @@ def test_survivors_name_rank_and_cause(hook: str, how: str, told: str, overlap: 
 
 
 @pytest.mark.usefixtures("patient")
-def test_who_fails_where_training_starts_leaves_nobody_waiting_for_a_group() -> None:
-    errors = _errors(3, 1, "on_train_start", "raises", True, 1000.0)
+@pytest.mark.parametrize("profiled", [True, False])
+def test_who_fails_where_training_starts_leaves_nobody_waiting_for_a_group(profiled: bool) -> None:
+    errors = _errors(3, 1, "on_train_start", "raises", True, 1000.0, profiled)
     assert all("rank 1 has failed first: KeyError: 'the needle'" in errors[survivor] for survivor in (0, 2))
 
 
