@@ -1,7 +1,7 @@
 """Whether a long run keeps its memory: many small steps with overlap and profiler, on gloo processes.
 
-Every thousand steps each rank notes what memory it has for itself (RssAnon), threads, open files and Python objects. What a
-thousand steps add is the slope from the first thousand on; the figures are of the worst rank.
+Every ``--every`` steps each rank notes what memory it has for itself (RssAnon), threads, open files and Python objects. What a
+thousand steps add is the slope from the second note on; the figures are of the worst rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_freescale import BubbleProfiler, FreeScaleDataModule
 from lightning_freescale.testing import run_distributed
 
 NAMES = ("rss_mb", "threads", "files", "objects")
-ROWS, EVERY = 5000, 1000
+ROWS = 5000
 
 
 class Histories(Dataset):
@@ -75,14 +75,14 @@ class Model(L.LightningModule):
 
 
 class Notes(L.Callback):
-    """Keeps what the process has, every thousand steps."""
+    """Keeps what the process has, every so many steps."""
 
-    def __init__(self) -> None:
-        self.noted: list[list[float]] = []
+    def __init__(self, every: int) -> None:
+        self.every, self.noted = every, list[list[float]]()
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         """Note it."""
-        if trainer.global_step % EVERY == 0:
+        if trainer.global_step % self.every == 0:
             gc.collect()
             status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
             own = int(status["RssAnon"].split()[0]) / 1024
@@ -94,6 +94,7 @@ class Notes(L.Callback):
 def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--every", type=int, default=1000, help="steps between two notes; after the first, memory is to stay")
     parser.add_argument("--ranks", type=int, default=2)
     options = parser.parse_args()
     print("step", *NAMES)
@@ -101,13 +102,13 @@ def main() -> None:
     after = noted[:, 1:] if noted.shape[1] > 2 else noted
     slopes = np.polyfit(np.arange(after.shape[1]), after.transpose(1, 0, 2).reshape(after.shape[1], -1), 1)[0]
     worst = slopes.reshape(options.ranks, len(NAMES)).max(axis=0)
-    figures = {f"{name}_per_thousand_steps": float(value) for name, value in zip(NAMES, worst)}
+    figures = {f"{name}_per_thousand_steps": float(value) * 1000 / options.every for name, value in zip(NAMES, worst)}
     print(", ".join(f"{name} {value:+.3f}" for name, value in figures.items()))
     harness.finish(figures, options)
 
 
 def _run(options: argparse.Namespace) -> list[list[float]]:
-    data, notes = Histories(8 * options.ranks * 500), Notes()
+    data, notes = Histories(8 * options.ranks * 500), Notes(options.every)
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
             strategy="freescale",

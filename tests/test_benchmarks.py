@@ -6,6 +6,7 @@ import dataclasses
 import gzip
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
 
 import balance
 import exchange
@@ -364,3 +366,19 @@ def test_fault_campaign_finds_what_is_planted(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(SystemExit) as stopped:
         faults.main(["--self-test", "--kinds", "says_nothing"])
     assert stopped.value.code == 1
+
+
+def test_memory_of_checkpoints_is_measured(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    bounds = [f"--require=sharded_{name}_rank0_shards<=30" for name in ("save", "load")]  # chunks of 16 MB on shards of 4
+    command = ["--megabytes=8", "--kinds", "sharded", f"--folder={tmp_path}", f"--json={figures}", *bounds]
+    subprocess.run([sys.executable, BENCHMARKS / "checkpoints.py", *command], check=True, timeout=240)
+    found = json.loads(figures.read_text())["figures"]
+    assert found["sharded_consolidate_tables"] > 0 and found["sharded_wait_per_copy"] > 0
+
+
+def test_a_long_run_is_measured(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    command = ["--steps=40", "--every=10", f"--json={figures}", "--require=threads_per_thousand_steps<=1"]
+    subprocess.run([sys.executable, BENCHMARKS / "soak.py", *command], check=True, timeout=240, cwd=tmp_path)
+    assert "rss_mb_per_thousand_steps" in json.loads(figures.read_text())["figures"]
