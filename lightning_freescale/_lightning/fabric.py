@@ -15,19 +15,22 @@ from typing_extensions import override
 
 from lightning_freescale._lightning.rendezvous import create_for_attempt
 
+GROUP_TIMEOUT = timedelta(minutes=5)
+"""Of the groups that we make beside the default one, where the user sets none. They wait for a step; the default group, which
+waits for slow set-up and saving as well, has Lightning's."""
+
 
 class FabricDDPBase(DDPStrategy):
     """Fabric's DDPStrategy whose subclasses shard and wrap the module by themselves, and so need what it was given."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.group_timeout: timedelta = options.get("timeout") or GROUP_TIMEOUT
 
     @property
     def ddp_options(self) -> dict[str, Any]:
         """The options that go to ``DistributedDataParallel``."""
         return self._ddp_kwargs
-
-    @property
-    def timeout(self) -> timedelta | None:
-        """Of the process groups."""
-        return self._timeout
 
     @property
     def start_method(self) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -29,7 +28,8 @@ class BalanceMonitor:
     Args:
         trainer: the Trainer, with its loader in place.
         timeline: where the strategy's compute times are recorded.
-        timeout: of the collectives here.
+        group: gloo's, of all ranks, and nobody else's: what is exchanged here must not queue behind training's collectives.
+            None for a single rank.
         new_autopilot: makes it, given the group for its collectives and compute times; returns None if nothing is to be chosen.
 
     Attributes:
@@ -40,7 +40,7 @@ class BalanceMonitor:
         self,
         trainer: Trainer,
         timeline: Timeline,
-        timeout: timedelta | None,
+        group: dist.ProcessGroup | None,
         new_autopilot: Callable[[dist.ProcessGroup | None, ComputeTimes | None], Autopilot | None],
     ) -> None:
         self.trainer = trainer
@@ -49,9 +49,7 @@ class BalanceMonitor:
         self._reported = False
         self._sums = BalanceSums()
         self._logged_step = -1
-        # its own gloo group: what is exchanged here must not queue behind training's collectives
-        several = trainer.world_size > 1 and dist.is_initialized()
-        self._group = dist.new_group(backend="gloo", timeout=timeout) if several else None
+        self._group = group
         data = calibrated_data(trainer)
         self._times = ComputeTimes(timeline) if timeline.enabled else None
         self._calibrator = None
@@ -86,10 +84,8 @@ class BalanceMonitor:
         self.stop()
 
     def stop(self) -> None:
-        """Give up group and measurements; also after training that failed."""
+        """Give up measurements; also after training that failed."""
         self._stop_times()
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
         self._calibrator = self._group = None
 
     def _measure(self, sampler: Any, step: int) -> None:
