@@ -16,6 +16,7 @@ from lightning_freescale._lightning.loops import (
     LightningDataModule,
     Trainer,
     TrainerFn,
+    ended_inside_epoch,
     rank_zero_info,
     rank_zero_warn,
     reload_train_loader,
@@ -326,9 +327,10 @@ class FreeScaleDataModule(LightningDataModule):
         """Return where training stands in its data; the same on every rank. Collective for streams."""
         loop: Any = cast(Any, self.trainer).fit_loop
         epochs = loop.epoch_progress.current
-        inside = epochs.ready > epochs.processed  # else the batches counted are those of the epoch before
+        cut = ended_inside_epoch(cast(Any, self.trainer))
+        inside = cut or epochs.ready > epochs.processed  # else the batches counted are those of the epoch before
         batches = loop.epoch_loop.batch_progress.current.processed if inside else 0
-        state = self.train.state_dict(epochs.processed, batches, self._rank_and_world_size()[1])
+        state = self.train.state_dict(epochs.processed - cut, batches, self._rank_and_world_size()[1])
         return {**state, "micro_batches": self.train.micro_batches.measured}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from lightning.fabric.utilities.apply_func import _TransferableDataType
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
@@ -102,3 +102,29 @@ def leaves_transfer_alone(trainer: Trainer) -> bool:
 def reload_train_loader(trainer: Trainer) -> None:
     """Make the fit loop ask for the training loader again although it has one; it has no public way to forget it."""
     trainer.fit_loop._combined_loader = None
+
+
+def ended_inside_epoch(trainer: Trainer) -> bool:
+    """Whether the fit has come to its end, by ``max_steps``, ``max_time`` or ``should_stop``, with batches of its epoch left.
+
+    Lightning counts that epoch as processed.
+    """
+    batches, epochs = trainer.fit_loop.epoch_loop.batch_progress, trainer.fit_loop.epoch_progress.current
+    ended = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
+    begun = epochs.ready > 0 and batches.current.ready > 0
+    return ended and begun and cast(Any, epochs).processed == epochs.ready and not batches.is_last_batch
+
+
+def reopen_epoch(loops: dict[str, Any], trainer: Trainer) -> None:
+    """Make of the loops' state behind an epoch that the end of the fit has cut short what it was behind its last batch.
+
+    So a run that resumes goes on inside that epoch. Lightning knows such a place by the counters that it raises afterwards.
+    """
+    fit: dict[str, Any] = loops["fit_loop"]
+    for count in fit["epoch_progress"].values():
+        count["processed"] = count["completed"] = count["ready"] - 1
+    batches = fit["epoch_loop.batch_progress"]
+    for name in ("current", "total"):
+        batches[name]["completed"] = batches[name]["processed"] - 1
+    if not trainer.fit_loop._should_accumulate():
+        fit["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1

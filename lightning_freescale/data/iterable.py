@@ -86,7 +86,7 @@ class IterableData:
     def reset_progress(self) -> None:
         """Forget an earlier fit, also one that failed: a new one starts at the beginning."""
         self.destroy_group()
-        self._state: dict[str, Any] | None = None
+        self._states: list[dict[str, Any]] = []  # of the checkpoint's ranks, if it was made inside an epoch
         self._loader: BalancedStreamLoader | None = None
         self.micro_batches = self._new_schedule()
 
@@ -100,8 +100,10 @@ class IterableData:
         loader = self._loader = self._make_loader(
             rank=rank, world_size=world_size, group=self._group, micro_batches=self.micro_batches
         )
-        if self._state is not None:
-            loader.load_state_dict(self._state)
+        if len(self._states) == world_size:
+            loader.load_state_dict(self._states[rank])
+        elif self._states:
+            loader.read_on(self._states)
         loader.set_epoch(epoch)
         return loader
 
@@ -114,19 +116,9 @@ class IterableData:
         return {"streams": gather_objects(own_state) if world_size > 1 else [own_state]}
 
     def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> None:
-        """Go on after the samples that the checkpoint's run has consumed.
-
-        Raises:
-            ValueError: it had another number of streams, inside an epoch.
-        """
+        """Go on after the samples that the checkpoint's run has consumed; :meth:`loader` says if it cannot."""
         streams = state["streams"]
-        inside = any(stream["batches"] for stream in streams)
-        if inside and len(streams) != world_size:
-            raise ValueError(
-                f"the checkpoint stopped inside an epoch of {len(streams)} streams, this run has {world_size} ranks: samples "
-                f"would be lost or repeated. Resume on {len(streams)} ranks, or from a checkpoint made at the end of an epoch"
-            )
-        self._state = streams[rank] if inside else None
+        self._states = streams if any(stream["batches"] for stream in streams) else []
 
     def destroy_group(self) -> None:
         """Give the process group back."""

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_freescale._lightning.ddp import DDPBase
-from lightning_freescale._lightning.loops import Trainer, rank_zero_warn
+from lightning_freescale._lightning.loops import Trainer, ended_inside_epoch, rank_zero_warn, reopen_epoch
 from lightning_freescale._lightning.saving import around_save_checkpoint, is_local, warn_of_what_is_missing
 from lightning_freescale._objects import gather_objects
 from lightning_freescale.checkpoint.accumulated_gradients import gather_accumulated, restore_accumulated
@@ -122,6 +122,9 @@ class UnshardedCheckpointStrategy(TableAccess, DDPBase):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        assert self.lightning_module is not None
+        if "loops" in checkpoint and ended_inside_epoch(self.lightning_module.trainer):
+            reopen_epoch(checkpoint["loops"], self.lightning_module.trainer)
         if "optimizer_states" in checkpoint:
             checkpoint[_EXTRA] = {**self._extra, "random_states": gather_random_states(self.root_device)}
             if self._bucket_order:
@@ -166,6 +169,7 @@ class UnshardedCheckpointStrategy(TableAccess, DDPBase):
         epochs: Any = module.trainer.fit_loop.epoch_progress.current
         # an epoch that a hook cuts short has no last batch before Lightning 2.6
         ended = module.trainer.is_last_batch or epochs.processed == epochs.started
+        ended = ended and not ended_inside_epoch(module.trainer)
         wait = self.gradients_wait and not ended
         return gather_accumulated(wait, module, self._sharded_names(), self._engine())
 

@@ -41,22 +41,19 @@ def test_an_attempt_has_a_store_of_its_own(late: int | None) -> None:
         assert found == [(str(attempt), 3.0)] * 3
 
 
-def test_torch_alone_takes_what_an_earlier_attempt_has_left() -> None:
-    """The reason for all this; once it is none any more, so is the rest."""
+def test_torch_alone_finds_what_an_earlier_attempt_has_left() -> None:
+    """The reason for all this: addresses, for instance. Once it is none any more, neither is ours."""
     torchrun = _store()
 
-    def plain() -> float:
+    def finds_own_key() -> bool:
         os.environ.update(MASTER_PORT=str(torchrun.port), TORCHELASTIC_USE_AGENT_STORE="True")
-        if os.environ["RANK"] == "0":
-            time.sleep(1.2)
-        dist.init_process_group("gloo", timeout=timedelta(seconds=8))
-        total = torch.ones(1)
-        dist.all_reduce(total)
-        return total.item()
+        store, rank, _ = next(dist.rendezvous("env://"))
+        found = store.check([f"of rank {rank}"])
+        store.set(f"of rank {rank}", "")
+        return found
 
-    assert run_distributed(plain, 2, init=False) == [2.0, 2.0]
-    with pytest.raises(RankFailed):
-        run_distributed(plain, 2, init=False, timeout=30)
+    assert run_distributed(finds_own_key, 2, init=False) == [False, False]
+    assert run_distributed(finds_own_key, 2, init=False) == [True, True]
 
 
 def _waits_for_the_other(port: int) -> None:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -17,6 +17,19 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from lightning_freescale.balance.validation import non_negative
 
 _log = logging.getLogger(__name__)
+
+
+class Source(Protocol):
+    """Where samples come from, in chunks."""
+
+    def first_place(self) -> dict[str, Any]:
+        """Return the place at the start."""
+
+    def place_after(self, place: dict[str, Any], chunk: Chunk) -> dict[str, Any]:
+        """Return the place after ``chunk``, which was read at ``place``."""
+
+    def read_chunks(self, place: dict[str, Any] | None, epoch: int, seed: int) -> Generator[Chunk, None, None]:
+        """Yield the chunks from a place on."""
 
 
 @dataclass(eq=False)
@@ -38,7 +51,7 @@ class StreamReader:
         cost: what they cost together.
     """
 
-    source: StreamSource
+    source: Source
     cost_fn: Callable[[Any], float]
     weight_fn: Callable[[Any], float] | None
     epoch: int
@@ -114,7 +127,7 @@ class StreamReader:
     def _unpack_chunks(self) -> Iterator[Any]:
         for chunk in self._chunks:
             first, place = self._places[-1]
-            self._places.append((first + len(chunk.samples), place_after(place, chunk)))
+            self._places.append((first + len(chunk.samples), self.source.place_after(place, chunk)))
             yield from chunk.samples
 
     def _hold(self, first: int, samples: Sequence[Any]) -> list[float]:
@@ -187,13 +200,19 @@ class StreamSource(IterableDataset[Any]):
         workers = max(1, self.num_workers)
         return {"states": [None] * workers, "read": [0] * workers, "ended": [False] * workers, "turn": 0}
 
+    def place_after(self, place: dict[str, Any], chunk: Chunk) -> dict[str, Any]:
+        """Return the place after ``chunk``, which was read at ``place``."""
+        states, read, ended = list(place["states"]), list(place["read"]), list(place["ended"])
+        states[chunk.worker], read[chunk.worker], ended[chunk.worker] = chunk.state, chunk.read, chunk.ended
+        return {"states": states, "read": read, "ended": ended, "turn": (chunk.worker + 1) % len(read)}
+
     def read_chunks(self, place: dict[str, Any] | None = None, epoch: int = 0, seed: int = 0) -> Generator[Chunk, None, None]:
         """Yield the chunks of all workers from ``place`` to the end of the epoch.
 
         Workers start at once, in the calling thread, and end with the generator.
 
         Args:
-            place: what :meth:`first_place` or :func:`place_after` gave; the start of the epoch if not given.
+            place: what :meth:`first_place` or :meth:`place_after` gave; the start of the epoch if not given.
             epoch: told to the data set.
             seed: of the workers' random numbers.
 
@@ -250,10 +269,3 @@ def needed_arguments(function: Callable[..., Any]) -> list[str]:
         return []
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [each.name for each in parameters if each.default is each.empty and each.kind not in optional]
-
-
-def place_after(place: dict[str, Any], chunk: Chunk) -> dict[str, Any]:
-    """Return the place after ``chunk``, which was read at ``place``."""
-    states, read, ended = list(place["states"]), list(place["read"]), list(place["ended"])
-    states[chunk.worker], read[chunk.worker], ended[chunk.worker] = chunk.state, chunk.read, chunk.ended
-    return {"states": states, "read": read, "ended": ended, "turn": (chunk.worker + 1) % len(read)}

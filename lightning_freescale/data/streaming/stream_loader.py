@@ -19,7 +19,8 @@ from lightning_freescale.balance.report import StepBalance
 from lightning_freescale.balance.sampler import rank_loss_weight
 from lightning_freescale.data.balanced_loader import collated
 from lightning_freescale.data.streaming.prefetch import PrefetchThread
-from lightning_freescale.data.streaming.reader import StreamReader, StreamSource
+from lightning_freescale.data.streaming.reader import Source, StreamReader, StreamSource
+from lightning_freescale.data.streaming.remaining_parts import RemainingParts
 from lightning_freescale.data.streaming.steps import POOLED_ROW_WIDTH, AssignedSteps, PooledSteps
 from lightning_freescale.data.streaming.stream_group import StreamGroup, StreamStep
 
@@ -170,7 +171,37 @@ class BalancedStreamLoader:
         if (self._resume.get("epoch"), self._resume.get("batches")) == (self.epoch, batches):
             return self._resume
         stream = self._step(batches - 1).state if batches else None
-        return {"epoch": self.epoch, "batches": batches, "stream": stream, **self._steps_depend_on()}
+        parts = self._resume["parts"] if "parts" in self._resume and self._resume["epoch"] == self.epoch else None
+        read_on = {} if parts is None else {"parts": parts}
+        return {"epoch": self.epoch, "batches": batches, "stream": stream, **read_on, **self._steps_depend_on()}
+
+    def read_on(self, states: list[dict[str, Any]]) -> None:
+        """Start the epoch of another number of ranks' states behind their batches: this rank reads on some of their streams.
+
+        Raises:
+            ValueError: nobody can tell this rank what is left of another one's stream.
+        """
+        ranks = f"the checkpoint stopped inside an epoch of {len(states)} streams, this run has {self.world_size} ranks"
+        way_out = f"Resume on {len(states)} ranks, or from a checkpoint made at the end of an epoch"
+        if self.stream_balancing != "global":
+            raise ValueError(f"{ranks}, and with stream_balancing={self.stream_balancing!r} each keeps its samples. {way_out}")
+        if not hasattr(self.dataset, "for_rank"):
+            name = type(self.dataset).__name__
+            raise ValueError(
+                f"{ranks}: to read on, they need {name}.for_rank(rank, world_size), which returns the data set of that rank of "
+                f"so many. {way_out}"
+            )
+        if any("parts" in state for state in states):
+            raise ValueError(f"{ranks}, and has been resumed on other ranks in this epoch before. {way_out}")
+        parts = [
+            {"rank": rank, "world_size": len(states), "reader": states[rank]["stream"]["reader"]}
+            for rank in range(self.rank, len(states), self.world_size)
+        ]
+        start = {"place": RemainingParts(self._source, parts).first_place(), "first": 0, "held": [], "read": 0, "cost": 0.0}
+        batches = states[0]["batches"]
+        stream = {"reader": start, "first_round": 0, "rounds": [], "step": batches}
+        self._resume = {"epoch": states[0]["epoch"], "batches": batches, "stream": stream, "parts": parts}
+        self._resume |= self._steps_depend_on()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Start the state's epoch after its batches; any other epoch starts at its beginning.
@@ -198,7 +229,10 @@ class BalancedStreamLoader:
         """Start the workers here; everything else happens where the result is iterated."""
         # not drawn from the global state: a run that resumes inside an epoch would draw once more than one that goes on
         seed = torch.initial_seed() + 1_000_003 * self.epoch + self.rank
-        reader = StreamReader(self._source, self.cost_fn, self.weight_fn, self.epoch, seed, state and state["reader"])
+        source: Source = self._source
+        if state is not None and "parts" in self._resume:
+            source = RemainingParts(self._source, self._resume["parts"])
+        reader = StreamReader(source, self.cost_fn, self.weight_fn, self.epoch, seed, state and state["reader"])
         local = self.stream_balancing == "local"
         row_width = POOLED_ROW_WIDTH if local else AssignedSteps.row_width(self.batch_size)
         group = StreamGroup(self.rank, self.world_size, self.group if self.world_size > 1 else None, row_width)

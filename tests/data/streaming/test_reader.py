@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from lightning_freescale.data.streaming.reader import Chunk, StreamSource, place_after
+from lightning_freescale.data.streaming.reader import Chunk, StreamSource
 
 
 class Counted(IterableDataset):
@@ -79,10 +79,11 @@ def test_every_sample_once_in_the_same_order(kind: type[Counted], workers: int) 
 @KINDS
 @pytest.mark.parametrize("workers", [0, 2])
 def test_goes_on_at_any_place(kind: type[Counted], workers: int) -> None:
-    whole, place = list(StreamSource(kind(), 4, workers).read_chunks(epoch=1)), StreamSource(kind(), 4, workers).first_place()
+    source = StreamSource(kind(), 4, workers)
+    whole, place = list(source.read_chunks(epoch=1)), source.first_place()
     stops = {1, 2, 7, 8, 11, len(whole) - 1, len(whole)} if workers else set(range(len(whole) + 1))
     for index, chunk in enumerate(whole, 1):
-        place = place_after(place, chunk)
+        place = source.place_after(place, chunk)
         if index in stops:
             resumed = list(StreamSource(kind(), 4, workers).read_chunks(place, epoch=1))
             assert [(c.samples, c.worker, c.read, c.ended) for c in resumed] == [
@@ -95,7 +96,7 @@ def test_seeks_without_reading_again(workers: int, caplog: pytest.LogCaptureFixt
     source = StreamSource(Seekable(), 4, workers)
     place = source.first_place()
     for chunk in islice(source.read_chunks(), 4):
-        place = place_after(place, chunk)
+        place = source.place_after(place, chunk)
     fresh = Seekable()
     with caplog.at_level(logging.INFO):
         (first, *_) = StreamSource(fresh, 4, workers).read_chunks(place)
@@ -107,7 +108,7 @@ def test_replay_says_how_much_and_how_to_avoid_it(caplog: pytest.LogCaptureFixtu
     source = StreamSource(Counted(), 4)
     place = source.first_place()
     for chunk in islice(source.read_chunks(), 6):
-        place = place_after(place, chunk)
+        place = source.place_after(place, chunk)
     dataset = Counted()
     with caplog.at_level(logging.INFO):
         next(StreamSource(dataset, 4).read_chunks(place))
@@ -119,7 +120,7 @@ def test_replay_says_how_much_and_how_to_avoid_it(caplog: pytest.LogCaptureFixtu
 
 def test_a_place_can_be_used_twice() -> None:
     source = StreamSource(Seekable(), 4)
-    place = place_after(source.first_place(), next(source.read_chunks()))
+    place = source.place_after(source.first_place(), next(source.read_chunks()))
     assert (
         _flat(list(StreamSource(Seekable(), 4).read_chunks(place)))
         == _flat(list(StreamSource(Seekable(), 4).read_chunks(place)))
