@@ -15,6 +15,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from itertools import count
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -35,7 +36,8 @@ _OF_A_COLLECTIVE = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "Socket Timeout"),
     *("Application timeout caused pair closure", "gloo/transport", "NCCL", "ncclUnhandled", "has closed its connections"),
 )
-_LIBRARIES = tuple(f"{os.sep}{name}{os.sep}" for name in ("torch", "lightning", "lightning_freescale", "torchrec"))
+_PYTHON, _OURS = os.path.dirname(os.__file__) + os.sep, str(Path(__file__).parents[1]) + os.sep
+_PACKAGES = f"{os.sep}site-packages{os.sep}"
 _RUNS = count()  # every rank has as many
 
 
@@ -186,6 +188,7 @@ class RankNotices:
         if not self._failure and self._store.check(["failure"]):
             self._failure = self._store.get("failure").decode()
             self._store.add("heard", 1)
+            self._agreed.set()  # who waits for all ranks to agree would wait for one that does not come
 
     def _answer(self, place: str) -> None:
         self._answered = True
@@ -247,9 +250,10 @@ def _is_of_a_collective(error: BaseException | None) -> bool:
 
 
 def _place(stack: traceback.StackSummary) -> str:
-    """Return where a thread is: its innermost line, and the innermost one of the user's code."""
-    own = [at for at in stack if not any(name in at.filename for name in _LIBRARIES)]
-    lines = [f"{at.name} ({os.path.basename(at.filename)}:{at.lineno})" for at in [*stack[-1:], *own[-1:]]]
+    """Return where a thread is: its innermost line but Python's own, and the innermost one of the user's code."""
+    known = [at for at in stack if not at.filename.startswith(_PYTHON) or _PACKAGES in at.filename]
+    own = [at for at in known if _PACKAGES not in at.filename and not at.filename.startswith(_OURS)]
+    lines = [f"{at.name} ({os.path.basename(at.filename)}:{at.lineno})" for at in [*known[-1:], *own[-1:]]]
     return " < ".join(dict.fromkeys(lines))
 
 

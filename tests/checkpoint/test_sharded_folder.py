@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,15 @@ from tests.helpers.recommender import Recommender, Samples, StopAt, collate, tra
 
 
 class Trained(Recommender):
-    """Also by Adam."""
+    """Also by Adam; keeps which samples it saw."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer)
+        self.seen: list[list[int]] = []
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        self.seen.append(batch["index"].tolist())
+        return super().training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters()) if self.optimizer == "adam" else super().configure_optimizers()
@@ -32,17 +41,23 @@ def _fit(
     checkpoint: str = "sharded",
     workers: int = 0,
     global_batch: int = 12,
+    step: int = 4,
     **options: Any,
 ) -> dict[str, Any]:
     torch.manual_seed(0)
     data, module = Samples(72), Trained(optimizer)
     loader = FreeScaleDataModule(data, data.lengths, global_batch // ranks, collate_fn=collate, num_workers=workers)
     strategy = FreeScaleStrategy(checkpoint=checkpoint, **options)  # type: ignore[arg-type]
-    callbacks: list[L.Callback] = [StopAt(4, str(stop))] if stop is not None else []
+    callbacks: list[L.Callback] = [StopAt(step, str(stop))] if stop is not None else []
     fit = trainer(devices=ranks, max_epochs=2, callbacks=callbacks, strategy=strategy)
     fit.fit(module, loader, ckpt_path=resume)
     state = fit._checkpoint_connector.dump_checkpoint(weights_only=False)
-    return {"losses": module.losses, "weights": state["state_dict"], "states": state["optimizer_states"][0]["state"]}
+    return {
+        "losses": module.losses,
+        "weights": state["state_dict"],
+        "states": state["optimizer_states"][0]["state"],
+        "seen": module.seen,
+    }
 
 
 @pytest.mark.parametrize("checkpoint", ["sharded", "single"])
@@ -72,6 +87,24 @@ def test_another_number_of_ranks_resumes_from_it(ranks: int, placement: str, res
     second = run_distributed(_fit, ranks, ranks, resume=path, placement=placement, checkpoint=resumed_by)[0]
     for part in ("weights", "states"):
         torch.testing.assert_close(second[part], whole[part], rtol=1e-5, atol=1e-6)
+
+
+def _steps(of_ranks: list[dict[str, Any]]) -> list[list[int]]:
+    """Return the samples of each step."""
+    return [sorted(chain.from_iterable(step)) for step in zip(*(rank["seen"] for rank in of_ranks))]
+
+
+@pytest.mark.parametrize("checkpoint", ["sharded", "single"])
+def test_a_run_changes_its_number_of_ranks_twice(checkpoint: str, tmp_path: Path) -> None:
+    """From two to three in the first epoch, to one in the second; with the same global batches."""
+    paths = [tmp_path / "a.ckpt", tmp_path / "b.ckpt"]
+    whole = run_distributed(_fit, 2, 2)
+    on_two = run_distributed(_fit, 2, 2, stop=paths[0], checkpoint=checkpoint)
+    on_three = run_distributed(_fit, 3, 3, resume=paths[0], stop=paths[1], step=9, checkpoint=checkpoint)
+    on_one = run_distributed(_fit, 1, 1, resume=paths[1], checkpoint=checkpoint)
+    assert _steps(on_two) + _steps(on_three) + _steps(on_one) == _steps(whole)
+    for part in ("weights", "states"):
+        torch.testing.assert_close(on_one[0][part], whole[0][part], rtol=1e-6, atol=1e-6)
 
 
 def _save(path: Path, ranks: int) -> None:

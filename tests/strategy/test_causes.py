@@ -171,5 +171,7 @@ def test_who_waits_in_vain_ends_after_the_timeout_and_says_for_whom(victim: int,
     errors = _errors(2, victim, "training_step", how, overlap, 3.0, timeout=60)
     assert set(errors) == {1 - victim}
     assert told in errors[1 - victim]
+    if how == "freezes" and victim and not overlap:
+        assert "< forward (recommender.py:" in errors[0], "the innermost line of the user's code"
     if how == "sleeps":
         assert "rank 1 in <lambda> (test_causes.py:" in errors[0]

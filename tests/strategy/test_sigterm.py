@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
+from lightning_freescale.checkpoint import sharded_folder
 from lightning_freescale.testing import run_distributed
 from tests.helpers.recommender import Recommender, Samples, collate, trainer
 
@@ -51,13 +53,20 @@ class Evicted(Recommender):
         self._signal("on_train_end")
 
 
-def _fit(module: Recommender, path: Path | None = None, overlap: bool = True, resume: bool = False, **options: Any) -> bool:
+def _fit(
+    module: Recommender,
+    path: Path | None = None,
+    overlap: bool = True,
+    resume: bool = False,
+    saving: dict[str, Any] | None = None,
+    **options: Any,
+) -> bool:
     """Return whether a SIGTERM has stopped training."""
     data = Samples(64)
     datamodule = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, val_dataset=Samples(64))
     callbacks: list[L.Callback] = [] if path is None else [OnExceptionCheckpoint(path)]
     run = trainer(
-        strategy=FreeScaleStrategy(overlap=overlap),
+        strategy=FreeScaleStrategy(overlap=overlap, **(saving or {})),
         devices=int(os.environ["WORLD_SIZE"]),
         callbacks=callbacks,
         enable_checkpointing=bool(callbacks),
@@ -148,6 +157,23 @@ def _saves(path: Path) -> list[str]:
 def test_a_model_checkpoint_that_saves_on_exceptions_saves_the_last_state(tmp_path: Path) -> None:
     for step, *files in run_distributed(_saves, 2, tmp_path, timeout=100):
         assert files == [f"step={step}.ckpt"]
+
+
+def _save_in_background(path: Path) -> bool:
+    write = sharded_folder.write
+
+    def slowly(*args: Any) -> None:
+        time.sleep(1.0)
+        write(*args)
+
+    sharded_folder.write = slowly
+    assert _fit(Evicted([1]), path, saving={"checkpoint": "sharded", "async_save": True})
+    return (path / "on_exception.ckpt").exists()
+
+
+@pytest.mark.usefixtures("patient")
+def test_what_is_saved_in_the_background_is_whole_when_the_run_ends(tmp_path: Path) -> None:
+    assert run_distributed(_save_in_background, 2, tmp_path, timeout=100) == [True, True]
 
 
 def _broadcasts() -> int:
