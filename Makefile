@@ -5,7 +5,7 @@ export OMP_NUM_THREADS = 1
 NUMBERS := $(addprefix tests/,balance checkpoint data embeddings parity strategy/overlap)
 THIRD_PARTY := tests/parity/third_party
 
-.PHONY: setup demo test test-fast test-third-party lint docs clean
+.PHONY: setup demo test test-fast test-third-party lint docs tested clean
 
 setup: .venv/.ready
 
@@ -38,6 +38,11 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# the versions in .venv, for which the tests have just passed; without a build's name, as torch's +cpu, which no other machine has
+tested: setup
+	echo "# the versions that all tests ran on, as constraints for pip; make tested writes them" > .github/tested.txt
+	$(BIN)/python -m pip freeze --exclude-editable | sed -E 's/\+[a-z0-9.]+$$//' | LC_ALL=C sort -f >> .github/tested.txt
 
 CONFIG := mkdocs.yml
 SITE := site

@@ -1,31 +1,113 @@
-"""Exchange Python objects between ranks."""
+"""What ranks tell each other besides the tensors that they train on, without code that runs where it is read.
+
+What is received is tensors, numbers, text and containers of them, also numpy's arrays. A pickle would run what it names.
+"""
 
 from __future__ import annotations
 
+import io
+from pickle import UnpicklingError
+from threading import Lock
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
+from torch import Tensor
+
+_NUMPY: list[Any] = [
+    np.ndarray,
+    np.dtype,
+    *{type(np.dtype(code)) for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"},
+    np.zeros(1).__reduce__()[0],  # how numpy makes an array, and a number; numpy 2 has other names for them than numpy 1
+    np.float64(0).__reduce__()[0],
+]
+_READING = Lock()
+"""torch's list of what else may be read is one of the process."""
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the values of all ranks, by rank, on every rank. Collective on ``group``, by default the default group."""
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
+    """Return the values of all ranks, by rank, on every rank. Collective on ``group``, by default the default group.
+
+    Raises:
+        ValueError: a value holds something else than tensors, numbers, text and containers of them; on every rank.
+    """
+    return [_read(rank, content) for rank, content in enumerate(gather_bytes(_write(value), group))]
 
 
 def gather_on_first_rank(value: Any) -> list[Any]:
     """Return the values of all ranks, by rank, on rank 0; nothing on the others. Collective on the default group.
 
-    They come one after the other: with NCCL, objects travel through the GPU's memory.
+    They come one after the other: with NCCL, they travel through the GPU's memory.
+
+    Raises:
+        ValueError: on rank 0, as for :func:`gather_objects`.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    if rank:
-        dist.send_object_list([value], dst=0)
+    device = _device(None)
+    if dist.get_rank():
+        mine = _tensor(_write(value), device)
+        dist.send(torch.tensor([len(mine)], device=device), dst=0)
+        dist.send(mine, dst=0)
         return []
     values = [value]
-    for source in range(1, world):
-        received = [None]
-        dist.recv_object_list(received, src=source)
-        values += received
+    for source in range(1, dist.get_world_size()):
+        size = torch.zeros(1, dtype=torch.int64, device=device)
+        dist.recv(size, src=source)
+        content = torch.empty(int(size), dtype=torch.uint8, device=device)
+        dist.recv(content, src=source)
+        values.append(_read(source, _bytes(content)))
     return values
+
+
+def gather_bytes(content: bytes, group: dist.ProcessGroup | None = None, only_first: bool = False) -> list[bytes]:
+    """Return what all ranks give, by rank. Collective on ``group``, by default the default group.
+
+    Args:
+        content: of this rank; not empty.
+        group: as above.
+        only_first: whether rank 0 of the group alone gets it; the others get nothing then.
+    """
+    ranks, device = dist.get_world_size(group), _device(group)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
+    dist.all_gather(sizes, torch.tensor([len(content)], device=device), group=group)
+    most = max(map(int, sizes))
+    mine, gets = _tensor(content.ljust(most, b"\0"), device), not only_first or dist.get_rank(group) == 0
+    parts = list(torch.empty(ranks if gets else 0, most, dtype=torch.uint8, device=device).unbind())
+    if only_first:
+        dist.gather(mine, parts if gets else None, group=group, group_dst=0)
+    else:
+        dist.all_gather(parts, mine, group=group)
+    return [_bytes(part[: int(size)]) for part, size in zip(parts, sizes)]
+
+
+def _write(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _read(rank: int, content: bytes) -> Any:
+    try:
+        with _READING, torch.serialization.safe_globals(_NUMPY):
+            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except UnpicklingError as error:
+        reason = next((line for line in str(error).splitlines() if "WeightsUnpickler error" in line), str(error))
+        raise ValueError(
+            f"rank {rank} tells the others more than tensors, numbers and text ({reason.strip()}), and to read that may run "
+            "code: keep the state of a stream, its state_dict(), to these and containers of them"
+        ) from error
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """Return of which device the tensors are that a group takes; the host's if it can."""
+    if "cpu" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _tensor(content: bytes, device: torch.device) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
+
+
+def _bytes(content: Tensor) -> bytes:
+    return content.cpu().numpy().tobytes()

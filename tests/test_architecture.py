@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "_worker": set(),
     "balance": set(),
     "comm": {"_worker"},
-    "profiling": {"_version", "_worker"},
+    "profiling": {"_objects", "_version", "_worker"},
     "data": {"_worker", "_objects", "_torchrec", "balance", "comm"},
     "embeddings": {"_objects", "_torchrec", "_worker", "comm"},
     "checkpoint": {"_objects", "_version", "embeddings"},

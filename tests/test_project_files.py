@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import lightning_freescale
 from lightning_freescale._torchrec import FITTING
@@ -83,3 +84,16 @@ def test_the_oldest_dependencies_are_the_lower_bounds() -> None:
     for name, bound in bounds.items():
         (pin,) = oldest[name]
         assert pin.operator == "==" and pin.version.startswith(bound)
+
+
+def test_the_tested_versions_are_exact_and_are_what_the_project_asks_for() -> None:
+    first, *lines = (ROOT / ".github" / "tested.txt").read_text().splitlines()
+    assert first.startswith("# ") and "make tested" in first
+    tested = {canonicalize_name(one.name): one for one in map(Requirement, lines)}
+    assert all(not one.url and [bound.operator for bound in one.specifier] == ["=="] for one in tested.values())
+    versions = {name: next(iter(one.specifier)).version for name, one in tested.items()}
+    assert not any("+" in version for version in versions.values()), "a build that other machines have not"
+    versions["fbgemm-gpu"] = versions["fbgemm-gpu-cpu"]
+    for key in ("dependencies", "cli", "fast", "plot", "docs", "test", "lint"):
+        for one in requirements_in_pyproject(key):
+            assert one.specifier.contains(versions[canonicalize_name(one.name)]), one

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,17 @@ class Piece:
         shape = (shard.table.rows, 1 if value.dim() == 1 else shard.table.dim)
         return cls(key, shape, value.dtype, shard.place_in(shape), shard.order)
 
+    def as_numbers(self) -> tuple[Any, ...]:
+        """Return it as ranks tell each other."""
+        order = self.order and (self.order.rows, self.order.multiplier, self.order.offset)
+        return self.key, tuple(self.shape), self.dtype, [(each.start, each.stop) for each in self.place], order
+
+    @classmethod
+    def from_numbers(cls, told: tuple[Any, ...]) -> Piece:
+        """Return what a rank has told by :meth:`as_numbers`."""
+        key, shape, dtype, place, order = told
+        return cls(key, shape, dtype, tuple(slice(*each) for each in place), order and RowOrder(*order))
+
     def write(self, values: Tensor, whole: Tensor, after: int = 0) -> None:
         """Put rows of the piece where they belong, those that come ``after`` so many others."""
         if self.order is None:
@@ -73,11 +85,11 @@ class SpreadTensors:
 
     def __init__(self, own: Sequence[tuple[Piece, Tensor]], group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.own, self._group, self._device = list(own), group, device
-        pieces = [piece for piece, _ in own]
-        of_ranks: list[list[Piece]] = [pieces] if group is None else gather_objects(pieces, group)
+        told = [piece.as_numbers() for piece, _ in own]
+        of_ranks = [told] if group is None else gather_objects(told, group)
         self._held: dict[Key, list[tuple[int, int, Piece]]] = {}  # rank, number among its own
         for rank, pieces in enumerate(of_ranks):
-            for number, piece in enumerate(pieces):
+            for number, piece in enumerate(map(Piece.from_numbers, pieces)):
                 self._held.setdefault(piece.key, []).append((rank, number, piece))
         self.keys = sorted(self._held)
 

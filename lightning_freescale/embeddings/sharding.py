@@ -134,7 +134,9 @@ class TableSharding:
             if planner is None:
                 memory = memory_for_tables(self.root, self.parameters.values(), self.device, group)
                 planner = row_wise_planner(collections, self.device, group.size(), local_world_size, memory)
-            plan = planner.collective_plan(self.root, [collection.sharder for collection in collections], group)
+            # over the default group: this one would have to connect gloo for the broadcast, and nothing else needs that
+            whole = dist.group.WORLD if group.size() == dist.get_world_size() else group
+            plan = planner.collective_plan(self.root, [collection.sharder for collection in collections], whole)
         # an unsharded run would not draw the random numbers that shards are created with: dropout must stay what it was
         with torch.random.fork_rng(devices=[self.device.index] if self.device.type == "cuda" else []):
             torch.manual_seed(torch.initial_seed() + 1 + group.rank())  # else shards would start as copies of each other

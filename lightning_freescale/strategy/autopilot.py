@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 
 from lightning_freescale._lightning.loops import Trainer, rank_zero_info
-from lightning_freescale._objects import gather_objects
 from lightning_freescale.balance import MicroBatchSchedule
 from lightning_freescale.balance.turns import Turns
 from lightning_freescale.profiling.recording.clocks import clock_for
 from lightning_freescale.strategy.choosable_settings import MICRO_BATCHES, SPLIT_BACKWARD, tell_what_is_choosable
 from lightning_freescale.strategy.compute_times import ComputeTimes
-from lightning_freescale.strategy.setting_trial import MEASURED, SettingComparison, SettingTrial, compare
+from lightning_freescale.strategy.setting_trial import MEASURED, Measurements, SettingComparison, SettingTrial, compare
 
 if TYPE_CHECKING:
     from lightning_freescale.strategy.overlap import OverlapController
@@ -78,7 +76,7 @@ class Autopilot:
         start: the values at the beginning.
         schedule: of the micro-batches, if they are among the settings.
         controller: switches ``split_backward``, and knows what is overlapped.
-        group: a gloo group of all ranks; None if there is one rank.
+        gather: returns the values of all ranks, see :func:`.gather_objects`; None if there is one rank.
         times: tell what part of a step is compute; needed for a target.
         target: share of the bubble that is enough to remove; None for one trial of each setting.
     """
@@ -91,14 +89,14 @@ class Autopilot:
         *,
         schedule: MicroBatchSchedule | None = None,
         controller: OverlapController | None = None,
-        group: dist.ProcessGroup | None = None,
+        gather: Callable[[Any], list[Any]] | None = None,
         times: ComputeTimes | None = None,
         target: float | None = None,
     ) -> None:
         self._trainer, self._settings, self._target = trainer, settings, target
         self._schedule = schedule if MICRO_BATCHES in settings else None
         self._controller = controller if SPLIT_BACKWARD in settings else None
-        self._group, self._times = group, times
+        self._gather_objects, self._times = gather, times
         self._clock = clock_for(torch.device(trainer.strategy.root_device))
         self._progress = Progress(dict(start), dict(start), list(settings), Counter())
         self._turns: Turns[Values] = Turns([self._progress.kept])
@@ -233,13 +231,13 @@ class Autopilot:
     def _decide(self, epoch: int, step: int) -> None:
         assert self._trial is not None
         trial, self._trial, candidates, progress = self._trial, None, self._candidates(), self._progress
-        mine = trial.measurements() if trial.is_complete else None
+        mine = trial.measurements().as_lists() if trial.is_complete else None
         everyone = self._gather((mine, self._handed_out(epoch, step)))
         last = max(handed_out for _, handed_out in everyone)
         if mine is None:
             self._end_unmeasured(trial.steps, last)
             return
-        found = compare([measured for measured, _ in everyone])
+        found = compare([Measurements.from_lists(measured) for measured, _ in everyone])
         if self._tries == _CHECK:
             chosen = int(found.saved[1] > 0)
             progress.remaining, progress.checked = found.remaining(chosen), candidates[chosen]
@@ -305,7 +303,7 @@ class Autopilot:
         return (epoch, step) if self._schedule is None else max((epoch, step), self._schedule.handed_out)
 
     def _gather(self, value: Any) -> list[Any]:
-        return [value] if self._group is None else gather_objects(value, self._group)
+        return [value] if self._gather_objects is None else self._gather_objects(value)
 
     # -- what is told
 

@@ -30,7 +30,7 @@ class BalanceMonitor:
         timeline: where the strategy's compute times are recorded.
         group: gloo's, of all ranks, and nobody else's: what is exchanged here must not queue behind training's collectives.
             None for a single rank.
-        new_autopilot: makes it, given the group for its collectives and compute times; returns None if nothing is to be chosen.
+        new_autopilot: makes it, given how to gather and compute times; returns None if nothing is to be chosen.
 
     Attributes:
         autopilot: what it has made.
@@ -41,7 +41,7 @@ class BalanceMonitor:
         trainer: Trainer,
         timeline: Timeline,
         group: dist.ProcessGroup | None,
-        new_autopilot: Callable[[dist.ProcessGroup | None, ComputeTimes | None], Autopilot | None],
+        new_autopilot: Callable[[Callable[[Any], list[Any]], ComputeTimes | None], Autopilot | None],
     ) -> None:
         self.trainer = trainer
         self._timeline = timeline
@@ -54,8 +54,8 @@ class BalanceMonitor:
         self._times = ComputeTimes(timeline) if timeline.enabled else None
         self._calibrator = None
         if data is not None and self._times is not None:
-            self._calibrator = CostCalibrator(trainer, data, self._times, self._group)
-        self.autopilot = new_autopilot(self._group, self._times)
+            self._calibrator = CostCalibrator(trainer, data, self._times, self._gather)
+        self.autopilot = new_autopilot(self._gather, self._times)
 
     def start_step(self, step: int) -> float:
         """Follow the plan to its ``step``-th batch, before ``training_step``, and return the factor for this rank's loss."""
@@ -88,6 +88,10 @@ class BalanceMonitor:
         self._stop_times()
         self._calibrator = self._group = None
 
+    def _gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, by rank, on every rank. Collective."""
+        return [value] if self._group is None else gather_objects(value, self._group)
+
     def _measure(self, sampler: Any, step: int) -> None:
         """Have calibrator and autopilot note that a step begins."""
         if self._calibrator is not None:
@@ -119,7 +123,7 @@ class BalanceMonitor:
             return
         # here and not in the loader: a collective in an iterator would hang whoever looks at a loader on one rank
         with self._timeline.collective("plan"):
-            digests = gather_objects(sampler.digest(), self._group)
+            digests = self._gather(sampler.digest())
         others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if others:
             raise RuntimeError(

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import traceback
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from lightning_freescale._lightning.loops import Trainer, rank_zero_info, rank_zero_warn
-from lightning_freescale._objects import gather_objects
 from lightning_freescale.balance.calibration import DISAGREEMENT, Calibration, imbalance_by_true_costs
-from lightning_freescale.balance.cost import CostFit
+from lightning_freescale.balance.cost import CostFit, CostModel
 from lightning_freescale.data.map_style import MapStyleData
 from lightning_freescale.strategy.compute_times import ComputeTimes
 
@@ -41,6 +40,16 @@ class CalibrationResult:
     imbalance_fitted: float
     frozen: bool
 
+    def as_numbers(self) -> dict[str, Any]:
+        """Return it as rank 0 tells the others."""
+        return asdict(self)
+
+    @classmethod
+    def from_numbers(cls, told: dict[str, Any]) -> CalibrationResult:
+        """Return what rank 0 has told by :meth:`as_numbers`."""
+        fit = told["fit"]
+        return cls(**{**told, "fit": CostFit(**{**fit, "model": CostModel(**fit["model"])})})
+
 
 class CostCalibrator:
     """Measures every rank's compute time, fits on rank 0, and has the data module plan anew when that is worth it.
@@ -51,12 +60,12 @@ class CostCalibrator:
         trainer: the Trainer.
         data: its data module: ``balance_options``, and its ``train``.
         times: of the steps.
-        group: a gloo group of all ranks, or None if there is one rank.
+        gather: returns the values of all ranks, see :func:`.gather_objects`.
     """
 
-    def __init__(self, trainer: Trainer, data: Any, times: ComputeTimes, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, trainer: Trainer, data: Any, times: ComputeTimes, gather: Callable[[Any], list[Any]]) -> None:
         self.trainer, self._data = trainer, data
-        self._times, self._group = times, group
+        self._times, self._gather = times, gather
         self._costs: MapStyleData = data.train
         self._calibration, self._replanned = Calibration(), False
         self._sums: list[NDArray[np.float64]] = []
@@ -76,21 +85,20 @@ class CostCalibrator:
         """Gather all ranks' windows, fit on rank 0, and follow its result on all."""
         first = self._times.step - len(self._sums)
         mine = np.stack(self._sums[:WINDOW]), np.array([self._times.seconds(first + index) for index in range(WINDOW)])
-        everyone = [mine] if self._group is None else gather_objects(mine, self._group)
+        everyone = self._gather(mine)
         self._sums = self._sums[WINDOW:]
-        result: list[Any] = [None]
+        found, failed = None, ""
         # least squares on another processor may differ in the last digit: rank 0 fits, and tells the others
         if self.trainer.is_global_zero:
             try:
-                result = [self._fit(everyone, sampler)]
+                found = self._fit(everyone, sampler)
             except Exception:  # the other ranks wait for an answer
-                result = [traceback.format_exc()]
-        if self._group is not None:
-            dist.broadcast_object_list(result, src=0, group=self._group)
-        if isinstance(result[0], str):
-            raise RuntimeError(f"calibration failed on rank 0: {result[0]}")
-        if result[0] is not None:
-            self._follow(result[0], sampler)
+                failed = traceback.format_exc()
+        told, failed = self._gather((found and found.as_numbers(), failed))[0]
+        if failed:
+            raise RuntimeError(f"calibration failed on rank 0: {failed}")
+        if told is not None:
+            self._follow(CalibrationResult.from_numbers(told), sampler)
 
     def _fit(self, everyone: list[Any], sampler: Any) -> CalibrationResult | None:
         """Fit the times of all ranks, on rank 0; None if there are too few."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -204,7 +203,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self._at_teardown = ExitStack()
         self._balance_monitor: BalanceMonitor | None = None
         self._notices: RankNotices | None = None
-        self._monitor_group: ProcessGroup | None = None
+        self._monitor_group: dist.ProcessGroup | None = None
         self._stop_points: StopPoints | None = None
         self._clipping: TableClipping | None = None
         self._loss_weight = 1.0
@@ -593,7 +592,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             self._at_teardown.enter_context(stages_on(self.timeline, self))
             self._at_teardown.enter_context(collectives_on(self.timeline))
 
-    def _new_autopilot(self, group: ProcessGroup | None, times: ComputeTimes | None) -> Autopilot | None:
+    def _new_autopilot(self, gather: Callable[[Any], list[Any]], times: ComputeTimes | None) -> Autopilot | None:
         assert self.lightning_module is not None
         trainer, target = self.lightning_module.trainer, self.target_bubble_reduction
         schedule, controller = schedule_of(trainer.train_dataloader), self.overlap_controller
@@ -601,7 +600,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             if schedule is None or schedule.decided:
                 return None
             counts = {MICRO_BATCHES: schedule.candidates}
-            return Autopilot(trainer, counts, {MICRO_BATCHES: 1}, schedule=schedule, controller=controller, group=group)
+            return Autopilot(trainer, counts, {MICRO_BATCHES: 1}, schedule=schedule, controller=controller, gather=gather)
         settings = choosable(bool(self._overlapped()), schedule, self._hides_nothing)
         tell_what_is_choosable(target, settings, self._hides_nothing)
         if not settings:
@@ -613,7 +612,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             {name: now[name] for name in settings},
             schedule=schedule,
             controller=controller,
-            group=group,
+            gather=gather,
             times=times,
             target=target,
         )

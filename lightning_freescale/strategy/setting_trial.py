@@ -36,6 +36,16 @@ class Measurements(NamedTuple):
     steps: list[list[Measured]]
     compute: list[float]
 
+    def as_lists(self) -> list[Any]:
+        """Return them as they are told other ranks."""
+        return [[[(float(seconds), float(cost)) for seconds, cost in each] for each in self.steps], [*map(float, self.compute)]]
+
+    @classmethod
+    def from_lists(cls, told: list[Any]) -> Measurements:
+        """Return what a rank has told by :meth:`as_lists`."""
+        steps, compute = told
+        return cls([[Measured(*each) for each in candidate] for candidate in steps], compute)
+
 
 @dataclass(frozen=True)
 class SettingComparison:

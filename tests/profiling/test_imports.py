@@ -1,4 +1,4 @@
-"""The profiler knows torch and numpy, but neither Lightning nor TorchRec nor another room: any loop can use it."""
+"""The profiler knows torch and numpy, but no Lightning, TorchRec or other room but what all may import: any loop can use it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import lightning_freescale.profiling
 
-OWN = ("lightning_freescale.profiling", "lightning_freescale._version", "lightning_freescale._worker")
+OWN = tuple(f"lightning_freescale.{name}" for name in ("profiling", "_objects", "_version", "_worker"))
 
 
 def _imported(path: Path) -> set[str]:

@@ -424,9 +424,10 @@ class OverlapEngine:
     def mean_statistics(self) -> dict[str, float]:
         """Return what :meth:`statistics` returns, as the mean over all ranks. Collective; drain first."""
         mine, group = self.statistics(), self.tables.group
-        mean = torch.tensor(list(mine.values()), dtype=torch.float64, device=self.tables.device)
-        dist.all_reduce(mean, group=group)
-        return dict(zip(mine, (mean / group.size()).tolist()))
+        values = torch.tensor(list(mine.values()), dtype=torch.float64, device=self.tables.device)
+        everyone = [torch.empty_like(values) for _ in range(group.size())]
+        dist.all_gather(everyone, values, group=group)  # the lane moves it; to reduce, gloo would have to be connected
+        return dict(zip(mine, torch.stack(everyone).mean(dim=0).tolist()))
 
     def statistics(self) -> dict[str, float]:
         """Return totals on this rank since the start, over all collections, see :data:`report.COUNTS`, and ``steps``.

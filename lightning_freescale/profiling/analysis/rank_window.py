@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,19 @@ class RankWindow:
     segments: list[RankSegments]
     exchanges: dict[str, ExchangeSums] = field(default_factory=dict)
     host: dict[str, float] = field(default_factory=dict)
+
+    def as_lists(self) -> dict[str, Any]:
+        """Return it as a rank tells rank 0."""
+        segments = [(each.start, each.end, each.keys, each.seconds.tolist()) for each in self.segments]
+        exchanges = {name: vars(sums) for name, sums in self.exchanges.items()}
+        return {**vars(self), "breakdown": self.breakdown.tolist(), "segments": segments, "exchanges": exchanges}
+
+    @classmethod
+    def from_lists(cls, told: Mapping[str, Any]) -> RankWindow:
+        """Return what a rank has told by :meth:`as_lists`."""
+        segments = [RankSegments(start, end, tuple(keys), np.array(seconds)) for start, end, keys, seconds in told["segments"]]
+        exchanges = {name: ExchangeSums(**sums) for name, sums in told["exchanges"].items()}
+        return cls(**{**told, "breakdown": np.array(told["breakdown"]), "segments": segments, "exchanges": exchanges})
 
 
 def window_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from lightning_freescale._objects import gather_bytes
 from lightning_freescale.profiling.analysis.intervals import arrivals_of, last_arrivals, wall_of
 from lightning_freescale.profiling.analysis.rank_window import RankWindow, window_of
 from lightning_freescale.profiling.clock_sync.alignment import Alignment
@@ -25,21 +27,23 @@ _ROUNDS = 12
 
 
 def gather_to_all(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return the values of all ranks, on every rank. Collective on a group that takes CPU tensors (None: one rank)."""
-    if group is None:
-        return [value]
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, value, group=group)
-    return everyone
+    """Return the values of all ranks, on every rank. Collective on a group that takes CPU tensors (None: one rank).
+
+    They travel as JSON: numbers, text, lists and dicts by text.
+    """
+    return [value] if group is None else [json.loads(each) for each in gather_bytes(_written(value), group)]
 
 
 def gather_to_rank_zero(value: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
-    """Return the values of all ranks on rank 0, None on the others. Collective."""
+    """Return the values of all ranks on rank 0, None on the others; as for :func:`gather_to_all`. Collective."""
     if group is None:
         return [value]
-    everyone: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
-    dist.gather_object(value, everyone, group=group, group_dst=0)
-    return everyone
+    everyone = gather_bytes(_written(value), group, only_first=True)
+    return [json.loads(each) for each in everyone] if group.rank() == 0 else None
+
+
+def _written(value: Any) -> bytes:
+    return json.dumps(value, default=lambda numbers: numbers.tolist()).encode()  # of numpy
 
 
 class RankExchange:
@@ -95,11 +99,12 @@ class RankExchange:
             self._undivided += len(steps)
         found = [last_arrivals(same) for same in zip(*arrivals)]
         last = [[latest[c.key].seconds for c in step.collectives] for step, latest in zip(steps, found)]
-        windows = gather_to_rank_zero(window_of(steps, last, features, alone=self.group is None, divided=aligned), self.group)
+        window = window_of(steps, last, features, alone=self.group is None, divided=aligned)
+        windows = gather_to_rank_zero(window.as_lists(), self.group)
         self.sync_clocks_if_due(idle=False)  # since the exchange before: no epoch has ended meanwhile
         if all_due[0]:
             self._sync_due, self._sync_after = True, min(2 * self._sync_after, _SYNC_EVERY)
-        return windows
+        return None if windows is None else [RankWindow.from_lists(each) for each in windows]
 
     def own_window(self, steps: Sequence[ResolvedStep], features: Sequence[Any], reason: str) -> RankWindow:
         """Return this rank's steps as it sees them alone: nobody says when the others arrived, so waits are not divided."""

@@ -114,12 +114,13 @@ class KinetoSteps:
     ) -> tuple[list[list[ResolvedStep]], list[Any], dict[str, Any] | None]:
         """Return, on rank 0, all ranks' records of every traced step, all ranks' events, how idle devices were. Collective."""
         seen = self._window if self._records else None
-        mine = ([], None) if seen is None else (seen.events(to_rank_zero), seen.breakdown())
-        everyone = gather_to_rank_zero(([*self._steps, *others], *mine), group)
+        events_here, shares_here = ([], None) if seen is None else (seen.events(to_rank_zero), seen.breakdown())
+        told = [step.as_list() for step in (*self._steps, *others)]
+        everyone = gather_to_rank_zero((told, events_here, shares_here and vars(shares_here)), group)
         if everyone is None:
             return [], [], None
         steps, events, shares = zip(*everyone)
         names = ("idle", "compute", "other")
-        idle = {name: [None if one is None else getattr(one, name) for one in shares] for name in names}
-        traced = [list(row) for row in zip(*steps)]
+        idle = {name: [None if one is None else one[name] for one in shares] for name in names}
+        traced = [[ResolvedStep.from_list(each) for each in row] for row in zip(*steps)]
         return traced, list(events) if any(events) else [], {"steps": len(self._records), **idle} if any(shares) else None

@@ -107,6 +107,17 @@ class ResolvedStep:
     collectives: tuple[ResolvedCollective, ...] = ()
     hidden: tuple[ResolvedCollective, ...] = ()
 
+    def as_list(self) -> list[Any]:
+        """Return it as a rank tells rank 0."""
+        return [self.start, self.end, self.index, self.samples, self.spans, self.collectives, self.hidden]
+
+    @classmethod
+    def from_list(cls, told: Sequence[Any]) -> ResolvedStep:
+        """Return what a rank has told by :meth:`as_list`."""
+        start, end, index, samples, spans, *exchanges = told
+        collectives, hidden = (tuple(ResolvedCollective(*one) for one in each) for each in exchanges)
+        return cls(start, end, index, samples, tuple(Interval(*one) for one in spans), collectives, hidden)
+
 
 def resolve(
     records: Sequence[StepRecord],

@@ -1,0 +1,89 @@
+"""What ranks tell each other: it arrives as it was, and runs nothing where it is read."""
+
+from __future__ import annotations
+
+import ast
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import lightning_freescale
+from lightning_freescale._objects import gather_bytes, gather_objects, gather_on_first_rank
+from lightning_freescale.testing import RankFailed, run_distributed
+
+PACKAGE = Path(lightning_freescale.__file__).parent
+SAMPLES, OWN_PICKLERS = "data/streaming/stream_group.py", {"checkpoint/single_file.py", "checkpoint/stored_tensors.py"}
+"""Who unpickles samples, of any class, and who pickles as torch does, or reads with a list of names."""
+
+
+class RunsWhenRead:
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.file),)
+
+
+def _value(rank: int) -> Any:
+    numbers = {"b": True, "none": None, "big": 2**100 + rank, "text": "x" * (1000 * rank), 3: (1.5, float("inf"))}
+    arrays = [np.arange(3) + rank, np.float64(0.5), np.array([True]), np.arange(2, dtype=np.float32)]
+    return {**numbers, "arrays": arrays, "tensor": torch.arange(4) + rank, "dtype": torch.bfloat16}
+
+
+def _same(mine: Any, other: Any) -> bool:
+    return torch.equal(mine.pop("tensor"), other.pop("tensor")) and str(mine) == str(other)
+
+
+def _gathered(on_first: bool) -> bool:
+    value = _value(dist.get_rank())
+    found = gather_on_first_rank(value) if on_first else gather_objects(value)
+    if on_first and dist.get_rank():
+        return found == []
+    return len(found) == 3 and all(_same(one, _value(rank)) for rank, one in enumerate(found))
+
+
+@pytest.mark.parametrize("on_first", [False, True])
+def test_values_arrive_as_they_were(on_first: bool) -> None:
+    assert run_distributed(_gathered, 3, on_first) == [True] * 3
+
+
+def test_rank_0_alone_gets_bytes_if_it_alone_wants_them() -> None:
+    found = run_distributed(lambda: gather_bytes(b"ab\0" * (1 + dist.get_rank()), only_first=True), 2)
+    assert found == [[b"ab\0", b"ab\0ab\0"], []]
+
+
+def test_what_would_run_code_is_refused_on_every_rank_and_not_run(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+
+    def refused() -> str:
+        with pytest.raises(ValueError, match=r"rank 1 tells the others more than tensors, numbers and text") as error:
+            gather_objects(RunsWhenRead(made) if dist.get_rank() else 1)
+        return str(error.value)
+
+    first, second = run_distributed(refused, 2)
+    assert first == second and "mkdir" in first
+    assert not made.exists()
+    with pytest.raises(RankFailed, match="rank 1 tells the others more than"):
+        run_distributed(lambda: gather_on_first_rank(RunsWhenRead(made) if dist.get_rank() else 1), 2)
+    assert not made.exists()
+
+
+_PICKLING = {"all_gather_object", "gather_object", *(f"{n}_object_list" for n in ("broadcast", "recv", "scatter", "send"))}
+"""torch's collectives that do."""
+
+
+def _calls(path: Path) -> set[str]:
+    found = (node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+    return {getattr(call, "attr", getattr(call, "id", "")) for call in found}
+
+
+def test_nothing_else_of_ours_pickles_between_ranks() -> None:
+    sources = {str(path.relative_to(PACKAGE)): path for path in PACKAGE.rglob("*.py")}
+    assert {name for name, path in sources.items() if _calls(path) & _PICKLING} == set()
+    imports = {name for name, path in sources.items() if "\nimport pickle\n" in path.read_text()}
+    assert imports == {SAMPLES, *OWN_PICKLERS}
