@@ -1,11 +1,13 @@
-"""Lets a SIGTERM stop all ranks at the same point of Lightning's loops.
+"""Lets a SIGTERM, or SLURM's signal to requeue, stop all ranks at the same point of Lightning's loops.
 
 Lightning's handler broadcasts from rank 0 wherever the signal finds the process, and its loops leave as soon as their own rank
-has the signal: a rank that alone has it waits for the others in a collective that they do not make.
+has the signal: a rank that alone has it waits for the others in a collective that they do not make. And its handler of SLURM's
+signal saves a checkpoint there, which takes all ranks.
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,18 +16,27 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException as SIGTERMEx
 
 from lightning_freescale._lightning.loops import Trainer
 
+_REQUEUE = "requeue"
+
 
 class StopPoints:
-    """The points between batches at which all ranks stop after one has had a SIGTERM.
+    """The points between batches at which all ranks stop after one has had a signal.
 
     Args:
         trainer: whose loops stop there, by SIGTERMException, as they do for a single rank.
-        request: called in the signal handler: all ranks are to stop.
+        request: called in the signal handler: all ranks are to stop, and why.
         stops_at: passes a point; returns whether all ranks stop there.
+        why: returns why they do.
     """
 
-    def __init__(self, trainer: Trainer, request: Callable[[], None], stops_at: Callable[[tuple[int, int]], bool]) -> None:
-        self._trainer, self._request, self._stops_at = trainer, request, stops_at
+    def __init__(
+        self,
+        trainer: Trainer,
+        request: Callable[[str], None],
+        stops_at: Callable[[tuple[int, int]], bool],
+        why: Callable[[], str],
+    ) -> None:
+        self._trainer, self._request, self._stops_at, self._why = trainer, request, stops_at, why
         self._step = self._batch = 0
 
     @contextmanager
@@ -41,7 +52,10 @@ class StopPoints:
             if launcher is not None and not told:
                 launcher.kill(signum)  # the processes that this one has started
             told = True
-            self._request()
+            self._request("SIGTERM")
+
+        def notify_of_requeue(signum: int, _: Any) -> None:
+            self._request(_REQUEUE)
 
         def advance_or_stop(data_fetcher: Any) -> None:
             self._step, self._batch = self._step + 1, 0
@@ -49,6 +63,7 @@ class StopPoints:
             advance(data_fetcher)
 
         replaced = [(connector, "_sigterm_notifier_fn", notify), (loop, "advance", advance_or_stop)]
+        replaced.append((connector, "_slurm_sigusr_handler_fn", notify_of_requeue))
         if hasattr(loop, "_broadcast_sigterm_tensor"):  # not in every version: a broadcast before each batch
             replaced.append((loop, "_broadcast_sigterm_tensor", lambda: None))
         for target, name, method in replaced:
@@ -66,7 +81,8 @@ class StopPoints:
     def note_evaluation_batch(self) -> None:
         """At a batch of validation or test, have the loop stop after it if all ranks do."""
         self._batch += 1
-        if self._stops_at((self._step, self._batch)):
+        # what is to be saved for the job that goes on is saved between batches of training
+        if self._stops_at((self._step, self._batch)) and self._why() != _REQUEUE:
             self._set_received()
 
     def stop_at_prediction_batch(self) -> None:
@@ -80,9 +96,12 @@ class StopPoints:
         self.stop_here()
 
     def stop_here(self) -> None:
-        """Raise SIGTERMException if all ranks stop here."""
+        """Raise SIGTERMException if all ranks stop here, after a checkpoint for SLURM's requeueing if that is why."""
         if self._stops_at((self._step, self._batch)):
             self._set_received()
+            if self._why() == _REQUEUE:
+                connector: Any = self._trainer._signal_connector
+                type(connector)._slurm_sigusr_handler_fn(connector, signal.SIGUSR1, None)  # saves, and requeues on rank 0
             raise SIGTERMException
 
     def _set_received(self) -> None:

@@ -62,10 +62,12 @@ class RankNotices:
         self._jobs: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
         self._stop_requested = self._answered = self._alarmed = self._failed = self._lost = False
         self._failure = ""  # which rank has failed first, and why
+        self._wish = ""  # why this rank wants all to stop
         self._lock = threading.Lock()
         self._reached: Point = (-1, 0)
         self._stopping = False  # from now on the main thread passes no point until all ranks agree where to stop
         self._last: Point = _NEVER  # the last point that a rank has passed; all stop at the next
+        self.why = ""  # all stop, once they have agreed to
         self._agreed = threading.Event()
         self._thread: threading.Thread | None = start_daemon(self._work, "freescale notices")
 
@@ -79,9 +81,12 @@ class RankNotices:
 
     # -- to stop together
 
-    def request_stop(self) -> None:
-        """Have all ranks stop at the next point that none has passed. May be called in a signal handler."""
-        self._stop_requested = True
+    def request_stop(self, why: str) -> None:
+        """Have all ranks stop at the next point that none has passed, for the first reason that any of them gives.
+
+        May be called in a signal handler.
+        """
+        self._wish, self._stop_requested = self._wish or why, True
         self._jobs.put(self._look)  # the one queue whose put may interrupt itself
 
     def stops_at(self, point: Point) -> bool:
@@ -105,16 +110,16 @@ class RankNotices:
         with self._lock:
             first, self._stopping = not self._stopping, True
         if first:
-            self._store.set("stop", "1")
+            self._store.compare_set("stop", "", self._wish)
             self._store.set("alarm", "1")
             self._store.set(f"at/{self.rank}", json.dumps(self._reached))
         keys = [f"at/{rank}" for rank in range(self.size)]
         if self.rank == 0 and self._store.check(keys):
             last = max(tuple(json.loads(at)) for at in self._store.multi_get(keys))
-            self._store.compare_set("last", "", json.dumps(last))
+            self._store.compare_set("last", "", json.dumps([*last, self._store.get("stop").decode()]))
         if self._store.check(["last"]):
-            reached = json.loads(self._store.get("last"))
-            self._last = (reached[0], reached[1])
+            step, batch, *why = json.loads(self._store.get("last"))
+            self._last, self.why = (step, batch), "".join(why)
             self._agreed.set()
 
     def _leave(self) -> None:

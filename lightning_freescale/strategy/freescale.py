@@ -509,9 +509,9 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     # -- parts of the set-up, in their order
 
     def _prepare_for_failures(self, trainer: Trainer, fitting: bool) -> None:
-        if self._notices is None:
+        if (notices := self._notices) is None:
             return
-        self._stop_points = StopPoints(trainer, self._notices.request_stop, self._notices.stops_at)
+        self._stop_points = StopPoints(trainer, notices.request_stop, notices.stops_at, lambda: notices.why)
         self._at_teardown.enter_context(self._stop_points.running())
         self._at_teardown.enter_context(telling_failures(trainer, self._tell_failure))
         if fitting:  # not where training starts: a hook of the user's that fails there would leave the others waiting here
