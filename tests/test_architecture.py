@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "data": {"_worker", "_objects", "_torchrec", "balance", "comm"},
     "embeddings": {"_objects", "_torchrec", "_worker", "comm"},
     "checkpoint": {"_objects", "_version", "embeddings"},
-    "_lightning": {"balance", "profiling"},
+    "_lightning": {"balance", "comm", "profiling"},
     "datamodule": {"_lightning", "balance", "data"},
     "callbacks": {"_lightning", "balance", "data", "profiling"},
     "strategy": {

@@ -206,7 +206,7 @@ trainer:
 AS_NAME = CONFIG + "  strategy: freescale\n"
 DATA = "data: {balance: {assignment_mode: slack}, num_workers: 1}\n"
 AS_CLASS = CONFIG + (
-    "  strategy: {class_path: lightning_freescale.FreeScaleStrategy, init_args: {sigterm_every_n_steps: 2}}\n"
+    "  strategy: {class_path: lightning_freescale.FreeScaleStrategy, init_args: {checkpoint: single}}\n"
     "  callbacks: [{class_path: lightning_freescale.BubbleProfiler, init_args: {warmup_steps: 0, trace_steps: 0}}]\n"
 )
 
@@ -271,7 +271,7 @@ def test_who_tells_the_ids_can_stand_in_yaml() -> None:
 @pytest.mark.parametrize(
     ("config", "data"),
     [
-        (AS_CLASS.replace("sigterm_every_n_steps", "no_such_option"), ""),
+        (AS_CLASS.replace("checkpoint:", "no_such_option:"), ""),
         (AS_NAME, "data: {no_such_option: 1}\n"),
         (AS_NAME, "data: {balance: {no_such_option: 1}}\n"),
     ],

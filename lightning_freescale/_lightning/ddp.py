@@ -10,14 +10,32 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import nn
 from typing_extensions import override
 
+from lightning_freescale._lightning.fabric import GROUP_TIMEOUT
+from lightning_freescale._lightning.rendezvous import create_for_attempt
+
 
 class DDPBase(DDPStrategy):
     """DDPStrategy whose subclasses shard, wrap and revert the module by themselves, and so need what it was given."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.group_timeout: timedelta = options.get("timeout") or GROUP_TIMEOUT
 
     @property
     def ddp_options(self) -> dict[str, Any]:
         """The options that go to ``DistributedDataParallel``."""
         return self._ddp_kwargs
+
+    @property
+    def default_group_timeout(self) -> timedelta | None:
+        """Of the default group, and of what takes as long as set-up and saving do."""
+        return self._timeout
+
+    @override
+    def setup_distributed(self) -> None:
+        self.set_world_ranks()
+        create_for_attempt(self.cluster_environment, self._get_process_group_backend(), self._timeout, self.root_device)
+        super().setup_distributed()
 
     def apply_layer_sync(self, module: nn.Module) -> None:
         """Replace batch norms by synchronized ones, in place, if the Trainer was asked for that."""
@@ -58,5 +76,6 @@ class DDPBase(DDPStrategy):
 
 
 def process_group_timeout(strategy: Strategy) -> timedelta | None:
-    """Return the timeout of the strategy's process groups; None if it has none of its own."""
-    return getattr(strategy, "_timeout", None)
+    """Return the timeout of groups that are made beside the default one; None if the strategy has none of its own."""
+    own: timedelta | None = getattr(strategy, "group_timeout", None)
+    return own or getattr(strategy, "_timeout", None)

@@ -13,19 +13,24 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import nn
 from typing_extensions import override
 
+from lightning_freescale._lightning.rendezvous import create_for_attempt
+
+GROUP_TIMEOUT = timedelta(minutes=5)
+"""Of the groups that we make beside the default one, where the user sets none. They wait for a step; the default group, which
+waits for slow set-up and saving as well, has Lightning's."""
+
 
 class FabricDDPBase(DDPStrategy):
     """Fabric's DDPStrategy whose subclasses shard and wrap the module by themselves, and so need what it was given."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.group_timeout: timedelta = options.get("timeout") or GROUP_TIMEOUT
 
     @property
     def ddp_options(self) -> dict[str, Any]:
         """The options that go to ``DistributedDataParallel``."""
         return self._ddp_kwargs
-
-    @property
-    def timeout(self) -> timedelta | None:
-        """Of the process groups."""
-        return self._timeout
 
     @property
     def start_method(self) -> str:
@@ -43,6 +48,12 @@ class FabricDDPBase(DDPStrategy):
         precision = self.precision
         scales = isinstance(precision, MixedPrecision) and precision.scaler is not None
         return precision.precision in ("32-true", "bf16-mixed") and not scales
+
+    @override
+    def _setup_distributed(self) -> None:
+        self._set_world_ranks()
+        create_for_attempt(self.cluster_environment, self._get_process_group_backend(), self._timeout, self.root_device)
+        super()._setup_distributed()
 
     def block_backward_sync(self, blocked: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
         """Have ``fabric.no_backward_sync`` enter ``blocked(module)``, with the module as DDP has wrapped it."""

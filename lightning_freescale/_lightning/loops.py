@@ -128,23 +128,3 @@ def reopen_epoch(loops: dict[str, Any], trainer: Trainer) -> None:
         batches[name]["completed"] = batches[name]["processed"] - 1
     if not trainer.fit_loop._should_accumulate():
         fit["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
-
-
-def throttle_sigterm_broadcast(trainer: Trainer, every_n_steps: int, around: Callable[[], Any]) -> None:
-    """Let ranks tell each other of a SIGTERM every ``every_n_steps`` batches only, each time inside the context ``around()``.
-
-    Lightning does it before every batch: a collective on the default group and an ``.item()``, which keeps the host from
-    running ahead of the device. There is no public switch, so the loop's method is replaced on this instance; where a
-    Lightning version has no such method there is nothing to throttle.
-    """
-    loop = trainer.fit_loop.epoch_loop
-    broadcast = getattr(type(loop), "_broadcast_sigterm_tensor", None)
-    if broadcast is None:
-        return
-
-    def throttled() -> None:
-        if loop.batch_progress.total.ready % every_n_steps == 0:
-            with around():
-                broadcast(loop)
-
-    loop._broadcast_sigterm_tensor = throttled  # type: ignore[method-assign]

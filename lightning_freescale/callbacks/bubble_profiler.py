@@ -81,6 +81,7 @@ class BubbleProfiler(Callback):
         self.files: dict[str, Path] = {}
         self._timeline = Timeline()
         self._profiler: StepProfiler | None = None
+        self._group: dist.ProcessGroup | None = None
         self._observing = ExitStack()
 
     # -- before and after
@@ -103,14 +104,17 @@ class BubbleProfiler(Callback):
         self._timeline.enable(trainer.strategy.root_device)
         self._timeline.driven = True
         self._observing.enter_context(stages_on(self._timeline, trainer.strategy))
+        # the profiler's alone: its exchanges must not queue behind training's, nor delay them; and made before training starts,
+        # where the hook of another callback that fails on one rank would leave the others waiting for it
+        self._group = None
+        if trainer.world_size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=process_group_timeout(trainer.strategy))
+            self._observing.callback(dist.destroy_process_group, self._group)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         dirpath = Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "bubbles")
-        group = None
-        if trainer.world_size > 1:  # the profiler's alone: its exchanges must not queue behind training's, nor delay them
-            group = dist.new_group(backend="gloo", timeout=process_group_timeout(trainer.strategy))
-            self._observing.callback(dist.destroy_process_group, group)
+        group = self._group
         self._observing.enter_context(collectives_on(self._timeline, ignored_groups=() if group is None else (group,)))
         self._observing.enter_context(around_validation(trainer, lambda: self._timeline.span("pause", "validation")))
         run = describe_run(trainer, pl_module, self.label)

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_freescale.comm.bounded_store import BoundedStore
+
 _FAILURE_KEY = "failure"
 _UNUSED_TAG = 2**31 - 2
 _MAY_KNOW_BETTER = timedelta(seconds=0.5)
@@ -48,7 +50,7 @@ class GlooP2P:
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: list[int]) -> None:
         self.rank, self.size, self.ranks = rank, size, ranks
-        self._store = store
+        self._store = BoundedStore(store)
         self._ending = False
         self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("p2p", store), rank, size, timeout=timeout)
         self.peers = [(rank + shift) % size for shift in range(1, size)]
@@ -77,8 +79,8 @@ class GlooP2P:
     def abort(self, reason: str) -> None:
         """Tell the others why this rank gives up, and close the connections, so that nobody waits for it."""
         if self._gloo is not None:
-            with suppress(RuntimeError):  # the store may have died with its rank
-                self._store.compare_set(_FAILURE_KEY, "", f"rank {self.ranks[self.rank]} has given up: {reason}")
+            told = f"rank {self.ranks[self.rank]} has given up: {reason}"
+            self._store.ask(lambda store: store.compare_set(_FAILURE_KEY, "", told), b"")
         self.close_connections()
 
     def refuse_more(self) -> None:
@@ -124,12 +126,13 @@ class GlooP2P:
 
     def first_failure(self, wait: timedelta = timedelta(0)) -> str:
         """Return why the first rank gave up; empty if none has."""
-        with suppress(RuntimeError):  # the store may have died with its rank
+
+        def look(store: dist.Store) -> str:
             if wait:
-                self._store.wait([_FAILURE_KEY], wait)
-            if self._store.check([_FAILURE_KEY]):
-                return self._store.get(_FAILURE_KEY).decode()
-        return ""
+                store.wait([_FAILURE_KEY], wait)
+            return store.get(_FAILURE_KEY).decode() if store.check([_FAILURE_KEY]) else ""
+
+        return self._store.ask(look, "", wait.total_seconds())
 
     def _why_closed_before(self, peer: int) -> str:
         """Return why the connection was closed before a timeout closed all; empty if it was not."""

@@ -90,8 +90,9 @@ class FreeScaleFabricStrategy(TableAccess, FabricDDPBase):
         exchange: ``"flat"`` or ``"two_level"``, see :class:`lightning_freescale.FreeScaleStrategy`.
         clip_gradients: allow ``fabric.clip_gradients``, over dense part and tables together. No row is updated before all
             gradients are known then, so less of the exchange is hidden.
-        **ddp_options: as in :class:`lightning.fabric.strategies.DDPStrategy`; those it does not know go to
-            ``DistributedDataParallel`` for the dense part.
+        **ddp_options: ``timeout`` is that of all process groups; without it, the default group has Lightning's, and those for
+            rows have five minutes. Others are as in :class:`lightning.fabric.strategies.DDPStrategy`; those it does not know go
+            to ``DistributedDataParallel`` for the dense part.
 
     Raises:
         ValueError: there is no such transport, placement or exchange, or an option would have no effect beside another.
@@ -367,7 +368,7 @@ class FreeScaleFabricStrategy(TableAccess, FabricDDPBase):
                 optimizers = groups.optimizers
                 tell_of_lazy_updates(optimizers)
             return groups, sharding.shard(
-                group=embedding_group(None, self.transport, self.root_device, self.timeout),
+                group=embedding_group(None, self.transport, self.root_device, self.group_timeout),
                 local_world_size=self.num_processes,
                 plan=self.plan,
                 planner=self.planner,
@@ -392,7 +393,7 @@ class FreeScaleFabricStrategy(TableAccess, FabricDDPBase):
             engine = OverlapEngine(
                 self.tables,
                 self.dedup,
-                self.timeout,
+                self.group_timeout,
                 self.transport,
                 hold_gradients=self.clips_gradients,
                 exchange=levels_of(self.exchange, self.num_nodes, self.num_processes),

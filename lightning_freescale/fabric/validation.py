@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 _OF_THE_TRAINER = {
     "lookahead": "a trial run repeats training_step, which Fabric has not. Tell the ids by ids_of=, or put them into the batch",
     "target_bubble_reduction": "the autopilot times the Trainer's steps. Set split_backward= yourself, or use L.Trainer",
-    "sigterm_every_n_steps": "it is the Trainer that tells the ranks of a SIGTERM. Leave it out",
     "clip": "pass clip_gradients=True and call fabric.clip_gradients(model, optimizer, ...), over dense part and tables",
     "micro_batches": "the Trainer's loop divides batches. Use smaller batches within fabric.no_backward_sync(model)",
     "model_averaging_period": "sharded tables cannot differ between ranks. Leave it out",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -29,7 +28,8 @@ class BalanceMonitor:
     Args:
         trainer: the Trainer, with its loader in place.
         timeline: where the strategy's compute times are recorded.
-        timeout: of the collectives here.
+        group: gloo's, of all ranks, and nobody else's: what is exchanged here must not queue behind training's collectives.
+            None for a single rank.
         new_autopilot: makes it, given how to gather and compute times; returns None if nothing is to be chosen.
 
     Attributes:
@@ -40,7 +40,7 @@ class BalanceMonitor:
         self,
         trainer: Trainer,
         timeline: Timeline,
-        timeout: timedelta | None,
+        group: dist.ProcessGroup | None,
         new_autopilot: Callable[[Callable[[Any], list[Any]], ComputeTimes | None], Autopilot | None],
     ) -> None:
         self.trainer = trainer
@@ -49,8 +49,7 @@ class BalanceMonitor:
         self._reported = False
         self._sums = BalanceSums()
         self._logged_step = -1
-        self._several, self._timeout = trainer.world_size > 1 and dist.is_initialized(), timeout
-        self._group: dist.ProcessGroup | None = None
+        self._group = group
         data = calibrated_data(trainer)
         self._times = ComputeTimes(timeline) if timeline.enabled else None
         self._calibrator = None
@@ -85,21 +84,13 @@ class BalanceMonitor:
         self.stop()
 
     def stop(self) -> None:
-        """Give up group and measurements; also after training that failed."""
+        """Give up measurements; also after training that failed."""
         self._stop_times()
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
         self._calibrator = self._group = None
 
     def _gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, by rank, on every rank. Collective."""
-        if not self._several:
-            return [value]
-        if self._group is None:
-            # its own gloo group: what is exchanged here must not queue behind training's collectives; made where something
-            # is exchanged, as each group listens on a port
-            self._group = dist.new_group(backend="gloo", timeout=self._timeout)
-        return gather_objects(value, self._group)
+        return [value] if self._group is None else gather_objects(value, self._group)
 
     def _measure(self, sampler: Any, step: int) -> None:
         """Have calibrator and autopilot note that a step begins."""
@@ -128,7 +119,7 @@ class BalanceMonitor:
         """Report the epoch before, and raise if the ranks have not the same plan: samples would be lost and repeated."""
         self._end_epoch()
         self._epoch = sampler.epoch
-        if not self._several or not hasattr(sampler, "digest"):
+        if self._group is None or not hasattr(sampler, "digest"):
             return
         # here and not in the loader: a collective in an iterator would hang whoever looks at a loader on one rank
         with self._timeline.collective("plan"):

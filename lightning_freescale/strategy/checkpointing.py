@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from lightning_freescale._lightning.ddp import DDPBase, process_group_timeout
+from lightning_freescale._lightning.ddp import DDPBase
 from lightning_freescale._lightning.loops import Trainer, ended_inside_epoch, rank_zero_warn, reopen_epoch
 from lightning_freescale._lightning.saving import around_save_checkpoint, is_local, warn_of_what_is_missing
 from lightning_freescale._objects import gather_objects
@@ -88,7 +88,7 @@ class UnshardedCheckpointStrategy(TableAccess, DDPBase):
         around_save_checkpoint(
             trainer, lambda path: self.files.deferring(is_local(self.checkpoint_io, path), path, self.root_device)
         )
-        self.files.set_up(process_group_timeout(self))
+        self.files.set_up(self.default_group_timeout)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -7,23 +7,24 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_freescale._lightning.batch_in_parts import micro_batches_in, of_each_part
-from lightning_freescale._lightning.ddp import process_group_timeout
 from lightning_freescale._lightning.loops import (
     Trainer,
     TrainerFn,
     optimizers_to_device,
     reload_train_loader,
-    throttle_sigterm_broadcast,
 )
 from lightning_freescale._lightning.stages import stages_on
+from lightning_freescale._lightning.stop_points import SIGTERMException, StopPoints, telling_failures
 from lightning_freescale.balance import MicroBatches
 from lightning_freescale.comm import FreeScaleGroup, LaneOptions
+from lightning_freescale.comm.rank_notices import RankNotices, notices_of_ranks
 from lightning_freescale.profiling.recording.collectives import collectives_on
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.strategy.autopilot import Autopilot
@@ -96,8 +97,6 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             plain TorchRec after its first steps, after one notice.
         dedup: with ``overlap``, send each row once per rank and step. Without it the numbers are bitwise those of plain
             TorchRec, with it they differ by the order of summation.
-        sigterm_every_n_steps: how often the ranks tell each other of a SIGTERM, in steps, at least 1. Lightning does it before
-            every step.
         lookahead: how the next batch's ids are known, with ``overlap``. ``"batch"``: they stand in the batch, or ``ids_of``
             or a method ``embedding_ids(batch)`` of the LightningModule tells them; what nobody knows is exchanged without
             overlap, after one notice. ``"trial_run"``: where they do not stand in the batch, the next ``training_step`` runs
@@ -143,16 +142,17 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             enough, stays until then. What cannot be written is raised at the next save, or at the end of training.
         save_non_finite: save parameters that are infinite or not a number. By default that is an error, and the checkpoints
             before stay as they were.
-        **ddp_options: as in :class:`lightning.pytorch.strategies.DDPStrategy`; those it does not know go to
-            ``DistributedDataParallel`` for the dense part.
+        **ddp_options: ``timeout`` is that of all process groups; without it, the default group has Lightning's, and those for
+            rows, plans and measurements have five minutes. Others are as in
+            :class:`lightning.pytorch.strategies.DDPStrategy`; those it does not know go to ``DistributedDataParallel`` for the
+            dense part.
 
     Attributes:
         overlap_report: what the overlap was worth in the last fit, once it has ended; None without overlap.
 
     Raises:
-        ValueError: ``sigterm_every_n_steps`` is less than 1, ``target_bubble_reduction`` is no share, there is no such
-            transport, lookahead, clip, placement, exchange or checkpoint, or an option would have no effect, or another one,
-            beside another.
+        ValueError: ``target_bubble_reduction`` is no share, there is no such transport, lookahead, clip, placement, exchange or
+            checkpoint, or an option would have no effect, or another one, beside another.
         TypeError: ``ids_of`` is no function, ``shard`` no list, or there is no such option.
     """
 
@@ -167,7 +167,6 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         transport: str = "auto",
         overlap: bool = True,
         dedup: bool = True,
-        sigterm_every_n_steps: int = 50,
         lookahead: Literal["batch", "trial_run"] = "batch",
         ids_of: Callable[[Any], Any] | None = None,
         shard: Sequence[str] | Literal["auto"] | None = None,
@@ -184,8 +183,6 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         refuse_unknown_options(ddp_options, FreeScaleStrategy)
         refuse_checkpoint(checkpoint, async_save)
         super().__init__(CheckpointFiles(checkpoint, async_save, save_non_finite), **ddp_options)
-        if sigterm_every_n_steps < 1:
-            raise ValueError(f"sigterm_every_n_steps={sigterm_every_n_steps!r}: pass a number of steps, at least 1")
         refuse_lookahead(lookahead, ids_of, overlap)
         refuse_split_backward(split_backward, overlap)
         refuse_shard(shard)
@@ -201,11 +198,13 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self.overlap, self.dedup = overlap, dedup
         self.lookahead, self.ids_of = lookahead, ids_of
         self.shard = shard
-        self.sigterm_every_n_steps = sigterm_every_n_steps
         self.timeline = Timeline()
         self.overlap_report: OverlapReport | None = None
         self._at_teardown = ExitStack()
         self._balance_monitor: BalanceMonitor | None = None
+        self._notices: RankNotices | None = None
+        self._monitor_group: dist.ProcessGroup | None = None
+        self._stop_points: StopPoints | None = None
         self._clipping: TableClipping | None = None
         self._loss_weight = 1.0
         self._hides_nothing = ""  # why no exchange is hidden behind compute, if none is
@@ -242,6 +241,9 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         except RuntimeError as error:
             refuse_shared_gpu(error)
             raise
+        self._notices = notices_of_ranks(self.group_timeout)  # before any hook of the user's may fail
+        if self._notices is not None:
+            self._at_teardown.callback(self._notices.close)
 
     @property
     @override
@@ -253,6 +255,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         assert module is not None
         assert self.accelerator is not None
+        self._prepare_for_failures(trainer, fitting)
         if fitting and calibrated_data(trainer) is not None:
             self._record_steps()
         self.set_up_saving(trainer)
@@ -293,13 +296,17 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        if isinstance(exception, SIGTERMException):  # all ranks are here, and what a callback has saved is to be kept
+            self.files.finish()
         super().on_exception(exception)
         exception.args = tuple(named_for_freescale(argument) for argument in exception.args)
+        self._tell_failure(exception)  # that of a hook before or after the loop
 
     @override
     def teardown(self) -> None:
         self.leave_fit()
         self._balance_monitor = self.overlap_controller = self._clipping = self.autopilot = None
+        self._notices = self._stop_points = self._monitor_group = None
         self._at_teardown.close()
         if self.tables is None:
             super().teardown()
@@ -349,17 +356,20 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         trainer = self.lightning_module.trainer
         controller = self.overlap_controller
         self._at_teardown.enter_context(micro_batches_in(trainer, None if controller is None else controller.take_loaded))
-        self._balance_monitor = BalanceMonitor(trainer, self.timeline, process_group_timeout(self), self._new_autopilot)
+        self._balance_monitor = BalanceMonitor(trainer, self.timeline, self._monitor_group, self._new_autopilot)
         self.autopilot = self._balance_monitor.autopilot
         self._at_teardown.callback(self._balance_monitor.stop)
-        throttle_sigterm_broadcast(trainer, self.sigterm_every_n_steps, lambda: self.timeline.collective("sigterm"))
 
     @override
     def on_train_end(self) -> None:
+        self._look_for_notices()  # what one rank tells before the collectives here, all hear behind them
         super().on_train_end()
         self.finish_overlap()
         if self._balance_monitor is not None:
             self._balance_monitor.end_training()
+        self._look_for_notices()
+        if self._stop_points is not None:
+            self._stop_points.end_training()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -437,10 +447,50 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
 
     @override
     def on_validation_start(self) -> None:
+        self._begin_evaluation()
         self._end_backward()
         self.drain()
         if self._balance_monitor is not None:
             self._balance_monitor.pause()
+
+    @override
+    def on_test_start(self) -> None:
+        self._begin_evaluation()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._begin_evaluation()
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._stop_points is not None:
+            self._stop_points.note_evaluation_batch()
+        return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._stop_points is not None:
+            self._stop_points.note_evaluation_batch()
+        return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._stop_points is not None:
+            self._stop_points.stop_at_prediction_batch()
+        return super().predict_step(*args, **kwargs)
+
+    def _tell_failure(self, exception: BaseException) -> None:
+        """Tell the other ranks why this one fails; or, if it fails because of another one, add which and why."""
+        if self._notices is not None and not isinstance(exception, SIGTERMException):
+            self._notices.tell_or_explain(exception)
+
+    def _look_for_notices(self) -> None:
+        if self._notices is not None:
+            self._notices.look()
+
+    def _begin_evaluation(self) -> None:
+        if self._stop_points is not None:
+            self._stop_points.begin_evaluation()
 
     # -- for callbacks and users
 
@@ -457,6 +507,16 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         return self.overlap_report
 
     # -- parts of the set-up, in their order
+
+    def _prepare_for_failures(self, trainer: Trainer, fitting: bool) -> None:
+        if self._notices is None:
+            return
+        self._stop_points = StopPoints(trainer, self._notices.request_stop, self._notices.stops_at)
+        self._at_teardown.enter_context(self._stop_points.running())
+        self._at_teardown.enter_context(telling_failures(trainer, self._tell_failure))
+        if fitting:  # not where training starts: a hook of the user's that fails there would leave the others waiting here
+            self._monitor_group = dist.new_group(backend="gloo", timeout=self.group_timeout)
+            self._at_teardown.callback(dist.destroy_process_group, self._monitor_group)
 
     def _shard(self, trainer: Trainer, module: nn.Module, found: list[tuple[Collection, Any]], fitting: bool) -> ShardedTables:
         from lightning_freescale.embeddings.parameter_groups import ParameterGroups
@@ -478,7 +538,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
                     plain = [each for each, _ in found if not self.overlap or each.plain_because]
                     refuse_clipping(trainer, plain, optimizers)
             return sharding.shard(
-                group=embedding_group(earlier, self.transport, self.root_device, process_group_timeout(self)),
+                group=embedding_group(earlier, self.transport, self.root_device, self.group_timeout),
                 local_world_size=self.num_processes,
                 plan=self.plan,
                 planner=self.planner,
@@ -511,7 +571,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             clips: dict[str, Any] = clip_options(trainer, self.groups.optimizers) if self.clip == "all" else {}
             levels = levels_of(self.exchange, self.num_nodes, self.num_processes)
             nodes: dict[str, Any] = {"exchange": levels, "ranks_per_node": self.num_processes}
-            engine = OverlapEngine(tables, self.dedup, process_group_timeout(self), self.transport, **clips, **nodes)
+            engine = OverlapEngine(tables, self.dedup, self.group_timeout, self.transport, **clips, **nodes)
             self._at_teardown.callback(engine.close, farewell=False)  # training ends with a report of all ranks
             why_not = f"TorchRec updates collections {list(engine.plain)} during backward" if engine.plain else ""
             self.overlap_controller = OverlapController(

@@ -65,7 +65,7 @@ def _fit(
         callbacks=callbacks,
         accumulate_grad_batches=accumulate,
         strategy=FreeScaleStrategy(overlap=overlap),
-        enable_checkpointing=bool(callbacks),
+        enable_checkpointing=saved_by == "epoch's end",
     )
     resume = None if ended_by else path
     fit.fit(module, loader, ckpt_path=resume)

@@ -1,4 +1,4 @@
-"""The profiler knows torch and numpy, but neither Lightning nor TorchRec nor another room: any loop can use it."""
+"""The profiler knows torch and numpy, but no Lightning, TorchRec or other room but what all may import: any loop can use it."""
 
 from __future__ import annotations
 

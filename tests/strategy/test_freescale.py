@@ -9,8 +9,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.types import ShardedModule
 from torchrec.models.dlrm import SparseArch
@@ -288,27 +286,6 @@ def _update_counts() -> list[int]:
 def test_validation_does_not_count_as_an_update() -> None:
     """FBGEMM counts every forward; Adam's bias correction would be off after validation."""
     assert run_distributed(_update_counts, 2)[0] == [1, 2, 3, 4, 5, 6, 7, 8]
-
-
-def _sigterm_broadcasts(every: int) -> int:
-    calls, broadcast = [0], dist.broadcast
-
-    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        calls[0] += tensor.dtype == torch.int64 and tensor.shape == (1,)
-        return broadcast(tensor, *args, **kwargs)
-
-    dist.broadcast = torch.distributed.broadcast = counted
-    trainer(strategy=FreeScaleStrategy(sigterm_every_n_steps=every), devices=2, limit_val_batches=0, max_epochs=2).fit(
-        Recommender(), _data(64)
-    )
-    return calls[0]
-
-
-@pytest.mark.slow
-def test_sigterm_broadcast_is_throttled() -> None:
-    """16 steps: at each of them, or at the first and every tenth. Before 2.5.2 Lightning had no such broadcast."""
-    often, seldom = (run_distributed(_sigterm_broadcasts, 2, every)[0] for every in (1, 10))
-    assert often - seldom == (16 - 2 if hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor") else 0)
 
 
 class OwnKind(EmbeddingCollection):

@@ -230,8 +230,6 @@ def test_table_smaller_than_the_data() -> None:
 
 
 def test_strategy_arguments() -> None:
-    with pytest.raises(ValueError, match="sigterm_every_n_steps=0"):
-        FreeScaleStrategy(sigterm_every_n_steps=0)
     with pytest.raises(ValueError, match=r"clip='tables'.*'all' or 'dense'"):
         FreeScaleStrategy(clip="tables")
 

@@ -1,0 +1,211 @@
+"""The ranks of an attempt of ``faults.py``: forked, struck from outside, watched until they have ended, and what they leave."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import mmap
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fault_kinds import Fault
+
+from lightning_freescale.testing import _reserved_port
+
+_BEGINS_WITHIN = 180.0  # seconds until a fault has struck, on a busy machine
+_WORKERS_LOOK_EVERY = 5.0  # seconds between the looks of a loader's worker at whether its rank is still there
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How a rank has ended.
+
+    Attributes:
+        code: its exit status; None if it was still there when the time was over.
+        seconds: since the fault.
+        error: all messages of its last error, the first cause last.
+        result: what it returned, None if it did not.
+    """
+
+    code: int | None
+    seconds: float
+    error: str
+    result: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """How an attempt has ended.
+
+    Attributes:
+        ends: of each rank.
+        struck: whether there was a fault.
+        steps: that rank 0 had done.
+        processes: that are left of the ranks'.
+        memory: shared memory that is left of theirs.
+    """
+
+    ends: list[RankEnd]
+    struck: bool
+    steps: int
+    processes: list[str]
+    memory: list[str]
+
+
+def run_ranks(
+    call: Callable[[int, np.ndarray], dict[str, Any]], ranks: int, fault: Fault | None, folder: Path, limit: float
+) -> Attempt:
+    """Call ``call(rank, progress)`` in a process of its own for each rank.
+
+    Args:
+        call: what a rank does, with the steps that each rank has done, and when a fault struck it, shape ``[2, ranks]``.
+        ranks: how many.
+        fault: that is to strike.
+        folder: for what they print.
+        limit: seconds after a fault that a rank has to end.
+    """
+    progress, processes = np.frombuffer(mmap.mmap(-1, 16 * ranks)).reshape(2, ranks), list[int]()
+    sys.stdout.flush()
+    try:
+        with _reserved_port() as port:
+            for rank in range(ranks):
+                processes.append(_fork(call, rank, ranks, port, progress, folder))
+            codes, ended_at, seen = _watch(processes, fault, progress, limit)
+    except BaseException:
+        for process in _of_sessions(set(processes)):
+            _kill(process)
+        raise
+    stays = set(fault.ranks) if fault is not None and fault.stays else set()
+    for rank in sorted(stays - codes.keys()):
+        _kill(processes[rank])
+        codes[rank] = os.waitstatus_to_exitcode(os.waitpid(processes[rank], 0)[1])
+    sessions = {process for rank, process in enumerate(processes) if rank in codes.keys() - stays}
+    deadline = time.monotonic() + 2 * _WORKERS_LOOK_EVERY
+    while (left := _of_sessions(sessions)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for process in left | _of_sessions(set(processes)).keys():
+        _kill(process)
+    for rank in set(range(ranks)) - codes.keys():
+        os.waitpid(processes[rank], 0)
+    memory = [name for name in os.listdir("/dev/shm") if any(str(process) in name for process in seen | set(processes))]
+    for name in memory:
+        Path("/dev/shm", name).unlink()
+    first = min((float(at) for at in progress[1] if at), default=0.0)
+    ends = [RankEnd(codes.get(rank), ended_at[rank] - first if first else 0.0, *_told(folder, rank)) for rank in range(ranks)]
+    return Attempt(ends, bool(first), int(progress[0, 0]), [f"{name} ({process})" for process, name in left.items()], memory)
+
+
+def _fork(
+    call: Callable[[int, np.ndarray], dict[str, Any]], rank: int, ranks: int, port: int, progress: np.ndarray, folder: Path
+) -> int:
+    process = os.fork()
+    if process:
+        return process
+    code = 1
+    try:
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        printed = os.open(folder / f"rank{rank}.txt", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+        os.dup2(printed, 1)
+        os.dup2(printed, 2)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="faults")
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0")
+        os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+        told = folder / f"rank{rank}.json"
+        told.unlink(missing_ok=True)
+        try:
+            told.write_text(json.dumps({"result": call(rank, progress)}))
+            code = 0
+        except BaseException as error:
+            code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+            traceback.print_exc()
+            told.write_text(json.dumps({"error": _messages(error)}))
+        # as a script ends
+        sys.stdout.flush()
+        sys.stderr.flush()
+        threading._shutdown()
+        atexit._run_exitfuncs()
+    finally:
+        os._exit(code)
+
+
+def _messages(error: BaseException | None) -> str:
+    told = []
+    while error is not None:
+        told += traceback.format_exception_only(error)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return "".join(told)
+
+
+def _told(folder: Path, rank: int) -> tuple[str, dict[str, Any] | None]:
+    """Return the error of a rank and its result, or what there is of them."""
+    try:
+        told = json.loads((folder / f"rank{rank}.json").read_text())
+    except (FileNotFoundError, ValueError):
+        return "", None
+    return told.get("error", ""), told.get("result")
+
+
+def _watch(
+    processes: list[int], fault: Fault | None, progress: np.ndarray, limit: float
+) -> tuple[dict[int, int], list[float], set[int]]:
+    """Return exit statuses of the ranks that have ended, when each had, and all processes there were."""
+    began, codes, ended_at, seen = time.monotonic(), dict[int, int](), [0.0] * len(processes), set[int]()
+    stays = set(fault.ranks) if fault is not None and fault.stays else set()
+    looked = due = goes_on = 0.0
+    while len(codes.keys() | stays) < len(processes):
+        now = time.monotonic()
+        first = min((float(at) for at in progress[1] if at), default=0.0)
+        if now > (first + limit if first else began + _BEGINS_WITHIN):
+            break
+        for rank, process in enumerate(processes):
+            if rank not in codes and (found := os.waitpid(process, os.WNOHANG))[0]:
+                codes[rank], ended_at[rank] = os.waitstatus_to_exitcode(found[1]), time.monotonic()
+        if now > looked + 0.2:
+            looked, seen = now, seen | _of_sessions(set(processes)).keys()
+        if fault is not None and fault.place == "signal":
+            if not due and progress[0, fault.ranks[0]] >= fault.step:
+                due = now + fault.delay
+            if due and not first and now >= due:
+                progress[1, list(fault.ranks)] = time.monotonic()
+                goes_on = now + fault.seconds if fault.seconds else 0.0
+                _signal([processes[rank] for rank in fault.ranks if rank not in codes], getattr(signal, fault.how))
+            if goes_on and now >= goes_on:
+                goes_on = 0.0
+                _signal([processes[rank] for rank in fault.ranks if rank not in codes], signal.SIGCONT)
+        time.sleep(0.005)
+    return codes, [at or time.monotonic() for at in ended_at], seen
+
+
+def _signal(processes: list[int], number: signal.Signals) -> None:
+    for process in processes:
+        os.kill(process, number)
+
+
+def _kill(process: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
+
+
+def _of_sessions(sessions: set[int]) -> dict[int, str]:
+    """Return the processes of these sessions that have not ended, and their names."""
+    found = {}
+    for process in os.listdir("/proc"):
+        if process.isdigit():
+            with contextlib.suppress(OSError):
+                name, _, rest = Path(f"/proc/{process}/stat").read_text().partition("(")[2].rpartition(") ")
+                state, _, _, session = rest.split()[:4]
+                if int(session) in sessions and state != "Z":
+                    found[int(process)] = name
+    return found

@@ -1,0 +1,112 @@
+"""Lets a SIGTERM stop all ranks at the same point of Lightning's loops.
+
+Lightning's handler broadcasts from rank 0 wherever the signal finds the process, and its loops leave as soon as their own rank
+has the signal: a rank that alone has it waits for the others in a collective that they do not make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch.utilities.exceptions import SIGTERMException as SIGTERMException
+
+from lightning_freescale._lightning.loops import Trainer
+
+
+class StopPoints:
+    """The points between batches at which all ranks stop after one has had a SIGTERM.
+
+    Args:
+        trainer: whose loops stop there, by SIGTERMException, as they do for a single rank.
+        request: called in the signal handler: all ranks are to stop.
+        stops_at: passes a point; returns whether all ranks stop there.
+    """
+
+    def __init__(self, trainer: Trainer, request: Callable[[], None], stops_at: Callable[[tuple[int, int]], bool]) -> None:
+        self._trainer, self._request, self._stops_at = trainer, request, stops_at
+        self._step = self._batch = 0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Replace what Lightning does; its handler is registered after the strategy is set up, so enter this before."""
+        connector: Any = self._trainer._signal_connector
+        loop: Any = self._trainer.fit_loop.epoch_loop
+        advance, told = loop.advance, False
+
+        def notify(signum: int, _: Any) -> None:
+            nonlocal told
+            launcher = self._trainer.strategy.launcher
+            if launcher is not None and not told:
+                launcher.kill(signum)  # the processes that this one has started
+            told = True
+            self._request()
+
+        def advance_or_stop(data_fetcher: Any) -> None:
+            self._step, self._batch = self._step + 1, 0
+            self.stop_here()
+            advance(data_fetcher)
+
+        replaced = [(connector, "_sigterm_notifier_fn", notify), (loop, "advance", advance_or_stop)]
+        if hasattr(loop, "_broadcast_sigterm_tensor"):  # not in every version: a broadcast before each batch
+            replaced.append((loop, "_broadcast_sigterm_tensor", lambda: None))
+        for target, name, method in replaced:
+            vars(target)[name] = method
+        try:
+            yield
+        finally:
+            for target, name, _ in replaced:
+                del vars(target)[name]
+
+    def begin_evaluation(self) -> None:
+        """Note that validation, test or prediction begins; ranks may have unequally many batches of it."""
+        self._step, self._batch = self._step + 1, 0
+
+    def note_evaluation_batch(self) -> None:
+        """At a batch of validation or test, have the loop stop after it if all ranks do."""
+        self._batch += 1
+        if self._stops_at((self._step, self._batch)):
+            self._set_received()
+
+    def stop_at_prediction_batch(self) -> None:
+        """As :meth:`stop_here`."""
+        self._batch += 1
+        self.stop_here()
+
+    def end_training(self) -> None:
+        """As :meth:`stop_here`, once training has ended."""
+        self._step, self._batch = self._step + 1, 0
+        self.stop_here()
+
+    def stop_here(self) -> None:
+        """Raise SIGTERMException if all ranks stop here."""
+        if self._stops_at((self._step, self._batch)):
+            self._set_received()
+            raise SIGTERMException
+
+    def _set_received(self) -> None:
+        self._trainer._signal_connector.received_sigterm = True
+
+
+@contextmanager
+def telling_failures(trainer: Trainer, tell: Callable[[BaseException], None]) -> Iterator[None]:
+    """Have ``tell`` know what ends the fit loop before callbacks do.
+
+    They may save a checkpoint, which waits for ranks that do not know yet that this one has failed.
+    """
+    loop: Any = trainer.fit_loop
+    run = loop.run
+
+    def run_and_tell() -> Any:
+        try:
+            return run()
+        except BaseException as error:
+            tell(error)
+            raise
+
+    loop.run = run_and_tell
+    try:
+        yield
+    finally:
+        del vars(loop)["run"]

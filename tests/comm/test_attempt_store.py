@@ -1,0 +1,72 @@
+"""Attempts that torchrun lends the same store to do not take what an earlier one has left for their own."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_freescale.comm.attempt_store import attempt_store
+from lightning_freescale.testing import RankFailed, run_distributed
+
+
+def _meet(port: int, attempt: int, late: int | None) -> tuple[str, float]:
+    """Return what rank 0 has written in this attempt, and the sum over all ranks."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank == late:
+        time.sleep(1.2)
+    store = attempt_store("127.0.0.1", port, rank, ranks, timedelta(seconds=60))
+    if rank == 0:
+        store.set("attempt", str(attempt))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return store.get("attempt").decode(), total.item()
+
+
+def _store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.mark.parametrize("late", [None, 0, 2])
+def test_an_attempt_has_a_store_of_its_own(late: int | None) -> None:
+    """Also where rank 0, or another, comes when the others have found what the attempt before has left."""
+    torchrun = _store()
+    for attempt in range(3):
+        found = run_distributed(_meet, 3, torchrun.port, attempt, late if attempt else None, init=False)
+        assert found == [(str(attempt), 3.0)] * 3
+
+
+def test_torch_alone_finds_what_an_earlier_attempt_has_left() -> None:
+    """The reason for all this: addresses, for instance. Once it is none any more, neither is ours."""
+    torchrun = _store()
+
+    def finds_own_key() -> bool:
+        os.environ.update(MASTER_PORT=str(torchrun.port), TORCHELASTIC_USE_AGENT_STORE="True")
+        store, rank, _ = next(dist.rendezvous("env://"))
+        found = store.check([f"of rank {rank}"])
+        store.set(f"of rank {rank}", "")
+        return found
+
+    assert run_distributed(finds_own_key, 2, init=False) == [False, False]
+    assert run_distributed(finds_own_key, 2, init=False) == [True, True]
+
+
+def _waits_for_the_other(port: int) -> None:
+    rank = int(os.environ["RANK"])
+    if rank == int(os.environ["WORLD_SIZE"]) - 1:
+        time.sleep(60)
+    attempt_store("127.0.0.1", port, rank, 3, timedelta(seconds=2))
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_rank_that_does_not_come_is_named() -> None:
+    torchrun = _store()
+    with pytest.raises(
+        RankFailed, match=r"rank 0: (?s:.*)RuntimeError: rank 2 did not come to the store of torchrun within 2 s"
+    ):
+        run_distributed(_waits_for_the_other, 3, torchrun.port, timeout=15)

@@ -1,0 +1,179 @@
+"""Every survivor's error names the rank that has failed, and why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_freescale import BubbleProfiler, FreeScaleDataModule, FreeScaleFabricStrategy, FreeScaleStrategy
+from lightning_freescale._lightning.ddp import process_group_timeout
+from lightning_freescale.testing import RankFailed, run_distributed
+from tests.helpers.recommender import Recommender, Samples, collate, trainer
+
+SECONDS = 15.0
+"""Timeout of the groups; what ends sooner has not waited for it."""
+
+
+def _raise(error: type[BaseException]) -> Callable[[], None]:
+    def fail() -> None:
+        raise error("the needle")
+
+    return fail
+
+
+ENDS: dict[str, Callable[[], None]] = {
+    "raises": _raise(KeyError),
+    "no memory": _raise(MemoryError),
+    "is interrupted": _raise(KeyboardInterrupt),
+    "exits": lambda: sys.exit("the needle"),
+    "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "ends with 0": lambda: os._exit(0),
+    "freezes": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "sleeps": lambda: time.sleep(1000),
+}
+
+
+class Fails(Recommender):
+    """A rank ends in some way, the third time a hook is called."""
+
+    def __init__(self, victim: int, hook: str, how: str) -> None:
+        super().__init__()
+        self.victim, self.hook, self.how, self.left = victim, hook, how, 3
+
+    def fail_in(self, hook: str) -> None:
+        if hook == self.hook and self.global_rank == self.victim:
+            self.left -= 1
+            if self.left == 0:
+                ENDS[self.how]()
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        self.fail_in("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.fail_in("on_before_optimizer_step")
+
+
+class FailsInCallback(L.Callback):
+    """Its hooks are those of the module's."""
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        for _ in range(3):
+            module.fail_in("on_train_start")
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
+        module.fail_in("callback")
+
+
+def _fit(victim: int, hook: str, how: str, overlap: bool = True, seconds: float = SECONDS, profiled: bool = True) -> None:
+    data, module = Samples(64), Fails(victim, hook, how)
+
+    def collate_or_fail(samples: Any) -> Any:
+        if module._trainer is not None:
+            module.fail_in("collate")
+        return collate(samples)
+
+    profiler = [BubbleProfiler(tempfile.mkdtemp(), verbose=False)] if profiled else []
+    callbacks: list[L.Callback] = [FailsInCallback(), *profiler]
+    strategy = FreeScaleStrategy(overlap=overlap, timeout=timedelta(seconds=seconds))
+    run = trainer(strategy=strategy, devices=int(os.environ["WORLD_SIZE"]), callbacks=callbacks)
+    run.fit(module, FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate_or_fail))
+
+
+def _errors(size: int, *args: Any, timeout: float = 90.0) -> dict[int, str]:
+    """Return what each rank ends with."""
+    with pytest.raises(RankFailed) as failure:
+        run_distributed(_fit, size, *args, timeout=timeout, init=False)  # the strategy makes the default group
+    parts = ("\n" + str(failure.value)).split("\nrank ")
+    found: dict[int, str] = {}
+    for part in parts[1:]:  # an error may have lines that begin so, too
+        number, _, text = part.partition(": ")
+        if number.isdigit() and (text.startswith(("Traceback", "died", "did not finish"))):
+            found[int(number)] = text
+        else:
+            found[max(found)] += "\nrank " + part
+    return found
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("hook", "how", "told"),
+    [
+        ("training_step", "raises", "rank 1 has failed first: KeyError: 'the needle'"),
+        ("callback", "raises", "rank 1 has failed first: KeyError: 'the needle'"),
+        ("collate", "raises", "rank 1 has failed first: KeyError: 'the needle'"),
+        ("on_before_optimizer_step", "raises", "rank 1 has failed first: KeyError: 'the needle'"),
+        ("training_step", "no memory", "rank 1 has failed first: MemoryError: the needle"),
+        ("training_step", "is interrupted", "rank 1 has failed first: KeyboardInterrupt: the needle"),
+        ("callback", "exits", "rank 1 has failed first: SystemExit: the needle"),
+        ("training_step", "is killed", "rank 1 does not answer: its process has ended, or is frozen"),
+        ("callback", "ends with 0", "rank 1 does not answer: its process has ended, or is frozen"),
+    ],
+)
+def test_survivors_name_rank_and_cause(hook: str, how: str, told: str, overlap: bool) -> None:
+    errors = _errors(3, 1, hook, how, overlap)
+    assert set(errors) == {0, 1, 2}
+    for survivor in (0, 2):
+        assert told in errors[survivor], errors[survivor]
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("profiled", [True, False])
+def test_who_fails_where_training_starts_leaves_nobody_waiting_for_a_group(profiled: bool) -> None:
+    errors = _errors(3, 1, "on_train_start", "raises", True, 1000.0, profiled)
+    assert all("rank 1 has failed first: KeyError: 'the needle'" in errors[survivor] for survivor in (0, 2))
+
+
+def test_groups_beside_the_default_one_have_a_shorter_timeout_unless_one_is_given() -> None:
+    five, other = timedelta(minutes=5), timedelta(seconds=7)
+    for strategy in (FreeScaleStrategy, FreeScaleFabricStrategy):
+        assert strategy().group_timeout == five
+        assert strategy(timeout=other).group_timeout == other
+    assert process_group_timeout(FreeScaleStrategy()) == five
+    assert process_group_timeout(DDPStrategy(timeout=other)) == other
+
+
+@pytest.mark.usefixtures("patient")
+def test_the_rank_that_holds_the_store_stays_until_all_have_heard() -> None:
+    errors = _errors(3, 0, "training_step", "raises")
+    assert all("rank 0 has failed first: KeyError: 'the needle'" in errors[survivor] for survivor in (1, 2))
+
+
+@pytest.mark.usefixtures("patient")
+def test_who_loses_the_store_with_its_rank_says_so() -> None:
+    errors = _errors(2, 0, "training_step", "is killed")
+    assert "the ranks' store, which is in rank 0 unless the launcher holds it, is gone: its process has ended" in errors[1]
+
+
+FROZEN_STORE = "the ranks' store, which is in rank 0 unless the launcher holds it, does not answer: its process is frozen"
+
+
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("victim", "how", "told"),
+    [
+        (1, "freezes", "rank 1 does not answer: its process has ended, or is frozen; where the ranks stand: rank 0 in "),
+        (0, "freezes", FROZEN_STORE),
+        (1, "sleeps", "(test_causes.py:"),
+    ],
+)
+def test_who_waits_in_vain_ends_after_the_timeout_and_says_for_whom(victim: int, how: str, told: str, overlap: bool) -> None:
+    errors = _errors(2, victim, "training_step", how, overlap, 3.0, timeout=60)
+    assert set(errors) == {1 - victim}
+    assert told in errors[1 - victim]
+    if how == "freezes" and victim and not overlap:
+        assert "< forward (recommender.py:" in errors[0], "the innermost line of the user's code"
+    if how == "sleeps":
+        assert "rank 1 in <lambda> (test_causes.py:" in errors[0]
