@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-sys.path.append(str(BENCHMARKS))
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import balance
 import exchange
@@ -372,7 +371,7 @@ def test_memory_of_checkpoints_is_measured(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     bounds = [f"--require=sharded_{name}_rank0_shards<=30" for name in ("save", "load")]  # chunks of 16 MB on shards of 4
     command = ["--megabytes=8", "--kinds", "sharded", f"--folder={tmp_path}", f"--json={figures}", *bounds]
-    subprocess.run([sys.executable, BENCHMARKS / "checkpoints.py", *command], check=True, timeout=240)
+    subprocess.run([sys.executable, Path(harness.__file__).parent / "checkpoints.py", *command], check=True, timeout=240)
     found = json.loads(figures.read_text())["figures"]
     assert found["sharded_consolidate_tables"] > 0 and found["sharded_wait_per_copy"] > 0
 
@@ -380,5 +379,5 @@ def test_memory_of_checkpoints_is_measured(tmp_path: Path) -> None:
 def test_a_long_run_is_measured(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     command = ["--steps=40", "--every=10", f"--json={figures}", "--require=threads_per_thousand_steps<=1"]
-    subprocess.run([sys.executable, BENCHMARKS / "soak.py", *command], check=True, timeout=240, cwd=tmp_path)
+    subprocess.run([sys.executable, Path(harness.__file__).parent / "soak.py", *command], check=True, timeout=240, cwd=tmp_path)
     assert "rss_mb_per_thousand_steps" in json.loads(figures.read_text())["figures"]

@@ -52,7 +52,7 @@ class StopPoints:
             if launcher is not None and not told:
                 launcher.kill(signum)  # the processes that this one has started
             told = True
-            self._request("SIGTERM")
+            self._request(f"rank {self._trainer.global_rank} was told to stop, by SIGTERM")
 
         def notify_of_requeue(signum: int, _: Any) -> None:
             self._request(_REQUEUE)
@@ -103,6 +103,12 @@ class StopPoints:
                 connector: Any = self._trainer._signal_connector
                 type(connector)._slurm_sigusr_handler_fn(connector, signal.SIGUSR1, None)  # saves, and requeues on rank 0
             raise SIGTERMException
+
+    def explain(self, stopped: SIGTERMException) -> None:
+        """Have what has stopped the ranks say why; with a text a process ends with status 1, as one that is not done should."""
+        if self._why() and self._why() != _REQUEUE:
+            stopped.code = f"{self._why()}: all ranks stop here"
+            stopped.args = (stopped.code,)
 
     def _set_received(self) -> None:
         self._trainer._signal_connector.received_sigterm = True

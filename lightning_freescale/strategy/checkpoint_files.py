@@ -155,7 +155,6 @@ class CheckpointFiles:
             ValueError: it is damaged, or no checkpoint.
         """
         reading = _room("reading")
-        torch.cuda.empty_cache()
         try:
             reading.check(path)
         except ValueError as damage:

@@ -298,6 +298,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     def on_exception(self, exception: BaseException) -> None:
         if isinstance(exception, SIGTERMException):  # all ranks are here, and what a callback has saved is to be kept
             self.files.finish()
+            if self._stop_points is not None:
+                self._stop_points.explain(exception)
         super().on_exception(exception)
         exception.args = tuple(named_for_freescale(argument) for argument in exception.args)
         self._tell_failure(exception)  # that of a hook before or after the loop

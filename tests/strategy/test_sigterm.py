@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Collection
@@ -75,8 +76,9 @@ def _fit(
     L.seed_everything(7, verbose=False)
     try:
         run.fit(module, datamodule, ckpt_path=path / "on_exception.ckpt" if path is not None and resume else None)
-    except SIGTERMException:
+    except SIGTERMException as stopped:
         assert run.received_sigterm
+        assert re.fullmatch(r"rank \d was told to stop, by SIGTERM: all ranks stop here", str(stopped.code)), "not status 0"
         return True
     return False
 
