@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from lightning_freescale._lightning.ddp import DDPBase
 from lightning_freescale._lightning.loops import Trainer, ended_inside_epoch, rank_zero_warn, reopen_epoch
 from lightning_freescale._lightning.saving import around_save_checkpoint, is_local, warn_of_what_is_missing
 from lightning_freescale._objects import gather_objects
@@ -24,6 +23,7 @@ from lightning_freescale.checkpoint.accumulated_gradients import gather_accumula
 from lightning_freescale.checkpoint.bucket_order import lay_out_buckets, noting_order
 from lightning_freescale.checkpoint.random_state import gather_random_states, set_random_state
 from lightning_freescale.strategy.checkpoint_files import CheckpointFiles
+from lightning_freescale.strategy.stopping import StoppingStrategy
 from lightning_freescale.strategy.table_access import TableAccess
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _EXTRA = "freescale"
 """Checkpoint key of what an ordinary checkpoint has no place for."""
 
 
-class UnshardedCheckpointStrategy(TableAccess, DDPBase):
+class UnshardedCheckpointStrategy(TableAccess, StoppingStrategy):
     """DDP that saves and loads sharded tables, their optimizer states and the ranks' random states.
 
     Attributes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,10 +21,9 @@ from lightning_freescale._lightning.loops import (
     reload_train_loader,
 )
 from lightning_freescale._lightning.stages import stages_on
-from lightning_freescale._lightning.stop_points import SIGTERMException, StopPoints, telling_failures
+from lightning_freescale._lightning.stop_points import SIGTERMException
 from lightning_freescale.balance import MicroBatches
 from lightning_freescale.comm import FreeScaleGroup, LaneOptions
-from lightning_freescale.comm.rank_notices import RankNotices, notices_of_ranks
 from lightning_freescale.profiling.recording.collectives import collectives_on
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.strategy.autopilot import Autopilot
@@ -57,7 +56,6 @@ from lightning_freescale.strategy.module_setup import (
     wrap_dense,
 )
 from lightning_freescale.strategy.validation import (
-    named_for_freescale,
     refuse_accumulation,
     refuse_checkpoint,
     refuse_clip,
@@ -200,11 +198,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self.shard = shard
         self.timeline = Timeline()
         self.overlap_report: OverlapReport | None = None
-        self._at_teardown = ExitStack()
         self._balance_monitor: BalanceMonitor | None = None
-        self._notices: RankNotices | None = None
         self._monitor_group: dist.ProcessGroup | None = None
-        self._stop_points: StopPoints | None = None
         self._clipping: TableClipping | None = None
         self._loss_weight = 1.0
         self._hides_nothing = ""  # why no exchange is hidden behind compute, if none is
@@ -235,15 +230,12 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
 
     @override
     def setup_environment(self) -> None:
-        set_local_world_size(self.num_processes, self._at_teardown)
+        set_local_world_size(self.num_processes, self.at_teardown)
         try:
             super().setup_environment()
         except RuntimeError as error:
             refuse_shared_gpu(error)
             raise
-        self._notices = notices_of_ranks(self.group_timeout)  # before any hook of the user's may fail
-        if self._notices is not None:
-            self._at_teardown.callback(self._notices.close)
 
     @property
     @override
@@ -255,7 +247,11 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         assert module is not None
         assert self.accelerator is not None
-        self._prepare_for_failures(trainer, fitting)
+        self.set_up_stopping(trainer)
+        if fitting and dist.is_initialized() and self.world_size > 1:
+            # not where training starts: a hook of the user's that fails there would leave the others waiting here
+            self._monitor_group = dist.new_group(backend="gloo", timeout=self.group_timeout)
+            self.at_teardown.callback(dist.destroy_process_group, self._monitor_group)
         if fitting and calibrated_data(trainer) is not None:
             self._record_steps()
         self.set_up_saving(trainer)
@@ -298,18 +294,14 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     def on_exception(self, exception: BaseException) -> None:
         if isinstance(exception, SIGTERMException):  # all ranks are here, and what a callback has saved is to be kept
             self.files.finish()
-            if self._stop_points is not None:
-                self._stop_points.explain(exception)
         super().on_exception(exception)
-        exception.args = tuple(named_for_freescale(argument) for argument in exception.args)
-        self._tell_failure(exception)  # that of a hook before or after the loop
 
     @override
     def teardown(self) -> None:
         self.leave_fit()
         self._balance_monitor = self.overlap_controller = self._clipping = self.autopilot = None
-        self._notices = self._stop_points = self._monitor_group = None
-        self._at_teardown.close()
+        self._monitor_group = None
+        self.at_teardown.close()
         if self.tables is None:
             super().teardown()
             return
@@ -357,21 +349,19 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self._update_due = False
         trainer = self.lightning_module.trainer
         controller = self.overlap_controller
-        self._at_teardown.enter_context(micro_batches_in(trainer, None if controller is None else controller.take_loaded))
+        self.at_teardown.enter_context(micro_batches_in(trainer, None if controller is None else controller.take_loaded))
         self._balance_monitor = BalanceMonitor(trainer, self.timeline, self._monitor_group, self._new_autopilot)
         self.autopilot = self._balance_monitor.autopilot
-        self._at_teardown.callback(self._balance_monitor.stop)
+        self.at_teardown.callback(self._balance_monitor.stop)
 
     @override
     def on_train_end(self) -> None:
-        self._look_for_notices()  # what one rank tells before the collectives here, all hear behind them
+        self.look_for_notices()  # what one rank tells before the collectives here, all hear behind them
         super().on_train_end()
         self.finish_overlap()
         if self._balance_monitor is not None:
             self._balance_monitor.end_training()
-        self._look_for_notices()
-        if self._stop_points is not None:
-            self._stop_points.end_training()
+        self.stop_after_training()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -449,50 +439,11 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        self._begin_evaluation()
+        super().on_validation_start()
         self._end_backward()
         self.drain()
         if self._balance_monitor is not None:
             self._balance_monitor.pause()
-
-    @override
-    def on_test_start(self) -> None:
-        self._begin_evaluation()
-
-    @override
-    def on_predict_start(self) -> None:
-        self._begin_evaluation()
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._stop_points is not None:
-            self._stop_points.note_evaluation_batch()
-        return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._stop_points is not None:
-            self._stop_points.note_evaluation_batch()
-        return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._stop_points is not None:
-            self._stop_points.stop_at_prediction_batch()
-        return super().predict_step(*args, **kwargs)
-
-    def _tell_failure(self, exception: BaseException) -> None:
-        """Tell the other ranks why this one fails; or, if it fails because of another one, add which and why."""
-        if self._notices is not None and not isinstance(exception, SIGTERMException):
-            self._notices.tell_or_explain(exception)
-
-    def _look_for_notices(self) -> None:
-        if self._notices is not None:
-            self._notices.look()
-
-    def _begin_evaluation(self) -> None:
-        if self._stop_points is not None:
-            self._stop_points.begin_evaluation()
 
     # -- for callbacks and users
 
@@ -509,16 +460,6 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         return self.overlap_report
 
     # -- parts of the set-up, in their order
-
-    def _prepare_for_failures(self, trainer: Trainer, fitting: bool) -> None:
-        if (notices := self._notices) is None:
-            return
-        self._stop_points = StopPoints(trainer, notices.request_stop, notices.stops_at, lambda: notices.why)
-        self._at_teardown.enter_context(self._stop_points.running())
-        self._at_teardown.enter_context(telling_failures(trainer, self._tell_failure))
-        if fitting:  # not where training starts: a hook of the user's that fails there would leave the others waiting here
-            self._monitor_group = dist.new_group(backend="gloo", timeout=self.group_timeout)
-            self._at_teardown.callback(dist.destroy_process_group, self._monitor_group)
 
     def _shard(self, trainer: Trainer, module: nn.Module, found: list[tuple[Collection, Any]], fitting: bool) -> ShardedTables:
         from lightning_freescale.embeddings.parameter_groups import ParameterGroups
@@ -574,7 +515,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             levels = levels_of(self.exchange, self.num_nodes, self.num_processes)
             nodes: dict[str, Any] = {"exchange": levels, "ranks_per_node": self.num_processes}
             engine = OverlapEngine(tables, self.dedup, self.group_timeout, self.transport, **clips, **nodes)
-            self._at_teardown.callback(engine.close, farewell=False)  # training ends with a report of all ranks
+            self.at_teardown.callback(engine.close, farewell=False)  # training ends with a report of all ranks
             why_not = f"TorchRec updates collections {list(engine.plain)} during backward" if engine.plain else ""
             self.overlap_controller = OverlapController(
                 trainer, engine, self.timeline, self.lookahead == "trial_run", self.ids_of, self.split_backward
@@ -586,13 +527,13 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             self._record_steps()
         if self.clip == "all":
             self._clipping = TableClipping(trainer, self.groups, engine)
-            self._at_teardown.enter_context(self._clipping.running())
+            self.at_teardown.enter_context(self._clipping.running())
 
     def _record_steps(self) -> None:
         if not self.timeline.enabled:  # else a profiler has seen to it
             self.timeline.enable(self.root_device)
-            self._at_teardown.enter_context(stages_on(self.timeline, self))
-            self._at_teardown.enter_context(collectives_on(self.timeline))
+            self.at_teardown.enter_context(stages_on(self.timeline, self))
+            self.at_teardown.enter_context(collectives_on(self.timeline))
 
     def _new_autopilot(self, gather: Callable[[Any], list[Any]], times: ComputeTimes | None) -> Autopilot | None:
         assert self.lightning_module is not None

@@ -1,0 +1,108 @@
+"""DDP whose ranks stop at the same batch when one is told to, and which names the rank that has failed."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from typing_extensions import override
+
+from lightning_freescale._lightning.ddp import DDPBase
+from lightning_freescale._lightning.loops import Trainer
+from lightning_freescale._lightning.stop_points import SIGTERMException, StopPoints, telling_failures
+from lightning_freescale.comm.rank_notices import RankNotices, notices_of_ranks
+from lightning_freescale.strategy.validation import named_for_freescale
+
+
+class StoppingStrategy(DDPBase):
+    """DDP that notes where the ranks can stop, and what ended the first of them.
+
+    Attributes:
+        at_teardown: what to undo when the Trainer is done, the latest first. Whoever overrides ``teardown`` closes it.
+    """
+
+    def __init__(self, **ddp_options: Any) -> None:
+        super().__init__(**ddp_options)
+        self.at_teardown = ExitStack()
+        self._notices: RankNotices | None = None
+        self._stop_points: StopPoints | None = None
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._notices = notices_of_ranks(self.group_timeout)  # before any hook of the user's may fail
+        if self._notices is not None:
+            self.at_teardown.callback(self._close_notices, self._notices)
+
+    def set_up_stopping(self, trainer: Trainer) -> None:
+        """Have signals and failures of any rank be known to all, from now on. On every rank."""
+        if (notices := self._notices) is None:
+            return
+        self._stop_points = StopPoints(trainer, notices.request_stop, notices.stops_at, lambda: notices.why)
+        self.at_teardown.enter_context(self._stop_points.running())
+        self.at_teardown.enter_context(telling_failures(trainer, self._tell_failure))
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if isinstance(exception, SIGTERMException) and self._stop_points is not None:
+            self._stop_points.explain(exception)
+        super().on_exception(exception)
+        exception.args = tuple(named_for_freescale(argument) for argument in exception.args)
+        self._tell_failure(exception)  # that of a hook before or after the loop
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._begin_evaluation()
+
+    @override
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        self._begin_evaluation()
+
+    @override
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        self._begin_evaluation()
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._stop_points is not None:
+            self._stop_points.note_evaluation_batch()
+        return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._stop_points is not None:
+            self._stop_points.note_evaluation_batch()
+        return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._stop_points is not None:
+            self._stop_points.stop_at_prediction_batch()
+        return super().predict_step(*args, **kwargs)
+
+    def look_for_notices(self) -> None:
+        """Hear before a collective what another rank has told: it may not come to it."""
+        if self._notices is not None:
+            self._notices.look()
+
+    def stop_after_training(self) -> None:
+        """Stop here, after the last batch of training, if all ranks do."""
+        self.look_for_notices()
+        if self._stop_points is not None:
+            self._stop_points.end_training()
+
+    def _begin_evaluation(self) -> None:
+        if self._stop_points is not None:
+            self._stop_points.begin_evaluation()
+
+    def _tell_failure(self, exception: BaseException) -> None:
+        """Tell the other ranks why this one fails; or, if it fails because of another one, add which and why."""
+        if self._notices is not None and not isinstance(exception, SIGTERMException):
+            self._notices.tell_or_explain(exception)
+
+    def _close_notices(self, notices: RankNotices) -> None:
+        notices.close()
+        self._notices = self._stop_points = None
