@@ -181,7 +181,7 @@ def _fit(name: str, data: Histories, options: Any, seed: int) -> Sleeper:
     )
     balance: Any = name != "plain" and BalanceOptions(assignment_mode="slack")
     module = FreeScaleDataModule(
-        data, data.lengths, options.batch, cost_fn=lambda lengths: lengths, collate_fn=_collate, balance=balance, seed=seed,
+        data, data.lengths, options.batch, cost=lambda lengths: lengths, collate_fn=_collate, balance=balance, seed=seed,
         loss_reduction="target_mean", micro_batches=micro_batches,
     )  # fmt: skip
     profiled = [] if options.profile is None else [

@@ -131,7 +131,7 @@ def main() -> None:
     train = Histories(options.users)
     lengths = train.lengths.numpy()
     data = FreeScaleDataModule(
-        train, lengths, 16, cost_fn=cost, collate_fn=collate, loss_reduction="target_mean",
+        train, lengths, 16, cost=cost, collate_fn=collate, loss_reduction="target_mean",
         target_counts=np.minimum(lengths, RECENT), val_dataset=Histories(200, seed=1),
     )  # fmt: skip
     trainer = L.Trainer(

@@ -54,7 +54,7 @@ def _run(options: argparse.Namespace, name: str, balance: bool) -> dict[str, Any
         RATINGS,
         **COLUMNS,
         batch_size=options.batch_size,
-        cost_fn=COST,
+        cost=COST,
         balance=balance,
         seed=options.seed,
     )

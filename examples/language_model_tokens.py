@@ -106,7 +106,7 @@ def main() -> None:
     train = Text(options.documents)
     cost = CostModel.from_config(dim=DIM, layers=LAYERS, heads=2)
     data = FreeScaleDataModule(
-        train, train.lengths, 32, cost_fn=cost, collate_fn=collate, val_dataset=Text(200, seed=1),
+        train, train.lengths, 32, cost=cost, collate_fn=collate, val_dataset=Text(200, seed=1),
         loss_reduction="target_mean", micro_batches=options.micro_batches,
     )  # fmt: skip
     strategy = FreeScaleStrategy(shard=["tokens"], split_backward=options.split_backward)

@@ -44,9 +44,14 @@ class FreeScaleDataModule(LightningDataModule):
         lengths: history length of every training sample, shape ``[samples]``; or a function of one sample: needed for a
             stream; a map-style data set is read once for it, on every rank.
         batch_size: samples per rank and step.
-        cost_fn: predicted compute time: a function of the array of lengths (and of ``unique_ids``, if given); or instead of
-            ``lengths`` a function of one sample (reads a map-style data set once) or the costs themselves, shape
-            ``[samples]``. ``CostModel()`` of the lengths by default.
+        cost: predicted compute time. ``"auto"``: ``CostModel()`` of the lengths; on several ranks under strategy
+            ``"freescale"`` compute times are measured, until a fit to them improves no more, and from the next epoch on the
+            steps are planned by the fit, if it predicts times clearly better. The ranks agree on it, checkpoints keep it.
+            From epoch 1 on the plan then depends on the clock, and **two runs agree to rounding, not to the bit**. For runs
+            that **repeat to the bit** pass ``balance=BalanceOptions(calibrate=False)``, which stays with ``CostModel()``, or
+            another cost: a function of the array of lengths (and of ``unique_ids``, if given), or instead of ``lengths`` a
+            function of one sample (reads a map-style data set once) or the costs themselves, shape ``[samples]``. Streams
+            are not measured.
         unique_ids: number of unique ids in every training sample, shape ``[samples]``, if they cost time.
         collate_fn: turns the list of samples of a step into a batch; torch's default if not given.
         val_dataset, test_dataset, predict_dataset: map-style, loaded in order, every sample once.
@@ -92,7 +97,7 @@ class FreeScaleDataModule(LightningDataModule):
         lengths: ArrayLike | Callable[[Any], float] | None = None,
         batch_size: int = 32,
         *,
-        cost_fn: Callable[..., Any] | Sequence[float] | NDArray[Any] | None = None,
+        cost: Callable[..., Any] | Sequence[float] | NDArray[Any] | Literal["auto"] = "auto",
         unique_ids: ArrayLike | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         val_dataset: Dataset[Any] | None = None,
@@ -134,7 +139,7 @@ class FreeScaleDataModule(LightningDataModule):
         self._reload_every: int | None = None
         self.train: IterableData | MapStyleData
         common: dict[str, Any] = {
-            "cost_fn": cost_fn,
+            "cost": cost,
             "balance": balance is not False,
             "options": self.balance_options,
             "loss_reduction": loss_reduction,
@@ -349,6 +354,11 @@ class FreeScaleDataModule(LightningDataModule):
                 "means nothing in the other. Load the weights alone, or use the same kind of data set"
             )
         self.train.load_state_dict(state, *self._rank_and_world_size())
+        if isinstance(self.train, MapStyleData) and self.train.refuses_refits(state):
+            rank_zero_warn(
+                "the checkpoint's costs were fitted to compute times; FreeScaleDataModule(cost=...) says others, which go from "
+                "here on. To go on with those of the checkpoint, leave cost= out"
+            )
         schedule = self.train.micro_batches
         if schedule.auto and state.get("micro_batches") in schedule.candidates:
             schedule.measured = state["micro_batches"]

@@ -1,4 +1,4 @@
-"""``python -m lightning_freescale.balance simulate``: what balancing would bring, before anyone buys GPUs."""
+"""``python -m lightning_freescale.balance``: what balancing would bring, before anyone buys GPUs; what samples cost, after."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightning_freescale.balance.calibration import fit_report
 from lightning_freescale.balance.cost import CostModel
 from lightning_freescale.balance.simulation.forecast import describe_lengths, forecast, format_table, new_figure, plot
 from lightning_freescale.balance.simulation.lengths import KINDS, read_lengths
@@ -25,9 +26,9 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m light
         parser.print_help()
         return
     try:
-        _simulate(options)
+        {"simulate": _simulate, "fit": _fit}[options.command](options)
     except (ImportError, OSError, ValueError) as error:
-        parser.exit(2, f"simulate: {error}\n")
+        parser.exit(2, f"{options.command}: {error}\n")
 
 
 def _simulate(options: argparse.Namespace) -> None:
@@ -54,6 +55,31 @@ def _simulate(options: argparse.Namespace) -> None:
         figures = [{**asdict(row), "speedup": row.speedup} for row in rows]
         context = {"predicted_from": predicted_from, "samples": len(lengths), **draw, **assign_options}
         options.json.write_text(json.dumps({**context, "predicted": figures}, indent=2) + "\n")
+
+
+def _fit(options: argparse.Namespace) -> None:
+    try:
+        document = json.loads(options.report.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{options.report} is not JSON, or was cut short: {error}") from error
+    found = fit_report(document)
+    fit, numbers = found.fit, asdict(found.fit.model)
+    print(
+        f"{options.report.name}: {found.steps} steps of {found.ranks} ranks, a median error of {fit.residual:.1%}; besides its "
+        f"samples a rank's step takes {fit.base:.3g} s"
+    )
+    predicted = "" if found.predicted is None else f"{found.predicted:.3f} predicted in the run, "
+    print(f"imbalance: {predicted}{found.by_fit:.3f} by this fit, {found.measured:.3f} measured")
+    for rank, times in fit.slow_ranks().items():
+        print(f"rank {rank} takes {times:.2f} times what its samples explain")
+    digits = {name: float(f"{value:.4g}") for name, value in numbers.items()}
+    print(f"\nFreeScaleDataModule(..., cost={CostModel(**digits)})")
+    inner = ", ".join(f"{name}: {value}" for name, value in digits.items())
+    print(f"cost: {{class_path: lightning_freescale.balance.CostModel, init_args: {{{inner}}}}}")
+    if options.json is not None:
+        figures = {name: getattr(found, name) for name in ("steps", "ranks", "predicted", "by_fit", "measured")}
+        context = {"base": fit.base, "residual": fit.residual, "slowness": fit.slowness.tolist(), **figures}
+        options.json.write_text(json.dumps({"model": numbers, **context}, indent=2) + "\n")
 
 
 def _cost_model(options: argparse.Namespace) -> CostModel:
@@ -95,7 +121,15 @@ def new_parser(program: str) -> argparse.ArgumentParser:
     add("--seed", type=partial(_whole, least=0), default=0, metavar="N", help="of the draw")
     add("--plot", type=Path, metavar="FILE", help="draw imbalance over ranks; needs matplotlib")
     add("--json", type=Path, metavar="FILE", help="write the figures")
+    add_fit(commands)
     return parser
+
+
+def add_fit(commands: Any) -> None:
+    """Add the parser of ``fit`` to those of other commands."""
+    fit = commands.add_parser("fit", help="make a cost model from the report.json of a BubbleProfiler")
+    fit.add_argument("report", type=Path, help="of a run with FreeScaleDataModule(lengths=...) or BubbleProfiler(lengths_fn=...)")
+    fit.add_argument("--json", type=Path, metavar="FILE", help="write the model and the figures")
 
 
 def _whole(text: str, least: int = 1) -> int:

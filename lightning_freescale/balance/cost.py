@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from functools import cache
+from itertools import product
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from lightning_freescale.balance.validation import Floats, is_non_negative
 
@@ -116,7 +117,7 @@ class CostModel:
         for _ in range(_ROUNDS):
             # what differs by less is noise, and would come back as noise in the coefficients
             apart = np.where(np.abs(slowness - 1) < _ALIKE, 1.0, slowness)
-            base, coefficients = _fit_coefficients(sums, seconds / apart[rank])
+            base, coefficients = fit_coefficients(sums, seconds / apart[rank])
             ratio = seconds / np.maximum(base + sums @ coefficients, 1e-12)
             medians = np.array([np.median(ratio[rank == r]) if (rank == r).any() else 1.0 for r in range(len(slowness))])
             slowness = medians / np.quantile(medians, 0.5, method="lower")
@@ -160,10 +161,15 @@ def sample_features(lengths: ArrayLike, unique: ArrayLike | None = None) -> Floa
     return np.stack([np.ones_like(x), x, x * x, u], axis=-1)
 
 
-def _fit_coefficients(sums: Floats, seconds: Floats) -> tuple[float, Floats]:
-    """Return the seconds of a step without samples, and the four coefficients."""
-    # equal counts cannot tell a cost per sample from one per step
+def fit_coefficients(sums: Floats, seconds: Floats) -> tuple[float, Floats]:
+    """Return the seconds of a step without samples, and the coefficients of the sums.
+
+    Args:
+        sums: of a rank and step, shape ``[observations, coefficients]``; the first ones tell whether counts are equal.
+        seconds: measured, shape ``[observations]``.
+    """
     columns = np.column_stack([np.ones(len(sums)), sums])
+    # equal counts cannot tell a cost per sample from one per step
     if np.ptp(sums[:, 0]) < 0.01 * sums[:, 0].mean():
         columns[:, 1] = 0.0
     scale = np.maximum(columns.max(axis=0), 1e-300)
@@ -172,23 +178,38 @@ def _fit_coefficients(sums: Floats, seconds: Floats) -> tuple[float, Floats]:
     for _ in range(_REWEIGHTINGS):
         found = _least_squares(relative, weight)
         error = np.abs(1 - relative @ found)
-        spread = max(1.4826 * float(np.median(error)), 1e-9)  # the standard deviation, if the errors are normal
-        weight = np.minimum(1.0, _HUBER * spread / np.maximum(error, 1e-12))
+        weight = np.minimum(1.0, _HUBER * _spread(error) / np.maximum(error, 1e-12))
     base, *coefficients = (found / scale).tolist()
     return base, np.array(coefficients)
+
+
+def huber_loss(error: Floats, spread_of: Floats) -> Floats:
+    """Return Huber's loss of errors, by the spread of some; quadratic up to 1.345 standard deviations, then linear."""
+    limit, size = _HUBER * _spread(np.abs(spread_of)), np.abs(error)
+    return np.where(size <= limit, size * size / 2, limit * (size - limit / 2))
+
+
+def _spread(error: Floats) -> float:
+    return max(1.4826 * float(np.median(error)), 1e-9)  # the standard deviation, if the errors are normal
 
 
 def _least_squares(columns: Floats, weight: Floats) -> Floats:
     """Return weighted least squares of 1 by ``columns`` with non-negative coefficients: the best of all subsets."""
     square, target = columns.T @ (columns * weight[:, None]), columns.T @ weight
-    usable = np.flatnonzero(np.diag(square) > 0)
-    best, least = np.zeros(columns.shape[1]), 0.0
-    for size in range(1, len(usable) + 1):
-        for chosen in combinations(usable, size):
-            index = np.array(chosen)
-            part = np.linalg.lstsq(square[np.ix_(index, index)], target[index], rcond=1e-10)[0]
-            loss = float(part @ square[np.ix_(index, index)] @ part - 2 * target[index] @ part)
-            if (part >= 0).all() and loss < least:
-                best, least = np.zeros(columns.shape[1]), loss
-                best[index] = part
-    return best
+    chosen = _subsets(columns.shape[1])
+    usable = (np.diag(square) > 0) | ~chosen
+    chosen = chosen[usable.all(axis=1)]
+    # all at once, those left out with a diagonal of their own: a call for each would take ten times as long
+    pairs = chosen[:, :, None] & chosen[:, None, :]
+    ridge = np.where(chosen, 1e-10 * np.diag(square), 1.0)
+    parts = np.where(pairs, square, 0.0) + ridge[:, :, None] * np.eye(columns.shape[1])
+    found = np.linalg.solve(parts, np.where(chosen, target, 0.0)[:, :, None])[:, :, 0]
+    loss = np.einsum("si,ij,sj->s", found, square, found) - 2 * found @ target
+    loss[(found < 0).any(axis=1)] = np.inf
+    return np.maximum(found[int(np.argmin(loss))], 0.0)
+
+
+@cache
+def _subsets(size: int) -> NDArray[np.bool_]:
+    """Return which of ``size`` things are in each of their subsets, the empty one first; shape ``[2 ** size, size]``."""
+    return np.array(list(product([False, True], repeat=size)))

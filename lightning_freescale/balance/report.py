@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -27,6 +27,14 @@ class StepBalance:
     dominated: bool
     tokens_imbalance: float | None
     cost: float
+
+    def with_base(self, base: float, ranks: int) -> StepBalance:
+        """Return the same for ranks of which each computes for ``base`` besides its samples, in the units of the costs."""
+        mean = self.cost / ranks
+        share = mean / (mean + base) if mean else 0.0
+        names = ("unbalanced", "balanced", "lower_bound")
+        brought_down = {name: 1 + (getattr(self, name) - 1) * share for name in names}
+        return replace(self, **brought_down, cost=self.cost + base * ranks)
 
 
 @dataclass(frozen=True)

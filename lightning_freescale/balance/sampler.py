@@ -95,7 +95,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
                 "BalancedSampler(balance=False) leaves the samples as drawn and keeps no limit: leave keep_together and "
                 "max_tokens_per_rank out"
             )
-        self.costs = _rounded(costs)
+        self.costs = self._costs_of_order = _rounded(costs)  # a new plan must not change which samples a step has
         samples = len(self.costs)
         weights = np.ones(samples) if loss_weights is None else loss_weights
         self.loss_weights, self.loss_is_sum = non_negative("BalancedSampler(loss_weights=...)", weights, samples), loss_is_sum
@@ -271,7 +271,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         if drawn is None or drawn[0] != epoch:
             order = self._draw_order(epoch)
             if self.outlier_window > 1:
-                order = pool_outliers(order, self._steps.full_epoch, self.costs, self.num_replicas, self.outlier_window)
+                order = pool_outliers(order, self._steps.full_epoch, self._costs_of_order, self.num_replicas, self.outlier_window)
             drawn = self._drawn = (epoch, order)
         return drawn[1]
 

@@ -20,7 +20,7 @@ from lightning_freescale._lightning.loops import (
     rank_zero_info,
 )
 from lightning_freescale._lightning.stages import stages_on
-from lightning_freescale.callbacks.workload import describe_run, fit_costs, samples_and_features
+from lightning_freescale.callbacks.workload import describe_run, fit_costs, work_of_step
 from lightning_freescale.profiling.profiler import ProfilerOptions, StepProfiler
 from lightning_freescale.profiling.recording.collectives import collectives_on
 from lightning_freescale.profiling.recording.timeline import Timeline
@@ -165,7 +165,7 @@ class BubbleProfiler(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        work = samples_and_features(trainer, batch, batch_idx, self.lengths_fn)
+        work = work_of_step(trainer, batch, batch_idx, self.lengths_fn)
         self._log(trainer, self._running().end_step(*work))
 
     @override

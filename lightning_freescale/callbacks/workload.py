@@ -47,28 +47,34 @@ def _parameters(trainer: Trainer, module: LightningModule) -> int:
     return dense + sum(table.rows * table.dim for table in tables.tables)
 
 
-def samples_and_features(
+def work_of_step(
     trainer: Trainer, batch: Any, index: int, lengths_fn: Callable[[Any], Any] | None = None
-) -> tuple[int, Floats | None]:
-    """Return a step's number of samples, 0 if unknown, and the sums of :func:`sample_features` over them, None if unknown.
+) -> tuple[int, Floats | None, float | None]:
+    """Return a step's number of samples, the sums of :func:`sample_features` over them, and what its plan says it costs.
 
-    ``lengths_fn`` gives the history lengths of a batch's samples, if the user knows better than the loader.
+    0 samples, and None for the others, are unknown. ``lengths_fn`` gives the history lengths of a batch's samples, if the user knows better than the loader.
     """
     parts = batch.batches if isinstance(batch, MicroBatches) else (batch,)
+    sampler: Any = getattr(trainer.train_dataloader, "sampler", None)
+    count, features, planned = _planned_work(trainer, sampler, index) if hasattr(sampler, "counts") else (None, None, None)
     if lengths_fn is not None:
         lengths = np.concatenate([np.asarray(lengths_fn(part), dtype=np.float64) for part in parts])
-        return len(lengths), sample_features(lengths).sum(axis=0)
-    sampler: Any = getattr(trainer.train_dataloader, "sampler", None)
-    if not hasattr(sampler, "counts"):
-        return sum(samples_in(part) for part in parts), None
+        return len(lengths), sample_features(lengths).sum(axis=0), planned
+    return sum(samples_in(part) for part in parts) if count is None else count, features, planned
+
+
+def _planned_work(trainer: Trainer, sampler: Any, index: int) -> tuple[int, Floats, float]:
     if callable(sampler.costs):  # a stream
-        count = sampler.counts(index)[sampler.rank]
-        return count, np.array([count, sampler.costs(index)[sampler.rank], 0.0, 0.0])
+        count, cost = sampler.counts(index)[sampler.rank], sampler.costs(index)[sampler.rank]
+        return count, np.array([count, cost, 0.0, 0.0]), float(cost)
     mine = sampler.plan(sampler.epoch, index)[sampler.rank]
+    cost = float(sampler.costs[mine].sum())
     train = getattr(getattr(trainer, "datamodule", None), "train", None)
-    if isinstance(train, MapStyleData) and train.lengths is not None:
-        return len(mine), train.features(mine).sum(axis=0)
-    return len(mine), np.array([len(mine), sampler.costs[mine].sum(), 0.0, 0.0])
+    if not isinstance(train, MapStyleData) or train.lengths is None:
+        return len(mine), np.array([len(mine), cost, 0.0, 0.0]), cost
+    speeds = sampler.options.get("rank_speeds")
+    planned = (cost + train.base_in(sampler.epoch)) / (1.0 if speeds is None else speeds[sampler.rank])
+    return len(mine), train.features(mine).sum(axis=0), planned
 
 
 def samples_in(batch: Any) -> int:

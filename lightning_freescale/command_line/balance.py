@@ -1,4 +1,7 @@
-"""``freescale balance``: the samples of every step and rank, for loops that load their data themselves."""
+"""``freescale balance``: the samples of every step and rank, for loops that load their data themselves.
+
+``freescale balance fit report.json``, as ``python -m lightning_freescale.balance fit``, makes a cost model from a report.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,15 @@ import json
 from pathlib import Path
 
 from lightning_freescale.balance import BalancedSampler, CostModel
+from lightning_freescale.balance.__main__ import add_fit, main
 from lightning_freescale.balance.simulation.lengths import KINDS, read_lengths
 
 
 def run(command: str, arguments: list[str]) -> None:
     """Do it; exits with 2 and says what is wrong if it cannot."""
+    if arguments[:1] == ["fit"]:
+        main(arguments, f"freescale {command}")
+        return
     parser = new_parser(command)
     options = parser.parse_args(arguments)
     try:
@@ -55,6 +62,7 @@ def new_parser(command: str) -> argparse.ArgumentParser:
         metavar="FILE",
         help="write a line of JSON for every step: epoch, step, and the samples of each rank",
     )
+    add_fit(parser.add_subparsers(metavar="fit"))
     return parser
 
 

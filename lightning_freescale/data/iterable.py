@@ -25,7 +25,7 @@ class IterableData:
     Args:
         dataset: this rank's stream.
         lengths: a function from a sample to its history length, or None.
-        cost_fn: a function of the length, or without ``lengths`` of the sample.
+        cost: ``"auto"`` or a function of the length, or without ``lengths`` a function of the sample.
         balance: assign samples by cost, as ``options`` and ``stream`` say; else each rank computes what it has read.
         **others: as in :class:`~lightning_freescale.FreeScaleDataModule`.
 
@@ -42,7 +42,7 @@ class IterableData:
         lengths: Any,
         batch_size: int,
         *,
-        cost_fn: Any,
+        cost: Any,
         collate_fn: Callable[[list[Any]], Any] | None,
         balance: bool,
         options: BalanceOptions,
@@ -54,7 +54,8 @@ class IterableData:
         new_schedule: Callable[[], MicroBatchSchedule],
     ) -> None:
         context = "an IterableDataset, whose samples are not known before they arrive"
-        refuse_options(context, options, "calibrate", "max_tokens_per_rank", "tokens", "keep_together", "outlier_window")
+        asked = ["calibrate"] if options.calibrate else []
+        refuse_options(context, options, *asked, "max_tokens_per_rank", "tokens", "keep_together", "outlier_window")
         if not balance:
             refuse_options("balance=False", stream, "pool_batches", "max_pool_age")
         elif stream.stream_balancing == "local":
@@ -66,7 +67,7 @@ class IterableData:
             BalancedStreamLoader,
             dataset,
             batch_size,
-            cost_fn=_sample_cost_fn(lengths, cost_fn),
+            cost_fn=_sample_cost_fn(lengths, None if isinstance(cost, str) and cost == "auto" else cost),
             weight_fn=loss_weight_fn(loss_reduction, lengths, target_counts),
             loss_is_sum=loss_reduction == "sum",
             stream_balancing=stream.stream_balancing,
@@ -127,20 +128,20 @@ class IterableData:
         self._group = None
 
 
-def _sample_cost_fn(lengths: Any, cost_fn: Any) -> Callable[[Any], float]:
-    if lengths is None and cost_fn is None:
+def _sample_cost_fn(lengths: Any, cost: Any) -> Callable[[Any], float]:
+    if lengths is None and cost is None:
         raise ValueError(
             "FreeScaleDataModule(lengths=None) cannot balance a stream: pass lengths=, a function from a sample to its history "
-            "length, or cost_fn=, a function from a sample to its cost"
+            "length, or cost=, a function from a sample to its cost"
         )
-    for name, value in (("lengths", lengths), ("cost_fn", cost_fn)):
+    for name, value in (("lengths", lengths), ("cost", cost)):
         if value is not None and not callable(value):
             raise ValueError(
                 f"FreeScaleDataModule({name}={type(value).__name__}): samples of a stream are not known before; pass a "
                 "function, or a data set that is no IterableDataset"
             )
-    return partial(_cost_of_sample, lengths, cost_fn or CostModel())  # not a lambda: Lightning may pickle the data module
+    return partial(_cost_of_sample, lengths, cost or CostModel())  # not a lambda: Lightning may pickle the data module
 
 
-def _cost_of_sample(lengths: Callable[[Any], float] | None, cost_fn: Callable[[Any], Any], sample: Any) -> float:
-    return float(cost_fn(sample if lengths is None else lengths(sample)))
+def _cost_of_sample(lengths: Callable[[Any], float] | None, cost: Callable[[Any], Any], sample: Any) -> float:
+    return float(cost(sample if lengths is None else lengths(sample)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,21 @@ from lightning_freescale.data.random_access import numbers_of_samples, size_of
 from lightning_freescale.data.validation import loss_weights, refuse_unused
 
 
+@dataclass(frozen=True)
+class Refit:
+    """What a calibration has found, from some epoch on.
+
+    Attributes:
+        model: the cost model in use; None for the costs as they were given.
+        base: what a rank's step takes besides its samples, in the units of ``model``, or of the costs given.
+        options: of :func:`~lightning_freescale.balance.assign` that came with it.
+    """
+
+    model: CostModel | None
+    base: float
+    options: dict[str, Any] = field(default_factory=dict)
+
+
 class MapStyleData:
     """A map-style data set, what its samples cost, and how its steps are planned.
 
@@ -30,8 +46,10 @@ class MapStyleData:
 
     Attributes:
         lengths, unique_ids: shape ``[samples]``, or None.
-        costs: predicted compute time, shape ``[samples]``.
-        refits: from which epoch on a cost model fitted while training is in use, with the options that came with it.
+        costs: predicted compute time as it was given, shape ``[samples]``.
+        calibrates: whether costs are to be fitted while training, where that can bring something.
+        refits: what was found while training, by the epoch from which on it goes.
+        costs_are_final: whether nothing more is to be measured.
         micro_batches: how many the steps of this fit have.
 
     Raises:
@@ -44,7 +62,7 @@ class MapStyleData:
         lengths: Any,
         batch_size: int,
         *,
-        cost_fn: Any,
+        cost: Any,
         unique_ids: Any,
         balance: bool,
         options: BalanceOptions,
@@ -55,24 +73,29 @@ class MapStyleData:
         seed: int,
         new_schedule: Callable[[], MicroBatchSchedule],
     ) -> None:
+        self.calibrates = bool(options.calibrate) or (
+            options.calibrate is None and balance and _is_auto(cost) and lengths is not None
+        )
         if options.calibrate and lengths is None:
             raise ValueError(
                 "FreeScaleDataModule(balance=BalanceOptions(calibrate=True)) fits the cost to the lengths and plans by it: "
                 "pass lengths="
             )
-        if not options.calibrate and not callable(cost_fn):
+        if not self.calibrates and not callable(cost):
             context = "costs that do not depend on it: pass a cost function of lengths and unique ids"
             refuse_unused(context, unique_ids=unique_ids is not None)
         if unique_ids is not None and lengths is None:
             raise ValueError("unique_ids= goes with lengths=: pass the history length of every sample, too")
         size = size_of(dataset, "train_dataset")
-        of_sample = {"lengths": lengths, "target_counts": target_counts, "cost_fn": cost_fn if lengths is None else None}
+        of_sample = {"lengths": lengths, "target_counts": target_counts, "cost": cost if lengths is None else None}
         read = numbers_of_samples(dataset, size, **{name: value for name, value in of_sample.items() if callable(value)})
         lengths, target_counts = read.get("lengths", lengths), read.get("target_counts", target_counts)
         self.dataset = dataset
         self.lengths = None if lengths is None else non_negative("lengths", lengths, size)
         self.unique_ids = None if unique_ids is None else non_negative("unique_ids", unique_ids, size)
-        self.costs = self._given_costs(read.get("cost_fn", cost_fn), size)
+        self.costs = self._given_costs(read.get("cost", cost), size)
+        self._cost_is_given = not _is_auto(cost)
+        self._units: dict[CostModel | None, float] = {}
         self._new_sampler = partial(
             BalancedSampler,
             self.costs,
@@ -108,26 +131,49 @@ class MapStyleData:
         """Forget an earlier fit: a new one starts at the beginning."""
         self.seed = self._given_seed
         self._resume: tuple[int, int, int | None] = (0, 0, None)
-        self.refits: dict[int, tuple[CostModel, dict[str, Any]]] = {}
+        self.refits: dict[int, Refit] = {}
+        self.costs_are_final = False
         self._sampler: BalancedSampler | None = None
         self.micro_batches = self._new_schedule()
 
     # -- what samples cost
 
-    def _given_costs(self, cost_fn: Any, size: int) -> NDArray[np.float64]:
-        if cost_fn is not None and not callable(cost_fn):
-            return non_negative("cost_fn", cost_fn, size)
+    def _given_costs(self, cost: Any, size: int) -> NDArray[np.float64]:
+        if isinstance(cost, str) and not _is_auto(cost):
+            raise ValueError(f"FreeScaleDataModule(cost={cost!r}): pass 'auto', a function, or the costs themselves")
+        if not _is_auto(cost) and not callable(cost):
+            return non_negative("cost", cost, size)
         if self.lengths is not None:
-            return self.costs_by(cost_fn or CostModel())
+            return self.costs_by(CostModel() if _is_auto(cost) else cost)
         raise ValueError(
             "FreeScaleDataModule(lengths=None) cannot balance: pass lengths=, the history length of every sample, or "
-            "cost_fn=, a function of a sample or the costs themselves"
+            "cost=, a function of a sample or the costs themselves"
         )
 
-    def costs_by(self, cost_fn: Callable[..., Any], samples: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
+    def costs_by(self, cost: Callable[..., Any], samples: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
         """Return the costs by another function of the lengths and, if given, the unique ids; of ``samples`` or of all."""
         known = self._lengths_and_ids(samples)
-        return non_negative("cost_fn(lengths)", cost_fn(*known), len(known[0]))
+        return non_negative("cost(lengths)", cost(*known), len(known[0]))
+
+    def _refitted_costs(self, model: CostModel) -> NDArray[np.float64]:
+        return self.costs_by(model) * self._units_of(model)
+
+    def _units_of(self, model: CostModel | None) -> float:
+        """Return by what a fitted model is multiplied to come in the units of the costs given, which others compare."""
+        if model not in self._units:
+            fitted = 0.0 if model is None else float(self.costs_by(model).sum())
+            self._units[model] = float(self.costs.sum()) / fitted if fitted else 1.0
+        return self._units[model]
+
+    def base_in(self, epoch: int) -> float:
+        """Return what a rank's step takes besides its samples, in the units of the costs in use; 0 if nobody knows."""
+        start = max((start for start in self.refits if start <= epoch), default=None)
+        return 0.0 if start is None else self.refits[start].base * self._units_of(self.refits[start].model)
+
+    @property
+    def newest_refit(self) -> Refit | None:
+        """What was found last."""
+        return self.refits[max(self.refits)] if self.refits else None
 
     def features(self, samples: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return :func:`sample_features` of ``samples``, shape ``[samples, 4]``."""
@@ -150,17 +196,22 @@ class MapStyleData:
     def resumed_sampler(self, rank: int, world_size: int, epoch: int) -> BalancedSampler:
         """Return the plan of a rank from where a checkpoint left it on; :meth:`replan` changes it."""
         sampler = self._sampler = self._sampler_with(self.micro_batches, rank, world_size)
-        for start, (model, options) in sorted(self.refits.items()):
-            sampler.replan(start, partial(self.costs_by, model), **options)
+        for start, refit in sorted(self.refits.items()):
+            self._replan_with(sampler, start, refit)
         sampler.resume(*self._resume)
         sampler.set_epoch(max(epoch, self._resume[0]))  # the loader may be asked for before the Trainer knows its epoch
         return sampler
 
-    def replan(self, epoch: int, model: CostModel, **options: Any) -> None:
-        """Plan by another cost model from ``epoch`` on; call it with the same arguments on every rank."""
-        self.refits[epoch] = (model, options)
-        if self._sampler is not None:
-            self._sampler.replan(epoch, partial(self.costs_by, model), **options)
+    def replan(self, epoch: int, refit: Refit) -> None:
+        """Go by what was found from ``epoch`` on; call it with the same arguments on every rank."""
+        before = self.newest_refit or Refit(None, 0.0)
+        self.refits[epoch] = refit
+        if self._sampler is not None and (refit.model, refit.options) != (before.model, before.options):
+            self._replan_with(self._sampler, epoch, refit)
+
+    def _replan_with(self, sampler: BalancedSampler, epoch: int, refit: Refit) -> None:
+        costs = None if refit.model is None else partial(self._refitted_costs, refit.model)
+        sampler.replan(epoch, costs, **refit.options)
 
     @property
     def epoch_is_cut_anew(self) -> bool:
@@ -173,8 +224,8 @@ class MapStyleData:
         """Return the progress after ``batches`` steps of ``epoch``, in plain values; the same on every rank."""
         consumed = 0 if self._sampler is None else self._sampler.consumed(epoch, batches)
         state = {"seed": self.seed, "epoch": epoch, "batches": batches, "consumed": consumed, "ranks": world_size}
-        refits = {start: (vars(model), options) for start, (model, options) in self.refits.items()}
-        return {**state, **self._order_facts, "refits": refits}
+        refits = {start: asdict(refit) for start, refit in self.refits.items()}
+        return {**state, **self._order_facts, "refits": refits, "costs_are_final": self.costs_are_final}
 
     def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> None:
         """Go on after the samples that the checkpoint's run has consumed.
@@ -190,10 +241,18 @@ class MapStyleData:
             self._refuse_another_order(state, world_size)
         self.seed = state["seed"]
         self._resume = (state["epoch"], state["batches"], state["consumed"])
-        same_ranks = state["ranks"] == world_size  # else the speeds are those of others
-        self.refits = {
-            epoch: (CostModel(**model), options if same_ranks else {}) for epoch, (model, options) in state["refits"].items()
-        }
+        if self.refuses_refits(state):
+            return
+        same_ranks = state["ranks"] == world_size
+        for epoch, told in state["refits"].items():
+            model = None if told["model"] is None else CostModel(**told["model"])
+            # the speeds, too, are those of the ranks that measured
+            self.refits[epoch] = Refit(model, told["base"], told["options"] if same_ranks else {})
+        self.costs_are_final = state["costs_are_final"] and same_ranks
+
+    def refuses_refits(self, state: dict[str, Any]) -> bool:
+        """Whether the costs are those given, although a checkpoint's run has fitted others: this one depends on no clock."""
+        return bool(state["refits"]) and self._cost_is_given and not self.calibrates
 
     def _refuse_another_order(self, state: dict[str, Any], world_size: int) -> None:
         now = {**self._order_facts, "ranks": world_size}
@@ -205,6 +264,10 @@ class MapStyleData:
                     "samples would be lost or repeated. Keep it as it was, or resume from a checkpoint made at the end of an "
                     "epoch."
                 )
+
+
+def _is_auto(cost: Any) -> bool:
+    return isinstance(cost, str) and cost == "auto"  # of an array == is one
 
 
 def _shuffle_fact(shuffle: bool | BlockShuffle) -> int | str:

@@ -22,9 +22,12 @@ class BalanceOptions:
         keep_together: group of every sample, shape ``[samples]``; samples of a group that share a step go to one rank.
         outlier_window: exchange samples between this many consecutive steps so that those that dominate a step come together.
             Not gradient-identical: it changes which samples share a step. 1 for no exchange.
-        calibrate: fit a :class:`~lightning_freescale.balance.CostModel` to the compute times that the strategy measures, and
-            plan by it from the next epoch on if that lowers the imbalance by more than 5 %. The plan, not the gradient, then
-            depends on the clock. Every fifth of the first 50 steps is computed as drawn, to tell the coefficients apart.
+        calibrate: fit a :class:`~lightning_freescale.balance.CostModel` to the compute times that strategy ``"freescale"``
+            measures, and plan by it from the next epoch on if it predicts times clearly better. Which rank computes a sample,
+            never which samples a step has, then depends on the clock: two such runs agree to rounding. ``True``: always, and
+            every fifth of the first 50 steps is computed as drawn, to tell the coefficients apart whatever the cost is.
+            ``False``: never, so that a run repeats to the bit. By default with ``cost="auto"`` and several ranks, without
+            steps as drawn: epoch 0 is that of ``False``.
         slow_ranks: what to do, while calibrating, about ranks that are slow for reasons the costs do not explain:
             ``"report"`` them, or ``"rebalance"``: give them less work from the next epoch on.
 
@@ -39,7 +42,7 @@ class BalanceOptions:
     rank_speeds: Sequence[float] | None = None
     keep_together: ArrayLike | Sequence[int] | None = None
     outlier_window: int = 1
-    calibrate: bool = False
+    calibrate: bool | None = None
     slow_ranks: Literal["report", "rebalance"] = "report"
 
     def __post_init__(self) -> None:

@@ -112,12 +112,13 @@ class StepProfiler:
 
     # -- while training
 
-    def end_step(self, samples: int = 0, features: Any = None) -> dict[str, float] | None:
+    def end_step(self, samples: int = 0, features: Any = None, predicted: float | None = None) -> dict[str, float] | None:
         """End the step in progress and open the next. Every now and then the ranks exchange their records, in the background.
 
         Args:
             samples: of this rank in the step; 0 if unknown.
-            features: what it worked on, the same numbers on every rank, for ``fit_costs``; None if unknown.
+            features: what it worked on, as many numbers on every rank, for ``fit_costs``; None if unknown.
+            predicted: how long that should take, in any unit that the ranks share in a step; None if unknown.
 
         Returns:
             On rank 0, after an exchange, scalars of the steps that it was about.
@@ -125,7 +126,7 @@ class StepProfiler:
         Raises:
             RuntimeError: an exchange has failed, because a rank is gone.
         """
-        record = self.timeline.close_step(samples, features)
+        record = self.timeline.close_step(samples, features, predicted)
         self.timeline.open_step(record.end if record is not None else None)
         if record is None:
             return None
@@ -180,7 +181,7 @@ class StepProfiler:
         if not self._history.added and self._buffer.count:
             why = "the run ended before the ranks exchanged anything: these are the steps of rank 0 alone"
             records, steps = self._buffer.resolve_rest(self._exchange.alignment.to_rank_zero)
-            self._history.add_windows([self._exchange.own_window(steps, [record.features for record in records], why)])
+            self._history.add_windows([self._exchange.own_window(steps, *_work_of(records), why)])
         if not self._history.added:
             return None
         left = self._buffer.count - self._history.added
@@ -222,7 +223,7 @@ class StepProfiler:
         to_rank_zero = self._exchange.alignment.to_rank_zero
         self._kineto.resolve_watched(self._buffer, to_rank_zero)
         steps = self._buffer.resolve_taken(records, to_rank_zero)
-        windows = self._exchange.exchange_steps(steps, [record.features for record in records])
+        windows = self._exchange.exchange_steps(steps, *_work_of(records))
         if windows is not None:
             self._history.add_windows(windows)
 
@@ -230,3 +231,7 @@ class StepProfiler:
         steps = self._ended_steps
         overhead = Overhead(self._exchange.spent / steps, self.timeline.stamps * self._stamp_cost / steps)
         return self._history.build_report(status, self._exchange.wait_attribution(), overhead, traced, idle)
+
+
+def _work_of(records: Sequence[StepRecord]) -> tuple[list[Any], list[float | None]]:
+    return [record.features for record in records], [record.predicted for record in records]

@@ -64,7 +64,7 @@ class BalanceMonitor:
             if sampler.epoch != self._epoch:
                 self._start_epoch(sampler)
             if self.trainer.is_global_zero:
-                self._log_step(sampler.balance(step))
+                self._log_step(self._with_base(sampler, sampler.balance(step)))
         if self._times is not None:
             self._times.start_step()
         with self._timeline.span("pause", "calibration") if self._is_measuring else nullcontext():
@@ -79,6 +79,8 @@ class BalanceMonitor:
     def end_training(self) -> None:
         """Report the last epoch, and stop."""
         self._end_epoch()
+        if self._calibrator is not None:
+            self._calibrator.end_training()
         if self.autopilot is not None:
             self.autopilot.end_training()
         self.stop()
@@ -132,6 +134,11 @@ class BalanceMonitor:
                 "randomness"
             )
 
+    def _with_base(self, sampler: Any, balance: StepBalance) -> StepBalance:
+        train = getattr(getattr(self.trainer, "datamodule", None), "train", None)
+        base = train.base_in(sampler.epoch) if isinstance(train, MapStyleData) else 0.0
+        return balance.with_base(base, sampler.num_replicas) if base else balance
+
     def _log_step(self, balance: StepBalance) -> None:
         self._sums.add_step(balance)
         trainer: Any = self.trainer
@@ -175,6 +182,8 @@ class BalanceMonitor:
 
 
 def calibrated_data(trainer: Trainer) -> FreeScaleDataModule | None:
-    """Return the data module, if it is ours and its costs are to be fitted."""
+    """Return the data module, if it is ours, its costs are to be fitted, and there are ranks to balance."""
     data = getattr(trainer, "datamodule", None)
-    return data if isinstance(data, FreeScaleDataModule) and data.balance_options.calibrate else None
+    if not isinstance(data, FreeScaleDataModule) or trainer.world_size == 1:  # which has nothing to balance
+        return None
+    return data if isinstance(data.train, MapStyleData) and data.train.calibrates else None

@@ -28,6 +28,11 @@ class ComputeTimes:
         self._records: dict[int, StepRecord] = {}
         timeline.on_step = self._keep
 
+    @property
+    def on_host(self) -> bool:
+        """Whether a step that has ended was computed, too: nothing runs behind the host."""
+        return self._timeline.on_host
+
     def start_step(self) -> None:
         """Begin the next step; call it before ``training_step``."""
         if self._drives:

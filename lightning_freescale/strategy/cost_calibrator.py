@@ -11,17 +11,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_freescale._lightning.loops import Trainer, rank_zero_info, rank_zero_warn
-from lightning_freescale.balance.calibration import DISAGREEMENT, Calibration, imbalance_by_true_costs
+from lightning_freescale.balance.calibration import PARTED, Calibration, imbalance_by_true_costs
 from lightning_freescale.balance.cost import CostFit, CostModel
-from lightning_freescale.data.map_style import MapStyleData
+from lightning_freescale.data.map_style import MapStyleData, Refit
 from lightning_freescale.strategy.compute_times import ComputeTimes
 
-WINDOW = 15
-"""Steps between two exchanges of measured times."""
+WARMUP = 3
+"""First steps of a fit, which allocate and compile, are not measured."""
+WINDOW, FEW = 15, 5
+"""Steps between two exchanges of measured times; and how many are enough where an epoch ends, before the next is planned."""
 LAG = 3
-"""The newest steps wait for the next exchange: they may still be running on a device."""
-COMPARED_STEPS = 8
+"""On a device, the newest steps wait for the next exchange: they may still be running."""
+COMPARED_STEPS = 4
 """Steps on which two cost models are compared."""
+WORTH = 0.05
+"""To give slow ranks less work is worth it if it lowers the imbalance, as the fit sees it, by more than this share."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +34,16 @@ class CalibrationResult:
 
     Attributes:
         fit: the model that explains them.
+        improved: whether it takes the place of the costs in use.
+        base: of each rank's step what its samples do not explain, in the units of the costs then in use.
         imbalance_current: of the plan in use, scored by the fit.
         imbalance_fitted: of a plan made with the fit.
-        frozen: whether the fit is final.
+        frozen: whether nothing more is to be measured.
     """
 
     fit: CostFit
+    improved: bool
+    base: float
     imbalance_current: float
     imbalance_fitted: float
     frozen: bool
@@ -51,10 +59,47 @@ class CalibrationResult:
         return cls(**{**told, "fit": CostFit(**{**fit, "model": CostModel(**fit["model"])})})
 
 
-class CostCalibrator:
-    """Measures every rank's compute time, fits on rank 0, and has the data module plan anew when that is worth it.
+class PredictedAndMeasured:
+    """The imbalance of the newest epoch's measured steps, as it was predicted and as it was.
 
-    Only on request: it makes the plan depend on the clock, and a run that nobody asked to be so should repeat.
+    Attributes:
+        epoch, steps: which, and how many.
+        predicted: mean of the steps' predicted imbalance, each weighted by its compute.
+        measured: max over ranks of compute / mean.
+    """
+
+    def __init__(self) -> None:
+        self._start_epoch(-1)
+
+    def _start_epoch(self, epoch: int) -> None:
+        self.epoch, self.steps = epoch, 0
+        self._seconds = 0.0
+        self.predicted = self.measured = 1.0
+
+    def add_steps(self, epoch: int, predicted: NDArray[np.float64], seconds: NDArray[np.float64]) -> None:
+        """Add steps of an epoch: what was predicted for each rank, in any unit, and measured; shape ``[steps, ranks]``."""
+        if epoch != self.epoch:
+            self._start_epoch(epoch)
+        self.steps += len(seconds)
+        before, mean = self._seconds, seconds.mean(axis=1)
+        self._seconds += float(mean.sum())
+        of_step = predicted.max(axis=1) / np.maximum(predicted.mean(axis=1), 1e-300)
+        self.predicted = (self.predicted * before + float(of_step @ mean)) / self._seconds
+        self.measured = (self.measured * before + float(seconds.max(axis=1).sum())) / self._seconds
+
+    def __str__(self) -> str:
+        text = f"imbalance {self.predicted:.3f} predicted, {self.measured:.3f} measured in {self.steps} steps of epoch {self.epoch}"
+        apart = self.measured - self.predicted
+        if abs(apart) <= PARTED:
+            return text
+        return text + (
+            f": they part by {apart:.3f}. Ranks that are slower whatever they compute, other load on them, or a cost that no "
+            "CostModel explains: BubbleProfiler() tells which"
+        )
+
+
+class CostCalibrator:
+    """Measures every rank's compute time, fits on rank 0, and has the data module plan by the fit once that predicts better.
 
     Args:
         trainer: the Trainer.
@@ -67,45 +112,72 @@ class CostCalibrator:
         self.trainer, self._data = trainer, data
         self._times, self._gather = times, gather
         self._costs: MapStyleData = data.train
-        self._calibration, self._replanned = Calibration(), False
-        self._sums: list[NDArray[np.float64]] = []
+        before = self._costs.newest_refit
+        self._calibration = Calibration(None if before is None else before.model)
+        self._lag = 0 if times.on_host else LAG
+        self._rows: list[tuple[int, NDArray[np.float64]]] = []  # epoch; features, cost as given, cost as planned
+        self._found = PredictedAndMeasured()
+        self._told_of_fit = False
         self._reported_slow: set[int] = set()
-        self.stopped = False
-        """Whether the fit is final."""
+        self.stopped = self._costs.costs_are_final
+        """Whether nothing more is to be measured."""
 
     def start_step(self, sampler: Any, step: int) -> None:
         """Measure the ``step``-th batch of ``sampler``; call it before ``training_step``."""
         if self.stopped:
             return
-        if len(self._sums) == WINDOW + LAG:
-            self._exchange(sampler)
-        self._sums.append(self._costs.features(sampler.plan(sampler.epoch, step)[sampler.rank]).sum(axis=0))
+        ended = len(self._rows) - self._lag
+        if ended >= WINDOW or (ended >= FEW and step + 1 == self.trainer.num_training_batches):
+            self._exchange(sampler, ended)
+        if self._times.step >= WARMUP:
+            mine = sampler.plan(sampler.epoch, step)[sampler.rank]
+            planned = sampler.costs[mine].sum() + self._costs.base_in(sampler.epoch)
+            row = [*self._costs.features(mine).sum(axis=0), self._costs.costs[mine].sum(), planned]
+            self._rows.append((sampler.epoch, np.array(row)))
 
-    def _exchange(self, sampler: Any) -> None:
-        """Gather all ranks' windows, fit on rank 0, and follow its result on all."""
-        first = self._times.step - len(self._sums)
-        mine = np.stack(self._sums[:WINDOW]), np.array([self._times.seconds(first + index) for index in range(WINDOW)])
-        everyone = self._gather(mine)
-        self._sums = self._sums[WINDOW:]
+    def end_training(self) -> None:
+        """Say what has become of the costs, unless that was said."""
+        if not self.stopped and self._found.steps and self.trainer.is_global_zero:
+            rank_zero_info(f"strategy 'freescale': {self._found}")
+
+    def _exchange(self, sampler: Any, ended: int) -> None:
+        """Gather all ranks' windows of ``ended`` steps, fit on rank 0, and follow its result on all."""
+        first = self._times.step - len(self._rows)
+        seconds = np.array([self._times.seconds(first + index) for index in range(ended)])
+        window, self._rows = self._rows[:ended], self._rows[ended:]
+        everyone = self._gather((np.stack([row for _, row in window]), seconds))
         found, failed = None, ""
         # least squares on another processor may differ in the last digit: rank 0 fits, and tells the others
         if self.trainer.is_global_zero:
             try:
-                found = self._fit(everyone, sampler)
+                found = self._fit([epoch for epoch, _ in window], everyone, sampler)
             except Exception:  # the other ranks wait for an answer
                 failed = traceback.format_exc()
         told, failed = self._gather((found and found.as_numbers(), failed))[0]
         if failed:
-            raise RuntimeError(f"calibration failed on rank 0: {failed}")
-        if told is not None:
+            self.stopped = True
+            rank_zero_warn(f"calibration failed on rank 0, so the costs stay as they are: {failed}")
+        elif told is not None:
             self._follow(CalibrationResult.from_numbers(told), sampler)
 
-    def _fit(self, everyone: list[Any], sampler: Any) -> CalibrationResult | None:
+    def _fit(self, epochs: list[int], everyone: list[Any], sampler: Any) -> CalibrationResult | None:
         """Fit the times of all ranks, on rank 0; None if there are too few."""
-        sums, seconds = (np.stack(values, axis=1) for values in zip(*everyone))
-        fit = self._calibration.add_window(sums, seconds)
+        rows, seconds = (np.stack(values, axis=1) for values in zip(*everyone))
+        for epoch in sorted(set(epochs)):
+            measured = (np.array(epochs) == epoch) & (seconds > 0).all(axis=1)
+            if measured.any():
+                self._found.add_steps(epoch, rows[measured, :, 5], seconds[measured])
+        calibration = self._calibration
+        fit = calibration.add_window(rows[..., :4], seconds, rows[..., 4])
         if fit is None:
             return None
+        current, fitted = self._imbalances(fit, sampler)
+        if self._speeds(fit) and current > fitted * (1 + WORTH):
+            calibration.adopt_fit()
+        return CalibrationResult(fit, calibration.improved, calibration.base, current, fitted, calibration.frozen)
+
+    def _imbalances(self, fit: CostFit, sampler: Any) -> tuple[float, float]:
+        """Return the imbalance, as the fit sees it, of plans as they are and as the fit would make them."""
         steps = range(sampler.first_step, len(sampler))[:COMPARED_STEPS]
         batches = [sampler.global_batch(sampler.epoch, step) for step in steps]
         fitted = [self._costs.costs_by(fit.model, batch) for batch in batches]
@@ -116,7 +188,7 @@ class CostCalibrator:
             pairs = zip(costs, fitted)
             return imbalance_by_true_costs(pairs, fit.base, sampler.num_replicas, {**options, **changed}, fit.slowness)
 
-        return CalibrationResult(fit, imbalance(used), imbalance(fitted, **self._speeds(fit)), self._calibration.frozen)
+        return imbalance(used), imbalance(fitted, **self._speeds(fit))
 
     def _speeds(self, fit: CostFit) -> dict[str, Any]:
         """Return the option of the assignment that gives slow ranks less work, if the user wants it."""
@@ -124,13 +196,15 @@ class CostCalibrator:
 
     def _follow(self, result: CalibrationResult, sampler: Any) -> None:
         """Do on every rank alike what the result says."""
-        fit = result.fit
-        self._replanned |= result.imbalance_current > result.imbalance_fitted * (1 + DISAGREEMENT)
-        if self._replanned:
-            self._data.train.replan(sampler.epoch + 1, fit.model, **self._speeds(fit))
+        fit, before = result.fit, self._costs.newest_refit or Refit(None, 0.0)
+        if result.improved:
+            refit = Refit(fit.model, result.base, self._speeds(fit))
+        else:
+            refit = Refit(before.model, result.base, before.options)
+        self._costs.replan(sampler.epoch + 1, refit)
+        self.stopped = self._costs.costs_are_final = result.frozen
         if self.trainer.is_global_zero:
             self._log(result, sampler)
-        self.stopped = result.frozen
 
     def _log(self, result: CalibrationResult, sampler: Any) -> None:
         fit = result.fit
@@ -138,17 +212,21 @@ class CostCalibrator:
             "freescale/calibration/residual": fit.residual,
             "freescale/calibration/imbalance_current": result.imbalance_current,
             "freescale/calibration/imbalance_fitted": result.imbalance_fitted,
+            "freescale/calibration/imbalance_predicted": self._found.predicted,
+            "freescale/calibration/imbalance_measured": self._found.measured,
         }
         for logger in self.trainer.loggers:
             logger.log_metrics(scalars, step=self.trainer.global_step)
-        if result.frozen or self._replanned:
+        if result.improved and not self._told_of_fit:
+            self._told_of_fit = True
             rank_zero_info(
-                f"strategy 'freescale': {fit.model} + {fit.base:.2g} s per step explains {fit.observations} times with "
-                f"a median error of {fit.residual:.1%}; by it the plan in use has imbalance {result.imbalance_current:.3f}, "
-                f"one made with it {result.imbalance_fitted:.3f}"
-                + (f": used from epoch {sampler.epoch + 1} on" if self._replanned else "")
-                + ("; the fit is final" if result.frozen else "")
+                f"strategy 'freescale': {fit.model} + {fit.base:.2g} s per step predicts compute times better than the costs "
+                f"in use, with a median error of {fit.residual:.1%} of {fit.observations}, and is used from epoch "
+                f"{sampler.epoch + 1} on. By it the plan in use has imbalance {result.imbalance_current:.3f}, one made with it "
+                f"{result.imbalance_fitted:.3f}. For runs that repeat to the bit: BalanceOptions(calibrate=False)"
             )
+        if result.frozen:
+            rank_zero_info(f"strategy 'freescale': the costs are final and no longer measured; {self._found}")
         for rank, times in fit.slow_ranks(sampler.options.get("rank_speeds")).items():
             if rank not in self._reported_slow:
                 self._reported_slow.add(rank)

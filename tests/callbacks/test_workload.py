@@ -16,7 +16,7 @@ from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.balance import CostModel
 from lightning_freescale.balance.cost import sample_features
 from lightning_freescale.callbacks import workload as module
-from lightning_freescale.callbacks.workload import describe_run, fit_costs, samples_and_features, samples_in
+from lightning_freescale.callbacks.workload import describe_run, fit_costs, work_of_step, samples_in
 from lightning_freescale.data import BalanceOptions
 from lightning_freescale.testing import run_distributed
 from tests.data.streaming.test_training import Stream
@@ -24,13 +24,13 @@ from tests.helpers.recommender import Recommender, Samples, collate, trainer
 
 
 class Telling(L.Callback):
-    """What :func:`samples_and_features` says of every step, and which samples it really had."""
+    """What :func:`work_of_step` says of every step, and which samples it really had."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.told.append((*samples_and_features(trainer, batch, batch_idx), batch["index"].tolist()))
+        self.told.append((*work_of_step(trainer, batch, batch_idx), batch["index"].tolist()))
 
 
 FREE = BalanceOptions(assignment_mode="free")
@@ -44,7 +44,7 @@ def _told(kind: str) -> list[Any]:
     data, telling = Samples(50), Telling()
     loaders = {
         "lengths": lambda: FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, balance=FREE),
-        "costs": lambda: FreeScaleDataModule(data, None, 4, cost_fn=data.lengths.tolist(), collate_fn=collate, balance=FREE),
+        "costs": lambda: FreeScaleDataModule(data, None, 4, cost=data.lengths.tolist(), collate_fn=collate, balance=FREE),
         "stream": lambda: FreeScaleDataModule(Stream(), _lengths, 4, collate_fn=collate, balance=FREE),
     }
     trainer(devices=2, max_epochs=2, callbacks=[telling]).fit(Recommender(), loaders[kind]())
@@ -56,12 +56,13 @@ def _told(kind: str) -> list[Any]:
 def test_what_a_data_module_knows_of_its_steps(kind: str) -> None:
     lengths = Samples(50).lengths.numpy()
     ranks = run_distributed(_told, 2, kind)
-    for count, features, samples in (step for told in ranks for step in told):
+    for count, features, planned, samples in (step for told in ranks for step in told):
         mine = lengths[samples]
         costs = mine if kind == "costs" else CostModel()(mine)
         expected = sample_features(mine).sum(axis=0) if kind == "lengths" else [len(mine), costs.sum(), 0, 0]
         assert count == len(samples)
         np.testing.assert_allclose(features, expected)
+        assert planned == pytest.approx(costs.sum())
     assert len({len(samples) for told in ranks for *_, samples in told}) > 1, "counts differ, so each step needs its own"
     assert len(ranks[0]) == len(ranks[1]) >= 2 * (50 // 8)
 
@@ -72,13 +73,13 @@ def _loader_of(loader: Any) -> Any:
 
 def test_lengths_that_the_user_knows_come_first() -> None:
     lengths = {"lengths": torch.tensor([3, 4])}
-    count, features = samples_and_features(_loader_of([1]), lengths, 0, lambda batch: batch["lengths"])
-    assert (count, features.tolist()) == (2, [2, 7, 25, 0])
+    count, features, planned = work_of_step(_loader_of([1]), lengths, 0, lambda batch: batch["lengths"])
+    assert (count, features.tolist(), planned) == (2, [2, 7, 25, 0], None)
 
 
 def test_a_plain_loader_tells_samples_alone() -> None:
     for loader in ([1], torch.utils.data.DataLoader(Samples(8), batch_size=4), None):
-        assert samples_and_features(_loader_of(loader), {"x": torch.zeros(4, 2)}, 0) == (4, None)
+        assert work_of_step(_loader_of(loader), {"x": torch.zeros(4, 2)}, 0) == (4, None, None)
 
 
 def _jagged(samples: int) -> KeyedJaggedTensor:

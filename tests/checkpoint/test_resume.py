@@ -174,7 +174,7 @@ def test_a_failed_fit_leaves_nothing_to_the_next(tmp_path: Path) -> None:
 def _resume_pooled(path: str, cost: Any, stop_at: int | None = None) -> None:
     data = Samples(80)
     loader = FreeScaleDataModule(
-        data, data.lengths, 4, cost_fn=cost, collate_fn=collate, balance=BalanceOptions(outlier_window=8)
+        data, data.lengths, 4, cost=cost, collate_fn=collate, balance=BalanceOptions(outlier_window=8)
     )
     fit = trainer(devices=1, max_epochs=1, callbacks=[StopAt(stop_at, path)] if stop_at else [])
     fit.fit(Plain("sgd"), loader, ckpt_path=None if stop_at else path)

@@ -125,8 +125,8 @@ class _Counted(Dataset):
         ({"lengths": _length, "loss_reduction": "target_mean"}, LENGTHS, LENGTHS, None),
         ({"lengths": _length, "loss_reduction": "target_mean", "target_counts": _twice}, LENGTHS, 2 * LENGTHS, None),
         ({"lengths": LENGTHS, "loss_reduction": "target_mean", "target_counts": _twice}, LENGTHS, 2 * LENGTHS, None),
-        ({"lengths": _length, "cost_fn": np.square}, LENGTHS, None, LENGTHS**2),
-        ({"cost_fn": _twice, "loss_reduction": "target_mean", "target_counts": _length}, None, LENGTHS, 2 * LENGTHS),
+        ({"lengths": _length, "cost": np.square}, LENGTHS, None, LENGTHS**2),
+        ({"cost": _twice, "loss_reduction": "target_mean", "target_counts": _length}, None, LENGTHS, 2 * LENGTHS),
     ],
 )
 def test_functions_of_a_sample_read_a_map_style_data_set_once(

@@ -143,7 +143,7 @@ class Sleeper(L.LightningModule):
 def _calibrated(profile: bool = False, slow: int | None = None, epochs: int = 2, **options: Any) -> dict[str, Any]:
     data, logger, reports = Lengths(), Kept(), []
     balance = BalanceOptions(calibrate=True, **options)
-    module = FreeScaleDataModule(data, data.lengths, 8, cost_fn=CostModel(linear=1.0, quadratic=0.0), balance=balance)
+    module = FreeScaleDataModule(data, data.lengths, 8, cost=CostModel(linear=1.0, quadratic=0.0), balance=balance)
 
     class Planned(L.Callback):
         def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -186,7 +186,7 @@ def test_a_wrong_cost_model_is_replaced_from_the_next_epoch_on(profile: bool) ->
 def _interrupted(path: str, stop_at: int | None, batch_size: int) -> tuple[list[int], np.ndarray]:
     data = Lengths()
     balance = BalanceOptions(calibrate=True)
-    module = FreeScaleDataModule(data, data.lengths, batch_size, cost_fn=CostModel(quadratic=0.0), balance=balance)
+    module = FreeScaleDataModule(data, data.lengths, batch_size, cost=CostModel(quadratic=0.0), balance=balance)
     fit = trainer(devices=2, max_epochs=2, callbacks=[StopAt(stop_at, path)] if stop_at else [])
     fit.fit(Sleeper(), module, ckpt_path=None if stop_at else path)
     return sorted(module.train.refits), fit.train_dataloader.sampler.costs.copy()

@@ -41,14 +41,15 @@ class ExchangeSums:
 class RankWindow:
     """Some consecutive steps of one rank.
 
-    ``breakdown`` has shape ``[steps, len(PART_NAMES)]``; ``steps`` (their numbers), ``samples``, ``features`` (see
-    :class:`StepRecord`) and ``segments`` have one entry a step. ``host`` is seconds of host overhead by section.
+    ``breakdown`` has shape ``[steps, len(PART_NAMES)]``; ``steps`` (their numbers), ``samples``, ``features`` and ``predicted``
+    (see :class:`StepRecord`) and ``segments`` have one entry a step. ``host`` is seconds of host overhead by section.
     """
 
     steps: list[int]
     breakdown: NDArray[np.float64]
     samples: list[int]
     features: list[Any]
+    predicted: list[float | None]
     segments: list[RankSegments]
     exchanges: dict[str, ExchangeSums] = field(default_factory=dict)
     host: dict[str, float] = field(default_factory=dict)
@@ -71,6 +72,7 @@ def window_of(
     steps: Sequence[ResolvedStep],
     last: Sequence[Sequence[float]],
     features: Sequence[Any],
+    predicted: Sequence[float | None],
     *,
     alone: bool = False,
     divided: bool = True,
@@ -86,6 +88,7 @@ def window_of(
         breakdown=as_array([attribute(step, None, intervals) for step, intervals in zip(steps, cut)]),
         samples=[step.samples for step in steps],
         features=list(features),
+        predicted=list(predicted),
         segments=[segments_of(step, moments, intervals) for step, moments, intervals in zip(steps, last, cut)],
     )
     counts_last = divided and not alone

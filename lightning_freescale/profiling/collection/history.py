@@ -39,8 +39,8 @@ class History:
 
     def __init__(self, run: RunInfo, max_steps: int, fit_costs: FitCosts | None) -> None:
         self._run, self._max_steps, self._fit_costs = run, max_steps, fit_costs
-        # number, breakdown, samples and features of a step, the last three of every rank
-        self._steps: deque[tuple[int, Floats, tuple[int, ...], tuple[Any, ...]]] = deque(maxlen=max_steps)
+        # number, breakdown, samples, features and predicted load of a step, the last four of every rank
+        self._steps: deque[tuple[int, Floats, tuple[int, ...], tuple[Any, ...], tuple[Any, ...]]] = deque(maxlen=max_steps)
         self._segments: deque[tuple[RankSegments, ...]] = deque(maxlen=min(max_steps, _REPLAYED))
         # steps, exchanges and host sections of every rank, of the last windows that hold max_steps
         self._sums: deque[tuple[int, list[dict[str, ExchangeSums]], list[dict[str, float]]]] = deque()
@@ -49,8 +49,9 @@ class History:
     def add_windows(self, windows: Sequence[RankWindow]) -> None:
         """Add the same steps of every rank."""
         breakdown = np.stack([window.breakdown for window in windows], axis=1)
-        samples, features, segments = zip(*((window.samples, window.features, window.segments) for window in windows))
-        self._steps.extend(zip(windows[0].steps, breakdown, zip(*samples), zip(*features)))
+        lists = ((window.samples, window.features, window.predicted, window.segments) for window in windows)
+        samples, features, predicted, segments = zip(*lists)
+        self._steps.extend(zip(windows[0].steps, breakdown, zip(*samples), zip(*features), zip(*predicted)))
         self._segments.extend(zip(*segments))
         self._sums.append((len(breakdown), [window.exchanges for window in windows], [window.host for window in windows]))
         while self._summed_steps() - self._sums[0][0] >= self._max_steps:
@@ -59,7 +60,7 @@ class History:
 
     def newest_scalars(self) -> dict[str, float]:
         """Return scalars of the steps that were added last, for loggers."""
-        _, breakdown, samples, _ = zip(*list(self._steps)[-self._sums[-1][0] :])
+        _, breakdown, samples, *_ = zip(*list(self._steps)[-self._sums[-1][0] :])
         return window_scalars(np.stack(breakdown), np.array(samples))
 
     def build_report(
@@ -76,7 +77,7 @@ class History:
         """
         ranks = len(self._steps[-1][1])
         newest = slice(None) if traced is not None else slice(-max(1, _INTERIM // ranks), None)
-        steps, breakdowns, samples, features = zip(*list(self._steps)[newest])
+        steps, breakdowns, samples, features, predicted = zip(*list(self._steps)[newest])
         breakdown = np.stack(breakdowns)
         compute = column(breakdown, "compute")
         expected, slowness = self._fitted(compute, features) or (None, None)
@@ -84,6 +85,8 @@ class History:
         return BubbleReport(
             breakdown=breakdown,
             samples=np.array(samples),
+            features=_known(features),
+            predicted=_known(predicted),
             steps=np.array(steps),
             run=self._run,
             wait_attribution=wait_attribution,
@@ -105,9 +108,8 @@ class History:
         return what_if(list(self._segments), slowed, hidden[replayed], divided=divided)
 
     def _fitted(self, compute: Floats, features: Sequence[Sequence[Any]]) -> tuple[Floats, Floats] | None:
-        if self._fit_costs is None or any(one is None for row in features for one in row):
-            return None
-        return self._fit_costs(np.array(features, dtype=np.float64), compute)
+        known = _known(features)
+        return None if self._fit_costs is None or known is None else self._fit_costs(known, compute)
 
     # -- sums of exchanges and of the host's sections, which are kept by window
 
@@ -146,6 +148,11 @@ class History:
             moved=None if any(one.unknown for one in sums) else int(mean("moved")),
             last=tuple(one.last for one in sums),
         )
+
+
+def _known(values: Sequence[Sequence[Any]]) -> Floats | None:
+    """Numbers by step and rank, or None if one of them is not known."""
+    return None if any(one is None for row in values for one in row) else np.array(values, dtype=np.float64)
 
 
 def _median_step(traced: Sequence[Sequence[ResolvedStep]], aligned: bool) -> dict[str, Any]:

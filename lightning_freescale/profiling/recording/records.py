@@ -54,7 +54,8 @@ class StepRecord:
     """What one rank did in one step; the lists are in the order things began.
 
     ``samples`` and ``features`` (sums over the samples, see :func:`~lightning_freescale.balance.cost.sample_features`) are what
-    it worked on. ``index`` counts the steps of a fit.
+    it worked on, ``predicted`` is how long that should take, in the unit of the step's plan. ``index`` counts the steps of a
+    fit.
     """
 
     start: Any
@@ -62,6 +63,7 @@ class StepRecord:
     index: int = 0
     samples: int = 0
     features: Any = None
+    predicted: float | None = None
     spans: list[Span] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
 

@@ -96,11 +96,11 @@ class Timeline:
                 self._counts.clear()
             self._step = StepRecord(self.stamp() if start is None else start, index=self._steps - 1)
 
-    def close_step(self, samples: int = 0, features: Any = None) -> StepRecord | None:
+    def close_step(self, samples: int = 0, features: Any = None, predicted: float | None = None) -> StepRecord | None:
         """End the step in progress and return its record; None if none was open."""
         step, self._step = self._step, None
         if step is not None and self.clock is not None:
-            step.end, step.samples, step.features = self.stamp(), samples, features
+            step.end, step.samples, step.features, step.predicted = self.stamp(), samples, features, predicted
             if self.on_step is not None:
                 self.on_step(step)
         return step

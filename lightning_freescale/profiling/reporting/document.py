@@ -80,7 +80,7 @@ def _without_rows(document: Document) -> Document:
     series = document.get("series")
     if not isinstance(series, dict):
         return document
-    emptied: Document = {name: [] for name in ("samples", "breakdown_s") if isinstance(series.get(name), list)}
+    emptied: Document = {name: [] for name in ("samples", "breakdown_s", "features") if isinstance(series.get(name), list)}
     return {**document, "series": {**series, **emptied}}
 
 
@@ -96,14 +96,17 @@ def _check_rows(document: Document) -> None:
     """The rows of the series are numbers, as many as there are steps, ranks and columns, which a schema cannot say."""
     series = document["series"]
     steps, ranks = document["status"]["steps"], len(document["ranks"])
-    expected = {"step": (steps,), "breakdown_s": (steps, ranks, len(series["columns"])), "samples": (steps, ranks)}
+    expected: dict[str, tuple[int, ...]] = {"step": (steps,), "breakdown_s": (steps, ranks, len(series["columns"]))}
+    expected["samples"] = (steps, ranks)
+    if series.get("features") is not None:
+        expected["features"] = (steps, ranks, *np.shape(series["features"][0][0]))
     for name, shape in expected.items():
         if (found := _shape(series[name])) != shape:
             raise ValueError(f"series.{name} has the shape {found}, not {shape}, which status.steps and the ranks ask for")
         cells = series[name]
         for _ in shape[1:]:
             cells = chain.from_iterable(cells)
-        kinds = {int, float} if name == "breakdown_s" else {int}
+        kinds = {int, float} if name in ("breakdown_s", "features") else {int}
         if unfit := {type(cell) for cell in cells} - kinds:
             raise ValueError(f"series.{name} holds {unfit.pop().__name__} values, not {'whole ' * (len(kinds) == 1)}numbers")
 

@@ -20,7 +20,7 @@ from lightning_freescale.profiling.reporting.text import summary
 
 Floats = NDArray[np.float64]
 _SHARES = ("data_wait", "compute", *PART_NAMES[2:])
-_FIGURES = ("bubble", "limit", "step_s", "samples_per_s", "compute_imbalance", "overlap_efficiency", "shares")
+_FIGURES = ("bubble", "limit", "step_s", "samples_per_s", "compute_imbalance", "predicted_imbalance", "overlap_efficiency", "shares")
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +42,9 @@ class BubbleReport:
         device_idle: how idle the devices were, from a profiler of the device, as in the document.
         median_step: the intervals of a typical step, as in the document.
         last: how often each rank was the last to arrive at an exchange; empty if there is none.
+        features: what every rank worked on in every step, shape ``[steps, ranks, features]``; None if unknown.
+        predicted: how long that should take, in any unit that the ranks share in a step, shape ``[steps, ranks]``; None if
+            unknown.
 
     Raises:
         ValueError: the shapes do not fit together.
@@ -61,6 +64,8 @@ class BubbleReport:
     device_idle: Mapping[str, Any] | None = None
     median_step: Mapping[str, Any] | None = None
     last: Sequence[int] = ()
+    features: Floats | None = None
+    predicted: Floats | None = None
 
     def __post_init__(self) -> None:
         # ranks may be fewer than the world: an interrupted run has but rank 0
@@ -94,6 +99,15 @@ class BubbleReport:
     def compute_imbalance(self) -> float:
         """Max over ranks of compute / mean, over all steps, each weighted by its compute."""
         return _compute_imbalance(self.breakdown)
+
+    @property
+    def predicted_imbalance(self) -> float | None:
+        """The same by what was predicted, each step weighted by its compute as there; None if nothing was predicted."""
+        if self.predicted is None:
+            return None
+        mean, compute = self.predicted.mean(axis=1), column(self.breakdown, "compute").mean(axis=1)
+        of_step = np.where(mean > 0, self.predicted.max(axis=1) / np.where(mean > 0, mean, 1.0), 1.0)
+        return float(of_step @ compute / compute.sum()) if compute.any() else 1.0
 
     @property
     def step_s(self) -> float:
@@ -151,6 +165,7 @@ class BubbleReport:
                 "step": np.asarray(self.steps).tolist(),
                 "samples": self.samples.tolist(),
                 "breakdown_s": self.breakdown.round(6).tolist(),  # microseconds: more digits make a long file longer
+                "features": None if self.features is None else _short(self.features),
             }
         return document
 
@@ -188,6 +203,11 @@ def _compute_imbalance(breakdown: Floats) -> float:
 def _samples_per_s(breakdown: Floats, samples: NDArray[np.int64]) -> float | None:
     seconds = float(breakdown[:, :, 0].mean(axis=1).sum())
     return float(samples.sum()) / seconds if seconds and samples.any() else None
+
+
+def _short(features: Floats) -> list[Any]:
+    whole = features == np.rint(features)
+    return (features.astype(np.int64) if whole.all() else features.round(3)).tolist()
 
 
 def _rank(report: BubbleReport, rank: int) -> Document:

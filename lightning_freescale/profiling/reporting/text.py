@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 _WIDTH = 120
+_PARTED = 0.03
+"""Predicted and measured imbalance agree unless they differ by more than this."""
 _ALL_RANKS = 8
 """With more ranks the table has the extremes only."""
 _COLUMNS = ("data_wait", "compute", "straggler_wait", "transfer", "wait", "host_overhead", "unexplained", "hidden")
@@ -17,7 +19,7 @@ _COLUMNS = ("data_wait", "compute", "straggler_wait", "transfer", "wait", "host_
 def summary(document: Mapping[str, Any]) -> str:
     """Return the text of a document, no line wider than 120 characters; its series are not needed."""
     above = (_incomplete, _title)
-    below = (_bubble, _compute, _overlap, _what_if, _imbalance, _slow_ranks, _waits, _overhead)
+    below = (_bubble, _compute, _parted, _overlap, _what_if, _imbalance, _slow_ranks, _waits, _overhead)
     return "\n".join([*_wrapped(document, above), *_table(document), *_wrapped(document, below)])
 
 
@@ -84,8 +86,29 @@ def _bubble(document: Mapping[str, Any]) -> str:
 def _compute(document: Mapping[str, Any]) -> str:
     shares = document["summary"]["shares"]
     stages = ", ".join(f"{name} {shares[name]:.1%}" for name in ("forward", "backward", "optimizer"))
-    imbalance = document["summary"]["compute_imbalance"]
-    return f"compute is {stages}; measured compute imbalance {imbalance:.3f} (max / mean over ranks)"
+    predicted, measured = (document["summary"].get(f"{which}_imbalance") for which in ("predicted", "compute"))
+    by_costs = "" if predicted is None else f"{predicted:.3f} predicted by the costs, "
+    return f"compute is {stages}; imbalance of compute {by_costs}{measured:.3f} measured (max / mean over ranks)"
+
+
+def _parted(document: Mapping[str, Any]) -> str | None:
+    """Say when predicted and measured imbalance part, and for what: the costs, or what no cost knows of."""
+    figures, split = document["summary"], document["imbalance"]
+    predicted, compute = figures.get("predicted_imbalance"), figures["shares"]["compute"] * figures["step_s"]
+    if predicted is None or split is None or not compute:
+        return None
+    apart = figures["compute_imbalance"] - predicted
+    slow, jitter = (split[f"{cause}_s"] / compute for cause in ("hardware", "jitter"))
+    wrong = apart - slow - jitter
+    if split["method"] == "cost model" and abs(wrong) > _PARTED:
+        return (
+            f"predicted and measured imbalance part by {apart:.3f}, of which {wrong:.3f} because samples do not take what the "
+            "costs say: freescale balance fit makes a cost model of this run's report.json"
+        )
+    if apart <= _PARTED:
+        return None
+    why = f"slow ranks {slow:.3f}, jitter {jitter:.3f}" if split["method"] == "cost model" else "lengths would tell why"
+    return f"predicted and measured imbalance part by {apart:.3f}: {why}"
 
 
 def _overlap(document: Mapping[str, Any]) -> str | None:

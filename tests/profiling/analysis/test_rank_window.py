@@ -25,8 +25,9 @@ def _same(sums: ExchangeSums, **values: float) -> None:
 
 def test_the_steps_themselves() -> None:
     other = ResolvedStep(11, 12, 6, 31)
-    window = window_of([STEP, other], [[3.25, 6.5], []], ["features", None])
+    window = window_of([STEP, other], [[3.25, 6.5], []], ["features", None], [1.5, None])
     assert (window.steps, window.samples, window.features) == ([5, 6], [32, 31], ["features", None])
+    assert window.predicted == [1.5, None]
     assert window.breakdown.shape == (2, len(PART_NAMES))
     assert column(window.breakdown, "wall").tolist() == [11, 1]
     assert column(window.breakdown, "straggler_wait").tolist() == [0.75, 0]
@@ -36,7 +37,7 @@ def test_the_steps_themselves() -> None:
 
 
 def test_sums_of_exchanges_by_name() -> None:
-    window = window_of([STEP, STEP], [[3.25, 6.5], [2.0, 6.0]], [None, None])
+    window = window_of([STEP, STEP], [[3.25, 6.5], [2.0, 6.0]], [None, None], [None, None])
     assert list(window.exchanges) == ["rows", "gradients"]
     rows, gradients = window.exchanges.values()
     _same(rows, count=2, straggler_wait=0.25, transfer=0.5 + 0.75, hidden=2 * 1.0, moved=200, last=1)
@@ -45,17 +46,17 @@ def test_sums_of_exchanges_by_name() -> None:
 
 @pytest.mark.parametrize(("last", "straggler_wait"), [(-5.0, 0.0), (99.0, 1.0)])
 def test_a_wait_is_split_within_itself(last: float, straggler_wait: float) -> None:
-    gradients = window_of([STEP], [[2.0, last]], [None]).exchanges["gradients"]
+    gradients = window_of([STEP], [[2.0, last]], [None], [None]).exchanges["gradients"]
     assert (gradients.straggler_wait, gradients.transfer) == (straggler_wait, 1 - straggler_wait)
 
 
 def test_alone_a_rank_does_not_know_who_came_last() -> None:
-    window = window_of([STEP], [[2.0, 6.0]], [None], alone=True)
+    window = window_of([STEP], [[2.0, 6.0]], [None], [None], alone=True)
     assert [sums.last for sums in window.exchanges.values()] == [0, 0]
 
 
 def test_undivided_waits_are_one_figure_of_their_exchange_and_nobody_came_last() -> None:
-    window = window_of([STEP], [[3.25, 6.5]], [None], divided=False)
+    window = window_of([STEP], [[3.25, 6.5]], [None], [None], divided=False)
     assert column(window.breakdown, "wait").tolist() == [1.75]
     assert not column(window.breakdown, "straggler_wait").any() and not column(window.breakdown, "transfer").any()
     rows, gradients = window.exchanges.values()
@@ -69,7 +70,7 @@ def test_exchanges_of_other_threads_are_hidden_and_counted_where_they_begin() ->
         ResolvedStep(0, 11, 5, 32, SPANS, (), (rows,)),
         ResolvedStep(11, 13, 6, 32, (Interval("forward", "forward", 11, 13),), (), (rows,)),
     ]
-    window = window_of(steps, [[], []], [None, None])
+    window = window_of(steps, [[], []], [None, None], [None, None])
     assert list(window.exchanges) == ["rows (background)"]
     sums = window.exchanges["rows (background)"]
     assert sums.count == 1
@@ -80,15 +81,15 @@ def test_exchanges_of_other_threads_are_hidden_and_counted_where_they_begin() ->
 def test_bytes_in_the_background_count_once() -> None:
     rows = ResolvedCollective("rows", "", 7.0, 7.0, 7.0, 12.5, moved=50)
     steps = [ResolvedStep(0, 11, hidden=(rows,)), ResolvedStep(11, 13, hidden=(rows,))]
-    sums = window_of(steps, [[], []], [None, None]).exchanges["rows (background)"]
+    sums = window_of(steps, [[], []], [None, None], [None, None]).exchanges["rows (background)"]
     assert (sums.count, sums.moved) == (1, 50)
 
 
 def test_host_overhead_by_section() -> None:
-    host = window_of([STEP, STEP], [[2.0, 6.0]] * 2, [None, None]).host
+    host = window_of([STEP, STEP], [[2.0, 6.0]] * 2, [None, None], [None, None]).host
     expected = {"hooks before forward": 1, "between backward and optimizer": 1, "hooks after the step": 1}
     assert host == pytest.approx({section: 2 * seconds for section, seconds in expected.items()})
 
 
 def test_time_nobody_knows_of_is_not_the_hosts() -> None:
-    assert window_of([ResolvedStep(0, 5)], [[]], [None]).host == {}
+    assert window_of([ResolvedStep(0, 5)], [[]], [None], [None]).host == {}

@@ -50,7 +50,7 @@ def _subgroups() -> Any:
     steps = [
         _step({key: at for key, at in PAIRS[dist.get_rank()].items() if key == only}) for only in ("pair:7.0", "world:7.0")
     ]
-    windows = exchange.exchange_steps([*steps, _step({"own": 0.2})], [f"rank {dist.get_rank()}", None, None])
+    windows = exchange.exchange_steps([*steps, _step({"own": 0.2})], [f"rank {dist.get_rank()}", None, None], [None] * 3)
     return windows, exchange.wait_attribution()
 
 
@@ -72,7 +72,7 @@ def _uncertain(uncertainties: list[list[float]], walls: list[float]) -> Any:
         exchange.alignment.uncertainty_at = lambda _, mine=uncertainty[rank]: mine
         step = _step({"world:7.0": 0.1 + 0.5 * rank}, walls[rank] + 5, moved=10**8)
         paused = replace(step, spans=(Interval("pause", "validation", walls[rank], walls[rank] + 5),))
-        windows = exchange.exchange_steps([paused] * 2, [None] * 2)
+        windows = exchange.exchange_steps([paused] * 2, [None] * 2, [None] * 2)
         answers.append(None if windows is None else [_waits(windows, name)[0][0] for name in WAITS])
     return answers, exchange.wait_attribution(), exchange.spent
 
@@ -99,7 +99,7 @@ def _clock() -> WaitAttribution:
     exchange, rank = RankExchange(dist.group.WORLD, HostClock()), dist.get_rank()
     assert exchange.wait_attribution().clock is None, "nothing is known of the others"
     exchange.alignment.figures = lambda: {"drift": [0.0, 1e-6, -5e-6][rank], "syncs": rank, "round_trip_s": 0.1 * rank}
-    exchange.exchange_steps([_step({})], [None])
+    exchange.exchange_steps([_step({})], [None], [None])
     return exchange.wait_attribution()
 
 
@@ -110,7 +110,7 @@ def test_the_clocks_figures_are_the_worst_of_all_ranks() -> None:
 def test_the_waits_of_a_rank_alone_are_undivided_and_it_says_why() -> None:
     exchange = RankExchange(None, HostClock())
     exchange.group = SimpleNamespace()  # of others, which are not asked
-    window = exchange.own_window([_step({"a": 0.5}), _step({"a": 0.7})], ["x", "y"], "because")
+    window = exchange.own_window([_step({"a": 0.5}), _step({"a": 0.7})], ["x", "y"], [1.0, None], "because")
     attribution = exchange.wait_attribution()
     assert (attribution.aligned, attribution.reason) == (False, "because")
     assert [_waits([window], name)[0] for name in WAITS] == [[0, 0], [0, 0], [0.4, 0.2]]
@@ -120,7 +120,7 @@ def test_the_waits_of_a_rank_alone_are_undivided_and_it_says_why() -> None:
 
 def test_one_rank_waits_for_nobody() -> None:
     exchange = RankExchange(None, HostClock())
-    (window,) = exchange.exchange_steps([_step({"a": 0.4})], [None])
+    (window,) = exchange.exchange_steps([_step({"a": 0.4})], [None], [None])
     assert (_waits([window]), _waits([window], "transfer")) == ([[0]], [[0.5]])
     assert [sums.last for sums in window.exchanges.values()] == [0], "nor does anybody for it"
     assert exchange.wait_attribution() == WaitAttribution(True, 0.0)
@@ -134,7 +134,7 @@ def _compared(monkeypatch: pytest.MonkeyPatch, between: Callable[[RankExchange],
     monkeypatch.setattr(module.Alignment, "uncertainty_at", lambda self, seconds: 0.0)
     exchange = RankExchange(None, clock)
     for now[0] in range(1, 251):
-        exchange.exchange_steps([_step({})], [None])
+        exchange.exchange_steps([_step({})], [None], [None])
         between(exchange)
     return seen, clock.count
 
@@ -161,7 +161,7 @@ def _due(mine: list[float]) -> int:
     exchange = RankExchange(dist.group.WORLD, HostClock())
     measure = exchange.alignment.measure_offset
     exchange.alignment.measure_offset = lambda *a: count.append(measure(*a))
-    exchange.exchange_steps([_step({})], [None])
+    exchange.exchange_steps([_step({})], [None], [None])
     exchange.sync_clocks_if_due()
     return len(count)
 
@@ -173,6 +173,6 @@ def test_rank_0_says_when(mine: list[float], compared: int) -> None:
 
 def test_windows_hold_whole_steps() -> None:
     exchange = RankExchange(None, HostClock())
-    (window,) = exchange.exchange_steps([_step({}, index=i) for i in (4, 5)], [None, None])
+    (window,) = exchange.exchange_steps([_step({}, index=i) for i in (4, 5)], [None, None], [None, None])
     assert window.steps == [4, 5]
     assert np.shape(window.breakdown)[0] == 2

@@ -33,7 +33,7 @@ function figures({ summary, overhead }) {
     ["limit", times(summary.limit), "speed-up if all of it were gone"],
     ["step time", duration(summary.step_s), "mean over ranks and steps"],
     ["samples per second", rate(summary), known(summary.samples_per_s) ? `${grouped(summary.samples)} in all, all ranks` : "samples unknown"],
-    ["compute imbalance", summary.compute_imbalance.toFixed(2), "slowest rank / mean rank, measured"],
+    ["compute imbalance", summary.compute_imbalance.toFixed(2), "slowest rank / mean rank, measured" + (known(summary.predicted_imbalance) ? `; ${summary.predicted_imbalance.toFixed(2)} predicted` : "")],
     ["profiler overhead", percent(overhead.share), `${duration(overhead.total_s)} per step`],
   ];
   put("figures", ...list.map(([name, value, meaning]) => el("div", { "data-figure": name }, el("dt", {}, name), el("dd", {}, value), el("dd", { class: "quiet" }, meaning))));
