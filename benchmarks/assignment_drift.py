@@ -60,9 +60,7 @@ class _SameNegatives(CollateWithNegatives):
 def _losses(balance: bool, steps: int) -> list[float]:
     demo.quiet()
     L.seed_everything(0, verbose=False)
-    data = FreeScaleDataModule.from_interactions(
-        demo.RATINGS, **demo.COLUMNS, batch_size=16, cost=demo.COST, balance=balance
-    )
+    data = FreeScaleDataModule.from_interactions(demo.RATINGS, **demo.COLUMNS, batch_size=16, cost=demo.COST, balance=balance)
     data.collate_fn = _SameNegatives(data.histories.num_items)
     losses = _Losses()
     trainer = L.Trainer(

@@ -1,8 +1,16 @@
-"""From a wrong cost model to the true one: imbalance by the true cost before and after calibration, predicted.
+"""From a wrong cost model to the true one: predicted, with made-up times; and measured, in real steps of two ranks.
 
-A model whose time grows with the square of the length starts with a cost model that counts tokens. Every step's compute times
-are drawn with noise and outliers, every fifth step stays as drawn, as in training, the fit is made by the code that runs
-there, and the plan that follows is scored by the true cost. Means and the worst of several runs with other noise and samples.
+``--data``: a model whose time grows with the square of the length starts with a cost model that counts tokens. Every step's
+compute times are drawn with noise and outliers, every fifth step stays as drawn, as in training with ``calibrate=True``, the
+fit is made by the code that runs there, and the plan that follows is scored by the true cost: its imbalance before and after
+calibration, predicted. Means and the worst of several runs with other noise and samples.
+
+``--measured``: the reference model trains on ml-latest-small, on short histories and on heavy-tailed ones: as drawn, planned by
+the analytic model, by ``cost="auto"``, and with histories all of one length, which is the jitter of this machine. After the
+first epoch: predicted and measured imbalance, and the straggler wait that is left of that as drawn, above the jitter's. With
+``--clock wall`` the straggler wait is the one that ranks have waited; the machine's other load is in all of it. With ``--clock
+cpu`` steps are timed by the processor time of the thread that computes, as if each rank had a core of its own, and the
+straggler wait is what the ranks would have waited: the slowest rank's compute less their own.
 """
 
 from __future__ import annotations
@@ -27,13 +35,45 @@ TRUE = {"L^2": CostModel(linear=0.0, quadratic=1.0), "L^2 + 1280 L": CostModel(l
 
 def main() -> None:
     parser = harness.parser(__doc__)
-    parser.add_argument("--data", action="append", required=True, metavar="PATH", help="lengths: .npz with offsets, or text")
+    parser.add_argument("--data", action="append", default=[], metavar="PATH", help="lengths: .npz with offsets, or text")
     parser.add_argument("--ranks", default="8,64,256")
     parser.add_argument("--steps", type=int, default=50, help="measured steps (default: 50)")
     parser.add_argument("--runs", type=int, default=8)
     parser.add_argument("--noise", type=float, default=0.05, help="standard deviation of the log of the times (default: 0.05)")
+    parser.add_argument("--measured", metavar="FAMILIES", help="movielens, short, heavy-tail, or several of them")
+    parser.add_argument("--rounds", type=int, default=5, help="fits of each variant (default: 5)")
+    parser.add_argument("--epochs", type=int, default=5, help="of each fit; the first does not count (default: 5)")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     options = parser.parse_args()
+    if not options.data and options.measured is None:
+        parser.error("pass --data or --measured")
+    harness.finish(_predict(options) | _measure(options), options)
+
+
+def _measure(options: argparse.Namespace) -> dict[str, float]:
+    if options.measured is None:
+        return {}
+    from calibration_steps import measure
+
+    families = options.measured.split(",")
+    figures = measure(families, options.rounds, options.epochs, options.clock)
+    print(f"measured, by the {options.clock} clock: medians of {options.rounds} fits, without their first epoch")
+    titles = f"{'predicted':>10}{'measured':>10}{'analytic':>10}{'as drawn':>10}{'jitter':>9}{'wait left':>11}{'analytic':>10}"
+    print(f"{'imbalance':<12}{titles}")
+    for family in families:
+        names = ("predicted", "auto_imbalance", "analytic_imbalance", "drawn_imbalance")
+        row = "".join(f"{figures[f'{family}_{name}']:>10.3f}" for name in names) + f"{figures[f'{family}_jitter']:>9.3f}"
+        left = f"{figures[f'{family}_auto_wait_left']:>11.1%}{figures[f'{family}_analytic_wait_left']:>10.1%}"
+        print(f"{family:<12}{row}{left}")
+    for name in ("apart", "apart_beyond_jitter", "auto_wait_left"):
+        figures[f"most_{name}"] = max(figures[f"{family}_{name}"] for family in families)
+    return figures
+
+
+def _predict(options: argparse.Namespace) -> dict[str, float]:
     figures: dict[str, float] = {}
+    if not options.data:
+        return figures
     print(f"predicted: {options.steps} steps, noise {options.noise:.0%}, 5 % of the times three times too long")
     titles = f"{'tokens only':>13}{'calibrated':>12}{'true model':>12}{'/ true':>9}{'worst':>9}"
     print(f"{'data':<10}{'true cost':<14}{'ranks':>6}{titles}")
@@ -47,7 +87,7 @@ def main() -> None:
             print(f"{name:<10}{label:<14}{ranks:>6}{row}", flush=True)
             key = f"{name}_{'mixed' if model.linear else 'quadratic'}_{ranks}"
             figures |= {f"{key}_before": wrong / true, f"{key}_calibrated": fitted / true, f"{key}_worst": worst}
-    harness.finish(figures, options)
+    return figures
 
 
 def _run(lengths: np.ndarray, ranks: int, model: CostModel, options: argparse.Namespace, seed: int) -> list[float]:

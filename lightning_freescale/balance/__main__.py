@@ -128,7 +128,7 @@ def new_parser(program: str) -> argparse.ArgumentParser:
 def add_fit(commands: Any) -> None:
     """Add the parser of ``fit`` to those of other commands."""
     fit = commands.add_parser("fit", help="make a cost model from the report.json of a BubbleProfiler")
-    fit.add_argument("report", type=Path, help="of a run with FreeScaleDataModule(lengths=...) or BubbleProfiler(lengths_fn=...)")
+    fit.add_argument("report", type=Path, help="of a run whose history lengths are known")
     fit.add_argument("--json", type=Path, metavar="FILE", help="write the model and the figures")
 
 

@@ -271,7 +271,8 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         if drawn is None or drawn[0] != epoch:
             order = self._draw_order(epoch)
             if self.outlier_window > 1:
-                order = pool_outliers(order, self._steps.full_epoch, self._costs_of_order, self.num_replicas, self.outlier_window)
+                costs, edges = self._costs_of_order, self._steps.full_epoch
+                order = pool_outliers(order, edges, costs, self.num_replicas, self.outlier_window)
             drawn = self._drawn = (epoch, order)
         return drawn[1]
 

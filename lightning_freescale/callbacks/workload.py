@@ -52,7 +52,8 @@ def work_of_step(
 ) -> tuple[int, Floats | None, float | None]:
     """Return a step's number of samples, the sums of :func:`sample_features` over them, and what its plan says it costs.
 
-    0 samples, and None for the others, are unknown. ``lengths_fn`` gives the history lengths of a batch's samples, if the user knows better than the loader.
+    0 samples, and None for the others, are unknown. ``lengths_fn`` gives the history lengths of a batch's samples, if the user
+    knows better than the loader.
     """
     parts = batch.batches if isinstance(batch, MicroBatches) else (batch,)
     sampler: Any = getattr(trainer.train_dataloader, "sampler", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -73,28 +74,37 @@ class PredictedAndMeasured:
 
     def _start_epoch(self, epoch: int) -> None:
         self.epoch, self.steps = epoch, 0
-        self._seconds = 0.0
+        self._seconds, self._ranks = 0.0, 1
         self.predicted = self.measured = 1.0
 
     def add_steps(self, epoch: int, predicted: NDArray[np.float64], seconds: NDArray[np.float64]) -> None:
-        """Add steps of an epoch: what was predicted for each rank, in any unit, and measured; shape ``[steps, ranks]``."""
+        """Add steps of an epoch: each rank's load as predicted, in any unit, and its compute; shape ``[steps, ranks]``."""
         if epoch != self.epoch:
             self._start_epoch(epoch)
-        self.steps += len(seconds)
+        self.steps, self._ranks = self.steps + len(seconds), seconds.shape[1]
         before, mean = self._seconds, seconds.mean(axis=1)
         self._seconds += float(mean.sum())
         of_step = predicted.max(axis=1) / np.maximum(predicted.mean(axis=1), 1e-300)
         self.predicted = (self.predicted * before + float(of_step @ mean)) / self._seconds
         self.measured = (self.measured * before + float(seconds.max(axis=1).sum())) / self._seconds
 
-    def __str__(self) -> str:
-        text = f"imbalance {self.predicted:.3f} predicted, {self.measured:.3f} measured in {self.steps} steps of epoch {self.epoch}"
+    def tell(self, scatter: float) -> str:
+        """Return both as text, which says when they part by more than times that ``scatter`` around the fit explain.
+
+        Args:
+            scatter: median relative error of single times.
+        """
+        figures = f"imbalance {self.predicted:.3f} predicted, {self.measured:.3f} measured"
+        # the largest of as many normal numbers, whose median absolute deviation is known (Blom 1958)
+        jitter = 1.4826 * scatter * NormalDist().inv_cdf((self._ranks - 0.375) / (self._ranks + 0.25))
+        text = f"{figures} in {self.steps} steps of epoch {self.epoch}, of which jitter of single times makes {jitter:.3f}"
         apart = self.measured - self.predicted
+        apart -= min(max(apart, 0.0), jitter)
         if abs(apart) <= PARTED:
             return text
         return text + (
-            f": they part by {apart:.3f}. Ranks that are slower whatever they compute, other load on them, or a cost that no "
-            "CostModel explains: BubbleProfiler() tells which"
+            f": they part by {apart:.3f} beyond that. Ranks that are slower whatever they compute, or costs that no CostModel "
+            "explains: BubbleProfiler() tells which"
         )
 
 
@@ -117,7 +127,7 @@ class CostCalibrator:
         self._lag = 0 if times.on_host else LAG
         self._rows: list[tuple[int, NDArray[np.float64]]] = []  # epoch; features, cost as given, cost as planned
         self._found = PredictedAndMeasured()
-        self._told_of_fit = False
+        self._told_of_fit, self._scatter = False, 0.0
         self._reported_slow: set[int] = set()
         self.stopped = self._costs.costs_are_final
         """Whether nothing more is to be measured."""
@@ -138,7 +148,7 @@ class CostCalibrator:
     def end_training(self) -> None:
         """Say what has become of the costs, unless that was said."""
         if not self.stopped and self._found.steps and self.trainer.is_global_zero:
-            rank_zero_info(f"strategy 'freescale': {self._found}")
+            rank_zero_info(f"strategy 'freescale': {self._found.tell(self._scatter)}")
 
     def _exchange(self, sampler: Any, ended: int) -> None:
         """Gather all ranks' windows of ``ended`` steps, fit on rank 0, and follow its result on all."""
@@ -171,6 +181,7 @@ class CostCalibrator:
         fit = calibration.add_window(rows[..., :4], seconds, rows[..., 4])
         if fit is None:
             return None
+        self._scatter = fit.residual
         current, fitted = self._imbalances(fit, sampler)
         if self._speeds(fit) and current > fitted * (1 + WORTH):
             calibration.adopt_fit()
@@ -226,7 +237,9 @@ class CostCalibrator:
                 f"{result.imbalance_fitted:.3f}. For runs that repeat to the bit: BalanceOptions(calibrate=False)"
             )
         if result.frozen:
-            rank_zero_info(f"strategy 'freescale': the costs are final and no longer measured; {self._found}")
+            rank_zero_info(
+                f"strategy 'freescale': the costs are final and no longer measured; {self._found.tell(self._scatter)}"
+            )
         for rank, times in fit.slow_ranks(sampler.options.get("rank_speeds")).items():
             if rank not in self._reported_slow:
                 self._reported_slow.add(rank)

@@ -16,7 +16,7 @@ from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.balance import CostModel
 from lightning_freescale.balance.cost import sample_features
 from lightning_freescale.callbacks import workload as module
-from lightning_freescale.callbacks.workload import describe_run, fit_costs, work_of_step, samples_in
+from lightning_freescale.callbacks.workload import describe_run, fit_costs, samples_in, work_of_step
 from lightning_freescale.data import BalanceOptions
 from lightning_freescale.testing import run_distributed
 from tests.data.streaming.test_training import Stream

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.checkpoint import sharded_folder
 from lightning_freescale.testing import RankFailed, run_distributed
-from tests.helpers.recommender import Recommender, Samples, collate, trainer
+from tests.helpers.recommender import REPEATS, Recommender, Samples, collate, trainer
 
 WRITE = sharded_folder.write_pieces
 
@@ -44,7 +44,7 @@ def _fit(
     strategy = FreeScaleStrategy(checkpoint="sharded", async_save=async_save)
     kept = any(isinstance(each, ModelCheckpoint) for each in callbacks)
     fit = trainer(devices=2, max_epochs=2, callbacks=callbacks, strategy=strategy, enable_checkpointing=kept)
-    fit.fit(module, FreeScaleDataModule(data, data.lengths, 6, collate_fn=collate), ckpt_path=path)
+    fit.fit(module, FreeScaleDataModule(data, data.lengths, 6, collate_fn=collate, balance=REPEATS), ckpt_path=path)
     return fit, module.losses, fit._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"]
 
 

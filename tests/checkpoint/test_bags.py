@@ -18,7 +18,7 @@ from lightning_freescale.embeddings.overlap.bag_traffic import DECIDING_STEPS
 from lightning_freescale.strategy import setting_trial
 from lightning_freescale.testing import run_distributed
 from tests.helpers.bags import SUM, BagSamples, Batch, OnlyBags, collate_bags, configs
-from tests.helpers.recommender import trainer
+from tests.helpers.recommender import REPEATS, trainer
 
 LEFT = DECIDING_STEPS + 1
 """The first step of TorchRec's."""
@@ -28,7 +28,9 @@ def fit(module: OnlyBags, size: int, micro_batches: Any = 1, resume: str | None 
     """Fit on the ranks of ``run_distributed``, 4 samples of each in a step."""
     torch.manual_seed(0)
     samples = BagSamples(size)
-    loader = FreeScaleDataModule(samples, samples.lengths, 4, collate_fn=collate_bags, micro_batches=micro_batches)
+    loader = FreeScaleDataModule(
+        samples, samples.lengths, 4, collate_fn=collate_bags, micro_batches=micro_batches, balance=REPEATS
+    )
     fitting = trainer(devices=int(os.environ["WORLD_SIZE"]), enable_checkpointing="callbacks" in options, **options)
     fitting.fit(module, loader, ckpt_path=resume)
     return fitting

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.checkpoint.bucket_order import lay_out_buckets, noting_order
 from lightning_freescale.testing import run_distributed
-from tests.helpers.recommender import Recommender, Samples, StopAt, collate, trainer
+from tests.helpers.recommender import REPEATS, Recommender, Samples, StopAt, collate, trainer
 
 
 class InAnotherOrder(Recommender):
@@ -55,7 +55,7 @@ def _fit_in_another_order(
 ) -> dict[str, Any]:
     torch.manual_seed(0)
     model, data = InAnotherOrder("sgd"), Samples(72)
-    loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, micro_batches=micro_batches)
+    loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, micro_batches=micro_batches, balance=REPEATS)
     stop = [StopAt(stop_after, path)] if stop_after is not None else []
     strategy = FreeScaleStrategy(**options)
     fit = trainer(

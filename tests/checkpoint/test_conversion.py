@@ -12,7 +12,7 @@ from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.checkpoint import conversion
 from lightning_freescale.command_line.main import main
 from lightning_freescale.testing import run_distributed
-from tests.helpers.recommender import Recommender, Samples, StopAt, collate, trainer
+from tests.helpers.recommender import REPEATS, Recommender, Samples, StopAt, collate, trainer
 
 TABLE = "net.embeddings.embeddings.item.weight"
 
@@ -34,7 +34,7 @@ class Large(Recommender):
 def _fit(ranks: int, stop: Path | None = None, resume: Path | None = None, step: int = 4, **options: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     data, module = Samples(72), Large()
-    loader = FreeScaleDataModule(data, data.lengths, 12 // ranks, collate_fn=collate)
+    loader = FreeScaleDataModule(data, data.lengths, 12 // ranks, collate_fn=collate, balance=REPEATS)
     callbacks = [] if stop is None else [StopAt(step, str(stop))]
     fit = trainer(devices=ranks, max_epochs=2, callbacks=callbacks, strategy=FreeScaleStrategy(**options))
     fit.fit(module, loader, ckpt_path=resume)
@@ -86,7 +86,7 @@ def test_the_plain_module_loads_it(checkpoint: str, saved: Path, tmp_path: Path)
 
 def _predict(path: Path) -> torch.Tensor:
     data = Samples(24)
-    loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, predict_dataset=data)
+    loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, predict_dataset=data, balance=REPEATS)
     fit = trainer(devices=1, strategy="freescale")
     return torch.cat(fit.predict(Large(), loader, ckpt_path=path))
 

@@ -11,7 +11,7 @@ import torch
 
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.testing import RankFailed, run_distributed
-from tests.helpers.recommender import Recommender, Samples, collate, fixed_loader, trainer
+from tests.helpers.recommender import REPEATS, Recommender, Samples, collate, fixed_loader, trainer
 
 
 class Diverges(Recommender):
@@ -34,7 +34,7 @@ def _save_diverged(path: Path, where: str, save_non_finite: bool, **options: Any
     data = Samples(32)
     strategy = FreeScaleStrategy(save_non_finite=save_non_finite, overlap=False, **options)
     fit = trainer(devices=2, max_steps=1, strategy=strategy)
-    fit.fit(Diverges(where), FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate))
+    fit.fit(Diverges(where), FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, balance=REPEATS))
     fit.save_checkpoint(path)
 
 
@@ -69,7 +69,7 @@ def _fit(
 ) -> list[str]:
     data = Samples(32)
     fit = trainer(devices=2, max_epochs=1 if save else 2, strategy="ddp" if save and loader else "freescale")
-    batches: Any = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate)
+    batches: Any = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, balance=REPEATS)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit.fit(module(), fixed_loader(0, 4) if loader else batches, ckpt_path=path)

@@ -16,7 +16,7 @@ from torch import nn
 from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.data import BalanceOptions
 from lightning_freescale.testing import RankFailed, run_distributed
-from tests.helpers.recommender import OPTIMIZERS, Recommender, Samples, StopAt, collate, trainer
+from tests.helpers.recommender import OPTIMIZERS, REPEATS, Recommender, Samples, StopAt, collate, trainer
 
 
 class SaveAtEpochEnd(L.pytorch.callbacks.ModelCheckpoint):
@@ -52,7 +52,7 @@ class Seen(Recommender):
 def _fit(optimizer: str, workers: int, stop: L.Callback | None = None, resume: str | None = None) -> dict[str, Any]:
     torch.manual_seed(0 if resume is None else 7)
     module, data = Seen(optimizer), Samples(64)  # 8 steps an epoch
-    loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, num_workers=workers)
+    loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, num_workers=workers, balance=REPEATS)
     fit = trainer(
         devices=2, max_epochs=3, callbacks=[stop] if stop else [], enable_checkpointing=isinstance(stop, SaveAtEpochEnd)
     )
@@ -121,7 +121,7 @@ class Plain(Seen):
 
 def _fit_plain(path: str, batch_size: int, stop_at: int | None = None) -> dict[str, Any]:
     module, data = Plain("sgd"), Samples(80)
-    loader = FreeScaleDataModule(data, data.lengths, batch_size, collate_fn=collate)
+    loader = FreeScaleDataModule(data, data.lengths, batch_size, collate_fn=collate, balance=REPEATS)
     fit = trainer(devices=1, max_epochs=3, callbacks=[StopAt(stop_at, path)] if stop_at else [])
     fit.fit(module, loader, ckpt_path=None if stop_at else path)
     return {"seen": module.seen, "reload": fit.reload_dataloaders_every_n_epochs}
@@ -152,7 +152,7 @@ class Breaks(Plain):
 def _resume_twice(path: str) -> tuple[list[int], list[int]]:
     _fit_plain(path, 16, stop_at=2)
     data = Samples(80)
-    loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, seed=5)
+    loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, seed=5, balance=REPEATS)
     with pytest.raises(KeyError, match="the needle"):
         trainer(devices=1, max_epochs=2).fit(Breaks("sgd"), loader, ckpt_path=path)
     module = Plain("sgd")
@@ -173,9 +173,7 @@ def test_a_failed_fit_leaves_nothing_to_the_next(tmp_path: Path) -> None:
 
 def _resume_pooled(path: str, cost: Any, stop_at: int | None = None) -> None:
     data = Samples(80)
-    loader = FreeScaleDataModule(
-        data, data.lengths, 4, cost=cost, collate_fn=collate, balance=BalanceOptions(outlier_window=8)
-    )
+    loader = FreeScaleDataModule(data, data.lengths, 4, cost=cost, collate_fn=collate, balance=BalanceOptions(outlier_window=8))
     fit = trainer(devices=1, max_epochs=1, callbacks=[StopAt(stop_at, path)] if stop_at else [])
     fit.fit(Plain("sgd"), loader, ckpt_path=None if stop_at else path)
 
@@ -193,7 +191,7 @@ def _fit_on(world: int, workers: int, path: str, batch_size: int = 4, stop_at: i
     """70 samples, so that the last step is uneven."""
     torch.manual_seed(0)
     module, data = Seen("sgd"), Samples(70)
-    loader = FreeScaleDataModule(data, data.lengths, batch_size, collate_fn=collate, num_workers=workers)
+    loader = FreeScaleDataModule(data, data.lengths, batch_size, collate_fn=collate, num_workers=workers, balance=REPEATS)
     fit = trainer(devices=world, max_epochs=3, callbacks=[StopAt(stop_at, path)] if stop_at else [])
     fit.fit(module, loader, ckpt_path=None if stop_at else path)
     epochs = [loader.sampler(0, world)._order(epoch).tolist() for epoch in range(3)]
@@ -266,14 +264,14 @@ def _goes_on(optimizer: str, path: str) -> tuple[list[float], list[float]]:
 def _fit_without_dropout(strategy: str, optimizer: str, resume: str) -> list[float]:
     module, data = Seen(optimizer), Samples(64)
     module.dropout = 0.0
-    loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate)
+    loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, balance=REPEATS)
     trainer(strategy=strategy, devices=2, max_epochs=3).fit(module, loader, ckpt_path=resume)
     return module.losses
 
 
 def _test_with_checkpoint(path: str) -> float:
     data = Samples(64)
-    loader = FreeScaleDataModule(data, data.lengths, 8, collate_fn=collate, test_dataset=Samples(32))
+    loader = FreeScaleDataModule(data, data.lengths, 8, collate_fn=collate, test_dataset=Samples(32), balance=REPEATS)
     return trainer(devices=2).test(Recommender("adagrad"), loader, ckpt_path=path, verbose=False)[0]["test"]
 
 
@@ -290,7 +288,7 @@ def test_mid_epoch_checkpoint_serves_test_with_another_batch_size(stopped: Stopp
 
 def _fit_then_test(path: str) -> None:
     module, data = Seen("adagrad"), Samples(64)
-    loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, test_dataset=Samples(16))
+    loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, test_dataset=Samples(16), balance=REPEATS)
     fit = trainer(devices=2)
     fit.fit(module, loader)
     fit.save_checkpoint(f"{path}.fit")
@@ -317,10 +315,10 @@ class Shared(Recommender):
 
 def _fit_shared(path: str) -> None:
     data, fit = Samples(32), trainer(devices=2)
-    fit.fit(Shared(), FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate))
+    fit.fit(Shared(), FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, balance=REPEATS))
     fit.save_checkpoint(path)
     again = trainer(devices=2, max_epochs=2)
-    again.fit(Shared(), FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate), ckpt_path=path)
+    again.fit(Shared(), FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, balance=REPEATS), ckpt_path=path)
 
 
 @pytest.mark.slow
@@ -338,7 +336,7 @@ def _resume_other_world(path: str) -> list[str]:
         warnings.simplefilter("always")
         module, data = Seen("adagrad"), Samples(64)
         trainer(devices=3, max_epochs=2).fit(
-            module, FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate), ckpt_path=path
+            module, FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, balance=REPEATS), ckpt_path=path
         )
     return [str(w.message) for w in caught if "random states" in str(w.message)]
 
@@ -359,7 +357,7 @@ class Grows(L.Callback):
 
 def _fit_growing() -> list[int]:
     data, fit = Samples(32), trainer(devices=2, callbacks=[Grows()])
-    fit.fit(Recommender("adagrad"), FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate))
+    fit.fit(Recommender("adagrad"), FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, balance=REPEATS))
     state = fit._checkpoint_connector.dump_checkpoint(weights_only=False)["optimizer_states"][0]
     return [len(group["params"]) for group in state["param_groups"]]
 
@@ -372,7 +370,7 @@ def _save_half(strategy: str, optimizer: str, path: str) -> None:
     module, data = Seen(optimizer), Samples(64)
     module.dropout = 0.0
     fit = trainer(strategy=strategy, devices=2, max_epochs=3, callbacks=[StopAt(10, path)])
-    fit.fit(module, FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate))
+    fit.fit(module, FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, balance=REPEATS))
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from lightning_freescale.data import StreamOptions
 from lightning_freescale.testing import run_distributed
 from tests.checkpoint.test_resume import Seen
 from tests.data.streaming.test_training import Stream
-from tests.helpers.recommender import Samples, collate, trainer
+from tests.helpers.recommender import REPEATS, Samples, collate, trainer
 
 
 class Stops(L.Callback):
@@ -47,7 +47,7 @@ def _fit(
     module, samples = Seen("adagrad"), Samples(48)
     if data == "map-style":
         loader = FreeScaleDataModule(
-            samples, samples.lengths, 4, collate_fn=collate, num_workers=workers, micro_batches=micro_batches
+            samples, samples.lengths, 4, collate_fn=collate, num_workers=workers, micro_batches=micro_batches, balance=REPEATS
         )
     else:
         stream = StreamOptions(stream_balancing=data)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from lightning_freescale.checkpoint.accumulated_gradients import restore_accumul
 from lightning_freescale.testing import run_distributed
 from tests.checkpoint.test_resume import Seen
 from tests.helpers.overlap_training import assert_same
-from tests.helpers.recommender import Net, Samples, collate, trainer
+from tests.helpers.recommender import REPEATS, Net, Samples, collate, trainer
 
 
 class SaveAfterBatches(L.Callback):
@@ -58,7 +58,7 @@ def _accumulate(
     """Losses, weights and optimizer states of a run with windows of some batches; 8 batches an epoch."""
     torch.manual_seed(0 if resume is None else 7)
     module, data = make("adagrad"), Samples(64 * nodes)
-    loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate)
+    loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, balance=REPEATS)
     strategy, save = FreeScaleStrategy(**options), SaveAfterBatches(path, after)
     ways = {"devices": ranks, "num_nodes": nodes, "accumulate_grad_batches": window}
     fit = trainer(strategy=strategy, max_epochs=2, callbacks=[save], **ways)

@@ -15,7 +15,7 @@ import torch
 
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.testing import RankFailed, run_distributed
-from tests.helpers.recommender import Recommender, Samples, StopAt, collate, trainer
+from tests.helpers.recommender import REPEATS, Recommender, Samples, StopAt, collate, trainer
 
 
 class Trained(Recommender):
@@ -46,7 +46,9 @@ def _fit(
 ) -> dict[str, Any]:
     torch.manual_seed(0)
     data, module = Samples(72), Trained(optimizer)
-    loader = FreeScaleDataModule(data, data.lengths, global_batch // ranks, collate_fn=collate, num_workers=workers)
+    loader = FreeScaleDataModule(
+        data, data.lengths, global_batch // ranks, collate_fn=collate, num_workers=workers, balance=REPEATS
+    )
     strategy = FreeScaleStrategy(checkpoint=checkpoint, **options)  # type: ignore[arg-type]
     callbacks: list[L.Callback] = [StopAt(step, str(stop))] if stop is not None else []
     fit = trainer(devices=ranks, max_epochs=2, callbacks=callbacks, strategy=strategy)
@@ -244,7 +246,7 @@ def _resume_last(folder: Path) -> tuple[int, list[str]]:
     fit = trainer(devices=2, max_epochs=2, callbacks=[saving], enable_checkpointing=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit.fit(module, FreeScaleDataModule(data, data.lengths, 6, collate_fn=collate), ckpt_path="last")
+        fit.fit(module, FreeScaleDataModule(data, data.lengths, 6, collate_fn=collate, balance=REPEATS), ckpt_path="last")
     return len(module.losses), [str(each.message) for each in caught if "is damaged" in str(each.message)]
 
 

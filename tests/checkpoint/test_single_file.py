@@ -15,7 +15,7 @@ import torch
 from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.checkpoint import single_file
 from lightning_freescale.testing import RankFailed, run_distributed
-from tests.helpers.recommender import Recommender, Samples, collate, trainer
+from tests.helpers.recommender import REPEATS, Recommender, Samples, collate, trainer
 
 TABLE = "net.embeddings.embeddings.item.weight"
 
@@ -24,7 +24,7 @@ def _fit(path: Path, module: L.LightningModule, resume: bool = False, **options:
     torch.manual_seed(0)
     data = Samples(16)
     fit = trainer(devices=2, max_epochs=2 if resume else 1, **options)
-    loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate)
+    loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, balance=REPEATS)
     fit.fit(module, loader, ckpt_path=path if resume else None)
     return fit
 

@@ -13,7 +13,7 @@ import torch
 from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.testing import run_distributed
 from tests.checkpoint.test_resume import Seen, StopAt
-from tests.helpers.recommender import Samples, collate, trainer
+from tests.helpers.recommender import REPEATS, Samples, collate, trainer
 
 pytestmark = pytest.mark.third_party
 SIZE, STOP_AT = 75, 4
@@ -113,7 +113,9 @@ def _collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def _fit(name: str, folder: Path, path: str, stops: bool, resumes: bool, workers: int) -> list[list[int]]:
     torch.manual_seed(0)
     devices = int(os.environ["WORLD_SIZE"])
-    data = FreeScaleDataModule(LIBRARIES[name][1](folder), _length, 4, collate_fn=_collate, num_workers=workers)
+    data = FreeScaleDataModule(
+        LIBRARIES[name][1](folder), _length, 4, collate_fn=_collate, num_workers=workers, balance=REPEATS
+    )
     module = Seen("sgd")
 
     fit = trainer(devices=devices, max_epochs=2, limit_val_batches=0, callbacks=[StopAt(STOP_AT, path)] if stops else [])

@@ -14,7 +14,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.embeddings.optimizer import TableOptimizer
 from lightning_freescale.testing import run_distributed
-from tests.helpers.recommender import Recommender, Samples, collate, trainer
+from tests.helpers.recommender import REPEATS, Recommender, Samples, collate, trainer
 
 CUDA = torch.device("cuda")
 WEIGHT = torch.nn.Parameter(torch.zeros(3, 2))
@@ -74,7 +74,11 @@ def _fit(strategy: str, epochs: int, path: str, resume: bool = False) -> dict[st
     torch.manual_seed(7 if resume else 0)
     module, data = InBackward(), Samples(64)
     fit = trainer(strategy=strategy, devices=2, max_epochs=epochs)
-    fit.fit(module, FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate), ckpt_path=path if resume else None)
+    fit.fit(
+        module,
+        FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, balance=REPEATS),
+        ckpt_path=path if resume else None,
+    )
     fit.save_checkpoint(path if not resume else f"{path}.end")
     return {"losses": module.losses}
 
@@ -110,7 +114,7 @@ def _fit_twice(path: str) -> list[float]:
     sums = []
     for epochs in (1, 0):  # the second fit ends before its first step
         fit = trainer(devices=2, max_epochs=epochs)
-        fit.fit(module, FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate))
+        fit.fit(module, FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, balance=REPEATS))
         sums.append(sum(float(s.state["sum"].sum()) for s in fit.strategy.tables.shards() if s.state))
         if epochs:
             fit.save_checkpoint(path)
@@ -138,7 +142,7 @@ def _fit_towers(optimizer: str, overlap: bool) -> int:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer(devices=2, strategy=FreeScaleStrategy(overlap=overlap)).fit(
-            module, FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate)
+            module, FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, balance=REPEATS)
         )
     return sum("looked up 2 times in one step: Adagrad" in str(w.message) for w in caught)
 

@@ -22,7 +22,7 @@ from lightning_freescale.balance.calibration import imbalance_by_true_costs
 from lightning_freescale.data import BalanceOptions
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.checkpoint.test_resume import StopAt
-from tests.helpers.recommender import Recommender, Samples, collate, trainer
+from tests.helpers.recommender import REPEATS, Recommender, Samples, collate, trainer
 
 
 class Kept(Logger):
@@ -57,7 +57,7 @@ def test_ranks_that_plan_differently_are_stopped_before_the_first_step() -> None
 
 def _logged() -> tuple[list[dict[str, float]], list[dict[str, float]], float]:
     data, logger = Samples(40), Kept()
-    module = FreeScaleDataModule(data, data.lengths, 2, collate_fn=collate)
+    module = FreeScaleDataModule(data, data.lengths, 2, collate_fn=collate, balance=REPEATS)
     trainer(devices=2, max_epochs=2, logger=logger, log_every_n_steps=5).fit(Recommender(), module)
     return (
         logger.of("freescale/imbalance/step"),

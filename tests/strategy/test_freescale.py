@@ -17,13 +17,13 @@ from torchrec.modules.embedding_configs import PoolingType
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.embeddings.shards import kernels
 from lightning_freescale.testing import RankFailed, run_distributed
-from tests.helpers.recommender import Net, Recommender, Samples, collate, tables, trainer
+from tests.helpers.recommender import REPEATS, Net, Recommender, Samples, collate, tables, trainer
 
 
 def _data(samples: int = 37, **options: Any) -> FreeScaleDataModule:
     data = Samples(samples)
     stages = {stage: Samples(samples, seed=1) for stage in ("val_dataset", "test_dataset", "predict_dataset")}
-    return FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, **stages, **options)
+    return FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, **stages, **{"balance": REPEATS, **options})
 
 
 def _all_stages() -> dict[str, Any]:

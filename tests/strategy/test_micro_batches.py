@@ -22,7 +22,7 @@ from lightning_freescale.balance import MicroBatches
 from lightning_freescale.data import BalanceOptions
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.helpers.overlap_training import CountingModel, assert_same
-from tests.helpers.recommender import CATEGORIES, OPTIMIZERS, Samples, collate, trainer
+from tests.helpers.recommender import CATEGORIES, OPTIMIZERS, REPEATS, Samples, collate, trainer
 
 SIZE = 90
 
@@ -31,7 +31,7 @@ def data(micro_batches: Any = 1, **options: Any) -> FreeScaleDataModule:
     """Histories of very different lengths; the last step is short."""
     samples = Samples(SIZE)
     given = {"batch_size": 8, "collate_fn": collate, "val_dataset": Samples(9, seed=1), **options}
-    return FreeScaleDataModule(samples, samples.lengths, micro_batches=micro_batches, **given)
+    return FreeScaleDataModule(samples, samples.lengths, micro_batches=micro_batches, **{"balance": REPEATS, **given})
 
 
 class Model(CountingModel):

@@ -14,7 +14,7 @@ from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.testing import run_distributed
 from tests.helpers.overlap_training import CountingModel, assert_same, my_loader
 from tests.helpers.plain_embeddings import PlainModel, plain_loader
-from tests.helpers.recommender import OPTIMIZERS, Samples, collate, trainer
+from tests.helpers.recommender import OPTIMIZERS, REPEATS, Samples, collate, trainer
 
 STEPS, EPOCHS = 6, 2
 ADAM = {**OPTIMIZERS, "adam": lambda params: torch.optim.Adam(params, lr=0.05)}
@@ -61,7 +61,7 @@ def _fit(
         callbacks=[] if save is None else [SaveAt(7, save)],
     )
     data, validation = Samples(4 * STEPS * 2), Samples(4 * 2 * 2, seed=1)
-    loader = FreeScaleDataModule(data, data.lengths, 4, val_dataset=validation, collate_fn=collate)
+    loader = FreeScaleDataModule(data, data.lengths, 4, val_dataset=validation, collate_fn=collate, balance=REPEATS)
     fitting.fit(module, loader, ckpt_path=resume)
     val = float(fitting.callback_metrics["val"]) if "val" in fitting.callback_metrics else None
     state = fitting._checkpoint_connector.dump_checkpoint(weights_only=False)

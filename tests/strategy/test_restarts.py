@@ -20,7 +20,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_freescale import FreeScaleDataModule
-from tests.helpers.recommender import Recommender, Samples, collate
+from tests.helpers.recommender import REPEATS, Recommender, Samples, collate
 
 DEATHS = {deaths!r}  # attempt: rank and step
 
@@ -40,7 +40,7 @@ trainer = L.Trainer(
     strategy="freescale", accelerator="cpu", devices=2, max_epochs=2, logger=False, enable_progress_bar=False,
     enable_model_summary=False, callbacks=[ModelCheckpoint("checkpoints", every_n_train_steps=3, save_last=True)],
 )
-trainer.fit(module, FreeScaleDataModule(samples, samples.lengths, 4, collate_fn=collate), ckpt_path="last")
+trainer.fit(module, FreeScaleDataModule(samples, samples.lengths, 4, collate_fn=collate, balance=REPEATS), ckpt_path="last")
 trainer.save_checkpoint("end.ckpt")
 """
 

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.checkpoint import sharded_folder
 from lightning_freescale.testing import run_distributed
-from tests.helpers.recommender import Recommender, Samples, collate, trainer
+from tests.helpers.recommender import REPEATS, Recommender, Samples, collate, trainer
 
 EPOCHS = 3
 
@@ -64,7 +64,7 @@ def _fit(
 ) -> bool:
     """Return whether a SIGTERM has stopped training."""
     data = Samples(64)
-    datamodule = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, val_dataset=Samples(64))
+    datamodule = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, val_dataset=Samples(64), balance=REPEATS)
     callbacks: list[L.Callback] = [] if path is None else [OnExceptionCheckpoint(path)]
     run = trainer(
         strategy=FreeScaleStrategy(overlap=overlap, **(saving or {})),
@@ -147,7 +147,7 @@ def test_a_signal_after_the_last_step_is_heard_as_well() -> None:
 
 def _saves(path: Path) -> list[str]:
     data = Samples(64)
-    datamodule = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate)
+    datamodule = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, balance=REPEATS)
     callbacks = [ModelCheckpoint(path, filename="{step}", save_on_exception=True)]
     run = trainer(devices=2, callbacks=callbacks, max_epochs=EPOCHS, enable_checkpointing=True)
     with pytest.raises(SIGTERMException):

@@ -22,7 +22,7 @@ import lightning as L
 from pathlib import Path
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_freescale import FreeScaleDataModule
-from tests.helpers.recommender import Recommender, Samples, collate
+from tests.helpers.recommender import REPEATS, Recommender, Samples, collate
 
 class Slow(Recommender):
     def training_step(self, batch, batch_idx):
@@ -40,7 +40,7 @@ trainer = L.Trainer(
     enable_model_summary=False,
     callbacks=[ModelCheckpoint("checkpoints", every_n_train_steps=3, save_last=True)],
 )
-trainer.fit(module, FreeScaleDataModule(samples, samples.lengths, 4, collate_fn=collate), ckpt_path="last")
+trainer.fit(module, FreeScaleDataModule(samples, samples.lengths, 4, collate_fn=collate, balance=REPEATS), ckpt_path="last")
 trainer.save_checkpoint(sys.argv[2])
 """
 

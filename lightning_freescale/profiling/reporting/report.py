@@ -20,7 +20,16 @@ from lightning_freescale.profiling.reporting.text import summary
 
 Floats = NDArray[np.float64]
 _SHARES = ("data_wait", "compute", *PART_NAMES[2:])
-_FIGURES = ("bubble", "limit", "step_s", "samples_per_s", "compute_imbalance", "predicted_imbalance", "overlap_efficiency", "shares")
+_FIGURES = (
+    "bubble",
+    "limit",
+    "step_s",
+    "samples_per_s",
+    "compute_imbalance",
+    "predicted_imbalance",
+    "overlap_efficiency",
+    "shares",
+)
 
 
 @dataclass(frozen=True, eq=False)

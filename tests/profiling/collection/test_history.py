@@ -30,9 +30,7 @@ def _step(index: int, rank: int) -> ResolvedStep:
 def _windows(indices: range, features: Any = ((1.0,), (1.0,))) -> list[RankWindow]:
     last = [[10.0 * index + max(FORWARD[index % 2])] for index in indices]
     many = len(indices)
-    return [
-        window_of([_step(i, rank) for i in indices], last, [features[rank]] * many, [rank + 1.0] * many) for rank in (0, 1)
-    ]
+    return [window_of([_step(i, rank) for i in indices], last, [features[rank]] * many, [rank + 1.0] * many) for rank in (0, 1)]
 
 
 def _history(*windows: list[RankWindow], max_steps: int = 100, fit_costs: Any = None) -> History:

@@ -17,7 +17,7 @@ from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.testing import run_distributed
 from tests.checkpoint.test_resume import Seen, StopAt
 from tests.helpers.overlap_training import CountingModel, Run, assert_same, fit
-from tests.helpers.recommender import CATEGORIES, ITEMS, Recommender, Samples, collate, trainer
+from tests.helpers.recommender import CATEGORIES, ITEMS, REPEATS, Recommender, Samples, collate, trainer
 
 SAMPLES = 14  # of a global batch
 SETTINGS = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6}
@@ -197,7 +197,7 @@ def _resumes(path: Path, chosen: list[tuple[Any, str]]) -> list[tuple[list[float
         for seed, callbacks, resume in ((0, [], None), (0, [StopAt(10, file)], None), (7, [], file)):
             torch.manual_seed(seed)
             module, data = make(kind), Samples(64)
-            loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate)
+            loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, balance=REPEATS)
             fitting = trainer(devices=2, max_epochs=2, callbacks=callbacks)
             fitting.fit(module, loader, ckpt_path=resume)
             state = fitting._checkpoint_connector.dump_checkpoint(weights_only=False)
