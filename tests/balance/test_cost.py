@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
 from lightning_freescale.balance import CostModel, assign
-from lightning_freescale.balance.calibration import Calibration, imbalance_by_true_costs
+from lightning_freescale.balance.__main__ import main
+from lightning_freescale.balance.calibration import Calibration, fit_report, imbalance_by_true_costs
 from lightning_freescale.balance.cost import sample_features
+from lightning_freescale.command_line.balance import run as run_balance
 
 LENGTHS = np.random.RandomState(0).lognormal(4.5, 0.9, 6000).clip(5, 800).round()
 UNIQUE = (LENGTHS * np.random.RandomState(1).uniform(0.3, 1.0, 6000)).round()
@@ -135,3 +142,95 @@ def test_bad_input() -> None:
         CostModel.fit(np.ones((4, 4)), np.ones(4))
     with pytest.raises(ValueError, match="times > 0"):
         CostModel.fit(np.ones((6, 4)), np.zeros(6))
+
+
+# -- when a fit takes the place of the costs in use
+
+
+def _costs(sums: np.ndarray, model: CostModel) -> np.ndarray:
+    return sums @ np.array([model.constant, model.linear, model.quadratic, model.unique])
+
+
+def test_a_fit_takes_the_place_of_costs_that_predict_worse() -> None:
+    tokens, calibration = CostModel(linear=1.0, quadratic=0.0), Calibration()
+    sums, seconds = _run(60, 4, tokens, CostModel(linear=0.0, quadratic=1e-7))
+    fit = calibration.add_window(sums, seconds, _costs(sums, tokens))
+    assert fit is not None and calibration.improved
+    assert calibration.base == fit.base
+
+
+def test_costs_that_predict_as_well_stay() -> None:
+    calibration = Calibration()
+    sums, seconds = _run(60, 4, TRUE, TRUE)
+    assert calibration.add_window(sums, seconds, 7e5 * _costs(sums, TRUE)) is not None, "in any unit"
+    assert not calibration.improved
+    assert calibration.base == pytest.approx(7e5 * 0.01, rel=0.2), "0.01 s beside the samples, in the units of the costs"
+    again = Calibration(in_use=TRUE)
+    again.add_window(sums, seconds, np.ones_like(seconds))
+    assert not again.improved and again.base == pytest.approx(0.01, rel=0.2)
+
+
+def test_times_that_no_length_explains_leave_the_costs_alone() -> None:
+    calibration, draw = Calibration(), np.random.RandomState(1)
+    sums, seconds = _run(60, 4, CostModel(), TRUE)
+    calibration.add_window(sums, 0.01 * draw.lognormal(0, 0.3, seconds.shape), _costs(sums, CostModel()))
+    assert not calibration.improved
+    mean = _costs(sums, CostModel()).mean()
+    assert np.isfinite(calibration.base) and calibration.base > mean, "nearly all of a step is beside its samples"
+
+
+def test_a_fit_is_final_once_nothing_is_better() -> None:
+    calibration, frozen_after = Calibration(in_use=TRUE), 0
+    while not calibration.frozen:
+        sums, seconds = _run(15, 4, TRUE, TRUE, seed=frozen_after)
+        calibration.add_window(sums, seconds, _costs(sums, CostModel()))
+        frozen_after += 1
+        assert frozen_after < 30
+    assert frozen_after >= 5
+
+
+# -- from a report
+
+
+def _document(**changes: Any) -> dict[str, Any]:
+    sums, seconds = _run(40, 2, CostModel(), TRUE)
+    breakdown = np.zeros((40, 2, 3))
+    breakdown[..., :3] = seconds[..., None] * [0.5, 0.3, 0.2]
+    series = {"columns": ["forward", "backward", "optimizer"], "breakdown_s": breakdown.tolist(), "features": sums.tolist()}
+    document = {"format": "lightning_freescale.bubble_report", "summary": {"predicted_imbalance": 1.25}, "series": series}
+    return {**document, "series": {**series, **changes}}
+
+
+def test_fit_of_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = fit_report(_document())
+    assert found.fit.model.quadratic == pytest.approx(TRUE.quadratic, rel=0.15)
+    assert (found.steps, found.ranks, found.predicted) == (40, 2, 1.25)
+    assert found.by_fit == pytest.approx(found.measured, abs=0.2)
+    (tmp_path / "report.json").write_text(json.dumps(_document()))
+    written = tmp_path / "cost.json"
+    for command in (main, partial(run_balance, "balance")):
+        command(["fit", str(tmp_path / "report.json"), "--json", str(written)])
+        told, figures = capsys.readouterr().out, json.loads(written.read_text())
+        assert "40 steps of 2 ranks" in told and "1.250 predicted in the run, " in told
+        assert figures["model"]["quadratic"] == found.fit.model.quadratic and figures["base"] == found.fit.base
+        (code,) = (line for line in told.splitlines() if line.startswith("FreeScaleDataModule"))
+        model = eval(code.partition("cost=")[2][:-1], {"CostModel": CostModel})
+        assert model.quadratic == pytest.approx(found.fit.model.quadratic, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ("{", "is not JSON, or was cut short"),
+        ({"format": "other"}, "no bubble report: its format is 'other'"),
+        (_document(features=None), "holds no history lengths"),
+        (_document(features=[[[16.0, 99.0, 0.0, 0.0]] * 2] * 40), "holds no history lengths"),
+        (_document(breakdown_s=np.zeros((40, 2, 3)).tolist()), "0 steps of 2 ranks with compute"),
+    ],
+)
+def test_reports_that_cannot_be_fitted(document: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "report.json").write_text(document if isinstance(document, str) else json.dumps(document))
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", str(tmp_path / "report.json")])
+    told = capsys.readouterr().err
+    assert stopped.value.code == 2 and told.startswith("fit: ") and message in told

@@ -43,6 +43,33 @@ def test_imbalance_weighs_steps_by_their_compute() -> None:
     assert report_of(parts).compute_imbalance == pytest.approx(11 / 6)
 
 
+def test_predicted_imbalance_weighs_steps_as_the_measured_one() -> None:
+    """Half of a step of 10 predicted for each rank, and a step of 1 in the ratio 3 to 1, in whatever unit."""
+    parts = np.array([[step(10.0, forward=10.0), step(10.0)], [step(1.0, forward=1.0), step(1.0, forward=1.0)]])
+    report = report_of(parts, predicted=np.array([[1.0, 1.0], [300.0, 100.0]]))
+    assert report.predicted_imbalance == pytest.approx((5 * 1.0 + 1 * 1.5) / 6)
+    assert report.document()["summary"]["predicted_imbalance"] == pytest.approx(report.predicted_imbalance)
+    assert report_of(parts).predicted_imbalance is None and report_of(parts).document()["series"]["features"] is None
+
+
+@pytest.mark.parametrize(
+    ("predicted", "split", "told"),
+    [
+        (4 / 3, (0.5, 0.0, 0.0), None),
+        (1.0, (0.5, 0.0, 0.0), "part by 0.333, of which 0.333 because samples do not take what the costs say"),
+        (1.0, (0.0, 0.4, 0.1), "predicted and measured imbalance part by 0.333: slow ranks 0.267, jitter 0.067"),
+        (1.5, (0.5, 0.0, 0.0), "part by -0.167, of which -0.167 because"),
+    ],
+)
+def test_it_says_when_predicted_and_measured_imbalance_part(predicted: float, split: Any, told: str | None) -> None:
+    """Two ranks of 1 and 2 seconds: measured 4 / 3."""
+    loads = np.tile([predicted, 2 - predicted], (3, 1))
+    report = _two_ranks(predicted=loads, imbalance=Imbalance("cost model", *split, (1.0, 1.0), {}, 0.01))
+    text = " ".join(str(report).split())
+    assert f"imbalance of compute {predicted:.3f} predicted by the costs, 1.333 measured (max / mean over ranks)" in text
+    assert (told in text) if told else ("imbalance part by" not in text)
+
+
 def test_unknown_is_none() -> None:
     report = report_of(np.array([[step(2.0)]]))
     assert report.samples_per_s is None and report.limit is None and report.overlap_efficiency is None
