@@ -1,9 +1,10 @@
 """From a wrong cost model to the true one: predicted, with made-up times; and measured, in real steps of two ranks.
 
-``--data``: a model whose time grows with the square of the length starts with a cost model that counts tokens. Every step's
-compute times are drawn with noise and outliers, every fifth step stays as drawn, as in training with ``calibrate=True``, the
-fit is made by the code that runs there, and the plan that follows is scored by the true cost: its imbalance before and after
-calibration, predicted. Means and the worst of several runs with other noise and samples.
+``--data``: a model whose time grows with the square of the length starts with a cost model that counts tokens, or with the
+analytic one. Every step's compute times are drawn with noise and outliers, every fifth step stays as drawn, as in training with
+``calibrate=True``, unless ``--all-planned``, as in training with ``cost="auto"``. The fit is made by the code that runs there,
+and the plan that follows is scored by the true cost: its imbalance before and after calibration, predicted. Means and the worst
+of several runs with other noise and samples.
 
 ``--measured``: the reference model trains on ml-latest-small, on short histories and on heavy-tailed ones: as drawn, planned by
 the analytic model, by ``cost="auto"``, and with histories all of one length, which is the jitter of this machine. After the
@@ -29,7 +30,7 @@ from lightning_freescale.balance.cost import sample_features
 from lightning_freescale.balance.sampler import is_exploration_step
 
 BATCH, JUDGED = 32, 20
-WRONG = CostModel(linear=1.0, quadratic=0.0)
+START = {"tokens": CostModel(linear=1.0, quadratic=0.0), "analytic": CostModel()}
 TRUE = {"L^2": CostModel(linear=0.0, quadratic=1.0), "L^2 + 1280 L": CostModel(linear=1280.0, quadratic=1.0)}
 
 
@@ -40,6 +41,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50, help="measured steps (default: 50)")
     parser.add_argument("--runs", type=int, default=8)
     parser.add_argument("--noise", type=float, default=0.05, help="standard deviation of the log of the times (default: 0.05)")
+    parser.add_argument("--start", choices=list(START), default="tokens", help="the cost model before (default: tokens)")
+    parser.add_argument("--all-planned", action="store_true", help="leave no step as drawn")
     parser.add_argument("--measured", metavar="FAMILIES", help="movielens, short, heavy-tail, or several of them")
     parser.add_argument("--rounds", type=int, default=5, help="fits of each variant (default: 5)")
     parser.add_argument("--epochs", type=int, default=5, help="of each fit; the first does not count (default: 5)")
@@ -75,7 +78,7 @@ def _predict(options: argparse.Namespace) -> dict[str, float]:
     if not options.data:
         return figures
     print(f"predicted: {options.steps} steps, noise {options.noise:.0%}, 5 % of the times three times too long")
-    titles = f"{'tokens only':>13}{'calibrated':>12}{'true model':>12}{'/ true':>9}{'worst':>9}"
+    titles = f"{options.start:>13}{'calibrated':>12}{'true model':>12}{'/ true':>9}{'worst':>9}"
     print(f"{'data':<10}{'true cost':<14}{'ranks':>6}{titles}")
     for path in options.data:
         name, lengths = read_lengths(path)
@@ -91,23 +94,24 @@ def _predict(options: argparse.Namespace) -> dict[str, float]:
 
 
 def _run(lengths: np.ndarray, ranks: int, model: CostModel, options: argparse.Namespace, seed: int) -> list[float]:
-    """Imbalance by the true cost of plans by the wrong, the fitted and the true model."""
+    """Imbalance by the true cost of plans by the model before, the fitted and the true one."""
     draw, features, true, steps = np.random.RandomState(seed), sample_features(lengths), model(lengths), options.steps
     sums, seconds = np.zeros((steps, ranks, 4)), np.zeros((steps, ranks))
     base = true.mean() * BATCH / 10
     for step in range(steps):
         samples = draw.choice(len(lengths), ranks * BATCH)
         rank = contiguous_split(len(samples), ranks)
-        if not is_exploration_step(step):
-            rank = assign(WRONG(lengths[samples]), ranks).rank_of_sample
+        if options.all_planned or not is_exploration_step(step):
+            rank = assign(START[options.start](lengths[samples]), ranks).rank_of_sample
         for column in range(4):
             sums[step, :, column] = np.bincount(rank, features[samples, column], ranks)
         times = base + np.bincount(rank, true[samples], ranks)
         seconds[step] = times * draw.lognormal(0, options.noise, ranks) * np.where(draw.rand(ranks) < 0.05, 3, 1)
     fit = Calibration().add_window(sums, seconds)
     assert fit is not None
+    before = START[options.start]
     batches = [draw.choice(len(lengths), ranks * BATCH) for _ in range(JUDGED)]
-    plans = [model(lengths) for model in (WRONG, fit.model, model)]
+    plans = [model(lengths) for model in (before, fit.model, model)]
     return [imbalance_by_true_costs([(plan[batch], true[batch]) for batch in batches], 0.0, ranks) for plan in plans]
 
 

@@ -21,7 +21,7 @@ from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.balance import CostModel
 from lightning_freescale.data import BalanceOptions, StreamOptions
 from lightning_freescale.testing import RankFailed, run_distributed
-from tests.helpers.recommender import Recommender, Samples, collate, trainer
+from tests.helpers.recommender import REPEATS, Recommender, Samples, collate, trainer
 
 DATA = Samples(8)
 
@@ -58,7 +58,7 @@ LENGTHS = {"lengths": DATA.lengths}
             lambda: {**LENGTHS, "balance": BalanceOptions(count_slack=0.9)},
             r"count_slack=...\) has no meaning for assignment_mode='fixed'",
         ),
-        (lambda: {**LENGTHS, "unique_ids": [1] * 8}, r"unique_ids=...\) has no meaning for costs"),
+        (lambda: {"unique_ids": [1] * 8, **LENGTHS, "balance": REPEATS}, r"unique_ids=...\) has no meaning for costs"),
         (lambda: {**LENGTHS, "balance": BalanceOptions(slow_ranks="ignore")}, r"slow_ranks='ignore'.*'rebalance'"),
         (lambda: {**LENGTHS, "balance": BalanceOptions(tokens=[1.0])}, r"tokens has shape \(1,\)"),
         (lambda: {"cost": len, "unique_ids": [1] * 8}, r"unique_ids= goes with lengths="),
