@@ -55,7 +55,7 @@ class IterableData:
     ) -> None:
         context = "an IterableDataset, whose samples are not known before they arrive"
         asked = ["calibrate"] if options.calibrate else []
-        refuse_options(context, options, *asked, "max_tokens_per_rank", "tokens", "keep_together", "outlier_window")
+        refuse_options(context, options, *asked, "max_tokens_per_rank", "tokens", "keep_together", "outlier_window", "window")
         if not balance:
             refuse_options("balance=False", stream, "pool_batches", "max_pool_age")
         elif stream.stream_balancing == "local":

@@ -114,14 +114,17 @@ class MapStyleData:
             max_tokens_per_rank=options.max_tokens_per_rank,
             rank_speeds=options.rank_speeds,
         )
-        # what the order of an epoch follows from, beside the seed; from the last three only with an outlier window
+        self._may_share = balance and options.assignment_mode != "zigzag" and options.outlier_window == 1
+        self._may_share &= options.keep_together is None and options.max_tokens_per_rank is None
+        self._shares = {"auto": loss_reduction in ("sample_mean", "sum")}.get(str(options.window), options.window is True)
+        # what the order of an epoch follows from, beside the seed; from the last three only with an outlier window, and between
+        # two batches of an optimizer step
         self._order_facts = {
             "samples": size,
             "shuffle": _shuffle_fact(shuffle),
             "outlier_window": options.outlier_window,
             "batch_size": batch_size,
             "drop_last": int(drop_last),
-            "costs": hashlib.sha256(self.costs.tobytes()).hexdigest() if options.outlier_window > 1 else "",
         }
         self._given_seed = seed
         self._new_schedule = new_schedule
@@ -130,7 +133,7 @@ class MapStyleData:
     def reset_progress(self) -> None:
         """Forget an earlier fit: a new one starts at the beginning."""
         self.seed = self._given_seed
-        self._resume: tuple[int, int, int | None] = (0, 0, None)
+        self._resume: tuple[int, int, int | None, int | None] = (0, 0, None, None)
         self.refits: dict[int, Refit] = {}
         self.costs_are_final = False
         self._sampler: BalancedSampler | None = None
@@ -167,8 +170,18 @@ class MapStyleData:
 
     def base_in(self, epoch: int) -> float:
         """Return what a rank's step takes besides its samples, in the units of the costs in use; 0 if nobody knows."""
-        start = max((start for start in self.refits if start <= epoch), default=None)
-        return 0.0 if start is None else self.refits[start].base * self._units_of(self.refits[start].model)
+        refit = self._refit_in(epoch)
+        return 0.0 if refit is None else refit.base * self._units_of(refit.model)
+
+    def _refit_in(self, epoch: int) -> Refit | None:
+        return self.refits.get(max((start for start in self.refits if start <= epoch), default=-1))
+
+    def _costs_fact(self, epoch: int) -> str:
+        """Say by which costs samples find their step: outliers by those given, those of an optimizer step by the plan's."""
+        refit = self._refit_in(epoch)
+        model = None if refit is None or self._order_facts["outlier_window"] != 1 else refit.model
+        costs = self.costs if model is None else self._refitted_costs(model)
+        return hashlib.sha256(costs.tobytes()).hexdigest()
 
     @property
     def newest_refit(self) -> Refit | None:
@@ -190,12 +203,18 @@ class MapStyleData:
         """Return the plan of one of ``world_size`` ranks, from the first epoch on."""
         return self._sampler_with(self._new_schedule(), rank, world_size)
 
-    def _sampler_with(self, micro_batches: MicroBatchSchedule, rank: int, world_size: int) -> BalancedSampler:
-        return self._new_sampler(num_replicas=world_size, rank=rank, seed=self.seed, micro_batches=micro_batches)
+    def _sampler_with(self, micro_batches: MicroBatchSchedule, rank: int, world_size: int, window: int = 1) -> BalancedSampler:
+        given: dict[str, Any] = {"seed": self.seed, "micro_batches": micro_batches, "window": window}
+        return self._new_sampler(num_replicas=world_size, rank=rank, **given)
 
-    def resumed_sampler(self, rank: int, world_size: int, epoch: int) -> BalancedSampler:
+    def window(self, accumulated: int) -> int:
+        """Return how many steps share their samples out among them, if so many make one optimizer step."""
+        return accumulated if self._may_share and self._shares else 1
+
+    def resumed_sampler(self, rank: int, world_size: int, epoch: int, accumulated: int = 1) -> BalancedSampler:
         """Return the plan of a rank from where a checkpoint left it on; :meth:`replan` changes it."""
-        sampler = self._sampler = self._sampler_with(self.micro_batches, rank, world_size)
+        window = self.window(accumulated)
+        sampler = self._sampler = self._sampler_with(self.micro_batches, rank, world_size, window)
         for start, refit in sorted(self.refits.items()):
             self._replan_with(sampler, start, refit)
         sampler.resume(*self._resume)
@@ -223,11 +242,13 @@ class MapStyleData:
     def state_dict(self, epoch: int, batches: int, world_size: int) -> dict[str, Any]:
         """Return the progress after ``batches`` steps of ``epoch``, in plain values; the same on every rank."""
         consumed = 0 if self._sampler is None else self._sampler.consumed(epoch, batches)
-        state = {"seed": self.seed, "epoch": epoch, "batches": batches, "consumed": consumed, "ranks": world_size}
+        state: dict[str, Any] = {"seed": self.seed, "epoch": epoch, "batches": batches, "consumed": consumed}
         refits = {start: asdict(refit) for start, refit in self.refits.items()}
-        return {**state, **self._order_facts, "refits": refits, "costs_are_final": self.costs_are_final}
+        state |= {"ranks": world_size, "refits": refits, "costs_are_final": self.costs_are_final}
+        window = 1 if self._sampler is None else self._sampler.window
+        return {**state, **self._order_facts, "costs": self._costs_fact(epoch), "window": window}
 
-    def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> None:
+    def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int, accumulated: int = 1) -> None:
         """Go on after the samples that the checkpoint's run has consumed.
 
         Raises:
@@ -237,13 +258,17 @@ class MapStyleData:
             raise ValueError(
                 "the checkpoint's costs were fitted to lengths: pass lengths= to FreeScaleDataModule to go on with it"
             )
+        state = {"window": 1, **state}  # a checkpoint of an earlier version has none
+        self._load_refits(state, state["ranks"] == world_size)
         if state["batches"]:
-            self._refuse_another_order(state, world_size)
+            self._refuse_another_order(state, world_size, accumulated)
         self.seed = state["seed"]
-        self._resume = (state["epoch"], state["batches"], state["consumed"])
+        self._resume = (state["epoch"], state["batches"], state["consumed"], state["window"])
+
+    def _load_refits(self, state: dict[str, Any], same_ranks: bool) -> None:
+        self.refits = {}
         if self.refuses_refits(state):
             return
-        same_ranks = state["ranks"] == world_size
         for epoch, told in state["refits"].items():
             model = None if told["model"] is None else CostModel(**told["model"])
             # the speeds, too, are those of the ranks that measured
@@ -254,15 +279,18 @@ class MapStyleData:
         """Whether the costs are those given, although a checkpoint's run has fitted others: this one depends on no clock."""
         return bool(state["refits"]) and self._cost_is_given and not self.calibrates
 
-    def _refuse_another_order(self, state: dict[str, Any], world_size: int) -> None:
-        now = {**self._order_facts, "ranks": world_size}
-        pooled = ["batch_size", "ranks", "drop_last", "costs"] if now["outlier_window"] != 1 else []
-        for name in ["samples", "shuffle", "outlier_window", *pooled]:
+    def _refuse_another_order(self, state: dict[str, Any], world_size: int, accumulated: int) -> None:
+        now = {**self._order_facts, "ranks": world_size, "window": self.window(accumulated)}
+        now["costs"] = self._costs_fact(state["epoch"])
+        inside = state["batches"] % state["window"] != 0
+        pooled = ["batch_size", "ranks", "drop_last", "costs"] if now["outlier_window"] != 1 or inside else []
+        for name in ["samples", "shuffle", "outlier_window", *pooled, *(["window"] if inside else [])]:
             if state[name] != now[name]:
+                where = "between two batches of an optimizer step" if inside else "inside an epoch"
                 raise ValueError(
-                    f"the checkpoint stopped inside an epoch with {name}={state[name]}, this run has {name}={now[name]}: "
+                    f"the checkpoint stopped {where} with {name}={state[name]}, this run has {name}={now[name]}: "
                     "samples would be lost or repeated. Keep it as it was, or resume from a checkpoint made at the end of an "
-                    "epoch."
+                    f"{'optimizer step' if inside and now['outlier_window'] == 1 else 'epoch'}."
                 )
 
 

@@ -181,8 +181,8 @@ def _resume_pooled(path: str, cost: Any, stop_at: int | None = None) -> None:
 @pytest.mark.slow
 def test_pooled_outliers_resume_with_the_same_costs_only(tmp_path: Path) -> None:
     path = str(tmp_path / "half.ckpt")
-    run_distributed(_resume_pooled, 1, path, None, 5)
-    run_distributed(_resume_pooled, 1, path, None)
+    run_distributed(_resume_pooled, 1, path, "auto", 5)
+    run_distributed(_resume_pooled, 1, path, "auto")
     with pytest.raises(RankFailed, match=r"inside an epoch with costs=.*samples would be lost or repeated"):
         run_distributed(_resume_pooled, 1, path, lambda lengths: lengths)
 

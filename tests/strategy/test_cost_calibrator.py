@@ -18,6 +18,7 @@ from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.balance import CostModel
 from lightning_freescale.balance.calibration import Calibration
 from lightning_freescale.data import BalanceOptions
+from lightning_freescale.data.map_style import Refit
 from lightning_freescale.strategy.compute_times import ComputeTimes
 from lightning_freescale.strategy.cost_calibrator import PredictedAndMeasured
 from lightning_freescale.testing import run_distributed
@@ -200,6 +201,26 @@ def test_an_explicit_cost_goes_before_the_checkpoints_fit(tmp_path: Path) -> Non
     again = run_distributed(_goes_on, 2, path, 0, True, balance=BalanceOptions(calibrate=False))[0]
     assert not np.allclose(again["costs"][0], CostModel()(Lengths().lengths)), "nothing is measured, but the fit stays"
     assert again["recorded"] == [False, False]
+
+
+def test_between_two_batches_of_an_optimizer_step_the_costs_must_be_the_same() -> None:
+    """They say which of the batches has a sample: it would be lost, or come twice."""
+
+    def data(**options: Any) -> Any:
+        return FreeScaleDataModule(Lengths(), Lengths().lengths, BATCH, **options).train
+
+    before, after = data(), data()
+    sampler = before.resumed_sampler(0, 2, 0, accumulated=2)
+    before.replan(1, Refit(TRUE, BASE))
+    sampler.set_epoch(1)
+    state = before.state_dict(1, 3, 2)
+    after.load_state_dict(state, 0, 2, accumulated=2)
+    goes_on = after.resumed_sampler(0, 2, 1, accumulated=2)
+    for step in range(3, STEPS):
+        assert (goes_on.global_batch(1, step) == sampler.global_batch(1, step)).all()
+    assert after.base_in(1) == before.base_in(1) > 0 == after.base_in(0)
+    with pytest.raises(ValueError, match=r"between two batches of an optimizer step with costs=.*lost or repeated"):
+        data(cost=CostModel()).load_state_dict(state, 0, 2, accumulated=2)
 
 
 def _fails() -> dict[str, Any]:

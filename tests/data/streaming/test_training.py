@@ -154,7 +154,7 @@ LOCAL = StreamOptions(stream_balancing="local")
     [
         (lambda: {"lengths": [1.0]}, r"lengths=list\).*pass a function"),
         (lambda: {"lengths": None}, r"cannot balance a stream: pass lengths="),
-        (lambda: {"cost_fn": [1.0]}, r"cost_fn=list\).*pass a function"),
+        (lambda: {"cost": [1.0]}, r"cost=list\).*pass a function"),
         (lambda: {"balance": BalanceOptions(calibrate=True)}, r"calibrate=\.\.\.\) has no meaning for an IterableDataset"),
         (lambda: {"balance": BalanceOptions(outlier_window=4)}, r"outlier_window=\.\.\.\) has no meaning"),
         (lambda: {"balance": BalanceOptions(tokens=[1.0])}, r"tokens=\.\.\.\) has no meaning"),
