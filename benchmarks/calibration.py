@@ -67,8 +67,11 @@ def _measure(options: argparse.Namespace) -> dict[str, float]:
         names = ("predicted", "auto_imbalance", "analytic_imbalance", "drawn_imbalance")
         row = "".join(f"{figures[f'{family}_{name}']:>10.3f}" for name in names) + f"{figures[f'{family}_jitter']:>9.3f}"
         left = f"{figures[f'{family}_auto_wait_left']:>11.1%}{figures[f'{family}_analytic_wait_left']:>10.1%}"
-        print(f"{family:<12}{row}{left}")
-    for name in ("apart", "apart_beyond_jitter", "auto_wait_left"):
+        cost = (
+            f"an exchange takes {figures[f'{family}_exchange_ms']:.1f} ms, {figures[f'{family}_exchange_share']:.1%} of compute"
+        )
+        print(f"{family:<12}{row}{left}   {cost}")
+    for name in ("apart", "apart_beyond_jitter", "auto_wait_left", "exchange_share"):
         figures[f"most_{name}"] = max(figures[f"{family}_{name}"] for family in families)
     return figures
 

@@ -6,7 +6,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from lightning_freescale import BubbleProfiler, FreeScaleDataModule
 from lightning_freescale.data import BalanceOptions, Histories, HistoryDataset, read_interactions
 from lightning_freescale.profiling.analysis.breakdown import column
 from lightning_freescale.profiling.recording.clocks import HostClock
+from lightning_freescale.strategy.cost_calibrator import WINDOW, CostCalibrator
 from lightning_freescale.testing import run_distributed
 
 RANKS, BATCH, SAMPLES, ITEMS = 2, 16, 640, 10_000
@@ -47,9 +49,10 @@ def measure(families: list[str], rounds: int, epochs: int, clock: str) -> dict[s
     for family in families:
         runs = {variant: np.median([each[family, variant] for each in found], axis=0) for variant in VARIANTS}
         wait, floor = {name: float(row[2]) for name, row in runs.items()}, float(runs["floor"][2])
-        predicted, measured, _ = runs["auto"]
+        predicted, measured, _, exchange, share = runs["auto"]
         jitter = float(runs["floor"][1] - 1)
         figures |= {f"{family}_{name}_imbalance": float(row[1]) for name, row in runs.items() if name != "floor"}
+        figures |= {f"{family}_exchange_ms": 1e3 * float(exchange), f"{family}_exchange_share": float(share)}
         figures |= {f"{family}_{name}_wait_ms": 1e3 * seconds for name, seconds in wait.items()}
         figures[f"{family}_predicted"], figures[f"{family}_jitter"] = float(predicted), jitter
         figures[f"{family}_apart"] = abs(float(measured - predicted))
@@ -70,7 +73,12 @@ def _rounds(families: list[str], rounds: int, epochs: int, clock: str) -> list[d
 
 
 def _fit(family: str, variant: str, epochs: int, clock: str) -> list[float]:
-    """Predicted and measured imbalance, and the straggler wait in seconds per step, after the first epoch; on rank 0."""
+    """What rank 0 knows of one fit.
+
+    Returns:
+        Predicted and measured imbalance and the straggler wait in seconds per step, after the first epoch; processor seconds of
+        an exchange of measured times, its fit included, and their share of the compute up to the last one.
+    """
     histories = _histories(family)
     if variant == "floor":
         lengths = HistoryDataset(histories, np.flatnonzero(histories.lengths > TRAIN_TAKES_OFF), "train").lengths
@@ -102,7 +110,8 @@ def _fit(family: str, variant: str, epochs: int, clock: str) -> list[float]:
             enable_model_summary=False,
             enable_progress_bar=False,
         )
-        trainer.fit(HSTURecommender(num_items=histories.num_items), data)
+        with _timed_exchanges() as spent:
+            trainer.fit(HSTURecommender(num_items=histories.num_items), data)
     report = profiler.report
     if report is None:
         return []
@@ -110,7 +119,27 @@ def _fit(family: str, variant: str, epochs: int, clock: str) -> list[float]:
     wait = float((compute.max(axis=1, keepdims=True) - compute).mean())
     if clock == "wall":
         wait = report.shares["straggler_wait"] * report.step_s
-    return [report.predicted_imbalance or 1.0, report.compute_imbalance, wait]
+    steps = len(spent) * WINDOW
+    share = sum(spent) / (steps * report.compute_s) if spent else 0.0
+    return [report.predicted_imbalance or 1.0, report.compute_imbalance, wait, sum(spent) / max(len(spent), 1), share]
+
+
+@contextmanager
+def _timed_exchanges() -> Iterator[list[float]]:
+    """Note the processor seconds of every exchange of measured times, on the thread that trains."""
+    spent: list[float] = []
+    exchange = CostCalibrator._exchange
+
+    def timed(*arguments: Any) -> None:
+        began = time.thread_time()
+        exchange(*arguments)
+        spent.append(time.thread_time() - began)
+
+    CostCalibrator._exchange = timed  # type: ignore[method-assign, assignment]
+    try:
+        yield spent
+    finally:
+        CostCalibrator._exchange = exchange  # type: ignore[method-assign]
 
 
 def _histories(family: str) -> Histories:
