@@ -21,6 +21,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from hstu import CollateWithNegatives, HSTURecommender
+from overhead import COST
 
 from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.testing import run_distributed
@@ -60,7 +61,7 @@ class _SameNegatives(CollateWithNegatives):
 def _losses(balance: bool, steps: int) -> list[float]:
     demo.quiet()
     L.seed_everything(0, verbose=False)
-    data = FreeScaleDataModule.from_interactions(demo.RATINGS, **demo.COLUMNS, batch_size=16, cost=demo.COST, balance=balance)
+    data = FreeScaleDataModule.from_interactions(demo.RATINGS, **demo.COLUMNS, batch_size=16, cost=COST, balance=balance)
     data.collate_fn = _SameNegatives(data.histories.num_items)
     losses = _Losses()
     trainer = L.Trainer(

@@ -17,8 +17,9 @@ sys.path += [str(Path(__file__).parents[1] / "examples"), str(Path(__file__).par
 import lightning as L
 import numpy as np
 import torch
-from demo import COLUMNS, COST, RATINGS, quiet
+from demo import COLUMNS, RATINGS, quiet
 from hstu import CollateWithNegatives, HSTURecommender
+from overhead import COST
 
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule
 from lightning_freescale.data import BalanceOptions, Histories, HistoryDataset, read_interactions
