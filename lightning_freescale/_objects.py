@@ -6,6 +6,7 @@ What is received is tensors, numbers, text and containers of them, also numpy's 
 from __future__ import annotations
 
 import io
+import json
 from pickle import UnpicklingError
 from threading import Lock
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 _NUMPY: list[Any] = [
@@ -57,6 +59,30 @@ def gather_on_first_rank(value: Any) -> list[Any]:
         dist.recv(content, src=source)
         values.append(_read(source, _bytes(content)))
     return values
+
+
+def gather_numbers(numbers: NDArray[np.float64], group: dist.ProcessGroup) -> list[NDArray[np.float64]]:
+    """Return the arrays of all ranks, by rank, on rank 0 of the group; nothing on the others. Collective.
+
+    Args:
+        numbers: as many on every rank, in the same shape.
+        group: of CPU tensors.
+    """
+    everyone = gather_bytes(numbers.tobytes(), group, only_first=True)
+    return [np.frombuffer(content, dtype=np.float64).reshape(numbers.shape) for content in everyone]
+
+
+def told_by_first_rank(value: Any, group: dist.ProcessGroup) -> Any:
+    """Return what rank 0 of a group gives, on every rank. Collective on the group, of CPU tensors.
+
+    It travels as JSON, in which floats keep every bit: numbers, text, lists, and dicts by text.
+    """
+    content = json.dumps(value).encode()
+    size = torch.tensor([len(content)])
+    dist.broadcast(size, group=group, group_src=0)
+    carried = _tensor(content.ljust(int(size))[: int(size)], torch.device("cpu"))
+    dist.broadcast(carried, group=group, group_src=0)
+    return json.loads(_bytes(carried))
 
 
 def gather_bytes(content: bytes, group: dist.ProcessGroup | None = None, only_first: bool = False) -> list[bytes]:

@@ -53,8 +53,8 @@ class BalanceMonitor:
         data = calibrated_data(trainer)
         self._times = ComputeTimes(timeline) if timeline.enabled else None
         self._calibrator = None
-        if data is not None and self._times is not None:
-            self._calibrator = CostCalibrator(trainer, data, self._times, self._gather)
+        if data is not None and self._times is not None and group is not None:
+            self._calibrator = CostCalibrator(trainer, data, self._times, group)
         self.autopilot = new_autopilot(self._gather, self._times)
 
     def start_step(self, step: int) -> float:

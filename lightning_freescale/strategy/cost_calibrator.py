@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from lightning_freescale._lightning.loops import Trainer, rank_zero_info, rank_zero_warn
+from lightning_freescale._objects import gather_numbers, told_by_first_rank
 from lightning_freescale.balance.calibration import PARTED, Calibration, imbalance_by_true_costs
 from lightning_freescale.balance.cost import CostFit, CostModel
 from lightning_freescale.data.map_style import MapStyleData, Refit
@@ -51,13 +52,14 @@ class CalibrationResult:
 
     def as_numbers(self) -> dict[str, Any]:
         """Return it as rank 0 tells the others."""
-        return asdict(self)
+        return {**asdict(self), "fit": {**asdict(self.fit), "slowness": self.fit.slowness.tolist()}}
 
     @classmethod
     def from_numbers(cls, told: dict[str, Any]) -> CalibrationResult:
         """Return what rank 0 has told by :meth:`as_numbers`."""
         fit = told["fit"]
-        return cls(**{**told, "fit": CostFit(**{**fit, "model": CostModel(**fit["model"])})})
+        model, slowness = CostModel(**fit["model"]), np.array(fit["slowness"])
+        return cls(**{**told, "fit": CostFit(**{**fit, "model": model, "slowness": slowness})})
 
 
 class PredictedAndMeasured:
@@ -115,12 +117,12 @@ class CostCalibrator:
         trainer: the Trainer.
         data: its data module: ``balance_options``, and its ``train``.
         times: of the steps.
-        gather: returns the values of all ranks, see :func:`.gather_objects`.
+        group: of all ranks, of CPU tensors.
     """
 
-    def __init__(self, trainer: Trainer, data: Any, times: ComputeTimes, gather: Callable[[Any], list[Any]]) -> None:
+    def __init__(self, trainer: Trainer, data: Any, times: ComputeTimes, group: dist.ProcessGroup) -> None:
         self.trainer, self._data = trainer, data
-        self._times, self._gather = times, gather
+        self._times, self._group = times, group
         self._costs: MapStyleData = data.train
         before = self._costs.newest_refit
         self._calibration = Calibration(None if before is None else before.model)
@@ -155,7 +157,7 @@ class CostCalibrator:
         first = self._times.step - len(self._rows)
         seconds = np.array([self._times.seconds(first + index) for index in range(ended)])
         window, self._rows = self._rows[:ended], self._rows[ended:]
-        everyone = self._gather((np.stack([row for _, row in window]), seconds))
+        everyone = gather_numbers(np.column_stack([np.stack([row for _, row in window]), seconds]), self._group)
         found, failed = None, ""
         # least squares on another processor may differ in the last digit: rank 0 fits, and tells the others
         if self.trainer.is_global_zero:
@@ -163,16 +165,17 @@ class CostCalibrator:
                 found = self._fit([epoch for epoch, _ in window], everyone, sampler)
             except Exception:  # the other ranks wait for an answer
                 failed = traceback.format_exc()
-        told, failed = self._gather((found and found.as_numbers(), failed))[0]
+        told, failed = told_by_first_rank((found and found.as_numbers(), failed), self._group)
         if failed:
             self.stopped = True
             rank_zero_warn(f"calibration failed on rank 0, so the costs stay as they are: {failed}")
         elif told is not None:
             self._follow(CalibrationResult.from_numbers(told), sampler)
 
-    def _fit(self, epochs: list[int], everyone: list[Any], sampler: Any) -> CalibrationResult | None:
+    def _fit(self, epochs: list[int], everyone: list[NDArray[np.float64]], sampler: Any) -> CalibrationResult | None:
         """Fit the times of all ranks, on rank 0; None if there are too few."""
-        rows, seconds = (np.stack(values, axis=1) for values in zip(*everyone))
+        rows = np.stack(everyone, axis=1)
+        seconds = rows[..., -1]
         for epoch in sorted(set(epochs)):
             measured = (np.array(epochs) == epoch) & (seconds > 0).all(axis=1)
             if measured.any():
