@@ -107,7 +107,7 @@ def _table(runs: dict[str, dict[str, Any]], ranks: int) -> str:
         lines.append(_row(f"  {label}", off.shares[part], on.shares[part], ".1%"))
     balance = runs["on"]["balance"]
     lines += [
-        _row("predicted imbalance, last epoch (max / mean)", balance.unbalanced, balance.balanced, ".3f"),
+        _row("predicted imbalance (max / mean)", balance.unbalanced, balance.balanced, ".3f"),
         f"{'  no assignment gets below':<46}{'':>10}{balance.lower_bound:>10.3f}",
         _row("measured compute imbalance", off.compute_imbalance, on.compute_imbalance, ".3f"),
         _row("compute, ms per step and rank", off.compute_s * 1e3, on.compute_s * 1e3, ".1f"),

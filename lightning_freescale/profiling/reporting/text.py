@@ -87,8 +87,8 @@ def _compute(document: Mapping[str, Any]) -> str:
     shares = document["summary"]["shares"]
     stages = ", ".join(f"{name} {shares[name]:.1%}" for name in ("forward", "backward", "optimizer"))
     predicted, measured = (document["summary"].get(f"{which}_imbalance") for which in ("predicted", "compute"))
-    by_costs = "" if predicted is None else f"{predicted:.3f} predicted by the costs, "
-    return f"compute is {stages}; imbalance of compute {by_costs}{measured:.3f} measured (max / mean over ranks)"
+    beside = "" if predicted is None else f", predicted by the costs {predicted:.3f}"
+    return f"compute is {stages}; measured compute imbalance {measured:.3f}{beside} (max / mean over ranks)"
 
 
 def _parted(document: Mapping[str, Any]) -> str | None:

@@ -66,7 +66,7 @@ def test_it_says_when_predicted_and_measured_imbalance_part(predicted: float, sp
     loads = np.tile([predicted, 2 - predicted], (3, 1))
     report = _two_ranks(predicted=loads, imbalance=Imbalance("cost model", *split, (1.0, 1.0), {}, 0.01))
     text = " ".join(str(report).split())
-    assert f"imbalance of compute {predicted:.3f} predicted by the costs, 1.333 measured (max / mean over ranks)" in text
+    assert f"measured compute imbalance 1.333, predicted by the costs {predicted:.3f} (max / mean over ranks)" in text
     assert (told in text) if told else ("imbalance part by" not in text)
 
 
