@@ -59,7 +59,7 @@ def measure(families: list[str], rounds: int, epochs: int, clock: str) -> dict[s
         figures[f"{family}_apart"] = abs(float(measured - predicted))
         figures[f"{family}_apart_beyond_jitter"] = max(0.0, float(predicted - measured), float(measured - predicted) - jitter)
         for name in ("analytic", "auto"):
-            figures[f"{family}_{name}_wait_left"] = max(0.0, wait[name] - floor) / max(wait["drawn"] - floor, 1e-9)
+            figures[f"{family}_{name}_wait_left"] = max(0.0, wait[name] - floor) / max(wait["drawn"] - floor, floor / 10)
     return figures
 
 

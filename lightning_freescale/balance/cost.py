@@ -113,14 +113,16 @@ class CostModel:
                 f"CostModel.fit: sums {sums.shape}, seconds {seconds.shape}, ranks {rank.shape}: pass shapes "
                 "[observations, 4], [observations], [observations], at least five of them, and times > 0"
             )
-        slowness = np.ones(int(rank.max()) + 1)
+        apart = np.ones(int(rank.max()) + 1)
         for _ in range(_ROUNDS):
-            # what differs by less is noise, and would come back as noise in the coefficients
-            apart = np.where(np.abs(slowness - 1) < _ALIKE, 1.0, slowness)
             base, coefficients = fit_coefficients(sums, seconds / apart[rank])
             ratio = seconds / np.maximum(base + sums @ coefficients, 1e-12)
-            medians = np.array([np.median(ratio[rank == r]) if (rank == r).any() else 1.0 for r in range(len(slowness))])
+            medians = np.array([np.median(ratio[rank == r]) if (rank == r).any() else 1.0 for r in range(len(apart))])
             slowness = medians / np.quantile(medians, 0.5, method="lower")
+            # what differs by less is noise, and would come back as noise in the coefficients
+            before, apart = apart, np.where(np.abs(slowness - 1) < _ALIKE, 1.0, slowness)
+            if np.allclose(before, apart, rtol=1e-4):
+                break
         residual = float(np.median(np.abs(ratio / slowness[rank] - 1)))
         return CostFit(CostModel(*coefficients.tolist()), base, slowness, residual, len(seconds))
 
@@ -178,7 +180,9 @@ def fit_coefficients(sums: Floats, seconds: Floats) -> tuple[float, Floats]:
     for _ in range(_REWEIGHTINGS):
         found = _least_squares(relative, weight)
         error = np.abs(1 - relative @ found)
-        weight = np.minimum(1.0, _HUBER * _spread(error) / np.maximum(error, 1e-12))
+        before, weight = weight, np.minimum(1.0, _HUBER * _spread(error) / np.maximum(error, 1e-12))
+        if np.allclose(before, weight, rtol=1e-4):
+            break
     base, *coefficients = (found / scale).tolist()
     return base, np.array(coefficients)
 
