@@ -13,6 +13,8 @@ from numpy.typing import ArrayLike, NDArray
 from lightning_freescale.balance.validation import Floats, is_non_negative
 
 _ROUNDS, _REWEIGHTINGS, _HUBER = 5, 10, 1.345
+_CLOSE = 1e-3
+"""Rounds end where nothing changes by more."""
 _ALIKE = 0.05
 """Ranks are taken to be equally fast unless they differ by this share."""
 SLOW = 1.1
@@ -121,7 +123,7 @@ class CostModel:
             slowness = medians / np.quantile(medians, 0.5, method="lower")
             # what differs by less is noise, and would come back as noise in the coefficients
             before, apart = apart, np.where(np.abs(slowness - 1) < _ALIKE, 1.0, slowness)
-            if np.allclose(before, apart, rtol=1e-4):
+            if np.abs(before - apart).max() < _CLOSE:
                 break
         residual = float(np.median(np.abs(ratio / slowness[rank] - 1)))
         return CostFit(CostModel(*coefficients.tolist()), base, slowness, residual, len(seconds))
@@ -181,7 +183,7 @@ def fit_coefficients(sums: Floats, seconds: Floats) -> tuple[float, Floats]:
         found = _least_squares(relative, weight)
         error = np.abs(1 - relative @ found)
         before, weight = weight, np.minimum(1.0, _HUBER * _spread(error) / np.maximum(error, 1e-12))
-        if np.allclose(before, weight, rtol=1e-4):
+        if np.abs(before - weight).max() < _CLOSE:
             break
     base, *coefficients = (found / scale).tolist()
     return base, np.array(coefficients)

@@ -20,7 +20,7 @@ from lightning_freescale.strategy.compute_times import ComputeTimes
 
 WARMUP = 3
 """First steps of a fit, which allocate and compile, are not measured."""
-WINDOW, FEW = 15, 5
+WINDOW, FEW = 25, 5
 """Steps between two exchanges of measured times; and how many are enough where an epoch ends, before the next is planned."""
 LAG = 3
 """On a device, the newest steps wait for the next exchange: they may still be running."""
