@@ -3,7 +3,8 @@
 A plan's gap is its imbalance over the lower bound that comes with it (``Assignment.gap``), less 1. Real data sets are drawn
 from without replacement, so the sizes that they cannot fill are left out, and counted. Each batch is a *case*, as in
 ``short/8x32/square/fixed/17`` (family, ranks x samples per rank, cost, mode, seed): ``--case`` plans it again, and
-``case_costs`` returns what its samples cost.
+``case_costs`` returns what its samples cost. With ``--exact`` OR-tools' CP-SAT says what the best plan is of the cases above
+the limit (``pip install -r benchmarks/exact_requirements.txt``).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import os
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -53,17 +54,41 @@ class Case(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Case:
+        """From what ``str`` makes of it."""
         family, size, cost, mode, seed = text.split("/")
         ranks, per_rank = size.split("x")
         return cls(family, int(ranks), int(per_rank), cost, mode, int(seed))
 
 
 class Result(NamedTuple):
-    """What became of a case: gap to the certificate, and the milliseconds it took."""
+    """What became of a case: ours, the lower bound that came with it, and the milliseconds it took.
+
+    ``found`` and ``proved`` are the exact solver's: the best plan it found and the bound it proved, as imbalances.
+    """
 
     case: Case
-    gap: float
+    imbalance: float
+    bound: float
     ms: float
+    found: float = np.inf
+    proved: float = 0.0
+
+    @property
+    def gap(self) -> float:
+        """To the lower bound that came with the plan."""
+        return self.imbalance / self.bound - 1
+
+    @property
+    def missed(self) -> float:
+        """By how much the plan found by the exact solver is better."""
+        return max(0.0, self.imbalance / self.found - 1)
+
+    @property
+    def verdict(self) -> str:
+        """Of the two together: is ours within the limit of the best plan?"""
+        if self.imbalance <= (1 + LIMIT) * max(self.bound, self.proved):
+            return "best"
+        return "missed" if self.missed > LIMIT else "undecided" if np.isfinite(self.found) else "above"
 
 
 def case_costs(case: Case, data: dict[str, Floats]) -> Floats:
@@ -87,19 +112,19 @@ def main() -> None:
     unknown = [name for name in options.families or [] if name not in data.keys() | SYNTHETIC.keys()]
     if unknown:
         sys.exit(f"--families {' '.join(unknown)}: choose of {', '.join([*data, *SYNTHETIC])}")
-    cases = options.case or list(_grid(options, data))
-    results = [_planned(case, data) for case in cases]
-    left_out = 0 if options.case else _left_out(options, data)
+    results = [_planned(case, data) for case in options.case or _grid(options, data)]
+    figures = _figures(results) | {"sizes_left_out": 0.0 if options.case else _left_out(options, data)}
     print(_table("family", results, lambda case: case.family))
     by_size = sorted(results, key=lambda result: (result.case.ranks, result.case.per_rank))
     print("\n" + _table("size", by_size, lambda case: f"{case.ranks} x {case.per_rank}"))
     print("\n" + _table("cost", results, lambda case: case.cost))
-    if left_out:
-        print(f"\n{left_out} sizes left out: the data set has fewer users")
-    above = sorted((result for result in results if result.gap > LIMIT), key=lambda result: -result.gap)
-    for result in results if options.case else above[: options.worst]:
-        print(f"{result.gap:9.4%}  {result.case}")
-    figures = _figures(results) | {"sizes_left_out": left_out}
+    if figures["sizes_left_out"]:
+        print(f"\n{figures['sizes_left_out']:g} sizes left out: the data set has fewer users")
+    if options.exact:
+        results = [_compared(result, data, options) for result in results]
+        figures |= _exact_figures(results)
+    listed = results if options.case else sorted(results, key=_wrong, reverse=True)[: options.worst]
+    print("\n".join(_line(result) for result in listed if options.case or result.gap > LIMIT))
     harness.finish(figures, options)
 
 
@@ -116,6 +141,9 @@ def _options() -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the first batch")
     add("--quick", action="store_true", help=f"ranks {' '.join(map(str, QUICK_RANKS))}, {QUICK_BATCHES} batches")
     add("--worst", type=int, default=0, metavar="N", help="name the N worst of the cases above the limit")
+    add("--exact", type=float, metavar="SECONDS", help="look for the best plan of the cases above the limit, each this long")
+    add("--exact-of", choices=["above", "all"], default="above", help="of all cases instead: is any below its lower bound?")
+    add("--exact-samples", type=int, default=256, help="of those with no more samples than this")
     add("--case", type=Case.parse, nargs="+", help="these alone, as --worst names them")
     options = parser.parse_args()
     options.ranks = options.ranks or (QUICK_RANKS if options.quick else RANKS)
@@ -148,8 +176,49 @@ def _fills(data: dict[str, Floats], family: str, samples: int) -> bool:
 def _planned(case: Case, data: dict[str, Floats]) -> Result:
     costs = case_costs(case, data)
     start = time.perf_counter()
-    gap = plan(case, costs).gap
-    return Result(case, gap, (time.perf_counter() - start) * 1e3)
+    ours = plan(case, costs)
+    return Result(case, ours.imbalance, ours.lower_bound, (time.perf_counter() - start) * 1e3)
+
+
+def _compared(result: Result, data: dict[str, Floats], options: argparse.Namespace) -> Result:
+    """With what the exact solver says, if it is asked about this case."""
+    from exact import best_imbalance
+
+    case = result.case
+    small, asked = case.ranks * case.per_rank <= options.exact_samples, options.exact_of == "all" or result.gap > LIMIT
+    if not (small and asked):
+        return result
+    costs = case_costs(case, data)
+    most = {"fixed": case.per_rank, "slack": int(case.per_rank * (1 + SLACK)), "free": case.ranks * case.per_rank}[case.mode]
+    limits = case.per_rank if case.mode == "fixed" else 1, most
+    best = best_imbalance(costs, plan(case, costs).rank_of_sample, case.ranks, limits, options.exact, LIMIT)
+    if best.found < result.bound * (1 - 1e-9):
+        raise AssertionError(f"{case}: the lower bound is {result.bound}, but there is a plan of {best.found}")
+    return result._replace(found=best.found, proved=best.proved)
+
+
+def _exact_figures(results: list[Result]) -> dict[str, float]:
+    """Of the cases that the exact solver saw; prints them by family and mode."""
+    seen = [result for result in results if np.isfinite(result.found)]
+    counts = Counter((result.case.family, result.case.mode, result.verdict) for result in seen)
+    verdicts = ("best", "missed", "undecided")
+    print(f"\n{'exact solver':16}{'mode':8}" + "".join(f"{verdict:>10}" for verdict in verdicts) + f"{'most missed':>13}")
+    for family, mode in dict.fromkeys((result.case.family, result.case.mode) for result in seen):
+        most = max(result.missed for result in seen if (result.case.family, result.case.mode) == (family, mode))
+        print(f"{family:16}{mode:8}" + "".join(f"{counts[family, mode, verdict]:10}" for verdict in verdicts) + f"{most:13.3%}")
+    figures = {f"exact_{verdict}": float(sum(result.verdict == verdict for result in seen)) for verdict in verdicts}
+    worst = max((result.missed for result in seen), default=0.0)
+    return figures | {"exact_cases": float(len(seen)), "exact_worst": worst}
+
+
+def _wrong(result: Result) -> tuple[bool, float]:
+    """The worst come first; those that the exact solver knows no better plan for, last."""
+    return result.verdict != "best", result.missed if np.isfinite(result.found) else result.gap
+
+
+def _line(result: Result) -> str:
+    known = f", found {result.found:.6f}, proved {result.proved:.6f}" if np.isfinite(result.found) else ""
+    return f"{result.gap:9.4%}  {result.case}  {result.verdict}: ours {result.imbalance:.6f}, bound {result.bound:.6f}{known}"
 
 
 def _table(head: str, results: list[Result], key: Callable[[Case], str]) -> str:
