@@ -76,7 +76,7 @@ class Result(NamedTuple):
     @property
     def gap(self) -> float:
         """To the lower bound that came with the plan, or the exact solver's."""
-        return self.imbalance / max(self.bound, self.proved) - 1
+        return max(0.0, self.imbalance / max(self.bound, self.proved) - 1)
 
     @property
     def missed(self) -> float:
@@ -124,7 +124,7 @@ def main() -> None:
         print(f"\n{figures['sizes_left_out']:g} sizes left out: the data set has fewer users")
     if options.exact:
         figures |= _exact_figures(results)
-    above = sorted((result for result in results if result.gap > LIMIT), key=_badness, reverse=True)
+    above = sorted((result for result in results if result.gap > LIMIT), key=lambda result: -result.gap)
     print("\n".join(_line(result) for result in (results if options.case else above[: options.worst])))
     harness.finish(figures, options)
 
@@ -210,10 +210,6 @@ def _exact_figures(results: list[Result]) -> dict[str, float]:
     figures = {f"exact_{verdict}": float(sum(result.verdict == verdict for result in seen)) for verdict in verdicts}
     worst = max((result.missed for result in seen), default=0.0)
     return figures | {"exact_cases": float(len(seen)), "exact_worst": worst}
-
-
-def _badness(result: Result) -> float:
-    return result.missed if np.isfinite(result.found) else result.gap
 
 
 def _line(result: Result) -> str:

@@ -30,7 +30,7 @@ def load_peers(folder: Path) -> dict[str, Peer]:
     """Those in ``folder`` by name.
 
     ``verl`` and ``nvidia`` are multiway largest differencing (Karmarkar and Karp 1982) at equal counts, in Python and, where
-    it could be compiled, in C++; ``verl_free`` and ``nvidia_free`` the same at any counts. ``hf`` is the grouping of
+    it could be compiled, in C++; ``nvidia_free`` is the latter at any counts. ``hf`` is the grouping of
     ``train_sampling_strategy="batch_rebalance"``, made for padded batches: contiguous groups of the samples sorted by length.
     """
     verl, nvidia, sampler = _verl(folder / _VERL), _nvidia(folder / _NVIDIA), _transformers(folder / "site")
@@ -40,7 +40,6 @@ def load_peers(folder: Path) -> dict[str, Peer]:
         "hf": lambda lengths, costs, ranks: [
             batches[0] for batches in sampler(lengths, len(lengths), ranks, grad_accum=1)._assign(range(len(lengths)), lengths)
         ],
-        "verl_free": lambda lengths, costs, ranks: verl.get_seqlen_balanced_partitions(costs, ranks, equal_size=False),
         "nvidia_free": lambda lengths, costs, ranks: nvidia.karmarkar_karp(costs, ranks, equal_size=False),
     }
 
