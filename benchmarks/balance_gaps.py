@@ -5,6 +5,7 @@ from without replacement, so the sizes that they cannot fill are left out, and c
 ``short/8x32/square/fixed/17`` (family, ranks x samples per rank, cost, mode, seed): ``--case`` plans it again, and
 ``case_costs`` returns what its samples cost. With ``--exact`` OR-tools' CP-SAT looks for the best plan of the cases above
 the limit (``pip install -r benchmarks/exact_requirements.txt``); gaps are then to what it proved, where that is more.
+``--search`` has balance.py's long search look at those that are too large for it.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def main() -> None:
     if unknown:
         sys.exit(f"--families {' '.join(unknown)}: choose of {', '.join([*data, *SYNTHETIC])}")
     results = [_planned(case, data) for case in options.case or _grid(options, data)]
-    if options.exact:
+    if options.exact or options.search:
         results = [_compared(result, data, options) for result in results]
     print(_table("family", results, lambda case: case.family))
     by_size = sorted(results, key=lambda result: (result.case.ranks, result.case.per_rank))
@@ -122,8 +123,8 @@ def main() -> None:
     figures = _figures(results) | {"sizes_left_out": 0.0 if options.case else _left_out(options, data)}
     if figures["sizes_left_out"]:
         print(f"\n{figures['sizes_left_out']:g} sizes left out: the data set has fewer users")
-    if options.exact:
-        figures |= _exact_figures(results)
+    if options.exact or options.search:
+        figures |= _compared_figures(results)
     above = sorted((result for result in results if result.gap > LIMIT), key=lambda result: -result.gap)
     print("\n".join(_line(result) for result in (results if options.case else above[: options.worst])))
     harness.finish(figures, options)
@@ -142,9 +143,16 @@ def _options() -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the first batch")
     add("--quick", action="store_true", help=f"ranks {' '.join(map(str, QUICK_RANKS))}, {QUICK_BATCHES} batches")
     add("--worst", type=int, default=0, metavar="N", help="name the N worst of the cases above the limit")
-    add("--exact", type=float, metavar="SECONDS", help="look for the best plan of the cases above the limit, each this long")
+    add(
+        "--exact",
+        type=float,
+        default=0,
+        metavar="SECONDS",
+        help="look for the best plan of the cases above the limit, each this long",
+    )
     add("--exact-of", choices=["above", "all"], default="above", help="of all cases instead: is any below its lower bound?")
     add("--exact-samples", type=int, default=256, help="of those with no more samples than this")
+    add("--search", type=float, default=0, metavar="SECONDS", help="look for better ones of those with more, by annealing")
     add("--case", type=Case.parse, nargs="+", help="these alone, as --worst names them")
     options = parser.parse_args()
     options.ranks = options.ranks or (QUICK_RANKS if options.quick else RANKS)
@@ -182,34 +190,39 @@ def _planned(case: Case, data: dict[str, Floats]) -> Result:
 
 
 def _compared(result: Result, data: dict[str, Floats], options: argparse.Namespace) -> Result:
-    """With what the exact solver says, if it is asked about this case."""
-    from exact import best_imbalance
-
+    """With what the exact solver says, or a long search where there are too many samples for it."""
     case = result.case
-    small, asked = case.ranks * case.per_rank <= options.exact_samples, options.exact_of == "all" or result.gap > LIMIT
-    if not (small and asked):
+    exact = options.exact and case.ranks * case.per_rank <= options.exact_samples
+    if not (exact or options.search) or (result.gap <= LIMIT and options.exact_of == "above"):
         return result
     costs = case_costs(case, data)
     most = {"fixed": case.per_rank, "slack": int(case.per_rank * (1 + SLACK)), "free": case.ranks * case.per_rank}[case.mode]
-    limits = case.per_rank if case.mode == "fixed" else 1, most
-    best = best_imbalance(costs, plan(case, costs).rank_of_sample, case.ranks, limits, options.exact, LIMIT)
-    if best.found < result.bound * (1 - 1e-9):
-        raise AssertionError(f"{case}: the lower bound is {result.bound}, but there is a plan of {best.found}")
-    return result._replace(found=best.found, proved=best.proved)
+    limits, ours = (case.per_rank if case.mode == "fixed" else 1, most), plan(case, costs).rank_of_sample
+    if exact:
+        from exact import best_imbalance
+
+        found, proved = best_imbalance(costs, ours, case.ranks, limits, options.exact, LIMIT)
+    else:
+        from long_search import search
+
+        found, proved = search(costs, ours, case.ranks, limits, result.bound, options.search), 0.0
+    if found < result.bound * (1 - 1e-9):
+        raise AssertionError(f"{case}: the lower bound is {result.bound}, but there is a plan of {found}")
+    return result._replace(found=found, proved=proved)
 
 
-def _exact_figures(results: list[Result]) -> dict[str, float]:
-    """Of the cases that the exact solver saw; prints them by family and mode."""
+def _compared_figures(results: list[Result]) -> dict[str, float]:
+    """Of the cases that were searched for better plans; prints them by family and mode."""
     seen = [result for result in results if np.isfinite(result.found)]
     counts = Counter((result.case.family, result.case.mode, result.verdict) for result in seen)
     verdicts = ("best", "missed", "undecided")
-    print(f"\n{'exact solver':16}{'mode':8}" + "".join(f"{verdict:>10}" for verdict in verdicts) + f"{'most missed':>13}")
+    print(f"\n{'searched':16}{'mode':8}" + "".join(f"{verdict:>10}" for verdict in verdicts) + f"{'most missed':>13}")
     for family, mode in dict.fromkeys((result.case.family, result.case.mode) for result in seen):
         most = max(result.missed for result in seen if (result.case.family, result.case.mode) == (family, mode))
         print(f"{family:16}{mode:8}" + "".join(f"{counts[family, mode, verdict]:10}" for verdict in verdicts) + f"{most:13.3%}")
-    figures = {f"exact_{verdict}": float(sum(result.verdict == verdict for result in seen)) for verdict in verdicts}
+    figures = {f"searched_{verdict}": float(sum(result.verdict == verdict for result in seen)) for verdict in verdicts}
     worst = max((result.missed for result in seen), default=0.0)
-    return figures | {"exact_cases": float(len(seen)), "exact_worst": worst}
+    return figures | {"searched_cases": float(len(seen)), "searched_most_missed": worst}
 
 
 def _line(result: Result) -> str:

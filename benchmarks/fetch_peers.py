@@ -64,7 +64,17 @@ def main(arguments: list[str] | None = None) -> None:
     compile_partitioner(folder / "recsys-examples")
     if not options.no_transformers:
         # behind what is installed on sys.path, so its dependencies count only where they are missing
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder / "site"), TRANSFORMERS]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--upgrade",
+            "--target",
+            str(folder / "site"),
+            TRANSFORMERS,
+        ]
         subprocess.run(command, check=True)
         print(TRANSFORMERS)
 

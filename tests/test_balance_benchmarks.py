@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -274,7 +274,7 @@ def test_exact_solver_is_asked_about_small_batches_above_the_limit(
     def best_imbalance(costs: np.ndarray, plan: np.ndarray, ranks: int, limits: tuple, seconds: float, enough: float) -> tuple:
         asked.append((len(costs), limits))
         ours = np.bincount(plan, costs, ranks).max() / costs.sum() * ranks
-        return SimpleNamespace(found=ours, proved=ours)
+        return ours, ours
 
     stand_in = ModuleType("exact")
     stand_in.best_imbalance = best_imbalance
@@ -283,15 +283,24 @@ def test_exact_solver_is_asked_about_small_batches_above_the_limit(
     above = run(balance_gaps, *grid)["all_above"]
     assert above > run(balance_gaps, *grid, "--ranks", 16)["all_above"] > 0
     figures = run(balance_gaps, *grid, "--exact", 1, "--exact-samples", 63)
-    assert len(asked) == figures["exact_cases"] == figures["exact_best"] == above - figures["all_above"] > 0
+    assert len(asked) == figures["searched_cases"] == figures["searched_best"] == above - figures["all_above"] > 0
     assert set(asked) == {(8, (4, 4)), (8, (1, 5)), (8, (1, 8))}
     asked.clear()
-    assert run(balance_gaps, *grid, "--exact", 1, "--exact-of", "all")["exact_cases"] == len(asked) == 2 * 2 * 9
+    assert run(balance_gaps, *grid, "--exact", 1, "--exact-of", "all")["searched_cases"] == len(asked) == 2 * 2 * 9
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("poor_plans")
+def test_large_batches_are_searched(run: Run) -> None:
+    pytest.importorskip("numba")
+    figures = run(balance_gaps, "--case", "short/8x8/linear/fixed/0", "short/2x2/linear/fixed/0", "--search", 2)
+    assert figures["searched_cases"] == figures["short_above"] > 0
+    assert figures["searched_missed"] >= 1 and figures["searched_most_missed"] > 0.001
 
 
 def test_a_lower_bound_above_a_plan_is_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = ModuleType("exact")
-    stand_in.best_imbalance = lambda *arguments: SimpleNamespace(found=0.99, proved=0.99)
+    stand_in.best_imbalance = lambda *arguments: (0.99, 0.99)
     monkeypatch.setitem(sys.modules, "exact", stand_in)
     with pytest.raises(AssertionError, match=r"the lower bound is .*, but there is a plan of 0\.99"):
         run(balance_gaps, "--case", "short/2x4/linear/fixed/0", "--exact", 1, "--exact-of", "all")
