@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,13 +35,19 @@ def load_peers(folder: Path) -> dict[str, Peer]:
     ``train_sampling_strategy="batch_rebalance"``, made for padded batches: contiguous groups of the samples sorted by length.
     """
     verl, nvidia, sampler = _verl(folder / _VERL), _nvidia(folder / _NVIDIA), _transformers(folder / "site")
-    return {
+    peers: dict[str, Peer] = {
         "verl": lambda lengths, costs, ranks: verl.get_seqlen_balanced_partitions(costs, ranks, equal_size=True),
         "nvidia": lambda lengths, costs, ranks: nvidia.karmarkar_karp(costs, ranks, equal_size=True),
+        "nvidia_free": lambda lengths, costs, ranks: nvidia.karmarkar_karp(costs, ranks, equal_size=False),
+    }
+    if sampler is None:
+        print(f"without Hugging Face's: transformers is not installed, and not in {folder / 'site'}")
+        return peers
+    # every rank of the sampler computes the groups of all, and yields its own
+    return peers | {
         "hf": lambda lengths, costs, ranks: [
             batches[0] for batches in sampler(lengths, len(lengths), ranks, grad_accum=1)._assign(range(len(lengths)), lengths)
-        ],
-        "nvidia_free": lambda lengths, costs, ranks: nvidia.karmarkar_karp(costs, ranks, equal_size=False),
+        ]
     }
 
 
@@ -74,8 +81,10 @@ def _nvidia(path: Path) -> ModuleType:
     return module
 
 
-def _transformers(site: Path) -> type:
+def _transformers(site: Path) -> Any:
     sys.path.append(str(site))  # last: what is installed here comes before
+    if importlib.util.find_spec("transformers") is None:
+        return None
     from transformers.trainer_pt_utils import BatchRebalanceSampler
 
     return BatchRebalanceSampler

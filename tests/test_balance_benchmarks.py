@@ -163,7 +163,9 @@ def _repository(path: Path) -> str:
 
 
 @pytest.mark.parametrize("clone", [True, False])
-def test_peers_are_fetched_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clone: bool) -> None:
+def test_peers_are_fetched_and_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], clone: bool
+) -> None:
     repository, folder = tmp_path / "repository", tmp_path / "peers"
     commit = _repository(repository)
     (repository / "LICENSE").write_text("changed later, but not in the commit")
@@ -181,6 +183,9 @@ def test_peers_are_fetched_and_loaded(tmp_path: Path, monkeypatch: pytest.Monkey
     for peer in loaded.values():
         assert [list(part) for part in peer(numbers, numbers, 2)] == [[0, 2, 4], [1, 3, 5]]
     assert loaded.keys() == {"verl", "nvidia", "hf", "nvidia_free"}
+    monkeypatch.setattr(peers, "_transformers", lambda site: None)
+    assert peers.load_peers(folder).keys() == {"verl", "nvidia", "nvidia_free"}
+    assert "without Hugging Face's" in capsys.readouterr().out
 
 
 def test_peers_stay_outside_the_project(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
