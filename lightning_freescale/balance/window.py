@@ -1,0 +1,95 @@
+"""Which samples each micro-batch of an optimizer step has, so that those that cost much are computed at the same time."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lightning_freescale.balance.assign import assign
+from lightning_freescale.balance.solver import Ints, Mask, to_integers
+from lightning_freescale.balance.validation import Floats
+
+_LEVEL = 1.0003
+"""A micro-batch is as good as level if its dearest sample keeps it within this factor of the others."""
+_ONE_BY_ONE, _REPLACED = 64, 2
+"""Ranks of a micro-batch whose company is chosen by itself at most, and how many samples of it are replaced by better ones."""
+
+
+def share_window(costs: Floats, batches: int, ranks: int) -> Ints:
+    """Return which micro-batch of a window each sample is computed in, shape ``[samples]``; all have as many samples.
+
+    The ranks meet at every micro-batch, so a window takes as long as the slowest ranks of its micro-batches take together.
+    Samples that cost more than a rank's fair share of a micro-batch come into the same one, the dearest of each rank, and the
+    other ranks' samples are as dear, together, as there is time for. What is left costs the same in all others. Which
+    micro-batch a sample is in does not change the window's gradient.
+
+    Args:
+        costs: shape ``[samples]``.
+        batches: micro-batches; they divide the samples evenly.
+        ranks: how many compute a micro-batch, each as many samples as any other.
+    """
+    cost = to_integers(costs, np.ones(ranks * batches, dtype=np.int64))
+    each = len(cost) // (ranks * batches)
+    batch_of_sample = np.empty(len(cost), dtype=np.int64)
+    left = np.argsort(-cost, kind="stable")  # the dearest first
+    for batch in range(batches - 1):
+        mean = int(cost[left].sum()) / (ranks * (batches - batch))
+        dearest = int(cost[left[0]] + cost[left[len(left) - each + 1 :]].sum())
+        if dearest <= _LEVEL * mean:
+            break
+        chosen = _together(cost[left], dearest, ranks, each)
+        batch_of_sample[left[chosen]] = batch
+        left = left[~chosen]
+    else:
+        batch = batches - 1
+    # as if every micro-batch had ranks of its own: those that are done at about the same time meet
+    place = assign(cost[left], ranks * (batches - batch)).rank_of_sample
+    by_load = np.argsort(-np.bincount(place, cost[left]), kind="stable")
+    batch_of_sample[left] = batch + np.argsort(by_load, kind="stable")[place] // ranks
+    return batch_of_sample
+
+
+def _together(cost: Ints, level: int, ranks: int, each: int) -> Mask:
+    """Return which samples come with the dearest ones, one for each rank, so that ranks are done at ``level`` as far as can be.
+
+    Args:
+        cost: from the dearest to the cheapest, shape ``[samples]``.
+        level: when the rank with the dearest is done, with the cheapest company.
+        ranks: how many there are.
+        each: samples of a rank.
+    """
+    chosen = np.arange(len(cost)) < ranks
+    one_by_one = min(ranks, _ONE_BY_ONE)
+    for rank in range(one_by_one):
+        company = _dearest_run(cost, chosen, each - 1, level - int(cost[rank]))
+        _replace(cost, chosen, company, level - int(cost[rank]))
+    rest = ranks - one_by_one
+    if rest:
+        _dearest_run(cost, chosen, rest * (each - 1), rest * level - int(cost[one_by_one:ranks].sum()))
+    return chosen
+
+
+def _dearest_run(cost: Ints, chosen: Mask, count: int, time: int) -> Ints:
+    """Choose the dearest neighbours that there is time for, and return them: they leave the cheapest to others."""
+    left = np.flatnonzero(~chosen)[::-1]  # the cheapest first
+    total = np.concatenate([[0], cost[left].cumsum()])
+    runs = total[count:] - total[: len(total) - count]
+    start = max(0, int(np.searchsorted(runs, time, side="right")) - 1)
+    run = left[start : start + count]
+    chosen[run] = True
+    return run
+
+
+def _replace(cost: Ints, chosen: Mask, company: Ints, time: int) -> None:
+    """Replace some of a rank's company, in place, by dearer ones that there is still time for."""
+    for _ in range(_REPLACED):
+        left = np.flatnonzero(~chosen)[::-1]
+        spare = time - int(cost[company].sum())
+        if spare <= 0 or not len(company) or not len(left):
+            return
+        place = np.searchsorted(cost[left], cost[company] + spare, side="right") - 1
+        gain = np.where(place >= 0, cost[left[place]] - cost[company], 0)
+        best = int(gain.argmax())
+        if gain[best] <= 0:
+            return
+        chosen[company[best]], chosen[left[place[best]]] = False, True
+        company[best] = left[place[best]]
