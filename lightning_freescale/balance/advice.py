@@ -6,50 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from lightning_freescale.balance.epoch_order import pool_outliers
-from lightning_freescale.balance.plan import StepPlan
+from lightning_freescale.balance.prediction import report_steps
 from lightning_freescale.balance.report import BalanceReport, idle_fraction
-from lightning_freescale.balance.solver import Ints
 from lightning_freescale.balance.validation import Floats
 
 ACCEPTABLE_IMBALANCE = 1.02
 """Up to this imbalance (2 % idle) there is nothing to advise."""
 _OUTLIER_WINDOW, _PERCENTILE = 16, 99
-
-
-def predict(
-    costs: Floats, ranks: int, batch_size: int, *, steps: int = 16, outlier_window: int = 1, seed: int = 0, **options: Any
-) -> BalanceReport:
-    """Return the imbalance of ``steps`` steps of samples resampled from ``costs``: predicted, not measured.
-
-    Args:
-        costs: predicted compute time of every sample, shape ``[samples]``.
-        ranks: how many ranks share a step.
-        batch_size: samples per rank and step.
-        steps: how many steps to draw.
-        outlier_window: steps that exchange outliers, see :func:`pool_outliers`.
-        seed: seeds the draw.
-        **options: as in :func:`assign`.
-
-    Examples:
-        >>> import numpy as np
-        >>> report = predict(np.arange(1.0, 101.0) ** 2, ranks=4, batch_size=8)
-        >>> round(report.unbalanced, 2), round(report.balanced, 2), round(report.lower_bound, 2)
-        (1.38, 1.0, 1.0)
-    """
-    per_step = ranks * batch_size
-    order, edges = _resampled(len(costs), steps * per_step, seed), range(0, steps * per_step + 1, per_step)
-    if outlier_window > 1:
-        order = pool_outliers(order, edges, costs, ranks, outlier_window)
-    batches = [order[start:end] for start, end in zip(edges, edges[1:])]
-    return BalanceReport.from_steps(StepPlan(batch, costs[batch], ranks, options=options).balance for batch in batches)
-
-
-def _resampled(samples: int, count: int, seed: int) -> Ints:
-    draw = np.random.RandomState(seed)
-    if 10 * count < samples:  # to shuffle a large data set takes seconds, and a sample hardly comes twice
-        return draw.randint(samples, size=count)
-    return np.concatenate([draw.permutation(samples) for _ in range(-(-count // samples))])[:count]
 
 
 def advise(
@@ -70,7 +33,7 @@ def advise(
         lengths: history length of every sample, to name the length at which to truncate.
         **options: of :func:`predict`, as in use.
     """
-    predicted = predict(costs, ranks, batch_size, **options)
+    predicted = report_steps(costs, ranks, batch_size, **options)
     report = report or predicted
     if report.lower_bound <= ACCEPTABLE_IMBALANCE:
         return None
@@ -97,7 +60,7 @@ def _alternatives(
     at = "" if lengths is None else f" (L = {lengths[costs <= cap].max():g})"
 
     def imbalance(**changed: Any) -> float:
-        return predict(**{"costs": costs, "ranks": ranks, "batch_size": batch_size, **options, **changed}).balanced
+        return report_steps(**{"costs": costs, "ranks": ranks, "batch_size": batch_size, **options, **changed}).balanced
 
     choices = [
         (imbalance(costs=np.minimum(costs, cap)), f"with histories truncated at the {_PERCENTILE}th percentile{at}"),

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_freescale.balance.advice import advise, predict
+from lightning_freescale.balance.advice import advise
 from lightning_freescale.balance.assign import assign
 from lightning_freescale.balance.cost import CostModel
+from lightning_freescale.balance.prediction import report_steps
 from lightning_freescale.balance.report import idle_fraction
 from lightning_freescale.balance.validation import Floats
 
@@ -78,9 +79,9 @@ def forecast(
     """
     costs = (CostModel() if cost is None else cost)(lengths)
     # the same draw, without a window
-    plain = predict(costs, ranks, batch_size, steps=steps, seed=seed, assignment_mode="zigzag")
+    plain = report_steps(costs, ranks, batch_size, steps=steps, seed=seed, assignment_mode="zigzag")
     options_in_use = {"outlier_window": outlier_window, "seed": seed, **options}
-    ours = predict(costs, ranks, batch_size, steps=steps, **options_in_use)
+    ours = report_steps(costs, ranks, batch_size, steps=steps, **options_in_use)
     return Forecast(
         ranks,
         unbalanced=plain.unbalanced,
