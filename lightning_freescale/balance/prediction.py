@@ -69,8 +69,8 @@ def fewer_than_asked(samples: int, ranks: int, batch_size: int) -> str | None:
         return None
     per_rank = f"{samples // ranks} or {samples // ranks + 1}" if samples % ranks else f"{samples // ranks}"
     return (
-        f"a step of {ranks} x {batch_size} has {ranks * batch_size} samples, the data set only has {samples}: every step has "
-        f"all {samples}, {per_rank} per rank"
+        f"A step of {ranks} x {batch_size} has {ranks * batch_size} samples, the data set only has {samples}: every step has "
+        f"all {samples}, {per_rank} per rank."
     )
 
 

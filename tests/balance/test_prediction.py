@@ -86,7 +86,7 @@ def test_steps_of_a_large_data_set_are_like_its_epochs(monkeypatch: pytest.Monke
 
 
 def test_a_step_that_the_data_set_cannot_fill_is_told() -> None:
-    with pytest.warns(UserWarning, match=r"predict\(ranks=8, batch_size=16\): .* 128 samples, .* has 100: .* all 100, 12 or 13"):
+    with pytest.warns(UserWarning, match=r"predict\(ranks=8, batch_size=16\): A step .* has 100: .* all 100, 12 or 13"):
         predict(COSTS[:100], 8, 16)
     with pytest.warns(UserWarning, match=r"all 96, 12 per rank"):
         predict(COSTS[:96], 8, 16)
