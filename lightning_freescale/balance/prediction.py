@@ -51,9 +51,9 @@ def predict(
 
     Examples:
         >>> import numpy as np
-        >>> report = predict(np.arange(1.0, 101.0) ** 2, ranks=4, batch_size=8)
+        >>> report = predict(np.arange(1.0, 129.0) ** 2, ranks=4, batch_size=8)
         >>> round(report.unbalanced, 2), round(report.balanced, 2), round(report.lower_bound, 2)
-        (1.4, 1.0, 1.0)
+        (1.38, 1.0, 1.0)
     """
     cost = non_negative("predict(costs=...)", costs)
     draw: dict[str, Any] = {"steps": steps, "outlier_window": outlier_window, "drop_last": drop_last, "seed": seed}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,6 +39,13 @@ def test_advice_names_what_would_help() -> None:
     ):
         assert remedy in remedies
     assert advise(np.ones(1000), 16, 8) is None
+
+
+def test_the_page_shows_what_is_said() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "balance.md").read_text()
+    shown = next(block for block in page.split("```") if block.startswith("text\nNo assignment"))
+    said, shown = (re.sub(r"\d+\.?\d*", "#", text) for text in (_told(COSTS, 16, 8, lengths=LENGTHS), shown))
+    assert sorted(said.splitlines()) == sorted(shown.strip().splitlines()[1:])
 
 
 def test_what_truncation_drops_is_told() -> None:
