@@ -53,9 +53,8 @@ def main() -> None:
             print(f"{name:<10}{ranks:>6}{epochs.steps // options.epochs:>12}{row}{off:>9.1%}", flush=True)
             figures[f"{name}_{ranks}_off"] = off
         figures[f"{name}_seconds"] = seconds = _simulate_seconds(lengths, options.batch_size)
-        print(
-            f"{name:<10}simulate --ranks {SIMULATED_RANKS}: {seconds:.2f} s of processor time, start of Python and imports aside"
-        )
+        spent = f"{seconds:.2f} s of processor time, start of Python and imports aside"
+        print(f"{name:<10}simulate --ranks {SIMULATED_RANKS}: {spent}")
     figures["worst_off"] = max(value for key, value in figures.items() if key.endswith("_off"))
     harness.finish(figures, options)
 
