@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_freescale.balance.solver import Ints, Problem, first_plan, lower_bound, refine, to_integers, zigzag
+from lightning_freescale.balance.solver import Ints, Problem, lower_bound, search, zigzag
 from lightning_freescale.balance.validation import AssignmentMode, Floats, problem_from_arguments, slowness
-
-CLOSE_ENOUGH = 1.001
-"""Refinement stops within this factor of the lower bound."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +50,11 @@ def assign(
 ) -> Assignment:
     """Share the samples of a step out so that all ranks finish together.
 
-    Longest processing time first within the limits (Graham 1969), then swaps and moves between the slowest and the quickest
-    ranks until the lower bound is reached within 0.1 %, or a fixed number of rounds is over. Never worse than the paper's
-    zig-zag, if that keeps the limits. A pure function of its arguments in whole numbers: every rank computes the same plan
-    by itself. Every rank gets at least one sample.
+    Ranks that the lower bound is about share what they must hold among themselves. There, and for the others, longest
+    processing time first within the limits (Graham 1969), then swaps, moves and exchanges of several samples between the
+    slowest and the quickest ranks until the bound is reached, or a fixed number of rounds is over; up to 16 samples on two
+    ranks are split in every way. Never worse than the paper's zig-zag, if that keeps the limits. A pure function of its
+    arguments in whole numbers: every rank computes the same plan by itself. Every rank gets at least one sample.
 
     Args:
         costs: shape ``[samples]``, in the units of the cost model, finite and >= 0.
@@ -84,15 +82,14 @@ def assign(
     problem, cost, token, group_of_sample = problem_from_arguments(
         costs, ranks, assignment_mode, count_slack, max_tokens_per_rank, tokens, keep_together, rank_speeds
     )
-    rank_of_group = _zigzag_within_limits(problem) if assignment_mode == "zigzag" else _search(problem)
-    rank_of_sample = rank_of_group[group_of_sample]
-    bound, dominated = _bound(problem, cost)
+    rank_of_group, bound = _zigzag_within_limits(problem) if assignment_mode == "zigzag" else _found(problem)
+    rank_of_sample, free = rank_of_group[group_of_sample], not cost.any()
     return Assignment(
         rank_of_sample,
-        float(problem.times(rank_of_group).max()) / problem.ideal_time if cost.any() else 1.0,
-        bound,
+        1.0 if free else float(problem.times(rank_of_group).max()) / problem.ideal_time,
+        1.0 if free else bound / problem.ideal_time,
         None if token is None else imbalance(token, rank_of_sample, ranks),
-        dominated,
+        _is_dominated(cost, ranks),
     )
 
 
@@ -121,37 +118,28 @@ def load_imbalance(loads: NDArray[Any], slow: Ints | None = None) -> float:
 def assignment_bound(costs: ArrayLike, ranks: int, **options: Any) -> tuple[float, bool]:
     """Return ``lower_bound`` and ``dominated`` as :func:`assign` would with the same arguments, without a search."""
     problem, cost, _, _ = problem_from_arguments(costs, ranks, **options)
-    return _bound(problem, cost)
+    return lower_bound(problem).time / problem.ideal_time if cost.any() else 1.0, _is_dominated(cost, ranks)
 
 
-def _bound(problem: Problem, cost: Floats) -> tuple[float, bool]:
-    bound = lower_bound(problem) / problem.ideal_time if cost.any() else 1.0
-    return bound, bool(cost.max() * problem.ranks > cost.sum())
+def _is_dominated(cost: Floats, ranks: int) -> bool:
+    return bool(cost.max() * ranks > cost.sum())
 
 
-def _zigzag_within_limits(problem: Problem) -> Ints:
+def _zigzag_within_limits(problem: Problem) -> tuple[Ints, float]:
     plan = zigzag(problem)
     if not problem.allows(plan):
         raise ValueError(
             f"assign(assignment_mode='zigzag', max_tokens_per_rank={problem.max_tokens}): it gives a rank more tokens, and is "
             "not refined. Use another assignment_mode, or no limit"
         )
-    return plan
+    return plan, lower_bound(problem).time
 
 
-def _search(problem: Problem) -> Ints:
-    found = [plan for plan in (first_plan(problem), zigzag(problem)) if plan is not None and problem.allows(plan)]
-    if not found and problem.tokens is not None:  # balancing the tokens is the best that can be done for their limit
-        same_speed = np.ones_like(problem.slowness)
-        tokens = to_integers(problem.tokens.astype(np.float64), same_speed)
-        plan = _search(replace(problem, cost=tokens, tokens=None, slowness=same_speed))
-        found = [plan] if problem.allows(plan) else []
-    if not found:
+def _found(problem: Problem) -> tuple[Ints, float]:
+    plan, bound = search(problem)
+    if plan is None:
         raise ValueError(
             f"assign: no place was found for every sample or group on {problem.ranks} ranks with at most {problem.max_samples} "
             f"samples and max_tokens_per_rank={problem.max_tokens} each. Allow more of what is scarce, or use more ranks"
         )
-    best = min(found, key=lambda plan: problem.times(plan).max())
-    # Longer searches were tried: exhaustive swaps with the slowest rank won 0.2 % in one batch of forty, at three times the
-    # worst runtime.
-    return refine(problem, best, CLOSE_ENOUGH * lower_bound(problem))
+    return plan, bound

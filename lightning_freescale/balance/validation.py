@@ -102,8 +102,12 @@ def problem_from_arguments(
     group_tokens, max_tokens = _token_limit(token, max_tokens_per_rank, group_of_sample)
     size, least, most, ranks_at_max = _count_limits(size, ranks, assignment_mode, count_slack)
     group_cost = to_integers(np.bincount(group_of_sample, cost).astype(np.float64), slow)
-    problem = Problem(group_cost, size, group_tokens, slow, least, most, ranks_at_max, max_tokens)
-    return problem, cost, token, group_of_sample
+    order = np.argsort(-group_cost, kind="stable")
+    group_tokens = None if group_tokens is None else group_tokens[order]
+    problem = Problem(group_cost[order], size[order], group_tokens, slow, least, most, ranks_at_max, max_tokens)
+    number = np.empty_like(order)
+    number[order] = np.arange(len(order))
+    return problem, cost, token, number[group_of_sample]
 
 
 def _count_limits(size: Ints, ranks: int, mode: str, count_slack: float) -> tuple[Ints, int, int, int]:

@@ -25,7 +25,7 @@ def batches(draw: st.DrawFn) -> tuple[np.ndarray, int]:
     return np.array(draw(st.lists(st.integers(0, 10**6), min_size=size, max_size=size)), dtype=float), ranks
 
 
-def _limits(samples: int, ranks: int, mode: str, slack: float = 0.25) -> tuple[int, int]:
+def limits(samples: int, ranks: int, mode: str, slack: float = 0.25) -> tuple[int, int]:
     """Least and most samples of a rank, written down independently of the code."""
     up, down = -(-samples // ranks), samples // ranks
     return {"fixed": (down, up), "zigzag": (down, up), "slack": (1, max(up, int(samples / ranks * (1 + slack))))}.get(
@@ -39,7 +39,7 @@ def test_properties(batch: tuple[np.ndarray, int], mode: str) -> None:
     cost, ranks = batch
     result = assign(cost, ranks, assignment_mode=mode)
     held = np.bincount(result.rank_of_sample, minlength=ranks)
-    least, most = _limits(len(cost), ranks, mode)
+    least, most = limits(len(cost), ranks, mode)
     assert held.sum() == len(cost) and len(held) == ranks
     assert least <= held.min() and held.max() <= most
     if mode in ("fixed", "zigzag"):
@@ -66,7 +66,7 @@ def test_lower_bound_holds_for_every_assignment(batch: tuple[np.ndarray, int], m
     cost, ranks = cost[:6], min(ranks, 3)
     if len(cost) < ranks:
         return
-    least, most = _limits(len(cost), ranks, mode)
+    least, most = limits(len(cost), ranks, mode)
     plans = (np.array(plan) for plan in itertools.product(range(ranks), repeat=len(cost)))
     held = ((plan, np.bincount(plan, minlength=ranks)) for plan in plans)
     best = min(imbalance(cost, plan, ranks) for plan, count in held if least <= count.min() and count.max() <= most)
@@ -90,7 +90,7 @@ def test_tokens_stay_below_their_limit(batch: tuple[np.ndarray, int], data: st.D
     held = np.bincount(result.rank_of_sample, tokens, ranks)
     assert held.max() <= limit
     assert result.tokens_imbalance == pytest.approx(held.max() / held.mean())
-    least, most = _limits(len(cost), ranks, mode)
+    least, most = limits(len(cost), ranks, mode)
     count = np.bincount(result.rank_of_sample, minlength=ranks)
     assert least <= count.min() and count.max() <= most
 
@@ -175,16 +175,6 @@ def test_long_tail_reaches_the_bound(mode: str) -> None:
     result = assign(cost, 64, assignment_mode=mode)
     assert result.gap < 0.0015
     assert imbalance(cost, contiguous_split(len(cost), 64), 64) > 1.5 * result.imbalance
-
-
-def test_outliers_get_cheap_fillers_without_any_swap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_freescale.balance.solver.swaps.ROUNDS", 0)
-    lengths = np.random.RandomState(0).lognormal(4.5, 1.0, size=64 * 32).clip(5, 2500)
-    cost = lengths**2 + 1280 * lengths
-    with_fillers = assign(cost, 64)
-    monkeypatch.setattr("lightning_freescale.balance.solver.lpt.MAX_OUTLIER_RANKS", 0)
-    assert with_fillers.lower_bound > 1.02
-    assert with_fillers.gap < 0.001 < 0.005 < assign(cost, 64).gap
 
 
 @pytest.mark.parametrize(

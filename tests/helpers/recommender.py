@@ -15,7 +15,8 @@ ITEMS, CATEGORIES, DIM = 50, 13, 8
 FEATURES = ["history", "candidate", "category"]
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.5),
-    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+    # with a smaller eps, what is left of gradients that cancel, rounding, moves a weight by as much as any other gradient
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1, eps=1e-4),
     "rowwise_adagrad": lambda params: RowWiseAdagrad(params, lr=0.1),
 }
 

@@ -1,11 +1,13 @@
 """The search behind :func:`lightning_freescale.balance.assign`: whole numbers, fixed numbers of rounds, no clock.
 
-A :class:`Problem` goes through :func:`first_plan` (outlier groups with their fillers, then longest first), then
-:func:`refine` (swaps and moves). With numba installed large problems run compiled, with the identical plan.
+:func:`lower_bound` says what a :class:`Problem` allows and which ranks are the reason; :func:`search` plans those by
+themselves and goes from the first plan (longest first) over swaps of two groups to exchanges of several. With numba installed
+large problems run compiled, with the identical plan.
 """
 
-from lightning_freescale.balance.solver.lpt import first_plan, zigzag
-from lightning_freescale.balance.solver.problem import Ints, Problem, lower_bound, to_integers
-from lightning_freescale.balance.solver.swaps import refine
+from lightning_freescale.balance.solver.bounds import lower_bound
+from lightning_freescale.balance.solver.lpt import zigzag
+from lightning_freescale.balance.solver.problem import Ints, Problem, to_integers
+from lightning_freescale.balance.solver.search import search
 
-__all__ = ["Ints", "Problem", "first_plan", "lower_bound", "refine", "to_integers", "zigzag"]
+__all__ = ["Ints", "Problem", "lower_bound", "search", "to_integers", "zigzag"]

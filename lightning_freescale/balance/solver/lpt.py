@@ -7,18 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from lightning_freescale.balance.solver.problem import Ints, Problem, lower_bound
+from lightning_freescale.balance.solver.problem import Ints, Problem
 from lightning_freescale.balance.solver.swaps import compiled, worth_compiling
-
-MAX_OUTLIER_RANKS = 24
-"""How many ranks are filled before all others at most."""
 
 
 def first_plan(problem: Problem) -> Ints | None:
     """Return the rank of every group, shape ``[groups]``; None if no place was found for one."""
     if problem.limits_counts_only:
-        return _outliers_then_longest_first(problem)
-    rank_of_group = _longest_first_within_limits(problem, problem.order, problem.cost)
+        return _longest_first(problem)
+    rank_of_group = _longest_first_within_limits(problem, np.arange(len(problem.cost)), problem.cost)
     if rank_of_group is None and problem.tokens is not None:  # spread what is scarce first
         by_tokens = np.argsort(-problem.tokens, kind="stable")
         rank_of_group = _longest_first_within_limits(problem, by_tokens, problem.tokens + 1)
@@ -28,55 +25,20 @@ def first_plan(problem: Problem) -> Ints | None:
 def zigzag(problem: Problem) -> Ints:
     """Return FreeScale's plan at equal counts: sorted by cost, given to the ranks forwards and backwards in turn."""
     there_and_back = np.concatenate([np.arange(problem.ranks), np.arange(problem.ranks)[::-1]])
-    rank_of_group = np.empty(len(problem.cost), dtype=np.int64)
-    rank_of_group[problem.order] = np.resize(there_and_back, len(problem.cost))
-    return rank_of_group
+    return np.resize(there_and_back, len(problem.cost))
 
 
-def _outliers_then_longest_first(problem: Problem) -> Ints:
-    order, filled = problem.order, _filled_outlier_ranks(problem)
-    rank_of_group = np.full(len(order), -1)
-    for rank, groups in enumerate(filled):
-        rank_of_group[groups] = rank
-    order = order[rank_of_group[order] < 0]
-    fast_first = np.argsort(problem.slowness, kind="stable")[len(filled) :]
-    cost, slowness = problem.cost[order], problem.slowness[fast_first]
+def _longest_first(problem: Problem) -> Ints:
+    fast_first = np.argsort(problem.slowness, kind="stable")
+    cost, slowness = problem.cost, problem.slowness[fast_first]
     room, pace = np.full(len(slowness), problem.max_samples - 1), slowness * len(slowness)
-    if worth_compiling(len(order)):
-        placed: Any = np.empty(len(order), dtype=np.int64)
+    if worth_compiling(len(cost)):
+        placed: Any = np.empty(len(cost), dtype=np.int64)
         compiled(place_longest_first)(cost, pace, room, problem.ranks_at_max, placed)
     else:  # lists are what the interpreter is quick with
-        placed = [0] * len(order)
+        placed = [0] * len(cost)
         place_longest_first(cost.tolist(), pace.tolist(), room.tolist(), problem.ranks_at_max, placed)
-    rank_of_group[order] = fast_first[np.asarray(placed)]
-    return rank_of_group
-
-
-def _filled_outlier_ranks(problem: Problem) -> list[Ints]:
-    """Return the groups of whole ranks, each an outlier and its fillers, from the most expensive outlier on.
-
-    An outlier would take its rank over the lower bound with average fillers.
-    """
-    # At equal counts an outlier's rank must hold the cheapest samples. Longest first reaches it too late, with what happens to
-    # be left, and swaps find its fillers one at a time.
-    bound, fillers = lower_bound(problem), problem.min_samples - 1
-    if not fillers or np.ptp(problem.slowness) or bound <= problem.ideal_time:
-        return []
-    left, filled = problem.order[::-1], list[Ints]()  # cheapest first
-    # ranks that the other groups will need to hold one sample more
-    fuller = problem.ranks_at_max if problem.min_samples < problem.max_samples else 1
-    while len(filled) < min(MAX_OUTLIER_RANKS, problem.ranks - fuller):
-        cost = problem.cost[left]
-        total = np.concatenate([[0], np.cumsum(cost[:-1])])
-        runs = total[fillers:] - total[:-fillers]
-        # the most expensive run of cheap groups that keeps the rank to the bound: it leaves the cheapest to the next outlier
-        first = max(0, int(np.searchsorted(runs, int(bound) - int(cost[-1]), side="right")) - 1)
-        if first > len(runs) // 4:  # nearly any fillers do: no outlier any more
-            break
-        chosen = np.append(np.arange(first, first + fillers), len(left) - 1)
-        filled.append(left[chosen])
-        left = np.delete(left, chosen)
-    return filled
+    return fast_first[np.asarray(placed)]
 
 
 def place_longest_first(costs: Any, pace: Any, room: Any, at_max: int, placed: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the search works on, in whole numbers, and the time that no plan can beat."""
+"""What the search works on, in whole numbers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Groups of samples that stay together (most often single samples) to share out among ranks.
+    """Groups of samples that stay together (most often single samples) to share out among ranks, the most expensive first.
 
     A rank's time is its summed cost times its ``slowness``. All numbers are whole, so sums do not depend on their order:
     numpy and numba find the same plan on every machine, and a plan can be hashed and compared.
@@ -53,11 +54,6 @@ class Problem:
         """Whether nothing but the number of single samples is limited."""
         return self.tokens is None and bool((self.size == 1).all())
 
-    @cached_property
-    def order(self) -> Ints:
-        """The groups from the most expensive to the cheapest, ties by index."""
-        return np.argsort(-self.cost, kind="stable")
-
     def allows(self, rank_of_group: Ints) -> bool:
         """Return whether a plan is within the limits on samples and tokens."""
         held = np.bincount(rank_of_group, self.size, self.ranks)
@@ -65,27 +61,22 @@ class Problem:
         fits = self.tokens is None or np.bincount(rank_of_group, self.tokens, self.ranks).max() <= self.max_tokens
         return bool(within and fits)
 
+    def part(self, groups: Mask, ranks: int) -> Problem:
+        """Return that of some groups, single samples without a limit on tokens, on so many ranks, all equally fast.
+
+        Where the numbers of samples are equal, they are in the part.
+        """
+        least, most, at_max = self.min_samples, self.max_samples, ranks
+        if self.ranks * (most - 1) + self.ranks_at_max == len(self.cost):
+            least, at_max = divmod(int(groups.sum()), ranks)
+            most, at_max = least + bool(at_max), at_max or ranks
+        cost, size, slowness = self.cost[groups], self.size[groups], self.slowness[:ranks]
+        return Problem(cost, size, None, slowness, least, most, at_max, self.max_tokens)
+
     def times(self, rank_of_group: Ints) -> Ints:
         """Return the summed cost times slowness of every rank, shape ``[ranks]``."""
         # float64 sums of whole numbers below 2**53 are exact
         return np.bincount(rank_of_group, self.cost, self.ranks).astype(np.int64) * self.slowness
-
-
-def lower_bound(problem: Problem) -> float:
-    """Return the time below which no plan's slowest rank can be.
-
-    The largest of: the work spread perfectly; the most expensive group with the cheapest fillers that its rank must hold;
-    the two that must share a rank when there is one group more than ranks, with theirs.
-    """
-    # a limit on tokens is left out: it can only raise the times
-    cost = problem.cost[problem.order[::-1]]
-    ranks, fastest = problem.ranks, int(problem.slowness.min())
-    least = max(1, problem.min_samples, int(problem.size.sum()) - problem.max_samples * (ranks - 1))
-    fillers = least - 1 if bool((problem.size == 1).all()) else 0
-    bounds = [problem.ideal_time, fastest * int(cost[-1] + cost[:fillers].sum())]
-    if len(cost) > ranks:
-        bounds.append(fastest * int(cost[-ranks] + cost[-ranks - 1] + cost[: max(0, fillers - 1)].sum()))
-    return float(max(bounds))
 
 
 def to_integers(cost: NDArray[np.float64], slowness: Ints) -> Ints:

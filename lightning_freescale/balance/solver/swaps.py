@@ -8,11 +8,8 @@ from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lightning_freescale.balance.solver.problem import Ints, Problem
-
-Mask = NDArray[np.bool_]
+from lightning_freescale.balance.solver.problem import Ints, Mask, Problem
 
 ROUNDS, PATIENCE = 200, 8
 CANDIDATES = 64
@@ -86,11 +83,10 @@ def refine(problem: Problem, rank_of_group: Ints, target: float) -> Ints:
 def _groups_of_ranks(problem: Problem, rank_of_group: Ints, count: Ints) -> Ints:
     """Return the groups of every rank, shape ``[ranks, slots]``, the most expensive first; an empty slot holds -1."""
     slots = int(count.max()) + (problem.min_samples < problem.max_samples)  # an empty slot turns a swap into a move
-    order = problem.order
-    key = rank_of_group[order].astype(np.min_scalar_type(problem.ranks))  # numpy sorts short integers in linear time
-    by_rank = order[np.argsort(key, kind="stable")]
+    key = rank_of_group.astype(np.min_scalar_type(problem.ranks))  # numpy sorts short integers in linear time
+    by_rank = np.argsort(key, kind="stable")
     table = np.full((problem.ranks, slots), -1)
-    table[rank_of_group[by_rank], np.arange(len(order)) - np.repeat(np.cumsum(count) - count, count)] = by_rank
+    table[rank_of_group[by_rank], np.arange(len(key)) - np.repeat(np.cumsum(count) - count, count)] = by_rank
     return table
 
 

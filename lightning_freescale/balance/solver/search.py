@@ -1,0 +1,96 @@
+"""The search from the first plan to one that is as good as the bound allows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from lightning_freescale.balance.solver.bounds import Bound, lower_bound
+from lightning_freescale.balance.solver.exchanges import exchange
+from lightning_freescale.balance.solver.lpt import first_plan, zigzag
+from lightning_freescale.balance.solver.problem import Ints, Problem, to_integers
+from lightning_freescale.balance.solver.swaps import refine
+
+CLOSE_ENOUGH = 1.0003
+"""The search stops within this factor of the lower bound."""
+_WORTH_EXCHANGES = 1.0008
+_BLOCKS, _TIGHT = 8, 0.98
+"""How many blocks are planned by themselves, as long as their bound is nearly that of the whole."""
+_ALL_SPLITS = 16
+"""Groups on two ranks up to which all plans are looked at."""
+
+
+def search(problem: Problem) -> tuple[Ints | None, float]:
+    """Return the rank of every group, None if no plan within the limits was found, and the time that no plan can beat."""
+    bound = lower_bound(problem)
+    plan = _planned(problem, bound, bound.time, _BLOCKS)
+    if plan is None and problem.tokens is not None:  # balancing the tokens is the best that can be done for their limit
+        same_speed = np.ones_like(problem.slowness)
+        order = np.argsort(-problem.tokens, kind="stable")
+        tokens, size = to_integers(problem.tokens[order].astype(np.float64), same_speed), problem.size[order]
+        by_tokens = search(replace(problem, cost=tokens, size=size, tokens=None, slowness=same_speed))[0]
+        if by_tokens is not None:
+            plan = by_tokens[np.argsort(order, kind="stable")]
+            plan = refine(problem, plan, CLOSE_ENOUGH * bound.time) if problem.allows(plan) else None
+    if plan is None or _time(problem, plan) <= CLOSE_ENOUGH * bound.time:
+        return plan, bound.time
+    if problem.ranks == 2 and len(problem.cost) <= _ALL_SPLITS:
+        plan = best_split(problem)
+        return plan, float(_time(problem, plan))
+    plain = zigzag(problem)
+    return plain if problem.allows(plain) and _time(problem, plain) < _time(problem, plan) else plan, bound.time
+
+
+def _planned(problem: Problem, bound: Bound, time: float, blocks: int) -> Ints | None:
+    """Return a plan whose slowest rank should be done at ``time``, which is no less than the bound's."""
+    block, simple = bound.block, problem.limits_counts_only and not np.ptp(problem.slowness)
+    tight = bound.time > max(_TIGHT * time, CLOSE_ENOUGH * problem.ideal_time)
+    if block is not None and simple and blocks and tight:
+        parts = (block.groups, block.ranks, 0), (~block.groups, problem.ranks - block.ranks, block.ranks)
+        plan = np.empty(len(problem.cost), dtype=np.int64)
+        for groups, ranks, first in parts:
+            part = problem.part(groups, ranks)
+            # in a block no other one matters
+            found = _planned(part, lower_bound(part, together=1), time, blocks - 1) if first else _refined(part, time)
+            if found is None:
+                return None
+            plan[groups] = first + found
+        return plan
+    return _refined(problem, time)
+
+
+def _refined(problem: Problem, time: float) -> Ints | None:
+    found = [plan for plan in (first_plan(problem), zigzag(problem)) if plan is not None and problem.allows(plan)]
+    if not found:
+        return None
+    plan = refine(problem, min(found, key=lambda plan: _time(problem, plan)), CLOSE_ENOUGH * time)
+    if problem.limits_counts_only and _time(problem, plan) > _WORTH_EXCHANGES * time:
+        plan = exchange(problem, plan, CLOSE_ENOUGH * time)
+    return plan
+
+
+def best_split(problem: Problem) -> Ints:
+    """Return the best of all plans for two ranks within the limits."""
+    samples = int(problem.size.sum())
+    held, load = _of_all_subsets(problem.size), _of_all_subsets(problem.cost)
+    least, most = np.minimum(held, samples - held), np.maximum(held, samples - held)
+    allowed = (least >= problem.min_samples) & (most <= problem.max_samples)
+    if problem.tokens is not None:
+        tokens = _of_all_subsets(problem.tokens)
+        allowed &= np.maximum(tokens, int(tokens[-1]) - tokens) <= problem.max_tokens
+    time = np.maximum((int(load[-1]) - load) * problem.slowness[0], load * problem.slowness[1])
+    time[~allowed] = np.iinfo(np.int64).max
+    return int(time.argmin()) >> np.arange(len(problem.cost)) & 1
+
+
+def _of_all_subsets(values: Ints) -> Ints:
+    """Return the sums of all subsets, shape ``[2 ** groups]``; bit ``i`` of a subset's number tells whether ``i`` is in it."""
+    sums = np.zeros(1, dtype=np.int64)
+    for value in values.tolist():
+        sums = np.concatenate([sums, sums + value])
+    return sums
+
+
+def _time(problem: Problem, plan: Ints) -> int:
+    return int(problem.times(plan).max())
