@@ -18,6 +18,8 @@ _WORTH_TELLING = 0.005
 _OUTLIER_WINDOW, _PERCENTILE = 16, 99
 _STEPS, _MOST_STEPS = 16, 32
 """Steps that alternatives are predicted for, and those that keep the steps of a longer report at most."""
+_PLANNED = 3
+"""Steps of an alternative that are assigned; the others' bounds alone are computed."""
 _COUNTS = ("assignment_mode", "count_slack")
 _LIMITS = ("keep_together", "max_tokens_per_rank", "tokens")
 """Options that can only raise the bound."""
@@ -124,7 +126,7 @@ def _alternatives(setting: dict[str, Any], lengths: Floats | None, same_steps: i
     tried = []
     for changed, text in choices:
         with suppress(ValueError):  # of speeds for so many ranks, or limits that it cannot meet
-            tried.append((report_steps(**{**setting, "steps": _STEPS, **changed}).balanced, text))
+            tried.append((report_steps(**{**setting, "steps": _STEPS, **changed}, planned=_PLANNED).balanced, text))
     return tried
 
 

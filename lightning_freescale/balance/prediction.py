@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from lightning_freescale.balance.epoch_order import draw_order
+from lightning_freescale.balance.plan import StepPlan
 from lightning_freescale.balance.report import BalanceReport
 from lightning_freescale.balance.sampler import BalancedSampler
 from lightning_freescale.balance.solver import Ints
@@ -74,26 +77,65 @@ def fewer_than_asked(samples: int, ranks: int, batch_size: int) -> str | None:
     )
 
 
-def report_steps(
+def report_steps(costs: Floats, ranks: int, batch_size: int, *, planned: int | None = None, **options: Any) -> BalanceReport:
+    """Return what :func:`predict` does, without a warning.
+
+    Args:
+        costs: as for :func:`predict`, as are ``ranks`` and ``batch_size``.
+        ranks: the same.
+        batch_size: the same.
+        planned: see :func:`report_plans`.
+        **options: all that :func:`draw_steps` takes.
+    """
+    return report_plans(draw_steps(costs, ranks, batch_size, **options), planned)
+
+
+def report_plans(plans: Iterable[StepPlan], planned: int | None = None) -> BalanceReport:
+    """Return what these steps come to.
+
+    Bounds need no search. So a few steps can stand for all: what their plans are above their bounds, the plans of all are
+    taken to be above theirs.
+
+    Args:
+        plans: the steps.
+        planned: how many to search plans for, evenly spread; all if not given.
+    """
+    if planned is None:
+        return BalanceReport.from_steps(plan.balance for plan in plans)
+    drawn = list(plans)
+    some = BalanceReport.from_steps(plan.balance for plan in evenly_spread(drawn, planned))
+    if planned >= len(drawn):
+        return some
+    bounds = BalanceReport.from_steps(replace(plan, balanced=False).balance for plan in drawn)
+    balanced = bounds.lower_bound * some.balanced / some.lower_bound
+    return replace(bounds, balanced=balanced, tokens_imbalance=some.tokens_imbalance)
+
+
+def evenly_spread(plans: Sequence[StepPlan], count: int) -> list[StepPlan]:
+    """Return ``count`` of the plans, the first among them; all if these are no more."""
+    return [plans[place] for place in np.linspace(0, len(plans) - 1, min(count, len(plans))).astype(int)]
+
+
+def draw_steps(
     costs: Floats, ranks: int, batch_size: int, *, steps: int = 16, outlier_window: int = 1, seed: int = 0, **options: Any
-) -> BalanceReport:
-    """Return what :func:`predict` does, without a warning; ``options`` are all others of :class:`BalancedSampler`."""
+) -> Iterator[StepPlan]:
+    """Yield the steps of which :func:`predict` tells; ``options`` are all others of :class:`BalancedSampler`."""
     if steps < 1:
         raise ValueError(f"predict(steps={steps!r}): pass at least one")
     of_sampler: dict[str, Any] = {"num_replicas": ranks, "rank": 0, "outlier_window": outlier_window, "seed": seed, **options}
     per_step, whole = ranks * batch_size, steps + -steps % max(1, outlier_window)
     if 0 < (whole + 1) * per_step <= len(costs):  # all of these steps are full, so their samples are enough
         drawn = draw_samples(len(costs), whole * per_step, seed)
-        own = {
+        of_sampler |= {
             name: check(values, len(costs))[drawn]
             for name, check in _PER_SAMPLE.items()
             if (values := options.get(name)) is not None
         }
-        return BalancedSampler(costs[drawn], batch_size, shuffle=False, **{**of_sampler, **own}).report()
+        costs, of_sampler["shuffle"] = costs[drawn], False
     sampler = BalancedSampler(costs, batch_size, **of_sampler)
-    of_epoch = range(sampler.steps_per_epoch)
-    epochs = range(-(-steps // len(of_epoch)))
-    return BalanceReport.from_steps(sampler.step_plan(epoch, step).balance for epoch in epochs for step in of_epoch)
+    for epoch in range(-(-steps // sampler.steps_per_epoch)):
+        for step in range(sampler.steps_per_epoch):
+            yield sampler.step_plan(epoch, step)
 
 
 def draw_samples(samples: int, count: int, seed: int) -> Ints:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 
 import numpy as np
@@ -83,6 +84,24 @@ def test_steps_of_a_large_data_set_are_like_its_epochs(monkeypatch: pytest.Monke
     (epoch,) = _epochs(40_000, 16, 8, seed=1, epochs=1)
     assert drawn.unbalanced == pytest.approx(epoch.unbalanced, rel=2 * TOLERANCE["unbalanced"])
     assert drawn.steps == 16
+
+
+@pytest.mark.parametrize(
+    ("samples", "ranks", "batch_size", "planned"),
+    [(6_040, 8, 2, 4), (6_040, 8, 32, 1), (6_040, 64, 32, 4), (1_500, 1024, 8, 1)],
+)
+def test_a_few_planned_steps_stand_for_all(samples: int, ranks: int, batch_size: int, planned: int) -> None:
+    costs = COSTS[:samples]
+    for options in ({}, {"assignment_mode": "free"}, {"tokens": LENGTHS[:samples], "max_tokens_per_rank": 1e6}):
+        whole = prediction.report_steps(costs, ranks, batch_size, steps=24, **options)
+        some = prediction.report_steps(costs, ranks, batch_size, steps=24, planned=planned, **options)
+        assert some.balanced == pytest.approx(whole.balanced, rel=0.01)
+        assert dataclasses.replace(some, balanced=0, tokens_imbalance=0) == dataclasses.replace(
+            whole, balanced=0, tokens_imbalance=0
+        )
+        assert some.balanced >= some.lower_bound - 1e-9
+    first = prediction.report_steps(costs, ranks, batch_size, steps=3)
+    assert prediction.report_steps(costs, ranks, batch_size, steps=3, planned=first.steps) == first
 
 
 def test_a_step_that_the_data_set_cannot_fill_is_told() -> None:

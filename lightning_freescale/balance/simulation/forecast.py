@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lightning_freescale.balance.advice import advise_on
-from lightning_freescale.balance.assign import assign
 from lightning_freescale.balance.cost import CostModel
-from lightning_freescale.balance.prediction import draw_samples, report_steps
+from lightning_freescale.balance.plan import StepPlan
+from lightning_freescale.balance.prediction import draw_steps, evenly_spread, report_plans, report_steps
 from lightning_freescale.balance.report import idle_fraction
 from lightning_freescale.balance.validation import Floats
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_TIMED = 9
-"""Global batches whose planning is timed."""
+PLANNED_STEPS = 8
+"""Steps that are assigned, and timed; the others' bounds alone are computed, see :func:`report_plans`."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Forecast:
         samples_per_step: of all ranks; no more than the data set has.
         unbalanced: imbalance of the samples as drawn.
         zigzag: of FreeScale's zig-zag through the sorted samples (arXiv 2604.24073).
-        balanced: of :func:`assign` with the options asked for.
+        balanced: of :func:`assign` with the options asked for, by some of the steps and the bounds of all.
         lower_bound: what no assignment of the same steps can beat within the limits on the counts.
         dominated: share of the steps in which one sample costs more than the mean rank load.
         planning_ms: measured here, median time to assign one global batch.
@@ -84,7 +84,9 @@ def forecast(
     setting = {**draw, "outlier_window": outlier_window, **options}
     # the same draw, without a window
     plain = report_steps(**draw, steps=steps, assignment_mode="zigzag")
-    ours = report_steps(**setting, steps=steps)
+    plans = [replace(plan) for plan in draw_steps(**setting, steps=steps)]  # as copies they have no assignment yet
+    planning_ms = _planning_ms(evenly_spread(plans, PLANNED_STEPS))
+    ours = report_plans(plans, PLANNED_STEPS)
     return Forecast(
         ranks,
         samples_per_step=min(len(costs), ranks * batch_size),
@@ -93,18 +95,17 @@ def forecast(
         balanced=ours.balanced,
         lower_bound=ours.lower_bound,
         dominated=ours.dominated,
-        planning_ms=_planning_ms(costs, ranks, batch_size, seed, options),
+        planning_ms=planning_ms,
         advice=advise_on(ours, ours, setting, lengths),
     )
 
 
-def _planning_ms(costs: Floats, ranks: int, batch_size: int, seed: int, options: dict[str, Any]) -> float:
-    count = min(len(costs), ranks * batch_size)
-    drawn, taken = costs[draw_samples(len(costs), min(len(costs), _TIMED * count), seed)], []
-    for first in range(0, _TIMED * count, count):
-        batch = drawn.take(range(first, first + count), mode="wrap")
+def _planning_ms(plans: Sequence[StepPlan]) -> float:
+    """Return the median time to assign the samples of one of these steps, which have no assignment yet."""
+    taken = []
+    for plan in plans:
         start = time.perf_counter()
-        assign(batch, ranks, **options)
+        plan.assignment  # noqa: B018 (made when it is first asked for, and kept)
         taken.append(time.perf_counter() - start)
     return float(np.median(taken) * 1e3)
 
