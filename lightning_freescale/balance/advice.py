@@ -18,7 +18,7 @@ _WORTH_TELLING = 0.005
 _OUTLIER_WINDOW, _PERCENTILE = 16, 99
 _STEPS, _MOST_STEPS = 16, 32
 """Steps that alternatives are predicted for, and those that keep the steps of a longer report at most."""
-_PLANNED = 3
+_PLANNED = 2
 """Steps of an alternative that are assigned; the others' bounds alone are computed."""
 _COUNTS = ("assignment_mode", "count_slack")
 _LIMITS = ("keep_together", "max_tokens_per_rank", "tokens")

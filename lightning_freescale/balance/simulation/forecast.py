@@ -20,7 +20,7 @@ from lightning_freescale.balance.validation import Floats
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PLANNED_STEPS = 8
+PLANNED_STEPS = 5
 """Steps that are assigned, and timed; the others' bounds alone are computed, see :func:`report_plans`."""
 
 
