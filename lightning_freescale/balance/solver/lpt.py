@@ -11,10 +11,27 @@ from lightning_freescale.balance.solver.problem import Ints, Problem
 from lightning_freescale.balance.solver.swaps import compiled, worth_compiling
 
 
-def first_plan(problem: Problem) -> Ints | None:
-    """Return the rank of every group, shape ``[groups]``; None if no place was found for one."""
+_OUTLIER_RANKS = 24
+"""How many ranks are filled before all others at most."""
+
+
+def first_plan(problem: Problem, time: float) -> Ints | None:
+    """Return the rank of every group, shape ``[groups]``; None if no place was found for one.
+
+    Args:
+        problem: what to plan.
+        time: when all ranks should be done, as far as can be.
+    """
     if problem.limits_counts_only:
-        return _longest_first(problem)
+        filled = _filled_with_outliers(problem, time)
+        rank_of_group = np.empty(len(problem.cost), dtype=np.int64)
+        others = np.ones(len(problem.cost), dtype=bool)
+        for rank, groups in enumerate(filled):
+            rank_of_group[groups], others[groups] = rank, False
+        rank_of_group[others] = len(filled) + _longest_first(
+            problem.part(others, problem.ranks - len(filled)) if filled else problem
+        )
+        return rank_of_group
     rank_of_group = _longest_first_within_limits(problem, np.arange(len(problem.cost)), problem.cost)
     if rank_of_group is None and problem.tokens is not None:  # spread what is scarce first
         by_tokens = np.argsort(-problem.tokens, kind="stable")
@@ -39,6 +56,32 @@ def _longest_first(problem: Problem) -> Ints:
         placed = [0] * len(cost)
         place_longest_first(cost.tolist(), pace.tolist(), room.tolist(), problem.ranks_at_max, placed)
     return fast_first[np.asarray(placed)]
+
+
+def _filled_with_outliers(problem: Problem, time: float) -> list[Ints]:
+    """Return the groups of whole ranks, each an outlier and its company, from the most expensive outlier on.
+
+    An outlier would keep its rank beyond ``time`` with average company. Longest first reaches it too late, with what happens
+    to be left.
+    """
+    company = problem.min_samples - 1
+    if not company or np.ptp(problem.slowness):
+        return []
+    left, filled = np.arange(len(problem.cost))[::-1], list[Ints]()  # the cheapest first
+    # ranks that the other groups will need to hold one sample more
+    fuller = problem.ranks_at_max if problem.min_samples < problem.max_samples else 1
+    while len(filled) < min(_OUTLIER_RANKS, problem.ranks - fuller):
+        cost = problem.cost[left]
+        total = np.concatenate([[0], cost[:-1].cumsum()])
+        runs = total[company:] - total[:-company]
+        # the most expensive run that there is time for: it leaves the cheapest to the next outlier
+        first = max(0, int(np.searchsorted(runs, int(time) - int(cost[-1]), side="right")) - 1)
+        if first > len(runs) // 4:  # nearly any company does: no outlier any more
+            break
+        chosen = np.append(np.arange(first, first + company), len(left) - 1)
+        filled.append(left[chosen])
+        left = np.delete(left, chosen)
+    return filled
 
 
 def place_longest_first(costs: Any, pace: Any, room: Any, at_max: int, placed: Any) -> None:

@@ -61,7 +61,7 @@ def _planned(problem: Problem, bound: Bound, time: float, blocks: int) -> Ints |
 
 
 def _refined(problem: Problem, time: float) -> Ints | None:
-    found = [plan for plan in (first_plan(problem), zigzag(problem)) if plan is not None and problem.allows(plan)]
+    found = [plan for plan in (first_plan(problem, time), zigzag(problem)) if plan is not None and problem.allows(plan)]
     if not found:
         return None
     plan = refine(problem, min(found, key=lambda plan: _time(problem, plan)), CLOSE_ENOUGH * time)
