@@ -1,6 +1,6 @@
 """How far predictions from lengths are from what the sampler's epochs come to, and how long ``simulate`` takes.
 
-A prediction draws a few steps; what it is held against is the mean over whole epochs that were drawn with another seed.
+A prediction draws a few steps and plans some of them, as ``simulate`` does; what it is held against is the mean over whole epochs that were drawn with another seed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from lengths import read_lengths
 
 from lightning_freescale.balance import BalancedSampler, BalanceReport, CostModel
 from lightning_freescale.balance.prediction import report_steps
+from lightning_freescale.balance.simulation.forecast import PLANNED_STEPS
 
 SIMULATE = """
 import sys, time
@@ -46,7 +47,7 @@ def main() -> None:
         name, lengths = read_lengths(path)
         costs = CostModel.from_config(256)(lengths)
         for ranks in map(int, options.ranks.split(",")):
-            predicted = report_steps(costs, ranks, options.batch_size, steps=options.steps)
+            predicted = report_steps(costs, ranks, options.batch_size, steps=options.steps, planned=PLANNED_STEPS)
             epochs = _epochs(costs, ranks, options.batch_size, options.epochs)
             off = abs(predicted.balanced / epochs.balanced - 1)
             row = f"{predicted.unbalanced:>18.3f}{epochs.unbalanced:>9.3f}{predicted.balanced:>21.3f}{epochs.balanced:>9.3f}"
