@@ -1,6 +1,7 @@
 """How far predictions from lengths are from what the sampler's epochs come to, and how long ``simulate`` takes.
 
-A prediction draws a few steps and plans some of them, as ``simulate`` does; what it is held against is the mean over whole epochs that were drawn with another seed.
+A prediction draws a few steps and plans some of them, as ``simulate`` does. It is held against the mean over whole epochs that
+were drawn with another seed.
 """
 
 from __future__ import annotations
