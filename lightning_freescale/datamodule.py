@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_freescale._lightning.ddp import process_group_timeout
 from lightning_freescale._lightning.loops import (
+    GradientAccumulationScheduler,
     LightningDataModule,
     Trainer,
     TrainerFn,
@@ -263,7 +264,7 @@ class FreeScaleDataModule(LightningDataModule):
         if isinstance(self.train, IterableData):
             timeout = None if self.trainer is None else process_group_timeout(self.trainer.strategy)
             return self.train.loader(*self._rank_and_world_size(), epoch, timeout)
-        sampler = self.train.resumed_sampler(*self._rank_and_world_size(), epoch)
+        sampler = self.train.resumed_sampler(*self._rank_and_world_size(), epoch, self._accumulated)
         self._reload_next_epoch(self.train.epoch_is_cut_anew)
         return BalancedDataLoader.from_sampler(
             self.train.dataset, sampler, self.collate_fn, self._on_gpu, **self._loader_options
@@ -311,6 +312,16 @@ class FreeScaleDataModule(LightningDataModule):
     def _rank_and_world_size(self) -> tuple[int, int]:
         return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
 
+    @property
+    def _accumulated(self) -> int:
+        """How many batches make an optimizer step, in all epochs; 1 where that changes."""
+        if self.trainer is None:
+            return 1
+        callbacks = getattr(self.trainer, "callbacks", [])
+        schedules = [each for each in callbacks if isinstance(each, GradientAccumulationScheduler)]
+        changes = any(len(set(each.scheduling.values())) > 1 for each in schedules)
+        return 1 if changes else self.trainer.accumulate_grad_batches
+
     def sampler(self, rank: int, world_size: int) -> BalancedSampler:
         """Return the training plan of one of ``world_size`` ranks.
 
@@ -348,7 +359,10 @@ class FreeScaleDataModule(LightningDataModule):
                 f"the checkpoint was made with {kinds[not streamed]}, this run has {kinds[streamed]}: its place in the one "
                 "means nothing in the other. Load the weights alone, or use the same kind of data set"
             )
-        self.train.load_state_dict(state, *self._rank_and_world_size())
+        if isinstance(self.train, MapStyleData):
+            self.train.load_state_dict(state, *self._rank_and_world_size(), self._accumulated)
+        else:
+            self.train.load_state_dict(state, *self._rank_and_world_size())
         schedule = self.train.micro_batches
         if schedule.auto and state.get("micro_batches") in schedule.candidates:
             schedule.measured = state["micro_batches"]

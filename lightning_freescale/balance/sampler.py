@@ -16,9 +16,13 @@ from lightning_freescale.balance.plan import PlanPrefetcher, StepPlan
 from lightning_freescale.balance.report import BalanceReport, StepBalance
 from lightning_freescale.balance.solver import Ints
 from lightning_freescale.balance.validation import Floats, non_negative, number_groups
+from lightning_freescale.balance.window import share_window
 
 EXPLORATION_STEPS = 50
 """Steps of epoch 0 among which some stay as drawn while costs are calibrated, see :class:`BalancedSampler`."""
+
+
+_KEPT_WINDOWS = 4
 
 
 class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
@@ -48,6 +52,8 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
             Balanced steps hardly differ in what a cost model is fitted to; a few that do tell its coefficients apart.
         micro_batches: how many each step has; one if not given. A step has fewer where a rank has fewer samples that weigh
             something.
+        window: how many of these steps make one optimizer step, whose gradients are accumulated. Their samples are shared
+            out among them, see :func:`share_window`, and weighed as one batch; those of an incomplete last step stay its own.
         **options: ``assignment_mode``, ``count_slack``, ``max_tokens_per_rank`` and ``rank_speeds`` of :func:`assign`.
 
     Raises:
@@ -79,6 +85,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         keep_together: ArrayLike | None = None,
         exploration_steps: int = 0,
         micro_batches: MicroBatchSchedule | None = None,
+        window: int = 1,
         **options: Any,
     ) -> None:
         # DistributedSampler's own constructor insists on a data set; being one is what makes Lightning leave us alone.
@@ -89,7 +96,14 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
                 f"BalancedSampler(batch_size={batch_size!r}, num_replicas={num_replicas!r}, rank={rank!r}): pass at least one "
                 "sample and one rank, and a rank below num_replicas"
             )
+        if window < 1:
+            raise ValueError(f"BalancedSampler(window={window!r}): pass a number of steps, 1 for no accumulation")
         limited = keep_together is not None or options.get("max_tokens_per_rank") is not None
+        if window > 1 and (limited or outlier_window > 1 or not balance):
+            raise ValueError(
+                f"BalancedSampler(window={window}) shares samples out among steps by their costs alone: leave keep_together, "
+                "max_tokens_per_rank, outlier_window and balance=False out, or use window=1"
+            )
         if limited and not balance:
             raise ValueError(
                 "BalancedSampler(balance=False) leaves the samples as drawn and keeps no limit: leave keep_together and "
@@ -106,6 +120,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         self.exploration_steps = 0 if limited else exploration_steps  # a contiguous split keeps no limits
         self.epoch, self.options = 0, options
         self.micro_batches = micro_batches or MicroBatchSchedule(1, batch_size)
+        self.window, self._shared_from = window, (0, 0)
         self._per_sample: dict[str, NDArray[Any]] = {}
         if tokens is not None:
             self._per_sample["tokens"] = non_negative("BalancedSampler(tokens=...)", tokens, samples)
@@ -119,6 +134,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         self._steps = StepBoundaries(samples, batch_size, num_replicas, drop_last)
         self._replans: dict[int, tuple[Callable[[], ArrayLike] | None, dict[str, Any]]] = {}
         self._drawn: tuple[int, Ints] | None = None
+        self._windows: dict[tuple[int, int], list[Ints]] = {}
         self._plans = PlanPrefetcher(self._make_plan, complete=self._complete_plan)
         self.step_plan(0, 0).balance  # noqa: B018 (what does not fit is refused now, not in the first step)
 
@@ -133,9 +149,9 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
                 self.costs = _rounded(costs())
             self.options = {**self.options, **options}
             self._drawn = None
-            self._plans.forget()
+            self._forget()
 
-    def resume(self, epoch: int, batches: int, samples: int | None = None) -> None:
+    def resume(self, epoch: int, batches: int, samples: int | None = None, window: int | None = None) -> None:
         """Start ``epoch`` after its first ``batches`` steps; every other epoch starts at its beginning.
 
         Args:
@@ -143,12 +159,14 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
             batches: steps that it had done.
             samples: samples that those had, if their number of ranks or batch size was another; the rest of the epoch is cut
                 anew, in the same order.
+            window: that of the run that stopped, if it was another, which it did between two optimizer steps.
 
         Raises:
             ValueError: fewer samples are left than there are ranks.
         """
         self._steps.resume(epoch, batches, samples)
-        self._plans.forget()
+        self._shared_from = (0, 0) if window in (None, self.window) else (epoch, batches)
+        self._forget()
 
     def __len__(self) -> int:
         """Return the steps of the epoch, those before a :meth:`resume` included."""
@@ -196,9 +214,34 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         return self.step_plan(epoch, step).samples_of_ranks
 
     def global_batch(self, epoch: int, step: int) -> Ints:
-        """Return the samples of a step in drawn order, the same with and without balancing; shape ``[samples]``."""
+        """Return the samples of a step in drawn order, the same with and without balancing; shape ``[samples]``.
+
+        With a window, those of its steps together are the same.
+        """
         edges = self._steps.for_epoch(epoch)
-        return self._order(epoch)[edges[step] : edges[step + 1]]
+        steps = self._sharing_steps(epoch, step)
+        if len(steps) < 2:
+            return self._order(epoch)[edges[step] : edges[step + 1]]
+        shared = self._windows.get((epoch, steps.start))
+        if shared is None:
+            samples = self._order(epoch)[edges[steps.start] : edges[steps.stop]]
+            batch_of_sample = share_window(self.costs[samples], len(steps), self.num_replicas)
+            shared = [samples[batch_of_sample == batch] for batch in range(len(steps))]
+            self._windows = {**dict(list(self._windows.items())[1 - _KEPT_WINDOWS :]), (epoch, steps.start): shared}
+        return shared[step - steps.start]
+
+    def _sharing_steps(self, epoch: int, step: int) -> range:
+        """Return the steps that share their samples out with one: the full ones of its window; or it alone."""
+        first = step - step % self.window
+        full = self.batch_size * self.num_replicas
+        edges = self._steps.for_epoch(epoch)
+        least = self._shared_from[1] if epoch == self._shared_from[0] else 0
+        steps = [
+            each
+            for each in range(max(first, least), min(first + self.window, len(edges) - 1))
+            if edges[each + 1] - edges[each] == full
+        ]
+        return range(steps[0], steps[-1] + 1) if step in steps else range(step, step + 1)
 
     def consumed(self, epoch: int, batches: int) -> int:
         """Return how many samples the first ``batches`` steps of an epoch have."""
@@ -214,7 +257,10 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
             return float(self.num_replicas)
         plan = self.step_plan(self.epoch, step)
         weights = np.bincount(plan.rank_of_sample, self.loss_weights[plan.samples], self.num_replicas)
-        return rank_loss_weight(weights.tolist(), self.rank)
+        steps = self._sharing_steps(self.epoch, step)
+        # the mean over the window, not over each of its steps: which of them a sample is in must not matter
+        total = sum(self.loss_weights[self.global_batch(self.epoch, each)].sum() for each in steps) / len(steps)
+        return rank_loss_weight(weights.tolist(), self.rank, float(total))
 
     def balance(self, step: int) -> StepBalance:
         """Return what the assignment of a step of the current epoch is worth."""
@@ -250,7 +296,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
             self.exploration_steps,
             options,
         )
-        setting += (self.micro_batches.candidates, self.micro_batches.chosen)
+        setting += (self.micro_batches.candidates, self.micro_batches.chosen, self.window)
         state = hashlib.sha256(repr(setting).encode())
         for array in (self.costs, self.loss_weights, self._order(self.epoch), plan.rank_of_sample, *self._per_sample.values()):
             state.update(np.ascontiguousarray(array).tobytes())
@@ -266,6 +312,10 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         plan.samples_of_ranks  # noqa: B018 (computed here, in the thread)
         if self.rank == 0:
             plan.balance  # noqa: B018 (which rank 0 logs)
+
+    def _forget(self) -> None:
+        self._windows = {}
+        self._plans.forget()
 
     def _order(self, epoch: int) -> Ints:
         drawn = self._drawn  # read once: the thread that plans ahead sets it, too
@@ -289,9 +339,15 @@ def is_exploration_step(step: int) -> bool:
     return step % 5 == 4
 
 
-def rank_loss_weight(weights: Sequence[float], rank: int) -> float:
-    """Return ``local_weight * world_size / global_weight`` from the weights of all ranks; 1 if nothing weighs anything."""
-    total = sum(weights)
+def rank_loss_weight(weights: Sequence[float], rank: int, total: float | None = None) -> float:
+    """Return ``local_weight * world_size / global_weight`` from the weights of all ranks; 1 if nothing weighs anything.
+
+    Args:
+        weights: of the ranks in a step.
+        rank: whose factor it is.
+        total: the global weight; the sum of ``weights`` if not given.
+    """
+    total = sum(weights) if total is None else total
     return float(weights[rank] * len(weights) / total) if total else 1.0
 
 

@@ -1,18 +1,17 @@
-"""The micro-batches of an optimizer step: which samples each has, so that those that cost much are computed at the same time."""
+"""Which samples each micro-batch of an optimizer step has, so that those that cost much are computed at the same time."""
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_freescale.balance.assign import assign
-from lightning_freescale.balance.solver import Ints, to_integers
+from lightning_freescale.balance.solver import Ints, Mask, to_integers
 from lightning_freescale.balance.validation import Floats
 
 _LEVEL = 1.0003
 """A micro-batch is as good as level if its dearest sample keeps it within this factor of the others."""
 _ONE_BY_ONE, _REPLACED = 64, 2
-"""Ranks of a micro-batch whose company is chosen by itself at most."""
+"""Ranks of a micro-batch whose company is chosen by itself at most, and how many samples of it are replaced by better ones."""
 
 
 def share_window(costs: Floats, batches: int, ranks: int) -> Ints:
@@ -49,7 +48,7 @@ def share_window(costs: Floats, batches: int, ranks: int) -> Ints:
     return batch_of_sample
 
 
-def _together(cost: Ints, level: int, ranks: int, each: int) -> NDArray[np.bool_]:
+def _together(cost: Ints, level: int, ranks: int, each: int) -> Mask:
     """Return which samples come with the dearest ones, one for each rank, so that ranks are done at ``level`` as far as can be.
 
     Args:
@@ -58,29 +57,39 @@ def _together(cost: Ints, level: int, ranks: int, each: int) -> NDArray[np.bool_
         ranks: how many there are.
         each: samples of a rank.
     """
-    chosen = np.zeros(len(cost), dtype=bool)
-    chosen[:ranks] = True
-    for first in range(ranks):
-        rest = np.flatnonzero(~chosen)[::-1]  # the cheapest first
-        total = np.concatenate([[0], cost[rest].cumsum()])
-        filled = ranks - first if first == _ONE_BY_ONE else 1
-        company = filled * (each - 1)
-        runs = total[company:] - total[: len(total) - company]
-        # the dearest company there is time for: it leaves the cheapest to others
-        time = filled * level - int(cost[first : first + filled].sum())
-        start = max(0, int(np.searchsorted(runs, time, side="right")) - 1)
-        company_of = rest[start : start + company]
-        chosen[company_of] = True
-        for _ in range(_REPLACED if filled == 1 else 0):
-            time_left = time - int(cost[company_of].sum())
-            rest = np.flatnonzero(~chosen)[::-1]
-            wanted = np.searchsorted(cost[rest], cost[company_of] + time_left, side="right") - 1
-            gain = np.where(wanted >= 0, cost[rest[wanted]] - cost[company_of], 0)
-            best = int(gain.argmax())
-            if gain[best] <= 0:
-                break
-            chosen[company_of[best]], chosen[rest[wanted[best]]] = False, True
-            company_of[best] = rest[wanted[best]]
-        if filled > 1:
-            break
+    chosen = np.arange(len(cost)) < ranks
+    one_by_one = min(ranks, _ONE_BY_ONE)
+    for rank in range(one_by_one):
+        company = _dearest_run(cost, chosen, each - 1, level - int(cost[rank]))
+        _replace(cost, chosen, company, level - int(cost[rank]))
+    rest = ranks - one_by_one
+    if rest:
+        _dearest_run(cost, chosen, rest * (each - 1), rest * level - int(cost[one_by_one:ranks].sum()))
     return chosen
+
+
+def _dearest_run(cost: Ints, chosen: Mask, count: int, time: int) -> Ints:
+    """Choose the dearest neighbours that there is time for, and return them: they leave the cheapest to others."""
+    left = np.flatnonzero(~chosen)[::-1]  # the cheapest first
+    total = np.concatenate([[0], cost[left].cumsum()])
+    runs = total[count:] - total[: len(total) - count]
+    start = max(0, int(np.searchsorted(runs, time, side="right")) - 1)
+    run = left[start : start + count]
+    chosen[run] = True
+    return run
+
+
+def _replace(cost: Ints, chosen: Mask, company: Ints, time: int) -> None:
+    """Replace some of a rank's company, in place, by dearer ones that there is still time for."""
+    for _ in range(_REPLACED):
+        left = np.flatnonzero(~chosen)[::-1]
+        spare = time - int(cost[company].sum())
+        if spare <= 0 or not len(company) or not len(left):
+            return
+        place = np.searchsorted(cost[left], cost[company] + spare, side="right") - 1
+        gain = np.where(place >= 0, cost[left[place]] - cost[company], 0)
+        best = int(gain.argmax())
+        if gain[best] <= 0:
+            return
+        chosen[company[best]], chosen[left[place[best]]] = False, True
+        company[best] = left[place[best]]

@@ -54,7 +54,9 @@ class IterableData:
         new_schedule: Callable[[], MicroBatchSchedule],
     ) -> None:
         context = "an IterableDataset, whose samples are not known before they arrive"
-        refuse_options(context, options, "calibrate", "max_tokens_per_rank", "tokens", "keep_together", "outlier_window")
+        refuse_options(
+            context, options, "calibrate", "max_tokens_per_rank", "tokens", "keep_together", "outlier_window", "window"
+        )
         if not balance:
             refuse_options("balance=False", stream, "pool_batches", "max_pool_age")
         elif stream.stream_balancing == "local":

@@ -91,14 +91,18 @@ class MapStyleData:
             max_tokens_per_rank=options.max_tokens_per_rank,
             rank_speeds=options.rank_speeds,
         )
-        # what the order of an epoch follows from, beside the seed; from the last three only with an outlier window
+        self._may_share = balance and options.assignment_mode != "zigzag" and options.outlier_window == 1
+        self._may_share &= options.keep_together is None and options.max_tokens_per_rank is None
+        self._shares = {"auto": loss_reduction in ("sample_mean", "sum")}.get(str(options.window), options.window is True)
+        # what the order of an epoch follows from, beside the seed; from the last three only with an outlier window, and between
+        # two batches of an optimizer step
         self._order_facts = {
             "samples": size,
             "shuffle": _shuffle_fact(shuffle),
             "outlier_window": options.outlier_window,
             "batch_size": batch_size,
             "drop_last": int(drop_last),
-            "costs": hashlib.sha256(self.costs.tobytes()).hexdigest() if options.outlier_window > 1 else "",
+            "costs": hashlib.sha256(self.costs.tobytes()).hexdigest(),
         }
         self._given_seed = seed
         self._new_schedule = new_schedule
@@ -107,7 +111,7 @@ class MapStyleData:
     def reset_progress(self) -> None:
         """Forget an earlier fit: a new one starts at the beginning."""
         self.seed = self._given_seed
-        self._resume: tuple[int, int, int | None] = (0, 0, None)
+        self._resume: tuple[int, int, int | None, int | None] = (0, 0, None, None)
         self.refits: dict[int, tuple[CostModel, dict[str, Any]]] = {}
         self._sampler: BalancedSampler | None = None
         self.micro_batches = self._new_schedule()
@@ -144,12 +148,18 @@ class MapStyleData:
         """Return the plan of one of ``world_size`` ranks, from the first epoch on."""
         return self._sampler_with(self._new_schedule(), rank, world_size)
 
-    def _sampler_with(self, micro_batches: MicroBatchSchedule, rank: int, world_size: int) -> BalancedSampler:
-        return self._new_sampler(num_replicas=world_size, rank=rank, seed=self.seed, micro_batches=micro_batches)
+    def _sampler_with(self, micro_batches: MicroBatchSchedule, rank: int, world_size: int, window: int = 1) -> BalancedSampler:
+        given: dict[str, Any] = {"seed": self.seed, "micro_batches": micro_batches, "window": window}
+        return self._new_sampler(num_replicas=world_size, rank=rank, **given)
 
-    def resumed_sampler(self, rank: int, world_size: int, epoch: int) -> BalancedSampler:
+    def window(self, accumulated: int) -> int:
+        """Return how many steps share their samples out among them, if so many make one optimizer step."""
+        return accumulated if self._may_share and self._shares else 1
+
+    def resumed_sampler(self, rank: int, world_size: int, epoch: int, accumulated: int = 1) -> BalancedSampler:
         """Return the plan of a rank from where a checkpoint left it on; :meth:`replan` changes it."""
-        sampler = self._sampler = self._sampler_with(self.micro_batches, rank, world_size)
+        window = self.window(accumulated)
+        sampler = self._sampler = self._sampler_with(self.micro_batches, rank, world_size, window)
         for start, (model, options) in sorted(self.refits.items()):
             sampler.replan(start, partial(self.costs_by, model), **options)
         sampler.resume(*self._resume)
@@ -174,9 +184,10 @@ class MapStyleData:
         consumed = 0 if self._sampler is None else self._sampler.consumed(epoch, batches)
         state = {"seed": self.seed, "epoch": epoch, "batches": batches, "consumed": consumed, "ranks": world_size}
         refits = {start: (vars(model), options) for start, (model, options) in self.refits.items()}
-        return {**state, **self._order_facts, "refits": refits}
+        window = 1 if self._sampler is None else self._sampler.window
+        return {**state, **self._order_facts, "window": window, "refits": refits}
 
-    def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> None:
+    def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int, accumulated: int = 1) -> None:
         """Go on after the samples that the checkpoint's run has consumed.
 
         Raises:
@@ -186,24 +197,27 @@ class MapStyleData:
             raise ValueError(
                 "the checkpoint's costs were fitted to lengths: pass lengths= to FreeScaleDataModule to go on with it"
             )
+        state = {"window": 1, **state}  # a checkpoint of an earlier version has none
         if state["batches"]:
-            self._refuse_another_order(state, world_size)
+            self._refuse_another_order(state, world_size, accumulated)
         self.seed = state["seed"]
-        self._resume = (state["epoch"], state["batches"], state["consumed"])
+        self._resume = (state["epoch"], state["batches"], state["consumed"], state["window"])
         same_ranks = state["ranks"] == world_size  # else the speeds are those of others
         self.refits = {
             epoch: (CostModel(**model), options if same_ranks else {}) for epoch, (model, options) in state["refits"].items()
         }
 
-    def _refuse_another_order(self, state: dict[str, Any], world_size: int) -> None:
-        now = {**self._order_facts, "ranks": world_size}
-        pooled = ["batch_size", "ranks", "drop_last", "costs"] if now["outlier_window"] != 1 else []
-        for name in ["samples", "shuffle", "outlier_window", *pooled]:
+    def _refuse_another_order(self, state: dict[str, Any], world_size: int, accumulated: int) -> None:
+        now = {**self._order_facts, "ranks": world_size, "window": self.window(accumulated)}
+        inside = state["batches"] % state["window"] != 0
+        pooled = ["batch_size", "ranks", "drop_last", "costs"] if now["outlier_window"] != 1 or inside else []
+        for name in ["samples", "shuffle", "outlier_window", *pooled, *(["window"] if inside else [])]:
             if state[name] != now[name]:
+                where = "between two batches of an optimizer step" if inside else "inside an epoch"
                 raise ValueError(
-                    f"the checkpoint stopped inside an epoch with {name}={state[name]}, this run has {name}={now[name]}: "
+                    f"the checkpoint stopped {where} with {name}={state[name]}, this run has {name}={now[name]}: "
                     "samples would be lost or repeated. Keep it as it was, or resume from a checkpoint made at the end of an "
-                    "epoch."
+                    f"{'optimizer step' if inside and now['outlier_window'] == 1 else 'epoch'}."
                 )
 
 

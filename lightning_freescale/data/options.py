@@ -22,6 +22,11 @@ class BalanceOptions:
         keep_together: group of every sample, shape ``[samples]``; samples of a group that share a step go to one rank.
         outlier_window: exchange samples between this many consecutive steps so that those that dominate a step come together.
             Not gradient-identical: it changes which samples share a step. 1 for no exchange.
+        window: with ``Trainer(accumulate_grad_batches=k)``, share the samples of an optimizer step out among its k
+            micro-batches, so that those that cost much are computed at the same time; each keeps its number of samples.
+            ``"auto"``: where that changes the gradient by rounding alone, with ``loss_reduction="sample_mean"`` and
+            ``"sum"``, and nothing else says where a sample is to be. ``True``: with ``"target_mean"``, too; the gradient is
+            then that of the mean over all targets of the optimizer step, not of the mean of its micro-batches' means.
         calibrate: fit a :class:`~lightning_freescale.balance.CostModel` to the compute times that the strategy measures, and
             plan by it from the next epoch on if that lowers the imbalance by more than 5 %. The plan, not the gradient, then
             depends on the clock. Every fifth of the first 50 steps is computed as drawn, to tell the coefficients apart.
@@ -39,6 +44,7 @@ class BalanceOptions:
     rank_speeds: Sequence[float] | None = None
     keep_together: ArrayLike | Sequence[int] | None = None
     outlier_window: int = 1
+    window: bool | Literal["auto"] = "auto"
     calibrate: bool = False
     slow_ranks: Literal["report", "rebalance"] = "report"
 
@@ -47,6 +53,11 @@ class BalanceOptions:
             raise ValueError(f"BalanceOptions(slow_ranks={self.slow_ranks!r}): choose 'report' or 'rebalance'")
         if self.slow_ranks == "rebalance" and not self.calibrate:
             raise ValueError("BalanceOptions(slow_ranks='rebalance') needs calibrate=True, which finds the slow ranks")
+        if self.window not in (True, False, "auto"):
+            raise ValueError(f"BalanceOptions(window={self.window!r}): pass True, False or 'auto'")
+        if self.window is True:
+            context = "window=True, which shares samples out among micro-batches by their costs alone"
+            refuse_options(context, self, "outlier_window", "keep_together", "max_tokens_per_rank")
         if self.assignment_mode != "slack":
             refuse_options(f"assignment_mode={self.assignment_mode!r}", self, "count_slack")
 

@@ -128,3 +128,48 @@ def _draws(strategy: str) -> list[float]:
 
 def test_random_state_is_that_of_ddp() -> None:
     assert run_distributed(_draws, 2, "freescale") == run_distributed(_draws, 2, "ddp")
+
+
+class TargetMean(Recommender):
+    """A loss that means over targets: every sample has as many as its history is long."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        error = (self.net(batch["features"]) - batch["label"]) ** 2
+        targets = batch["features"]["history"].lengths()
+        return (error * targets).sum() / targets.sum()
+
+
+class Sum(Recommender):
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        return ((self.net(batch["features"]) - batch["label"]) ** 2).sum() / 16
+
+
+def _after_one_window(kind: type[Recommender], batches: int, batch_size: int, devices: int, **options: Any) -> dict[str, Any]:
+    """Weights after one optimizer step over 32 samples, and which samples the rank had in each batch."""
+    torch.manual_seed(0)
+    module, data = kind("sgd"), Samples(32)
+    loader = FreeScaleDataModule(data, data.lengths, batch_size, collate_fn=collate, **options)
+    fit = trainer(strategy="freescale", max_steps=1, devices=devices, accumulate_grad_batches=batches)
+    fit.fit(module, loader)
+    sampler = fit.train_dataloader.sampler
+    order = [sampler.global_batch(0, step).tolist() for step in range(len(sampler))]
+    return {"weights": fit._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"], "order": order}
+
+
+@pytest.mark.parametrize(("kind", "reduction"), [(Recommender, "sample_mean"), (TargetMean, "target_mean"), (Sum, "sum")])
+def test_a_window_has_the_gradient_of_one_batch(kind: type[Recommender], reduction: str) -> None:
+    """Whichever micro-batch a sample is computed in, also where the mean of micro-batches' means would be another."""
+    told = run_distributed(_after_one_window, 2, kind, 4, 4, 2, loss_reduction=reduction, balance=BalanceOptions(window=True))[
+        0
+    ]
+    as_drawn = run_distributed(
+        _after_one_window, 2, kind, 4, 4, 2, loss_reduction=reduction, balance=BalanceOptions(window=False)
+    )[0]
+    assert [sorted(batch) for batch in told["order"]] != [sorted(batch) for batch in as_drawn["order"]], (
+        "nothing was shared out"
+    )
+    whole = (
+        as_drawn if reduction == "sum" else run_distributed(_after_one_window, 1, kind, 1, 32, 1, loss_reduction=reduction)[0]
+    )
+    for name, weight in told["weights"].items():
+        torch.testing.assert_close(weight, whole["weights"][name], rtol=1e-6, atol=1e-7)

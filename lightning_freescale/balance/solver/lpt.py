@@ -10,7 +10,6 @@ import numpy as np
 from lightning_freescale.balance.solver.problem import Ints, Problem
 from lightning_freescale.balance.solver.swaps import compiled, worth_compiling
 
-
 _OUTLIER_RANKS = 24
 """How many ranks are filled before all others at most."""
 
@@ -24,14 +23,13 @@ def first_plan(problem: Problem, time: float) -> Ints | None:
     """
     if problem.limits_counts_only:
         filled = _filled_with_outliers(problem, time)
-        rank_of_group = np.empty(len(problem.cost), dtype=np.int64)
-        others = np.ones(len(problem.cost), dtype=bool)
+        if not filled:
+            return _longest_first(problem)
+        plan = np.full(len(problem.cost), -1)
         for rank, groups in enumerate(filled):
-            rank_of_group[groups], others[groups] = rank, False
-        rank_of_group[others] = len(filled) + _longest_first(
-            problem.part(others, problem.ranks - len(filled)) if filled else problem
-        )
-        return rank_of_group
+            plan[groups] = rank
+        plan[plan < 0] = len(filled) + _longest_first(problem.part(plan < 0, problem.ranks - len(filled)))
+        return plan
     rank_of_group = _longest_first_within_limits(problem, np.arange(len(problem.cost)), problem.cost)
     if rank_of_group is None and problem.tokens is not None:  # spread what is scarce first
         by_tokens = np.argsort(-problem.tokens, kind="stable")

@@ -1,0 +1,124 @@
+"""The samples of an optimizer step, shared out among its micro-batches: the same samples, the same gradient, less waiting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_freescale.balance import BalancedSampler, assign
+from lightning_freescale.balance.window import share_window
+
+COSTS = np.random.RandomState(0).lognormal(5, 1.8, size=200)
+
+
+def _ranks(world: int, **options: Any) -> list[BalancedSampler]:
+    return [BalancedSampler(COSTS, 4, num_replicas=world, rank=rank, **options) for rank in range(world)]
+
+
+def _time(costs: np.ndarray, batch_of_sample: np.ndarray, ranks: int) -> float:
+    """What the slowest ranks of the micro-batches take together, over what all ranks would take on average."""
+    batches = [costs[batch_of_sample == batch] for batch in range(batch_of_sample.max() + 1)]
+    return sum(assign(each, ranks).imbalance * each.sum() for each in batches) / costs.sum()
+
+
+@pytest.mark.parametrize("sigma", [0.5, 1.5, 2.5])
+@pytest.mark.parametrize(("ranks", "each", "batches"), [(1, 4, 3), (4, 1, 4), (4, 32, 2), (16, 32, 4), (80, 4, 2)])
+def test_micro_batches_of_equal_size_take_no_longer(ranks: int, each: int, batches: int, sigma: float) -> None:
+    for seed in range(4):
+        costs = np.random.RandomState(seed).lognormal(4, sigma, ranks * each * batches)
+        shared = share_window(costs, batches, ranks)
+        np.testing.assert_array_equal(np.bincount(shared), ranks * each)
+        drawn = np.repeat(np.arange(batches), ranks * each)
+        assert _time(costs, shared, ranks) <= _time(costs, drawn, ranks) * 1.001
+        np.testing.assert_array_equal(shared, share_window(costs, batches, ranks))
+
+
+def test_giants_are_computed_at_the_same_time() -> None:
+    """Four that would each dominate a micro-batch; together, the others have as much to do as the window's share."""
+    costs = np.concatenate([[1000.0, 990, 980, 970], np.random.RandomState(0).uniform(5, 15, 4 * 32 * 4 - 4)])
+    drawn = np.random.RandomState(1).permutation(len(costs))
+    shared = share_window(costs[drawn], 4, 4)
+    assert len(set(shared[costs[drawn] > 900])) == 1
+    assert _time(costs[drawn], shared, 4) < 1.1
+    assert _time(costs[drawn], np.repeat(np.arange(4), 128), 4) > 1.3
+
+
+@pytest.mark.parametrize("sigma", [1.1, 1.8, 2.4])
+def test_a_long_tail_comes_close_to_what_can_be(sigma: float) -> None:
+    """No window is quicker than the mean, nor than its dearest sample with the cheapest others, there and in other batches."""
+    costs = np.sort(np.random.RandomState(0).lognormal(4, sigma, 64 * 32 * 4))
+    least = costs[-1] + costs[:31].sum() + costs[: 3 * 64 * 32].sum() / 64
+    shared = _time(costs, share_window(costs, 4, 64), 64)
+    assert shared < 1.003 * max(1, least / costs.sum() * 64)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("window", [2, 3])
+def test_windows_have_the_samples_they_were_drawn_with(world: int, window: int) -> None:
+    shared, drawn = _ranks(world, window=window)[0], _ranks(world)[0]
+    assert len(shared) == len(drawn)
+    moved = 0
+    for first in range(0, len(drawn), window):
+        steps = range(first, min(first + window, len(drawn)))
+        ours, theirs = ([sampler.global_batch(1, step) for step in steps] for sampler in (shared, drawn))
+        assert sorted(np.concatenate(ours)) == sorted(np.concatenate(theirs))
+        assert [len(batch) for batch in ours] == [len(batch) for batch in theirs]
+        moved += any(set(one) != set(other) for one, other in zip(ours, theirs))
+    assert moved
+
+
+@pytest.mark.parametrize("mode", ["fixed", "slack", "free"])
+@pytest.mark.parametrize(
+    "weights", [None, np.random.RandomState(3).randint(0, 40, 200).astype(float)], ids=["samples", "targets"]
+)
+@pytest.mark.parametrize(("world", "window"), [(2, 2), (3, 3)])
+def test_loss_weights_make_the_mean_over_the_window(world: int, window: int, weights: Any, mode: str) -> None:
+    """Of a loss for each sample, averaged as a training step, DDP and accumulation do."""
+    losses = np.random.RandomState(1).rand(200)
+    ranks = _ranks(world, window=window, loss_weights=weights, assignment_mode=mode)
+    weigh = np.ones(200) if weights is None else weights
+    full = len(COSTS) // (4 * world) // window * window  # those of the steps after them are of unequal sizes
+    for first in range(0, full, window):
+        found, samples = 0.0, []
+        for step in range(first, first + window):
+            for rank in ranks:
+                mine = rank.plan(0, step)[rank.rank]
+                samples += mine.tolist()
+                if weigh[mine].any():
+                    found += rank.loss_weight(step) * np.average(losses[mine], weights=weigh[mine]) / world / window
+        assert found == pytest.approx(np.average(losses[samples], weights=weigh[samples]))
+
+
+def test_resume_inside_a_window() -> None:
+    whole = [list(rank) for rank in _ranks(2, window=4)]
+    resumed = _ranks(2, window=4)
+    for rank in resumed:
+        rank.resume(0, 6)
+    assert [list(rank) for rank in resumed] == [batches[6:] for batches in whole]
+
+
+@pytest.mark.parametrize(("then", "now", "windows"), [((2, 4), (3, 4), 2), ((3, 2), (1, 2), 3), ((2, 4), (2, 3), 1)])
+def test_resume_between_windows_with_others(then: tuple[int, int], now: tuple[int, int], windows: int) -> None:
+    """Another number of ranks, or of steps in a window: no sample is lost or repeated."""
+    before, after = (_ranks(ranks, window=window) for ranks, window in (then, now))
+    done = windows * then[1]
+    seen = [sample for rank in before for batch in list(rank)[:done] for sample in batch]
+    for rank in after:
+        rank.resume(0, done, before[0].consumed(0, done), then[1])
+    seen += [sample for rank in after for batch in rank for sample in batch]
+    assert sorted(seen) == list(range(200))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 0}, r"BalancedSampler\(window=0\)"),
+        ({"window": 2, "outlier_window": 4}, "leave keep_together, max_tokens_per_rank, outlier_window and balance=False out"),
+        ({"window": 2, "balance": False}, "or use window=1"),
+    ],
+)
+def test_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _ranks(2, **options)
