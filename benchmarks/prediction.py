@@ -20,8 +20,7 @@ import numpy as np
 from lengths import read_lengths
 
 from lightning_freescale.balance import BalancedSampler, BalanceReport, CostModel
-from lightning_freescale.balance.prediction import report_steps
-from lightning_freescale.balance.simulation.forecast import PLANNED_STEPS
+from lightning_freescale.balance.prediction import PLANNED_STEPS, report_steps
 
 SIMULATE = """
 import sys, time

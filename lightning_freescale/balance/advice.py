@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from lightning_freescale.balance.prediction import fewer_than_asked, report_steps
+from lightning_freescale.balance.plan import StepPlan
+from lightning_freescale.balance.prediction import (
+    PLANNED_STEPS,
+    draw_steps,
+    fewer_than_asked,
+    report_plans,
+    report_steps,
+)
 from lightning_freescale.balance.report import BalanceReport, idle_fraction
 from lightning_freescale.balance.validation import Floats
 
@@ -16,13 +25,8 @@ ACCEPTABLE_IMBALANCE = 1.02
 _WORTH_TELLING = 0.005
 """Differences in imbalance below this are not told."""
 _OUTLIER_WINDOW, _PERCENTILE = 16, 99
-_STEPS, _MOST_STEPS = 16, 32
-"""Steps that alternatives are predicted for, and those that keep the steps of a longer report at most."""
-_PLANNED = 2
-"""Steps of an alternative that are assigned; the others' bounds alone are computed."""
-_COUNTS = ("assignment_mode", "count_slack")
-_LIMITS = ("keep_together", "max_tokens_per_rank", "tokens")
-"""Options that can only raise the bound."""
+_STEPS, _PLANNED = 16, 2
+"""Steps that are drawn of an alternative, and of these planned, see :func:`report_plans`."""
 
 
 def advise(
@@ -48,22 +52,21 @@ def advise(
     if report is not None and report.lower_bound <= ACCEPTABLE_IMBALANCE:
         return None
     setting = {"costs": costs, "ranks": ranks, "batch_size": batch_size, **options}
-    predicted = report_steps(**setting)
-    return advise_on(report or predicted, predicted, setting, lengths)
+    plans = list(draw_steps(**setting))
+    return advise_on(report or report_plans(plans, PLANNED_STEPS), plans, setting, lengths)
 
 
 def advise_on(
-    report: BalanceReport, predicted: BalanceReport, setting: dict[str, Any], lengths: Floats | None = None
+    report: BalanceReport, plans: Sequence[StepPlan], setting: dict[str, Any], lengths: Floats | None = None
 ) -> str | None:
-    """Return the same of a ``report``, where it is known what is ``predicted`` for the ``setting``, the arguments of it."""
+    """Return the same of a ``report`` and the ``plans`` that are drawn with the ``setting``, the arguments of a prediction."""
     if report.lower_bound <= ACCEPTABLE_IMBALANCE:
         return None
     fewer = fewer_than_asked(len(setting["costs"]), setting["ranks"], setting["batch_size"])
     told = "" if fewer is None else f"{fewer} "
-    same_steps = min(report.steps, _MOST_STEPS)
-    told += _bounds(report, {**setting, "steps": same_steps})
-    now = min(report.balanced, predicted.balanced)
-    tried = sorted(_alternatives(setting, lengths, same_steps))
+    told += _bounds(report, plans, setting)
+    now = min(report.balanced, report_plans(plans, PLANNED_STEPS).balanced)
+    tried = sorted([*_with_other_counts(plans, setting), *_with_other_steps(setting, lengths)])
     better = "".join(f"\n  {value:.3f} {text}" for value, text in tried if value < now - _WORTH_TELLING)
     told += f" Predicted instead:{better}\n" if better else " Nothing that was tried would help. "
     if report.dominated:
@@ -78,17 +81,20 @@ def counts_allowed(assignment_mode: str = "fixed", count_slack: float = 0.25) ->
     return "at any counts" if assignment_mode == "free" else "at equal counts"
 
 
-def _bounds(report: BalanceReport, setting: dict[str, Any]) -> str:
+def _bounds(report: BalanceReport, plans: Sequence[StepPlan], setting: dict[str, Any]) -> str:
     """Return what no assignment gets below, at which counts, and why."""
     mode = setting.get("assignment_mode", "fixed")
-    counts = counts_allowed(**{name: setting[name] for name in _COUNTS if name in setting})
+    counts = counts_allowed(**{name: setting[name] for name in ("assignment_mode", "count_slack") if name in setting})
     told = f"No assignment of these steps {counts} gets below {_with_idle(report.lower_bound)}: {_reason(report, mode)}."
     if mode == "free":
         return told
-    # a bound needs no search, so nothing is assigned
-    unlimited = {name: value for name, value in setting.items() if name not in _LIMITS}
-    free = report_steps(**{**unlimited, "assignment_mode": "free", "balance": False}).lower_bound
+    free = report_plans(_in_mode("free", plans), planned=0).lower_bound
     return f"{told} At any counts the bound is {_with_idle(free)}." if free < report.lower_bound - _WORTH_TELLING else told
+
+
+def _in_mode(assignment_mode: str, plans: Sequence[StepPlan]) -> list[StepPlan]:
+    """Return the same steps, to be planned in another mode."""
+    return [replace(plan, options={**plan.options, "assignment_mode": assignment_mode}) for plan in plans]
 
 
 def _reason(report: BalanceReport, mode: str) -> str:
@@ -103,11 +109,18 @@ def _with_idle(imbalance: float) -> str:
     return f"{imbalance:.3f} ({idle_fraction(imbalance):.0%} idle)"
 
 
-def _alternatives(setting: dict[str, Any], lengths: Floats | None, same_steps: int) -> list[tuple[float, str]]:
-    """Return the imbalance and the description of what could be changed.
+def _with_other_counts(plans: Sequence[StepPlan], setting: dict[str, Any]) -> list[tuple[float, str]]:
+    """Return the imbalance of the same steps at freer counts, and the description of these."""
+    freer = {"slack": "free", "free": None}.get(setting.get("assignment_mode", "fixed"), "slack")
+    if freer is not None:
+        with suppress(ValueError):  # of groups or tokens for which there is no room
+            balanced = report_plans(_in_mode(freer, plans), _PLANNED).balanced
+            return [(balanced, f'with assignment_mode="{freer}", in the same steps')]
+    return []
 
-    What keeps the steps is predicted for ``same_steps`` of them, as their bound is: of fewer it might seem to beat that.
-    """
+
+def _with_other_steps(setting: dict[str, Any], lengths: Floats | None) -> list[tuple[float, str]]:
+    """Return the imbalance and the description of what else could be changed."""
     costs, ranks, batch_size = setting["costs"], setting["ranks"], setting["batch_size"]
     choices: list[tuple[dict[str, Any], str]] = []
     cap = float(np.percentile(costs, _PERCENTILE, method="lower"))
@@ -117,15 +130,11 @@ def _alternatives(setting: dict[str, Any], lengths: Floats | None, same_steps: i
         choices.append(({"batch_size": 2 * batch_size, "steps": _STEPS // 2}, f"with batch_size={2 * batch_size}"))
         if setting.get("outlier_window", 1) < _OUTLIER_WINDOW:
             choices.append(({"outlier_window": _OUTLIER_WINDOW}, f"with outlier_window={_OUTLIER_WINDOW}"))
-    looser = {"slack": "free", "free": None}.get(setting.get("assignment_mode", "fixed"), "slack")
-    if looser is not None:
-        in_same_steps = {"assignment_mode": looser, "steps": same_steps}
-        choices.append((in_same_steps, f'with assignment_mode="{looser}", in the same steps'))
     if ranks > 2:
         choices.append(({"ranks": ranks // 2}, f"on {ranks // 2} ranks"))
     tried = []
     for changed, text in choices:
-        with suppress(ValueError):  # of speeds for so many ranks, or limits that it cannot meet
+        with suppress(ValueError):  # of what does not go with it: speeds of other ranks, limits that it cannot meet
             tried.append((report_steps(**{**setting, "steps": _STEPS, **changed}, planned=_PLANNED).balanced, text))
     return tried
 

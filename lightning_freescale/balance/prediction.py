@@ -20,6 +20,8 @@ from lightning_freescale.balance.validation import Floats, non_negative, number_
 
 SHUFFLED = 1_000_000
 """Data sets of more samples are not shuffled for a prediction if a tenth of the samples is enough for it."""
+PLANNED_STEPS = 5
+"""Steps that are planned where a few stand for all, see :func:`report_plans`."""
 _PER_SAMPLE: dict[str, Any] = {"tokens": partial(non_negative, "predict(tokens=...)"), "keep_together": number_groups}
 
 
@@ -47,7 +49,8 @@ def predict(
         outlier_window: steps that exchange outliers, see :func:`pool_outliers`.
         drop_last: leave out the samples of an incomplete last step.
         seed: seeds the draw.
-        **options: as in :func:`assign`; ``tokens`` and ``keep_together`` of all samples, shape ``[samples]``.
+        **options: as in :func:`assign`, ``tokens`` and ``keep_together`` of all samples, shape ``[samples]``; and ``window`` of
+            :class:`BalancedSampler`.
 
     Raises:
         ValueError: an argument does not fit; names it, its value and the fix.
@@ -117,13 +120,22 @@ def evenly_spread(plans: Sequence[StepPlan], count: int) -> list[StepPlan]:
 
 
 def draw_steps(
-    costs: Floats, ranks: int, batch_size: int, *, steps: int = 16, outlier_window: int = 1, seed: int = 0, **options: Any
+    costs: Floats,
+    ranks: int,
+    batch_size: int,
+    *,
+    steps: int = 16,
+    outlier_window: int = 1,
+    window: int = 1,
+    seed: int = 0,
+    **options: Any,
 ) -> Iterator[StepPlan]:
     """Yield the steps of which :func:`predict` tells; ``options`` are all others of :class:`BalancedSampler`."""
     if steps < 1:
         raise ValueError(f"predict(steps={steps!r}): pass at least one")
-    of_sampler: dict[str, Any] = {"num_replicas": ranks, "rank": 0, "outlier_window": outlier_window, "seed": seed, **options}
-    per_step, whole = ranks * batch_size, steps + -steps % max(1, outlier_window)
+    of_sampler: dict[str, Any] = {"num_replicas": ranks, "rank": 0, "seed": seed, **options}
+    of_sampler |= {"outlier_window": outlier_window, "window": window}
+    per_step, whole = ranks * batch_size, steps + -steps % max(1, outlier_window, window)
     if 0 < (whole + 1) * per_step <= len(costs):  # all of these steps are full, so their samples are enough
         drawn = draw_samples(len(costs), whole * per_step, seed)
         of_sampler |= {

@@ -45,7 +45,9 @@ def test_predicted_is_what_real_epochs_come_to(samples: int, ranks: int, batch_s
 
 
 @pytest.mark.filterwarnings("ignore:predict")
-@pytest.mark.parametrize("options", [{}, {"outlier_window": 3}, {"assignment_mode": "free"}, {"drop_last": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"outlier_window": 3}, {"window": 3}, {"assignment_mode": "free"}, {"drop_last": True}], ids=str
+)
 @pytest.mark.parametrize(("samples", "ranks", "batch_size"), [(103, 4, 4), (103, 16, 4), (97, 16, 6), (97, 97, 1)])
 def test_a_whole_epoch_is_that_of_the_sampler(samples: int, ranks: int, batch_size: int, options: dict[str, object]) -> None:
     (epoch,) = _epochs(samples, ranks, batch_size, seed=3, epochs=1, **options)

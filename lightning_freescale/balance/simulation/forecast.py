@@ -13,15 +13,12 @@ import numpy as np
 from lightning_freescale.balance.advice import advise_on
 from lightning_freescale.balance.cost import CostModel
 from lightning_freescale.balance.plan import StepPlan
-from lightning_freescale.balance.prediction import draw_steps, evenly_spread, report_plans, report_steps
+from lightning_freescale.balance.prediction import PLANNED_STEPS, draw_steps, evenly_spread, report_plans, report_steps
 from lightning_freescale.balance.report import idle_fraction
 from lightning_freescale.balance.validation import Floats
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-PLANNED_STEPS = 5
-"""Steps that are assigned, and timed; the others' bounds alone are computed, see :func:`report_plans`."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,7 @@ def forecast(
         lower_bound=ours.lower_bound,
         dominated=ours.dominated,
         planning_ms=planning_ms,
-        advice=advise_on(ours, ours, setting, lengths),
+        advice=advise_on(ours, plans, setting, lengths),
     )
 
 
