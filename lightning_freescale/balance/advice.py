@@ -53,19 +53,32 @@ def advise(
         return None
     setting = {"costs": costs, "ranks": ranks, "batch_size": batch_size, **options}
     plans = list(draw_steps(**setting))
-    return advise_on(report or report_plans(plans, PLANNED_STEPS), plans, setting, lengths)
+    predicted = report_plans(plans, PLANNED_STEPS)
+    return advise_on(report or predicted, predicted, plans, setting, lengths)
 
 
 def advise_on(
-    report: BalanceReport, plans: Sequence[StepPlan], setting: dict[str, Any], lengths: Floats | None = None
+    report: BalanceReport,
+    predicted: BalanceReport,
+    plans: Sequence[StepPlan],
+    setting: dict[str, Any],
+    lengths: Floats | None = None,
 ) -> str | None:
-    """Return the same of a ``report`` and the ``plans`` that are drawn with the ``setting``, the arguments of a prediction."""
+    """Return the same where the steps are drawn already.
+
+    Args:
+        report: what the assignment in use reaches.
+        predicted: what it reaches in these steps.
+        plans: the steps.
+        setting: the arguments of :func:`draw_steps` that they were drawn with.
+        lengths: as for :func:`advise`.
+    """
     if report.lower_bound <= ACCEPTABLE_IMBALANCE:
         return None
     fewer = fewer_than_asked(len(setting["costs"]), setting["ranks"], setting["batch_size"])
     told = "" if fewer is None else f"{fewer} "
     told += _bounds(report, plans, setting)
-    now = min(report.balanced, report_plans(plans, PLANNED_STEPS).balanced)
+    now = min(report.balanced, predicted.balanced)
     tried = sorted([*_with_other_counts(plans, setting), *_with_other_steps(setting, lengths)])
     better = "".join(f"\n  {value:.3f} {text}" for value, text in tried if value < now - _WORTH_TELLING)
     told += f" Predicted instead:{better}\n" if better else " Nothing that was tried would help. "
