@@ -24,6 +24,7 @@ import interactions
 import overlap
 import overlap_workload
 import placement
+import prediction
 import two_level
 from fault_kinds import CONTROLS, KINDS, Fault, draw_cases
 from fault_ranks import Attempt, RankEnd
@@ -55,6 +56,31 @@ def _exit_code(main: Callable[[], Any]) -> int:
     with pytest.raises(SystemExit) as stopped:
         main()
     return stopped.value.code
+
+
+def test_predictions_are_held_against_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = np.random.RandomState(0).lognormal(3, 1, 300).astype(int) + 1
+    (tmp_path / "shop.txt").write_text("".join(f"{user}{' 7' * length}\n" for user, length in enumerate(lengths)))
+    written = tmp_path / "figures.json"
+    flags = [
+        "--data",
+        str(tmp_path / "shop.txt"),
+        "--ranks",
+        "4,128",
+        "--batch-size",
+        "4",
+        "--epochs",
+        "2",
+        "--json",
+        str(written),
+    ]
+    monkeypatch.setattr(sys, "argv", ["prediction.py", *flags])
+    monkeypatch.setattr(prediction, "SIMULATED_RANKS", "2,4")
+    prediction.main()
+    figures = json.loads(written.read_text())["figures"]
+    assert figures.keys() == {"shop_4_off", "shop_128_off", "shop_seconds", "worst_off"}
+    assert figures["shop_128_off"] < 0.001, "an epoch of one step, the same in each"
+    assert figures["worst_off"] == max(figures["shop_4_off"], figures["shop_128_off"]) and figures["shop_seconds"] > 0
 
 
 def test_requests_by_hand() -> None:
