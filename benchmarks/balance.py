@@ -1,9 +1,9 @@
-"""Our assignment against those of others on real history lengths: predicted imbalance, distance to the lower bound, runtime.
+"""Our assignment against those of others: predicted imbalance, distance to the lower bound, runtime.
 
 Every figure is of the same global batches of 32 samples per rank, each drawn anew from the users (with replacement where there
 are too few). A sample of length L costs L**2 + 1280 L, an HSTU block of width 256. Imbalances are means over the batches
-weighted by cost (sum of max / sum of mean); runtimes are medians, taken in turns. "HF contiguous" is made for padded batches,
-and scored here on jagged ones. Runtimes of the others are those of our versions of their algorithms.
+weighted by cost (sum of max / sum of mean); runtimes are medians, taken in turns. With ``--peers`` the others are their own
+published code (``fetch_peers.py`` fetches it). "HF" is made for padded batches, and scored here on jagged ones.
 """
 
 from __future__ import annotations
@@ -19,32 +19,42 @@ sys.path.append(str(Path(__file__).parent))
 import harness
 import numpy as np
 from contest import OURS, PER_RANK, SLACK, Contest, Floats
-from lengths import read_lengths
+from lengths import SYNTHETIC, draw_lengths, read_lengths
+from peers import Peer, load_peers
 
 from lightning_freescale.balance.solver import swaps
 
 LARGE, WORTH_SEARCHING = 1024, 0.002
+QUICK = ("verl", "nvidia")
+"""The peers that take part with the large number of ranks; the others need seconds there."""
 ROWS = {
     "random": "random",
     "zigzag": "zig-zag",
-    "kk": "KK, equal counts",
-    "hf": "HF contiguous",
+    "verl": "verl, equal counts",
+    "nvidia": "NVIDIA, the same",
+    "nvidia_free": "NVIDIA, any counts",
+    "hf": "HF batch_rebalance",
     "fixed": "ours, fixed",
     "fixed_bound": "  lower bound",
     "slack": f"ours, slack {SLACK:.0%}",
     "free": "ours, free",
     "slack_bound": "  lower bound",
     "dominated": "dominated steps",
+    "fixed_over_verl": "time: fixed / verl's",
 }
 
 
 def main() -> None:
     options = _options()
     figures: dict[str, float] = {}
-    for path in options.data:
-        name, lengths = read_lengths(path)
-        columns = {ranks: _run(lengths, ranks, options) for ranks in [*options.ranks, *([LARGE] if options.large else [])]}
-        print(f"{name}: {len(lengths)} users, mean length {lengths.mean():.1f}, max {lengths.max():g}; predicted imbalance, ms")
+    sizes = [*options.ranks, *([LARGE] if options.large else [])]
+    peers = load_peers(options.peers) if options.peers else {}
+    data = dict(read_lengths(path) for path in options.data)
+    for name in [*data, *options.families]:
+        columns = {
+            ranks: _run(_batches(name, data.get(name), ranks, options.batches), ranks, peers, options) for ranks in sizes
+        }
+        print(f"{name}: {_described(data.get(name))}; predicted imbalance, ms")
         print(_table(columns, options) + "\n", flush=True)
         figures |= {f"{name}_{ranks}_{key}": value for ranks, column in columns.items() for key, value in column.items()}
     harness.finish(figures, options)
@@ -53,31 +63,43 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = harness.parser(__doc__)
     add = parser.add_argument
-    add("--data", type=Path, action="append", required=True, help=".npz with offsets, or text: user and items per line (.gz)")
+    add("--data", type=Path, action="append", default=[], help=".npz with offsets, or text: user and items per line (.gz)")
+    add("--families", nargs="+", choices=SYNTHETIC, default=[], help="drawn lengths, too")
     add("--ranks", type=int, nargs="+", default=[8, 64, 256])
     add("--batches", type=int, default=20, help="global batches")
     add("--compiled", choices=["on", "off", "both"], default="both", help="our solver with numba, without, or in turns")
-    add("--large", action="store_true", help=f"ours on {LARGE} ranks, too")
+    add("--large", action="store_true", help=f"{LARGE} ranks, too, with {' and '.join(QUICK)} of the peers")
+    add("--peers", type=Path, metavar="FOLDER", help="others' published code, as fetch_peers.py has put it there")
     add("--search", type=float, default=0, metavar="SECONDS", help="look for a better plan where ours is above the bound")
     options = parser.parse_args()
+    if not (options.data or options.families):
+        parser.error("no lengths: pass --data FILE or --families NAME")
     if options.compiled != "off" and not swaps.numba_enabled:
         parser.error(f"--compiled {options.compiled} needs numba: pip install 'lightning-freescale[fast]', or --compiled off")
     return options
 
 
-def _run(lengths: Floats, ranks: int, options: argparse.Namespace) -> dict[str, float]:
+def _run(batches: list[Floats], ranks: int, peers: dict[str, Peer], options: argparse.Namespace) -> dict[str, float]:
     """Figures of one number of ranks."""
     solvers = {"off": [False], "on": [True], "both": [False, True]}[options.compiled]
-    contest = Contest(ranks, solvers, with_peers=ranks != LARGE or not options.large)
-    for batch in _batches(lengths, ranks, options.batches):
+    large = ranks == LARGE and options.large
+    contest = Contest(ranks, solvers, {name: peer for name, peer in peers.items() if name in QUICK or not large})
+    for batch in batches:
         contest.play(batch)
     return contest.figures() | (_searched(contest, options.search) if options.search else {})
 
 
-def _batches(lengths: Floats, ranks: int, count: int) -> list[Floats]:
+def _batches(name: str, lengths: Floats | None, ranks: int, count: int) -> list[Floats]:
     """Lengths of each global batch, shape ``[samples]``."""
-    draw, samples = np.random.RandomState(0), ranks * PER_RANK
+    samples = ranks * PER_RANK
+    if lengths is None:
+        return [draw_lengths(name, np.random.default_rng([batch, ranks]), samples) for batch in range(count)]
+    draw = np.random.RandomState(0)
     return [lengths[draw.choice(len(lengths), samples, replace=samples > len(lengths))] for _ in range(count)]
+
+
+def _described(lengths: Floats | None) -> str:
+    return "drawn" if lengths is None else f"{len(lengths)} users, mean length {lengths.mean():.1f}, max {lengths.max():g}"
 
 
 def _searched(contest: Contest, seconds: float) -> dict[str, float]:
@@ -110,6 +132,9 @@ def _cell(column: dict[str, float], name: str) -> str:
         return f"{'-':>26}"
     if name == "dominated":
         return f"{column[name]:10.0%}{'':16}"
+    if name.endswith("_over_verl"):
+        ratios = [column[key] for key in (name, name.replace("_over", "_compiled_over")) if key in column]
+        return f"{' / '.join(f'{ratio:.2f}' for ratio in ratios):>26}"
     times = [f"{column[key]:.2f}" for key in (f"{name}_ms", f"{name}_compiled_ms") if key in column]
     return f"{column[name]:10.4f}{' / '.join(times):>16}"
 

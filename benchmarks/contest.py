@@ -1,30 +1,24 @@
-"""All assignment algorithms on the same global batches, in turns."""
+"""All assignments on the same global batches, in turns."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import peers
 from numpy.typing import NDArray
+from peers import Peer, rank_of_sample
 
 from lightning_freescale.balance import Assignment, CostModel, assign
-from lightning_freescale.balance.assign import imbalance
+from lightning_freescale.balance.assign import contiguous_split, imbalance
 from lightning_freescale.balance.solver import swaps
 
 Floats, Ints = NDArray[np.float64], NDArray[np.int64]
 COST, PER_RANK, SLACK = CostModel(linear=5.0 * 256, quadratic=1.0), 32, 0.25
 OURS = ("fixed", "slack", "free")
-PEERS: dict[str, Callable[[Floats, Floats, int], Ints]] = {
-    "random": lambda lengths, cost, ranks: peers.random(cost, ranks),
-    "zigzag": lambda lengths, cost, ranks: peers.zigzag(cost, ranks),
-    "kk": lambda lengths, cost, ranks: peers.karmarkar_karp_equal(cost, ranks),
-    "hf": lambda lengths, cost, ranks: peers.contiguous_groups(lengths, ranks),
-}
 
 
 @contextmanager
@@ -42,11 +36,11 @@ class Contest:
     Args:
         ranks: how many share a batch.
         solvers: whether ours runs compiled; with both, in turns.
-        with_peers: whether the others play, too.
+        peers: the others that play, by name.
     """
 
-    def __init__(self, ranks: int, solvers: Sequence[bool], with_peers: bool = True) -> None:
-        self.ranks, self.solvers, self.peers = ranks, solvers, PEERS if with_peers else {}
+    def __init__(self, ranks: int, solvers: Sequence[bool], peers: Mapping[str, Peer] | None = None) -> None:
+        self.ranks, self.solvers, self.peers = ranks, solvers, peers or {}
         self.worst: dict[str, tuple[Assignment, Floats]] = {}
         """Per mode, ours with the largest gap, and what its samples cost."""
         self._loads: dict[str, list[tuple[float, float]]] = defaultdict(list)  # of the slowest rank, and the mean
@@ -57,8 +51,11 @@ class Contest:
         """One global batch, shape ``[samples]``."""
         cost = COST(lengths)
         known = {mode: self._bounded(mode, cost) for mode in OURS}  # also has the compiler do its work
-        for name, algorithm in self.peers.items():
-            self._note(name, cost, self._timed(name, algorithm, lengths, cost, self.ranks))
+        self._note("random", cost, contiguous_split(len(cost), self.ranks))  # what torch's DistributedSampler amounts to
+        self._note("zigzag", cost, self._timed("zigzag", assign, cost, self.ranks, assignment_mode="zigzag").rank_of_sample)
+        whole = [[int(number) for number in numbers] for numbers in (lengths, cost)]  # as they take them
+        for name, peer in self.peers.items():
+            self._note(name, cost, rank_of_sample(self._timed(name, peer, *whole, self.ranks), len(cost)))
         for mode in OURS:
             self._note(mode, cost, known[mode].rank_of_sample)
             for solver in self.solvers:
@@ -77,6 +74,8 @@ class Contest:
             result[name] = float(slowest / mean)
         result |= {f"{mode}_gap": result[mode] / result[f"{mode}_bound"] for mode in OURS}
         result |= {f"{name}_ms": float(np.median(taken) * 1e3) for name, taken in self._seconds.items()}
+        for mode in (name for name in self._seconds if name.startswith(OURS) and "verl" in self._seconds):
+            result[f"{mode}_over_verl"] = float(np.median(np.array(self._seconds[mode]) / self._seconds["verl"]))
         return result | {"dominated": float(np.mean(self._dominated))}
 
     def _bounded(self, mode: str, cost: Floats) -> Assignment:

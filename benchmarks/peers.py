@@ -1,86 +1,99 @@
-"""How others share the samples of a step out: their algorithms, written anew from their descriptions.
+"""The published code of others, as ``fetch_peers.py`` has put it into a folder: each shares samples out among ranks.
 
-All take what each sample costs (or how long it is), shape ``[samples]``, and return the rank of every sample; samples must
-divide evenly among the ranks.
+Each takes history lengths and costs as lists of whole numbers, and the number of ranks, and returns the samples of each rank.
 """
 
 from __future__ import annotations
 
-import heapq
-from itertools import count
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from lightning_freescale.balance import assign
-from lightning_freescale.balance.assign import contiguous_split
-
-Floats, Ints = NDArray[np.float64], NDArray[np.int64]
-_HF_QUADRATIC = 0.001
-
-
-def random(costs: Floats, ranks: int) -> Ints:
-    """No balancing: contiguous runs of the drawn order, what ``torch.utils.data.DistributedSampler`` amounts to."""
-    return contiguous_split(len(costs), ranks)
-
-
-def zigzag(costs: Floats, ranks: int) -> Ints:
-    """FreeScale's zig-zag through the sorted samples, forwards and backwards in turn (arXiv 2604.24073)."""
-    return assign(costs, ranks, assignment_mode="zigzag").rank_of_sample
+Peer = Callable[[list[int], list[int], int], Sequence[Sequence[int]]]
+_VERL, _NVIDIA = "verl/verl/utils/seqlen_balancing.py", "recsys-examples/examples/commons/perf_model/partitioner.py"
+_NOT_NEEDED = {
+    "verl": [],
+    "verl.protocol": ["DataProto"],
+    "verl.utils": ["tensordict_utils"],
+    "verl.utils.device": ["get_device_name"],
+}
+"""What verl's file imports for functions that are not called here, with what it imports from there."""
 
 
-def karmarkar_karp_equal(costs: Floats, ranks: int) -> Ints:
-    """Multiway largest differencing (Karmarkar and Karp 1982) at equal counts.
+def load_peers(folder: Path) -> dict[str, Peer]:
+    """Those in ``folder`` by name.
 
-    As in verl (``seqlen_balancing.py``, ``equal_size=True``) and NVIDIA recsys-examples (``partitioner.py``): the sorted
-    samples are cut into blocks of one sample per rank; the two blocks with the largest spread are merged, most expensive with
-    cheapest, until one is left.
+    ``verl`` and ``nvidia`` are multiway largest differencing (Karmarkar and Karp 1982) at equal counts, in Python and, where
+    it could be compiled, in C++; ``nvidia_free`` is the latter at any counts. ``hf`` is the grouping of
+    ``train_sampling_strategy="batch_rebalance"``, made for padded batches: contiguous groups of the samples sorted by length.
     """
-    if len(costs) % ranks:
-        raise ValueError(f"karmarkar_karp_equal: {len(costs)} samples do not divide among {ranks} ranks")
-    number = count()  # the heap breaks ties by age
-    heap = []
-    for block in np.argsort(costs, kind="stable").reshape(-1, ranks):
-        heapq.heappush(heap, _part(costs[block], block[:, None], next(number)))
-    while len(heap) > 1:
-        (_, _, first, its), (_, _, second, others) = heapq.heappop(heap), heapq.heappop(heap)
-        members = np.concatenate([its, others[::-1]], axis=1)
-        heapq.heappush(heap, _part(first + second[::-1], members, next(number)))
-    rank_of_sample = np.empty(len(costs), dtype=np.int64)
-    rank_of_sample[heap[0][3]] = np.arange(ranks)[:, None]
-    return rank_of_sample
+    verl, nvidia, sampler = _verl(folder / _VERL), _nvidia(folder / _NVIDIA), _transformers(folder / "site")
+    peers: dict[str, Peer] = {
+        "verl": lambda lengths, costs, ranks: verl.get_seqlen_balanced_partitions(costs, ranks, equal_size=True),
+        "nvidia": lambda lengths, costs, ranks: nvidia.karmarkar_karp(costs, ranks, equal_size=True),
+        "nvidia_free": lambda lengths, costs, ranks: nvidia.karmarkar_karp(costs, ranks, equal_size=False),
+    }
+    if sampler is None:
+        print(f"without Hugging Face's: transformers is not installed, and not in {folder / 'site'}")
+        return peers
+    # every rank of the sampler computes the groups of all, and yields its own
+    return peers | {
+        "hf": lambda lengths, costs, ranks: [
+            batches[0] for batches in sampler(lengths, len(lengths), ranks, grad_accum=1)._assign(range(len(lengths)), lengths)
+        ]
+    }
 
 
-def _part(sums: Floats, members: Ints, number: int) -> tuple[float, int, Floats, Ints]:
-    """Sets in ascending order of their sum, by falling spread in the heap."""
-    order = np.argsort(sums, kind="stable")
-    return float(sums[order[0]] - sums[order[-1]]), number, sums[order], members[order]
+def rank_of_sample(parts: Sequence[Sequence[int]], samples: int) -> NDArray[np.int64]:
+    """A peer's result as a plan, shape ``[samples]``; ValueError if a sample is in none or in several."""
+    if sorted(sample for part in parts for sample in part) != list(range(samples)):
+        raise ValueError(f"a peer's parts are no partition of {samples} samples: {parts!r:.200}")
+    plan = np.empty(samples, dtype=np.int64)
+    for rank, part in enumerate(parts):
+        plan[list(part)] = rank
+    return plan
 
 
-def contiguous_groups(lengths: Floats, ranks: int) -> Ints:
-    """Contiguous groups of the samples sorted by length, of unequal sizes.
-
-    As Hugging Face transformers' ``train_sampling_strategy="batch_rebalance"`` describes itself (pull request 47340): groups
-    start equal; again and again the most expensive gives up one place and the cheapest gets one, until the costs have
-    converged. (Here: until no move of as many as there are samples has lowered the highest cost; the best sizes count.) It
-    is made for padded batches: a group costs ``size * longest + 0.001 * size * longest**2``.
-    """
-    order = np.argsort(lengths, kind="stable")
-    ordered = lengths[order]
-    size = np.diff(np.arange(ranks + 1) * len(lengths) // ranks)
-    best, least, failed = size.copy(), np.inf, 0
-    while failed < len(lengths):
-        cost = _padded(ordered, size)
-        failed += 1
-        if cost.max() < least:
-            best, least, failed = size.copy(), cost.max(), 0
-        size[int(np.argmax(np.where(size > 1, cost, -1.0)))] -= 1
-        size[int(np.argmin(cost))] += 1
-    rank_of_sample = np.empty(len(lengths), dtype=np.int64)
-    rank_of_sample[order] = np.repeat(np.arange(ranks), best)
-    return rank_of_sample
+def _verl(path: Path) -> ModuleType:
+    stand_ins = {name: ModuleType(name) for name in _NOT_NEEDED}
+    for name, parts in _NOT_NEEDED.items():
+        for part in parts:
+            setattr(stand_ins[name], part, None)
+    sys.modules.update(stand_ins)
+    try:
+        return _load(path, "seqlen_balancing")
+    finally:
+        for name in stand_ins:
+            del sys.modules[name]
 
 
-def _padded(ordered: Floats, size: Ints) -> Floats:
-    longest = ordered[np.cumsum(size) - 1]
-    return size * longest + _HF_QUADRATIC * size * longest**2
+def _nvidia(path: Path) -> ModuleType:
+    module = _load(path, "partitioner")
+    if not torch.cuda.is_available():
+        module.nvtx = None  # torch's raises without CUDA; None is what the file itself has without torch
+    return module
+
+
+def _transformers(site: Path) -> Any:
+    sys.path.append(str(site))  # last: what is installed here comes before
+    if importlib.util.find_spec("transformers") is None:
+        return None
+    from transformers.trainer_pt_utils import BatchRebalanceSampler
+
+    return BatchRebalanceSampler
+
+
+def _load(path: Path, name: str) -> ModuleType:
+    if not path.exists():
+        sys.exit(f"--peers: {path} does not exist; python benchmarks/fetch_peers.py FOLDER fetches it")
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

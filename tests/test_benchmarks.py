@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import json
 import os
 import subprocess
@@ -17,7 +16,6 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
-import balance
 import exchange
 import faults
 import harness
@@ -25,10 +23,9 @@ import host_work
 import interactions
 import overlap
 import overlap_workload
-import peers
 import placement
+import prediction
 import two_level
-from contest import Contest
 from fault_kinds import CONTROLS, KINDS, Fault, draw_cases
 from fault_ranks import Attempt, RankEnd
 
@@ -55,108 +52,35 @@ def test_falling_short_is_an_error(demand: str, code: int | str) -> None:
     assert stopped.value.code == code or str(stopped.value.code).startswith(str(code))
 
 
-@pytest.mark.parametrize("algorithm", [peers.random, peers.zigzag, peers.karmarkar_karp_equal])
-def test_peers_deal_equal_counts(algorithm: Callable) -> None:
-    plan = algorithm(np.random.RandomState(0).lognormal(3, 1, 48), 4)
-    assert np.bincount(plan).tolist() == [12] * 4
-
-
-def test_largest_differencing_by_hand() -> None:
-    """Blocks (14 10) (8 5) (1.5 1): the two with the largest spread are merged to 19 and 18, then the last joins crosswise."""
-    cost = np.array([1.0, 14, 5, 1.5, 10, 8])
-    plan = peers.karmarkar_karp_equal(cost, 2)
-    assert sorted(np.bincount(plan, cost)) == [19.5, 20]
-    assert plan[1] == plan[2] == plan[0] != plan[4] == plan[5] == plan[3]
-    with pytest.raises(ValueError, match="5 samples do not divide among 2 ranks"):
-        peers.karmarkar_karp_equal(cost[:5], 2)
-
-
-def test_contiguous_groups_by_hand() -> None:
-    """Padded, two and two cost about 4 and 200; one long history alone is the best there is."""
-    plan = peers.contiguous_groups(np.array([2.0, 100, 2, 2]), 2)
-    assert plan.tolist() == [0, 1, 0, 0]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_contiguous_groups_come_close_to_the_best_sizes(seed: int) -> None:
-    lengths = np.random.RandomState(seed).lognormal(3, 1, 30)
-    ordered = np.sort(lengths)
-
-    def dearest(sizes: np.ndarray) -> float:
-        longest = ordered[np.cumsum(sizes) - 1]
-        return float((sizes * longest + 0.001 * sizes * longest**2).max())
-
-    best = min(dearest(np.array([a, b, 30 - a - b])) for a in range(1, 29) for b in range(1, 30 - a))
-    groups = peers.contiguous_groups(lengths, 3)
-    assert (np.diff(groups[np.argsort(lengths)]) >= 0).all()
-    assert dearest(np.bincount(groups)) <= 1.05 * best
-
-
-def test_balance_contest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    lengths = np.random.RandomState(0).lognormal(3, 1, 100).astype(int) + 1
-    np.savez(tmp_path / "few.users.npz", offsets=np.append(0, np.cumsum(lengths)))
-    lines = "".join(" ".join(map(str, range(length + 1))) + "\n" for length in lengths)
-    (tmp_path / "text.gz").write_bytes(gzip.compress(lines.encode()))
-    files = ["--data", str(tmp_path / "few.users.npz"), "--data", str(tmp_path / "text.gz")]
-    written = tmp_path / "figures.json"
-    flags = ["--ranks", "2", "4", "--batches", "2", "--compiled", "off", "--search", "0.01", "--json", str(written)]
-    monkeypatch.setattr(sys, "argv", ["balance.py", *files, *flags])
-    balance.main()
-    figures = json.loads(written.read_text())["figures"]
-    timeless = {name: value for name, value in figures.items() if not name.endswith("_ms")}
-    both = [{name.split("_", 1)[1]: value for name, value in timeless.items() if name.startswith(f)} for f in ("few_", "text_")]
-    assert both[0] == both[1] and both[0]
-    for ranks in (2, 4):
-        of = {name: figures[f"few_{ranks}_{name}"] for name in ("random", "zigzag", "kk", "hf", "fixed", "slack", "free")}
-        assert figures[f"few_{ranks}_fixed_bound"] <= of["fixed"] <= of["zigzag"] <= of["random"]
-        assert figures[f"few_{ranks}_fixed_gap"] == of["fixed"] / figures[f"few_{ranks}_fixed_bound"]
-        assert figures[f"few_{ranks}_fixed_ms"] > 0 and f"few_{ranks}_fixed_compiled_ms" not in figures
-    assert "predicted" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_long_search_finds_a_planted_plan() -> None:
-    pytest.importorskip("numba")
-    from long_search import search
-
-    plan = np.repeat(np.arange(4), 4)
-    cost = np.array([9.0, 5, 4, 2, 8, 7, 3, 2, 10, 6, 3, 1, 7, 6, 5, 2])  # 20 on every rank as they stand
-    worse = plan[np.random.RandomState(0).permutation(16)]
-    assert np.bincount(worse, cost).max() > 20
-    assert search(cost, worse, 4, (4, 4), 1.0, seconds=20) == pytest.approx(1.0)
-
-
-@pytest.mark.slow
-def test_long_search_keeps_the_limits_on_the_counts() -> None:
-    pytest.importorskip("numba")
-    from long_search import search
-
-    cost, plan = np.array([10.0, 1, 1, 1, 1, 1]), np.array([0, 0, 0, 1, 1, 1])
-    assert search(cost, plan, 2, (3, 3), 11 / 7.5, seconds=0.3) == pytest.approx(12 / 7.5)
-    assert search(cost, plan, 2, (3, 6), 11 / 7.5, seconds=0.3) == pytest.approx(12 / 7.5)
-    assert search(cost, plan, 2, (2, 4), 11 / 7.5, seconds=20) == pytest.approx(11 / 7.5)
-
-
-def test_contest_weighs_batches_by_cost() -> None:
-    """By hand, with costs L**2 + 1280 L: the slowest rank's over the mean, each summed over two batches."""
-    played = Contest(2, [False])
-    short, long = np.array([1.0, 2, 4, 4]), np.array([100.0, 500, 900, 20])
-    for batch in (short, long):
-        played.play(batch)
-    cost = np.array([short, long]) ** 2 + 1280 * np.array([short, long])
-    halves = cost.reshape(2, 2, 2).sum(axis=2)
-    figures = played.figures()
-    assert figures["random"] == pytest.approx(halves.max(axis=1).sum() / halves.mean(axis=1).sum())
-    best = np.maximum(cost[:, [0, 2]].sum(axis=1), cost[:, [1, 3]].sum(axis=1))[0], cost[1, [2, 3]].sum()
-    assert figures["fixed"] == pytest.approx(sum(best) / halves.mean(axis=1).sum())
-    assert figures["dominated"] == 0.5 and figures["fixed_gap"] >= 1
-    assert played.worst["fixed"][0].gap >= played.worst["free"][0].gap >= 0
-
-
 def _exit_code(main: Callable[[], Any]) -> int:
     with pytest.raises(SystemExit) as stopped:
         main()
     return stopped.value.code
+
+
+def test_predictions_are_held_against_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = np.random.RandomState(0).lognormal(3, 1, 300).astype(int) + 1
+    (tmp_path / "shop.txt").write_text("".join(f"{user}{' 7' * length}\n" for user, length in enumerate(lengths)))
+    written = tmp_path / "figures.json"
+    flags = [
+        "--data",
+        str(tmp_path / "shop.txt"),
+        "--ranks",
+        "4,128",
+        "--batch-size",
+        "4",
+        "--epochs",
+        "2",
+        "--json",
+        str(written),
+    ]
+    monkeypatch.setattr(sys, "argv", ["prediction.py", *flags])
+    monkeypatch.setattr(prediction, "SIMULATED_RANKS", "2,4")
+    prediction.main()
+    figures = json.loads(written.read_text())["figures"]
+    assert figures.keys() == {"shop_4_off", "shop_128_off", "shop_seconds", "worst_off"}
+    assert figures["shop_128_off"] < 0.001, "an epoch of one step, the same in each"
+    assert figures["worst_off"] == max(figures["shop_4_off"], figures["shop_128_off"]) and figures["shop_seconds"] > 0
 
 
 def test_requests_by_hand() -> None:

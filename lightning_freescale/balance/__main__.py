@@ -10,8 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightning_freescale.balance.advice import counts_allowed
 from lightning_freescale.balance.calibration import fit_report
 from lightning_freescale.balance.cost import CostModel
+from lightning_freescale.balance.prediction import fewer_than_asked
 from lightning_freescale.balance.simulation.forecast import describe_lengths, forecast, format_table, new_figure, plot
 from lightning_freescale.balance.simulation.lengths import KINDS, read_lengths
 
@@ -38,19 +40,23 @@ def _simulate(options: argparse.Namespace) -> None:
     draw = {"steps": options.steps, "outlier_window": options.outlier_window, "seed": options.seed}
     rows = [forecast(lengths, ranks, options.batch_size, cost, **draw, **assign_options) for ranks in options.ranks]
     predicted_from = (
-        f"{options.steps} steps of {options.batch_size} samples per rank, resampled from {options.lengths.name}; "
+        f"at least {options.steps} steps of {options.batch_size} samples per rank, drawn from {options.lengths.name}; "
         f"cost {cost.linear:g} L + {cost.quadratic:g} L²"
     )
     mode = ", ".join(f"{name} {value}" for name, value in assign_options.items())
     mode += f", outlier_window {options.outlier_window}" if options.outlier_window > 1 else ""
     print(f"{options.lengths.name}: {describe_lengths(lengths)}")
     print(f"predicted, not measured: {predicted_from}; {mode}\n\n{format_table(rows)}\n")
+    counts = counts_allowed(**assign_options)
+    print(f"lower bound: no assignment of these steps {counts} gets below it")
+    print("dominated: steps in which one sample costs more than a rank's fair share")
     print("speed-up: imbalance as drawn / balanced, of the compute alone; planning: measured here, on this machine")
     for row in rows:
-        if row.advice is not None:
-            print(f"\n{row.ranks} ranks: {row.advice}.")
+        told = row.advice or fewer_than_asked(len(lengths), row.ranks, options.batch_size)
+        if told is not None:
+            print(f"\n{row.ranks} ranks: {told}")
     if figure is not None:
-        plot(figure, rows, options.plot, f"predicted: {predicted_from.replace('; ', chr(10), 1)}; {mode}")
+        plot(figure, rows, options.plot, f"predicted: {predicted_from.replace('; ', chr(10), 1)}; {mode}", counts)
     if options.json is not None:
         figures = [{**asdict(row), "speedup": row.speedup} for row in rows]
         context = {"predicted_from": predicted_from, "samples": len(lengths), **draw, **assign_options}
@@ -117,7 +123,13 @@ def new_parser(program: str) -> argparse.ArgumentParser:
     add("--assignment-mode", choices=modes, default="fixed", help="equal counts (default), within limits, or any")
     add("--count-slack", type=float, metavar="SHARE", help="above the equal count, for assignment mode slack; default 0.25")
     add("--outlier-window", type=_whole, default=1, metavar="STEPS", help="steps that exchange outliers; default 1: none")
-    add("--steps", type=_whole, default=32, metavar="N", help="steps to draw; default 32")
+    add(
+        "--steps",
+        type=_whole,
+        default=32,
+        metavar="N",
+        help="steps to draw at least, whole epochs if these are shorter; default 32",
+    )
     add("--seed", type=partial(_whole, least=0), default=0, metavar="N", help="of the draw")
     add("--plot", type=Path, metavar="FILE", help="draw imbalance over ranks; needs matplotlib")
     add("--json", type=Path, metavar="FILE", help="write the figures")

@@ -2,54 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from lightning_freescale.balance.epoch_order import pool_outliers
 from lightning_freescale.balance.plan import StepPlan
+from lightning_freescale.balance.prediction import (
+    PLANNED_STEPS,
+    draw_steps,
+    fewer_than_asked,
+    report_plans,
+    report_steps,
+)
 from lightning_freescale.balance.report import BalanceReport, idle_fraction
-from lightning_freescale.balance.solver import Ints
 from lightning_freescale.balance.validation import Floats
 
 ACCEPTABLE_IMBALANCE = 1.02
 """Up to this imbalance (2 % idle) there is nothing to advise."""
+_WORTH_TELLING = 0.005
+"""Differences in imbalance below this are not told."""
 _OUTLIER_WINDOW, _PERCENTILE = 16, 99
-
-
-def predict(
-    costs: Floats, ranks: int, batch_size: int, *, steps: int = 16, outlier_window: int = 1, seed: int = 0, **options: Any
-) -> BalanceReport:
-    """Return the imbalance of ``steps`` steps of samples resampled from ``costs``: predicted, not measured.
-
-    Args:
-        costs: predicted compute time of every sample, shape ``[samples]``.
-        ranks: how many ranks share a step.
-        batch_size: samples per rank and step.
-        steps: how many steps to draw.
-        outlier_window: steps that exchange outliers, see :func:`pool_outliers`.
-        seed: seeds the draw.
-        **options: as in :func:`assign`.
-
-    Examples:
-        >>> import numpy as np
-        >>> report = predict(np.arange(1.0, 101.0) ** 2, ranks=4, batch_size=8)
-        >>> round(report.unbalanced, 2), round(report.balanced, 2), round(report.lower_bound, 2)
-        (1.38, 1.0, 1.0)
-    """
-    per_step = ranks * batch_size
-    order, edges = _resampled(len(costs), steps * per_step, seed), range(0, steps * per_step + 1, per_step)
-    if outlier_window > 1:
-        order = pool_outliers(order, edges, costs, ranks, outlier_window)
-    batches = [order[start:end] for start, end in zip(edges, edges[1:])]
-    return BalanceReport.from_steps(StepPlan(batch, costs[batch], ranks, options=options).balance for batch in batches)
-
-
-def _resampled(samples: int, count: int, seed: int) -> Ints:
-    draw = np.random.RandomState(seed)
-    if 10 * count < samples:  # to shuffle a large data set takes seconds, and a sample hardly comes twice
-        return draw.randint(samples, size=count)
-    return np.concatenate([draw.permutation(samples) for _ in range(-(-count // samples))])[:count]
+_STEPS, _PLANNED = 16, 2
+"""Steps that are drawn of an alternative, and of these planned, see :func:`report_plans`."""
 
 
 def advise(
@@ -60,54 +37,127 @@ def advise(
     lengths: Floats | None = None,
     **options: Any,
 ) -> str | None:
-    """Return a plain sentence if no assignment can keep the ranks from idling; None if there is nothing to say.
+    """Return plain sentences if no assignment can keep the ranks from idling; None if there is nothing to say.
+
+    They say for which counts the lower bound holds, and what other settings are predicted to reach, the best first.
 
     Args:
         costs: predicted compute time of every sample, shape ``[samples]``.
         ranks: how many ranks share a step.
         batch_size: samples per rank and step.
         report: what the assignment in use reaches; predicted if not given.
-        lengths: history length of every sample, to name the length at which to truncate.
+        lengths: history length of every sample, to name the length at which to truncate and the events that this drops.
         **options: of :func:`predict`, as in use.
     """
-    predicted = predict(costs, ranks, batch_size, **options)
-    report = report or predicted
+    if report is not None and report.lower_bound <= ACCEPTABLE_IMBALANCE:
+        return None
+    setting = {"costs": costs, "ranks": ranks, "batch_size": batch_size, **options}
+    plans = list(draw_steps(**setting))
+    predicted = report_plans(plans, PLANNED_STEPS)
+    return advise_on(report or predicted, predicted, plans, setting, lengths)
+
+
+def advise_on(
+    report: BalanceReport,
+    predicted: BalanceReport,
+    plans: Sequence[StepPlan],
+    setting: dict[str, Any],
+    lengths: Floats | None = None,
+) -> str | None:
+    """Return the same where the steps are drawn already.
+
+    Args:
+        report: what the assignment in use reaches.
+        predicted: what it reaches in these steps.
+        plans: the steps.
+        setting: the arguments of :func:`draw_steps` that they were drawn with.
+        lengths: as for :func:`advise`.
+    """
     if report.lower_bound <= ACCEPTABLE_IMBALANCE:
         return None
-    tried = _alternatives(costs, ranks, batch_size, lengths, options)
+    fewer = fewer_than_asked(len(setting["costs"]), setting["ranks"], setting["batch_size"])
+    told = "" if fewer is None else f"{fewer} "
+    told += _bounds(report, plans, setting)
     now = min(report.balanced, predicted.balanced)
-    better = [f"{value:.3f} {text}" for value, text in sorted(tried) if value < now - 0.005]
-    reason = "the most expensive sample and those that equal counts put beside it cost more than a rank's fair share"
+    tried = sorted([*_with_other_counts(plans, setting), *_with_other_steps(setting, lengths)])
+    better = "".join(f"\n  {value:.3f} {text}" for value, text in tried if value < now - _WORTH_TELLING)
+    told += f" Predicted instead:{better}\n" if better else " Nothing that was tried would help. "
     if report.dominated:
-        reason = f"in {report.dominated:.0%} of them one sample costs more than a rank's fair share"
-    remedy = "Nothing that was tried would help either: the samples themselves would have to be split"
-    if better:
-        remedy = f"Predicted instead: {'; '.join(better)}"
-    return (
-        f"No assignment of these steps gets below {report.lower_bound:.3f} ({idle_fraction(report.lower_bound):.0%} idle): "
-        f"{reason}. {remedy}"
-    )
+        told += "Splitting such a history over several ranks (context parallelism, in the model) keeps all data and all steps."
+    return told.strip()
 
 
-def _alternatives(
-    costs: Floats, ranks: int, batch_size: int, lengths: Floats | None, options: dict[str, Any]
-) -> list[tuple[float, str]]:
-    """Return the imbalance and the description of what could be changed."""
+def counts_allowed(assignment_mode: str = "fixed", count_slack: float = 0.25) -> str:
+    """Return how many samples the ranks may hold in a mode, in words."""
+    if assignment_mode == "slack":
+        return f"at counts up to {1 + count_slack:g} times equal"
+    return "at any counts" if assignment_mode == "free" else "at equal counts"
+
+
+def _bounds(report: BalanceReport, plans: Sequence[StepPlan], setting: dict[str, Any]) -> str:
+    """Return what no assignment gets below, at which counts, and why."""
+    mode = setting.get("assignment_mode", "fixed")
+    counts = counts_allowed(**{name: setting[name] for name in ("assignment_mode", "count_slack") if name in setting})
+    told = f"No assignment of these steps {counts} gets below {_with_idle(report.lower_bound)}: {_reason(report, mode)}."
+    if mode == "free":
+        return told
+    free = report_plans(_in_mode("free", plans), planned=0).lower_bound
+    return f"{told} At any counts the bound is {_with_idle(free)}." if free < report.lower_bound - _WORTH_TELLING else told
+
+
+def _in_mode(assignment_mode: str, plans: Sequence[StepPlan]) -> list[StepPlan]:
+    """Return the same steps, to be planned in another mode."""
+    return [replace(plan, options={**plan.options, "assignment_mode": assignment_mode}) for plan in plans]
+
+
+def _reason(report: BalanceReport, mode: str) -> str:
+    if report.dominated:
+        return f"in {report.dominated:.0%} of them one sample costs more than a rank's fair share"
+    if mode in ("slack", "free"):
+        return "the samples are too few and too uneven to be shared out alike"
+    return "the most expensive sample and those that equal counts put beside it cost more than a rank's fair share"
+
+
+def _with_idle(imbalance: float) -> str:
+    return f"{imbalance:.3f} ({idle_fraction(imbalance):.0%} idle)"
+
+
+def _with_other_counts(plans: Sequence[StepPlan], setting: dict[str, Any]) -> list[tuple[float, str]]:
+    """Return the imbalance of the same steps at freer counts, and the description of these."""
+    freer = {"slack": "free", "free": None}.get(setting.get("assignment_mode", "fixed"), "slack")
+    if freer is not None:
+        with suppress(ValueError):  # of groups or tokens for which there is no room
+            balanced = report_plans(_in_mode(freer, plans), _PLANNED).balanced
+            return [(balanced, f'with assignment_mode="{freer}", in the same steps')]
+    return []
+
+
+def _with_other_steps(setting: dict[str, Any], lengths: Floats | None) -> list[tuple[float, str]]:
+    """Return the imbalance and the description of what else could be changed."""
+    costs, ranks, batch_size = setting["costs"], setting["ranks"], setting["batch_size"]
+    choices: list[tuple[dict[str, Any], str]] = []
     cap = float(np.percentile(costs, _PERCENTILE, method="lower"))
-    at = "" if lengths is None else f" (L = {lengths[costs <= cap].max():g})"
-
-    def imbalance(**changed: Any) -> float:
-        return predict(**{"costs": costs, "ranks": ranks, "batch_size": batch_size, **options, **changed}).balanced
-
-    choices = [
-        (imbalance(costs=np.minimum(costs, cap)), f"with histories truncated at the {_PERCENTILE}th percentile{at}"),
-        (imbalance(batch_size=2 * batch_size), f"with batch_size={2 * batch_size}"),
-    ]
-    if options.get("outlier_window", 1) < _OUTLIER_WINDOW:
-        pooled = imbalance(steps=2 * _OUTLIER_WINDOW, outlier_window=_OUTLIER_WINDOW)
-        choices.append((pooled, f"with outlier_window={_OUTLIER_WINDOW}"))
-    if options.get("assignment_mode", "fixed") not in ("slack", "free"):
-        choices.append((imbalance(assignment_mode="slack"), 'with assignment_mode="slack"'))
+    if cap < costs.max():
+        choices.append(({"costs": np.minimum(costs, cap)}, _truncation(costs, cap, lengths)))
+    if ranks * batch_size < len(costs):
+        choices.append(({"batch_size": 2 * batch_size, "steps": _STEPS // 2}, f"with batch_size={2 * batch_size}"))
+        if setting.get("outlier_window", 1) < _OUTLIER_WINDOW:
+            choices.append(({"outlier_window": _OUTLIER_WINDOW}, f"with outlier_window={_OUTLIER_WINDOW}"))
     if ranks > 2:
-        choices.append((imbalance(ranks=ranks // 2), f"on {ranks // 2} ranks"))
-    return choices
+        choices.append(({"ranks": ranks // 2}, f"on {ranks // 2} ranks"))
+    tried = []
+    for changed, text in choices:
+        with suppress(ValueError):  # of what does not go with it: speeds of other ranks, limits that it cannot meet
+            tried.append((report_steps(**{**setting, "steps": _STEPS, **changed}, planned=_PLANNED).balanced, text))
+    return tried
+
+
+def _truncation(costs: Floats, cap: float, lengths: Floats | None) -> str:
+    """Return what to truncate, and what that drops."""
+    dropped = f"{1 - np.minimum(costs, cap).sum() / costs.sum():.1%} of the cost"
+    if lengths is None:
+        return f"with histories truncated at the {_PERCENTILE}th percentile, which drops {dropped}"
+    longest = lengths[costs <= cap].max()
+    events = 1 - np.minimum(lengths, longest).sum() / lengths.sum()
+    at = f"the {_PERCENTILE}th percentile (L = {longest:g})"
+    return f"with histories truncated at {at}, which drops {events:.1%} of the events and {dropped}"

@@ -78,10 +78,17 @@ class PlanPrefetcher(Generic[Plan]):
         make: returns the plan of a step, a pure function of (epoch, step).
         steps: how many steps ahead.
         keep: how many plans to keep; those that are asked for later are made again.
+        complete: what the thread computes of a plan beforehand; without the thread it is left to who asks for it.
     """
 
-    def __init__(self, make: Callable[[int, int], Plan], steps: int = 4, keep: int = 64) -> None:
-        self._make, self._steps, self._keep = make, steps, keep
+    def __init__(
+        self,
+        make: Callable[[int, int], Plan],
+        steps: int = 4,
+        keep: int = 64,
+        complete: Callable[[Plan], object] | None = None,
+    ) -> None:
+        self._make, self._steps, self._keep, self._complete = make, steps, keep, complete
         self._plans: dict[tuple[int, int], Future[Plan]] = {}
         self._thread: ThreadPoolExecutor | None = None
 
@@ -119,9 +126,15 @@ class PlanPrefetcher(Generic[Plan]):
     def _started(self, epoch: int, step: int) -> Future[Plan]:
         key = (epoch, step)
         if key not in self._plans and self._thread is not None:
-            self._plans[key] = self._thread.submit(self._make, *key)
+            self._plans[key] = self._thread.submit(self._make_completely, *key)
         elif key not in self._plans:
             done: Future[Plan] = Future()
             done.set_result(self._make(*key))
             self._plans[key] = done
         return self._plans[key]
+
+    def _make_completely(self, epoch: int, step: int) -> Plan:
+        plan = self._make(epoch, step)
+        if self._complete is not None:
+            self._complete(plan)
+        return plan

@@ -135,7 +135,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         self._replans: dict[int, tuple[Callable[[], ArrayLike] | None, dict[str, Any]]] = {}
         self._drawn: tuple[int, Ints] | None = None
         self._windows: dict[tuple[int, int], list[Ints]] = {}
-        self._plans = PlanPrefetcher(self._make_plan)
+        self._plans = PlanPrefetcher(self._make_plan, complete=self._complete_plan)
         self.step_plan(0, 0).balance  # noqa: B018 (what does not fit is refused now, not in the first step)
 
     # -- iteration
@@ -306,11 +306,12 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         samples = self.global_batch(epoch, step)
         options = {**self.options, **{name: values[samples] for name, values in self._per_sample.items()}}
         explores = epoch == 0 and step < self.exploration_steps and is_exploration_step(step)
-        plan = StepPlan(samples, self.costs[samples], self.num_replicas, self.balance_steps and not explores, options)
+        return StepPlan(samples, self.costs[samples], self.num_replicas, self.balance_steps and not explores, options)
+
+    def _complete_plan(self, plan: StepPlan) -> None:
         plan.samples_of_ranks  # noqa: B018 (computed here, in the thread)
         if self.rank == 0:
             plan.balance  # noqa: B018 (which rank 0 logs)
-        return plan
 
     def _forget(self) -> None:
         self._windows = {}

@@ -173,7 +173,7 @@ class BalanceMonitor:
         train = getattr(getattr(self.trainer, "datamodule", None), "train", None)
         lengths = train.lengths if isinstance(train, MapStyleData) else None
         options = {name: sampler.options[name] for name in ("assignment_mode", "count_slack") if name in sampler.options}
-        options["outlier_window"] = sampler.outlier_window
+        options |= {name: getattr(sampler, name) for name in ("outlier_window", "window", "drop_last", "seed")}
         return advise(sampler.costs, sampler.num_replicas, sampler.batch_size, report, lengths, **options)
 
     def _log_scalars(self, scalars: dict[str, float]) -> None:

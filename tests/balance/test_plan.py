@@ -34,6 +34,15 @@ def test_plans_are_made_ahead_in_another_thread() -> None:
     assert all(name.startswith("freescale-plan") for _, name in made)
 
 
+def test_only_the_thread_completes_plans_beforehand() -> None:
+    """Who looks at one plan alone pays for what they ask of it."""
+    completed: list[int] = []
+    plans = PlanPrefetcher(lambda epoch, step: step, complete=completed.append)
+    assert plans.get(0, 0) == 0 and not completed
+    with plans.running():
+        assert plans.get(0, 1) == 1 and completed == [1]
+
+
 class _Recording(BalancedSampler):
     """Notes which steps are planned, and in which thread."""
 

@@ -14,7 +14,8 @@ import pytest
 from lightning_freescale.balance import CostModel, assign
 from lightning_freescale.balance.__main__ import main
 from lightning_freescale.balance.assign import contiguous_split, imbalance
-from lightning_freescale.balance.simulation.forecast import forecast
+from lightning_freescale.balance.epoch_order import draw_order
+from lightning_freescale.balance.simulation.forecast import Forecast, forecast, new_figure, plot
 from lightning_freescale.balance.simulation.lengths import read_lengths
 
 LENGTHS = np.random.RandomState(0).lognormal(3, 1, 300).astype(int) + 1
@@ -98,13 +99,13 @@ def test_figures_are_those_of_the_assignment() -> None:
     cost = CostModel.from_config(16)
     row = forecast(LENGTHS, 10, 30, cost, steps=1, seed=3)
     costs = cost(LENGTHS)
-    best, drawn = assign(costs, 10), np.random.RandomState(3).permutation(300)
+    best, drawn = assign(costs, 10), draw_order(300, seed=3, epoch=0)
     assert row.balanced == pytest.approx(best.imbalance) and row.lower_bound == pytest.approx(best.lower_bound)
     assert row.zigzag == pytest.approx(assign(costs, 10, assignment_mode="zigzag").imbalance)
     assert row.unbalanced == pytest.approx(imbalance(costs[drawn], contiguous_split(300, 10), 10))
     assert row.speedup == pytest.approx(row.unbalanced / row.balanced)
     assert row.lower_bound < row.balanced < row.zigzag < row.unbalanced
-    assert row.dominated == 0 and row.advice is None
+    assert row.dominated == 0 and row.advice is None and row.samples_per_step == 300
 
 
 def test_options_reach_the_assignment() -> None:
@@ -129,8 +130,8 @@ def test_a_dominated_step_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[
     main(_line(_file(tmp_path, "outlier.txt", OUTLIER), "--ranks", "2,8", "--steps", "2", "--json", written))
     out = capsys.readouterr().out
     assert "64 samples; lengths: mean 157.2, median 1, p99 3701, max 10000" in out
-    assert "predicted, not measured: 2 steps of 8 samples per rank, resampled from outlier.txt; cost 320 L + 1 L²" in out
-    assert "8 ranks: No assignment of these steps gets below" in out and "one sample costs more" in out
+    assert "predicted, not measured: at least 2 steps of 8 samples per rank, drawn from outlier.txt; cost 320 L + 1 L²" in out
+    assert "8 ranks: No assignment of these steps at equal counts gets below" in out and "one sample costs more" in out
     figures = json.loads(written.read_text())
     assert [row["ranks"] for row in figures["predicted"]] == [2, 8] and "outlier.txt" in figures["predicted_from"]
     row = next(line.split() for line in out.splitlines() if line.split()[:1] == ["8"])
@@ -138,6 +139,43 @@ def test_a_dominated_step_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert row[1:5] == [f"{known[name]:.3f}" for name in ("unbalanced", "zigzag", "balanced", "lower_bound")]
     idle = [f"{1 - 1 / known[name]:.1%}" for name in ("unbalanced", "balanced")]
     assert row[5:9] == [*idle, "100%", "1.00x"] and known["unbalanced"] > 7.9
+
+
+def test_a_data_set_smaller_than_a_step_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With advice and without; the figures are those of the real step."""
+    written = tmp_path / "figures.json"
+    path = _file(tmp_path, "a.txt")
+    main(_line(path, "--ranks", "30,64,200", "--batch-size", "8", "--steps", "2", "--json", written, "--dim", "8"))
+    out = capsys.readouterr().out
+    assert "\n30 ranks: a step" not in out
+    for ranks, samples, each in ((64, 512, "4 or 5"), (200, 1600, "1 or 2")):
+        told = (
+            f"A step of {ranks} x 8 has {samples} samples, the data set only has 300: every step has all 300, {each} per rank."
+        )
+        assert f"\n{ranks} ranks: {told}" in out
+    figures = {row["ranks"]: row for row in json.loads(written.read_text())["predicted"]}
+    assert [figures[ranks]["samples_per_step"] for ranks in (30, 64, 200)] == [240, 300, 300]
+    costs = CostModel.from_config(8)(LENGTHS)
+    assert figures[200]["balanced"] == pytest.approx(assign(costs, 200).imbalance)
+    main(_line(_file(tmp_path, "even.txt", np.full(60, 9)), "--ranks", "10", "--steps", "2"))
+    assert "\n10 ranks: A step of 10 x 8 has 80 samples, the data set only has 60: every step has all 60, 6 per rank.\n" in (
+        capsys.readouterr().out
+    )
+
+
+def test_more_ranks_than_samples_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(_line(_file(tmp_path, "a.txt"), "--ranks", "8,301"))
+    assert "300 samples for 301 ranks: every rank needs at least one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mode", ["fixed", "slack", "free"])
+def test_a_bound_is_told_with_the_counts_it_holds_for(mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(_line(_file(tmp_path, "outlier.txt", OUTLIER), "--ranks", "8", "--steps", "2", "--assignment-mode", mode))
+    counts = {"fixed": "at equal counts", "slack": "at counts up to 1.25 times equal", "free": "at any counts"}[mode]
+    out = capsys.readouterr().out
+    assert f"lower bound: no assignment of these steps {counts} gets below it\n" in out
+    assert f"8 ranks: No assignment of these steps {counts} gets below" in out and ".." not in out
 
 
 def test_nothing_is_advised_where_all_is_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,6 +211,21 @@ def test_picture(tmp_path: Path) -> None:
     path = tmp_path / "imbalance.png"
     main(_line(_file(tmp_path, "a.txt"), "--ranks", "2,4", "--steps", "2", "--plot", path))
     assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("top", [1.0, 1.004, 1.3, 2.4, 7.0, 26.0, 900.0])
+def test_no_share_below_zero_is_marked(top: float, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    figure, rows = new_figure(), [Forecast(ranks, 8, top, top, 1.0, 1.0, 0.0, 1.0, None) for ranks in (2, 8)]
+    plot(figure, rows, tmp_path / "p.png", "predicted", "at any counts")
+    (axes,) = figure.axes
+    (right,) = axes.child_axes
+    bottom, height = axes.get_ylim()[0], np.ptp(axes.get_ylim())
+    marked = 100 / (100 - np.array(right.get_yticks()))
+    assert right.get_yticks()[0] == 0 and bottom == 1 and marked[-1] <= axes.get_ylim()[1]
+    assert (np.diff(marked) > 0.05 * height).all(), "labels would overlap"
+    assert len(marked) > 2
+    assert "lower bound at any counts" in [text.get_text() for text in axes.get_legend().get_texts()]
 
 
 def test_missing_matplotlib_is_told_before_the_work(

@@ -17,9 +17,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule
-from lightning_freescale.balance import BalancedSampler, CostModel
+from lightning_freescale.balance import BalancedSampler, BalanceReport, CostModel, predict
 from lightning_freescale.balance.calibration import imbalance_by_true_costs
 from lightning_freescale.data import BalanceOptions
+from lightning_freescale.strategy import balance_monitor
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.checkpoint.test_resume import StopAt
 from tests.helpers.recommender import REPEATS, Recommender, Samples, collate, trainer
@@ -74,6 +75,31 @@ def test_balance_is_logged_per_step_and_epoch() -> None:
     assert {name.rsplit("/")[-1] for name in epochs[0]} == names == {name.rsplit("/")[-1] for name in steps[0]}
     assert epochs[1]["freescale/imbalance/epoch/balanced"] == pytest.approx(after)
     assert epochs[1]["freescale/imbalance/epoch/unbalanced"] > after
+
+
+def _advised(drop_last: bool) -> list[tuple[BalanceReport, BalanceReport]]:
+    """What each advice was asked about, and what is predicted with what it was given."""
+    asked: list[tuple[BalanceReport, BalanceReport]] = []
+
+    def advise(costs: Any, ranks: int, batch_size: int, report: BalanceReport, lengths: Any, **options: Any) -> None:
+        asked.append((report, predict(costs, ranks, batch_size, steps=report.steps, **options)))
+
+    balance_monitor.advise = advise  # type: ignore[assignment]  # this process ends with the test
+    data = Samples(43)
+    module = FreeScaleDataModule(data, data.lengths, 2, collate_fn=collate, seed=5, drop_last=drop_last)
+    trainer(devices=2, max_epochs=1).fit(Recommender(), module)
+    return asked
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_advice_is_on_the_epochs_own_steps(drop_last: bool) -> None:
+    ((told, predicted),), nothing = run_distributed(_advised, 2, drop_last)
+    assert nothing == [] and told.steps == (10 if drop_last else 11)
+    assert (predicted.steps, predicted.lower_bound, predicted.unbalanced) == (
+        told.steps,
+        pytest.approx(told.lower_bound),
+        pytest.approx(told.unbalanced),
+    )
 
 
 class OwnData(L.LightningDataModule):

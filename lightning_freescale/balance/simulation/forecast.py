@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_freescale.balance.advice import advise, predict
-from lightning_freescale.balance.assign import assign
+from lightning_freescale.balance.advice import advise_on
 from lightning_freescale.balance.cost import CostModel
+from lightning_freescale.balance.plan import StepPlan
+from lightning_freescale.balance.prediction import PLANNED_STEPS, draw_steps, evenly_spread, report_plans, report_steps
 from lightning_freescale.balance.report import idle_fraction
 from lightning_freescale.balance.validation import Floats
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-_TIMED = 9
-"""Global batches whose planning is timed."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +27,18 @@ class Forecast:
 
     Attributes:
         ranks: how many share a step.
+        samples_per_step: of all ranks; no more than the data set has.
         unbalanced: imbalance of the samples as drawn.
         zigzag: of FreeScale's zig-zag through the sorted samples (arXiv 2604.24073).
-        balanced: of :func:`assign` with the options asked for.
-        lower_bound: what no assignment of the same steps can beat.
+        balanced: of :func:`assign` with the options asked for, by some of the steps and the bounds of all.
+        lower_bound: what no assignment of the same steps can beat within the limits on the counts.
         dominated: share of the steps in which one sample costs more than the mean rank load.
         planning_ms: measured here, median time to assign one global batch.
-        advice: what would help where the assignment cannot, see :func:`advise`.
+        advice: what would help where the assignment cannot, see :func:`lightning_freescale.balance.advise`.
     """
 
     ranks: int
+    samples_per_step: int
     unbalanced: float
     zigzag: float
     balanced: float
@@ -64,41 +64,45 @@ def forecast(
     seed: int = 0,
     **options: Any,
 ) -> Forecast:
-    """Predict ``steps`` steps of samples resampled from ``lengths``.
+    """Predict the first ``steps`` steps, drawn as :class:`BalancedSampler` does.
 
     Args:
         lengths: history length of every sample, shape ``[samples]``.
         ranks: how many share a step.
         batch_size: samples per rank and step.
         cost: cost of a length; the default :class:`CostModel` if not given.
-        steps: how many to draw.
+        steps: how many to draw at least, see :func:`predict`.
         outlier_window: steps that exchange outliers in ``balanced`` and its lower bound, see :func:`pool_outliers`.
         seed: seeds the draw.
         **options: ``assignment_mode`` and ``count_slack`` of :func:`assign`.
     """
     costs = (CostModel() if cost is None else cost)(lengths)
+    draw: dict[str, Any] = {"costs": costs, "ranks": ranks, "batch_size": batch_size, "seed": seed}
+    setting = {**draw, "outlier_window": outlier_window, **options}
     # the same draw, without a window
-    plain = predict(costs, ranks, batch_size, steps=steps, seed=seed, assignment_mode="zigzag")
-    options_in_use = {"outlier_window": outlier_window, "seed": seed, **options}
-    ours = predict(costs, ranks, batch_size, steps=steps, **options_in_use)
+    plain = report_steps(**draw, steps=steps, assignment_mode="zigzag")
+    plans = list(draw_steps(**setting, steps=steps))
+    planning_ms = _planning_ms(evenly_spread(plans, PLANNED_STEPS))
+    ours = report_plans(plans, PLANNED_STEPS)
     return Forecast(
         ranks,
+        samples_per_step=min(len(costs), ranks * batch_size),
         unbalanced=plain.unbalanced,
         zigzag=plain.balanced,
         balanced=ours.balanced,
         lower_bound=ours.lower_bound,
         dominated=ours.dominated,
-        planning_ms=_planning_ms(costs, ranks, batch_size, seed, options),
-        advice=advise(costs, ranks, batch_size, ours, lengths, **options_in_use),
+        planning_ms=planning_ms,
+        advice=advise_on(ours, ours, plans, setting, lengths),
     )
 
 
-def _planning_ms(costs: Floats, ranks: int, batch_size: int, seed: int, options: dict[str, Any]) -> float:
-    draw, taken = np.random.RandomState(seed), []
-    for _ in range(_TIMED):
-        batch = costs[draw.randint(len(costs), size=ranks * batch_size)]
+def _planning_ms(plans: Sequence[StepPlan]) -> float:
+    """Return the median time to assign the samples of one of these steps; the first of them has its assignment already."""
+    taken = []
+    for plan in plans[1:] or [replace(plans[0])]:  # a copy has none
         start = time.perf_counter()
-        assign(batch, ranks, **options)
+        plan.assignment  # noqa: B018 (made when it is first asked for, and kept)
         taken.append(time.perf_counter() - start)
     return float(np.median(taken) * 1e3)
 
@@ -144,13 +148,23 @@ def new_figure() -> Figure:
     return Figure(figsize=(7.5, 4.5), layout="constrained")
 
 
-def plot(figure: Figure, rows: Sequence[Forecast], path: Path, title: str) -> None:
-    """Draw ``rows`` and write them to ``path``, in the format that its suffix names."""
+def plot(figure: Figure, rows: Sequence[Forecast], path: Path, title: str, counts: str) -> None:
+    """Draw ``rows`` and write them to ``path``, in the format that its suffix names.
+
+    Args:
+        figure: an empty one.
+        rows: in any order.
+        path: where to.
+        title: above the picture.
+        counts: for which the lower bound holds, see :func:`counts_allowed`.
+    """
     axes, ordered = figure.subplots(), sorted(rows, key=lambda row: row.ranks)
     ranks = [row.ranks for row in ordered]
     for name, (label, color, marker, line, width) in _LINES.items():
         values = [getattr(row, name) for row in ordered]
-        axes.plot(ranks, values, label=label, color=color, marker=marker or "x", linestyle=line, linewidth=width)
+        label = f"{label} {counts}" if name == "lower_bound" else label
+        style: dict[str, Any] = {"color": color, "marker": marker or "x", "linestyle": line, "linewidth": width}
+        axes.plot(ranks, values, label=label, clip_on=False, **style)  # markers at 1 stand on the lower edge
     axes.set_xscale("log", base=2)
     axes.set_xticks(ranks, [str(count) for count in ranks])
     axes.minorticks_off()
@@ -159,8 +173,22 @@ def plot(figure: Figure, rows: Sequence[Forecast], path: Path, title: str) -> No
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    axes.set_ylim(bottom=1 - 0.03 * (axes.get_ylim()[1] - 1))
+    top = axes.get_ylim()[1]
+    axes.set_ylim(1, top)  # where nothing is idle
     to_idle, to_imbalance = lambda x: 100 - 100 / np.maximum(x, 1e-3), lambda x: 100 / np.maximum(100 - np.asarray(x), 1e-3)
     idle_axis = axes.secondary_yaxis("right", functions=(to_idle, to_imbalance))
+    ticks = _idle_ticks(top)
+    idle_axis.set_yticks(ticks, [f"{share:g}" for share in ticks])
     idle_axis.set_ylabel("idle share of the ranks' compute time (%)")
     figure.savefig(path, dpi=150)
+
+
+def _idle_ticks(top: float) -> list[float]:
+    """Return shares (%) at which to mark an axis whose imbalance goes up to ``top``: none below 0, none too near another."""
+    ticks, free_from = list[float](), 1.0
+    for share in (0, 0.1, 0.2, 0.5, 1, 2, 5, *range(10, 100, 10), 95, 98, 99, 99.5, 99.8, 99.9):
+        imbalance = 100 / (100 - share)
+        if free_from <= imbalance <= top:
+            ticks.append(share)
+            free_from = imbalance + 0.06 * (top - 1)
+    return ticks

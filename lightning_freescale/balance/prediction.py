@@ -1,0 +1,159 @@
+"""What an epoch comes to before anybody trains: its first steps, drawn and assigned as the sampler does."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from lightning_freescale.balance.epoch_order import draw_order
+from lightning_freescale.balance.plan import StepPlan
+from lightning_freescale.balance.report import BalanceReport
+from lightning_freescale.balance.sampler import BalancedSampler
+from lightning_freescale.balance.solver import Ints
+from lightning_freescale.balance.validation import Floats, non_negative, number_groups
+
+SHUFFLED = 1_000_000
+"""Data sets of more samples are not shuffled for a prediction if a tenth of the samples is enough for it."""
+PLANNED_STEPS = 5
+"""Steps that are planned where a few stand for all, see :func:`report_plans`."""
+_PER_SAMPLE: dict[str, Any] = {"tokens": partial(non_negative, "predict(tokens=...)"), "keep_together": number_groups}
+
+
+def predict(
+    costs: ArrayLike,
+    ranks: int,
+    batch_size: int,
+    *,
+    steps: int = 16,
+    outlier_window: int = 1,
+    drop_last: bool = False,
+    seed: int = 0,
+    **options: Any,
+) -> BalanceReport:
+    """Return the imbalance of the first steps of a :class:`BalancedSampler` with these arguments: predicted, not measured.
+
+    No step has a sample twice. A data set with fewer than ``ranks * batch_size`` samples makes one step of all of them, and
+    that is warned of.
+
+    Args:
+        costs: predicted compute time of every sample, shape ``[samples]``.
+        ranks: how many ranks share a step.
+        batch_size: samples per rank and step.
+        steps: how many steps to draw at least: whole windows, and whole epochs where these are shorter.
+        outlier_window: steps that exchange outliers, see :func:`pool_outliers`.
+        drop_last: leave out the samples of an incomplete last step.
+        seed: seeds the draw.
+        **options: as in :func:`assign`, ``tokens`` and ``keep_together`` of all samples, shape ``[samples]``; and ``window`` of
+            :class:`BalancedSampler`.
+
+    Raises:
+        ValueError: an argument does not fit; names it, its value and the fix.
+
+    Examples:
+        >>> import numpy as np
+        >>> report = predict(np.arange(1.0, 129.0) ** 2, ranks=4, batch_size=8)
+        >>> round(report.unbalanced, 2), round(report.balanced, 2), round(report.lower_bound, 2)
+        (1.38, 1.0, 1.0)
+    """
+    cost = non_negative("predict(costs=...)", costs)
+    draw: dict[str, Any] = {"steps": steps, "outlier_window": outlier_window, "drop_last": drop_last, "seed": seed}
+    report = report_steps(cost, ranks, batch_size, **draw, **options)
+    if (fewer := fewer_than_asked(len(cost), ranks, batch_size)) is not None:
+        warnings.warn(f"predict(ranks={ranks}, batch_size={batch_size}): {fewer}", stacklevel=2)
+    return report
+
+
+def fewer_than_asked(samples: int, ranks: int, batch_size: int) -> str | None:
+    """Return what a step has if the data set cannot fill it; None if it can."""
+    if samples >= ranks * batch_size:
+        return None
+    per_rank = f"{samples // ranks} or {samples // ranks + 1}" if samples % ranks else f"{samples // ranks}"
+    return (
+        f"A step of {ranks} x {batch_size} has {ranks * batch_size} samples, the data set only has {samples}: every step has "
+        f"all {samples}, {per_rank} per rank."
+    )
+
+
+def report_steps(costs: Floats, ranks: int, batch_size: int, *, planned: int | None = None, **options: Any) -> BalanceReport:
+    """Return what :func:`predict` does, without a warning.
+
+    Args:
+        costs: as for :func:`predict`, as are ``ranks`` and ``batch_size``.
+        ranks: the same.
+        batch_size: the same.
+        planned: see :func:`report_plans`.
+        **options: all that :func:`draw_steps` takes.
+    """
+    return report_plans(draw_steps(costs, ranks, batch_size, **options), planned)
+
+
+def report_plans(plans: Iterable[StepPlan], planned: int | None = None) -> BalanceReport:
+    """Return what these steps come to.
+
+    Bounds need no search. So a few steps can stand for all: what their plans are above their bounds, the plans of all are
+    taken to be above theirs.
+
+    Args:
+        plans: the steps.
+        planned: how many to search plans for, evenly spread; all if not given.
+    """
+    if planned is None:
+        return BalanceReport.from_steps(plan.balance for plan in plans)
+    drawn = list(plans)
+    some = BalanceReport.from_steps(plan.balance for plan in evenly_spread(drawn, planned))
+    if planned >= len(drawn):
+        return some
+    bounds = BalanceReport.from_steps(replace(plan, balanced=False).balance for plan in drawn)
+    balanced = bounds.lower_bound * some.balanced / some.lower_bound
+    return replace(bounds, balanced=balanced, tokens_imbalance=some.tokens_imbalance)
+
+
+def evenly_spread(plans: Sequence[StepPlan], count: int) -> list[StepPlan]:
+    """Return ``count`` of the plans, the first among them; all if these are no more."""
+    return [plans[place] for place in np.linspace(0, len(plans) - 1, min(count, len(plans))).astype(int)]
+
+
+def draw_steps(
+    costs: Floats,
+    ranks: int,
+    batch_size: int,
+    *,
+    steps: int = 16,
+    outlier_window: int = 1,
+    window: int = 1,
+    seed: int = 0,
+    **options: Any,
+) -> Iterator[StepPlan]:
+    """Yield the steps of which :func:`predict` tells; ``options`` are all others of :class:`BalancedSampler`."""
+    if steps < 1:
+        raise ValueError(f"predict(steps={steps!r}): pass at least one")
+    of_sampler: dict[str, Any] = {"num_replicas": ranks, "rank": 0, "seed": seed, **options}
+    of_sampler |= {"outlier_window": outlier_window, "window": window}
+    per_step, whole = ranks * batch_size, steps + -steps % max(1, outlier_window, window)
+    if 0 < (whole + 1) * per_step <= len(costs):  # all of these steps are full, so their samples are enough
+        drawn = draw_samples(len(costs), whole * per_step, seed)
+        of_sampler |= {
+            name: check(values, len(costs))[drawn]
+            for name, check in _PER_SAMPLE.items()
+            if (values := options.get(name)) is not None
+        }
+        costs, of_sampler["shuffle"] = costs[drawn], False
+    sampler = BalancedSampler(costs, batch_size, **of_sampler)
+    for epoch in range(-(-steps // sampler.steps_per_epoch)):
+        for step in range(sampler.steps_per_epoch):
+            yield sampler.step_plan(epoch, step)
+
+
+def draw_samples(samples: int, count: int, seed: int) -> Ints:
+    """Return the first ``count`` samples of epoch 0 in drawn order; of a large data set others, each once as well."""
+    if samples <= SHUFFLED or 10 * count > samples:
+        return draw_order(samples, seed, 0)[:count]
+    # to shuffle them all takes seconds. Of twice as many draws from ten times as many samples, nine in ten are different
+    drawn = np.random.RandomState([seed, 0]).randint(samples, size=2 * count)
+    return drawn[np.sort(np.unique(drawn, return_index=True)[1])[:count]]
