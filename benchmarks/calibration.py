@@ -8,7 +8,8 @@ of several runs with other noise and samples.
 
 ``--measured``: the reference model trains on ml-latest-small, on short histories and on heavy-tailed ones: as drawn, planned by
 the analytic model, by ``cost="auto"``, and with histories all of one length, which is the jitter of this machine. After the
-first epoch: predicted and measured imbalance, and the straggler wait that is left of that as drawn, above the jitter's. With
+first epoch: predicted and measured imbalance, and the straggler wait that is left of that as drawn: above the jitter's, and of
+what comes from the data, by the cost model of each report, which takes jitter out where it is larger than that. With
 ``--clock wall`` the straggler wait is the one that ranks have waited; the machine's other load is in all of it. With ``--clock
 cpu`` steps are timed by the processor time of the thread that computes, as if each rank had a core of its own, and the
 straggler wait is what the ranks would have waited: the slowest rank's compute less their own.
@@ -61,17 +62,17 @@ def _measure(options: argparse.Namespace) -> dict[str, float]:
     families = options.measured.split(",")
     figures = measure(families, options.rounds, options.epochs, options.clock)
     print(f"measured, by the {options.clock} clock: medians of {options.rounds} fits, without their first epoch")
-    titles = f"{'predicted':>10}{'measured':>10}{'analytic':>10}{'as drawn':>10}{'jitter':>9}{'wait left':>11}{'analytic':>10}"
+    titles = f"{'predicted':>10}{'measured':>10}{'analytic':>10}{'as drawn':>10}{'jitter':>9}{'wait left':>11}{'of data':>10}"
     print(f"{'imbalance':<12}{titles}")
     for family in families:
         names = ("predicted", "auto_imbalance", "analytic_imbalance", "drawn_imbalance")
         row = "".join(f"{figures[f'{family}_{name}']:>10.3f}" for name in names) + f"{figures[f'{family}_jitter']:>9.3f}"
-        left = f"{figures[f'{family}_auto_wait_left']:>11.1%}{figures[f'{family}_analytic_wait_left']:>10.1%}"
+        left = f"{figures[f'{family}_auto_wait_left']:>11.1%}{figures[f'{family}_auto_data_wait_left']:>10.1%}"
         cost = (
             f"an exchange takes {figures[f'{family}_exchange_ms']:.1f} ms, {figures[f'{family}_exchange_share']:.1%} of compute"
         )
         print(f"{family:<12}{row}{left}   {cost}")
-    for name in ("apart", "apart_beyond_jitter", "auto_wait_left", "exchange_share"):
+    for name in ("apart", "apart_beyond_jitter", "auto_wait_left", "auto_data_wait_left", "exchange_share"):
         figures[f"most_{name}"] = max(figures[f"{family}_{name}"] for family in families)
     return figures
 

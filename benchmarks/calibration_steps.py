@@ -50,15 +50,18 @@ def measure(families: list[str], rounds: int, epochs: int, clock: str) -> dict[s
     for family in families:
         runs = {variant: np.median([each[family, variant] for each in found], axis=0) for variant in VARIANTS}
         wait, floor = {name: float(row[2]) for name, row in runs.items()}, float(runs["floor"][2])
-        predicted, measured, _, exchange, share = runs["auto"]
+        predicted, measured, _, _, exchange, share = runs["auto"]
+        from_data = {name: float(row[3]) for name, row in runs.items()}
         jitter = float(runs["floor"][1] - 1)
         figures |= {f"{family}_{name}_imbalance": float(row[1]) for name, row in runs.items() if name != "floor"}
         figures |= {f"{family}_exchange_ms": 1e3 * float(exchange), f"{family}_exchange_share": float(share)}
         figures |= {f"{family}_{name}_wait_ms": 1e3 * seconds for name, seconds in wait.items()}
+        figures |= {f"{family}_{name}_data_wait_ms": 1e3 * seconds for name, seconds in from_data.items()}
         figures[f"{family}_predicted"], figures[f"{family}_jitter"] = float(predicted), jitter
         figures[f"{family}_apart"] = abs(float(measured - predicted))
         figures[f"{family}_apart_beyond_jitter"] = max(0.0, float(predicted - measured), float(measured - predicted) - jitter)
         for name in ("analytic", "auto"):
+            figures[f"{family}_{name}_data_wait_left"] = from_data[name] / max(from_data["drawn"], 1e-9)
             figures[f"{family}_{name}_wait_left"] = max(0.0, wait[name] - floor) / max(wait["drawn"] - floor, floor / 10)
     return figures
 
@@ -77,8 +80,9 @@ def _fit(family: str, variant: str, epochs: int, clock: str) -> list[float]:
     """What rank 0 knows of one fit.
 
     Returns:
-        Predicted and measured imbalance and the straggler wait in seconds per step, after the first epoch; processor seconds of
-        an exchange of measured times, its fit included, and their share of the compute up to the last one.
+        Predicted and measured imbalance, the straggler wait in seconds per step, and what the report says of it to come from
+        the data, all after the first epoch; processor seconds of an exchange of measured times, its fit included, and their
+        share of the compute up to the last one.
     """
     histories = _histories(family)
     if variant == "floor":
@@ -122,7 +126,9 @@ def _fit(family: str, variant: str, epochs: int, clock: str) -> list[float]:
         wait = report.shares["straggler_wait"] * report.step_s
     steps = len(spent) * WINDOW
     share = sum(spent) / (steps * report.compute_s) if spent else 0.0
-    return [report.predicted_imbalance or 1.0, report.compute_imbalance, wait, sum(spent) / max(len(spent), 1), share]
+    data_wait = 0.0 if report.imbalance is None else report.imbalance.data
+    mean = sum(spent) / max(len(spent), 1)
+    return [report.predicted_imbalance or 1.0, report.compute_imbalance, wait, data_wait, mean, share]
 
 
 @contextmanager
