@@ -16,6 +16,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
+import calibration
 import exchange
 import faults
 import harness
@@ -305,3 +306,28 @@ def test_a_long_run_is_measured(tmp_path: Path) -> None:
     command = ["--steps=40", "--every=10", f"--json={figures}", "--require=threads_per_thousand_steps<=1"]
     subprocess.run([sys.executable, Path(harness.__file__).parent / "soak.py", *command], check=True, timeout=240, cwd=tmp_path)
     assert "rss_mb_per_thousand_steps" in json.loads(figures.read_text())["figures"]
+
+
+def test_calibration_from_either_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = np.random.RandomState(0).lognormal(4, 1, 400).astype(int) + 1
+    np.savez(tmp_path / "few.npz", offsets=np.append(0, np.cumsum(lengths)))
+    for flags in (["--start", "tokens"], ["--start", "analytic", "--all-planned"]):
+        written = tmp_path / "figures.json"
+        words = ["--data", str(tmp_path / "few.npz"), "--ranks", "2", "--runs", "2", "--json", str(written), *flags]
+        monkeypatch.setattr(sys, "argv", ["calibration.py", *words])
+        calibration.main()
+        figures = json.loads(written.read_text())["figures"]
+        assert set(figures) == {
+            f"few_{kind}_2_{which}" for kind in ("quadratic", "mixed") for which in ("before", "calibrated", "worst")
+        }
+        assert all(1 <= figures[f"few_{kind}_2_calibrated"] < 1.1 for kind in ("quadratic", "mixed"))
+
+
+@pytest.mark.slow
+def test_calibration_in_real_steps() -> None:
+    from calibration_steps import VARIANTS, measure
+
+    figures = measure(["short"], rounds=1, epochs=2, clock="cpu")
+    assert {f"short_{name}_imbalance" for name in VARIANTS if name != "floor"} <= figures.keys()
+    assert figures["short_exchange_ms"] > 0 and figures["short_drawn_imbalance"] >= 1
+    assert figures["short_apart"] == abs(figures["short_predicted"] - figures["short_auto_imbalance"])
