@@ -1,0 +1,185 @@
+"""What it brings to share the samples of an optimizer step out among its micro-batches; predicted, and measured.
+
+``python benchmarks/window.py --data gowalla.train.txt.gz`` predicts, for windows of ``--window`` micro-batches of 32 samples
+per rank, what the slowest ranks of the micro-batches take together over what all ranks take on average: each micro-batch as
+drawn, each balanced by itself, and the window's samples shared out first. A sample of length L costs ``--cost``. No plan gets
+below ``bound``: the mean; the samples on one rank after another; the dearest sample with the cheapest others, in its
+micro-batch and in all others.
+
+``python benchmarks/netlab.py --hosts 4 --rate 200mbit -- python benchmarks/window.py --data gowalla.train.txt.gz --measure``
+trains with ``accumulate_grad_batches`` through Lightning instead, a rank on every host, each sample a sleep in proportion to
+its cost, ``--compute-ms`` for a mean micro-batch, and compares the time of optimizer steps with what was predicted of them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "netlab", "LOCAL_WORLD_SIZE": "1"}
+os.environ["GROUP_RANK"] = os.environ.get("RANK", "0")
+sys.path.append(str(Path(__file__).parent))
+
+import harness
+import lightning as L
+import numpy as np
+import torch
+from lengths import read_lengths
+from numpy.typing import NDArray
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+
+from lightning_freescale import FreeScaleDataModule
+from lightning_freescale.balance import assign
+from lightning_freescale.balance.assign import assignment_bound, contiguous_split, imbalance
+from lightning_freescale.balance.window import share_window
+from lightning_freescale.data import BalanceOptions
+
+PER_RANK = 32
+COSTS = {"L": lambda length: length, "L2": lambda length: length**2, "mixed": lambda length: length**2 + 1280 * length}
+ROWS = 1000
+SKIPPED = 2
+"""Optimizer steps at the beginning of a fit."""
+
+Floats = NDArray[np.float64]
+
+
+def main() -> None:
+    """Predict, or measure on all ranks."""
+    options = _options()
+    name, lengths = read_lengths(options.data)
+    costs = COSTS[options.cost](lengths.astype(np.float64))
+    if options.measure:
+        measured = _measured(costs, options)
+        if os.environ["RANK"] == "0":
+            print("\n".join(f"{key}: {value:.4g}" for key, value in measured.items()))
+        harness.finish_on_all_ranks(measured, options)
+    figures: dict[str, float] = {}
+    print(f"{name}, cost {options.cost}, windows of {options.window}: predicted imbalance")
+    print(f"{'ranks':>6}{'as drawn':>12}{'each step':>12}{'window':>12}{'bound':>12}{'ms':>8}")
+    for ranks in options.ranks:
+        found = _predicted(costs, ranks, options)
+        print(
+            f"{ranks:6}"
+            + "".join(f"{found[key]:12.4f}" for key in ("drawn", "steps", "window", "bound"))
+            + f"{found['ms']:8.1f}"
+        )
+        figures |= {f"{ranks}_{key}": value for key, value in found.items()}
+    harness.finish(figures, options)
+
+
+def _options() -> Any:
+    parser = harness.parser(__doc__)
+    add = parser.add_argument
+    add("--data", type=Path, required=True, help=".npz with offsets, or text: user and items per line (.gz)")
+    add("--cost", choices=COSTS, default="L2")
+    add("--window", type=int, default=4, help="micro-batches of an optimizer step")
+    add("--ranks", type=int, nargs="+", default=[4, 16, 64])
+    add("--windows", type=int, default=20, help="how many are drawn")
+    add("--measure", action="store_true")
+    add("--steps", type=int, default=12, help="optimizer steps of each fit that is measured")
+    add("--compute-ms", type=float, default=240, help="of a mean micro-batch")
+    return parser.parse_args()
+
+
+def _predicted(costs: Floats, ranks: int, options: Any) -> dict[str, float]:
+    """Sums over all windows, over the mean."""
+    draw, samples = np.random.RandomState(0), ranks * PER_RANK * options.window
+    sums = dict.fromkeys(("drawn", "steps", "window", "bound"), 0.0)
+    taken = []
+    for _ in range(options.windows):
+        window = costs[draw.choice(len(costs), samples, replace=samples > len(costs))]
+        drawn = np.split(window, options.window)
+        start = time.perf_counter()
+        batch_of_sample = share_window(window, options.window, ranks)
+        taken.append(time.perf_counter() - start)
+        shared = [window[batch_of_sample == batch] for batch in range(options.window)]
+        sums["drawn"] += sum(imbalance(each, contiguous_split(len(each), ranks), ranks) * each.sum() for each in drawn)
+        sums["steps"] += sum(assign(each, ranks).imbalance * each.sum() for each in drawn)
+        sums["window"] += sum(assign(each, ranks).imbalance * each.sum() for each in shared)
+        sums["bound"] += _bound(window, ranks, options.window) * window.sum()
+        sums["mean"] = sums.get("mean", 0.0) + float(window.sum())
+    return {key: value / sums["mean"] for key, value in sums.items() if key != "mean"} | {"ms": float(np.median(taken)) * 1e3}
+
+
+def _bound(window: Floats, ranks: int, batches: int) -> float:
+    ascending = np.sort(window)
+    dearest = ascending[-1] + ascending[: PER_RANK - 1].sum() + ascending[: (batches - 1) * ranks * PER_RANK].sum() / ranks
+    return max(assignment_bound(window, ranks)[0], float(dearest * ranks / window.sum()))
+
+
+class Sleeper(L.LightningModule):
+    """A small table, and a sleep as long as the batch's costs say."""
+
+    def __init__(self, seconds_per_cost: float) -> None:
+        super().__init__()
+        config = EmbeddingConfig(num_embeddings=ROWS, embedding_dim=8, name="item", feature_names=["item"])
+        self.items = EmbeddingCollection(tables=[config])
+        self.dense = torch.nn.Linear(8, 1)
+        self.seconds_per_cost = seconds_per_cost
+        self.began: list[float] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """An optimizer step begins with the first of its micro-batches."""
+        if batch_idx % self.trainer.accumulate_grad_batches == 0:
+            self.began.append(time.perf_counter())
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        """Look up, sleep, and return a mean over samples."""
+        found = self.items(batch["ids"])["item"].values()
+        time.sleep(self.seconds_per_cost * batch["cost"])
+        return self.dense(found).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """SGD for all."""
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def _measured(costs: Floats, options: Any) -> dict[str, float]:
+    """Seconds of optimizer steps, over those of the mean rank's compute, both ways in turns; and what was predicted of them."""
+    world, window = int(os.environ["WORLD_SIZE"]), options.window
+    samples = PER_RANK * world * window * (options.steps + SKIPPED)
+    chosen = costs[np.random.RandomState(0).choice(len(costs), samples, replace=samples > len(costs))]
+    figures: dict[str, float] = {}
+    for shares in (False, True):
+        data = FreeScaleDataModule(
+            list(range(samples)),
+            batch_size=PER_RANK,
+            cost_fn=chosen,
+            balance=BalanceOptions(window=shares),
+            collate_fn=lambda batch: {
+                "cost": float(chosen[batch].sum()),
+                "ids": KeyedJaggedTensor.from_lengths_sync(["item"], torch.tensor(batch) % ROWS, torch.ones(len(batch)).int()),
+            },
+        )
+        seconds = options.compute_ms / 1e3 / (chosen.mean() * PER_RANK)
+        model = Sleeper(seconds)
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
+        trainer = L.Trainer(
+            strategy="freescale",
+            accelerator="cpu",
+            devices=1,
+            num_nodes=world,
+            max_epochs=1,
+            accumulate_grad_batches=window,
+            **quiet,
+        )
+        trainer.fit(model, data)
+        sampler: Any = trainer.train_dataloader.sampler
+        loads = [[float(chosen[each].sum()) for each in sampler.plan(0, step)] for step in range(len(sampler))]
+        slowest, mean = (
+            np.array([each(load) for load in loads]).reshape(-1, window).sum(axis=1)[SKIPPED:-1].sum() * seconds
+            for each in (max, np.mean)
+        )
+        took = np.diff(model.began)[SKIPPED:].sum()
+        name = "window" if shares else "steps"
+        figures |= {f"{name}_predicted": float(slowest / mean), f"{name}_measured": float(took / mean)}
+    figures["predicted_speedup"] = figures["steps_predicted"] / figures["window_predicted"]
+    figures["measured_speedup"] = figures["steps_measured"] / figures["window_measured"]
+    return figures
+
+
+if __name__ == "__main__":
+    main()
