@@ -23,8 +23,8 @@ def on_files(files: Any, config: Any) -> Any:
     for page in list(files.documentation_pages()):
         for link in _LINK.findall(Path(page.abs_src_path).read_text()):
             path = _outside(page, link)
-            if path is not None and files.get_file_from_path(f"{_COPIES}/{path}") is None:
-                files.append(File.generated(config, f"{_COPIES}/{path}", abs_src_path=str(ROOT / path)))
+            if path is not None and files.get_file_from_path(_copy(path)) is None:
+                files.append(File.generated(config, _copy(path), abs_src_path=str(ROOT / path)))
     return files
 
 
@@ -33,9 +33,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     def to_copy(found: re.Match[str]) -> str:
         path = _outside(page.file, found[0])
-        return found[0] if path is None else relpath(f"{_COPIES}/{path}", dirname(page.file.src_uri) or ".")
+        return found[0] if path is None else relpath(_copy(path), dirname(page.file.src_uri) or ".")
 
     return _LINK.sub(to_copy, markdown)
+
+
+def _copy(path: str) -> str:
+    # as it is: a page of the site would have to be in its navigation
+    return f"{_COPIES}/{path}" + (".txt" if path.endswith(".md") else "")
 
 
 def _outside(page: Any, link: str) -> str | None:

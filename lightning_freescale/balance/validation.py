@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_freescale.balance.solver import Ints, Problem, to_integers
+from lightning_freescale.balance.solver import Ints, Problem, dearest_first, to_integers
 
 AssignmentMode = Literal["fixed", "slack", "free", "zigzag"]
 Floats = NDArray[np.float64]
@@ -102,7 +102,7 @@ def problem_from_arguments(
     group_tokens, max_tokens = _token_limit(token, max_tokens_per_rank, group_of_sample)
     size, least, most, ranks_at_max = _count_limits(size, ranks, assignment_mode, count_slack)
     group_cost = to_integers(np.bincount(group_of_sample, cost).astype(np.float64), slow)
-    order = np.argsort(-group_cost, kind="stable")
+    order = dearest_first(group_cost)
     group_tokens = None if group_tokens is None else group_tokens[order]
     problem = Problem(group_cost[order], size[order], group_tokens, slow, least, most, ranks_at_max, max_tokens)
     number = np.empty_like(order)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from lightning_freescale.balance.assign import assign
-from lightning_freescale.balance.solver import Ints, Mask, to_integers
+from lightning_freescale.balance.solver import Ints, Mask, dearest_first, to_integers
 from lightning_freescale.balance.validation import Floats
 
 _LEVEL = 1.0003
@@ -30,7 +30,7 @@ def share_window(costs: Floats, batches: int, ranks: int) -> Ints:
     cost = to_integers(costs, np.ones(ranks * batches, dtype=np.int64))
     each = len(cost) // (ranks * batches)
     batch_of_sample = np.empty(len(cost), dtype=np.int64)
-    left = np.argsort(-cost, kind="stable")  # the dearest first
+    left = dearest_first(cost)
     for batch in range(batches - 1):
         mean = int(cost[left].sum()) / (ranks * (batches - batch))
         dearest = int(cost[left[0]] + cost[left[len(left) - each + 1 :]].sum())

@@ -144,7 +144,7 @@ class BubbleProfiler(Callback):
         self._stop_profiling(None)  # a fit without a step has neither begun nor ended
 
     def _stop_profiling(self, report: BubbleReport | None) -> None:
-        profiler, self._profiler = self._profiler, None
+        profiler, self._profiler, self._group = self._profiler, None, None  # a group listens as long as anybody knows it
         self._timeline.disable()
         self._observing.close()
         if profiler is None or report is None:

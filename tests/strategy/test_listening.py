@@ -81,8 +81,8 @@ def _fit(planned: bool, strategy: str, folder: str | None) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("planned", "profiled", "groups"),
     [
-        (False, False, 3),  # torch's default group, TorchRec's exchanges, those of the collection
-        (True, False, 4),  # and the plan's
+        (False, False, 4),  # torch's default group, TorchRec's exchanges, those of the collection, the plan's
+        (True, False, 4),
         (True, True, 5),  # and the profiler's
     ],
 )

@@ -79,6 +79,14 @@ class Problem:
         return np.bincount(rank_of_group, self.cost, self.ranks).astype(np.int64) * self.slowness
 
 
+def dearest_first(cost: Ints) -> Ints:
+    """Return what ``argsort(-cost)`` does, ties by index, shape ``[groups]``; several times as quick as a stable sort."""
+    order = np.argsort(-cost)  # ties in any order, which is not the same on every processor
+    tie = np.zeros(len(cost), dtype=np.int64)
+    np.cumsum(cost[order[1:]] != cost[order[:-1]], out=tie[1:])
+    return np.sort(tie * len(cost) + order) % max(1, len(cost))
+
+
 def to_integers(cost: NDArray[np.float64], slowness: Ints) -> Ints:
     """Return ``cost`` times a power of two, rounded, so that every sum and key of the search fits 62 bits; plus 1."""
     bits = min(52, 61 - len(slowness).bit_length() - int(slowness.max()).bit_length())

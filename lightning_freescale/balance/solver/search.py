@@ -61,10 +61,11 @@ def _planned(problem: Problem, bound: Bound, time: float, blocks: int) -> Ints |
 
 
 def _refined(problem: Problem, time: float) -> Ints | None:
-    found = [plan for plan in (first_plan(problem, time), zigzag(problem)) if plan is not None and problem.allows(plan)]
-    if not found:
+    plans = (make() for make in (lambda: first_plan(problem, time), lambda: zigzag(problem)))
+    first = next((plan for plan in plans if plan is not None and problem.allows(plan)), None)
+    if first is None:
         return None
-    plan = refine(problem, min(found, key=lambda plan: _time(problem, plan)), CLOSE_ENOUGH * time)
+    plan = refine(problem, first, CLOSE_ENOUGH * time)
     if problem.limits_counts_only and _time(problem, plan) > _WORTH_EXCHANGES * time:
         plan = exchange(problem, plan, CLOSE_ENOUGH * time)
     return plan
