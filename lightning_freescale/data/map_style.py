@@ -258,7 +258,7 @@ class MapStyleData:
             raise ValueError(
                 "the checkpoint's costs were fitted to lengths: pass lengths= to FreeScaleDataModule to go on with it"
             )
-        state = {"window": 1, **state}  # a checkpoint of an earlier version has none
+        state = {"window": 1, "costs_are_final": False, **state}  # a checkpoint of an earlier version has none
         self._load_refits(state, state["ranks"] == world_size)
         if state["batches"]:
             self._refuse_another_order(state, world_size, accumulated)
