@@ -19,11 +19,11 @@ _MANY = 1024
 
 @dataclass(frozen=True)
 class Block:
-    """Some ranks that can do no better, on average, than the bound: they hold these groups between them.
+    """Some ranks that can hardly do better, on average, than the bound, with the groups that they hold between them.
 
     Attributes:
-        groups: which of all, those that no plan can spare these ranks, shape ``[groups]``.
-        ranks: how many they are.
+        groups: which of all, shape ``[groups]``.
+        ranks: how many ranks they are.
     """
 
     groups: Mask
@@ -77,6 +77,10 @@ def lower_bound(problem: Problem, together: int | None = None) -> Bound:
     time = _rounded_up(problem, cost, float(needed[largest]))
     if needed[largest] < mean[largest] or j[largest] == ranks:
         return Bound(time)
+    if k[largest]:  # of two kinds of groups, all of the expensive ones are what these ranks share
+        row = problem.cost[largest : min(int(k[largest] + 1) * ranks, groups)]
+        last = largest + int((row[:-1] / row[1:]).argmax()) if len(row) > 1 else largest
+        largest = last if needed[last] == mean[last] and j[last] < ranks else largest
     held = np.zeros(groups, dtype=bool)
     held[int(m[largest]) - int(dear[largest]) : int(m[largest])] = True
     held[groups - int(beside[largest]) :] = True

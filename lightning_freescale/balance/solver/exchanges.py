@@ -13,7 +13,7 @@ _KINDS = ((1, 1), (1, 0), (2, 1), (1, 2), (2, 2), (3, 2), (2, 3), (3, 3), (4, 4)
 """How many groups one rank gives and takes."""
 _CANDIDATES = {0: 0, 1: 1 << 20, 2: 64, 3: 16, 4: 10}
 """Groups of a rank, evenly spread, that so many are chosen from."""
-_PARTNERS, _ROUNDS, _PATIENCE = 8, 400, 8
+_PARTNERS, _OTHERS, _ROUNDS, _PATIENCE = 8, 32, 400, 8
 
 Range = tuple[float, float]
 
@@ -32,7 +32,9 @@ def exchange(problem: Problem, rank_of_group: Ints, target: float) -> Ints:
         slow = by_time[-1]
         if time[slow] <= target or failed > _PATIENCE:
             break
-        if any(ranks.relieve(slow, quick, target) for quick in by_time[: min(_PARTNERS, problem.ranks - 1)]):
+        # the quickest have most room, but perhaps only groups that are dearer still
+        partners = by_time[: min(_PARTNERS, problem.ranks - 1)] + by_time[_PARTNERS : -1 : 1 + problem.ranks // _OTHERS]
+        if any(ranks.relieve(slow, quick, target) for quick in partners):
             failed = 0
         elif any(ranks.fill(by_time[0], other, target) for other in by_time[1:_PARTNERS] if time[other] < target):
             failed += 1

@@ -56,7 +56,7 @@ def _planned(problem: Problem, bound: Bound, time: float, blocks: int) -> Ints |
             if found is None:
                 return None
             plan[groups] = first + found
-        return plan
+        return _improved(problem, plan, time)
     return _refined(problem, time)
 
 
@@ -65,7 +65,11 @@ def _refined(problem: Problem, time: float) -> Ints | None:
     first = next((plan for plan in plans if plan is not None and problem.allows(plan)), None)
     if first is None:
         return None
-    plan = refine(problem, first, CLOSE_ENOUGH * time)
+    return _improved(problem, first, time)
+
+
+def _improved(problem: Problem, plan: Ints, time: float) -> Ints:
+    plan = refine(problem, plan, CLOSE_ENOUGH * time)
     if problem.limits_counts_only and _time(problem, plan) > _WORTH_EXCHANGES * time:
         plan = exchange(problem, plan, CLOSE_ENOUGH * time)
     return plan
