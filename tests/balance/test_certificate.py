@@ -74,6 +74,17 @@ def test_two_giants_share_the_cheapest_company() -> None:
     assert result.gap < 1e-3 and result.imbalance == pytest.approx(2.159, abs=1e-3)
 
 
+@given(st.integers(0, 10**6), st.sampled_from(MODES))
+@settings(max_examples=150, deadline=None)
+def test_any_heavy_tail_is_planned(seed: int, mode: str) -> None:
+    """Also where a single rank has what the bound is about."""
+    draw = np.random.RandomState(seed)
+    ranks = draw.randint(2, 9)
+    cost = draw.pareto(draw.uniform(0.3, 1.5), draw.randint(ranks, 12 * ranks)) + 0.01
+    result = assign(cost, ranks, assignment_mode=mode)
+    assert result.gap >= 0 and len(np.unique(result.rank_of_sample)) == ranks
+
+
 def test_whole_numbers_do_not_split() -> None:
     seven = assign(np.full(35, 7.0), 8)
     assert seven.gap == pytest.approx(0, abs=1e-6) and seven.imbalance == pytest.approx(5 * 8 / 35)

@@ -45,7 +45,7 @@ def refine(problem: Problem, rank_of_group: Ints, target: float) -> Ints:
     """
     count = np.bincount(rank_of_group, minlength=problem.ranks)
     sparse = problem.ranks * int(count.max()) > _SPARSE * len(rank_of_group)  # only if outliers leave the rest to few ranks
-    if sparse or problem.times(rank_of_group).max() <= target:
+    if problem.ranks == 1 or sparse or problem.times(rank_of_group).max() <= target:
         return rank_of_group
     group = _groups_of_ranks(problem, rank_of_group, count)
     cost, limits = _Amounts(problem.cost, group), list[_Amounts]()
