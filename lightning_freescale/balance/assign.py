@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_freescale.balance.solver import Ints, Problem, lower_bound, search, zigzag
+from lightning_freescale.balance.solver import Ints, Problem, level_tokens, lower_bound, search, to_integers, zigzag
 from lightning_freescale.balance.validation import AssignmentMode, Floats, problem_from_arguments, slowness
+
+_LEVEL = 1.02
+"""Up to this imbalance, tokens are left as they are."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,8 @@ def assign(
             sorted samples at equal counts (arXiv 2604.24073), without any refinement, for comparison.
         count_slack: for ``"slack"``.
         max_tokens_per_rank: no rank gets more tokens than this (memory).
-        tokens: tokens of each sample, shape ``[samples]``; rounded up to whole tokens, the limit down.
+        tokens: tokens of each sample, shape ``[samples]``; rounded up to whole tokens, the limit down. Ranks get as equally
+            many as they can without the slowest being slower, if the ranks are equally fast.
         keep_together: group of each sample, shape ``[samples]``; samples of a group go to one rank. ``"fixed"`` takes groups
             of equal size only.
         rank_speeds: relative speed of each rank, shape ``[ranks]``, > 0; all the same if not given.
@@ -83,6 +87,9 @@ def assign(
         costs, ranks, assignment_mode, count_slack, max_tokens_per_rank, tokens, keep_together, rank_speeds
     )
     rank_of_group, bound = _zigzag_within_limits(problem) if assignment_mode == "zigzag" else _found(problem)
+    if assignment_mode != "zigzag" and token is not None and imbalance(token, rank_of_group[group_of_sample], ranks) > _LEVEL:
+        tokens = to_integers(np.bincount(group_of_sample, token).astype(np.float64), np.ones(ranks, dtype=np.int64))
+        rank_of_group = level_tokens(problem, rank_of_group, tokens)
     rank_of_sample, free = rank_of_group[group_of_sample], not cost.any()
     return Assignment(
         rank_of_sample,

@@ -107,6 +107,33 @@ def test_groups_stay_together(batch: tuple[np.ndarray, int], data: st.DataObject
     assert len(set(result.rank_of_sample)) == ranks
 
 
+@given(batches(), st.sampled_from(["fixed", "slack", "free"]), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_tokens_are_levelled_at_no_cost(batch: tuple[np.ndarray, int], mode: str, limited: bool) -> None:
+    cost, ranks = batch
+    tokens = np.random.RandomState(len(cost)).randint(1, 1000, len(cost))
+    before = assign(cost, ranks, assignment_mode=mode)
+    most = float(np.bincount(before.rank_of_sample, tokens).max())
+    options = {"max_tokens_per_rank": most} if limited else {}
+    after = assign(cost, ranks, assignment_mode=mode, tokens=tokens, **options)
+    least, largest = limits(len(cost), ranks, mode)
+    held = np.bincount(after.rank_of_sample, minlength=ranks)
+    assert least <= held.min() and held.max() <= largest
+    if limited:  # which may lead to another plan
+        assert np.bincount(after.rank_of_sample, tokens).max() <= most
+    else:
+        assert after.imbalance <= before.imbalance
+        assert after.tokens_imbalance <= imbalance(tokens, before.rank_of_sample, ranks) * (1 + 1e-9)
+
+
+def test_where_one_sample_dominates_tokens_are_level() -> None:
+    lengths = np.random.RandomState(0).lognormal(3, 1.1, 64 * 32).round() + 1
+    bare, level = (assign(lengths**2, 64, tokens=tokens) for tokens in (None, lengths))
+    assert bare.dominated and level.imbalance == bare.imbalance
+    before = imbalance(lengths, bare.rank_of_sample, 64)
+    assert level.tokens_imbalance < 1.01 < 1.05 < before
+
+
 def test_a_group_larger_than_the_slack_is_refused() -> None:
     cost, group = np.ones(8), [0, 0, 0, 0, 0, 1, 2, 3]
     with pytest.raises(ValueError, match=r"a group of 5 samples, but a rank may hold 2\. Use count_slack=1\.5 or more"):

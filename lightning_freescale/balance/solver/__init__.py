@@ -8,6 +8,6 @@ large problems run compiled, with the identical plan.
 from lightning_freescale.balance.solver.bounds import lower_bound
 from lightning_freescale.balance.solver.lpt import zigzag
 from lightning_freescale.balance.solver.problem import Ints, Mask, Problem, dearest_first, to_integers
-from lightning_freescale.balance.solver.search import search
+from lightning_freescale.balance.solver.search import level_tokens, search
 
-__all__ = ["Ints", "Mask", "Problem", "dearest_first", "lower_bound", "search", "to_integers", "zigzag"]
+__all__ = ["Ints", "Mask", "Problem", "dearest_first", "level_tokens", "lower_bound", "search", "to_integers", "zigzag"]

@@ -9,7 +9,7 @@ import numpy as np
 from lightning_freescale.balance.solver.bounds import Bound, lower_bound
 from lightning_freescale.balance.solver.exchanges import exchange
 from lightning_freescale.balance.solver.lpt import first_plan, zigzag
-from lightning_freescale.balance.solver.problem import Ints, Problem, to_integers
+from lightning_freescale.balance.solver.problem import Ints, Problem, dearest_first, to_integers
 from lightning_freescale.balance.solver.swaps import refine
 
 CLOSE_ENOUGH = 1.0003
@@ -73,6 +73,24 @@ def _improved(problem: Problem, plan: Ints, time: float) -> Ints:
     if problem.limits_counts_only and _time(problem, plan) > _WORTH_EXCHANGES * time:
         plan = exchange(problem, plan, CLOSE_ENOUGH * time)
     return plan
+
+
+def level_tokens(problem: Problem, plan: Ints, tokens: Ints) -> Ints:
+    """Return a plan in which the rank with most tokens has fewer, and the slowest is no slower.
+
+    Args:
+        problem: what was planned.
+        plan: the rank of every group.
+        tokens: at least 1, shape ``[groups]``.
+    """
+    if np.ptp(problem.slowness):  # a limit on the costs would not be one on the times
+        return plan
+    order = dearest_first(tokens)
+    most = int(np.bincount(plan, problem.cost, problem.ranks).max())
+    leveled = replace(problem, cost=tokens[order], size=problem.size[order], tokens=problem.cost[order], max_tokens=most)
+    found = np.empty_like(plan)
+    found[order] = refine(leveled, plan[order], CLOSE_ENOUGH * leveled.ideal_time)
+    return found if problem.allows(found) else plan
 
 
 def best_split(problem: Problem) -> Ints:
