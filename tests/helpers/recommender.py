@@ -19,8 +19,7 @@ REPEATS = BalanceOptions(calibrate=False)
 """Of runs that are compared to the bit: no plan depends on the clock."""
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.5),
-    # with a smaller eps, what is left of gradients that cancel, rounding, moves a weight by as much as any other gradient
-    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1, eps=1e-4),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
     "rowwise_adagrad": lambda params: RowWiseAdagrad(params, lr=0.1),
 }
 
