@@ -120,7 +120,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         self.exploration_steps = 0 if limited else exploration_steps  # a contiguous split keeps no limits
         self.epoch, self.options = 0, options
         self.micro_batches = micro_batches or MicroBatchSchedule(1, batch_size)
-        self.window, self._shared_from = window, (0, 0)
+        self.window, self._interrupted = window, (0, 0, 0)
         self._per_sample: dict[str, NDArray[Any]] = {}
         if tokens is not None:
             self._per_sample["tokens"] = non_negative("BalancedSampler(tokens=...)", tokens, samples)
@@ -159,13 +159,14 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
             batches: steps that it had done.
             samples: samples that those had, if their number of ranks or batch size was another; the rest of the epoch is cut
                 anew, in the same order.
-            window: that of the run that stopped, if it was another, which it did between two optimizer steps.
+            window: that of the run that stopped, if it was another; what it has begun is ended as it was shared out.
 
         Raises:
             ValueError: fewer samples are left than there are ranks.
         """
         self._steps.resume(epoch, batches, samples)
-        self._shared_from = (0, 0) if window in (None, self.window) else (epoch, batches)
+        before = window or self.window
+        self._interrupted = (epoch, batches - batches % before, before if batches % before else 0)
         self._forget()
 
     def __len__(self) -> int:
@@ -230,18 +231,21 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
             self._windows = {**dict(list(self._windows.items())[1 - _KEPT_WINDOWS :]), (epoch, steps.start): shared}
         return shared[step - steps.start]
 
+    def window_at(self, epoch: int, step: int) -> int:
+        """Return the window that a step is in: that of the run before, where it stopped inside of one."""
+        resumed, begun, interrupted = self._interrupted
+        return interrupted if epoch == resumed and begun <= step < begun + interrupted else self.window
+
     def _sharing_steps(self, epoch: int, step: int) -> range:
         """Return the steps that share their samples out with one: the full ones of its window; or it alone."""
-        first = step - step % self.window
-        full = self.batch_size * self.num_replicas
-        edges = self._steps.for_epoch(epoch)
-        least = self._shared_from[1] if epoch == self._shared_from[0] else 0
-        steps = [
-            each
-            for each in range(max(first, least), min(first + self.window, len(edges) - 1))
-            if edges[each + 1] - edges[each] == full
-        ]
-        return range(steps[0], steps[-1] + 1) if step in steps else range(step, step + 1)
+        window, (resumed, begun, interrupted) = self.window_at(epoch, step), self._interrupted
+        first = step - step % window
+        end = first + window
+        if epoch == resumed and step >= begun + interrupted:
+            first = max(first, begun + interrupted)
+        full, edges = self.batch_size * self.num_replicas, self._steps.for_epoch(epoch)
+        shared = [each for each in range(first, min(end, len(edges) - 1)) if edges[each + 1] - edges[each] == full]
+        return range(shared[0], shared[-1] + 1) if step in shared else range(step, step + 1)
 
     def consumed(self, epoch: int, batches: int) -> int:
         """Return how many samples the first ``batches`` steps of an epoch have."""

@@ -245,7 +245,7 @@ class MapStyleData:
         state: dict[str, Any] = {"seed": self.seed, "epoch": epoch, "batches": batches, "consumed": consumed}
         refits = {start: asdict(refit) for start, refit in self.refits.items()}
         state |= {"ranks": world_size, "refits": refits, "costs_are_final": self.costs_are_final}
-        window = 1 if self._sampler is None else self._sampler.window
+        window = 1 if self._sampler is None else self._sampler.window_at(epoch, batches)
         return {**state, **self._order_facts, "costs": self._costs_fact(epoch), "window": window}
 
     def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int, accumulated: int = 1) -> None:
@@ -284,7 +284,7 @@ class MapStyleData:
         now["costs"] = self._costs_fact(state["epoch"])
         inside = state["batches"] % state["window"] != 0
         pooled = ["batch_size", "ranks", "drop_last", "costs"] if now["outlier_window"] != 1 or inside else []
-        for name in ["samples", "shuffle", "outlier_window", *pooled, *(["window"] if inside else [])]:
+        for name in ["samples", "shuffle", "outlier_window", *pooled]:
             if state[name] != now[name]:
                 where = "between two batches of an optimizer step" if inside else "inside an epoch"
                 raise ValueError(

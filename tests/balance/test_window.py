@@ -111,6 +111,22 @@ def test_resume_between_windows_with_others(then: tuple[int, int], now: tuple[in
     assert sorted(seen) == list(range(200))
 
 
+def test_resume_inside_a_window_with_others() -> None:
+    """What was begun is ended as it was shared out, also by a third run; the windows after it are those of the new run."""
+    first = _ranks(2, window=4)
+    seen = [sample for rank in first for batch in list(rank)[:5] for sample in batch]
+    second = _ranks(2, window=3)
+    for rank in second:
+        rank.resume(0, 5, None, 4)
+        assert [rank.window_at(0, step) for step in (5, 7, 8)] == [4, 4, 3]
+    seen += [sample for rank in second for batch in list(rank)[:1] for sample in batch]
+    third = _ranks(2)
+    for rank in third:
+        rank.resume(0, 6, None, second[0].window_at(0, 6))
+    seen += [sample for rank in third for batch in rank for sample in batch]
+    assert sorted(seen) == list(range(200))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
