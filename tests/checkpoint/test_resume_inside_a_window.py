@@ -172,7 +172,7 @@ def test_gradients_of_what_is_not_there_are_refused() -> None:
 
 
 def _error(path: str, ranks: int, resume: Any = 5, **options: Any) -> str:
-    with pytest.raises(ValueError, match="between two (optimizer steps|batches of an optimizer step)") as error:
+    with pytest.raises(ValueError, match=r"between two (optimizer steps|batches of an optimizer step)") as error:
         _accumulate(path, resume=resume, ranks=ranks, **options)
     return str(error.value)
 
