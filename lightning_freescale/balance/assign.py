@@ -123,7 +123,10 @@ def load_imbalance(loads: NDArray[Any], slow: Ints | None = None) -> float:
 
 
 def assignment_bound(costs: ArrayLike, ranks: int, **options: Any) -> tuple[float, bool]:
-    """Return ``lower_bound`` and ``dominated`` as :func:`assign` would with the same arguments, without a search."""
+    """Return ``lower_bound`` and ``dominated`` as :func:`assign` would with the same arguments, without a search.
+
+    Of few samples on two ranks, which it splits in every way, its own may be higher.
+    """
     problem, cost, _, _ = problem_from_arguments(costs, ranks, **options)
     return lower_bound(problem).time / problem.ideal_time if cost.any() else 1.0, _is_dominated(cost, ranks)
 

@@ -37,7 +37,7 @@ def search(problem: Problem) -> tuple[Ints | None, float]:
         return plan, bound.time
     if problem.ranks == 2 and len(problem.cost) <= _ALL_SPLITS:
         plan = best_split(problem)
-        return plan, float(_time(problem, plan))
+        return plan, float(_time(problem, plan)) if problem.tokens is None else bound.time  # which is of the counts alone
     plain = zigzag(problem)
     return plain if problem.allows(plain) and _time(problem, plain) < _time(problem, plan) else plan, bound.time
 
