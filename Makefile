@@ -28,9 +28,10 @@ test-fast: setup
 # other packages' models, data sets and workers, all of them; installs those packages into .venv
 test-third-party: .venv/.third-party
 	$(BIN)/python -m pytest -m "third_party or not third_party" $(THIRD_PARTY) tests/data/test_third_party.py tests/strategy/test_ray.py
+	$(BIN)/python -m pytest tests/callbacks/test_loggers.py tests/profiling/reporting/test_other_tools.py
 
 .venv/.third-party: .venv/.ready $(THIRD_PARTY)/requirements.txt
-	$(BIN)/python -m pip install --quiet --no-deps recbole==1.2.1 litdata==0.2.76
+	$(BIN)/python -m pip install --quiet --no-deps recbole==1.2.1 litdata==0.2.76 HolisticTraceAnalysis==0.5.0
 	$(BIN)/python -m pip install --quiet -r $(THIRD_PARTY)/requirements.txt
 	touch $@
 

@@ -39,6 +39,7 @@ TESTS = (
     "tests/embeddings/test_sharding_on_gpu.py",
     "tests/fabric/test_early_copy.py",
     "tests/profiling/recording/test_clocks.py",
+    "tests/profiling/recording/test_memory.py",
     "tests/profiling/reporting/test_kineto.py",
     "tests/strategy/test_early_copy.py",
     "tests/test_worker.py",

@@ -33,6 +33,7 @@ def search(
     """
     cost = costs * ranks / costs.sum()  # a load is an imbalance
     best, reached = _table(plan, ranks, limits[1]), float(np.bincount(plan, cost, ranks).max())
+    _anneal(cost, *(part.copy() for part in best), np.zeros(ranks), limits[0], 0.0, 1.0, 0, 0)  # compiled before time counts
     end, share, seed = time.perf_counter() + seconds, 0.5, 0
     while time.perf_counter() < end and reached > bound * 1.00001:
         level, seed, found = bound + share * (reached - bound), seed + 1, False

@@ -147,7 +147,7 @@ def _measured(costs: Floats, options: Any) -> dict[str, float]:
         data = FreeScaleDataModule(
             list(range(samples)),
             batch_size=PER_RANK,
-            cost_fn=chosen,
+            cost=chosen,
             balance=BalanceOptions(window=shares),
             collate_fn=lambda batch: {
                 "cost": float(chosen[batch].sum()),

@@ -17,7 +17,6 @@ import lightning as L
 from hstu import CollateWithNegatives, HSTURecommender
 
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule
-from lightning_freescale.balance import BalanceReport
 from lightning_freescale.profiling.reporting.page import write_page
 
 RATINGS = Path(__file__).parent / "data" / "ml-latest-small" / "ratings.csv.gz"
@@ -75,22 +74,13 @@ def _run(options: argparse.Namespace, name: str, balance: bool) -> dict[str, Any
     if trainer.is_global_zero:
         print(f"\n{label.capitalize()}: {options.epochs} epochs on {options.devices} ranks", flush=True)
     trainer.fit(model, data)
-    balance = _last_epoch(trainer)
     scores = trainer.test(model, data, verbose=False)[0]
     return {
         "rank": trainer.global_rank,
         "report": profiler.report,
         "files": profiler.files,
-        "balance": balance,
         "scores": scores,
     }
-
-
-def _last_epoch(trainer: L.Trainer) -> BalanceReport:
-    """What was predicted for it, by costs that are fitted to measured times while training."""
-    sampler: Any = trainer.train_dataloader.sampler
-    base = trainer.datamodule.train.base_in(sampler.epoch)  # beside its samples
-    return BalanceReport.from_steps(sampler.balance(step).with_base(base, trainer.world_size) for step in range(len(sampler)))
 
 
 def _table(runs: dict[str, dict[str, Any]], ranks: int) -> str:
@@ -105,10 +95,10 @@ def _table(runs: dict[str, dict[str, Any]], ranks: int) -> str:
     for part, note in list(ROWS.items())[1:]:
         label = part.replace("_", " ") + (f" ({note})" if note else "")
         lines.append(_row(f"  {label}", off.shares[part], on.shares[part], ".1%"))
-    balance = runs["on"]["balance"]
+    plan = on.balance
     lines += [
-        _row("predicted imbalance (max / mean)", balance.unbalanced, balance.balanced, ".3f"),
-        f"{'  no assignment gets below':<46}{'':>10}{balance.lower_bound:>10.3f}",
+        _row("predicted imbalance (max / mean) *", plan.unbalanced, plan.balanced, ".3f"),
+        f"{'  no assignment gets below *':<46}{'':>10}{plan.lower_bound:>10.3f}",
         _row("measured compute imbalance", off.compute_imbalance, on.compute_imbalance, ".3f"),
         _row("compute, ms per step and rank", off.compute_s * 1e3, on.compute_s * 1e3, ".1f"),
         _row("samples/s", off.samples_per_s, on.samples_per_s, ".1f"),
@@ -118,6 +108,8 @@ def _table(runs: dict[str, dict[str, Any]], ranks: int) -> str:
     removed = 1 - on.bubble / off.bubble if off.bubble else 0.0
     alone, measured = (1 - on.bubble) / (1 - off.bubble), on.samples_per_s / off.samples_per_s
     lines += [
+        f"* by {plan.costs}, as on the balanced run's page;",
+        f"  the page of the run as drawn has {off.balance.unbalanced:.3f}, by {off.balance.costs}",
         f"{removed:.0%} of a bubble of {off.bubble:.1%} removed: {alone:.2f}x the samples/s at equal compute,",
         f"{measured:.2f}x measured (the runs follow each other, so the machine's other load shows)",
     ]

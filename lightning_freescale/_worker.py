@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
+from types import FrameType
 from typing import Any
 
 import torch
@@ -90,6 +91,16 @@ class WorkerThread:
                 self._waiting -= 1
             resolve()  # only now: who waits for it may give this thread the next job
             del queued, future, job, args, resolve  # their tensors
+
+
+def has_job(frame: FrameType | None) -> bool:
+    """Whether a thread whose innermost frame this is, is that of a worker that runs a job, and does not wait for one."""
+    inside = False
+    while frame is not None:
+        if frame.f_code is WorkerThread._work.__code__:
+            return inside
+        frame, inside = frame.f_back, True
+    return False
 
 
 def start_daemon(run: Callable[[], None], name: str) -> threading.Thread:

@@ -23,6 +23,7 @@ from lightning_freescale._lightning.loops import (
     reload_train_loader,
 )
 from lightning_freescale.balance import BalancedSampler, BlockShuffle, MicroBatchSchedule
+from lightning_freescale.balance.micro_batches import MOST_TRIED
 from lightning_freescale.data.balanced_loader import BalancedDataLoader
 from lightning_freescale.data.iterable import IterableData
 from lightning_freescale.data.map_style import MapStyleData
@@ -44,7 +45,13 @@ class FreeScaleDataModule(LightningDataModule):
             litdata and of MosaicML's streaming is read by the numbers of its samples, as a map-style data set.
         lengths: history length of every training sample, shape ``[samples]``; or a function of one sample: needed for a
             stream; a map-style data set is read once for it, on every rank.
-        batch_size: samples per rank and step.
+        batch_size: samples per rank and step; with ``batch_tokens`` or ``batch_cost``, in validation, test and predict alone.
+        batch_tokens: instead, tokens (lengths, or ``BalanceOptions(tokens=...)``) that a rank may hold in a training step at
+            most. A step has as many samples as then fit whatever is drawn, the same number in all steps, to one, and an epoch
+            as many steps on every rank and in every epoch, see :class:`~lightning_freescale.balance.Budget`. How many of them
+            a rank computes follows from their costs and the limit; the loss is weighed as always. Long and short histories
+            are spread evenly over the steps. Needs a map-style data set.
+        batch_cost: the same for the costs as they were given, which take the place of tokens in reports, too.
         cost: predicted compute time. ``"auto"``: ``CostModel()`` of the lengths; on several ranks under strategy
             ``"freescale"`` compute times are measured, until a fit to them improves no more, and from the next epoch on the
             steps are planned by the fit, if it predicts times clearly better. The ranks agree on it, checkpoints keep it.
@@ -108,6 +115,8 @@ class FreeScaleDataModule(LightningDataModule):
         stream: StreamOptions | None = None,
         loss_reduction: LossReduction = "sample_mean",
         target_counts: ArrayLike | Callable[[Any], float] | None = None,
+        batch_tokens: float | None = None,
+        batch_cost: float | None = None,
         micro_batches: int | Literal["auto"] = 1,
         drop_last: bool = False,
         shuffle: bool | BlockShuffle = True,
@@ -119,10 +128,12 @@ class FreeScaleDataModule(LightningDataModule):
             raise ValueError(f"FreeScaleDataModule(batch_size={batch_size!r}): pass the samples per rank, at least 1")
         if not isinstance(balance, (bool, BalanceOptions)):
             raise ValueError(f"FreeScaleDataModule(balance={balance!r}): pass True, False or BalanceOptions(...)")
-        if micro_batches != "auto" and not (isinstance(micro_batches, int) and 1 <= micro_batches <= batch_size):
+        budgeted = batch_tokens is not None or batch_cost is not None
+        most = MOST_TRIED if budgeted else batch_size
+        if micro_batches != "auto" and not (isinstance(micro_batches, int) and 1 <= micro_batches <= most):
             raise ValueError(
                 f"FreeScaleDataModule(micro_batches={micro_batches!r}, batch_size={batch_size}): pass 'auto', or a number from "
-                "1 to batch_size"
+                f"1 to {'8, as the number of samples is not given' if budgeted else 'batch_size'}"
             )
         if not isinstance(stream, (StreamOptions, type(None))):
             raise ValueError(f"FreeScaleDataModule(stream={stream!r}): pass StreamOptions(...) or None")
@@ -146,16 +157,18 @@ class FreeScaleDataModule(LightningDataModule):
             "loss_reduction": loss_reduction,
             "target_counts": target_counts,
             "drop_last": drop_last,
-            "new_schedule": partial(MicroBatchSchedule, micro_batches, batch_size),
+            "new_schedule": partial(MicroBatchSchedule, micro_batches, most),
         }
         if is_stream(train_dataset):
             context = "an IterableDataset, whose samples are not known before they arrive"
-            refuse_unused(context, unique_ids=unique_ids is not None, shuffle=shuffle is not True, seed=seed != 0)
+            given = {"batch_tokens": batch_tokens is not None, "batch_cost": batch_cost is not None}
+            refuse_unused(context, unique_ids=unique_ids is not None, shuffle=shuffle is not True, seed=seed != 0, **given)
             common |= {"stream": stream or StreamOptions(), "num_workers": loader_options.get("num_workers", 0)}
             self.train = IterableData(train_dataset, lengths, batch_size, collate_fn=collate_fn, **common)
         else:
             refuse_unused("a map-style data set, whose steps are planned without a pool", stream=stream is not None)
             common |= {"unique_ids": unique_ids, "shuffle": shuffle, "seed": seed}
+            common |= {"batch_tokens": batch_tokens, "batch_cost": batch_cost}
             self.train = MapStyleData(train_dataset, lengths, batch_size, **common)
         _tell_how_it_is_read(train_dataset, self.train)
 
@@ -264,13 +277,16 @@ class FreeScaleDataModule(LightningDataModule):
         """Return the balanced loader of this rank."""
         epoch = 0
         if self.trainer is not None:
-            _refuse_trainer(self.trainer, self.balance_options, self.loss_reduction, self.train.micro_batches.candidates)
+            _refuse_trainer(self.trainer, self.balance_options.calibrate, self.loss_reduction, self.train)
             epoch = self.trainer.current_epoch
         if isinstance(self.train, IterableData):
             timeout = None if self.trainer is None else process_group_timeout(self.trainer.strategy)
             return self.train.loader(*self._rank_and_world_size(), epoch, timeout)
-        sampler = self.train.resumed_sampler(*self._rank_and_world_size(), epoch, self._accumulated)
+        limit = 1.0 if self.trainer is None else self.trainer.limit_train_batches
+        sampler = self.train.resumed_sampler(*self._rank_and_world_size(), epoch, self._accumulated, limit)
         self._reload_next_epoch(self.train.epoch_is_cut_anew)
+        if sampler.fill is not None:
+            _tell_fill(sampler)
         return BalancedDataLoader.from_sampler(
             self.train.dataset, sampler, self.collate_fn, self._on_gpu, **self._loader_options
         )
@@ -364,15 +380,12 @@ class FreeScaleDataModule(LightningDataModule):
                 f"the checkpoint was made with {kinds[not streamed]}, this run has {kinds[streamed]}: its place in the one "
                 "means nothing in the other. Load the weights alone, or use the same kind of data set"
             )
-        if isinstance(self.train, MapStyleData):
-            self.train.load_state_dict(state, *self._rank_and_world_size(), self._accumulated)
-            if self.train.refuses_refits(state):
-                rank_zero_warn(
-                    "the checkpoint's costs were fitted to compute times; FreeScaleDataModule(cost=...) says others, which go "
-                    "from here on. To go on with those of the checkpoint, leave cost= out"
-                )
-        else:
-            self.train.load_state_dict(state, *self._rank_and_world_size())
+        self.train.load_state_dict(state, *self._rank_and_world_size())
+        if isinstance(self.train, MapStyleData) and self.train.refuses_refits(state):
+            rank_zero_warn(
+                "the checkpoint's costs were fitted to compute times; FreeScaleDataModule(cost=...) says others, which go from "
+                "here on. To go on with those of the checkpoint, leave cost= out"
+            )
         schedule = self.train.micro_batches
         if schedule.auto and state.get("micro_batches") in schedule.candidates:
             schedule.measured = state["micro_batches"]
@@ -389,6 +402,15 @@ class FreeScaleDataModule(LightningDataModule):
         elif not needed and self._reload_every is not None:
             trainer.reload_dataloaders_every_n_epochs = self._reload_every
             self._reload_every = None
+
+
+def _tell_fill(sampler: BalancedSampler) -> None:
+    """Say what the budget comes to: who asks for tokens wants to know how many samples a step has."""
+    counts = sorted({len(sampler.global_batch(sampler.epoch, step)) for step in (sampler.first_step, len(sampler) - 1)})
+    rank_zero_info(
+        f"{len(sampler)} steps an epoch of {' or '.join(map(str, counts))} samples on {sampler.num_replicas} ranks, which use "
+        f"{cast(float, sampler.fill):.1%} of the budget"
+    )
 
 
 def _tell_how_it_is_read(dataset: Dataset[Any], train: IterableData | MapStyleData) -> None:
@@ -425,7 +447,7 @@ def _leave_one_out(
     return {split: dataset_type(histories, users, split, max_length) for split in splits}
 
 
-def _refuse_trainer(trainer: Trainer, options: BalanceOptions, loss_reduction: str, micro_batches: Sequence[int]) -> None:
+def _refuse_trainer(trainer: Trainer, calibrate: bool | None, loss_reduction: str, train: IterableData | MapStyleData) -> None:
     """Refuse a Trainer that replaces the sampler, or whose strategy neither weighs losses nor measures times."""
     overfit = getattr(trainer, "overfit_batches", 0)
     if overfit:
@@ -434,14 +456,19 @@ def _refuse_trainer(trainer: Trainer, options: BalanceOptions, loss_reduction: s
             "limit_train_batches= with FreeScaleDataModule(shuffle=False)"
         )
     if getattr(trainer.strategy, "weighs_loss", False):
+        if calibrate and trainer.world_size == 1:
+            rank_zero_warn(
+                "BalanceOptions(calibrate=True) measures nothing on a single rank, which has nobody to share samples with: use "
+                "Trainer(devices=2) or more, or leave it out"
+            )
         return
-    if max(micro_batches) > 1:
+    if max(train.micro_batches.candidates) > 1:
         raise ValueError(
             "FreeScaleDataModule(micro_batches=...) needs Trainer(strategy='freescale'): other strategies know batches only"
         )
-    if options.calibrate:
+    if calibrate:
         raise ValueError("BalanceOptions(calibrate=True) needs Trainer(strategy='freescale'), which measures the times")
-    mode = options.assignment_mode
+    mode = train.assignment_mode
     weighed = loss_reduction in ("target_mean", "sum") or (loss_reduction == "sample_mean" and mode in ("slack", "free"))
     if trainer.world_size > 1 and weighed:
         raise ValueError(

@@ -21,6 +21,7 @@ h1 { font-size: 16px; margin: 8px 0 0 }
 #ablation h2, #ablation > p, #waterfall h2, #waterfall > p { display: none }
 """
 """A picture has its text beside it."""
+DRAWN = "body:not([aria-busy])"
 
 
 def main() -> None:
@@ -34,10 +35,12 @@ def main() -> None:
         page = browser.new_page(viewport={"width": WIDTH, "height": 900}, device_scale_factor=2, color_scheme="light")
         page.goto(options.page.resolve().as_uri())
         page.add_style_tag(content=STYLE)
+        page.wait_for_selector(DRAWN)
         parts = [_shot(page.locator("#ablation"))]
         chosen = page.locator("#selector select")
         for run in (0, chosen.locator("option").count() - 1):
             chosen.select_option(index=run)
+            page.wait_for_selector(DRAWN)
             parts += [_shot(page.locator("#label")), _shot(page.locator("#waterfall"))]
         browser.close()
     joined = Image.new("RGB", (2 * WIDTH, sum(part.height for part in parts) + 2 * MARGIN), "white")

@@ -20,13 +20,14 @@ ROOT = Path(__file__).parents[1] / PACKAGE
 FILES = sorted(ROOT.rglob("*.py"))
 
 MAY_IMPORT = {
+    "_code_place": set(),
     "_objects": set(),
     "_torchrec": set(),
     "_version": set(),
     "_worker": set(),
     "balance": set(),
-    "comm": {"_worker"},
-    "profiling": {"_objects", "_version", "_worker"},
+    "comm": {"_code_place", "_worker"},
+    "profiling": {"_code_place", "_objects", "_version", "_worker"},
     "data": {"_worker", "_objects", "_torchrec", "balance", "comm"},
     "embeddings": {"_objects", "_torchrec", "_worker", "comm"},
     "checkpoint": {"_objects", "_version", "embeddings"},
@@ -46,7 +47,8 @@ MAY_IMPORT = {
         "profiling",
     },
     "fabric": {"_lightning", "balance", "checkpoint", "comm", "embeddings", "strategy"},
-    "command_line": {"_lightning", "balance", "checkpoint", "profiling"},
+    "profile": {"callbacks", "profiling"},
+    "command_line": {"_lightning", "balance", "checkpoint", "profile", "profiling"},
     "__main__": {"command_line"},
     "testing": set(),
     "ray": {"strategy"},

@@ -19,6 +19,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import balance
 import balance_gaps
+import budget
 import fetch_peers
 import peers
 from balance_gaps import Case, Result
@@ -349,3 +350,12 @@ def test_long_search_keeps_the_limits_on_the_counts() -> None:
     assert search(cost, plan, 2, (3, 3), 11 / 7.5, seconds=0.3) == pytest.approx(12 / 7.5)
     assert search(cost, plan, 2, (3, 6), 11 / 7.5, seconds=0.3) == pytest.approx(12 / 7.5)
     assert search(cost, plan, 2, (2, 4), 11 / 7.5, seconds=20) == pytest.approx(11 / 7.5)
+
+
+def test_steps_cut_by_tokens_against_ranks_by_themselves(users: Path, run: Run) -> None:
+    figures = run(budget, "--data", users, "--ranks", 2, 8, "--samples", 12)
+    assert 0.5 < figures["fullest"] <= 1
+    for setting in ("few_200_2", "few_all_2"):
+        assert figures[f"{setting}_imbalance"] < figures[f"{setting}_itself_imbalance"]
+        assert 0.3 < figures[f"{setting}_filled"] <= 1
+    assert figures["few_all_8_itself_apart"] > 0

@@ -17,11 +17,14 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
+import demo
 from hstu import CollateWithNegatives, HSTURecommender
 
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
+from lightning_freescale.profiling.analysis.planned import PlannedBalance
 from lightning_freescale.testing import run_distributed
 from tests.helpers.recommender import trainer
+from tests.helpers.reports import report_of, step
 
 ITEMS, USERS, BATCH = 40, 32, 4
 STEPS = USERS // (2 * BATCH)
@@ -165,3 +168,22 @@ def _run(folder: Path, script: str, *options: str | Path, fails: bool = False) -
     found = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
     assert (found.returncode != 0) == fails, found.stderr[-2000:]
     return found.stderr if fails else found.stdout
+
+
+def _report_of(plan: PlannedBalance) -> Any:
+    return report_of(np.array([[step(0.1, forward=0.05)] * 2] * 3), np.full((3, 2), 16), balance=plan)
+
+
+def test_the_demo_predicts_what_its_page_does_and_says_by_which_costs() -> None:
+    planned = {
+        "off": PlannedBalance(1.4, None, 1.1, None, None, None, None, 0, 3),
+        "on": PlannedBalance(1.3, 1.05, 1.04, 0.01, None, None, None, 2, 3),
+    }
+    scores = {"test_NDCG@10": 0.0, "test_HR@10": 0.0}
+    runs = {name: {"report": _report_of(plan), "scores": scores} for name, plan in planned.items()}
+    lines = demo._table(runs, 2).splitlines()
+    shown = runs["on"]["report"].document()["balance"]["compute"]
+    (row,) = [line for line in lines if line.startswith("predicted imbalance")]
+    assert [float(cell) for cell in row.split()[-2:]] == [shown["as_drawn"], shown["balanced"]]
+    note = lines.index("* by the costs as given in 1 step, fitted to measured times in 2, as on the balanced run's page;")
+    assert lines[note + 1].strip() == "the page of the run as drawn has 1.400, by the costs as given"

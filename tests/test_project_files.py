@@ -76,7 +76,7 @@ def test_the_oldest_dependencies_are_the_lower_bounds() -> None:
     oldest = {one.name: one.specifier for one in map(Requirement, (line for line in lines if not line.startswith("#")))}
     bounds = {
         one.name: min(bound.version for bound in one.specifier if bound.operator == ">=")
-        for key in ("dependencies", "cli", "fast", "plot")
+        for key in ("dependencies", "cli", "fast", "plot", "report")
         for one in requirements_in_pyproject(key)
         if any(bound.operator == ">=" for bound in one.specifier)
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import zipfile
+from configparser import ConfigParser
 from email import message_from_string
 from pathlib import Path
 
@@ -56,3 +57,13 @@ def test_metadata_has_version_and_license(wheel: zipfile.ZipFile) -> None:
     assert metadata["Version"] == lightning_freescale.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
     assert f"{METADATA}/licenses/LICENSE" in wheel.namelist()
+
+
+def test_lightning_finds_what_adds_the_profiler(wheel: zipfile.ZipFile) -> None:
+    written = ConfigParser()
+    written.read_string(wheel.read(f"{METADATA}/entry_points.txt").decode())
+    hooks = {name: dict(section) for name, section in written.items() if name.endswith("callbacks_factory")}
+    assert hooks == {
+        "lightning.pytorch.callbacks_factory": {"freescale": "lightning_freescale.profile:callbacks_of_run"},
+        "pytorch_lightning.callbacks_factory": {"freescale": "lightning_freescale.profile:refuse_other_trainer"},
+    }

@@ -14,6 +14,10 @@ from lightning.pytorch import LightningModule as LightningModule
 from lightning.pytorch import Trainer as Trainer
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import GradientAccumulationScheduler as GradientAccumulationScheduler
+from lightning.pytorch.loggers import Logger as Logger
+from lightning.pytorch.loggers import MLFlowLogger as MLFlowLogger
+from lightning.pytorch.loggers import TensorBoardLogger as TensorBoardLogger
+from lightning.pytorch.loggers import WandbLogger as WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import MixedPrecision as MixedPrecision
 from lightning.pytorch.plugins import Precision
@@ -52,6 +56,42 @@ def around_validation(trainer: Trainer, around: Callable[[], Any]) -> Generator[
         yield
     finally:
         del loop.run
+
+
+@contextmanager
+def around_saving(trainer: Trainer, around: Callable[[], Any]) -> Generator[None, None, None]:
+    """Let the Trainer save checkpoints inside the context ``around()``, the other ranks' wait for the first one included."""
+    save = trainer.save_checkpoint
+
+    def save_inside(*args: Any, **kwargs: Any) -> None:
+        with around():
+            save(*args, **kwargs)
+
+    trainer.save_checkpoint = save_inside  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del trainer.save_checkpoint
+
+
+@contextmanager
+def before_batches(trainer: Trainer, begin: Callable[[], Any]) -> Generator[None, None, None]:
+    """Call ``begin`` where the loop turns to the batches of an epoch.
+
+    ``on_train_epoch_start`` is not called for an epoch that a run resumes inside of.
+    """
+    loop = trainer.fit_loop
+    advance = loop.advance
+
+    def begin_and_advance() -> None:
+        begin()
+        advance()
+
+    loop.advance = begin_and_advance  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del loop.advance
 
 
 @contextmanager

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lightning_freescale._lightning.loader_wrapper import LoaderWrapper
 from lightning_freescale._lightning.loops import Strategy
-from lightning_freescale.profiling.recording.collectives import buffers_on, ddp_waits_on, replaced
+from lightning_freescale.profiling.recording.ddp_exchanges import buffers_on, ddp_waits_on
+from lightning_freescale.profiling.recording.observed_work import replaced
 from lightning_freescale.profiling.recording.timeline import Timeline, batches_on
 
 

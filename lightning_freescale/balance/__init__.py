@@ -2,6 +2,7 @@
 
 from lightning_freescale.balance.advice import advise
 from lightning_freescale.balance.assign import Assignment, assign
+from lightning_freescale.balance.budget import Budget
 from lightning_freescale.balance.cost import CostFit, CostModel
 from lightning_freescale.balance.epoch_order import BlockShuffle, pool_outliers
 from lightning_freescale.balance.micro_batches import MicroBatches, MicroBatchSchedule
@@ -14,6 +15,7 @@ __all__ = [
     "BalanceReport",
     "BalancedSampler",
     "BlockShuffle",
+    "Budget",
     "CostFit",
     "CostModel",
     "MicroBatchSchedule",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_freescale.balance.advice import counts_allowed
+from lightning_freescale.balance.budget import Budget
 from lightning_freescale.balance.calibration import fit_report
 from lightning_freescale.balance.cost import CostModel
 from lightning_freescale.balance.prediction import fewer_than_asked
@@ -38,9 +39,11 @@ def _simulate(options: argparse.Namespace) -> None:
     figure = None if options.plot is None else new_figure()  # a missing matplotlib is told before the work
     lengths = read_lengths(options.lengths, options.column)
     draw = {"steps": options.steps, "outlier_window": options.outlier_window, "seed": options.seed}
-    rows = [forecast(lengths, ranks, options.batch_size, cost, **draw, **assign_options) for ranks in options.ranks]
+    batch_size = options.batch_size if options.batch_tokens is None else Budget(options.batch_tokens, lengths)
+    rows = [forecast(lengths, ranks, batch_size, cost, **draw, **assign_options) for ranks in options.ranks]
+    per_rank = f"{options.batch_size} samples" if options.batch_tokens is None else f"at most {options.batch_tokens} tokens"
     predicted_from = (
-        f"at least {options.steps} steps of {options.batch_size} samples per rank, drawn from {options.lengths.name}; "
+        f"at least {options.steps} steps of {per_rank} per rank, drawn from {options.lengths.name}; "
         f"cost {cost.linear:g} L + {cost.quadratic:g} L²"
     )
     mode = ", ".join(f"{name} {value}" for name, value in assign_options.items())
@@ -48,13 +51,18 @@ def _simulate(options: argparse.Namespace) -> None:
     print(f"{options.lengths.name}: {describe_lengths(lengths)}")
     print(f"predicted, not measured: {predicted_from}; {mode}\n\n{format_table(rows)}\n")
     counts = counts_allowed(**assign_options)
+    if any(row.zigzag is not None for row in rows):
+        print("zig-zag: FreeScale's own assignment (arXiv 2604.24073), at equal counts; balanced: this package's")
+    print("idle: the share of its time that a rank waits for the slowest, mean over ranks, of the compute alone")
     print(f"lower bound: no assignment of these steps {counts} gets below it")
     print("dominated: steps in which one sample costs more than a rank's fair share")
     print("speed-up: imbalance as drawn / balanced, of the compute alone; planning: measured here, on this machine")
     for row in rows:
-        told = row.advice or fewer_than_asked(len(lengths), row.ranks, options.batch_size)
-        if told is not None:
-            print(f"\n{row.ranks} ranks: {told}")
+        told = [row.advice or fewer_than_asked(len(lengths), row.ranks, batch_size)]
+        if row.fill is not None:
+            told.insert(0, f"Steps of up to {row.samples_per_step} samples, which use {row.fill:.1%} of the tokens allowed.")
+        if any(told):
+            print(f"\n{row.ranks} ranks: {' '.join(filter(None, told))}")
     if figure is not None:
         plot(figure, rows, options.plot, f"predicted: {predicted_from.replace('; ', chr(10), 1)}; {mode}", counts)
     if options.json is not None:
@@ -98,7 +106,7 @@ def _cost_model(options: argparse.Namespace) -> CostModel:
 
 
 def _assign_options(options: argparse.Namespace) -> dict[str, Any]:
-    mode, slack = options.assignment_mode, options.count_slack
+    mode, slack = options.assignment_mode or ("fixed" if options.batch_tokens is None else "free"), options.count_slack
     if slack is None:
         return {"assignment_mode": mode}
     if mode != "slack":
@@ -115,12 +123,14 @@ def new_parser(program: str) -> argparse.ArgumentParser:
     add("--lengths", type=Path, required=True, metavar="FILE", help="history lengths: " + KINDS)
     add("--column", metavar="NAME", help="of a .csv file: a sample is one value of it, its length the number of its rows")
     add("--ranks", type=_ranks, required=True, metavar="8,64,256", help="numbers of ranks")
-    add("--batch-size", type=_whole, required=True, metavar="N", help="samples per rank and step")
+    batch = simulate.add_mutually_exclusive_group(required=True)
+    batch.add_argument("--batch-size", type=_whole, metavar="N", help="samples per rank and step")
+    batch.add_argument("--batch-tokens", type=_whole, metavar="N", help="instead, tokens per rank and step at most")
     add("--dim", type=_whole, metavar="N", help="width of the embeddings; default: a cost model for width 64")
     add("--layers", type=_whole, metavar="N", help="blocks, with --dim; default 1")
     add("--heads", type=_whole, metavar="N", help="attention heads, with --dim; default 1")
     modes = ["fixed", "slack", "free"]
-    add("--assignment-mode", choices=modes, default="fixed", help="equal counts (default), within limits, or any")
+    add("--assignment-mode", choices=modes, help="equal counts (default), within limits, or any (with --batch-tokens)")
     add("--count-slack", type=float, metavar="SHARE", help="above the equal count, for assignment mode slack; default 0.25")
     add("--outlier-window", type=_whole, default=1, metavar="STEPS", help="steps that exchange outliers; default 1: none")
     add(

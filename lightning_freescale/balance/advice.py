@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from lightning_freescale.balance.budget import Budget
 from lightning_freescale.balance.plan import StepPlan
 from lightning_freescale.balance.prediction import (
     PLANNED_STEPS,
     draw_steps,
     fewer_than_asked,
     report_plans,
-    report_steps,
 )
 from lightning_freescale.balance.report import BalanceReport, idle_fraction
 from lightning_freescale.balance.validation import Floats
@@ -25,29 +25,31 @@ ACCEPTABLE_IMBALANCE = 1.02
 _WORTH_TELLING = 0.005
 """Differences in imbalance below this are not told."""
 _OUTLIER_WINDOW, _PERCENTILE = 16, 99
-_STEPS, _PLANNED = 16, 2
-"""Steps that are drawn of an alternative, and of these planned, see :func:`report_plans`."""
+_PLANNED = 2
+"""Steps of an alternative that are planned, see :func:`report_plans`."""
 
 
 def advise(
     costs: Floats,
     ranks: int,
-    batch_size: int,
+    batch_size: int | Budget,
     report: BalanceReport | None = None,
     lengths: Floats | None = None,
     **options: Any,
 ) -> str | None:
     """Return plain sentences if no assignment can keep the ranks from idling; None if there is nothing to say.
 
-    They say for which counts the lower bound holds, and what other settings are predicted to reach, the best first.
+    They say for which counts the lower bound holds, and what other settings are predicted to reach, the best first, each with
+    what it drops and costs.
 
     Args:
         costs: predicted compute time of every sample, shape ``[samples]``.
         ranks: how many ranks share a step.
-        batch_size: samples per rank and step.
+        batch_size: samples per rank and step, or a :class:`Budget`.
         report: what the assignment in use reaches; predicted if not given.
         lengths: history length of every sample, to name the length at which to truncate and the events that this drops.
-        **options: of :func:`predict`, as in use.
+        **options: of :func:`predict`, as in use, and ``base``, if the report knows of it: what every rank computes for besides
+            its samples, in the units of the costs.
     """
     if report is not None and report.lower_bound <= ACCEPTABLE_IMBALANCE:
         return None
@@ -79,11 +81,14 @@ def advise_on(
     told = "" if fewer is None else f"{fewer} "
     told += _bounds(report, plans, setting)
     now = min(report.balanced, predicted.balanced)
-    tried = sorted([*_with_other_counts(plans, setting), *_with_other_steps(setting, lengths)])
+    tried = sorted([*_with_other_counts(plans, setting), *_with_other_steps(plans, setting, lengths, predicted)])
     better = "".join(f"\n  {value:.3f} {text}" for value, text in tried if value < now - _WORTH_TELLING)
     told += f" Predicted instead:{better}\n" if better else " Nothing that was tried would help. "
     if report.dominated:
-        told += "Splitting such a history over several ranks (context parallelism, in the model) keeps all data and all steps."
+        told += (
+            "Splitting such a history over several ranks (context parallelism) drops nothing and keeps all steps, but is the "
+            "model's work: its attention has to run over several ranks."
+        )
     return told.strip()
 
 
@@ -128,28 +133,53 @@ def _with_other_counts(plans: Sequence[StepPlan], setting: dict[str, Any]) -> li
     if freer is not None:
         with suppress(ValueError):  # of groups or tokens for which there is no room
             balanced = report_plans(_in_mode(freer, plans), _PLANNED).balanced
-            return [(balanced, f'with assignment_mode="{freer}", in the same steps')]
+            share = f"up to {1 + setting.get('count_slack', 0.25):g} times its share" if freer == "slack" else "any number"
+            price = f"which drops nothing, but lets a rank hold {share} of the samples"
+            return [(balanced, f'with assignment_mode="{freer}", in the same steps, {price}')]
     return []
 
 
-def _with_other_steps(setting: dict[str, Any], lengths: Floats | None) -> list[tuple[float, str]]:
-    """Return the imbalance and the description of what else could be changed."""
+def _with_other_steps(
+    plans: Sequence[StepPlan], setting: dict[str, Any], lengths: Floats | None, predicted: BalanceReport
+) -> list[tuple[float, str]]:
+    """Return the imbalance and the description of what else could be changed, over about the same samples."""
     costs, ranks, batch_size = setting["costs"], setting["ranks"], setting["batch_size"]
+    budgeted = isinstance(batch_size, Budget)
+    steps = 1 if budgeted else len(plans)  # of a budget, whole epochs are drawn
     choices: list[tuple[dict[str, Any], str]] = []
     cap = float(np.percentile(costs, _PERCENTILE, method="lower"))
     if cap < costs.max():
-        choices.append(({"costs": np.minimum(costs, cap)}, _truncation(costs, cap, lengths)))
-    if ranks * batch_size < len(costs):
-        choices.append(({"batch_size": 2 * batch_size, "steps": _STEPS // 2}, f"with batch_size={2 * batch_size}"))
+        shorter = {"costs": np.minimum(costs, cap)}
+        if isinstance(batch_size, Budget) and lengths is not None and np.array_equal(batch_size.sizes, lengths):
+            shorter["batch_size"] = Budget(batch_size.per_rank, np.minimum(lengths, lengths[costs <= cap].max()))
+        choices.append((shorter, _truncation(costs, cap, lengths)))
+    larger = "half as many steps, of twice the samples and memory"
+    if isinstance(batch_size, Budget):
+        twice = Budget(2 * batch_size.per_rank, batch_size.sizes)
+        choices.append(({"batch_size": twice}, f"with twice the budget, which drops nothing, but makes about {larger}"))
+    elif ranks * batch_size < len(costs):
+        text = f"with batch_size={2 * batch_size}, which drops nothing, but makes {larger}"
+        choices.append(({"batch_size": 2 * batch_size, "steps": -(-steps // 2)}, text))
         if setting.get("outlier_window", 1) < _OUTLIER_WINDOW:
-            choices.append(({"outlier_window": _OUTLIER_WINDOW}, f"with outlier_window={_OUTLIER_WINDOW}"))
+            price = "which drops nothing, but changes which samples share a step"
+            choices.append(({"outlier_window": _OUTLIER_WINDOW}, f"with outlier_window={_OUTLIER_WINDOW}, {price}"))
     if ranks > 2:
-        choices.append(({"ranks": ranks // 2}, f"on {ranks // 2} ranks"))
+        choices.append(({"ranks": ranks // 2, "steps": steps if budgeted else 2 * steps}, f"on {ranks // 2} ranks"))
     tried = []
     for changed, text in choices:
         with suppress(ValueError):  # of what does not go with it: speeds of other ranks, limits that it cannot meet
-            tried.append((report_steps(**{**setting, "steps": _STEPS, **changed}, planned=_PLANNED).balanced, text))
+            drawn = list(draw_steps(**{**setting, "steps": steps, **changed}))
+            balanced = report_plans(drawn, _PLANNED).balanced
+            if "ranks" in changed:
+                longer = balanced * _mean_load(drawn) / (predicted.balanced * _mean_load(plans))
+                text += f", which drops nothing, but an epoch computes {longer:.2f} times as long"
+            tried.append((balanced, text))
     return tried
+
+
+def _mean_load(plans: Sequence[StepPlan]) -> float:
+    """Return what the mean rank computes for, per sample of the steps."""
+    return float(sum(plan.costs.sum() / plan.ranks + plan.base for plan in plans) / sum(len(plan.samples) for plan in plans))
 
 
 def _truncation(costs: Floats, cap: float, lengths: Floats | None) -> str:

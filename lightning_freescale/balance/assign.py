@@ -50,14 +50,16 @@ def assign(
     tokens: ArrayLike | None = None,
     keep_together: ArrayLike | None = None,
     rank_speeds: ArrayLike | None = None,
+    fallback: ArrayLike | None = None,
 ) -> Assignment:
     """Share the samples of a step out so that all ranks finish together.
 
     Ranks that the lower bound is about share what they must hold among themselves. There, and for the others, longest
     processing time first within the limits (Graham 1969), then swaps, moves and exchanges of several samples between the
-    slowest and the quickest ranks until the bound is reached, or a fixed number of rounds is over; up to 16 samples on two
-    ranks are split in every way. Never worse than the paper's zig-zag, if that keeps the limits. A pure function of its
-    arguments in whole numbers: every rank computes the same plan by itself. Every rank gets at least one sample.
+    slowest and the quickest ranks until the bound is reached, or a fixed number of rounds is over; up to 256 samples begin
+    anew if they fall short, and up to 16 on two ranks are split in every way. Never worse than the paper's zig-zag, if that
+    keeps the limits. A pure function of its arguments in whole numbers: every rank computes the same plan by itself. Every
+    rank gets at least one sample.
 
     Args:
         costs: shape ``[samples]``, in the units of the cost model, finite and >= 0.
@@ -72,6 +74,8 @@ def assign(
         keep_together: group of each sample, shape ``[samples]``; samples of a group go to one rank. ``"fixed"`` takes groups
             of equal size only.
         rank_speeds: relative speed of each rank, shape ``[ranks]``, > 0; all the same if not given.
+        fallback: the ranks of a plan that is known to keep ``max_tokens_per_rank``, shape ``[samples]``, to start from where
+            none is found.
 
     Raises:
         ValueError: an argument does not fit, or no assignment within the limits was found; names it and the fix.
@@ -86,7 +90,8 @@ def assign(
     problem, cost, token, group_of_sample = problem_from_arguments(
         costs, ranks, assignment_mode, count_slack, max_tokens_per_rank, tokens, keep_together, rank_speeds
     )
-    rank_of_group, bound = _zigzag_within_limits(problem) if assignment_mode == "zigzag" else _found(problem)
+    known = None if fallback is None else _ranks_of_groups(fallback, group_of_sample, ranks)
+    rank_of_group, bound = _zigzag_within_limits(problem) if assignment_mode == "zigzag" else _found(problem, known)
     if assignment_mode != "zigzag" and token is not None and imbalance(token, rank_of_group[group_of_sample], ranks) > _LEVEL:
         tokens = to_integers(np.bincount(group_of_sample, token).astype(np.float64), np.ones(ranks, dtype=np.int64))
         rank_of_group = level_tokens(problem, rank_of_group, tokens)
@@ -127,6 +132,7 @@ def assignment_bound(costs: ArrayLike, ranks: int, **options: Any) -> tuple[floa
 
     Of few samples on two ranks, which it splits in every way, its own may be higher.
     """
+    options.pop("fallback", None)  # of which no bound depends
     problem, cost, _, _ = problem_from_arguments(costs, ranks, **options)
     return lower_bound(problem).time / problem.ideal_time if cost.any() else 1.0, _is_dominated(cost, ranks)
 
@@ -145,8 +151,20 @@ def _zigzag_within_limits(problem: Problem) -> tuple[Ints, float]:
     return plan, lower_bound(problem).time
 
 
-def _found(problem: Problem) -> tuple[Ints, float]:
-    plan, bound = search(problem)
+def _ranks_of_groups(fallback: ArrayLike, group_of_sample: Ints, ranks: int) -> Ints:
+    rank_of_sample = np.asarray(fallback)
+    if rank_of_sample.shape != group_of_sample.shape or rank_of_sample.min() < 0 or rank_of_sample.max() >= ranks:
+        raise ValueError(
+            f"assign(fallback=...) has shape {rank_of_sample.shape}: pass the rank of each sample, shape "
+            f"[{len(group_of_sample)}], from 0 to {ranks - 1}"
+        )
+    rank_of_group = np.empty(int(group_of_sample.max()) + 1, dtype=np.int64)
+    rank_of_group[group_of_sample] = rank_of_sample
+    return rank_of_group
+
+
+def _found(problem: Problem, fallback: Ints | None) -> tuple[Ints, float]:
+    plan, bound = search(problem, fallback)
     if plan is None:
         raise ValueError(
             f"assign: no place was found for every sample or group on {problem.ranks} ranks with at most {problem.max_samples} "

@@ -54,7 +54,8 @@ class Calibration:
         Args:
             sums: of :func:`sample_features` over each rank's samples, shape ``[steps, ranks, 4]``.
             seconds: compute times, shape ``[steps, ranks]``; 0 where a rank did not measure.
-            costs: of each rank's samples as they were given, shape ``[steps, ranks]``; if not given, any fit improves on them.
+            costs: of each rank's samples as they were given, shape ``[steps, ranks]``; if not given, or zero, any fit in which
+                samples cost something improves on them.
         """
         costs = np.zeros_like(seconds) if costs is None else costs
         measured = (seconds > 0).all(axis=1)  # a step that a rank did not measure is of no use
@@ -63,14 +64,15 @@ class Calibration:
         self._steps = [*self._steps, *zip(sums[measured], seconds[measured], costs[measured])][-kept:]
         self._steps_since_better += len(seconds)
         self.improved = False
-        if len(self._steps) * ranks < _MIN_TIMES:
+        if len(self._steps) * ranks < _MIN_TIMES or len(self._steps) < 2:  # each is predicted from others
             return None
         all_sums, all_seconds, given = (np.concatenate(values) for values in zip(*self._steps))
         rank = np.tile(np.arange(ranks), len(self._steps))
         self.fit = CostModel.fit(all_sums, all_seconds, rank)
         in_use = given if self._in_use is None else all_sums @ np.array(astuple(self._in_use))
         equally_fast = all_seconds / self.fit.slowness[rank]
-        if _predicts_better(all_sums, in_use[:, None], equally_fast, ranks):
+        explains = any(astuple(self.fit.model))  # else nothing beside the base, as costs of nothing do
+        if _predicts_better(all_sums, in_use[:, None], equally_fast, ranks) if in_use.any() else explains:
             self.adopt_fit()
         else:
             self.base = _base_in_costs(in_use, equally_fast)
@@ -85,8 +87,6 @@ class Calibration:
 
 def _predicts_better(sums: Floats, in_use: Floats, seconds: Floats, ranks: int) -> bool:
     """Whether a fit to ``sums`` predicts unseen times clearly better than one of a base and a factor to costs ``in_use``."""
-    if not in_use.any():
-        return True
     mine, theirs = (_unseen_errors(columns, seconds, ranks) for columns in (sums, in_use))
     gain = huber_loss(theirs, theirs) - huber_loss(mine, theirs)
     return bool(gain.mean() > _SURE * gain.std() / len(gain) ** 0.5)
@@ -160,9 +160,10 @@ def fit_report(document: Mapping[str, Any]) -> ReportFit:
     Raises:
         ValueError: it is no such report, holds no lengths, or not enough of them.
     """
-    if document.get("format") != "lightning_freescale.bubble_report":
-        raise ValueError(f"no bubble report: its format is {document.get('format')!r}")
-    series = document["series"]
+    found = document.get("format") if isinstance(document, Mapping) else None
+    if found != "lightning_freescale.bubble_report":
+        raise ValueError(f"no bubble report: its format is {found!r}")
+    series = document.get("series") or {}
     sums = np.array(series.get("features") or [], dtype=np.float64)
     if not sums.size or (sums[..., 1].any() and not sums[..., 2].any()):
         raise ValueError(

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from lightning_freescale.balance.assign import Assignment, assign, assignment_bound, contiguous_split, imbalance
+from lightning_freescale.balance.assign import Assignment, assign, assignment_bound, contiguous_split, imbalance, load_imbalance
 from lightning_freescale.balance.report import StepBalance
 from lightning_freescale.balance.solver import Ints
 from lightning_freescale.balance.validation import Floats
@@ -29,6 +29,7 @@ class StepPlan:
         ranks: how many ranks share the step.
         balanced: assigned by cost; else a contiguous split of the drawn order.
         options: keyword arguments of :func:`assign` for these samples.
+        base: what every rank computes for besides its samples, in the units of the costs; only ``balance`` knows of it.
     """
 
     samples: Ints
@@ -36,6 +37,7 @@ class StepPlan:
     ranks: int
     balanced: bool = True
     options: dict[str, Any] = field(default_factory=dict)
+    base: float = 0.0
 
     @cached_property
     def assignment(self) -> Assignment:
@@ -61,14 +63,19 @@ class StepPlan:
             bound, dominated = self.assignment.lower_bound, self.assignment.dominated
         else:
             bound, dominated = assignment_bound(self.costs, self.ranks, **self.options)
-        return StepBalance(
-            unbalanced=imbalance(self.costs, contiguous_split(len(self.samples), self.ranks), self.ranks, speeds),
+        drawn, limit = contiguous_split(len(self.samples), self.ranks), self.options.get("max_tokens_per_rank")
+        held = None if tokens is None else np.bincount(self.rank_of_sample, tokens, self.ranks)
+        of_samples = StepBalance(
+            unbalanced=imbalance(self.costs, drawn, self.ranks, speeds),
             balanced=imbalance(self.costs, self.rank_of_sample, self.ranks, speeds),
             lower_bound=bound,
             dominated=dominated,
-            tokens_imbalance=None if tokens is None else imbalance(tokens, self.rank_of_sample, self.ranks),
+            tokens_imbalance=None if held is None else load_imbalance(held),
             cost=float(self.costs.sum()),
+            tokens_unbalanced=None if tokens is None else imbalance(tokens, drawn, self.ranks),
+            tokens_fullest=None if held is None or limit is None else float(held.max()) / limit,
         )
+        return of_samples.with_base(self.base, self.ranks) if self.base else of_samples
 
 
 class PlanPrefetcher(Generic[Plan]):

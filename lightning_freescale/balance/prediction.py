@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from lightning_freescale.balance.budget import Budget
 from lightning_freescale.balance.epoch_order import draw_order
 from lightning_freescale.balance.plan import StepPlan
 from lightning_freescale.balance.report import BalanceReport
@@ -28,7 +29,7 @@ _PER_SAMPLE: dict[str, Any] = {"tokens": partial(non_negative, "predict(tokens=.
 def predict(
     costs: ArrayLike,
     ranks: int,
-    batch_size: int,
+    batch_size: int | Budget,
     *,
     steps: int = 16,
     outlier_window: int = 1,
@@ -44,7 +45,7 @@ def predict(
     Args:
         costs: predicted compute time of every sample, shape ``[samples]``.
         ranks: how many ranks share a step.
-        batch_size: samples per rank and step.
+        batch_size: samples per rank and step, or a :class:`Budget`.
         steps: how many steps to draw at least: whole windows, and whole epochs where these are shorter.
         outlier_window: steps that exchange outliers, see :func:`pool_outliers`.
         drop_last: leave out the samples of an incomplete last step.
@@ -69,9 +70,9 @@ def predict(
     return report
 
 
-def fewer_than_asked(samples: int, ranks: int, batch_size: int) -> str | None:
+def fewer_than_asked(samples: int, ranks: int, batch_size: int | Budget) -> str | None:
     """Return what a step has if the data set cannot fill it; None if it can."""
-    if samples >= ranks * batch_size:
+    if isinstance(batch_size, Budget) or samples >= ranks * batch_size:
         return None
     per_rank = f"{samples // ranks} or {samples // ranks + 1}" if samples % ranks else f"{samples // ranks}"
     return (
@@ -80,7 +81,9 @@ def fewer_than_asked(samples: int, ranks: int, batch_size: int) -> str | None:
     )
 
 
-def report_steps(costs: Floats, ranks: int, batch_size: int, *, planned: int | None = None, **options: Any) -> BalanceReport:
+def report_steps(
+    costs: Floats, ranks: int, batch_size: int | Budget, *, planned: int | None = None, **options: Any
+) -> BalanceReport:
     """Return what :func:`predict` does, without a warning.
 
     Args:
@@ -111,7 +114,8 @@ def report_plans(plans: Iterable[StepPlan], planned: int | None = None) -> Balan
         return some
     bounds = BalanceReport.from_steps(replace(plan, balanced=False).balance for plan in drawn)
     balanced = bounds.lower_bound * some.balanced / some.lower_bound
-    return replace(bounds, balanced=balanced, tokens_imbalance=some.tokens_imbalance)
+    planned_alone = {name: getattr(some, name) for name in ("tokens_imbalance", "tokens_fullest")}
+    return replace(bounds, balanced=balanced, **planned_alone)
 
 
 def evenly_spread(plans: Sequence[StepPlan], count: int) -> list[StepPlan]:
@@ -122,20 +126,26 @@ def evenly_spread(plans: Sequence[StepPlan], count: int) -> list[StepPlan]:
 def draw_steps(
     costs: Floats,
     ranks: int,
-    batch_size: int,
+    batch_size: int | Budget,
     *,
     steps: int = 16,
     outlier_window: int = 1,
     window: int = 1,
     seed: int = 0,
+    base: float = 0.0,
     **options: Any,
 ) -> Iterator[StepPlan]:
-    """Yield the steps of which :func:`predict` tells; ``options`` are all others of :class:`BalancedSampler`."""
+    """Yield the steps of which :func:`predict` tells, with the ``base`` of :class:`StepPlan`.
+
+    ``options`` are all others of :class:`BalancedSampler`.
+    """
     if steps < 1:
         raise ValueError(f"predict(steps={steps!r}): pass at least one")
     of_sampler: dict[str, Any] = {"num_replicas": ranks, "rank": 0, "seed": seed, **options}
     of_sampler |= {"outlier_window": outlier_window, "window": window}
-    per_step, whole = ranks * batch_size, steps + -steps % max(1, outlier_window, window)
+    # which samples a budget's steps have follows from all of them
+    per_step = 0 if isinstance(batch_size, Budget) else ranks * batch_size
+    whole = steps + -steps % max(1, outlier_window, window)
     if 0 < (whole + 1) * per_step <= len(costs):  # all of these steps are full, so their samples are enough
         drawn = draw_samples(len(costs), whole * per_step, seed)
         of_sampler |= {
@@ -147,7 +157,8 @@ def draw_steps(
     sampler = BalancedSampler(costs, batch_size, **of_sampler)
     for epoch in range(-(-steps // sampler.steps_per_epoch)):
         for step in range(sampler.steps_per_epoch):
-            yield sampler.step_plan(epoch, step)
+            plan = sampler.step_plan(epoch, step)
+            yield replace(plan, base=base) if base else plan
 
 
 def draw_samples(samples: int, count: int, seed: int) -> Ints:

@@ -17,8 +17,10 @@ class StepBalance:
         balanced: imbalance of the assignment in use.
         lower_bound: what no assignment within the limits on the counts can beat.
         dominated: a single sample costs more than the mean rank load.
-        tokens_imbalance: max over ranks of tokens / mean over ranks; None if no tokens are known.
+        tokens_imbalance: max over ranks of tokens / mean over ranks, of the assignment in use; None if no tokens are known.
         cost: summed cost of the step.
+        tokens_unbalanced: the same of the samples as drawn.
+        tokens_fullest: tokens of the rank that has most / ``max_tokens_per_rank``; None without such a limit.
     """
 
     unbalanced: float
@@ -27,6 +29,8 @@ class StepBalance:
     dominated: bool
     tokens_imbalance: float | None
     cost: float
+    tokens_unbalanced: float | None = None
+    tokens_fullest: float | None = None
 
     def with_base(self, base: float, ranks: int) -> StepBalance:
         """Return the same for ranks of which each computes for ``base`` besides its samples, in the units of the costs."""
@@ -43,8 +47,19 @@ class BalanceReport:
 
     Attributes:
         steps: how many there are.
-        unbalanced, balanced, lower_bound, tokens_imbalance: means of those of :class:`StepBalance`.
+        unbalanced, balanced, lower_bound, tokens_imbalance, tokens_unbalanced: means of those of :class:`StepBalance`.
         dominated: share of steps in which a single sample costs more than the mean rank load.
+        tokens_fullest: the largest of those of :class:`StepBalance`.
+
+    Examples:
+        >>> import numpy as np
+        >>> from lightning_freescale.balance import predict
+        >>> lengths = np.arange(1.0, 129.0)
+        >>> print(predict(lengths**2, ranks=4, batch_size=8, tokens=lengths, max_tokens_per_rank=600))
+        imbalance over 16 steps (max / mean over ranks):
+                 as drawn             balanced             lower bound  gap
+        compute  1.381 (27.6% idle)   1.002 (0.2% idle)    1.000        0.18%
+        tokens   1.230                1.015                -            -      fullest rank of any step: 99.0% of its limit
     """
 
     steps: int
@@ -53,6 +68,8 @@ class BalanceReport:
     lower_bound: float
     dominated: float
     tokens_imbalance: float | None
+    tokens_unbalanced: float | None = None
+    tokens_fullest: float | None = None
 
     @classmethod
     def from_steps(cls, steps: Iterable[StepBalance]) -> BalanceReport:
@@ -69,23 +86,32 @@ class BalanceReport:
 
     def scalars(self, over: str) -> dict[str, float]:
         """Return the figures by the names under which they are logged: ``freescale/imbalance/{over}/...``."""
-        names = ("unbalanced", "balanced", "lower_bound", "gap", "dominated", "tokens_imbalance")
+        names = ["unbalanced", "balanced", "lower_bound", "gap", "dominated"]
+        names += ["tokens_imbalance", "tokens_unbalanced", "tokens_fullest"]
         return {f"freescale/imbalance/{over}/{name}": value for name in names if (value := getattr(self, name)) is not None}
 
     def __str__(self) -> str:
-        tokens = "" if self.tokens_imbalance is None else f"; tokens {self.tokens_imbalance:.3f}"
-        return (
-            f"imbalance over {self.steps} steps: {self.unbalanced:.3f} as drawn ({idle_fraction(self.unbalanced):.1%} idle), "
-            f"{self.balanced:.3f} balanced ({idle_fraction(self.balanced):.1%} idle), lower bound {self.lower_bound:.3f} "
-            f"(gap {self.gap:.2%}), {self.dominated:.0%} of the steps dominated by one sample{tokens}"
-        )
+        drawn, balanced = (f"{each:.3f} ({idle_fraction(each):.1%} idle)" for each in (self.unbalanced, self.balanced))
+        lines = [
+            f"imbalance over {self.steps} step{'s'[: self.steps != 1]} (max / mean over ranks):",
+            f"         {'as drawn':21}{'balanced':21}{'lower bound':13}gap",
+            f"compute  {drawn:21}{balanced:21}{self.lower_bound:<13.3f}{self.gap:.2%}",
+        ]
+        if self.tokens_imbalance is not None and self.tokens_unbalanced is not None:
+            full = self.tokens_fullest
+            limit = "" if full is None else f"      fullest rank of any step: {full:.1%} of its limit"
+            lines.append(f"tokens   {self.tokens_unbalanced:<21.3f}{self.tokens_imbalance:<21.3f}{'-':13}-{limit}")
+        if self.dominated:
+            lines.append(f"in {self.dominated:.0%} of the steps one sample costs more than a rank's fair share")
+        return "\n".join(lines)
 
 
 class BalanceSums:
     """Sums of steps that are added one by one, so that an epoch need not be kept."""
 
     def __init__(self) -> None:
-        self._sums = np.zeros((2, 6))  # weighted by cost, and each step alike in case none costs anything
+        self._sums = np.zeros((2, 7))  # weighted by cost, and each step alike in case none costs anything
+        self._fullest: float | None = None
 
     @property
     def steps(self) -> int:
@@ -94,17 +120,21 @@ class BalanceSums:
 
     def add_step(self, step: StepBalance) -> None:
         """Add a step to the sums."""
-        row = [step.unbalanced, step.balanced, step.lower_bound, step.tokens_imbalance, step.dominated, 1]  # None becomes nan
-        self._sums += np.array(row, dtype=np.float64) * [[step.cost], [1.0]]
+        row = [step.unbalanced, step.balanced, step.lower_bound, step.tokens_imbalance, step.tokens_unbalanced]
+        self._sums += np.array([*row, step.dominated, 1], dtype=np.float64) * [[step.cost], [1.0]]  # None becomes nan
+        if step.tokens_fullest is not None:
+            self._fullest = max(step.tokens_fullest, self._fullest or 0.0)
 
     def report(self) -> BalanceReport:
         """Return what the steps so far amount to."""
         if not self.steps:
             return BalanceReport(0, 1.0, 1.0, 1.0, 0.0, None)
         weighted, alike = self._sums
-        unbalanced, balanced, bound, tokens = (weighted / weighted[-1] if weighted[-1] else alike / alike[-1])[:4].tolist()
-        dominated = float(alike[4] / alike[-1])
-        return BalanceReport(self.steps, unbalanced, balanced, bound, dominated, None if np.isnan(tokens) else tokens)
+        means = (weighted / weighted[-1] if weighted[-1] else alike / alike[-1])[:5].tolist()
+        unbalanced, balanced, bound = means[:3]
+        tokens, drawn_tokens = (None if np.isnan(mean) else mean for mean in means[3:])
+        dominated = float(alike[5] / alike[-1])
+        return BalanceReport(self.steps, unbalanced, balanced, bound, dominated, tokens, drawn_tokens, self._fullest)
 
 
 def idle_fraction(imbalance: float) -> float:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_freescale.balance.assign import assign
+from lightning_freescale.balance.budget import Budget, BudgetSteps
 from lightning_freescale.balance.epoch_order import BlockShuffle, StepBoundaries, draw_order, pool_outliers
 from lightning_freescale.balance.micro_batches import MicroBatches, MicroBatchSchedule, cut, most_parts
 from lightning_freescale.balance.plan import PlanPrefetcher, StepPlan
@@ -21,8 +23,8 @@ from lightning_freescale.balance.window import share_window
 EXPLORATION_STEPS = 50
 """Steps of epoch 0 among which some stay as drawn while costs are calibrated, see :class:`BalancedSampler`."""
 
-
-_KEPT_WINDOWS = 4
+_KEPT_WINDOWS = 32
+"""Loader workers read ahead of training, which asks for its own window's samples in every step."""
 
 
 class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
@@ -34,7 +36,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
 
     Args:
         costs: predicted compute time per sample, shape ``[samples]``.
-        batch_size: samples per rank and step.
+        batch_size: samples per rank and step; or the :class:`Budget` that says how many there is room for, at any counts.
         num_replicas: world size.
         rank: the rank to yield for.
         seed: seeds the shuffle, together with the epoch.
@@ -53,7 +55,10 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         micro_batches: how many each step has; one if not given. A step has fewer where a rank has fewer samples that weigh
             something.
         window: how many of these steps make one optimizer step, whose gradients are accumulated. Their samples are shared
-            out among them, see :func:`share_window`, and weighed as one batch; those of an incomplete last step stay its own.
+            out among them, see :func:`share_window`, and weighed as one batch; those of an incomplete last step stay its own,
+            and so do all where the samples of a step would not fit into ``max_tokens_per_rank`` then.
+        limit: how many steps of an epoch are trained on, or as a float, which share of them, as
+            ``Trainer(limit_train_batches=...)``. What is shared out is among these.
         **options: ``assignment_mode``, ``count_slack``, ``max_tokens_per_rank`` and ``rank_speeds`` of :func:`assign`.
 
     Raises:
@@ -70,7 +75,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
     def __init__(
         self,
         costs: ArrayLike,
-        batch_size: int,
+        batch_size: int | Budget,
         *,
         num_replicas: int,
         rank: int,
@@ -86,29 +91,22 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         exploration_steps: int = 0,
         micro_batches: MicroBatchSchedule | None = None,
         window: int = 1,
+        limit: int | float = 1.0,
         **options: Any,
     ) -> None:
         # DistributedSampler's own constructor insists on a data set; being one is what makes Lightning leave us alone.
-        if outlier_window < 1:
-            raise ValueError(f"BalancedSampler(outlier_window={outlier_window!r}): pass a number of steps, 1 for no exchange")
-        if batch_size < 1 or num_replicas < 1 or not 0 <= rank < num_replicas:
-            raise ValueError(
-                f"BalancedSampler(batch_size={batch_size!r}, num_replicas={num_replicas!r}, rank={rank!r}): pass at least one "
-                "sample and one rank, and a rank below num_replicas"
-            )
-        if window < 1:
-            raise ValueError(f"BalancedSampler(window={window!r}): pass a number of steps, 1 for no accumulation")
+        _refuse_out_of_range(batch_size, num_replicas, rank, outlier_window, window)
+        self.budget = batch_size if isinstance(batch_size, Budget) else None
+        if self.budget is not None:
+            given = {"tokens": tokens is not None, "keep_together": keep_together is not None, "drop_last": drop_last}
+            given |= {"outlier_window": outlier_window > 1, "shuffle": isinstance(shuffle, BlockShuffle)}
+            _refuse_with_budget(given, options)
+            tokens, most = self.budget.in_whole_numbers
+            non_negative("Budget(sizes=...)", tokens, np.size(costs))
+            options = {**options, "assignment_mode": "free", "max_tokens_per_rank": most}
         limited = keep_together is not None or options.get("max_tokens_per_rank") is not None
-        if window > 1 and (limited or outlier_window > 1 or not balance):
-            raise ValueError(
-                f"BalancedSampler(window={window}) shares samples out among steps by their costs alone: leave keep_together, "
-                "max_tokens_per_rank, outlier_window and balance=False out, or use window=1"
-            )
-        if limited and not balance:
-            raise ValueError(
-                "BalancedSampler(balance=False) leaves the samples as drawn and keeps no limit: leave keep_together and "
-                "max_tokens_per_rank out"
-            )
+        placed = keep_together is not None or self.budget is not None or outlier_window > 1
+        _refuse_limits(limited, placed, window, balance)
         self.costs = self._costs_of_order = _rounded(costs)  # a new plan must not change which samples a step has
         samples = len(self.costs)
         weights = np.ones(samples) if loss_weights is None else loss_weights
@@ -119,8 +117,8 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         self.balance_steps, self.outlier_window = balance, outlier_window
         self.exploration_steps = 0 if limited else exploration_steps  # a contiguous split keeps no limits
         self.epoch, self.options = 0, options
-        self.micro_batches = micro_batches or MicroBatchSchedule(1, batch_size)
-        self.window, self._interrupted = window, (0, 0, 0)
+        self.micro_batches = micro_batches or MicroBatchSchedule(1, 1)
+        self.window, self._limit, self._interrupted = window, limit, (0, 0, 0)
         self._per_sample: dict[str, NDArray[Any]] = {}
         if tokens is not None:
             self._per_sample["tokens"] = non_negative("BalancedSampler(tokens=...)", tokens, samples)
@@ -131,7 +129,11 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
                 f"BlockShuffle(sizes=...) has {self.blocks.samples} samples in all, the data set {samples}: pass the "
                 "samples of each block of this data set"
             )
-        self._steps = StepBoundaries(samples, batch_size, num_replicas, drop_last)
+        self._steps: StepBoundaries | BudgetSteps
+        if isinstance(batch_size, Budget):
+            self._steps = BudgetSteps(batch_size, num_replicas)
+        else:
+            self._steps = StepBoundaries(samples, batch_size, num_replicas, drop_last)
         self._replans: dict[int, tuple[Callable[[], ArrayLike] | None, dict[str, Any]]] = {}
         self._drawn: tuple[int, Ints] | None = None
         self._windows: dict[tuple[int, int], list[Ints]] = {}
@@ -151,7 +153,14 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
             self._drawn = None
             self._forget()
 
-    def resume(self, epoch: int, batches: int, samples: int | None = None, window: int | None = None) -> None:
+    def resume(
+        self,
+        epoch: int,
+        batches: int,
+        samples: int | None = None,
+        window: Sequence[int] | None = None,
+        cuts: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         """Start ``epoch`` after its first ``batches`` steps; every other epoch starts at its beginning.
 
         Args:
@@ -159,14 +168,21 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
             batches: steps that it had done.
             samples: samples that those had, if their number of ranks or batch size was another; the rest of the epoch is cut
                 anew, in the same order.
-            window: that of the run that stopped, if it was another; what it has begun is ended as it was shared out.
+            window: that of the run that stopped, see :meth:`begun_window`, if it was another; what it has begun is ended as it
+                was shared out.
+            cuts: how that run had cut the epoch by its budget, see :meth:`cuts`; as this one does if not given.
 
         Raises:
             ValueError: fewer samples are left than there are ranks.
         """
-        self._steps.resume(epoch, batches, samples)
-        before = window or self.window
-        self._interrupted = (epoch, batches - batches % before, before if batches % before else 0)
+        if isinstance(self._steps, BudgetSteps):
+            self._steps.resume(epoch, batches, self._draw_order(epoch), cuts)
+            self._drawn = None
+        else:
+            self._steps.resume(epoch, batches, samples)
+        self._interrupted = (0, 0, 0)
+        begun, steps = self.begun_window(epoch, batches) if window is None else window
+        self._interrupted = (epoch, begun, steps)
         self._forget()
 
     def __len__(self) -> int:
@@ -228,28 +244,59 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
             samples = self._order(epoch)[edges[steps.start] : edges[steps.stop]]
             batch_of_sample = share_window(self.costs[samples], len(steps), self.num_replicas)
             shared = [samples[batch_of_sample == batch] for batch in range(len(steps))]
+            if self.options.get("max_tokens_per_rank") is not None and not all(map(self._fits, shared)):
+                shared = np.split(samples, len(steps))  # as drawn
             self._windows = {**dict(list(self._windows.items())[1 - _KEPT_WINDOWS :]), (epoch, steps.start): shared}
         return shared[step - steps.start]
 
-    def window_at(self, epoch: int, step: int) -> int:
-        """Return the window that a step is in: that of the run before, where it stopped inside of one."""
-        resumed, begun, interrupted = self._interrupted
-        return interrupted if epoch == resumed and begun <= step < begun + interrupted else self.window
+    def _fits(self, samples: Ints) -> bool:
+        """Return whether a plan is found for the samples of a step within the limit on tokens."""
+        try:
+            assign(self.costs[samples], self.num_replicas, **self._options_of(samples))
+        except ValueError:
+            return False
+        return True
+
+    def begun_window(self, epoch: int, batches: int) -> tuple[int, int]:
+        """Return the first of the steps that a run shares samples out among, and how many, if it stops inside of them.
+
+        Args:
+            epoch: where it stops.
+            batches: steps that it has done; between two windows, it has begun none: ``(batches, 0)``.
+        """
+        steps = self._sharing_steps(epoch, batches)
+        return (steps.start, len(steps)) if steps.start < batches else (batches, 0)
 
     def _sharing_steps(self, epoch: int, step: int) -> range:
         """Return the steps that share their samples out with one: the full ones of its window; or it alone."""
-        window, (resumed, begun, interrupted) = self.window_at(epoch, step), self._interrupted
-        first = step - step % window
-        end = first + window
+        resumed, begun, interrupted = self._interrupted
+        if epoch == resumed and begun <= step < begun + interrupted:  # by the run before
+            return range(begun, begun + interrupted)
+        if self.window == 1 or self.budget is not None:
+            return range(step, step + 1)
+        first = step - step % self.window
+        end = first + self.window
         if epoch == resumed and step >= begun + interrupted:
             first = max(first, begun + interrupted)
-        full, edges = self.batch_size * self.num_replicas, self._steps.for_epoch(epoch)
-        shared = [each for each in range(first, min(end, len(edges) - 1)) if edges[each + 1] - edges[each] == full]
+        full, edges = cast(int, self.batch_size) * self.num_replicas, self._steps.for_epoch(epoch)
+        steps = len(edges) - 1
+        # an optimizer step that the limit ends early has its own samples, not the dearest of more
+        last = min(self._limit, steps) if isinstance(self._limit, int) else int(self._limit * steps)
+        shared = [each for each in range(first, min(end, last)) if edges[each + 1] - edges[each] == full]
         return range(shared[0], shared[-1] + 1) if step in shared else range(step, step + 1)
 
     def consumed(self, epoch: int, batches: int) -> int:
         """Return how many samples the first ``batches`` steps of an epoch have."""
         return self._steps.for_epoch(epoch)[batches]
+
+    def cuts(self, epoch: int) -> list[tuple[int, ...]]:
+        """Return how an epoch is cut by the budget, for :meth:`resume`; nothing without one."""
+        return [tuple(cut) for cut in self._steps.cuts(epoch)] if isinstance(self._steps, BudgetSteps) else []
+
+    @property
+    def fill(self) -> float | None:
+        """The share of the budget that an epoch uses; None without one."""
+        return self._steps.fill if isinstance(self._steps, BudgetSteps) else None
 
     def counts(self, step: int) -> list[int]:
         """Return how many samples every rank has in a step of the current epoch."""
@@ -308,9 +355,14 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
 
     def _make_plan(self, epoch: int, step: int) -> StepPlan:
         samples = self.global_batch(epoch, step)
-        options = {**self.options, **{name: values[samples] for name, values in self._per_sample.items()}}
+        options = self._options_of(samples)
+        if isinstance(self._steps, BudgetSteps):
+            options["fallback"] = self._steps.ranks_within_budget(epoch, samples)
         explores = epoch == 0 and step < self.exploration_steps and is_exploration_step(step)
         return StepPlan(samples, self.costs[samples], self.num_replicas, self.balance_steps and not explores, options)
+
+    def _options_of(self, samples: Ints) -> dict[str, Any]:
+        return {**self.options, **{name: values[samples] for name, values in self._per_sample.items()}}
 
     def _complete_plan(self, plan: StepPlan) -> None:
         plan.samples_of_ranks  # noqa: B018 (computed here, in the thread)
@@ -325,7 +377,9 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         drawn = self._drawn  # read once: the thread that plans ahead sets it, too
         if drawn is None or drawn[0] != epoch:
             order = self._draw_order(epoch)
-            if self.outlier_window > 1:
+            if isinstance(self._steps, BudgetSteps):
+                order = self._steps.deal(order, self._steps.cuts(epoch))
+            elif self.outlier_window > 1:
                 costs, edges = self._costs_of_order, self._steps.full_epoch
                 order = pool_outliers(order, edges, costs, self.num_replicas, self.outlier_window)
             drawn = self._drawn = (epoch, order)
@@ -335,6 +389,43 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         if self.blocks is not None:
             return self.blocks.draw_order(self.seed, epoch)
         return draw_order(len(self.costs), self.seed, epoch) if self.shuffle else np.arange(len(self.costs))
+
+
+def _refuse_out_of_range(batch_size: int | Budget, ranks: int, rank: int, outlier_window: int, window: int) -> None:
+    if outlier_window < 1:
+        raise ValueError(f"BalancedSampler(outlier_window={outlier_window!r}): pass a number of steps, 1 for no exchange")
+    if ranks < 1 or not 0 <= rank < ranks or (not isinstance(batch_size, Budget) and batch_size < 1):
+        raise ValueError(
+            f"BalancedSampler(batch_size={batch_size!r}, num_replicas={ranks!r}, rank={rank!r}): pass at least one "
+            "sample and one rank, and a rank below num_replicas"
+        )
+    if window < 1:
+        raise ValueError(f"BalancedSampler(window={window!r}): pass a number of steps, 1 for no accumulation")
+
+
+def _refuse_limits(limited: bool, placed: bool, window: int, balance: bool) -> None:
+    """Refuse what leaves no say to who keeps a limit, or (``placed``) to a window."""
+    if window > 1 and (placed or not balance):
+        raise ValueError(
+            f"BalancedSampler(window={window}) shares samples out among steps by their costs: leave keep_together, "
+            "outlier_window and balance=False out, and pass a number of samples as batch_size, or use window=1"
+        )
+    if limited and not balance:
+        raise ValueError(
+            "BalancedSampler(balance=False) leaves the samples as drawn and keeps no limit: leave keep_together and "
+            "max_tokens_per_rank out, and pass a number of samples as batch_size"
+        )
+
+
+def _refuse_with_budget(given: dict[str, bool], options: dict[str, Any]) -> None:
+    """Refuse what has no meaning where a budget says which samples a step has, and how many a rank may take."""
+    given = {**given, "max_tokens_per_rank": options.get("max_tokens_per_rank") is not None}
+    given["assignment_mode"] = options.get("assignment_mode", "free") != "free"
+    for name in (name for name, is_given in given.items() if is_given):
+        raise ValueError(
+            f"BalancedSampler({name}=...) has no meaning with a Budget, which takes the samples of a step from all over the "
+            "order, limits the tokens of a rank and leaves its number of samples free: leave it out"
+        )
 
 
 def is_exploration_step(step: int) -> bool:

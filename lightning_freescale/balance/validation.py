@@ -13,6 +13,7 @@ from lightning_freescale.balance.solver import Ints, Problem, dearest_first, to_
 AssignmentMode = Literal["fixed", "slack", "free", "zigzag"]
 Floats = NDArray[np.float64]
 _MAX_TOTAL_TOKENS = 2**53
+_LIMIT_BITS = 21
 SPEED_STEPS = 1024
 """Speeds are rounded to this many steps of the fastest rank's."""
 
@@ -96,18 +97,19 @@ def problem_from_arguments(
     token = None if tokens is None else non_negative("assign(tokens=...)", tokens, len(cost))
     group_of_sample = number_groups(keep_together, len(cost))
     slow = slowness(rank_speeds, ranks)
-    size = np.bincount(group_of_sample).astype(np.int64)
+    alone = keep_together is None
+    size = np.ones(len(cost), dtype=np.int64) if alone else np.bincount(group_of_sample).astype(np.int64)
     if len(size) < ranks:
         raise ValueError(f"assign(keep_together=...): {len(size)} groups for {ranks} ranks; every rank needs at least one")
     group_tokens, max_tokens = _token_limit(token, max_tokens_per_rank, group_of_sample)
     size, least, most, ranks_at_max = _count_limits(size, ranks, assignment_mode, count_slack)
-    group_cost = to_integers(np.bincount(group_of_sample, cost).astype(np.float64), slow)
+    group_cost = to_integers(cost if alone else np.bincount(group_of_sample, cost).astype(np.float64), slow)
     order = dearest_first(group_cost)
     group_tokens = None if group_tokens is None else group_tokens[order]
     problem = Problem(group_cost[order], size[order], group_tokens, slow, least, most, ranks_at_max, max_tokens)
     number = np.empty_like(order)
     number[order] = np.arange(len(order))
-    return problem, cost, token, number[group_of_sample]
+    return problem, cost, token, number if alone else number[group_of_sample]
 
 
 def _count_limits(size: Ints, ranks: int, mode: str, count_slack: float) -> tuple[Ints, int, int, int]:
@@ -142,6 +144,22 @@ def _token_limit(token: Floats | None, limit: float | None, group_of_sample: Int
         raise ValueError(f"assign(max_tokens_per_rank={limit!r}) needs tokens=, the tokens of each sample")
     if not (np.isfinite(limit) and limit > 0):
         raise ValueError(f"assign(max_tokens_per_rank={limit!r}): pass a finite number > 0, or None for no limit")
-    if token.sum() > _MAX_TOTAL_TOKENS:
-        raise ValueError(f"assign(tokens=...): {token.sum():g} tokens in all are more than can be counted exactly")
-    return np.bincount(group_of_sample, np.ceil(token)).astype(np.int64), int(limit)
+    tokens, most = whole_tokens(token, limit)
+    return np.bincount(group_of_sample, tokens).astype(np.int64), most
+
+
+def whole_tokens(tokens: Floats, limit: float) -> tuple[Ints, int]:
+    """Return the tokens of every sample as whole numbers, rounded up, and the limit, rounded down.
+
+    If they are no whole numbers, such as costs, both are multiplied by a power of two before: by as much as keeps rounding
+    below a millionth of the limit.
+
+    Raises:
+        ValueError: there are too many to be counted exactly.
+    """
+    whole = (np.rint(tokens) == tokens).all()
+    digits = 0 if whole else max(0, _LIMIT_BITS - int(np.frexp(limit)[1]))
+    tokens, limit = np.ldexp(tokens, digits), np.ldexp(limit, digits)
+    if tokens.sum() > _MAX_TOTAL_TOKENS:
+        raise ValueError(f"assign(tokens=...): {tokens.sum():g} tokens in all are more than can be counted exactly")
+    return np.ceil(tokens).astype(np.int64), int(limit)

@@ -5,26 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_freescale._lightning.ddp import process_group_timeout
+from lightning_freescale._lightning.log_files import log_but_on_terminal
 from lightning_freescale._lightning.loops import (
     Callback,
     LightningModule,
     PyTorchProfiler,
     Trainer,
+    around_saving,
     around_validation,
+    before_batches,
     rank_zero_info,
 )
+from lightning_freescale._lightning.progress_line import ProgressLine
 from lightning_freescale._lightning.stages import stages_on
-from lightning_freescale.callbacks.workload import describe_run, fit_costs, work_of_step
+from lightning_freescale.callbacks.loggers import log_report
+from lightning_freescale.callbacks.workload import describe_run, fit_costs, plan_of_step, work_of_step
+from lightning_freescale.profiling.hanging.watch import HangWatch, check_options
 from lightning_freescale.profiling.profiler import ProfilerOptions, StepProfiler
 from lightning_freescale.profiling.recording.collectives import collectives_on
 from lightning_freescale.profiling.recording.timeline import Timeline
+from lightning_freescale.profiling.reporting.live import live_text
 from lightning_freescale.profiling.reporting.report import BubbleReport
+from lightning_freescale.profiling.reporting.verdict import verdict_line
 
 
 class BubbleProfiler(Callback):
@@ -44,16 +52,28 @@ class BubbleProfiler(Callback):
         trace_steps: how many of the last steps go into the trace; 0 for no trace. With more than 64 ranks fewer, 3200 steps
             times ranks in all.
         torch_profiler_steps: run ``torch.profiler`` over this many steps after the first exchange; they are in the trace, and
-            out of the report.
+            out of the report. What torch writes of them is in a file per rank of the folder ``torch_profiler``.
         lengths_fn: gives the history lengths of a batch's samples, to tell what of the imbalance lies in the data; with
             :class:`FreeScaleDataModule` they are known.
-        verbose: print the summary and where the files are.
+        live: show the bubble of the last ``every_n_steps``, its largest cause and the slowest rank beside the progress bar, or
+            as a line of the log where there is no bar.
+        hang_timeout: seconds in which no step ends, nor a batch of validation, until all ranks that can be reached are asked
+            where they stand: in which exchange and since when, where in the code, who has not come to that exchange. One rank
+            prints the table and writes ``hang.json``; training is left alone. ``"auto"``: 20 times the median step and at least
+            60 s, so that a slow batch is no hang, and a run whose collectives give up after minutes is told of before; 600 s
+            before the fourth step has ended, because first steps compile, and while a checkpoint is saved. None: only when
+            asked.
+        hang_signal: name of the signal by which any rank is asked for that table at once; None for none. Not the one that
+            SLURM sends for Lightning's requeueing, ``"SIGUSR1"``. A handler that somebody else has installed stays.
+        log_files: when training has ended well, give the report to Weights & Biases (the page, and the files as an artifact),
+            MLflow (the files) and TensorBoard (summary and picture), if the Trainer has their logger.
+        verbose: print the summary and where the files are, and log the verdict where Lightning's log goes beside the terminal.
 
     Attributes:
         report: the :class:`~lightning_freescale.profiling.BubbleReport` on rank 0 once training has ended; None before, and on
             the other ranks.
         overlap: the :class:`~lightning_freescale.embeddings.overlap.OverlapReport` of the fit; None if nothing was overlapped.
-        files: what was written, by ``"report"``, ``"page"`` and ``"trace"``.
+        files: what was written, by ``"report"``, ``"page"`` and ``"trace"``, and ``"hang"`` on the rank that has told of one.
 
     Raises:
         ValueError: an argument does not fit, or the Trainer has another BubbleProfiler.
@@ -71,11 +91,18 @@ class BubbleProfiler(Callback):
         trace_steps: int = 50,
         torch_profiler_steps: int = 0,
         lengths_fn: Callable[[Any], Any] | None = None,
+        log_files: bool = True,
+        live: bool = False,
+        hang_timeout: float | Literal["auto"] | None = "auto",
+        hang_signal: str | None = "SIGUSR2",
         verbose: bool = True,
     ) -> None:
         self.options = ProfilerOptions(every_n_steps, warmup_steps, max_steps, trace_steps, torch_profiler_steps)
         self.dirpath, self.label = dirpath, label
-        self.lengths_fn, self.verbose = lengths_fn, verbose
+        self.lengths_fn, self.live = lengths_fn, live
+        self.log_files, self.verbose = log_files, verbose
+        check_options(hang_timeout, hang_signal)
+        self.hang_timeout, self.hang_signal = hang_timeout, hang_signal
         self.report: BubbleReport | None = None
         self.overlap: Any = None
         self.files: dict[str, Path] = {}
@@ -83,6 +110,9 @@ class BubbleProfiler(Callback):
         self._profiler: StepProfiler | None = None
         self._group: dist.ProcessGroup | None = None
         self._observing = ExitStack()
+        self._line = ProgressLine("bubble")
+        self._to_log: BubbleReport | None = None
+        self._watch: HangWatch | None = None
 
     # -- before and after
 
@@ -117,9 +147,18 @@ class BubbleProfiler(Callback):
         group = self._group
         self._observing.enter_context(collectives_on(self._timeline, ignored_groups=() if group is None else (group,)))
         self._observing.enter_context(around_validation(trainer, lambda: self._timeline.span("pause", "validation")))
+        self._observing.enter_context(around_saving(trainer, lambda: self._timeline.span("pause", "checkpoint")))
+        self._observing.enter_context(before_batches(trainer, self._open_first_step))
         run = describe_run(trainer, pl_module, self.label)
         device = trainer.strategy.root_device
         self._profiler = StepProfiler(self._timeline, device, group, self.options, run, dirpath, fit_costs)
+        if self.live and trainer.is_global_zero:
+            self._observing.enter_context(self._line.beside_bar(trainer))
+        if self.hang_timeout is not None or self.hang_signal is not None:
+            watch = HangWatch(self._timeline, dirpath, hang_timeout=self.hang_timeout, hang_signal=self.hang_signal)
+            self._watch = self._observing.enter_context(watch)
+            if watch.problem is not None:
+                rank_zero_info(f"BubbleProfiler(hang_signal={self.hang_signal!r}) is not listened to: {watch.problem}")
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -127,6 +166,7 @@ class BubbleProfiler(Callback):
         finish = getattr(trainer.strategy, "finish_overlap", None)
         self.overlap = finish() if finish is not None else None
         self._stop_profiling(report)
+        self._to_log = report if self.log_files else None
         if trainer.is_global_zero and report is None:
             rank_zero_info(f"BubbleProfiler: no step after the {self.options.warmup_steps} warm-up steps, nothing to report")
 
@@ -142,15 +182,22 @@ class BubbleProfiler(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._stop_profiling(None)  # a fit without a step has neither begun nor ended
+        report, self._to_log = self._to_log, None
+        if report is not None:  # only now: a server that is slow must not hold up the last checkpoint
+            log_report(trainer.loggers, report, self.files, trainer.global_step)
 
     def _stop_profiling(self, report: BubbleReport | None) -> None:
         profiler, self._profiler, self._group = self._profiler, None, None  # a group listens as long as anybody knows it
+        watch, self._watch = self._watch, None
         self._timeline.disable()
         self._observing.close()
+        if watch is not None and watch.file is not None:
+            self.files["hang"] = watch.file
         if profiler is None or report is None:
             return
-        self.report, self.files = report, dict(profiler.files)
+        self.report, self.files = report, {**profiler.files, **self.files}
         if self.verbose:
+            log_but_on_terminal(verdict_line(report.document(series=False)))
             print(report, *([] if self.overlap is None else [self.overlap]), sep="\n")
             for path in self.files.values():
                 print(f"written: {path}")
@@ -161,12 +208,21 @@ class BubbleProfiler(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._timeline.open_step()
 
+    def _open_first_step(self) -> None:
+        if not self._timeline.recording:  # resumed inside an epoch
+            self._timeline.open_step()
+
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         work = work_of_step(trainer, batch, batch_idx, self.lengths_fn)
-        self._log(trainer, self._running().end_step(*work))
+        self._log(trainer, self._running().end_step(*work, plan_of_step(trainer, batch_idx)))
+
+    @override
+    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        if self._watch is not None:
+            self._watch.note_progress()
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -174,6 +230,8 @@ class BubbleProfiler(Callback):
 
     def _log(self, trainer: Trainer, scalars: dict[str, float] | None) -> None:
         if scalars is not None:
+            if self.live:
+                self._line.show(live_text(scalars))
             with self._timeline.span("pause", "loggers"):
                 for logger in trainer.loggers:
                     logger.log_metrics(scalars, step=trainer.global_step)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import astuple
+from collections.abc import Callable, Iterator, Mapping, Sized
+from dataclasses import astuple, fields, is_dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils import _pytree as pytree
+from torch.utils.data import BatchSampler
 
 from lightning_freescale._lightning.loops import LightningModule, Trainer
-from lightning_freescale.balance import CostModel, MicroBatches
+from lightning_freescale.balance import BalancedSampler, CostModel, MicroBatches
 from lightning_freescale.balance.cost import sample_features
 from lightning_freescale.data.map_style import MapStyleData
+from lightning_freescale.profiling.analysis.planned import PlannedStep
 from lightning_freescale.profiling.reporting.facts import RunInfo
 
 Floats = NDArray[np.float64]
@@ -34,7 +36,23 @@ def describe_run(trainer: Trainer, module: LightningModule, label: str | None) -
         world_size=trainer.world_size,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         accumulate_grad_batches=trainer.accumulate_grad_batches,
+        assignment=_assignment(getattr(trainer.train_dataloader, "sampler", None)),
+        overlap=_overlap(trainer.strategy),
     )
+
+
+def _assignment(sampler: Any) -> str | None:
+    if isinstance(sampler, BalancedSampler):
+        return str(sampler.options.get("assignment_mode", "fixed")) if sampler.balance_steps else "as drawn"
+    return None
+
+
+def _overlap(strategy: Any) -> str | None:
+    if getattr(strategy, "tables", None) is None:
+        return None
+    if not strategy.overlap:
+        return "off"
+    return "impossible" if strategy.overlap_controller is None else "on"
 
 
 def _parameters(trainer: Trainer, module: LightningModule) -> int:
@@ -61,7 +79,12 @@ def work_of_step(
     if lengths_fn is not None:
         lengths = np.concatenate([np.asarray(lengths_fn(part), dtype=np.float64) for part in parts])
         return len(lengths), sample_features(lengths).sum(axis=0), planned
-    return sum(samples_in(part) for part in parts) if count is None else count, features, planned
+    if count is None:
+        count = _drawn(trainer.train_dataloader, index)
+    if count is None:
+        most = getattr(trainer.train_dataloader, "batch_size", None)
+        count = sum(samples_in(part, most) for part in parts)
+    return count, features, planned
 
 
 def _planned_work(trainer: Trainer, sampler: Any, index: int) -> tuple[int, Floats, float]:
@@ -78,12 +101,65 @@ def _planned_work(trainer: Trainer, sampler: Any, index: int) -> tuple[int, Floa
     return len(mine), train.features(mine).sum(axis=0), planned
 
 
-def samples_in(batch: Any) -> int:
-    """Return the common first dimension of all tensors of a batch, jagged ones counted by their samples; 0 if there is none."""
-    leaves = pytree.tree_leaves(batch, is_leaf=_is_jagged)
-    sizes = {leaf.stride() for leaf in leaves if _is_jagged(leaf)}
-    sizes |= {len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()}
-    return sizes.pop() if len(sizes) == 1 else 0
+def plan_of_step(trainer: Trainer, index: int) -> PlannedStep | None:
+    """Return what a step's plan says of its balance, on rank 0; None on the others, and if nothing was planned."""
+    sampler: Any = getattr(trainer.train_dataloader, "sampler", None)
+    if not trainer.is_global_zero or not hasattr(sampler, "balance"):
+        return None
+    found, base, fitted = sampler.balance(index), 0.0, False
+    train = getattr(getattr(trainer, "datamodule", None), "train", None)
+    if isinstance(train, MapStyleData):
+        base = train.base_in(sampler.epoch)
+        since = [refit.model for epoch, refit in sorted(train.refits.items()) if epoch <= sampler.epoch]
+        fitted = base > 0 or (bool(since) and since[-1] is not None)
+    if base:
+        found = found.with_base(base, sampler.num_replicas)
+    balanced = getattr(sampler, "balance_steps", True)
+    return PlannedStep(
+        unbalanced=found.unbalanced,
+        balanced=found.balanced if balanced else None,
+        lower_bound=found.lower_bound,
+        tokens_unbalanced=found.tokens_unbalanced,
+        tokens_balanced=found.tokens_imbalance if balanced else None,
+        tokens_fullest=found.tokens_fullest,
+        fitted=fitted,
+    )
+
+
+def _drawn(loader: Any, index: int) -> int | None:
+    """Return how many samples torch's own batch sampler has drawn for a batch; None with another one, or a stream."""
+    batches = getattr(loader, "batch_sampler", None)
+    if type(batches) is not BatchSampler or not isinstance(batches.sampler, Sized):
+        return None
+    try:
+        left = len(batches.sampler) - index * batches.batch_size
+    except (TypeError, NotImplementedError):  # a sampler that does not know
+        return None
+    return min(batches.batch_size, left) if left > 0 else None
+
+
+def samples_in(batch: Any, most: int | None = None) -> int:
+    """Return the number of samples of a batch; 0 if it cannot be told.
+
+    That is the common first dimension of all of its tensors, jagged ones counted by their samples, wherever they stand in
+    lists, dicts and dataclasses. If ``most``, the loader's batch size, is known, a list of as many things is one of samples.
+    """
+    sizes = set(_sizes(batch))
+    common = sizes.pop() if len(sizes) == 1 else 0
+    return most if most is not None and isinstance(batch, (list, tuple)) and len(batch) == most != common else common
+
+
+def _sizes(batch: Any) -> Iterator[int]:
+    """First dimensions of the tensors, and how many samples jagged ones have."""
+    for leaf in pytree.tree_leaves(batch, is_leaf=lambda value: _is_jagged(value) or _is_record(value)):
+        if isinstance(leaf, torch.Tensor):
+            yield from (leaf.size(0),) if leaf.is_nested else leaf.shape[:1]
+        elif _is_jagged(leaf):
+            yield leaf.stride()
+        elif _is_record(leaf):
+            yield from _sizes([getattr(leaf, field.name, None) for field in fields(leaf)])
+        elif isinstance(leaf, Mapping):
+            yield from _sizes(dict(leaf))
 
 
 def fit_costs(features: Floats, compute: Floats) -> tuple[Floats, Floats] | None:
@@ -102,3 +178,7 @@ def fit_costs(features: Floats, compute: Floats) -> tuple[Floats, Floats] | None
 
 def _is_jagged(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) and callable(getattr(value, "stride", None))
+
+
+def _is_record(value: Any) -> bool:
+    return is_dataclass(value) and not isinstance(value, type)

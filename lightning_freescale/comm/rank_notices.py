@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 import time
@@ -15,12 +14,12 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from itertools import count
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
 
+from lightning_freescale._code_place import place_in_code
 from lightning_freescale._worker import start_daemon
 
 Point = tuple[int, int]
@@ -36,8 +35,6 @@ _OF_A_COLLECTIVE = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "Socket Timeout"),
     *("Application timeout caused pair closure", "gloo/transport", "NCCL", "ncclUnhandled", "has closed its connections"),
 )
-_PYTHON, _OURS = os.path.dirname(os.__file__) + os.sep, str(Path(__file__).parents[1]) + os.sep
-_PACKAGES = f"{os.sep}site-packages{os.sep}"
 _RUNS = count()  # every rank has as many
 
 
@@ -140,7 +137,7 @@ class RankNotices:
         self._failed = True
         if _is_of_a_collective(error):
             told = " ".join(str(argument) for argument in error.args)
-            error.args = (f"{told}\n{self._explain(_place(traceback.extract_tb(error.__traceback__)))}",)
+            error.args = (f"{told}\n{self._explain(place_in_code(traceback.extract_tb(error.__traceback__)))}",)
             return
         text = f"rank {self.rank} has failed first: {type(error).__name__}: {error}".strip(": ")
         with suppress(NotInTime, RuntimeError):
@@ -227,7 +224,7 @@ class RankNotices:
         self._hear_failure()
         if not self._answered and self._store.check(["report"]):
             frame = sys._current_frames().get(self._main)
-            self._answer(_place(traceback.extract_stack(frame)))
+            self._answer(place_in_code(traceback.extract_stack(frame)))
 
 
 def notices_of_ranks(timeout: timedelta | None) -> RankNotices | None:
@@ -247,14 +244,6 @@ def _is_of_a_collective(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
-
-
-def _place(stack: traceback.StackSummary) -> str:
-    """Return where a thread is: its innermost line but Python's own, and the innermost one of the user's code."""
-    known = [at for at in stack if not at.filename.startswith(_PYTHON) or _PACKAGES in at.filename]
-    own = [at for at in known if _PACKAGES not in at.filename and not at.filename.startswith(_OURS)]
-    lines = [f"{at.name} ({os.path.basename(at.filename)}:{at.lineno})" for at in [*known[-1:], *own[-1:]]]
-    return " < ".join(dict.fromkeys(lines))
 
 
 def _resolve(answer: Future[Any], call: Callable[[], Any]) -> None:

@@ -9,8 +9,10 @@ import argparse
 import json
 from pathlib import Path
 
-from lightning_freescale.balance import BalancedSampler, CostModel
+from lightning_freescale.balance import BalancedSampler, Budget, CostModel
 from lightning_freescale.balance.__main__ import add_fit, main
+from lightning_freescale.balance.prediction import fewer_than_asked
+from lightning_freescale.balance.simulation.forecast import describe_lengths
 from lightning_freescale.balance.simulation.lengths import KINDS, read_lengths
 
 
@@ -22,15 +24,21 @@ def run(command: str, arguments: list[str]) -> None:
     parser = new_parser(command)
     options = parser.parse_args(arguments)
     try:
-        costs = CostModel()(read_lengths(options.lengths, options.column))
+        lengths, cost = read_lengths(options.lengths, options.column), CostModel()
+        budgeted = options.batch_tokens is not None
         sampler = BalancedSampler(
-            costs,
-            options.batch_size,
+            cost(lengths),
+            Budget(options.batch_tokens, lengths) if budgeted else options.batch_size,
             num_replicas=options.ranks,
             rank=0,
             seed=options.seed,
-            assignment_mode=options.assignment_mode,
+            assignment_mode=options.assignment_mode or ("free" if budgeted else "fixed"),
+            tokens=None if budgeted else lengths,  # as the data module's, so that it is the plan of training
         )
+        print(f"{options.lengths.name}: {describe_lengths(lengths)}")
+        print(f"predicted, not measured: {options.ranks} ranks; cost {cost.linear:g} L + {cost.quadratic:g} L²; tokens: L")
+        if (fewer := fewer_than_asked(len(lengths), options.ranks, sampler.batch_size)) is not None:
+            print(fewer)
         for epoch in range(options.epochs):
             sampler.set_epoch(epoch)
             print(f"epoch {epoch}: {sampler.report()}")
@@ -47,12 +55,13 @@ def new_parser(command: str) -> argparse.ArgumentParser:
     add("--lengths", type=Path, required=True, metavar="FILE", help="history lengths: " + KINDS)
     add("--column", metavar="NAME", help="of a .csv file: a sample is one value of it, its length the number of its rows")
     add("--ranks", type=int, required=True)
-    add("--batch-size", type=int, required=True, help="samples per rank and step")
+    batch = parser.add_mutually_exclusive_group(required=True)
+    batch.add_argument("--batch-size", type=int, metavar="N", help="samples per rank and step")
+    batch.add_argument("--batch-tokens", type=float, metavar="N", help="instead, tokens per rank and step at most")
     add(
         "--assignment-mode",
         choices=["fixed", "slack", "free"],
-        default="fixed",
-        help="equal counts (default), within limits, or any",
+        help="equal counts (default), within limits, or any (with --batch-tokens)",
     )
     add("--seed", type=int, default=0, help="of the order (default: 0)")
     add("--epochs", type=int, default=1, help="default: 1")

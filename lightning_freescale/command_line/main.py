@@ -15,7 +15,7 @@ COMMANDS = {  # name: room beside this one, what it does
     "predict": ("train", "predict with one"),
     "simulate": ("simulate", "predict what balancing brings, from history lengths"),
     "balance": ("balance", "assign the samples of every step to ranks, for a loop of your own"),
-    "profile": ("profile", "show bubble reports, compare them, make a page of them"),
+    "profile": ("profile", "profile a Lightning script; show bubble reports, compare them, make a page of them"),
     "consolidate": ("consolidate", "take the weights out of a checkpoint, for the plain module; or make one file of a folder"),
     "changes": ("changes", "take out the rows that a later checkpoint has otherwise"),
     "completion": ("completion", "print a script by which a shell completes all this"),

@@ -6,19 +6,19 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from lightning_freescale.balance import BalancedSampler, BlockShuffle, CostModel, MicroBatchSchedule
+from lightning_freescale.balance import BalancedSampler, BlockShuffle, Budget, CostModel, MicroBatchSchedule
 from lightning_freescale.balance.cost import sample_features
 from lightning_freescale.balance.sampler import EXPLORATION_STEPS
 from lightning_freescale.balance.validation import non_negative
 from lightning_freescale.data.options import BalanceOptions
 from lightning_freescale.data.random_access import numbers_of_samples, size_of
-from lightning_freescale.data.validation import loss_weights, refuse_unused
+from lightning_freescale.data.validation import loss_weights, refuse_options, refuse_unused
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class MapStyleData:
 
     Args:
         dataset: map-style; no stream, see :func:`~lightning_freescale.data.random_access.is_stream`.
+        batch_size: samples per rank and step, if there is no budget.
         balance: assign samples by cost, as ``options`` say; else each rank computes a run of the drawn order.
         **others: as in :class:`~lightning_freescale.FreeScaleDataModule`.
 
@@ -49,6 +50,7 @@ class MapStyleData:
         costs: predicted compute time as it was given, shape ``[samples]``.
         calibrates: whether costs are to be fitted while training, where that can bring something.
         refits: what was found while training, by the epoch from which on it goes.
+        assignment_mode: of :func:`~lightning_freescale.balance.assign`.
         costs_are_final: whether nothing more is to be measured.
         micro_batches: how many the steps of this fit have.
 
@@ -68,6 +70,8 @@ class MapStyleData:
         options: BalanceOptions,
         loss_reduction: str,
         target_counts: Any,
+        batch_tokens: float | None,
+        batch_cost: float | None,
         drop_last: bool,
         shuffle: bool | BlockShuffle,
         seed: int,
@@ -96,50 +100,76 @@ class MapStyleData:
         self.costs = self._given_costs(read.get("cost", cost), size)
         self._cost_is_given = not _is_auto(cost)
         self._units: dict[CostModel | None, float] = {}
+        tokens = lengths if options.tokens is None else non_negative("tokens", options.tokens, size)
+        self.budget = self._budget(batch_tokens, batch_cost, tokens)
+        if self.budget is not None:
+            _refuse_with_budget(options, balance, drop_last, shuffle)
+        self.assignment_mode = options.assignment_mode or ("fixed" if self.budget is None else "free")
         self._new_sampler = partial(
             BalancedSampler,
             self.costs,
-            batch_size,
+            self.budget or batch_size,
             shuffle=shuffle,
             balance=balance,
             drop_last=drop_last,
             loss_weights=loss_weights(loss_reduction, lengths, target_counts, size),
             loss_is_sum=loss_reduction == "sum",
             exploration_steps=EXPLORATION_STEPS if options.calibrate else 0,
-            tokens=lengths if options.tokens is None else non_negative("tokens", options.tokens, size),
+            tokens=tokens if self.budget is None else None,
             keep_together=options.keep_together,
             outlier_window=options.outlier_window,
-            assignment_mode=options.assignment_mode,
+            assignment_mode=self.assignment_mode,
             count_slack=options.count_slack,
             max_tokens_per_rank=options.max_tokens_per_rank,
             rank_speeds=options.rank_speeds,
         )
-        self._may_share = balance and options.assignment_mode != "zigzag" and options.outlier_window == 1
-        self._may_share &= options.keep_together is None and options.max_tokens_per_rank is None
+        self._may_share = balance and self.assignment_mode != "zigzag" and options.outlier_window == 1 and self.budget is None
+        self._may_share &= options.keep_together is None
         self._shares = {"auto": loss_reduction in ("sample_mean", "sum")}.get(str(options.window), options.window is True)
         # what the order of an epoch follows from, beside the seed; from the last three only with an outlier window, and between
         # two batches of an optimizer step
         self._order_facts = {
             "samples": size,
             "shuffle": _shuffle_fact(shuffle),
-            "outlier_window": options.outlier_window,
-            "batch_size": batch_size,
+            "outlier_window": int(options.outlier_window),
+            "batch_size": int(batch_size),  # a checkpoint is read without numpy's numbers
             "drop_last": int(drop_last),
+            "budget of": "" if self.budget is None else hashlib.sha256(self.budget.in_whole_numbers[0].tobytes()).hexdigest(),
         }
-        self._given_seed = seed
+        # by which samples find their batch of an optimizer step, too
+        limits = (options.max_tokens_per_rank, self.assignment_mode, options.count_slack, options.rank_speeds)
+        limited = tokens is not None and options.max_tokens_per_rank is not None
+        told = np.asarray(tokens, dtype=np.float64).tobytes() + repr(limits).encode() if limited else b""
+        self._order_facts["token limit"] = hashlib.sha256(told).hexdigest() if limited else ""
+        self._given_seed = int(seed)
         self._new_schedule = new_schedule
         self.reset_progress()
 
     def reset_progress(self) -> None:
         """Forget an earlier fit: a new one starts at the beginning."""
         self.seed = self._given_seed
-        self._resume: tuple[int, int, int | None, int | None] = (0, 0, None, None)
+        self._resume: tuple[int, int, int | None, list[int] | None, list[Any]] = (0, 0, None, None, [])
         self.refits: dict[int, Refit] = {}
         self.costs_are_final = False
         self._sampler: BalancedSampler | None = None
         self.micro_batches = self._new_schedule()
 
     # -- what samples cost
+
+    def _budget(self, batch_tokens: float | None, batch_cost: float | None, tokens: Any) -> Budget | None:
+        """Return what a rank may hold in a step, None if that is a number of samples."""
+        if batch_tokens is None and batch_cost is None:
+            return None
+        if batch_tokens is not None and batch_cost is not None:
+            raise ValueError(f"FreeScaleDataModule(batch_tokens={batch_tokens!r}, batch_cost={batch_cost!r}): pass one of them")
+        if batch_cost is not None:
+            return Budget(batch_cost, self.costs)
+        if tokens is None:
+            raise ValueError(
+                f"FreeScaleDataModule(batch_tokens={batch_tokens!r}) needs lengths=, or BalanceOptions(tokens=...): the tokens "
+                "of every sample"
+            )
+        return Budget(cast(float, batch_tokens), tokens)
 
     def _given_costs(self, cost: Any, size: int) -> NDArray[np.float64]:
         if isinstance(cost, str) and not _is_auto(cost):
@@ -203,18 +233,21 @@ class MapStyleData:
         """Return the plan of one of ``world_size`` ranks, from the first epoch on."""
         return self._sampler_with(self._new_schedule(), rank, world_size)
 
-    def _sampler_with(self, micro_batches: MicroBatchSchedule, rank: int, world_size: int, window: int = 1) -> BalancedSampler:
-        given: dict[str, Any] = {"seed": self.seed, "micro_batches": micro_batches, "window": window}
+    def _sampler_with(self, schedule: MicroBatchSchedule, rank: int, world_size: int, **given: Any) -> BalancedSampler:
+        given |= {"seed": self.seed, "micro_batches": schedule}
         return self._new_sampler(num_replicas=world_size, rank=rank, **given)
 
     def window(self, accumulated: int) -> int:
         """Return how many steps share their samples out among them, if so many make one optimizer step."""
         return accumulated if self._may_share and self._shares else 1
 
-    def resumed_sampler(self, rank: int, world_size: int, epoch: int, accumulated: int = 1) -> BalancedSampler:
+    def resumed_sampler(
+        self, rank: int, world_size: int, epoch: int, accumulated: int = 1, limit: int | float = 1.0
+    ) -> BalancedSampler:
         """Return the plan of a rank from where a checkpoint left it on; :meth:`replan` changes it."""
-        window = self.window(accumulated)
-        sampler = self._sampler = self._sampler_with(self.micro_batches, rank, world_size, window)
+        window = self.window(accumulated) if world_size > 1 else 1  # a rank alone waits for nobody
+        given: dict[str, Any] = {"window": window, "limit": limit}
+        sampler = self._sampler = self._sampler_with(self.micro_batches, rank, world_size, **given)
         for start, refit in sorted(self.refits.items()):
             self._replan_with(sampler, start, refit)
         sampler.resume(*self._resume)
@@ -245,10 +278,11 @@ class MapStyleData:
         state: dict[str, Any] = {"seed": self.seed, "epoch": epoch, "batches": batches, "consumed": consumed}
         refits = {start: asdict(refit) for start, refit in self.refits.items()}
         state |= {"ranks": world_size, "refits": refits, "costs_are_final": self.costs_are_final}
-        window = 1 if self._sampler is None else self._sampler.window_at(epoch, batches)
+        window = [batches, 0] if self._sampler is None else list(self._sampler.begun_window(epoch, batches))
+        state["cuts"] = [] if self._sampler is None else self._sampler.cuts(epoch)
         return {**state, **self._order_facts, "costs": self._costs_fact(epoch), "window": window}
 
-    def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int, accumulated: int = 1) -> None:
+    def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> None:
         """Go on after the samples that the checkpoint's run has consumed.
 
         Raises:
@@ -258,12 +292,20 @@ class MapStyleData:
             raise ValueError(
                 "the checkpoint's costs were fitted to lengths: pass lengths= to FreeScaleDataModule to go on with it"
             )
-        state = {"window": 1, "costs_are_final": False, **state}  # a checkpoint of an earlier version has none
+        # a checkpoint of an earlier version has none
+        state = {
+            "window": [state["batches"], 0],
+            "costs_are_final": False,
+            "budget of": "",
+            "token limit": "",
+            "cuts": [],
+            **state,
+        }
         self._load_refits(state, state["ranks"] == world_size)
         if state["batches"]:
-            self._refuse_another_order(state, world_size, accumulated)
+            self._refuse_another_order(state, world_size)
         self.seed = state["seed"]
-        self._resume = (state["epoch"], state["batches"], state["consumed"], state["window"])
+        self._resume = (state["epoch"], state["batches"], state["consumed"], state["window"], state["cuts"])
 
     def _load_refits(self, state: dict[str, Any], same_ranks: bool) -> None:
         self.refits = {}
@@ -279,12 +321,12 @@ class MapStyleData:
         """Whether the costs are those given, although a checkpoint's run has fitted others: this one depends on no clock."""
         return bool(state["refits"]) and self._cost_is_given and not self.calibrates
 
-    def _refuse_another_order(self, state: dict[str, Any], world_size: int, accumulated: int) -> None:
-        now = {**self._order_facts, "ranks": world_size, "window": self.window(accumulated)}
-        now["costs"] = self._costs_fact(state["epoch"])
-        inside = state["batches"] % state["window"] != 0
+    def _refuse_another_order(self, state: dict[str, Any], world_size: int) -> None:
+        now = {**self._order_facts, "ranks": world_size, "costs": self._costs_fact(state["epoch"])}
+        inside = state["window"][1] > 0
         pooled = ["batch_size", "ranks", "drop_last", "costs"] if now["outlier_window"] != 1 or inside else []
-        for name in ["samples", "shuffle", "outlier_window", *pooled]:
+        pooled += ["token limit"] if inside else []
+        for name in ["samples", "shuffle", "outlier_window", "budget of", *pooled]:
             if state[name] != now[name]:
                 where = "between two batches of an optimizer step" if inside else "inside an epoch"
                 raise ValueError(
@@ -292,6 +334,22 @@ class MapStyleData:
                     "samples would be lost or repeated. Keep it as it was, or resume from a checkpoint made at the end of an "
                     f"{'optimizer step' if inside and now['outlier_window'] == 1 else 'epoch'}."
                 )
+
+
+def _refuse_with_budget(options: BalanceOptions, balance: bool, drop_last: bool, shuffle: bool | BlockShuffle) -> None:
+    context = "batch_tokens= and batch_cost=, which say how many samples a step has and what a rank may hold"
+    if not balance:
+        raise ValueError("FreeScaleDataModule(balance=False) has no meaning for " + context + ": leave it out")
+    refuse_unused(context, drop_last=drop_last)
+    if isinstance(shuffle, BlockShuffle):
+        raise ValueError(
+            "FreeScaleDataModule(shuffle=BlockShuffle(...)) would read blocks again and again with batch_tokens= or "
+            "batch_cost=, which take the samples of a step from all over the order: pass shuffle=True or False, or a number "
+            "of samples as batch_size="
+        )
+    names = ["count_slack", "max_tokens_per_rank", "keep_together", "outlier_window"]
+    names += ["assignment_mode"] * (options.assignment_mode != "free") + ["window"] * (options.window is True)
+    refuse_options(context, options, *names)
 
 
 def _is_auto(cost: Any) -> bool:

@@ -17,7 +17,9 @@ class BalanceOptions:
     """How the samples of a step are assigned to the ranks, and by which costs.
 
     Args:
-        assignment_mode, count_slack, max_tokens_per_rank, rank_speeds: as in :func:`lightning_freescale.balance.assign`.
+        assignment_mode: ``"fixed"``, ``"slack"``, ``"free"`` or ``"zigzag"`` of :func:`lightning_freescale.balance.assign`.
+            ``"fixed"`` if not given; with ``batch_tokens`` or ``batch_cost`` always ``"free"``.
+        count_slack, max_tokens_per_rank, rank_speeds: as in :func:`lightning_freescale.balance.assign`.
         tokens: tokens of every sample, shape ``[samples]``; ``lengths`` if not given.
         keep_together: group of every sample, shape ``[samples]``; samples of a group that share a step go to one rank.
         outlier_window: exchange samples between this many consecutive steps so that those that dominate a step come together.
@@ -26,7 +28,8 @@ class BalanceOptions:
             micro-batches, so that those that cost much are computed at the same time; each keeps its number of samples.
             ``"auto"``: where that changes the gradient by rounding alone, with ``loss_reduction="sample_mean"`` and
             ``"sum"``, and nothing else says where a sample is to be. ``True``: with ``"target_mean"``, too; the gradient is
-            then that of the mean over all targets of the optimizer step, not of the mean of its micro-batches' means.
+            then that of the mean over all targets of the optimizer step, not of the mean of its micro-batches' means. A window
+            of which a micro-batch would not fit into ``max_tokens_per_rank`` stays as drawn.
         calibrate: fit a :class:`~lightning_freescale.balance.CostModel` to the compute times that strategy ``"freescale"``
             measures, and plan by it from the next epoch on if it predicts times clearly better. Which rank computes a sample,
             never which samples a step has, then depends on the clock: two such runs agree to rounding. ``True``: always, and
@@ -40,7 +43,7 @@ class BalanceOptions:
         ValueError: an option does not fit, or would have no effect.
     """
 
-    assignment_mode: Literal["fixed", "slack", "free", "zigzag"] = "fixed"
+    assignment_mode: Literal["fixed", "slack", "free", "zigzag"] | None = None
     count_slack: float = 0.25
     max_tokens_per_rank: float | None = None
     tokens: ArrayLike | Sequence[float] | None = None
@@ -56,13 +59,15 @@ class BalanceOptions:
             raise ValueError(f"BalanceOptions(slow_ranks={self.slow_ranks!r}): choose 'report' or 'rebalance'")
         if self.slow_ranks == "rebalance" and not self.calibrate:
             raise ValueError("BalanceOptions(slow_ranks='rebalance') needs calibrate=True, which finds the slow ranks")
-        if self.window not in (True, False, "auto"):
+        if not isinstance(self.calibrate, (bool, type(None))):
+            raise ValueError(f"BalanceOptions(calibrate={self.calibrate!r}): pass True, False, or None for the default")
+        if not isinstance(self.window, bool) and self.window != "auto":  # 1 is equal to True, and would not count as it
             raise ValueError(f"BalanceOptions(window={self.window!r}): pass True, False or 'auto'")
         if self.window is True:
-            context = "window=True, which shares samples out among micro-batches by their costs alone"
-            refuse_options(context, self, "outlier_window", "keep_together", "max_tokens_per_rank")
+            context = "window=True, which shares samples out among micro-batches by their costs"
+            refuse_options(context, self, "outlier_window", "keep_together")
         if self.assignment_mode != "slack":
-            refuse_options(f"assignment_mode={self.assignment_mode!r}", self, "count_slack")
+            refuse_options(f"assignment_mode={self.assignment_mode or 'fixed'!r}", self, "count_slack")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,11 @@ from lightning_freescale.profiling.reporting.text import summary
 
 def main(arguments: Sequence[str] | None = None, program: str = "python -m lightning_freescale.profiling") -> None:
     """Run the command line of a ``program`` of this name; exits with 2 and says what is wrong if it cannot."""
-    parser = new_parser(program)
+    run(new_parser(program), arguments)
+
+
+def run(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> None:
+    """Run the command that ``parser`` finds in the arguments; exits with 2 and says what is wrong if it cannot."""
     options = parser.parse_args(arguments)
     if options.command is None:
         parser.print_help()

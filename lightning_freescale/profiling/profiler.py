@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -12,14 +13,17 @@ import torch
 import torch.distributed as dist
 
 from lightning_freescale._worker import WorkerThread
+from lightning_freescale.profiling.analysis.planned import PlannedStep
 from lightning_freescale.profiling.collection.history import FitCosts, History
 from lightning_freescale.profiling.collection.rank_exchange import RankExchange, gather_to_all
 from lightning_freescale.profiling.collection.step_buffer import KinetoSteps, StepBuffer
+from lightning_freescale.profiling.recording.memory import MemoryReading, memory_reader
 from lightning_freescale.profiling.recording.records import StepRecord
 from lightning_freescale.profiling.recording.timeline import Timeline, seconds_per_stamp
 from lightning_freescale.profiling.reporting.facts import Overhead, RunInfo, Status
 from lightning_freescale.profiling.reporting.files import ReportFiles
 from lightning_freescale.profiling.reporting.kineto import KinetoWindow
+from lightning_freescale.profiling.reporting.page import plotting
 from lightning_freescale.profiling.reporting.report import BubbleReport
 
 _LAG = 2
@@ -44,7 +48,7 @@ class ProfilerOptions:
         trace_steps: how many of the last steps keep all their stamps, for the trace; 0 for no trace. With more than 64 ranks
             fewer, 3200 steps times ranks in all.
         torch_profiler_steps: how many steps after the first exchange torch.profiler watches; they are in the trace, not in the
-            report.
+            report, and whole, as torch writes them, in a file per rank of the folder ``torch_profiler``.
 
     Raises:
         ValueError: a value does not fit.
@@ -71,7 +75,7 @@ class StepProfiler:
         group: a gloo group of all ranks for nobody else, or None if there is one rank; every collective here is on it.
         options: how often and how much.
         run: what is run.
-        dirpath: where rank 0 writes its files.
+        dirpath: where rank 0 writes its files, and every rank its window of torch.profiler.
         fit_costs: fits what the ranks worked on to their compute times.
 
     Raises:
@@ -98,13 +102,16 @@ class StepProfiler:
         problems = gather_to_all(self.files.problem() if self._leads else None, group)  # an error of one rank is one of all
         if problems[0] is not None:
             raise OSError(problems[0])
+        if self._leads and not plotting.is_installed():
+            warnings.warn(plotting.WITHOUT, stacklevel=2)  # now, not when days of training have ended
         self._history = History(run, options.max_steps, fit_costs)
-        watched = options.torch_profiler_steps
-        self._kineto = KinetoSteps(KinetoWindow(watched, device) if watched else None)
+        watched, window = options.torch_profiler_steps, self.files.window(0 if group is None else group.rank())
+        self._kineto = KinetoSteps(KinetoWindow(watched, device, window) if watched else None)
         self._buffer = StepBuffer(timeline, min(options.trace_steps, max(1, _MAX_TRACED // run.world_size)))
         self._exchange = RankExchange(group, timeline.clock)
         self._ended_steps = 0
         self._stamp_cost = seconds_per_stamp(device)
+        self._read_memory: Callable[[], MemoryReading | None] = memory_reader(device) or (lambda: None)
         # on the training thread an exchange takes up to 100 ms with 8 ranks on two cores, most of it waiting for ranks whose
         # turn on a core has not come; on its own thread it runs while training waits or a device computes
         self._worker = WorkerThread("freescale-profiler")
@@ -112,13 +119,16 @@ class StepProfiler:
 
     # -- while training
 
-    def end_step(self, samples: int = 0, features: Any = None, predicted: float | None = None) -> dict[str, float] | None:
+    def end_step(
+        self, samples: int = 0, features: Any = None, predicted: float | None = None, plan: PlannedStep | None = None
+    ) -> dict[str, float] | None:
         """End the step in progress and open the next. Every now and then the ranks exchange their records, in the background.
 
         Args:
             samples: of this rank in the step; 0 if unknown.
             features: what it worked on, as many numbers on every rank, for ``fit_costs``; None if unknown.
             predicted: how long that should take, in any unit that the ranks share in a step; None if unknown.
+            plan: on rank 0, what the step's plan says of the balance of all ranks; None if unknown.
 
         Returns:
             On rank 0, after an exchange, scalars of the steps that it was about.
@@ -126,7 +136,7 @@ class StepProfiler:
         Raises:
             RuntimeError: an exchange has failed, because a rank is gone.
         """
-        record = self.timeline.close_step(samples, features, predicted)
+        record = self.timeline.close_step(samples, features, predicted, plan)
         self.timeline.open_step(record.end if record is not None else None)
         if record is None:
             return None
@@ -158,7 +168,7 @@ class StepProfiler:
         self._kineto.stop_early()
         self._exchange.sync_clocks()
         if self._buffer.waiting:
-            self._exchange_steps(self._buffer.take_steps(0))
+            self._exchange_steps(self._buffer.take_steps(0), self._read_memory())
         to_rank_zero = self._exchange.alignment.to_rank_zero
         self._kineto.resolve_watched(self._buffer, to_rank_zero)
         traced, events, idle = self._kineto.gather_trace(list(self._buffer.recent), to_rank_zero, self._exchange.group)
@@ -181,7 +191,8 @@ class StepProfiler:
         if not self._history.added and self._buffer.count:
             why = "the run ended before the ranks exchanged anything: these are the steps of rank 0 alone"
             records, steps = self._buffer.resolve_rest(self._exchange.alignment.to_rank_zero)
-            self._history.add_windows([self._exchange.own_window(steps, *_work_of(records), why)])
+            window = self._exchange.own_window(steps, *_work_of(records), why)
+            self._history.add_windows([window], [record.plan for record in records])
         if not self._history.added:
             return None
         left = self._buffer.count - self._history.added
@@ -200,7 +211,8 @@ class StepProfiler:
         if not self._pending.done():
             self._pause(self._pending.result)
         scalars = self._new_scalars()
-        self._pending = self._worker.submit(self._run_exchange, self._buffer.take_steps(_LAG))
+        # here, at the end of a step: on its thread the next step would be half done
+        self._pending = self._worker.submit(self._run_exchange, self._buffer.take_steps(_LAG), self._read_memory())
         self._pause(self._kineto.start_once)
         return scalars
 
@@ -210,22 +222,22 @@ class StepProfiler:
         pending, self._pending = self._pending, _NO_EXCHANGE
         return pending.result()
 
-    def _run_exchange(self, records: list[StepRecord]) -> dict[str, float] | None:
+    def _run_exchange(self, records: list[StepRecord], memory: MemoryReading | None) -> dict[str, float] | None:
         """Exchange the records on the worker's thread; on rank 0 refresh the report and return its scalars."""
         self._exchange.spent_here = self._worker.cpu_seconds
-        self._exchange_steps(records)
+        self._exchange_steps(records, memory)
         if not self._leads:
             return None
         self.files.refresh(lambda: self._report(Status(False, "still running", self.options.warmup_steps, _LAG)))
         return self._history.newest_scalars()
 
-    def _exchange_steps(self, records: list[StepRecord]) -> None:
+    def _exchange_steps(self, records: list[StepRecord], memory: MemoryReading | None) -> None:
         to_rank_zero = self._exchange.alignment.to_rank_zero
         self._kineto.resolve_watched(self._buffer, to_rank_zero)
         steps = self._buffer.resolve_taken(records, to_rank_zero)
-        windows = self._exchange.exchange_steps(steps, *_work_of(records))
+        windows = self._exchange.exchange_steps(steps, *_work_of(records), memory)
         if windows is not None:
-            self._history.add_windows(windows)
+            self._history.add_windows(windows, [record.plan for record in records])
 
     def _report(self, status: Status, traced: Sequence[Any] | None = None, idle: Any = None) -> BubbleReport:
         steps = self._ended_steps

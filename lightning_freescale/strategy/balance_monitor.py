@@ -46,6 +46,7 @@ class BalanceMonitor:
         self.trainer = trainer
         self._timeline = timeline
         self._epoch: int | None = None
+        self._planned_by: tuple[Any, dict[str, Any]] = None, {}  # costs and options of that epoch: the next may have others
         self._reported = False
         self._sums = BalanceSums()
         self._logged_step = -1
@@ -120,7 +121,7 @@ class BalanceMonitor:
     def _start_epoch(self, sampler: Any) -> None:
         """Report the epoch before, and raise if the ranks have not the same plan: samples would be lost and repeated."""
         self._end_epoch()
-        self._epoch = sampler.epoch
+        self._epoch, self._planned_by = sampler.epoch, (getattr(sampler, "costs", None), getattr(sampler, "options", {}))
         if self._group is None or not hasattr(sampler, "digest"):
             return
         # here and not in the loader: a collective in an iterator would hang whoever looks at a loader on one rank
@@ -135,9 +136,12 @@ class BalanceMonitor:
             )
 
     def _with_base(self, sampler: Any, balance: StepBalance) -> StepBalance:
-        train = getattr(getattr(self.trainer, "datamodule", None), "train", None)
-        base = train.base_in(sampler.epoch) if isinstance(train, MapStyleData) else 0.0
+        base = self._base_in(sampler.epoch)
         return balance.with_base(base, sampler.num_replicas) if base else balance
+
+    def _base_in(self, epoch: int) -> float:
+        train = getattr(getattr(self.trainer, "datamodule", None), "train", None)
+        return train.base_in(epoch) if isinstance(train, MapStyleData) else 0.0
 
     def _log_step(self, balance: StepBalance) -> None:
         self._sums.add_step(balance)
@@ -172,9 +176,12 @@ class BalanceMonitor:
             return None
         train = getattr(getattr(self.trainer, "datamodule", None), "train", None)
         lengths = train.lengths if isinstance(train, MapStyleData) else None
-        options = {name: sampler.options[name] for name in ("assignment_mode", "count_slack") if name in sampler.options}
+        names = ("assignment_mode", "count_slack", "rank_speeds")
+        costs, given = self._planned_by
+        options = {name: given[name] for name in names if name in given}
+        options["base"] = 0.0 if self._epoch is None else self._base_in(self._epoch)
         options |= {name: getattr(sampler, name) for name in ("outlier_window", "window", "drop_last", "seed")}
-        return advise(sampler.costs, sampler.num_replicas, sampler.batch_size, report, lengths, **options)
+        return advise(costs, sampler.num_replicas, sampler.batch_size, report, lengths, **options)
 
     def _log_scalars(self, scalars: dict[str, float]) -> None:
         for logger in self.trainer.loggers:

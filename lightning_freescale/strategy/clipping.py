@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_freescale._lightning.loops import Trainer, is_overridden
-from lightning_freescale.profiling.recording.collectives import replaced
+from lightning_freescale.profiling.recording.observed_work import replaced
 
 if TYPE_CHECKING:
     from lightning_freescale.embeddings.collections import Collection

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_freescale.balance import BalancedSampler, advise, predict
+from lightning_freescale.balance import BalancedSampler, BalanceReport, Budget, advise, predict
 
 LENGTHS = np.random.RandomState(0).lognormal(3.5, 1.3, 3000).clip(1, 800)
 COSTS = LENGTHS**2 + 100 * LENGTHS
 SPLIT = "context parallelism"
 
 
-def _told(costs: np.ndarray, ranks: int, batch_size: int, **options: object) -> str:
+def _told(costs: np.ndarray, ranks: int, batch_size: int | Budget, **options: object) -> str:
     sentence = advise(costs, ranks, batch_size, **options)
     assert sentence is not None
     return sentence
@@ -46,6 +46,37 @@ def test_the_page_shows_what_is_said() -> None:
     shown = next(block for block in page.split("```") if block.startswith("text\nNo assignment"))
     said, shown = (re.sub(r"\d+\.?\d*", "#", text) for text in (_told(COSTS, 16, 8, lengths=LENGTHS), shown))
     assert sorted(said.splitlines()) == sorted(shown.strip().splitlines()[1:])
+
+
+def test_every_setting_says_what_it_drops_and_costs() -> None:
+    remedies = _predicted(_told(COSTS, 16, 8, lengths=LENGTHS))
+    assert len(remedies) == 5 and all("which drops " in remedy and ("but" in remedy or "%" in remedy) for remedy in remedies)
+    half = next(remedy for remedy in remedies if remedy.startswith("on 8 ranks"))
+    now = predict(COSTS, 16, 8).balanced
+    told = float(re.findall(r"computes (\d\.\d\d) times as long", half)[0])
+    assert told == pytest.approx(2 * remedies[half] / now, abs=0.01)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_settings_are_compared_over_the_same_samples(seed: int) -> None:
+    """Other steps, drawn from few of the samples, would be better or worse by chance."""
+    remedies = _predicted(_told(COSTS, 16, 8, seed=seed))
+    same = {"batch_size=16": (16, 16, 8), "on 8 ranks": (8, 8, 32)}
+    for text, (ranks, batch_size, steps) in same.items():
+        told = next(value for remedy, value in remedies.items() if text in remedy)
+        assert told == pytest.approx(predict(COSTS, ranks, batch_size, steps=steps, seed=seed).balanced, rel=0.01)
+
+
+def test_a_budget_of_tokens_is_one_of_shorter_histories_where_these_are_truncated() -> None:
+    """Fewer tokens are fewer steps."""
+    budget = Budget(2000, LENGTHS)
+    cap = LENGTHS[np.percentile(COSTS, 99, method="lower") >= COSTS].max()
+    remedies = _predicted(_told(COSTS, 8, budget, lengths=LENGTHS))
+    told = next(value for remedy, value in remedies.items() if "truncated" in remedy)
+    shorter = Budget(2000, np.minimum(LENGTHS, cap))
+    capped = np.minimum(COSTS, np.percentile(COSTS, 99, method="lower"))
+    assert told == pytest.approx(predict(capped, 8, shorter, steps=1).balanced, rel=0.01)
+    assert "with twice the budget, which drops nothing, but makes about half as many steps" in "\n".join(remedies)
 
 
 def test_what_truncation_drops_is_told() -> None:
@@ -104,6 +135,18 @@ def test_samples_that_dominate_call_for_splitting_them() -> None:
     even = np.array([3.0, 2.0, 2.0, 2.0] * 50)  # too few for each rank, and none dominates
     sentence = _told(even, 10, 2)
     assert SPLIT not in sentence and "one sample costs more" not in sentence
+
+
+def test_what_ranks_compute_besides_their_samples_is_part_of_every_figure() -> None:
+    """Else a report that knows of it would stand beside predictions that do not, and nothing would seem to help."""
+    sampler = BalancedSampler(COSTS, 8, num_replicas=16, rank=0)
+    base = 8 * COSTS.mean()
+    steps = [sampler.balance(step).with_base(base, 16) for step in range(len(sampler))]
+    sentences = _told(COSTS, 16, 8), _told(COSTS, 16, 8, report=BalanceReport.from_steps(steps), base=base)
+    alone, found = ({remedy.split(",")[0]: value for remedy, value in _predicted(each).items()} for each in sentences)
+    assert found.keys() == alone.keys()
+    for remedy in ("with outlier_window=16", 'with assignment_mode="slack"'):
+        assert found[remedy] - 1 == pytest.approx((alone[remedy] - 1) / 2, rel=0.1)
 
 
 def test_advice_when_nothing_helps() -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from lightning_freescale.balance import assign
 from lightning_freescale.balance.assign import contiguous_split, equal_counts, imbalance
-from lightning_freescale.balance.solver import swaps
+from lightning_freescale.balance.solver import dearest_first, lpt, swaps
+from lightning_freescale.balance.validation import problem_from_arguments
 
 MODES = ["fixed", "slack", "free", "zigzag"]
 
@@ -221,6 +222,37 @@ def test_numba_finds_the_identical_plan(options: dict, monkeypatch: pytest.Monke
     assert used == [True, False] * 2
 
 
+@pytest.mark.parametrize("mode", ["fixed", "slack", "free"])
+@pytest.mark.parametrize("uneven", [False, True], ids=["alike", "speeds"])
+def test_longest_first_is_the_same_in_runs_and_from_the_heap(mode: str, uneven: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = np.random.RandomState(0)
+    for samples in (200 * 12, 200 * 12 + 57):
+        for cost in (draw.lognormal(5, 1.5, samples), draw.randint(1, 9, samples).astype(float), draw.pareto(0.7, samples)):
+            speeds = draw.uniform(0.5, 1, 200) if uneven else None
+            problem = problem_from_arguments(cost, 200, mode, rank_speeds=speeds)[0]
+            plans = []
+            for compile_heap, run in ((False, 2), (False, 32), (False, 10**9), (True, 160), (True, 10**9)):
+                monkeypatch.setattr(swaps, "numba_enabled", compile_heap)
+                monkeypatch.setattr(lpt, "_COMPILED_RUN" if compile_heap else "_RUN", run)
+                plans.append(lpt.longest_first(problem))
+            assert (np.ptp(plans, axis=0) == 0).all()
+            slowness, load, held = problem.slowness, np.zeros(200, dtype=np.int64), np.zeros(200, dtype=np.int64)
+            for group, cost_of_group in enumerate(problem.cost.tolist()):  # the rule, written down
+                full = held >= problem.max_samples - ((held == problem.max_samples).sum() == problem.ranks_at_max)
+                rank = np.lexsort((np.arange(200), slowness, np.where(full, np.iinfo(np.int64).max, load)))[0]
+                assert plans[0][group] == rank
+                load[rank] += cost_of_group * slowness[rank]
+                held[rank] += 1
+
+
+@given(st.integers(0, 61), st.integers(0, 10**6))
+@settings(max_examples=100, deadline=None)
+def test_dearest_first_is_a_stable_sort(bits: int, seed: int) -> None:
+    draw = np.random.RandomState(seed)
+    cost = draw.randint(0, 1 << bits, draw.randint(0, 300)) >> draw.randint(0, bits + 1)
+    np.testing.assert_array_equal(dearest_first(cost), np.argsort(-cost, kind="stable"))
+
+
 @pytest.mark.slow
 def test_same_plan_in_another_process() -> None:
     code = "import numpy as np; from lightning_freescale.balance import assign;"
@@ -282,3 +314,9 @@ def test_any_unit(scale: float) -> None:
 def test_bad_input(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         assign(**{"costs": [1.0, 2.0, 3.0, 4.0], "ranks": 2, **arguments})
+
+
+def test_a_fallback_that_does_not_fit_is_refused() -> None:
+    for fallback in ([0, 1], [0, 1, 2], [0, -1, 1]):
+        with pytest.raises(ValueError, match=r"assign\(fallback=...\) has shape .*pass the rank of each sample, shape \[3\]"):
+            assign([1.0, 2, 3], 2, fallback=fallback)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,38 @@ def test_giants_in_numbers_that_do_not_divide(mode: str) -> None:
     cost = np.concatenate([draw.uniform(8e5, 1.2e6, 205), draw.uniform(25, 225, 64 * 32 - 205)])
     result = assign(cost, 64, assignment_mode=mode)
     assert result.lower_bound > 1.05 and result.gap < 1e-3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_expensive_samples_in_pairs(mode: str) -> None:
+    """Of 14 on eight ranks, six ranks hold two: which two, the bound knows to the sample."""
+    cost = np.concatenate([np.random.RandomState(3).normal(500, 40, 14) ** 2, np.full(50, 400.0)])
+    result = assign(cost, 8, assignment_mode=mode)
+    paired = np.sort(cost)[50:62]  # the two most expensive are alone
+    largest = (paired + paired[::-1]).max() + (6 * 400 if mode == "fixed" else 0)
+    assert result.lower_bound == pytest.approx(largest / cost.sum() * 8) and result.gap < 1e-3
+
+
+def test_ranks_with_one_more_of_the_expensive_samples_hold_the_cheapest_of_them() -> None:
+    """Though a few are so cheap that a rank could do with two more."""
+    draw = np.random.RandomState(0)
+    lengths = np.concatenate([draw.normal(500, 25, 424), draw.normal(20, 3, 64 * 32 - 424)]).round()
+    result = assign(lengths**2 + 1280 * lengths, 64)
+    assert result.gap < 1e-3
+
+
+def test_what_nearly_comes_in_steps_is_rounded_up() -> None:
+    """With 61.6 positions per rank, some rank has 62, whatever the small quadratic part of the cost."""
+    lengths = np.array(([3, 4, 5, 6, 7, 8, 9, 11, 17] * 8)[:64], dtype=float)
+    result = assign(1280 * lengths + lengths**2, 8)
+    assert result.lower_bound > 1.003 and result.gap < 3e-3
+
+
+def test_few_samples_are_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    cost = np.maximum(1, np.floor(np.random.default_rng([2, 4, 8]).lognormal(3.5, 1.2, 32)))
+    assert assign(cost, 4).gap < 1e-6
+    monkeypatch.setattr(import_module("lightning_freescale.balance.solver.search"), "_BEGINNINGS", 0)  # not the function
+    assert assign(cost, 4).gap > 1e-3
 
 
 def test_planted_partitions_are_nearly_found() -> None:

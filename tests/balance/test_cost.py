@@ -127,6 +127,11 @@ def test_steps_that_a_rank_did_not_measure_are_left_out() -> None:
     fit = Calibration().add_window(sums, spoiled)
     assert fit is not None and fit.observations == 80
     assert Calibration().add_window(sums, np.zeros_like(seconds)) is None
+    sums, seconds = _run(5, 16, CostModel(), TRUE)
+    seconds[1:] = 0.0
+    alone = Calibration()
+    assert alone.add_window(sums, seconds, _costs(sums, CostModel())) is None, "no other step to predict it from"
+    assert alone.add_window(*_run(5, 16, CostModel(), TRUE)) is not None
 
 
 def test_the_fit_rests_on_the_last_times_only() -> None:
@@ -179,6 +184,17 @@ def test_times_that_no_length_explains_leave_the_costs_alone() -> None:
     assert np.isfinite(calibration.base) and calibration.base > mean, "nearly all of a step is beside its samples"
 
 
+def test_samples_that_cost_nothing_are_not_measured_for_ever() -> None:
+    """As of histories without events: a fit has nothing but a base, and is no better than costs of nothing."""
+    calibration, draw = Calibration(), np.random.RandomState(0)
+    sums = np.zeros((25, 4, 4))
+    sums[..., 0] = 8.0
+    for _ in range(3):
+        calibration.add_window(sums, 0.01 * draw.lognormal(0, 0.03, (25, 4)), np.zeros((25, 4)))
+        assert not calibration.improved
+    assert calibration.frozen
+
+
 def test_a_fit_is_final_once_nothing_is_better() -> None:
     calibration, frozen_after = Calibration(in_use=TRUE), 0
     while not calibration.frozen:
@@ -223,6 +239,7 @@ def test_fit_of_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     [
         ("{", "is not JSON, or was cut short"),
         ({"format": "other"}, "no bubble report: its format is 'other'"),
+        ("[]", "no bubble report: its format is None"),
         (_document(features=None), "holds no history lengths"),
         (_document(features=[[[16.0, 99.0, 0.0, 0.0]] * 2] * 40), "holds no history lengths"),
         (_document(breakdown_s=np.zeros((40, 2, 3)).tolist()), "0 steps of 2 ranks with compute"),

@@ -98,9 +98,8 @@ def test_a_few_planned_steps_stand_for_all(samples: int, ranks: int, batch_size:
         whole = prediction.report_steps(costs, ranks, batch_size, steps=24, **options)
         some = prediction.report_steps(costs, ranks, batch_size, steps=24, planned=planned, **options)
         assert some.balanced == pytest.approx(whole.balanced, rel=0.01)
-        assert dataclasses.replace(some, balanced=0, tokens_imbalance=0) == dataclasses.replace(
-            whole, balanced=0, tokens_imbalance=0
-        )
+        planned_alone = {"balanced": 0, "tokens_imbalance": 0, "tokens_fullest": 0}
+        assert dataclasses.replace(some, **planned_alone) == dataclasses.replace(whole, **planned_alone)
         assert some.balanced >= some.lower_bound - 1e-9
     first = prediction.report_steps(costs, ranks, batch_size, steps=3)
     assert prediction.report_steps(costs, ranks, batch_size, steps=3, planned=first.steps) == first

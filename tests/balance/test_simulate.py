@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_freescale.balance import CostModel, assign
+from lightning_freescale.balance import BalancedSampler, Budget, CostModel, assign
 from lightning_freescale.balance.__main__ import main
 from lightning_freescale.balance.assign import contiguous_split, imbalance
 from lightning_freescale.balance.epoch_order import draw_order
@@ -161,6 +161,22 @@ def test_a_data_set_smaller_than_a_step_is_told(tmp_path: Path, capsys: pytest.C
     assert "\n10 ranks: A step of 10 x 8 has 80 samples, the data set only has 60: every step has all 60, 6 per rank.\n" in (
         capsys.readouterr().out
     )
+
+
+def test_a_budget_of_tokens_instead_of_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = tmp_path / "figures.json"
+    line = ["simulate", "--lengths", str(_file(tmp_path, "a.txt")), "--ranks", "2,4", "--batch-tokens", "500"]
+    main([*line, "--json", str(written), "--plot", str(tmp_path / "a.png")])
+    out = capsys.readouterr().out
+    assert "of at most 500 tokens per rank, drawn from a.txt" in out and "assignment_mode free" in out
+    for row in json.loads(written.read_text())["predicted"]:
+        sampler = BalancedSampler(CostModel()(LENGTHS), Budget(500, LENGTHS), num_replicas=row["ranks"], rank=0)
+        assert row["fill"] == sampler.fill and row["zigzag"] is None
+        samples = max(len(sampler.global_batch(0, step)) for step in range(len(sampler)))
+        assert f"{row['ranks']} ranks: Steps of up to {samples} samples, which use {row['fill']:.1%} of the tokens" in out
+    with pytest.raises(SystemExit):
+        main([*line, "--batch-size", "8"])
+    assert "not allowed with" in capsys.readouterr().err
 
 
 def test_more_ranks_than_samples_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

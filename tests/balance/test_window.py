@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from lightning_freescale.balance import BalancedSampler, assign
+from lightning_freescale.balance import sampler as sampler_room
 from lightning_freescale.balance.window import share_window
 
 COSTS = np.random.RandomState(0).lognormal(5, 1.8, size=200)
@@ -91,6 +92,19 @@ def test_loss_weights_make_the_mean_over_the_window(world: int, window: int, wei
         assert found == pytest.approx(np.average(losses[samples], weights=weigh[samples]))
 
 
+def test_a_window_is_shared_out_once_however_far_the_loader_reads_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(sampler_room, "share_window", lambda *given: calls.append(1) or share_window(*given))
+    sampler = BalancedSampler(COSTS, 1, num_replicas=2, rank=0, window=2)
+    ahead = iter(sampler)
+    for _ in range(40):  # such as 8 workers with 5 batches each
+        next(ahead)
+    for step in range(len(sampler)):
+        sampler.loss_weight(step)
+        next(ahead, None)
+    assert len(calls) == len(sampler) / 2
+
+
 def test_resume_inside_a_window() -> None:
     whole = [list(rank) for rank in _ranks(2, window=4)]
     resumed = _ranks(2, window=4)
@@ -106,7 +120,7 @@ def test_resume_between_windows_with_others(then: tuple[int, int], now: tuple[in
     done = windows * then[1]
     seen = [sample for rank in before for batch in list(rank)[:done] for sample in batch]
     for rank in after:
-        rank.resume(0, done, before[0].consumed(0, done), then[1])
+        rank.resume(0, done, before[0].consumed(0, done), before[0].begun_window(0, done))
     seen += [sample for rank in after for batch in rank for sample in batch]
     assert sorted(seen) == list(range(200))
 
@@ -117,21 +131,61 @@ def test_resume_inside_a_window_with_others() -> None:
     seen = [sample for rank in first for batch in list(rank)[:5] for sample in batch]
     second = _ranks(2, window=3)
     for rank in second:
-        rank.resume(0, 5, None, 4)
-        assert [rank.window_at(0, step) for step in (5, 7, 8)] == [4, 4, 3]
+        rank.resume(0, 5, None, first[0].begun_window(0, 5))
+        assert [rank.begun_window(0, batches) for batches in (6, 8, 10)] == [(4, 4), (8, 0), (9, 3)]
     seen += [sample for rank in second for batch in list(rank)[:1] for sample in batch]
     third = _ranks(2)
     for rank in third:
-        rank.resume(0, 6, None, second[0].window_at(0, 6))
+        rank.resume(0, 6, None, second[0].begun_window(0, 6))
     seen += [sample for rank in third for batch in rank for sample in batch]
     assert sorted(seen) == list(range(200))
+
+
+@pytest.mark.parametrize("windows", [(4, 3, 3), (4, 3, 4), (3, 4, 2), (5, 2, 3)])
+@pytest.mark.parametrize("limit", [1.0, 7])
+def test_runs_with_other_windows_and_limits_lose_no_sample(windows: tuple[int, int, int], limit: float) -> None:
+    """Wherever the first two stop: what the second has left alone because of the first, the third leaves alone as well."""
+    for stops in ((first, second) for first in range(7) for second in range(first, 7)):
+        seen, window, done = list[int](), None, 0
+        for size, stop, until in zip(windows, (*stops, 25), (limit, limit, 1.0)):
+            run = _ranks(2, window=size, limit=until)[0]
+            run.resume(0, done, None, window)
+            seen += [sample for step in range(done, stop) for sample in run.global_batch(0, step)]
+            done, window = stop, run.begun_window(0, stop)
+        assert sorted(seen) == list(range(200))
+
+
+@pytest.mark.parametrize(("limit", "last"), [(5, 5), (0.41, 10), (1.0, 25), (40, 25), (1, 1)])
+def test_an_optimizer_step_that_ends_early_has_the_samples_it_was_drawn_with(limit: float, last: int) -> None:
+    """Not the dearest of those that would have come: they would be what such a step learns from in every epoch."""
+    shared, drawn = _ranks(2, window=4, limit=limit, loss_weights=COSTS.round())[0], _ranks(2)[0]
+    for first in range(0, last, 4):
+        steps = range(first, min(first + 4, last))
+        ours, theirs = (np.concatenate([each.global_batch(0, step) for step in steps]) for each in (shared, drawn))
+        assert set(ours) == set(theirs)
+
+
+def test_a_limit_on_tokens_holds_in_every_batch() -> None:
+    """Where sharing out would break it, the batches of an optimizer step stay as they were drawn."""
+    tokens = np.maximum(1, np.sqrt(COSTS)).round()
+    shared, kept = 0, 0
+    for most in (150, 130):
+        limited = {"tokens": tokens, "max_tokens_per_rank": most, "assignment_mode": "slack", "count_slack": 1.0}
+        ranks = _ranks(2, window=4, **limited)[0]
+        drawn = _ranks(2)[0]
+        for step in range(len(ranks)):
+            plan = ranks.step_plan(0, step)
+            assert np.bincount(plan.rank_of_sample, tokens[plan.samples]).max() <= most
+            same = set(ranks.global_batch(0, step)) == set(drawn.global_batch(0, step))
+            kept, shared = kept + same, shared + (not same)
+    assert kept > 4 and shared > 4
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"window": 0}, r"BalancedSampler\(window=0\)"),
-        ({"window": 2, "outlier_window": 4}, "leave keep_together, max_tokens_per_rank, outlier_window and balance=False out"),
+        ({"window": 2, "outlier_window": 4}, "leave keep_together, outlier_window and balance=False out"),
         ({"window": 2, "balance": False}, "or use window=1"),
     ],
 )

@@ -25,6 +25,7 @@ from lightning_freescale.profiling.reporting.document import read
 from lightning_freescale.testing import run_distributed
 from tests.helpers.chrome_trace import problems, read_trace
 from tests.helpers.recommender import Recommender, Samples, collate, trainer
+from tests.helpers.shown_page import packed
 
 DELAY = 0.2
 STEPS = 12
@@ -82,6 +83,7 @@ def _profile(module_class: type[Recommender], data_class: type[Samples], folder:
         "samples": profiler.report.samples,
         "text": str(profiler.report),
         "imbalance": profiler.report.imbalance,
+        "what_if": {case.name: case.speed_up for case in profiler.report.what_if},
         "exchanges": {figures.name: figures for figures in profiler.report.exchanges},
         "files": profiler.files,
         "metrics": Path(logger.log_dir, "metrics.csv").read_text(),
@@ -127,6 +129,12 @@ def test_delay_comes_back(module: type, data: type, found: dict[int, str], profi
         assert max(parts.values()) < 0.5 * DELAY, parts
 
 
+def test_no_data_wait_is_worth_what_the_loader_takes(profiled: Profiled) -> None:
+    """Also where the rows of a step are on their way while the rank waits for its data."""
+    assert profiled(Recommender, SlowSamples)["what_if"]["no data wait"] > 3
+    assert profiled(SlowForward, Samples)["what_if"]["no data wait"] < 1.2
+
+
 def test_a_slow_rank_is_named_and_data_are_not_blamed(profiled: Profiled) -> None:
     imbalance = profiled(SlowForward, Samples)["imbalance"]
     assert imbalance.method == "cost model", "the data module knows the lengths"
@@ -165,7 +173,7 @@ def test_the_files_are_there_and_readable(profiled: Profiled) -> None:
     assert problems(json.loads(files["trace"].read_text())) == []
     events = read_trace(files["trace"])
     assert {"forward", "backward", "optimizer", "fetch", "embedding rows"} <= {event.get("name") for event in events}
-    assert document["run"]["model"] in files["page"].read_text()
+    assert packed(files["page"])[0][0]["run"] == document["run"]
 
 
 @pytest.mark.slow

@@ -11,11 +11,16 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.strategies import DDPStrategy
 
+from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.profiling.reporting.document import read
+from lightning_freescale.profiling.reporting.text import summary
 from lightning_freescale.testing import run_distributed
 from tests.helpers.plain_modules import Plain, fit, profiler
+from tests.helpers.recommender import Recommender, Samples, collate, trainer
+from tests.helpers.shown_page import packed
 
 
 class Ends(L.Callback):
@@ -64,7 +69,7 @@ def test_after_exchanges(how: Any, tmp_path: Path) -> None:
     assert len(document["ranks"]) == 2
     assert document["series"]["step"] == list(range(1, 9)), "two exchanges of four steps"
     assert status["not_exchanged"] == 12 - 1 - 8
-    assert status["reason"] in (tmp_path / "report.html").read_text()
+    assert packed(tmp_path / "report.html")[0][0]["status"] == status
 
 
 @pytest.mark.slow
@@ -100,6 +105,56 @@ def test_a_killed_run_leaves_the_report_so_far(tmp_path: Path) -> None:
     document = read(tmp_path / "report.json")
     assert document["status"]["reason"] == "still running"
     assert len(document["series"]["step"]) >= 4
+
+
+def _terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _recommend(folder: str, ranks: tuple[int, ...]) -> str:
+    torch.manual_seed(0)
+    data = Samples(8 * 14)
+    run = trainer(devices=2, callbacks=[profiler(folder), Ends(_terminate, 12, ranks)])
+    try:
+        run.fit(Recommender(), FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate))
+    except BaseException as error:
+        return type(error).__name__
+    return "finished"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [
+        ("ddp", (0, 1)),
+        pytest.param("ddp", (0,), marks=pytest.mark.slow),
+        ("freescale", (1,)),
+        pytest.param("freescale", (0,), marks=pytest.mark.slow),
+        pytest.param("freescale", (0, 1), marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_is_told_to_stop(strategy: str, ranks: tuple[int, ...], tmp_path: Path) -> None:
+    """By its scheduler, say, all ranks or the one that it knows: the report has the steps until then, and says so."""
+    if strategy == "ddp":
+        ended = run_distributed(_run, 2, str(tmp_path), _terminate, 12, ranks, init=False)
+    else:
+        ended = run_distributed(_recommend, 2, str(tmp_path), ranks)
+    assert ended == ["SIGTERMException"] * 2
+    document = read(tmp_path / "report.json")
+    status = document["status"]
+    assert not status["complete"] and "SIGTERM" in status["reason"]
+    assert len(document["ranks"]) == 2 and len(document["series"]["step"]) >= 8
+    assert packed(tmp_path / "report.html")[0][0]["status"]["reason"] == status["reason"]
+    assert summary(document).startswith("INCOMPLETE: SIGTERM")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("patient")
+def test_another_rank_than_0_alone_is_told_to_stop_under_ddp(tmp_path: Path) -> None:
+    """Lightning broadcasts from rank 0, which knows of nothing and fails; the steps until then are in the report."""
+    ended = run_distributed(_run, 2, str(tmp_path), _terminate, 12, (1,), init=False)
+    assert ended[1] == "SIGTERMException" and ended[0] != "finished"
+    document = read(tmp_path / "report.json")
+    assert not document["status"]["complete"] and len(document["series"]["step"]) >= 8
 
 
 def _twice(folder: str) -> list[int]:

@@ -160,7 +160,7 @@ def test_a_rank_killed_within_a_large_transfer_is_an_error_for_all_others(
 
 
 def _dies_with_a_message_half_sent() -> list[Outcome]:
-    group, message = make_group(timeout=3.0), torch.ones(200_000_000, dtype=torch.uint8)
+    group, message = make_group(timeout=3.0), torch.ones(800_000_000, dtype=torch.uint8)
     p2p, tag = group._executor.p2p, 1001
     receive = p2p.receive(message, 1, tag) if dist.get_rank() == 0 else None
     dist.barrier()

@@ -128,6 +128,9 @@ def test_balance_writes_each_sample_of_an_epoch_once(
     words = ["balance", "--lengths", str(lengths), "--ranks", "4", "--batch-size", "3", "--epochs", "2", "--plan", str(plan)]
     main(words)
     told = capsys.readouterr().out
+    assert told.startswith("lengths.txt: 48 samples; lengths: mean ")
+    assert "predicted, not measured: 4 ranks; cost 320 L + 1 L²; tokens: L" in told
+    assert [told.count(f"\n{row}  ") for row in ("compute", "tokens ")] == [2, 2]
     assert "epoch 1: imbalance over 4 steps" in told and f"wrote {plan}" in told
     steps = [json.loads(line) for line in plan.read_text().splitlines()]
     for epoch in (0, 1):

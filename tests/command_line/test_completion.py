@@ -44,6 +44,7 @@ def test_commands_options_choices_and_files_are_completed(script: Path) -> None:
         "balance --ra": {"--ranks"},
         "profile co": {"compare"},
         "profile page --la": {"--label"},
+        "profile run --every": {"--every-n-steps"},
         "consolidate sh": {"shop.yaml"},
         "completion z": {"zsh"},
         "fit --no_such": set(),

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import io
+
+import lightning as L
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset
 
+from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.balance import BalancedSampler
 from lightning_freescale.data import BalancedDataLoader
 
@@ -47,3 +52,24 @@ def test_batches_for_a_gpu_are_pinned_unless_said_otherwise() -> None:
         for for_gpu, options in ((True, {}), (False, {}), (True, {"pin_memory": False}))
     ]
     assert [loader.pin_memory for loader in made] == [True, False, False]
+
+
+def test_a_window_is_for_several_ranks_and_ends_where_the_trainer_does() -> None:
+    data = FreeScaleDataModule(list(range(48)), list(range(1, 49)), batch_size=2)
+    data.trainer = L.Trainer(accumulate_grad_batches=4, limit_train_batches=6, logger=False, enable_progress_bar=False)
+    drawn = [data.sampler(0, 1).global_batch(0, step).tolist() for step in range(24)]
+    alone = data.train_dataloader().sampler
+    assert [alone.global_batch(0, step).tolist() for step in range(24)] == drawn, "nobody waits for a rank alone"
+    data._rank_and_world_size = lambda: (0, 2)  # type: ignore[method-assign]
+    shared = data.train_dataloader().sampler
+    assert [shared.begun_window(0, batches) for batches in (3, 4, 5, 7)] == [(0, 4), (4, 0), (4, 2), (7, 0)]
+
+
+def test_progress_of_numpy_numbers_is_plain() -> None:
+    data = FreeScaleDataModule(list(range(48)), list(range(1, 49)), batch_size=np.int64(2), seed=np.int64(3))
+    data.train.resumed_sampler(0, 2, 0, accumulated=4)
+    stream = io.BytesIO()
+    torch.save(data.train.state_dict(0, 3, 2), stream)
+    stream.seek(0)
+    state = torch.load(stream, weights_only=True)
+    assert (state["batch_size"], state["seed"], state["window"]) == (2, 3, [0, 4])

@@ -36,6 +36,15 @@ def test_balance_as_a_switch(balance: bool, tmp_path: Any) -> None:
     assert data.sampler(0, 2).balance_steps is balance
 
 
+def test_steps_cut_by_tokens_or_cost(tmp_path: Any) -> None:
+    """The two training histories have 3 and 2 tokens."""
+    for text, steps in (("batch_tokens: 4", 1), ("batch_cost: 10000", 1)):
+        data = _from_yaml(text, tmp_path)
+        assert len(data.sampler(0, 2)) == steps and data.train.assignment_mode == "free"
+    assert len(_from_yaml("batch_tokens: 4", tmp_path).sampler(0, 1)) == 2
+    assert _from_yaml("batch_tokens: 4, micro_batches: auto", tmp_path).train.micro_batches.candidates == [1, 2, 4, 8]
+
+
 def test_options_of_torchs_loader(tmp_path: Any) -> None:
     loader = _from_yaml("num_workers: 2, prefetch_factor: 3, batch_size: 1", tmp_path).train_dataloader()
     assert (loader.num_workers, loader.prefetch_factor) == (2, 3)
@@ -50,6 +59,15 @@ def test_options_of_torchs_loader(tmp_path: Any) -> None:
         ("balance: {mode: slack}", "mode"),
         ("balance: {assignment_mode: slak}", "slak"),
         ("balance: {count_slack: 0.5}", "count_slack=.* has no meaning for assignment_mode='fixed'"),
+        ("batch_tokens: 2", "sample 0 alone has 3"),
+        ("batch_tokens: -1", r"Budget\(per_rank=-1.*pass a finite number > 0"),
+        ("batch_tokens: 9, batch_cost: 9", "pass one of them"),
+        ("batch_tokens: 9, drop_last: true", "drop_last=.* has no meaning for batch_tokens="),
+        ("batch_tokens: 9, balance: false", "balance=False.* has no meaning for batch_tokens="),
+        ("batch_tokens: 9, balance: {assignment_mode: fixed}", "assignment_mode=.* has no meaning for batch_tokens="),
+        ("batch_tokens: 9, balance: {window: true}", "window=.* has no meaning for batch_tokens="),
+        ("batch_tokens: 9, balance: {max_tokens_per_rank: 9}", "max_tokens_per_rank=.* has no meaning for batch_tokens="),
+        ("batch_tokens: 9, micro_batches: 9", "from 1 to 8, as the number of samples is not given"),
         ("stream: {stream_balancing: local, pool: 3}", "pool"),
         ("stream: {stream_balancing: local}", "stream=.* has no meaning for a map-style data set"),
     ],

@@ -98,6 +98,13 @@ def test_an_epoch_reads_every_row_group_once_and_holds_a_window(folder: Path, ra
             assert (ROW_GROUPS - WINDOW) * epoch < dataset.histories.reads <= ROW_GROUPS * epoch
 
 
+def test_steps_cut_by_tokens_are_refused(folder: Path) -> None:
+    """Each has long and short histories from all over the order: row groups would be read again and again."""
+    with pytest.raises(ValueError, match=r"shuffle=BlockShuffle.*batch_tokens.*pass shuffle=True or False"):
+        _data(folder, batch_tokens=200)
+    assert len(_data(folder, batch_tokens=200, shuffle=False).sampler(0, 2)) > 10
+
+
 def test_shuffled_all_over_would_read_many_times_as_much(folder: Path) -> None:
     data = _data(folder)
     dataset: Any = data.train.dataset

@@ -51,8 +51,12 @@ def _follow(page: Path, folder: Path) -> None:
 
 
 def _unsaid(shown: str, printed: str) -> list[str]:
-    """The beginnings, up to the first figure, of the lines of a page that were not printed, be it behind a progress bar."""
-    beginnings = [re.split(r"\s*-?\d", line)[0] for line in shown.splitlines() if not line.startswith("  ")]
+    """The beginnings, up to the first figure, of the lines of a page that were not printed, be it behind a progress bar.
+
+    What a verdict says depends on the machine: of its lines that they are there.
+    """
+    ends = r"(?<=^Verdict:)|(?<=^Why:)|(?<=^Next:)|\s*-?\d"
+    beginnings = [re.split(ends, line, maxsplit=1)[0] for line in shown.splitlines() if not line.startswith("  ")]
     return [beginning for beginning in beginnings if beginning not in printed]
 
 
@@ -82,6 +86,7 @@ def test_what_is_not_printed_is_noticed() -> None:
     printed = "bubble b = 31.0%: removing it all\nrank 0  12.0%\n"
     assert _unsaid("bubble b = 37.8%: removing\n  broken otherwise\nrank 0  50%", printed) == []
     assert _unsaid("bubbles 37.8%\nrank 0", printed) == ["bubbles"]
+    assert _unsaid("Verdict: this\nNext:    that", "Verdict: Nothing worth doing") == ["Next:"]
 
 
 def test_a_block_that_fails_is_noticed(tmp_path: Path) -> None:

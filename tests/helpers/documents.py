@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from lightning_freescale.profiling.reporting.verdict import verdict_on
+
 PART_NAMES = (
     "wall",
     *("data_wait", "forward", "backward", "optimizer", "straggler_wait", "transfer", "wait"),
@@ -42,7 +44,7 @@ def document(
     for name, change in changes.items():
         merge = isinstance(change, dict) and isinstance(made[name], dict)
         made[name] = {**made[name], **change} if merge else change
-    return made
+    return {**made, "verdict": verdict_on(made)._asdict()}
 
 
 def bare(ranks: int = 1, steps: int = 1, **changes: Any) -> dict[str, Any]:

@@ -56,11 +56,13 @@ def profiler(folder: str | Path, **options: Any) -> BubbleProfiler:
 
 
 def fit(module: L.LightningModule, callbacks: list[L.Callback], steps: int = 14, devices: int = 2, **options: Any) -> L.Trainer:
-    """One epoch of ``steps`` batches per rank under ``"ddp"``."""
+    """One epoch of ``steps`` batches per rank under ``"ddp"``, perhaps from ``ckpt_path`` on."""
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     given = {"strategy": "ddp", "accelerator": "cpu", "devices": devices, "max_epochs": 1, **quiet, **options}
+    resumed_from = given.pop("ckpt_path", None)
     trainer = L.Trainer(**given, callbacks=callbacks)
-    trainer.fit(module, DataLoader(Rows(2 * steps * devices), batch_size=2), DataLoader(Rows(4), batch_size=2))
+    loaders = (DataLoader(Rows(2 * steps * devices), batch_size=2), DataLoader(Rows(4), batch_size=2))
+    trainer.fit(module, *loaders, ckpt_path=resumed_from)
     return trainer
 
 

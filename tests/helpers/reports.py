@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from lightning_freescale.profiling.analysis.breakdown import PART_NAMES
 from lightning_freescale.profiling.analysis.imbalance import Imbalance
+from lightning_freescale.profiling.analysis.memory_growth import MemoryWindows
+from lightning_freescale.profiling.analysis.planned import PlannedBalance
 from lightning_freescale.profiling.analysis.what_if import WhatIf
 from lightning_freescale.profiling.reporting.facts import ExchangeFigures, Overhead, RunInfo, WaitAttribution
 from lightning_freescale.profiling.reporting.report import BubbleReport
@@ -37,6 +39,13 @@ def report_of(parts: NDArray[np.float64], samples: NDArray[np.int64] | None = No
     return BubbleReport(parts, counts, np.arange(5, 5 + steps), **rest)
 
 
+def growing_memory(ranks: int, windows: int = 12) -> MemoryWindows:
+    """Every rank holds 300 MB, the last one 600, and 6 MB more after every window."""
+    current = np.full((windows, ranks), 3e8)
+    current[:, -1] = 6e8 + 6e6 * np.arange(windows)
+    return MemoryWindows(range(50, 50 * windows + 50, 50), current, current + 1e8, current + 2e8)
+
+
 def run_of(label: str = "freescale", wall: float = 0.1, compute: float = 0.07, count: int = 64, **run: Any) -> BubbleReport:
     """Four steps of two ranks, all alike; ``count`` samples of both ranks."""
     parts = np.array([[step(wall, forward=compute)] * 2] * 4)
@@ -62,6 +71,8 @@ def full_report(**changes: Any) -> BubbleReport:
             True, 5e-5, None, {"round_trip_s": 1e-4, "syncs": 3, "rejected": 12, "drift": 1e-7}
         ),
         "imbalance": Imbalance("cost model", 0.0112, 0.0006, 0.0002, (1.0,) * (ranks - 1) + (1.31,), {ranks - 1: 1.31}, 0.03),
+        "balance": PlannedBalance(1.4, 1.1, 1.05, 1.1 / 1.05 - 1, 1.3, 1.02, 0.973, 2, len(parts)),
+        "memory": growing_memory(ranks),
         "what_if": (
             WhatIf("perfect balance", 1.25, 1.43),
             WhatIf("full overlap", 1.1, 1.43, "exchanges of 2 steps are unknown"),

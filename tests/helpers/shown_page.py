@@ -1,8 +1,16 @@
 """Look at a page that is open."""
 
+import gzip
+import io
+import json
+import re
+from base64 import b64decode
+
+from PIL import Image
+
 from tests.helpers.documents import PART_NAMES, document
 
-LEFT = 56  # where the pictures begin, right of the labels
+DRAWN = "body:not([aria-busy])"
 
 
 class PageWatch:
@@ -12,7 +20,15 @@ class PageWatch:
         self.address, self.console, self.requests = address, [], []
         page.on("console", lambda message: self.console.append(f"{message.type}: {message.text}"))
         page.on("pageerror", lambda error: self.console.append(f"thrown: {error}"))
-        page.on("request", lambda request: request.url != address and self.requests.append(request.url))
+        # a blob is memory of the page itself
+        page.on("request", lambda r: r.url != address and not r.url.startswith("blob:") and self.requests.append(r.url))
+
+
+def packed(path):
+    """What a page's file holds: the reports, and the breakdown of each as bytes."""
+    elements = re.findall(r'application/gzip" (?:id="content"|class="series")>(.*?)<', path.read_text(encoding="utf-8"))
+    content, *planes = (gzip.decompress(b64decode(element)) for element in elements)
+    return json.loads(content)["reports"], planes
 
 
 def rows(page, section):
@@ -41,24 +57,43 @@ def colour(page, name):
     return tuple(int(value[i : i + 2], 16) for i in (1, 3, 5))
 
 
-def pixel(page, canvas, x, y):
-    """Colour of one, read from a copy: a canvas that is read time and again complains."""
-    return tuple(
-        page.evaluate(
-            "(() => { const copy = document.createElement('canvas').getContext('2d');"
-            f"copy.drawImage(document.getElementById('{canvas}'), -{x}, -{y});"
-            "return Array.from(copy.getImageData(0, 0, 1, 1).data); })()"
-        )
-    )[:3]
+def inside(page, picture, panel="xy"):
+    """Left, top, width and height of where a picture's values are, in the window; scrolls there."""
+    page.evaluate(f"document.getElementById({picture!r}).scrollIntoView({{block: 'center'}})")
+    box = f"document.querySelector('#{picture} .plot-container .{panel} .bg, #{picture} .draglayer .{panel} .nsewdrag')"
+    return page.evaluate(f"(() => {{ const r = {box}.getBoundingClientRect(); return [r.left, r.top, r.width, r.height]; }})()")
 
 
-def hover(page, canvas, x, y):
-    box = page.evaluate(
-        f"(() => {{ const c = document.getElementById('{canvas}'); c.scrollIntoView({{block: 'center'}});"
-        "const r = c.getBoundingClientRect(); return [r.left, r.top]; })()"
+def centre(page, element):
+    """Of an element that a JavaScript expression finds, in the window."""
+    middle = "[r.left + r.width / 2, r.top + r.height / 2]"
+    return page.evaluate(f"(() => {{ const r = ({element}).getBoundingClientRect(); return {middle}; }})()")
+
+
+def pixels(page, picture, places, panel="xy"):
+    """Colours at (x, y), shares of the picture's width and height from the left and the top."""
+    left, top, width, height = inside(page, picture, panel)
+    seen = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+    return [seen.getpixel((int(left + x * width), int(top + y * height))) for x, y in places]
+
+
+def hover(page, picture, x, y, panel="xy"):
+    """What is told at x, y, shares as in :func:`pixels`; lines apart by a bar."""
+    left, top, width, height = inside(page, picture, panel)
+    page.mouse.move(2, 2)
+    page.mouse.move(left + x * width, top + y * height)
+    page.wait_for_timeout(150)
+    return said(page, picture)
+
+
+def said(page, picture):
+    """What a picture tells of the place that is pointed at; lines apart by a bar."""
+    lines = (
+        f"Array.from(document.querySelectorAll('#{picture} .hoverlayer text'), t => {{"
+        "const lines = Array.from(t.querySelectorAll(':scope > .line'), l => l.textContent);"
+        "return lines.length ? lines.join('|') : t.textContent; }).filter(Boolean).join('|')"
     )
-    page.mouse.move(box[0] + x, box[1] + y)
-    return words(page, "#tip")
+    return plain(page.evaluate(lines))
 
 
 def cells(*steps):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.data import BalanceOptions
@@ -173,3 +174,38 @@ def test_a_window_has_the_gradient_of_one_batch(kind: type[Recommender], reducti
     )
     for name, weight in told["weights"].items():
         torch.testing.assert_close(weight, whole["weights"][name], rtol=1e-6, atol=1e-7)
+
+
+def _budgeted(kind: type[Recommender], reduction: str) -> dict[str, Any]:
+    """Weights after an epoch of steps cut by tokens, and how many samples each rank had."""
+    torch.manual_seed(0)
+    module, data = kind("sgd"), Samples(64)
+    loader = FreeScaleDataModule(data, data.lengths, batch_tokens=90, collate_fn=collate, loss_reduction=reduction)
+    fit = trainer(strategy="freescale", **WORLD)
+    fit.fit(module, loader)
+    sampler = fit.train_dataloader.sampler
+    steps = range(len(sampler))
+    told = {"counts": [sampler.counts(step) for step in steps], "steps": fit.global_step}
+    told["batches"] = [sampler.global_batch(0, step).tolist() for step in steps]
+    return {"weights": fit._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"], **told}
+
+
+def _whole_batches(kind: type[Recommender], batches: list[list[int]]) -> dict[str, torch.Tensor]:
+    """Weights after the same global batches, each on one rank at once, under "ddp"."""
+    torch.manual_seed(0)
+    module, data = kind("sgd"), Samples(64)
+    fit = trainer(strategy="ddp", devices=1)
+    whole = DataLoader([collate([data[index] for index in batch]) for batch in batches], batch_size=None)  # type: ignore[arg-type]
+    fit.fit(module, whole)
+    return module.state_dict()
+
+
+@pytest.mark.parametrize(("kind", "reduction"), [(Recommender, "sample_mean"), (TargetMean, "target_mean"), (Sum, "sum")])
+def test_steps_cut_by_tokens_have_the_gradient_of_the_whole(kind: type[Recommender], reduction: str) -> None:
+    ranks = run_distributed(_budgeted, 2, kind, reduction)
+    assert any(max(counts) > min(counts) + 1 for counts in ranks[0]["counts"]), "equal counts need no weights"
+    assert ranks[0]["steps"] == ranks[1]["steps"] == len(ranks[0]["batches"]) > 4
+    assert sorted(index for batch in ranks[0]["batches"] for index in batch) == list(range(64))
+    whole = run_distributed(_whole_batches, 1, kind, ranks[0]["batches"])[0]
+    for name, weight in ranks[0]["weights"].items():
+        torch.testing.assert_close(weight, whole[name], rtol=1e-6, atol=1e-7)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import lightning_freescale.profiling
 
-OWN = tuple(f"lightning_freescale.{name}" for name in ("profiling", "_objects", "_version", "_worker"))
+OWN = tuple(f"lightning_freescale.{name}" for name in ("profiling", "_code_place", "_objects", "_version", "_worker"))
 
 
 def _imported(path: Path) -> set[str]:

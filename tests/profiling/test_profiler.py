@@ -5,9 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,18 @@ def test_steps_after_the_warm_up_are_in_the_report(tmp_path: Path) -> None:
     assert list(report.steps) == list(range(2, 13))
     assert report.samples[:, 0].tolist() == list(range(3, 14))
     assert (report.status.complete, report.status.warmup, report.status.not_exchanged) == (True, 2, 0)
+    assert sorted(profile.files) == ["page", "report", "trace"]
+
+
+def test_what_the_page_will_lack_is_told_when_it_can_be_helped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly", None)  # as if it were not installed
+    lacks = {"expected_warning": UserWarning, "match": "no pictures without the package plotly"}
+    with ExitStack() as stack:
+        with pytest.warns(**lacks):
+            profile = stack.enter_context(_profiled(tmp_path))
+        _rank_alone(profile, 5)
+        with pytest.warns(**lacks):
+            profile.write_report()
     assert sorted(profile.files) == ["page", "report", "trace"]
 
 

@@ -71,7 +71,7 @@ def test_balance_is_logged_per_step_and_epoch() -> None:
     (steps, epochs, after), (nothing, *_) = run_distributed(_logged, 2)
     assert len(steps) == 4 and len(epochs) == 2, "20 steps, every fifth is logged"
     assert nothing == []
-    names = {"unbalanced", "balanced", "lower_bound", "gap", "dominated", "tokens_imbalance"}
+    names = {"unbalanced", "balanced", "lower_bound", "gap", "dominated", "tokens_imbalance", "tokens_unbalanced"}
     assert {name.rsplit("/")[-1] for name in epochs[0]} == names == {name.rsplit("/")[-1] for name in steps[0]}
     assert epochs[1]["freescale/imbalance/epoch/balanced"] == pytest.approx(after)
     assert epochs[1]["freescale/imbalance/epoch/unbalanced"] > after

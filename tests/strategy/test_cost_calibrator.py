@@ -15,10 +15,11 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lightning_freescale import FreeScaleDataModule
-from lightning_freescale.balance import CostModel
+from lightning_freescale.balance import BalanceReport, CostModel, predict
 from lightning_freescale.balance.calibration import Calibration
 from lightning_freescale.data import BalanceOptions
 from lightning_freescale.data.map_style import Refit
+from lightning_freescale.strategy import balance_monitor
 from lightning_freescale.strategy.compute_times import ComputeTimes
 from lightning_freescale.strategy.cost_calibrator import PredictedAndMeasured
 from lightning_freescale.testing import run_distributed
@@ -118,6 +119,31 @@ def test_the_default_is_planned_by_the_fit_from_the_next_epoch_on() -> None:
     assert second["logged"] == []
 
 
+def _advised(path: str) -> list[tuple[BalanceReport, BalanceReport, float]]:
+    """What each advice was asked about, what is predicted with what it was given, and the base that it was given."""
+    asked: list[tuple[BalanceReport, BalanceReport, float]] = []
+
+    def advise(costs: Any, ranks: int, batch_size: int, report: BalanceReport, lengths: Any, **options: Any) -> None:
+        asked.append((report, predict(costs, ranks, batch_size, steps=report.steps, **options), options.get("base", 0.0)))
+
+    balance_monitor.advise = advise  # type: ignore[assignment]  # this process ends with the test
+    _fit(3, balance=BalanceOptions(rank_speeds=[1.0, 0.7], calibrate=True))
+    _fit(3, STEPS, path)
+    _fit(3, resume=path)
+    return asked
+
+
+def test_advice_is_on_what_the_epoch_was_planned_by(tmp_path: Path) -> None:
+    """Although the next one goes by fitted costs already; and it knows what a checkpoint's fit knows."""
+    (first, _, resumed), nothing = run_distributed(_advised, 2, str(tmp_path / "end.ckpt"))
+    told, predicted, _ = first
+    assert nothing == [] and told.steps == STEPS
+    assert predicted.lower_bound == pytest.approx(told.lower_bound)
+    assert predicted.unbalanced == pytest.approx(told.unbalanced, rel=1e-2), "every fifth step was as drawn"
+    assert resumed[0].lower_bound == pytest.approx(resumed[1].lower_bound, rel=1e-2)
+    assert first[2] == 0 < resumed[2]
+
+
 def test_plans_that_nobody_measures() -> None:
     """An explicit cost, and calibrate=False: every epoch by the same costs, and nothing is recorded."""
 
@@ -148,6 +174,8 @@ def test_one_rank_measures_nothing() -> None:
     assert alone["refits"] == {} and alone["recorded"] == [False, False]
     (asked,) = run_distributed(_fit, 1, balance=BalanceOptions(calibrate=True))
     assert asked["refits"] == {} and asked["recorded"] == [False, False]
+    told = [each for each in asked["warnings"] if "calibrate=True) measures nothing on a single rank" in each]
+    assert len(told) == 1 and not any("calibrate" in each for each in alone["warnings"])
 
 
 def test_measuring_ends_when_the_fit_improves_no_more() -> None:
@@ -214,13 +242,13 @@ def test_between_two_batches_of_an_optimizer_step_the_costs_must_be_the_same() -
     before.replan(1, Refit(TRUE, BASE))
     sampler.set_epoch(1)
     state = before.state_dict(1, 3, 2)
-    after.load_state_dict(state, 0, 2, accumulated=2)
+    after.load_state_dict(state, 0, 2)
     goes_on = after.resumed_sampler(0, 2, 1, accumulated=2)
     for step in range(3, STEPS):
         assert (goes_on.global_batch(1, step) == sampler.global_batch(1, step)).all()
     assert after.base_in(1) == before.base_in(1) > 0 == after.base_in(0)
     with pytest.raises(ValueError, match=r"between two batches of an optimizer step with costs=.*lost or repeated"):
-        data(cost=CostModel()).load_state_dict(state, 0, 2, accumulated=2)
+        data(cost=CostModel()).load_state_dict(state, 0, 2)
 
 
 def _fails() -> dict[str, Any]:

@@ -50,6 +50,11 @@ LENGTHS = {"lengths": DATA.lengths}
             r"balance=\{.*pass True, False or BalanceOptions",
         ),
         (
+            lambda: {**LENGTHS, "balance": BalanceOptions(calibrate="auto")},
+            r"BalanceOptions\(calibrate='auto'\): pass True, False, or None",
+        ),
+        (lambda: {**LENGTHS, "balance": BalanceOptions(window=1)}, r"BalanceOptions\(window=1\): pass True, False or 'auto'"),
+        (
             lambda: {**LENGTHS, "balance": BalanceOptions(slow_ranks="rebalance")},
             r"slow_ranks='rebalance'.*needs calibrate=True",
         ),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lightning_freescale.balance.advice import advise_on
+from lightning_freescale.balance.budget import Budget, BudgetSteps
 from lightning_freescale.balance.cost import CostModel
 from lightning_freescale.balance.plan import StepPlan
 from lightning_freescale.balance.prediction import PLANNED_STEPS, draw_steps, evenly_spread, report_plans, report_steps
@@ -27,25 +28,27 @@ class Forecast:
 
     Attributes:
         ranks: how many share a step.
-        samples_per_step: of all ranks; no more than the data set has.
+        samples_per_step: of all ranks; no more than the data set has. Of a budget, one less in some steps.
         unbalanced: imbalance of the samples as drawn.
-        zigzag: of FreeScale's zig-zag through the sorted samples (arXiv 2604.24073).
+        zigzag: of FreeScale's zig-zag through the sorted samples (arXiv 2604.24073); None with a budget, which it cannot keep.
         balanced: of :func:`assign` with the options asked for, by some of the steps and the bounds of all.
         lower_bound: what no assignment of the same steps can beat within the limits on the counts.
         dominated: share of the steps in which one sample costs more than the mean rank load.
         planning_ms: measured here, median time to assign one global batch.
         advice: what would help where the assignment cannot, see :func:`lightning_freescale.balance.advise`.
+        fill: the share of the budget that an epoch uses; None without one.
     """
 
     ranks: int
     samples_per_step: int
     unbalanced: float
-    zigzag: float
+    zigzag: float | None
     balanced: float
     lower_bound: float
     dominated: float
     planning_ms: float
     advice: str | None
+    fill: float | None = None
 
     @property
     def speedup(self) -> float:
@@ -56,7 +59,7 @@ class Forecast:
 def forecast(
     lengths: Floats,
     ranks: int,
-    batch_size: int,
+    batch_size: int | Budget,
     cost: CostModel | None = None,
     *,
     steps: int = 32,
@@ -69,7 +72,7 @@ def forecast(
     Args:
         lengths: history length of every sample, shape ``[samples]``.
         ranks: how many share a step.
-        batch_size: samples per rank and step.
+        batch_size: samples per rank and step, or a :class:`Budget`.
         cost: cost of a length; the default :class:`CostModel` if not given.
         steps: how many to draw at least, see :func:`predict`.
         outlier_window: steps that exchange outliers in ``balanced`` and its lower bound, see :func:`pool_outliers`.
@@ -79,21 +82,23 @@ def forecast(
     costs = (CostModel() if cost is None else cost)(lengths)
     draw: dict[str, Any] = {"costs": costs, "ranks": ranks, "batch_size": batch_size, "seed": seed}
     setting = {**draw, "outlier_window": outlier_window, **options}
-    # the same draw, without a window
-    plain = report_steps(**draw, steps=steps, assignment_mode="zigzag")
     plans = list(draw_steps(**setting, steps=steps))
     planning_ms = _planning_ms(evenly_spread(plans, PLANNED_STEPS))
     ours = report_plans(plans, PLANNED_STEPS)
+    budgeted = isinstance(batch_size, Budget)
+    # the same draw, without a window
+    plain = ours if budgeted else report_steps(**draw, steps=steps, assignment_mode="zigzag")
     return Forecast(
         ranks,
-        samples_per_step=min(len(costs), ranks * batch_size),
+        samples_per_step=max(len(plan.samples) for plan in plans),
         unbalanced=plain.unbalanced,
-        zigzag=plain.balanced,
+        zigzag=None if budgeted else plain.balanced,
         balanced=ours.balanced,
         lower_bound=ours.lower_bound,
         dominated=ours.dominated,
         planning_ms=planning_ms,
         advice=advise_on(ours, ours, plans, setting, lengths),
+        fill=BudgetSteps(batch_size, ranks).fill if isinstance(batch_size, Budget) else None,
     )
 
 
@@ -124,8 +129,9 @@ def format_table(rows: Sequence[Forecast]) -> str:
     lines = ["{:5}  {:>44}  {:>18}  {:>9}  {:>9}  {:>9}".format(*head) for head in (_TITLES, _COLUMNS)]
     for row in rows:
         unbalanced, balanced = idle_fraction(row.unbalanced), idle_fraction(row.balanced)
+        zigzag = "-" if row.zigzag is None else f"{row.zigzag:.3f}"
         lines.append(
-            f"{row.ranks:5d}  {row.unbalanced:12.3f}  {row.zigzag:7.3f}  {row.balanced:8.3f}  {row.lower_bound:11.3f}"
+            f"{row.ranks:5d}  {row.unbalanced:12.3f}  {zigzag:>7}  {row.balanced:8.3f}  {row.lower_bound:11.3f}"
             f"  {unbalanced:8.1%}  {balanced:8.1%}  {row.dominated:9.0%}  {row.speedup:8.2f}x  {row.planning_ms:9.1f}"
         )
     return "\n".join(lines)
@@ -164,6 +170,8 @@ def plot(figure: Figure, rows: Sequence[Forecast], path: Path, title: str, count
         values = [getattr(row, name) for row in ordered]
         label = f"{label} {counts}" if name == "lower_bound" else label
         style: dict[str, Any] = {"color": color, "marker": marker or "x", "linestyle": line, "linewidth": width}
+        if None in values:
+            continue
         axes.plot(ranks, values, label=label, clip_on=False, **style)  # markers at 1 stand on the lower edge
     axes.set_xscale("log", base=2)
     axes.set_xticks(ranks, [str(count) for count in ranks])

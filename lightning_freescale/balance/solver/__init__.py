@@ -1,8 +1,8 @@
 """The search behind :func:`lightning_freescale.balance.assign`: whole numbers, fixed numbers of rounds, no clock.
 
 :func:`lower_bound` says what a :class:`Problem` allows and which ranks are the reason; :func:`search` plans those by
-themselves and goes from the first plan (longest first) over swaps of two groups to exchanges of several. With numba installed
-large problems run compiled, with the identical plan.
+themselves and goes from the first plan (longest first) over swaps of two groups to exchanges of several, and once more from
+other first plans where few groups fall short. With numba installed large problems run compiled, with the identical plan.
 """
 
 from lightning_freescale.balance.solver.bounds import lower_bound

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from itertools import combinations
 
@@ -9,11 +10,11 @@ import numpy as np
 
 from lightning_freescale.balance.solver.problem import Ints, Problem
 
-_KINDS = ((1, 1), (1, 0), (2, 1), (1, 2), (2, 2), (3, 2), (2, 3), (3, 3), (4, 4))
+_KINDS = ((1, 1), (1, 0), (2, 1), (1, 2), (2, 2), (3, 2), (2, 3), (3, 3), (4, 4), (2, 0), (3, 1), (1, 3), (4, 3), (3, 4))
 """How many groups one rank gives and takes."""
 _CANDIDATES = {0: 0, 1: 1 << 20, 2: 64, 3: 16, 4: 10}
 """Groups of a rank, evenly spread, that so many are chosen from."""
-_PARTNERS, _OTHERS, _ROUNDS, _PATIENCE = 8, 32, 400, 8
+_PARTNERS, _OTHERS, _FILLED, _ROUNDS, _PATIENCE = 8, 32, 4, 800, 30
 
 Range = tuple[float, float]
 
@@ -36,7 +37,12 @@ def exchange(problem: Problem, rank_of_group: Ints, target: float) -> Ints:
         partners = by_time[: min(_PARTNERS, problem.ranks - 1)] + by_time[_PARTNERS : -1 : 1 + problem.ranks // _OTHERS]
         if any(ranks.relieve(slow, quick, target) for quick in partners):
             failed = 0
-        elif any(ranks.fill(by_time[0], other, target) for other in by_time[1:_PARTNERS] if time[other] < target):
+        elif any(
+            ranks.fill(quick, other, target)
+            for place, quick in enumerate(by_time[:_FILLED])  # the quickest may hold a single group
+            for other in by_time[place + 1 : place + _PARTNERS]
+            if time[other] < target
+        ):
             failed += 1
         else:
             break
@@ -44,13 +50,16 @@ def exchange(problem: Problem, rank_of_group: Ints, target: float) -> Ints:
 
 
 class _Ranks:
-    """The groups of every rank, the most expensive first, and what they cost."""
+    """The groups of every rank, the most expensive first, what they cost, and what was found of a rank since it changed."""
 
     def __init__(self, problem: Problem, rank_of_group: Ints) -> None:
         self._problem = problem
         self.load = np.bincount(rank_of_group, problem.cost, problem.ranks).astype(np.int64)
         by_rank = np.argsort(rank_of_group, kind="stable")
         self._groups = np.split(by_rank, np.bincount(rank_of_group, minlength=problem.ranks).cumsum()[:-1])
+        self._sums: list[dict[int, tuple[Ints, Ints]]] = [{} for _ in range(problem.ranks)]
+        self._kinds = list(_KINDS)
+        self._in_vain: list[set[int]] = [set() for _ in range(problem.ranks)]
 
     def plan(self) -> Ints:
         rank_of_group = np.empty(len(self._problem.cost), dtype=np.int64)
@@ -60,11 +69,16 @@ class _Ranks:
 
     def relieve(self, slow: int, quick: int, target: float) -> bool:
         """Have the later of two ranks be done sooner by the best exchange; return whether there is one."""
+        if quick in self._in_vain[slow]:
+            return False
         pace, other = (int(self._problem.slowness[rank]) for rank in (slow, quick))
         ours, theirs = int(self.load[slow]), int(self.load[quick])
         wanted = (ours * pace - theirs * other) / (pace + other)
         enough = ours - target / pace, target / other - theirs
-        return self._exchange(slow, quick, wanted, (1, (ours * pace - 1) // other - theirs), enough)
+        done = self._exchange(slow, quick, wanted, (1, (ours * pace - 1) // other - theirs), enough)
+        if not done:
+            self._in_vain[slow].add(quick)
+        return done
 
     def fill(self, quickest: int, other: int, target: float) -> bool:
         """Have ``other`` take as much as it can below the target, so that the quickest has more room."""
@@ -73,22 +87,23 @@ class _Ranks:
 
     def _exchange(self, giver: int, taker: int, wanted: float, allowed: Range, enough: Range) -> bool:
         """Make the exchange that moves a cost nearest to ``wanted``, if there is one in the range that is ``allowed``."""
-        cost, found, moved = self._problem.cost, None, 0
+        found, moved = None, 0
         mine, others = self._groups[giver], self._groups[taker]
-        for many, back in _KINDS:
+        for kind in self._kinds:
+            many, back = kind
             if many > len(mine) or back > len(others) or not self._keeps_limits(len(mine), len(others), many - back):
                 continue
-            give, take = _choices(len(mine), many), _choices(len(others), back)
-            given, taken = cost[mine[give]].sum(axis=1), cost[others[take]].sum(axis=1)
-            order = np.argsort(taken, kind="stable")
-            place = np.searchsorted(taken[order], given - wanted)
-            for near in (np.minimum(place, len(order) - 1), np.maximum(place - 1, 0)):
-                more = given - taken[order[near]]
-                best = int(np.where((more >= allowed[0]) & (more <= allowed[1]), np.abs(more - wanted), np.inf).argmin())
-                within = allowed[0] <= more[best] <= allowed[1]
-                if within and (found is None or abs(more[best] - wanted) < abs(moved - wanted)):
-                    found, moved = (give[best], take[order[near[best]]]), int(more[best])
-            if found is not None and enough[0] <= moved <= enough[1]:
+            (given, give), (taken, take) = self._sums_of(giver, many), self._sums_of(taker, back)
+            place = np.searchsorted(taken, given - math.floor(wanted))
+            near = np.concatenate([np.minimum(place, len(taken) - 1), np.maximum(place - 1, 0)])
+            more = np.concatenate([given, given]) - taken[near]
+            off = np.abs(more - wanted)
+            off[(more < allowed[0]) | (more > allowed[1])] = np.inf
+            best = int(off.argmin())
+            if off[best] < (np.inf if found is None else abs(moved - wanted)):
+                found, moved = (give[best % len(given)], take[near[best]]), int(more[best])
+            if found is not None and enough[0] <= moved <= enough[1]:  # other ranks may well do with the same kind
+                self._kinds = [kind, *(other for other in self._kinds if other != kind)]
                 break
         if found is None:
             return False
@@ -97,7 +112,23 @@ class _Ranks:
         self._groups[taker] = np.sort(np.concatenate([np.delete(others, found[1]), gone]))
         self.load[giver] -= moved
         self.load[taker] += moved
+        for rank in (giver, taker):
+            self._sums[rank].clear()
+            self._in_vain[rank].clear()
+        for in_vain in self._in_vain:
+            in_vain -= {giver, taker}
         return True
+
+    def _sums_of(self, rank: int, many: int) -> tuple[Ints, Ints]:
+        """Return what so many groups of a rank cost, in order, shape ``[ways]``, and their places, ``[ways, many]``."""
+        if many not in self._sums[rank]:
+            ways = _choices(len(self._groups[rank]), many)
+            cost, sums = self._problem.cost[self._groups[rank]], np.zeros(len(ways), dtype=np.int64)
+            for column in range(many):
+                sums += cost[ways[:, column]]
+            order = np.argsort(sums, kind="stable")
+            self._sums[rank][many] = sums[order], ways[order]
+        return self._sums[rank][many]
 
     def _keeps_limits(self, giver: int, taker: int, less: int) -> bool:
         least, most = self._problem.min_samples, self._problem.max_samples

@@ -12,6 +12,9 @@ from lightning_freescale.balance.solver.swaps import compiled, worth_compiling
 
 _OUTLIER_RANKS = 24
 """How many ranks are filled before all others at most."""
+_RUN, _COMPILED_RUN, _HEAPED = 32, 160, 512
+"""Shorter runs of ranks are left to the heap, for so many groups."""
+_NEVER = np.iinfo(np.int64).max
 
 
 def first_plan(problem: Problem, time: float) -> Ints | None:
@@ -24,11 +27,12 @@ def first_plan(problem: Problem, time: float) -> Ints | None:
     if problem.limits_counts_only:
         filled = _filled_with_outliers(problem, time)
         if not filled:
-            return _longest_first(problem)
+            return longest_first(problem)
         plan = np.full(len(problem.cost), -1)
         for rank, groups in enumerate(filled):
             plan[groups] = rank
-        plan[plan < 0] = len(filled) + _longest_first(problem.part(plan < 0, problem.ranks - len(filled)))
+        left = np.flatnonzero(plan < 0)
+        plan[left] = len(filled) + longest_first(problem.part(left, problem.ranks - len(filled)))
         return plan
     rank_of_group = _longest_first_within_limits(problem, np.arange(len(problem.cost)), problem.cost)
     if rank_of_group is None and problem.tokens is not None:  # spread what is scarce first
@@ -43,17 +47,60 @@ def zigzag(problem: Problem) -> Ints:
     return np.resize(there_and_back, len(problem.cost))
 
 
-def _longest_first(problem: Problem) -> Ints:
+def longest_first(problem: Problem) -> Ints:
+    """Return the plan where nothing but the number of single samples is limited.
+
+    Of ranks in order of their times, each is the next one until one before it is done again: such a run of ranks takes a group
+    each at once. Where runs are short, a heap is quicker. Both find the same plan.
+    """
     fast_first = np.argsort(problem.slowness, kind="stable")
-    cost, slowness = problem.cost, problem.slowness[fast_first]
-    room, pace = np.full(len(slowness), problem.max_samples - 1), slowness * len(slowness)
-    if worth_compiling(len(cost)):
-        placed: Any = np.empty(len(cost), dtype=np.int64)
-        compiled(place_longest_first)(cost, pace, room, problem.ranks_at_max, placed)
-    else:  # lists are what the interpreter is quick with
-        placed = [0] * len(cost)
-        place_longest_first(cost.tolist(), pace.tolist(), room.tolist(), problem.ranks_at_max, placed)
-    return fast_first[np.asarray(placed)]
+    slowness, bits, groups = problem.slowness[fast_first], problem.ranks.bit_length(), len(problem.cost)
+    # time * 2**bits + rank: one whole number orders by time, then by rank
+    key, number, cost = np.arange(problem.ranks), (1 << bits) - 1, problem.cost << bits
+    room, at_max = np.full(problem.ranks, problem.max_samples - 1), problem.ranks_at_max
+    placed, done = np.empty(groups, dtype=np.int64), 0
+    compile_heap = worth_compiling(groups)
+    shortest = _COMPILED_RUN if compile_heap else _RUN
+    while done < groups:
+        run, short = 0, min(len(key), groups - done) < shortest
+        if not short:
+            soonest = key[: groups - done]
+            rank = soonest & number
+            left, after = room[rank], soonest + cost[done : done + len(rank)] * slowness[rank]
+            full = np.flatnonzero(left == 0)  # these take one more, as only so many ranks may, and are done
+            after[full] = _NEVER
+            again = soonest[1:] > np.minimum.accumulate(after)[:-1]
+            run = int(again.argmax()) + 1
+            run = min(run if again[run - 1] else len(rank), int(full[at_max]) if len(full) > at_max else groups)
+        if run < shortest:
+            run = min(groups - done, groups if short else _HEAPED)
+            place = _compiled_heap if compile_heap else _heap
+            key, at_max = place(key, cost[done : done + run], slowness, room, at_max, placed[done : done + run])
+        else:
+            placed[done : done + run] = rank[:run]
+            room[rank[:run]] = left[:run] - 1
+            key = np.concatenate([key[run:], after[:run]])
+            key.sort(kind="stable")  # quick with what is nearly in order
+            filled = int(np.searchsorted(full, run))
+            key, at_max = key[: len(key) - filled], at_max - filled
+        if not at_max:
+            key = key[room[key & number] > 0]
+        done += run
+    return fast_first[placed]
+
+
+def _compiled_heap(key: Ints, cost: Ints, slowness: Ints, room: Ints, at_max: int, placed: Ints) -> tuple[Ints, int]:
+    heap, at_max = compiled(place_longest_first)(key, cost, slowness, room, at_max, placed)
+    return np.sort(np.array(heap, dtype=np.int64)), at_max
+
+
+def _heap(key: Ints, cost: Ints, slowness: Ints, room: Ints, at_max: int, placed: Ints) -> tuple[Ints, int]:
+    # lists are what the interpreter is quick with
+    left: Any = room.tolist()
+    chosen: Any = [0] * len(cost)
+    heap, at_max = place_longest_first(key.tolist(), cost.tolist(), slowness.tolist(), left, at_max, chosen)
+    room[:], placed[:] = left, chosen
+    return np.array(sorted(heap), dtype=np.int64), at_max
 
 
 def _filled_with_outliers(problem: Problem, time: float) -> list[Ints]:
@@ -82,31 +129,33 @@ def _filled_with_outliers(problem: Problem, time: float) -> list[Ints]:
     return filled
 
 
-def place_longest_first(costs: Any, pace: Any, room: Any, at_max: int, placed: Any) -> None:
-    """Fill ``placed`` with the rank of every group, each of one sample.
+def place_longest_first(key: Any, costs: Any, slowness: Any, room: Any, at_max: int, placed: Any) -> tuple[Any, int]:
+    """Fill ``placed`` with the rank of every group, each of one sample; return what is left of the keys, and of ``at_max``.
 
     Args:
-        costs: from the most expensive to the cheapest, shape ``[groups]``.
-        pace: slowness times number of ranks, shape ``[ranks]``.
+        key: time of every rank that may take more, times a power of two above the number of ranks, plus its number; in order.
+        costs: times that power, from the most expensive to the cheapest, shape ``[groups]``.
+        slowness: shape ``[ranks]``.
         room: groups that each rank may still take, shape ``[ranks]``; changed in place.
         at_max: how many ranks may take one more.
         placed: shape ``[groups]``.
     """
-    ranks, replace = len(room), heapq.heapreplace
-    # the heap holds time * ranks + rank: one whole number orders by time, then by rank
-    heap = [rank for rank in range(ranks)]  # noqa: C416 (list(range) is not the list that the compiler needs)
+    number, replace = 1, heapq.heapreplace
+    while number <= len(slowness):
+        number *= 2
+    heap = [entry for entry in key]  # noqa: C416 (list(key) is not the list that the compiler needs)
     for group, cost in enumerate(costs):
-        while at_max == 0 and room[heap[0] % ranks] == 0:
+        while at_max == 0 and room[heap[0] & number - 1] == 0:
             heapq.heappop(heap)  # full for good
-        key = heap[0]
-        rank = key % ranks
+        rank = heap[0] & number - 1
         placed[group] = rank
         if room[rank]:
             room[rank] -= 1
-            replace(heap, key + cost * pace[rank])
+            replace(heap, heap[0] + cost * slowness[rank])
         else:
             at_max -= 1
             heapq.heappop(heap)
+    return heap, at_max
 
 
 def _longest_first_within_limits(problem: Problem, order: Ints, cost: Ints) -> Ints | None:

@@ -47,7 +47,9 @@ class Problem:
     @cached_property
     def ideal_time(self) -> float:
         """Time of every rank if the work could be spread perfectly."""
-        return float(self.cost.sum() / math.fsum(1.0 / self.slowness))  # exactly rounded, whatever the processor
+        # exactly rounded, whatever the processor
+        pace = math.fsum(1.0 / self.slowness) if np.ptp(self.slowness) else self.ranks / int(self.slowness[0])
+        return float(self.cost.sum() / pace)
 
     @cached_property
     def limits_counts_only(self) -> bool:
@@ -56,22 +58,22 @@ class Problem:
 
     def allows(self, rank_of_group: Ints) -> bool:
         """Return whether a plan is within the limits on samples and tokens."""
-        held = np.bincount(rank_of_group, self.size, self.ranks)
+        held = np.bincount(rank_of_group, None if self.limits_counts_only else self.size, self.ranks)
         within = held.min() >= self.min_samples and held.max() <= self.max_samples
         fits = self.tokens is None or np.bincount(rank_of_group, self.tokens, self.ranks).max() <= self.max_tokens
         return bool(within and fits)
 
-    def part(self, groups: Mask, ranks: int) -> Problem:
+    def part(self, groups: Ints, ranks: int) -> Problem:
         """Return that of some groups, single samples without a limit on tokens, on so many ranks, all equally fast.
 
         Where the numbers of samples are equal, they are in the part.
         """
         least, most, at_max = self.min_samples, self.max_samples, ranks
         if self.ranks * (most - 1) + self.ranks_at_max == len(self.cost):
-            least, at_max = divmod(int(groups.sum()), ranks)
+            least, at_max = divmod(len(groups), ranks)
             most, at_max = least + bool(at_max), at_max or ranks
-        cost, size, slowness = self.cost[groups], self.size[groups], self.slowness[:ranks]
-        return Problem(cost, size, None, slowness, least, most, at_max, self.max_tokens)
+        slowness = self.slowness[:ranks]
+        return Problem(self.cost[groups], self.size[: len(groups)], None, slowness, least, most, at_max, self.max_tokens)
 
     def times(self, rank_of_group: Ints) -> Ints:
         """Return the summed cost times slowness of every rank, shape ``[ranks]``."""
@@ -80,11 +82,12 @@ class Problem:
 
 
 def dearest_first(cost: Ints) -> Ints:
-    """Return what ``argsort(-cost)`` does, ties by index, shape ``[groups]``; several times as quick as a stable sort."""
-    order = np.argsort(-cost)  # ties in any order, which is not the same on every processor
-    tie = np.zeros(len(cost), dtype=np.int64)
-    np.cumsum(cost[order[1:]] != cost[order[:-1]], out=tie[1:])
-    return np.sort(tie * len(cost) + order) % max(1, len(cost))
+    """Return what a stable ``argsort(-cost)`` does, shape ``[groups]``; several times as quick."""
+    below = int(cost.max(initial=0)) - cost
+    order = np.arange(len(cost))
+    for shift in range(0, int(below.max(initial=0)).bit_length(), 16):  # numpy sorts short integers in linear time
+        order = order[np.argsort((below[order] >> shift).astype(np.uint16), kind="stable")]
+    return order
 
 
 def to_integers(cost: NDArray[np.float64], slowness: Ints) -> Ints:

@@ -8,7 +8,7 @@ import numpy as np
 
 from lightning_freescale.balance.solver.bounds import Bound, lower_bound
 from lightning_freescale.balance.solver.exchanges import exchange
-from lightning_freescale.balance.solver.lpt import first_plan, zigzag
+from lightning_freescale.balance.solver.lpt import first_plan, longest_first, zigzag
 from lightning_freescale.balance.solver.problem import Ints, Problem, dearest_first, to_integers
 from lightning_freescale.balance.solver.swaps import refine
 
@@ -19,12 +19,20 @@ _BLOCKS, _TIGHT = 8, 0.98
 """How many blocks are planned by themselves, as long as their bound is nearly that of the whole."""
 _ALL_SPLITS = 16
 """Groups on two ranks up to which all plans are looked at."""
+_BEGINNINGS, _FEW = 4, 256
+"""How often the search begins anew, at most, where it falls short with no more groups than this."""
+_GOLDEN = 2654435761
 
 
-def search(problem: Problem) -> tuple[Ints | None, float]:
-    """Return the rank of every group, None if no plan within the limits was found, and the time that no plan can beat."""
+def search(problem: Problem, fallback: Ints | None = None) -> tuple[Ints | None, float]:
+    """Return the rank of every group, None if no plan within the limits was found, and the time that no plan can beat.
+
+    Args:
+        problem: what to plan.
+        fallback: the rank of every group in a plan to start from where none is found, shape ``[groups]``.
+    """
     bound = lower_bound(problem)
-    plan = _planned(problem, bound, bound.time, _BLOCKS)
+    plan = _planned(problem, bound, bound.time)
     if plan is None and problem.tokens is not None:  # balancing the tokens is the best that can be done for their limit
         same_speed = np.ones_like(problem.slowness)
         order = np.argsort(-problem.tokens, kind="stable")
@@ -33,6 +41,8 @@ def search(problem: Problem) -> tuple[Ints | None, float]:
         if by_tokens is not None:
             plan = by_tokens[np.argsort(order, kind="stable")]
             plan = refine(problem, plan, CLOSE_ENOUGH * bound.time) if problem.allows(plan) else None
+    if plan is None and fallback is not None and problem.allows(fallback):
+        plan = refine(problem, fallback, CLOSE_ENOUGH * bound.time)
     if plan is None or _time(problem, plan) <= CLOSE_ENOUGH * bound.time:
         return plan, bound.time
     if problem.ranks == 2 and len(problem.cost) <= _ALL_SPLITS:
@@ -42,22 +52,26 @@ def search(problem: Problem) -> tuple[Ints | None, float]:
     return plain if problem.allows(plain) and _time(problem, plain) < _time(problem, plan) else plan, bound.time
 
 
-def _planned(problem: Problem, bound: Bound, time: float, blocks: int) -> Ints | None:
+def _planned(problem: Problem, bound: Bound, time: float) -> Ints | None:
     """Return a plan whose slowest rank should be done at ``time``, which is no less than the bound's."""
-    block, simple = bound.block, problem.limits_counts_only and not np.ptp(problem.slowness)
-    tight = bound.time > max(_TIGHT * time, CLOSE_ENOUGH * problem.ideal_time)
-    if block is not None and simple and blocks and tight:
-        parts = (block.groups, block.ranks, 0), (~block.groups, problem.ranks - block.ranks, block.ranks)
-        plan = np.empty(len(problem.cost), dtype=np.int64)
-        for groups, ranks, first in parts:
-            part = problem.part(groups, ranks)
-            # in a block no other one matters
-            found = _planned(part, lower_bound(part, together=1), time, blocks - 1) if first else _refined(part, time)
-            if found is None:
-                return None
-            plan[groups] = first + found
-        return _improved(problem, plan, time)
-    return _refined(problem, time)
+    simple = problem.limits_counts_only and not np.ptp(problem.slowness)
+    plan, part, groups, first = np.empty(len(problem.cost), dtype=np.int64), problem, np.arange(len(problem.cost)), 0
+    for _ in range(_BLOCKS):
+        block, tight = bound.block, bound.time > max(_TIGHT * time, CLOSE_ENOUGH * part.ideal_time)
+        if block is None or not simple or not tight:
+            break
+        found = _refined(part.part(block.groups, block.ranks), time)
+        if found is None:
+            return None
+        plan[groups[block.groups]] = first + found
+        first += block.ranks
+        part, groups = part.part(block.others, part.ranks - block.ranks), groups[block.others]
+        bound = lower_bound(part, rows=1)  # in a block no other one matters
+    rest = _refined(part, time)
+    if rest is None or not first:
+        return rest
+    plan[groups] = first + rest
+    return _improved(problem, plan, time)
 
 
 def _refined(problem: Problem, time: float) -> Ints | None:
@@ -65,10 +79,33 @@ def _refined(problem: Problem, time: float) -> Ints | None:
     first = next((plan for plan in plans if plan is not None and problem.allows(plan)), None)
     if first is None:
         return None
-    return _improved(problem, first, time)
+    plan = _improved(problem, first, time)
+    few = problem.limits_counts_only and problem.ranks > 2 and len(problem.cost) <= _FEW
+    if few and _time(problem, plan) > _WORTH_EXCHANGES * time:
+        plan = _best_of_beginnings(problem, plan, time)
+    return plan
+
+
+def _best_of_beginnings(problem: Problem, plan: Ints, time: float) -> Ints:
+    """Return the best of a plan and those that longest first leads to when costs are as if they were up to a quarter higher."""
+    number, best = np.arange(1, 1 + len(problem.cost)), _time(problem, plan)
+    for beginning in range(1, 1 + _BEGINNINGS):
+        if best <= CLOSE_ENOUGH * time:
+            break
+        more = (number * beginning * _GOLDEN >> 7) % 256  # Knuth's hash: scattered, and the same everywhere
+        cost = problem.cost + (problem.cost >> 10) * more
+        order = dearest_first(cost)
+        other = np.empty_like(plan)
+        other[order] = longest_first(replace(problem, cost=cost[order]))
+        if problem.allows(other):
+            other = _improved(problem, other, time)
+            plan, best = min((plan, best), (other, _time(problem, other)), key=lambda found: found[1])
+    return plan
 
 
 def _improved(problem: Problem, plan: Ints, time: float) -> Ints:
+    if _time(problem, plan) <= CLOSE_ENOUGH * time:
+        return plan
     plan = refine(problem, plan, CLOSE_ENOUGH * time)
     if problem.limits_counts_only and _time(problem, plan) > _WORTH_EXCHANGES * time:
         plan = exchange(problem, plan, CLOSE_ENOUGH * time)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -61,15 +61,19 @@ class ExchangeWorker(WorkerThread):
             issued = torch.cuda.current_stream(self._stream.device).record_event()
         return super().submit(self._run_in_order, issued, job, *args)
 
-    def wait(self, future: Future[Any]) -> None:
+    def wait(self, future: Future[Any]) -> Any:
         """Wait for a job; on CUDA the current stream waits for what it has queued.
+
+        Returns:
+            The observer's stamp of when the job was done; None if nobody observes.
 
         Raises:
             Exception: what the job, or one before it, raised.
         """
-        queued = future.result()
+        queued, done = future.result()
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(queued)
+        return done
 
     def arrive(self) -> None:
         """Note that this rank has done its part of what it will await next."""
@@ -78,11 +82,13 @@ class ExchangeWorker(WorkerThread):
     def await_rows(self, *jobs: Future[Any] | None) -> None:
         """Wait as :meth:`wait`, as exposed communication."""
         arrived, self._arrived = self._arrived, None
-        observed = nullcontext() if self.observer is None else self.observer.awaited("embedding rows", arrived)
-        with self._statistics.timed("exposed_s"), observed:
-            for job in jobs:
-                if job is not None:
-                    self.wait(job)
+        observed: AbstractContextManager[Any] = (
+            nullcontext() if self.observer is None else self.observer.awaited("embedding rows", arrived)
+        )
+        with self._statistics.timed("exposed_s"), observed as collective:
+            done = [self.wait(job) for job in jobs if job is not None]
+        if collective is not None and done:  # they ran in this order
+            collective.done = done[-1]
 
     def hand_over(self, *tensors: Tensor) -> None:
         """Let ``tensors`` that a job made be used on the current stream from now on."""
@@ -90,17 +96,20 @@ class ExchangeWorker(WorkerThread):
             for tensor in tensors:
                 tensor.record_stream(torch.cuda.current_stream(self._stream.device))
 
+    def _stamp(self) -> Any:
+        return self.observer.stamp() if self.observer is not None and self.observer.recording else None
+
     def _run_in_order(self, issued: Any, job: Callable[..., Any], *args: Any) -> Any:
         if self.error is not None:  # a job failed, so the peers of those behind it cannot be in step
             raise self.error
         try:
             if self._stream is None:
                 job(*args)
-                return None
+                return None, self._stamp()
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(issued)
                 job(*args)
-                return self._stream.record_event()
+                return self._stream.record_event(), self._stamp()
         except ValueError as error:  # says by itself what is wrong
             self.error = error
         except BaseException as error:  # any: somebody waits for the job

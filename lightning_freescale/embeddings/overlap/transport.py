@@ -31,8 +31,11 @@ class ExchangeObserver(Protocol):
     def stamp(self) -> Any:
         """Return a stamp of now."""
 
-    def awaited(self, name: str, arrived: Any) -> AbstractContextManager[None]:
-        """Record the block as a wait for others, by a rank which had done its part at ``arrived``."""
+    def awaited(self, name: str, arrived: Any) -> AbstractContextManager[Any]:
+        """Record the block as a wait for others, by a rank which had done its part at ``arrived``.
+
+        It is entered with a record whose ``done`` takes the stamp of when that was over, or with None.
+        """
 
     def background_collective(self, name: str, moved: int) -> AbstractContextManager[None]:
         """Record the block as a collective of another thread that moves so many bytes."""

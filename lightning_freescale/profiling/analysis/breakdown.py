@@ -18,7 +18,7 @@ class StepBreakdown:
     """Seconds of one rank's step. All but ``wall`` and ``hidden`` add up to ``wall``; ``unexplained`` is what is left over.
 
     ``wait`` is exposed communication that could not be divided into straggler wait and transfer; ``hidden`` is the time of
-    compute behind which an exchange was under way.
+    compute behind which an exchange was under way, those left out of which no more than a bound is known.
     """
 
     wall: float
@@ -61,7 +61,8 @@ def attribute(step: ResolvedStep, last: Sequence[float] | None, intervals: Seque
     wall = step.end - step.start - seconds["pause"]
     known = {name: seconds[name] for name in ADDENDS if name != "unexplained"}
     rest = wall - sum(known.values())  # not the unexplained intervals' sum, so that the parts add up to the last digit
-    hidden = hidden_seconds(times_beside((*step.collectives, *step.hidden)), cut)
+    beside = [one for one in (*step.collectives, *step.hidden) if not one.at_most]
+    hidden = hidden_seconds(times_beside(beside), cut)
     return StepBreakdown(wall, **known, unexplained=rest, hidden=hidden)
 
 

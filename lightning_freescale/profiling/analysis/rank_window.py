@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from lightning_freescale.profiling.analysis.breakdown import as_array, attribute
 from lightning_freescale.profiling.analysis.intervals import WAITS, hidden_seconds, intervals_of, times_beside
 from lightning_freescale.profiling.analysis.segments import RankSegments, segments_of
+from lightning_freescale.profiling.recording.memory import MemoryReading
 from lightning_freescale.profiling.recording.records import Interval, ResolvedCollective, ResolvedStep
 
 
@@ -42,7 +43,8 @@ class RankWindow:
     """Some consecutive steps of one rank.
 
     ``breakdown`` has shape ``[steps, len(PART_NAMES)]``; ``steps`` (their numbers), ``samples``, ``features`` and ``predicted``
-    (see :class:`StepRecord`) and ``segments`` have one entry a step. ``host`` is seconds of host overhead by section.
+    (see :class:`StepRecord`) and ``segments`` have one entry a step. ``host`` is seconds of host overhead by section;
+    ``memory`` is what the rank held when the window was exchanged, None if nobody read it.
     """
 
     steps: list[int]
@@ -53,6 +55,7 @@ class RankWindow:
     segments: list[RankSegments]
     exchanges: dict[str, ExchangeSums] = field(default_factory=dict)
     host: dict[str, float] = field(default_factory=dict)
+    memory: MemoryReading | None = None
 
     def as_lists(self) -> dict[str, Any]:
         """Return it as a rank tells rank 0."""
@@ -65,7 +68,9 @@ class RankWindow:
         """Return what a rank has told by :meth:`as_lists`."""
         segments = [RankSegments(start, end, tuple(keys), np.array(seconds)) for start, end, keys, seconds in told["segments"]]
         exchanges = {name: ExchangeSums(**sums) for name, sums in told["exchanges"].items()}
-        return cls(**{**told, "breakdown": np.array(told["breakdown"]), "segments": segments, "exchanges": exchanges})
+        memory = None if told["memory"] is None else MemoryReading(*told["memory"])
+        rest = {"segments": segments, "exchanges": exchanges, "memory": memory}
+        return cls(**{**told, "breakdown": np.array(told["breakdown"]), **rest})
 
 
 def window_of(
@@ -73,6 +78,7 @@ def window_of(
     last: Sequence[Sequence[float]],
     features: Sequence[Any],
     predicted: Sequence[float | None],
+    memory: MemoryReading | None = None,
     *,
     alone: bool = False,
     divided: bool = True,
@@ -90,6 +96,7 @@ def window_of(
         features=list(features),
         predicted=list(predicted),
         segments=[segments_of(step, moments, intervals) for step, moments, intervals in zip(steps, last, cut)],
+        memory=memory,
     )
     counts_last = divided and not alone
     for step, moments, intervals in zip(steps, last, cut):
@@ -101,7 +108,8 @@ def window_of(
                 _add_exchange(window, collective.name, collective, intervals, ExchangeSums(count=1, last=came_last))
         for collective in step.hidden:
             begun_here = ExchangeSums(count=int(step.start <= collective.arrive < step.end))
-            _add_exchange(window, f"{collective.name} (background)", collective, intervals, begun_here)
+            aside = "behind backward, at most" if collective.at_most else "background"
+            _add_exchange(window, f"{collective.name} ({aside})", collective, intervals, begun_here)
     return window
 
 

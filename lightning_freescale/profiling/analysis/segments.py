@@ -10,12 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_freescale.profiling.analysis.intervals import COMPUTE, WAITS, Interval
-from lightning_freescale.profiling.recording.records import ResolvedStep
+from lightning_freescale.profiling.recording.records import ResolvedCollective, ResolvedStep
 
 COLUMNS = ("compute", "data", "other", "pause", "ahead", "transfer")
 Floats = NDArray[np.float64]
 _KINDS = {**dict.fromkeys(COMPUTE, 0), "data": 1, "pause": 3}
 _TRANSFER = COLUMNS.index("transfer")
+_TOGETHER = 1e-3
+"""Seconds between waits that follow each other as fast as a loop over them does, on a machine that is busy."""
 _SEAM = 1e-6
 """Seconds between two steps that count as a gap."""
 
@@ -46,7 +48,7 @@ def segments_of(step: ResolvedStep, last: Sequence[float], intervals: Sequence[I
     What a rank does while it waits is its own time, as if it had begun to wait afterwards. The time from the end of an
     exchange to the moment at which the rank goes on is ``other`` of the next segment.
     """
-    order = sorted(range(len(step.collectives)), key=lambda k: step.collectives[k].start)
+    order = _in_order(step.collectives)
     collectives = [step.collectives[k] for k in order]
     goes_on = np.minimum(np.maximum.accumulate([step.start, *(c.end for c in collectives)]), step.end)
     seconds = np.zeros((len(order) + 1, len(COLUMNS)))
@@ -58,6 +60,28 @@ def segments_of(step: ResolvedStep, last: Sequence[float], intervals: Sequence[I
         seconds[row, 5] = over - last[k]
         seconds[row + 1, 2] += max(0.0, goes_on[row + 1] - max(ready[row], over))
     return RankSegments(step.start, step.end, tuple(c.key for c in collectives), seconds)
+
+
+def _in_order(collectives: Sequence[ResolvedCollective]) -> list[int]:
+    """Return the order in which a rank is held up: that of its waits, but for messages that it waits for together.
+
+    Of these, all under way before the first wait, one rank waits for the sent one first and the other for the received one,
+    which is the same one; in the order of their keys both agree.
+    """
+    order: list[int] = []
+    together: list[int] = []
+    for k in sorted(range(len(collectives)), key=lambda k: collectives[k].start):
+        one, first = collectives[k], collectives[together[0]] if together else None
+        if first is None or not (
+            one.is_message and one.arrive <= first.start and one.start - collectives[together[-1]].end <= _TOGETHER
+        ):
+            order += sorted(together, key=lambda k: collectives[k].place)
+            together = []
+        if one.is_message:
+            together.append(k)
+        else:
+            order.append(k)
+    return order + sorted(together, key=lambda k: collectives[k].place)
 
 
 def _work(intervals: Sequence[Interval], bounds: Floats) -> Floats:
@@ -127,11 +151,14 @@ def _step_table(step: Sequence[RankSegments]) -> Floats | None:
     order = _common_order([rank.keys for rank in step])
     if order is None:
         return None
-    row = {key: at for at, key in enumerate(order)}
-    table = np.zeros((len(order) + 1, len(step), len(COLUMNS)))
-    table[..., _TRANSFER] = -np.inf
-    for at, rank in enumerate(step):
-        table[[*(row[key] for key in rank.keys), -1], at] = rank.seconds
+    if all(len(rank.keys) == len(order) and list(rank.keys) == order for rank in step):
+        table = np.stack([rank.seconds for rank in step], axis=1)  # as almost always, and ten times as fast
+    else:
+        row = {key: at for at, key in enumerate(order)}
+        table = np.zeros((len(order) + 1, len(step), len(COLUMNS)))
+        table[..., _TRANSFER] = -np.inf
+        for at, rank in enumerate(step):
+            table[[*(row[key] for key in rank.keys), -1], at] = rank.seconds
     table[-1, :, _TRANSFER] = -np.inf
     return table
 

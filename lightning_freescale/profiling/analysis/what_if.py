@@ -163,18 +163,21 @@ class Replay:
         self.compute = schedule.per_step(schedule.column("compute"))
         """Seconds of each step on each rank, shape ``[steps, ranks]``."""
 
-    def speed_up(self, compute: Floats | None = None, overlap: bool = False, data: bool = True) -> float:
+    def speed_up(self, compute: Floats | None = None, overlap: bool = False, data: bool = True, host: bool = True) -> float:
         """Return time of the run / time of the run as altered.
 
         Args:
             compute: seconds of each step on each rank instead of the measured ones, shape ``[steps, ranks]``.
             overlap: exchanges cost nothing, as far as the compute of the rank's step can hide them.
             data: ranks wait for data.
+            host: there is host overhead, and time that nothing explains.
         """
         schedule = self.schedule
         before = schedule.column("compute")
         rows = before if compute is None else self._spread(compute)
-        work = own_seconds(schedule) - before + rows - (0.0 if data else schedule.column("data"))
+        work = own_seconds(schedule) - before + rows
+        for column, kept in (("data", data), ("other", host)):
+            work = work if kept else work - schedule.column(column)
         transfer = schedule.column("transfer")
         if overlap:
             transfer = self._exposed(transfer, self.compute if compute is None else compute)
@@ -229,6 +232,7 @@ def what_if(
     else:
         cases = [WhatIf(name, None, None, _UNDIVIDED) for name in ("perfect balance", "full overlap", "both")]
     cases.append(_case(replay, "no data wait", replay.speed_up(data=False)))
+    cases.append(_case(replay, "no host overhead", replay.speed_up(host=False)))
     if contention is not None and hidden is not None:
         cases.append(_without(contention, replay, hidden[replay.schedule.steps]))
     return tuple(cases)

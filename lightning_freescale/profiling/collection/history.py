@@ -13,9 +13,12 @@ from lightning_freescale.profiling.analysis.breakdown import column
 from lightning_freescale.profiling.analysis.contention import contention
 from lightning_freescale.profiling.analysis.imbalance import split_imbalance
 from lightning_freescale.profiling.analysis.intervals import arrivals_of, intervals_of, last_arrivals, wall_of
+from lightning_freescale.profiling.analysis.memory_growth import MemoryWindows
+from lightning_freescale.profiling.analysis.planned import PlannedStep, planned_balance
 from lightning_freescale.profiling.analysis.rank_window import ExchangeSums, RankWindow
 from lightning_freescale.profiling.analysis.segments import RankSegments
 from lightning_freescale.profiling.analysis.what_if import WhatIf, what_if
+from lightning_freescale.profiling.recording.memory import MemoryReading
 from lightning_freescale.profiling.recording.records import ResolvedStep
 from lightning_freescale.profiling.reporting.facts import ExchangeFigures, Overhead, RunInfo, Status, WaitAttribution
 from lightning_freescale.profiling.reporting.report import BubbleReport, window_scalars
@@ -39,29 +42,35 @@ class History:
 
     def __init__(self, run: RunInfo, max_steps: int, fit_costs: FitCosts | None) -> None:
         self._run, self._max_steps, self._fit_costs = run, max_steps, fit_costs
-        # number, breakdown, samples, features and predicted load of a step, the last four of every rank
-        self._steps: deque[tuple[int, Floats, tuple[int, ...], tuple[Any, ...], tuple[Any, ...]]] = deque(maxlen=max_steps)
+        # number, breakdown, samples, features and predicted load of a step, the last four of every rank, and its plan
+        self._steps: deque[tuple[int, Floats, tuple[int, ...], tuple[Any, ...], tuple[Any, ...], PlannedStep | None]]
+        self._steps = deque(maxlen=max_steps)
         self._segments: deque[tuple[RankSegments, ...]] = deque(maxlen=min(max_steps, _REPLAYED))
         # steps, exchanges and host sections of every rank, of the last windows that hold max_steps
         self._sums: deque[tuple[int, list[dict[str, ExchangeSums]], list[dict[str, float]]]] = deque()
+        # number of the last step and every rank's memory of each of the same windows
+        self._memory: deque[tuple[int, list[MemoryReading | None]]] = deque()
         self.added = 0
 
-    def add_windows(self, windows: Sequence[RankWindow]) -> None:
-        """Add the same steps of every rank."""
+    def add_windows(self, windows: Sequence[RankWindow], plans: Sequence[PlannedStep | None] | None = None) -> None:
+        """Add the same steps of every rank, and what their plans say; nothing is known of them if not given."""
+        told = [None] * len(windows[0].steps) if plans is None else plans
         breakdown = np.stack([window.breakdown for window in windows], axis=1)
         lists = ((window.samples, window.features, window.predicted, window.segments) for window in windows)
         samples, features, predicted, segments = zip(*lists)
-        self._steps.extend(zip(windows[0].steps, breakdown, zip(*samples), zip(*features), zip(*predicted)))
+        self._steps.extend(zip(windows[0].steps, breakdown, zip(*samples), zip(*features), zip(*predicted), told))
         self._segments.extend(zip(*segments))
         self._sums.append((len(breakdown), [window.exchanges for window in windows], [window.host for window in windows]))
+        self._memory.append((windows[0].steps[-1], [window.memory for window in windows]))
         while self._summed_steps() - self._sums[0][0] >= self._max_steps:
             self._sums.popleft()
+            self._memory.popleft()
         self.added += len(breakdown)
 
     def newest_scalars(self) -> dict[str, float]:
         """Return scalars of the steps that were added last, for loggers."""
         _, breakdown, samples, *_ = zip(*list(self._steps)[-self._sums[-1][0] :])
-        return window_scalars(np.stack(breakdown), np.array(samples))
+        return window_scalars(np.stack(breakdown), np.array(samples), _memory_of(list(self._memory)[-1:]))
 
     def build_report(
         self,
@@ -77,16 +86,18 @@ class History:
         """
         ranks = len(self._steps[-1][1])
         newest = slice(None) if traced is not None else slice(-max(1, _INTERIM // ranks), None)
-        steps, breakdowns, samples, features, predicted = zip(*list(self._steps)[newest])
+        steps, breakdowns, samples, features, predicted, plans = zip(*list(self._steps)[newest])
         breakdown = np.stack(breakdowns)
         compute = column(breakdown, "compute")
-        expected, slowness = self._fitted(compute, features) or (None, None)
+        worked_on = _known(features)
+        expected, slowness = self._fitted(compute, worked_on) or (None, None)
         exchanges = self._exchange_sums()
         return BubbleReport(
             breakdown=breakdown,
             samples=np.array(samples),
-            features=_known(features),
+            features=worked_on,
             predicted=_known(predicted),
+            balance=planned_balance(plans, compute),
             steps=np.array(steps),
             run=self._run,
             wait_attribution=wait_attribution,
@@ -98,6 +109,7 @@ class History:
             host=self._host_sections(),
             device_idle=device_idle,
             median_step=_median_step(traced, wait_attribution.aligned) if traced and len(traced[0]) == ranks else None,
+            memory=_memory_of(list(self._memory)),
             last=tuple(sum(sums.last for sums in rank.values()) for rank in exchanges),
         )
 
@@ -107,9 +119,8 @@ class History:
         slowed = contention(column(breakdown, "compute"), hidden, expected)
         return what_if(list(self._segments), slowed, hidden[replayed], divided=divided)
 
-    def _fitted(self, compute: Floats, features: Sequence[Sequence[Any]]) -> tuple[Floats, Floats] | None:
-        known = _known(features)
-        return None if self._fit_costs is None or known is None else self._fit_costs(known, compute)
+    def _fitted(self, compute: Floats, features: Floats | None) -> tuple[Floats, Floats] | None:
+        return None if self._fit_costs is None or features is None else self._fit_costs(features, compute)
 
     # -- sums of exchanges and of the host's sections, which are kept by window
 
@@ -153,6 +164,17 @@ class History:
 def _known(values: Sequence[Sequence[Any]]) -> Floats | None:
     """Numbers by step and rank, or None if one of them is not known."""
     return None if any(one is None for row in values for one in row) else np.array(values, dtype=np.float64)
+
+
+def _memory_of(windows: Sequence[tuple[int, Sequence[MemoryReading | None]]]) -> MemoryWindows | None:
+    """The windows of which every rank's memory is known; None if there are none."""
+    steps = [step for step, readings in windows if None not in readings]
+    known = [[one for one in readings if one is not None] for _, readings in windows if None not in readings]
+    if not known:
+        return None
+    current, peak = (np.array([[getattr(one, name) for one in row] for row in known], float) for name in ("current", "peak"))
+    reserved = _known([[one.reserved for one in row] for row in known])
+    return MemoryWindows(steps, current, peak, reserved)
 
 
 def _median_step(traced: Sequence[Sequence[ResolvedStep]], aligned: bool) -> dict[str, Any]:

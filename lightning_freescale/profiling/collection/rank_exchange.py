@@ -15,6 +15,7 @@ from lightning_freescale.profiling.analysis.intervals import arrivals_of, last_a
 from lightning_freescale.profiling.analysis.rank_window import RankWindow, window_of
 from lightning_freescale.profiling.clock_sync.alignment import Alignment
 from lightning_freescale.profiling.recording.clocks import Clock
+from lightning_freescale.profiling.recording.memory import MemoryReading
 from lightning_freescale.profiling.recording.records import ResolvedStep
 from lightning_freescale.profiling.reporting.facts import WaitAttribution
 
@@ -83,9 +84,13 @@ class RankExchange:
             self.sync_clocks(idle)
 
     def exchange_steps(
-        self, steps: Sequence[ResolvedStep], features: Sequence[Any], predicted: Sequence[float | None]
+        self,
+        steps: Sequence[ResolvedStep],
+        features: Sequence[Any],
+        predicted: Sequence[float | None],
+        memory: MemoryReading | None = None,
     ) -> list[RankWindow] | None:
-        """Return the same steps of all ranks on rank 0; None on the others. Collective."""
+        """Return the same steps of all ranks, and what they held of memory, on rank 0; None on the others. Collective."""
         now = time.perf_counter()
         self._steps += len(steps)
         wall = sum(map(wall_of, steps)) / len(steps)
@@ -101,7 +106,7 @@ class RankExchange:
             self._undivided += len(steps)
         found = [last_arrivals(same) for same in zip(*arrivals)]
         last = [[latest[c.key].seconds for c in step.collectives] for step, latest in zip(steps, found)]
-        window = window_of(steps, last, features, predicted, alone=self.group is None, divided=aligned)
+        window = window_of(steps, last, features, predicted, memory, alone=self.group is None, divided=aligned)
         windows = gather_to_rank_zero(window.as_lists(), self.group)
         self.sync_clocks_if_due(idle=False)  # since the exchange before: no epoch has ended meanwhile
         if all_due[0]:

@@ -38,6 +38,7 @@ class Collective:
         end: it has the result.
         done: when the exchange was over, if that is seen apart from the wait.
         moved: bytes that pass this rank's link, the larger of sent and received; None if unknown.
+        at_most: whether it was under way somewhere between ``arrive`` and ``done``, not all the time.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Collective:
     end: Any = None
     done: Any = None
     moved: int | None = None
+    at_most: bool = False
 
 
 @dataclass
@@ -54,8 +56,8 @@ class StepRecord:
     """What one rank did in one step; the lists are in the order things began.
 
     ``samples`` and ``features`` (sums over the samples, see :func:`~lightning_freescale.balance.cost.sample_features`) are what
-    it worked on, ``predicted`` is how long that should take, in the unit of the step's plan. ``index`` counts the steps of a
-    fit.
+    it worked on, ``predicted`` is how long that should take, in the unit of the step's plan, and ``plan`` what the plan says of
+    all ranks, a :class:`~lightning_freescale.profiling.analysis.planned.PlannedStep`. ``index`` counts the steps of a fit.
     """
 
     start: Any
@@ -64,6 +66,7 @@ class StepRecord:
     samples: int = 0
     features: Any = None
     predicted: float | None = None
+    plan: Any = None
     spans: list[Span] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
 
@@ -91,6 +94,18 @@ class ResolvedCollective(NamedTuple):
     end: float
     done: float
     moved: int | None = None
+    at_most: bool = False
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it is of two ranks only, one of which sends."""
+        return self.name in ("send", "recv")
+
+    @property
+    def place(self) -> tuple[str, tuple[int, ...]]:
+        """The two parts of the key: the ranks that take part, and which of their exchanges it is."""
+        place, _, number = self.key.rpartition(":")
+        return place, tuple(map(int, number.split(".")))
 
 
 @dataclass(frozen=True)
@@ -138,7 +153,8 @@ def resolve(
     seconds = to_rank_zero(np.array([clock.seconds(stamp) for stamp in stamps])).tolist()
     at: dict[Any, float] = dict(zip(stamps, seconds))
     beside = [
-        ResolvedCollective(c.name, c.key, at[c.arrive], at[c.arrive], at[c.arrive], at[c.done], c.moved) for c in background
+        ResolvedCollective(c.name, c.key, at[c.arrive], at[c.arrive], at[c.arrive], at[c.done], c.moved, c.at_most)
+        for c in background
     ]
     return [_resolved_step(record, at, beside) for record in records]
 

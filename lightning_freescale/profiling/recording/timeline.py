@@ -17,6 +17,8 @@ from lightning_freescale.profiling.recording.records import Collective, Kind, Sp
 Batch = TypeVar("Batch")
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _MEASURED_SPANS = 300
+_REMEMBERED = 20
+"""Steps whose ends are kept, for who watches the run."""
 
 
 class Timeline:
@@ -27,6 +29,8 @@ class Timeline:
         driven: whether a profiler opens and closes the steps.
         on_step: called with every step that is closed.
         background: exchanges that other threads have been seen in, the latest ones.
+        under_way: the exchange that another thread is in now, by its identifier.
+        ended: numbers of the last steps and when they ended, in seconds of ``time.perf_counter``, whatever the clock.
         stamps: how many stamps were taken.
         in_collective: whether a collective is being waited for.
     """
@@ -36,6 +40,8 @@ class Timeline:
         self.driven = False
         self.on_step: Callable[[StepRecord], None] | None = None
         self.background: deque[Collective] = deque(maxlen=10_000)
+        self.under_way: dict[int, Collective] = {}
+        self.ended: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
         self.stamps = 0
         self.in_collective = False
         self._step: StepRecord | None = None
@@ -73,6 +79,12 @@ class Timeline:
         self.clock = self._step = None
         self.driven, self._steps = False, 0
         self.background.clear()
+        self.ended.clear()
+
+    @property
+    def thread(self) -> int:
+        """Identifier of the thread that trains."""
+        return self._thread
 
     @property
     def is_training_thread(self) -> bool:
@@ -96,14 +108,25 @@ class Timeline:
                 self._counts.clear()
             self._step = StepRecord(self.stamp() if start is None else start, index=self._steps - 1)
 
-    def close_step(self, samples: int = 0, features: Any = None, predicted: float | None = None) -> StepRecord | None:
+    def close_step(
+        self, samples: int = 0, features: Any = None, predicted: float | None = None, plan: Any = None
+    ) -> StepRecord | None:
         """End the step in progress and return its record; None if none was open."""
         step, self._step = self._step, None
         if step is not None and self.clock is not None:
-            step.end, step.samples, step.features, step.predicted = self.stamp(), samples, features, predicted
+            step.end, step.samples = self.stamp(), samples
+            self.ended.append((step.index, time.perf_counter()))
+            step.features, step.predicted, step.plan = features, predicted, plan
             if self.on_step is not None:
                 self.on_step(step)
         return step
+
+    def position(self) -> tuple[StepRecord | None, dict[str, int]]:
+        """Return the step in progress as it stands, and how many collectives of each group it has come to.
+
+        For another thread than the one that trains, which nothing makes wait.
+        """
+        return self._step, dict(self._counts)
 
     def stamp(self) -> Any:
         """Stamp this moment; None if nobody wants the records."""
@@ -127,19 +150,23 @@ class Timeline:
 
     def arrive(self, name: str, group: str = "", moved: int | None = None) -> Collective | None:
         """Record that this rank has done its part of a collective; None if nobody wants to know."""
-        step = self._step
-        if step is None:
+        if self._step is None:
             return None
-        # counted anew in every step: a rank that calls one collective more than the others puts one step out of order,
-        # not the rest of the run
-        place = group or name
-        key = f"{place}:{step.index}.{self._counts[place]}"
-        self._counts[place] += 1
+        key = self.key_in(group or name)
         if self.in_collective:
             return None
         return Collective(name, key, self.stamp(), moved=moved)
 
-    def waiting(self, collective: Collective | None) -> AbstractContextManager[None]:
+    def key_in(self, place: str) -> str:
+        """Return the key of the next exchange of a place in the step in progress: of a group, or of the ranks of a message."""
+        # counted anew in every step: a rank that calls one collective more than the others puts one step out of order,
+        # not the rest of the run
+        assert self._step is not None
+        key = f"{place}:{self._step.index}.{self._counts[place]}"
+        self._counts[place] += 1
+        return key
+
+    def waiting(self, collective: Collective | None) -> AbstractContextManager[Collective | None]:
         """Record the block as the wait for a collective; it belongs to the step in progress, whichever issued it."""
         step = self._step
         if collective is None or step is None or collective.start is not None:
@@ -147,12 +174,15 @@ class Timeline:
         step.collectives.append(collective)
         return _StampedWait(self, collective)
 
-    def collective(self, name: str, group: str = "", moved: int | None = None) -> AbstractContextManager[None]:
+    def collective(self, name: str, group: str = "", moved: int | None = None) -> AbstractContextManager[Collective | None]:
         """Record the block as a collective that blocks right away; others in the block are parts of it."""
         return self.waiting(self.arrive(name, group, moved))
 
-    def awaited(self, name: str, arrived: Any) -> AbstractContextManager[None]:
-        """Record the wait for a collective in whose background part this rank arrived earlier, at a stamp (None: now)."""
+    def awaited(self, name: str, arrived: Any) -> AbstractContextManager[Collective | None]:
+        """Record the wait for a collective in whose background part this rank arrived earlier, at a stamp (None: now).
+
+        Who sees when it was over, apart from the wait, sets ``done`` of the record that is entered with.
+        """
         collective = self.arrive(name)
         if collective is not None and arrived is not None:
             collective.arrive = arrived
@@ -165,9 +195,12 @@ class Timeline:
             yield
             return
         collective = Collective(name, "", self.stamp(), moved=moved)
+        thread = threading.get_ident()
+        self.under_way[thread] = collective
         try:
             yield
         finally:
+            self.under_way.pop(thread, None)
             collective.done = self.stamp()
             if collective.done is not None:  # or the run is over
                 self.background.append(collective)
@@ -176,29 +209,33 @@ class Timeline:
 class _StampedBlock(AbstractContextManager[None]):
     """Stamps both ends of a span; a generator in its place takes three times as long."""
 
-    __slots__ = ("_record", "_timeline")
+    __slots__ = ("_span", "_timeline")
 
-    def __init__(self, timeline: Timeline, record: Span | Collective) -> None:
-        self._timeline, self._record = timeline, record
+    def __init__(self, timeline: Timeline, span: Span) -> None:
+        self._timeline, self._span = timeline, span
 
     def __enter__(self) -> None:
-        self._record.start = self._timeline.stamp()
+        self._span.start = self._timeline.stamp()
 
     def __exit__(self, *_: object) -> None:
-        self._record.end = self._timeline.stamp()
+        self._span.end = self._timeline.stamp()
 
 
-class _StampedWait(_StampedBlock):
+class _StampedWait(AbstractContextManager[Collective]):
     """The same for a collective; others inside are parts of it."""
 
-    __slots__ = ()
+    __slots__ = ("_collective", "_timeline")
 
-    def __enter__(self) -> None:
+    def __init__(self, timeline: Timeline, collective: Collective) -> None:
+        self._timeline, self._collective = timeline, collective
+
+    def __enter__(self) -> Collective:
         self._timeline.in_collective = True
-        super().__enter__()
+        self._collective.start = self._timeline.stamp()
+        return self._collective
 
     def __exit__(self, *_: object) -> None:
-        super().__exit__()
+        self._collective.end = self._timeline.stamp()
         self._timeline.in_collective = False
 
 

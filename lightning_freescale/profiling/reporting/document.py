@@ -123,15 +123,41 @@ def _readable(value: Any, indent: str = "") -> str:
 
     ``json.dumps(indent=...)`` would give every number of the series a line of its own.
     """
-    line = json.dumps(value, allow_nan=False, ensure_ascii=False)
     children = list(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
     nested = isinstance(value, dict) or any(isinstance(child, (dict, list)) for child in children)
-    if not children or not nested or len(indent) + len(line) <= _WIDTH:
-        return line
+    if not children or not nested:
+        return _line(value)
     deeper = indent + " "
-    names = [f"{json.dumps(name, ensure_ascii=False)}: " for name in value] if isinstance(value, dict) else [""] * len(children)
-    inner = ",\n".join(deeper + name + _readable(child, deeper) for name, child in zip(names, children))
-    return f"{line[0]}\n{inner}\n{indent}{line[-1]}"
+    if isinstance(value, list) and (rows := _rows_in_lines(value, deeper)) is not None:
+        shown = rows
+    else:
+        names = [f"{_line(name)}: " for name in value] if isinstance(value, dict) else [""] * len(children)
+        shown = [name + _readable(child, deeper) for name, child in zip(names, children)]
+    first, last = "{}" if isinstance(value, dict) else "[]"
+    # what does not fit one place further in does not fit with brackets around it either
+    if len(indent) + sum(map(len, shown)) + 2 * len(shown) <= _WIDTH and not any("\n" in each for each in shown):
+        return f"{first}{', '.join(shown)}{last}"
+    return f"{first}\n{deeper}" + f",\n{deeper}".join(shown) + f"\n{indent}{last}"
+
+
+def _rows_in_lines(value: list[Any], indent: str) -> list[str] | None:
+    """The items of a list of lists of rows of numbers, in one go: a long run has half a million rows. None if it is none."""
+    if not all(type(rows) is list and rows and all(type(row) is list and row for row in rows) for rows in value):
+        return None
+    if not set(map(type, chain.from_iterable(chain.from_iterable(value)))) <= {float, int}:
+        return None
+    items = _line(value)[3:-3].split("]], [[")
+    inner = f"],\n{indent} ["
+    return [
+        f"[[{item}]]"
+        if len(indent) + len(item) + 4 <= _WIDTH
+        else f"[\n{indent} [" + item.replace("], [", inner) + f"]\n{indent}]"
+        for item in items
+    ]
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, ensure_ascii=False)
 
 
 def _refuse(constant: str) -> None:

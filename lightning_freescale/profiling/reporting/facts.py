@@ -19,7 +19,12 @@ def _installed() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What ran. ``label`` names the run in comparisons; ``started`` is a time in ISO 8601; ``versions`` are of packages."""
+    """What ran.
+
+    ``label`` names the run in comparisons; ``started`` is a time in ISO 8601; ``versions`` are of packages; ``assignment`` is
+    how samples were assigned to the ranks, None if nobody knows; ``overlap`` is whether rows are exchanged while the model
+    computes, ``"on"``, ``"off"`` or, where it was asked for in vain, ``"impossible"``; None without sharded tables.
+    """
 
     label: str
     model: str
@@ -28,6 +33,8 @@ class RunInfo:
     strategy: str = "a plain loop"
     device: str = "cpu"
     accumulate_grad_batches: int = 1
+    assignment: str | None = field(default=None, kw_only=True)
+    overlap: str | None = field(default=None, kw_only=True)
     started: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
     versions: Mapping[str, str] = field(default_factory=_installed)
 

@@ -36,13 +36,23 @@ class ReportFiles(dict[str, Path]):
         self._final = False
         self._lock = threading.Lock()  # the thread aside refreshes while the training thread may write the last report
 
+    def window(self, rank: int) -> Path:
+        """Where a rank leaves what torch.profiler writes; alone in their folder, all of which other tools read."""
+        return self.folder / "torch_profiler" / f"rank_{rank}.json.gz"
+
     def problem(self) -> str | None:
-        """Make the folder; return why nothing can be written there, None if files can."""
+        """Make the folder, without windows of an earlier run, which may have had more ranks.
+
+        Returns:
+            why nothing can be written there; None if files can.
+        """
         probe = self.folder / ".writable"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             probe.touch()
             probe.unlink()
+            for earlier in self.window(0).parent.glob("rank_*.json.gz"):
+                earlier.unlink()
         except OSError as error:
             return f"the profiler cannot write to dirpath={str(self.folder)!r}: {error}; pass another one"
         return None

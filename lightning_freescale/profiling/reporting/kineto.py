@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import gc
+import gzip
 import json
+import os
 import re
+import shutil
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -54,14 +59,15 @@ class KinetoWindow:
     Args:
         steps: how many steps the caller leaves between start and stop.
         device: the rank's; kernels are recorded if it is a CUDA device.
+        file: where to leave what torch itself writes, whole, for other tools; its name ends in ``.json.gz``. None for nowhere.
     """
 
-    def __init__(self, steps: int, device: torch.device) -> None:
+    def __init__(self, steps: int, device: torch.device, file: Path | None = None) -> None:
         if steps < 1:
             raise ValueError(
                 f"torch_profiler_steps={steps}: a window of torch.profiler has at least one step; use None for no window"
             )
-        self.steps = steps
+        self.steps, self.file = steps, file
         self._activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
         self._profile: profile | None = None
         self._ahead = 0
@@ -104,9 +110,11 @@ class KinetoWindow:
                 f"{_ONE_PROFILER}"
             )
         with TemporaryDirectory() as folder:
-            path = Path(folder) / "kineto.json"
+            path = Path(folder) / "kineto.json.gz"
             stopped.export_chrome_trace(str(path))
-            document = json.loads(path.read_text())
+            document = json.loads(gzip.decompress(path.read_bytes()))
+            if self.file is not None:
+                _leave(path, self.file)
         self._slices = slices_of(document["traceEvents"], (document["baseTimeNanoseconds"] - self._ahead) * 1e-9)
 
     def events(self, to_seconds: Callable[[float], float]) -> list[dict[str, Any]]:
@@ -139,6 +147,19 @@ class KinetoWindow:
         if self._slices is None:
             raise RuntimeError("the window of torch_profiler_steps holds nothing yet: call start() and stop() first")
         return self._slices
+
+
+def _leave(written: Path, file: Path) -> None:
+    """Copy a file for others to read, whole or not at all; a warning if that fails, as training goes on."""
+    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(written, unfinished)
+        os.replace(unfinished, file)
+    except OSError as error:
+        with suppress(OSError):
+            unfinished.unlink()
+        warnings.warn(f"the profiler could not write {file}: {error}", stacklevel=2)
 
 
 def _in_use() -> bool:

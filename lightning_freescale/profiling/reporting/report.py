@@ -13,10 +13,13 @@ from numpy.typing import NDArray
 
 from lightning_freescale.profiling.analysis.breakdown import PART_NAMES, bubble, column
 from lightning_freescale.profiling.analysis.imbalance import Imbalance
+from lightning_freescale.profiling.analysis.memory_growth import MemoryWindows
+from lightning_freescale.profiling.analysis.planned import PlannedBalance
 from lightning_freescale.profiling.analysis.what_if import WhatIf
 from lightning_freescale.profiling.reporting.document import FORMAT, VERSION, Document, write
 from lightning_freescale.profiling.reporting.facts import ExchangeFigures, Overhead, RunInfo, Status, WaitAttribution
 from lightning_freescale.profiling.reporting.text import summary
+from lightning_freescale.profiling.reporting.verdict import verdict_on
 
 Floats = NDArray[np.float64]
 _SHARES = ("data_wait", "compute", *PART_NAMES[2:])
@@ -54,6 +57,8 @@ class BubbleReport:
         features: what every rank worked on in every step, shape ``[steps, ranks, features]``; None if unknown.
         predicted: how long that should take, in any unit that the ranks share in a step, shape ``[steps, ranks]``; None if
             unknown.
+        balance: what the plans of the steps say; None if there were none.
+        memory: what every rank held at the end of every window; None if nobody knows.
 
     Raises:
         ValueError: the shapes do not fit together.
@@ -75,6 +80,8 @@ class BubbleReport:
     last: Sequence[int] = ()
     features: Floats | None = None
     predicted: Floats | None = None
+    balance: PlannedBalance | None = None
+    memory: MemoryWindows | None = None
 
     def __post_init__(self) -> None:
         # ranks may be fewer than the world: an interrupted run has but rank 0
@@ -157,8 +164,11 @@ class BubbleReport:
             "run": vars(self.run),
             "status": {**vars(self.status), "steps": len(self.steps), "first_step": self.steps[0]},
             "summary": {**{name: getattr(self, name) for name in _FIGURES}, "samples": self.samples.sum()},
+            "verdict": None,
             "ranks": [_rank(self, rank) for rank in range(self.breakdown.shape[1])],
             "imbalance": None if self.imbalance is None else _imbalance(self.imbalance),
+            "balance": None if self.balance is None else _balance(self.balance),
+            "memory": None if self.memory is None else _memory(self.memory),
             "what_if": [vars(case) for case in self.what_if],
             "exchanges": [_exchange(figures) for figures in self.exchanges],
             "host_s": self.host,
@@ -168,6 +178,7 @@ class BubbleReport:
             "median_step": self.median_step,
         }
         document = {name: _plain(value, name) for name, value in values.items()}
+        document["verdict"] = verdict_on(document)._asdict()  # on the figures that a reader sees
         if series:
             document["series"] = {
                 "columns": list(PART_NAMES),
@@ -186,16 +197,25 @@ class BubbleReport:
         return summary(self.document(series=False))
 
 
-def window_scalars(breakdown: Floats, samples: NDArray[np.int64]) -> dict[str, float]:
+def window_scalars(breakdown: Floats, samples: NDArray[np.int64], memory: MemoryWindows | None = None) -> dict[str, float]:
     """Return what loggers get of some steps, by keys that begin with ``freescale/bubble/``.
 
     Args:
         breakdown: seconds, shape ``[steps, ranks, len(PART_NAMES)]``.
         samples: shape ``[steps, ranks]``; zeros if unknown, then there is no ``samples_per_s``.
+        memory: of the ranks in these steps; without it there is nothing of it.
     """
     values = {"fraction": bubble(breakdown), **_shares(breakdown), "compute_imbalance": _compute_imbalance(breakdown)}
     rates = {"step_s": float(breakdown[:, :, 0].mean()), "samples_per_s": _samples_per_s(breakdown, samples)}
-    return {f"freescale/bubble/{name}": value for name, value in {**values, **rates}.items() if value is not None}
+    rates["slowest_rank"] = _slowest_rank(breakdown)
+    held = {} if memory is None else _memory_scalars(memory)
+    return {f"freescale/bubble/{name}": value for name, value in {**values, **rates, **held}.items() if value is not None}
+
+
+def _memory_scalars(memory: MemoryWindows) -> dict[str, float]:
+    """Of the rank that holds most, in bytes, and how uneven it is."""
+    most = {"memory_bytes": memory.current[-1].max(), "memory_peak_bytes": memory.peak[-1].max()}
+    return {**{name: float(value) for name, value in most.items()}, "memory_imbalance": memory.imbalance}
 
 
 def _shares(breakdown: Floats) -> dict[str, float]:
@@ -209,14 +229,24 @@ def _compute_imbalance(breakdown: Floats) -> float:
     return float(compute.max(axis=1).sum()) / mean if mean else 1.0
 
 
+def _slowest_rank(breakdown: Floats) -> float | None:
+    """The rank that others wait for: it waits least in exchanges itself. None if there is one rank."""
+    if breakdown.shape[1] == 1:
+        return None
+    waits = sum(column(breakdown, name) for name in ("straggler_wait", "transfer", "wait"))
+    return float(np.argmax((column(breakdown, "wall") - waits).sum(axis=0)))
+
+
 def _samples_per_s(breakdown: Floats, samples: NDArray[np.int64]) -> float | None:
     seconds = float(breakdown[:, :, 0].mean(axis=1).sum())
     return float(samples.sum()) / seconds if seconds and samples.any() else None
 
 
 def _short(features: Floats) -> list[Any]:
-    whole = features == np.rint(features)
-    return (features.astype(np.int64) if whole.all() else features.round(3)).tolist()
+    if (features == np.rint(features)).all() and np.abs(features).max(initial=0.0) < 2**53:
+        return features.astype(np.int64).tolist()
+    # digits that count, not decimals: costs may be in any unit
+    return np.array([float(f"{value:.7g}") for value in features.ravel()]).reshape(features.shape).tolist()
 
 
 def _rank(report: BubbleReport, rank: int) -> Document:
@@ -232,6 +262,38 @@ def _rank(report: BubbleReport, rank: int) -> Document:
 def _imbalance(imbalance: Imbalance) -> Document:
     seconds = _seconds(imbalance, "data", "hardware", "jitter")
     return {"method": imbalance.method, **seconds, "slow_ranks": imbalance.slow, "residual": imbalance.residual}
+
+
+def _balance(planned: PlannedBalance) -> Document:
+    compute = {"as_drawn": planned.unbalanced, "balanced": planned.balanced, "lower_bound": planned.lower_bound}
+    tokens = {"as_drawn": planned.tokens_unbalanced, "balanced": planned.tokens_balanced, "fullest": planned.tokens_fullest}
+    return {
+        "compute": {**compute, "gap": planned.gap},
+        "tokens": None if planned.tokens_unbalanced is None else tokens,
+        "fitted_steps": planned.fitted_steps,
+    }
+
+
+def _memory(memory: MemoryWindows) -> Document:
+    slopes, growing = memory.slopes, memory.growing
+
+    def of_rank(rank: int) -> Document:
+        return {
+            "rank": rank,
+            "current_bytes": int(memory.current[-1, rank]),
+            "peak_bytes": int(memory.peak[-1, rank]),
+            "reserved_bytes": None if memory.reserved is None else int(memory.reserved[-1, rank]),
+            "growth_bytes": None if slopes is None else slopes[rank],
+            "grows": None if slopes is None else rank in growing,
+        }
+
+    return {
+        "imbalance": memory.imbalance,
+        "peak_imbalance": memory.peak_imbalance,
+        "step": list(memory.steps),
+        "current_bytes": memory.current.astype(np.int64),
+        "ranks": [of_rank(rank) for rank in range(memory.current.shape[1])],
+    }
 
 
 def _exchange(figures: ExchangeFigures) -> Document:

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from lightning_freescale.profiling.analysis.planned import costs_in_words
+from lightning_freescale.profiling.reporting.verdict import PARTED
+
 _WIDTH = 120
-_PARTED = 0.03
-"""Predicted and measured imbalance agree unless they differ by more than this."""
 _ALL_RANKS = 8
 """With more ranks the table has the extremes only."""
 _COLUMNS = ("data_wait", "compute", "straggler_wait", "transfer", "wait", "host_overhead", "unexplained", "hidden")
@@ -18,9 +19,10 @@ _COLUMNS = ("data_wait", "compute", "straggler_wait", "transfer", "wait", "host_
 
 def summary(document: Mapping[str, Any]) -> str:
     """Return the text of a document, no line wider than 120 characters; its series are not needed."""
-    above = (_incomplete, _title)
-    below = (_bubble, _compute, _parted, _overlap, _what_if, _imbalance, _slow_ranks, _waits, _overhead)
-    return "\n".join([*_wrapped(document, above), *_table(document), *_wrapped(document, below)])
+    above, between = (_incomplete, _verdict, _why, _next, _title), (_bubble, _compute)
+    below = (_parted, _overlap, _what_if, _imbalance, _slow_ranks, _memory, _memory_growth, _waits, _overhead)
+    lines = [*_wrapped(document, above), *_table(document), *_wrapped(document, between)]
+    return "\n".join([*lines, *_balance(document), *_wrapped(document, below)])
 
 
 def _wrapped(document: Mapping[str, Any], sentences: Iterable[Callable[[Mapping[str, Any]], str | None]]) -> Iterator[str]:
@@ -39,6 +41,23 @@ def _incomplete(document: Mapping[str, Any]) -> str | None:
         return None
     lost = f"; its last {status['not_exchanged']} steps are not in here" if status["not_exchanged"] else ""
     return f"INCOMPLETE: {status['reason'] or 'the run did not come to its end'}{lost}"
+
+
+def _verdict(document: Mapping[str, Any]) -> str | None:
+    return _told(document, "verdict")
+
+
+def _why(document: Mapping[str, Any]) -> str | None:
+    return _told(document, "why")
+
+
+def _next(document: Mapping[str, Any]) -> str | None:
+    return _told(document, "next")
+
+
+def _told(document: Mapping[str, Any], name: str) -> str | None:
+    # a report of an earlier version has none
+    return f"{name.capitalize() + ':':9}{document['verdict'][name]}" if "verdict" in document else None
 
 
 def _title(document: Mapping[str, Any]) -> str:
@@ -87,8 +106,31 @@ def _compute(document: Mapping[str, Any]) -> str:
     shares = document["summary"]["shares"]
     stages = ", ".join(f"{name} {shares[name]:.1%}" for name in ("forward", "backward", "optimizer"))
     predicted, measured = (document["summary"].get(f"{which}_imbalance") for which in ("predicted", "compute"))
-    beside = "" if predicted is None else f", predicted by the costs {predicted:.3f}"
+    # where the steps were planned, the rows below tell what was predicted
+    beside = "" if predicted is None or document.get("balance") else f", predicted by the costs {predicted:.3f}"
     return f"compute is {stages}; measured compute imbalance {measured:.3f}{beside} (max / mean over ranks)"
+
+
+def _balance(document: Mapping[str, Any]) -> Iterator[str]:
+    """A row of compute and one of tokens, as they were planned."""
+    planned = document.get("balance")  # which reports of versions before have not
+    if planned is None:
+        return
+    compute, tokens = planned["compute"], planned["tokens"]
+    yield "imbalance (max / mean over ranks):"
+    yield f"         {'as drawn':10}{'balanced':10}{'lower bound':13}{'gap':7}measured"
+    gap = "-" if compute["gap"] is None else f"{compute['gap']:.2%}"
+    drawn, balanced, bound = (_ratio(compute[name]) for name in ("as_drawn", "balanced", "lower_bound"))
+    yield f"compute  {drawn:10}{balanced:10}{bound:13}{gap:7}{document['summary']['compute_imbalance']:.3f}"
+    if tokens is not None:
+        full = tokens["fullest"]
+        limit = "" if full is None else f"      fullest rank of any step: {full:.1%} of its limit"
+        yield f"tokens   {_ratio(tokens['as_drawn']):10}{_ratio(tokens['balanced']):10}{'-':13}{'-':7}-{limit}"
+    yield f"  all but measured is predicted by {costs_in_words(planned['fitted_steps'], document['status']['steps'])}"
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def _parted(document: Mapping[str, Any]) -> str | None:
@@ -100,12 +142,12 @@ def _parted(document: Mapping[str, Any]) -> str | None:
     apart = figures["compute_imbalance"] - predicted
     slow, jitter = (split[f"{cause}_s"] / compute for cause in ("hardware", "jitter"))
     wrong = apart - slow - jitter
-    if split["method"] == "cost model" and abs(wrong) > _PARTED:
+    if split["method"] == "cost model" and abs(wrong) > PARTED:
         return (
             f"predicted and measured imbalance part by {apart:.3f}, of which {wrong:.3f} because samples do not take what the "
             "costs say: freescale balance fit makes a cost model of this run's report.json"
         )
-    if apart <= _PARTED:
+    if apart <= PARTED:
         return None
     why = f"slow ranks {slow:.3f}, jitter {jitter:.3f}" if split["method"] == "cost model" else "lengths would tell why"
     return f"predicted and measured imbalance part by {apart:.3f}: {why}"
@@ -121,7 +163,11 @@ def _what_if(document: Mapping[str, Any]) -> str | None:
     for case in document["what_if"]:
         gain = "left out" if case["speed_up"] is None else f"{case['speed_up']:.2f}x"
         cases.append(f"{case['name']} {gain}" + (f" ({case['note']})" if case["note"] else ""))
-    return f"what if: {', '.join(cases)}" if cases else None
+    limit = next((case["limit"] for case in document["what_if"] if case["limit"] is not None), None)
+    if limit is None:
+        return f"what if: {', '.join(cases)}" if cases else None
+    why = f"of compute alone it would be {limit:.2f}x, which these need not add up to: without one cause ranks wait for another"
+    return f"what if: {', '.join(cases)}; {why}"
 
 
 def _imbalance(document: Mapping[str, Any]) -> str | None:
@@ -145,6 +191,35 @@ def _slow_ranks(document: Mapping[str, Any]) -> str | None:
     if document["imbalance"]["method"] == "cost model":
         return f"{named} what its samples explain: a slow or shared device?"
     return f"{named} as long as the median rank, step after step: a slow device, or always longer histories? lengths_fn= tells"
+
+
+def _memory(document: Mapping[str, Any]) -> str | None:
+    memory = document.get("memory")  # which reports of versions before have not
+    if memory is None:
+        return None
+    most = max(memory["ranks"], key=lambda rank: rank["peak_bytes"])
+    uneven = f", {memory['peak_imbalance']:.2f}x the mean" if len(memory["ranks"]) > 1 else ""
+    now = max(rank["current_bytes"] for rank in memory["ranks"])
+    return (
+        f"memory: at most {_mib(most['peak_bytes'])} on rank {most['rank']}{uneven}; {_mib(now)} at the end of the last window"
+    )
+
+
+def _memory_growth(document: Mapping[str, Any]) -> str | None:
+    memory = document.get("memory") or {"ranks": []}
+    growing = sorted((rank for rank in memory["ranks"] if rank["grows"]), key=lambda rank: -rank["growth_bytes"])
+    if not growing:
+        return None
+    named = ", ".join(f"rank {rank['rank']} by {_mib(rank['growth_bytes'])}" for rank in growing[:_ALL_RANKS])
+    more = f" and {len(growing) - _ALL_RANKS} more" if len(growing) > _ALL_RANKS else ""
+    windows = memory["step"]
+    per_window = round((windows[-1] - windows[0]) / (len(windows) - 1))
+    return f"MEMORY GROWS every {per_window} steps: {named}{more}"
+
+
+def _mib(size: float) -> str:
+    mib = size / 2**20
+    return f"{mib:.1f} MiB" if mib < 100 else f"{mib:.0f} MiB" if mib < 10_000 else f"{mib / 1024:.1f} GiB"
 
 
 def _waits(document: Mapping[str, Any]) -> str | None:

@@ -23,6 +23,14 @@ class NextItem(L.LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 """
+SCRIPT = """
+import sys
+import lightning as L
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+assert sys.argv[1:] == ["--lr", "0.1"]
+L.Trainer(accelerator="cpu", devices=1, max_epochs=1, logger=False).fit(BoringModel())
+"""
 # what the page leaves to the machine, and the checkpoint that it goes on from
 HERE = "--trainer.accelerator cpu --trainer.logger false --config here.yaml"
 SAVE = "trainer: {callbacks+: [{class_path: ModelCheckpoint, init_args: {dirpath: ., save_last: true}}]}"
@@ -37,6 +45,9 @@ Path("visits.csv").write_text("user,item,time\n" + "".join(f"{user},{item},{time
 fit, test = page.text("bash").splitlines()
 assert "straggler wait" in shell(fit.replace("--config shop.yaml", f"--config shop.yaml {HERE}"))
 shell(f"{test} --trainer.accelerator cpu --trainer.logger false")
+
+Path("train.py").write_text(SCRIPT)
+assert page.bash().count("Verdict:") == 2, "of the run, and shown again"
 
 np.savetxt("lengths.txt", np.arange(1, 1025), fmt="%d")
 page.bash()

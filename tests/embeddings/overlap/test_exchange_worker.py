@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import NoReturn
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from lightning_freescale.embeddings.overlap.exchange_worker import ExchangeWorker
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
+from lightning_freescale.profiling.recording.timeline import Timeline
 
 
 def _fail(error: BaseException) -> NoReturn:
@@ -29,4 +31,25 @@ def test_jobs_behind_a_failed_one_fail_alike_without_being_run(error: BaseExcept
         assert raised[0] is error, "it says by itself what is wrong"
     else:
         assert str(raised[0]) == f"embedding exchange of collection 'items': {error}" and raised[0].__cause__ is error
+    assert worker.stop(timeout=30.0)
+
+
+def test_rows_that_were_there_before_anybody_waited_are_seen_to_be() -> None:
+    """Else their exchange would seem to last as long as whatever the rank did meanwhile."""
+    worker, timeline = ExchangeWorker("items", torch.device("cpu"), ExchangeStatistics()), Timeline()
+    timeline.enable(torch.device("cpu"))
+    timeline.open_step()
+    worker.observer = timeline
+    worker.arrive()
+    early, late = worker.submit(time.sleep, 0.01), worker.submit(time.sleep, 0.02)
+    late.result()
+    time.sleep(0.05)
+    worker.await_rows(early, None, late)
+    worker.arrive()
+    worker.await_rows(worker.submit(time.sleep, 0.05))
+    step = timeline.close_step()
+    assert step is not None
+    before, during = step.collectives
+    assert before.arrive < before.done < before.start <= before.end
+    assert during.start < during.done <= during.end
     assert worker.stop(timeout=30.0)

@@ -115,3 +115,36 @@ def test_sums_and_values_of_steps() -> None:
     schedule = Schedule.from_steps([[_rank("a", 0, 1)], [_rank("ab", 1, 2)]])
     np.testing.assert_allclose(schedule.per_step(np.ones((5, 1)))[:, 0], [2, 3])
     np.testing.assert_allclose(schedule.per_row(np.array([[7.0], [8.0]]))[:, 0], [7, 7, 8, 8, 8])
+
+
+def _exchange_of_messages(rank: int, gap: float = 1e-5) -> RankSegments:
+    """Both ranks send and receive, and wait for what they sent first; rank 1 is 3 s late."""
+    keys = ["world 0>1 0:0.0", "world 1>0 0:0.0"][:: 1 if rank == 0 else -1]
+    called = 1.0 + 3.0 * rank
+    names = ("send", "recv")
+    ends = (4.5, 4.5 + gap + 0.5)
+    waits = ((called, called, ends[0]), (called, ends[0] + gap, ends[1]))
+    step = ResolvedStep(
+        0.0,
+        6.0,
+        spans=(Interval("forward", "forward", 0.0, called),),
+        collectives=tuple(ResolvedCollective(n, k, *times, times[-1]) for n, k, times in zip(names, keys, waits)),
+    )
+    last = [4.0, 4.0]
+    return segments_of(step, last, intervals_of(step, last))
+
+
+def test_ranks_agree_on_the_order_of_messages_that_they_wait_for_together() -> None:
+    schedule = Schedule.from_steps([[_exchange_of_messages(0), _exchange_of_messages(1)]])
+    assert schedule.left_out == 0
+    assert schedule.column("compute")[:, 0].sum() == pytest.approx(1.0)
+    assert schedule.column("compute")[:, 1].sum() == pytest.approx(4.0)
+    # with work in between, each rank waits for the other's second message: no order would do
+    assert Schedule.from_steps([[_exchange_of_messages(0, 0.1), _exchange_of_messages(1, 0.1)]]).left_out == 1
+
+
+def test_messages_of_a_pair_stay_in_their_order() -> None:
+    keys = [f"world 0>1 0:3.{number}" for number in (9, 10)]
+    collectives = tuple(ResolvedCollective("recv", key, 1.0, 1.0 + k, 2.0 + k, 2.0 + k) for k, key in enumerate(keys))
+    segments = segments_of(ResolvedStep(0.0, 4.0, collectives=collectives), [1.0, 1.0], [])
+    assert segments.keys == tuple(keys)

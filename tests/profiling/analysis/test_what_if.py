@@ -44,9 +44,10 @@ def test_no_case_beats_its_limit_or_does_harm(size: tuple[int, int, int]) -> Non
     replay = Replay(run)
     even = np.broadcast_to(replay.compute.mean(axis=1, keepdims=True), replay.compute.shape)
     limit = replay.limit(replay.compute) + 1e-9
-    overlap, data = replay.speed_up(overlap=True), replay.speed_up(data=False)
+    overlap, data, host = replay.speed_up(overlap=True), replay.speed_up(data=False), replay.speed_up(host=False)
     assert 1 - 1e-9 <= overlap <= limit
     assert 1 - 1e-9 <= data <= limit
+    assert 1 - 1e-9 <= host <= limit
     balance, both = replay.speed_up(even), replay.speed_up(even, overlap=True)
     assert balance - 1e-9 <= both <= limit
     hidden = 0.5 * replay.compute

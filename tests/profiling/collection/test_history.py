@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from lightning_freescale.profiling.analysis.breakdown import column
+from lightning_freescale.profiling.analysis.planned import PlannedStep
 from lightning_freescale.profiling.analysis.rank_window import ExchangeSums, RankWindow, window_of
 from lightning_freescale.profiling.collection.history import History
 from lightning_freescale.profiling.recording.records import Interval, ResolvedCollective, ResolvedStep
@@ -55,6 +56,19 @@ def test_steps_ranks_and_parts_are_in_their_places() -> None:
     assert column(report.breakdown, "forward").tolist() == [[2, 2], [1, 2], [2, 2]]
     assert column(report.breakdown, "straggler_wait").tolist() == [[0, 0], [1, 0], [0, 0]]
     assert (report.run, report.status.complete, report.overhead.total) == (RUN, True, pytest.approx(1.1e-3))
+
+
+def test_what_the_plans_say_is_of_the_steps_in_the_report() -> None:
+    history = _history(max_steps=2)
+    plans = [PlannedStep(1.0 + step, 1.0, 1.0) for step in range(3)]
+    history.add_windows(_windows(range(2)), plans[:2])
+    history.add_windows(_windows(range(2, 3)), plans[2:])
+    balance = _report(history).balance
+    assert balance is not None and balance.steps == 2
+    seconds = [sum(FORWARD[1]), sum(FORWARD[0])]
+    assert balance.unbalanced == pytest.approx((2.0 * seconds[0] + 3.0 * seconds[1]) / sum(seconds))
+    history.add_windows(_windows(range(3, 4)))
+    assert _report(history).balance is None, "of the last step nothing is known"
 
 
 def test_only_the_last_steps_are_kept() -> None:

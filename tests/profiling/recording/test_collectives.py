@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.profiling.recording.collectives import NAMES, collectives_on, moved_bytes
+from lightning_freescale.profiling.recording.collectives import NAMES, collectives_on
+from lightning_freescale.profiling.recording.observed_work import moved_bytes
 from lightning_freescale.profiling.recording.records import Collective, StepRecord
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.testing import run_distributed
@@ -111,6 +112,10 @@ CALLS: dict[str, Callable[[Any, bool], Any]] = {
     "reduce_scatter_tensor": lambda group, a: dist.reduce_scatter_tensor(
         torch.empty(2), torch.ones(4), group=group, async_op=a
     ),
+    "all_gather_single": lambda group, a: dist.all_gather_single(torch.empty(4), torch.ones(2), group, a),
+    "reduce_scatter_single": lambda group, a: dist.reduce_scatter_single(
+        torch.empty(2), torch.ones(4), group=group, async_op=a
+    ),
     "barrier": lambda group, a: dist.barrier(group, a),
 }
 MOVED = {
@@ -122,6 +127,8 @@ MOVED = {
     "broadcast": 8,
     "reduce": 8,
     "reduce_scatter_tensor": 8,
+    "all_gather_single": 8,
+    "reduce_scatter_single": 8,
     "barrier": 0,
 }
 
@@ -152,15 +159,15 @@ def test_every_collective_is_seen_once_with_its_name_and_bytes(group: str | None
 
 
 def _unseen() -> dict[str, int]:
-    rank, mine, counts = dist.get_rank(), make_group(), {}
+    rank, mine, stock, counts = dist.get_rank(), make_group(), dist.new_group(), {}
     originals = {name: getattr(dist, name) for name in NAMES}
     with ExitStack() as stack:
-        timeline = _watched(stack, ignored_groups=[mine])
-        for work in [dist.isend(torch.ones(1), group_dst=1 - rank), dist.irecv(torch.ones(1))]:
+        timeline = _watched(stack, ignored_groups=[mine, stock])
+        for work in [dist.isend(torch.ones(1), group_dst=1 - rank, group=stock), dist.irecv(torch.ones(1), group=stock)]:
             assert work is not None
             work.wait()
         _all_reduce(mine, False)
-        counts["messages and groups left out"] = len(_seen(timeline))
+        counts["groups left out"] = len(_seen(timeline))
         _all_reduce(None, False)  # no step is open
         timeline.open_step()
         counts["between steps"] = len(_seen(timeline))
@@ -231,13 +238,6 @@ def _left_alone() -> dict[str, int]:
         dist.all_reduce(torch.ones(1), group=first)  # torch makes it a warning on rank 1
         counts["another's group"] = len(_seen(timeline))
         timeline.open_step()
-        works = []
-        with dist._coalescing_manager(async_ops=True) as manager:
-            for _ in range(2):
-                works.append(dist.all_reduce(torch.ones(1), async_op=True))
-        manager.wait()
-        counts["coalesced"] = len(_seen(timeline))
-        timeline.open_step()
         total = torch.compile(_summed, fullgraph=True, backend="eager")(torch.full((1,), float(rank)))
         assert total.item() == 1
         counts["compiled"] = len(_seen(timeline))
@@ -256,8 +256,8 @@ def _summed(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.slow
 def test_what_torch_does_in_its_own_way_works_as_without() -> None:
     one, other = run_distributed(_left_alone, 2)
-    assert one == {"another's group": 1, "coalesced": 0, "compiled": 0}
-    assert other == {"another's group": 0, "coalesced": 0, "compiled": 0}
+    assert one == {"another's group": 1, "compiled": 0}
+    assert other == {"another's group": 0, "compiled": 0}
 
 
 def _synchronized() -> int:
@@ -271,6 +271,78 @@ def test_a_work_may_be_synchronized_instead() -> None:
     assert run_distributed(_synchronized, 2) == [1, 1]
 
 
+# -- several at once
+
+TOGETHER: dict[str, tuple[Callable[[], Any], tuple[str, int]]] = {
+    "all_reduce": (lambda: dist.all_reduce(torch.ones(2)), ("all_reduce (coalesced)", 16)),
+    "all_gather": (
+        lambda: dist.all_gather_single(torch.empty(4), torch.ones(2)),
+        ("all_gather_single (coalesced)", 16),
+    ),
+    "reduce_scatter": (
+        lambda: dist.reduce_scatter_single(torch.empty(2), torch.ones(4)),
+        ("reduce_scatter_single (coalesced)", 16),
+    ),
+}
+
+
+def _coalesced(async_op: bool) -> dict[str, Any]:
+    """Rank 1 is late by ``LATE``, and nobody waits before it is."""
+    found = {}
+    with ExitStack() as stack:
+        timeline = _watched(stack)
+        for name, (call, _) in TOGETHER.items():
+            time.sleep(LATE * dist.get_rank())
+            with dist._coalescing_manager(async_ops=async_op) as works:
+                call()
+                call()
+            if async_op:
+                works.wait()
+            found[name] = [(c.name, c.key, c.moved, c.end - c.arrive) for c in _seen(timeline)]
+            timeline.open_step()
+    return found
+
+
+def _coalescing_fails() -> int:
+    with ExitStack() as stack:
+        timeline = _watched(stack)
+        with pytest.raises(ZeroDivisionError), dist._coalescing_manager():
+            raise ZeroDivisionError
+        return len(_seen(timeline))
+
+
+def test_what_fails_before_it_runs_is_no_collective() -> None:
+    assert run_distributed(_coalescing_fails, 2) == [0, 0]
+
+
+def _coalesced_by_function() -> list[Any]:
+    with ExitStack() as stack:
+        timeline = _watched(stack)
+        time.sleep(LATE * dist.get_rank())
+        dist.all_reduce_coalesced([torch.ones(2), torch.ones(2)])
+        return [(c.name, c.key, c.moved, c.end - c.arrive) for c in _seen(timeline)]
+
+
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("way", TOGETHER)
+def test_coalesced_collectives_are_one(way: str, async_op: bool, coalesced: Any) -> None:
+    ((name, key, moved, early),), ((other, other_key, _, late),) = (rank[way] for rank in coalesced[async_op])
+    assert (name, key) == (other, other_key)
+    assert (name, moved) == TOGETHER[way][1]
+    assert early > 0.8 * LATE > 0.4 * LATE > late
+
+
+@pytest.fixture(scope="module")
+def coalesced() -> dict[bool, list[dict[str, Any]]]:
+    return {async_op: run_distributed(_coalesced, 2, async_op) for async_op in (False, True)}
+
+
+def test_a_function_for_several_tensors_is_one() -> None:
+    ((name, key, moved, early),), ((_, other, _, late),) = run_distributed(_coalesced_by_function, 2)
+    assert (name, moved) == ("all_reduce_coalesced", 16) and key == other
+    assert early > 0.8 * LATE > 0.4 * LATE > late
+
+
 # -- bytes over a rank's link, of four ranks
 
 RANKS = 4
@@ -280,6 +352,13 @@ WHOLE = torch.zeros(RANKS * 8, dtype=torch.float64)
 ROWS = [ROW] * RANKS
 
 BYTES: dict[str, tuple[tuple[Any, ...], int | None]] = {
+    "_all_gather_base": ((WHOLE, ROW), 192),
+    "_reduce_scatter_base": ((ROW, WHOLE), 192),
+    "all_gather_coalesced": (([ROWS, ROWS], [ROW, ROW]), 384),
+    "all_gather_single": ((WHOLE, ROW), 192),
+    "all_reduce_coalesced": (([ROW, ROW],), 192),
+    "monitored_barrier": ((), 0),
+    "reduce_scatter_single": ((ROW, WHOLE), 192),
     "all_gather": ((ROWS, ROW), 192),
     "all_gather_into_tensor": ((WHOLE, ROW), 192),
     "all_gather_object": (([None] * RANKS, ROW), None),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import random
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -230,6 +231,37 @@ def test_rows_of_the_series_stand_in_a_line(tmp_path: Path) -> None:
     start = text.index('"series"')
     assert text.count("\n", start) < 300 * 12, "a line per rank and step, and a few more"
     assert len(text) - start < 300 * 8 * 70
+
+
+def _laid_out(value: Any, indent: str = "") -> str:
+    """The layout, said slowly: on a line what fits into it, or a list of plain values."""
+    line = json.dumps(value, ensure_ascii=False)
+    children = list(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
+    nested = isinstance(value, dict) or any(isinstance(child, (dict, list)) for child in children)
+    if not children or not nested or len(indent) + len(line) <= 128:
+        return line
+    deeper = indent + " "
+    names = [f"{json.dumps(name, ensure_ascii=False)}: " for name in value] if isinstance(value, dict) else [""] * len(children)
+    inner = ",\n".join(deeper + name + _laid_out(child, deeper) for name, child in zip(names, children))
+    return f"{line[0]}\n{inner}\n{indent}{line[-1]}"
+
+
+def _some_value(rng: random.Random, depth: int) -> Any:
+    kind = rng.random() if depth else 0.0
+    if kind < 0.25:
+        return rng.choice([1, 2.5, 1e-6, None, True, "a], [b", "]], [[", "ü" * rng.randrange(60)])
+    if kind < 0.4:
+        return {f"key {k}": _some_value(rng, depth - 1) for k in range(rng.randrange(4))}
+    if kind < 0.7:
+        rows, cells = rng.randrange(1, 4), rng.randrange(20)
+        return [[[rng.random() for _ in range(cells)] for _ in range(rows)] for _ in range(rng.randrange(4))]
+    return [_some_value(rng, depth - 1) for _ in range(rng.randrange(5))]
+
+
+def test_a_file_is_laid_out_the_same_however_it_is_made(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    for value in (full_report().document(), _bare(), *(_some_value(rng, 4) for _ in range(1000))):
+        assert write(value, tmp_path / "value.json").read_text() == _laid_out(value) + "\n"
 
 
 def test_layout_keeps_the_value(tmp_path: Path) -> None:

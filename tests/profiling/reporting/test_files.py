@@ -18,6 +18,7 @@ from lightning_freescale.profiling.reporting.facts import WaitAttribution
 from lightning_freescale.profiling.reporting.files import ReportFiles
 from lightning_freescale.profiling.reporting.report import BubbleReport
 from tests.helpers.reports import report_of, step
+from tests.helpers.shown_page import packed
 
 REPORT = report_of(np.array([[step(0.1, forward=0.07)] * 2] * 3))
 TRACED = [[ResolvedStep(0, 1, 3, 4, (Interval("forward", "forward", 0, 0.5),))] * 2]
@@ -30,7 +31,7 @@ def test_all_three(tmp_path: Path) -> None:
     names = {"report": "report.json", "page": "report.html", "trace": "trace.json"}
     assert files == {name: files.folder / file for name, file in names.items()}
     assert read(files["report"]) == read(REPORT.write(tmp_path / "same.json"))
-    assert "HSTU" in files["page"].read_text()
+    assert packed(files["page"])[0][0]["run"]["model"] == "HSTU"
     assert "step 3" in {event["name"] for event in json.loads(files["trace"].read_text())["traceEvents"]}
 
 
@@ -95,3 +96,13 @@ def test_a_folder_that_can_be_written_is_made(tmp_path: Path) -> None:
     files = ReportFiles(tmp_path / "new" / "one")
     assert files.problem() is None
     assert list(files.folder.iterdir()) == []
+
+
+def test_windows_of_an_earlier_run_with_more_ranks_go(tmp_path):
+    files = ReportFiles(tmp_path)
+    for rank in range(3):
+        files.window(rank).parent.mkdir(exist_ok=True)
+        files.window(rank).touch()
+    (tmp_path / "torch_profiler" / "mine.json").touch()
+    assert files.problem() is None
+    assert [path.name for path in (tmp_path / "torch_profiler").iterdir()] == ["mine.json"]

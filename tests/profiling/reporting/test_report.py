@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,11 @@ import pytest
 
 from lightning_freescale.profiling.analysis.breakdown import PART_NAMES
 from lightning_freescale.profiling.analysis.imbalance import Imbalance
+from lightning_freescale.profiling.analysis.planned import PlannedBalance
 from lightning_freescale.profiling.analysis.what_if import WhatIf
 from lightning_freescale.profiling.reporting.facts import ExchangeFigures, Overhead, RunInfo, Status, WaitAttribution
 from lightning_freescale.profiling.reporting.report import BubbleReport, window_scalars
-from tests.helpers.reports import RUN, full_report, report_of, step
+from tests.helpers.reports import RUN, full_report, growing_memory, report_of, step
 
 
 def _two_ranks(**changes: Any) -> BubbleReport:
@@ -52,6 +54,13 @@ def test_predicted_imbalance_weighs_steps_as_the_measured_one() -> None:
     assert report_of(parts).predicted_imbalance is None and report_of(parts).document()["series"]["features"] is None
 
 
+@pytest.mark.parametrize("unit", [1e-9, 0.1, 1.0, 1e18])
+def test_features_are_told_in_any_unit(unit: float) -> None:
+    features = np.array([[[4.0, 37.0, 410.0, 0.0], [4.0, 12.0, 50.0, 0.0]]] * 3) * [1.0, unit, unit**2, 1.0]
+    told = _two_ranks(features=features).document()["series"]["features"]
+    np.testing.assert_allclose(told, features, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("predicted", "split", "told"),
     [
@@ -70,6 +79,38 @@ def test_it_says_when_predicted_and_measured_imbalance_part(predicted: float, sp
     assert (told in text) if told else ("imbalance part by" not in text)
 
 
+PLAN = PlannedBalance(1.4, 1.1, 1.05, 1.1 / 1.05 - 1, 1.3, 1.02, 0.973, 0, 3)
+
+
+@pytest.mark.parametrize(("fitted", "costs"), [(0, "the costs as given"), (3, "costs fitted to measured times")])
+def test_a_plan_has_a_row_of_compute_and_one_of_tokens_and_says_by_which_costs(fitted: int, costs: str) -> None:
+    lines = str(_two_ranks(balance=replace(PLAN, fitted_steps=fitted))).splitlines()
+    first = lines.index("imbalance (max / mean over ranks):")
+    assert lines[first + 1 : first + 5] == [
+        "         as drawn  balanced  lower bound  gap    measured",
+        "compute  1.400     1.100     1.050        4.76%  1.333",
+        "tokens   1.300     1.020     -            -      -      fullest rank of any step: 97.3% of its limit",
+        f"  all but measured is predicted by {costs}",
+    ]
+
+
+def test_costs_that_changed_in_the_run_are_told_as_both() -> None:
+    plan = replace(PLAN, fitted_steps=2)
+    assert plan.costs == "the costs as given in 1 step, fitted to measured times in 2"
+    text = str(_two_ranks(balance=plan, predicted=np.ones((3, 2))))
+    assert f"predicted by {plan.costs}\n" in text and text.count("predicted by") == 1, "one figure of each"
+
+
+def test_samples_that_stayed_as_drawn_have_no_figure_of_balance() -> None:
+    plan = replace(PLAN, balanced=None, gap=None, tokens_balanced=None, tokens_fullest=None)
+    text = str(_two_ranks(balance=plan))
+    assert "compute  1.400     -         1.050        -      1.333\n" in text
+    assert "tokens   1.300     -         -            -      -\n" in text
+    bare = _two_ranks(balance=replace(plan, tokens_unbalanced=None))
+    assert "\ntokens" not in str(bare) and bare.document()["balance"]["tokens"] is None
+    assert _two_ranks().document()["balance"] is None and "lower bound" not in str(_two_ranks())
+
+
 def test_unknown_is_none() -> None:
     report = report_of(np.array([[step(2.0)]]))
     assert report.samples_per_s is None and report.limit is None and report.overlap_efficiency is None
@@ -82,10 +123,22 @@ def test_no_wall_time_is_no_division_by_zero() -> None:
     assert scalars["freescale/bubble/forward"] == 0.0 and "freescale/bubble/samples_per_s" not in scalars
 
 
+@pytest.mark.parametrize("own", ["forward", "data_wait", "host_overhead"])
+@pytest.mark.parametrize("waits", ["straggler_wait", "transfer", "wait"])
+def test_the_slowest_rank_waits_least_for_others(own: str, waits: str) -> None:
+    breakdown = np.zeros((3, 4, len(PART_NAMES)))
+    breakdown[..., PART_NAMES.index("wall")] = 1.0
+    breakdown[..., PART_NAMES.index(own)], breakdown[..., PART_NAMES.index(waits)] = 0.2, 0.8
+    breakdown[:, 2, PART_NAMES.index(own)], breakdown[:, 2, PART_NAMES.index(waits)] = 0.9, 0.1
+    none = np.zeros((3, 4), dtype=np.int64)
+    assert window_scalars(breakdown, none)["freescale/bubble/slowest_rank"] == 2
+    assert "freescale/bubble/slowest_rank" not in window_scalars(breakdown[:, :1], none[:, :1]), "a rank alone is not slow"
+
+
 def test_scalars() -> None:
     report = _two_ranks()
     scalars = window_scalars(report.breakdown, report.samples)
-    names = {"fraction", *report.shares, "compute_imbalance", "step_s", "samples_per_s"}
+    names = {"fraction", *report.shares, "compute_imbalance", "step_s", "samples_per_s", "slowest_rank"}
     assert set(scalars) == {f"freescale/bubble/{name}" for name in names}
     assert scalars["freescale/bubble/fraction"] == report.bubble and scalars["freescale/bubble/samples_per_s"] == 2.0
     assert all(type(value) is float for value in scalars.values()), "loggers write these to JSON"
@@ -112,8 +165,13 @@ def test_shapes_must_fit(parts: tuple[int, ...], samples: tuple[int, ...], steps
 # -- the text
 
 
+def _below_the_verdict(report: BubbleReport) -> list[str]:
+    lines = str(report).splitlines()
+    return lines[next(at for at, line in enumerate(lines) if line.startswith("Where the time went")) :]
+
+
 def test_text_of_few_ranks() -> None:
-    lines = str(_two_ranks(last=(3, 9), status=Status(warmup=5))).splitlines()
+    lines = _below_the_verdict(_two_ranks(last=(3, 9), status=Status(warmup=5)))
     assert lines[0] == "Where the time went: freescale (HSTU), 2 ranks on cpu, 3 steps, first 5 left out"
     assert lines[1].split("  ")[-1] == "last"
     assert " ".join(lines[2].split()) == "rank 0 2000.0 0.0% 50.0% 37.5% 12.5% 0.0% 0.0% 37.5% 25.0%"
@@ -129,7 +187,7 @@ def test_text_of_many_ranks_shows_the_extremes() -> None:
     compute[[4, 7]] = 3.0, 0.5
     wall = [8.0 if k in (4, 9) else 4.0 for k in range(12)]  # these have the most seconds, but not the largest share
     rows = [step(w, forward=c, data_wait=0.5 if k == 9 else 0.25 + k / 1e3) for k, (w, c) in enumerate(zip(wall, compute))]
-    lines = str(report_of(np.array([rows]))).splitlines()
+    lines = _below_the_verdict(report_of(np.array([rows])))
     assert [line.rpartition(": ")[2].split()[0] for line in lines[2:5]] == ["4", "7", "9"]
     assert [line.split(":")[0] for line in lines[2:5]] == ["most compute", "least compute", "most data wait"]
     assert lines[5].startswith("all ") and lines[6].startswith("bubble b")
@@ -153,7 +211,7 @@ def test_text_of_waits_that_are_not_divided() -> None:
     """They are a part of their own, which is not there where all waits are divided."""
     parts = np.array([[step(2.0, forward=1.0, wait=0.5, hidden=0.5)] * 2])
     report = report_of(parts, wait_attribution=WaitAttribution(False, 3e-3, "the ranks' clocks agreed only within 3.00 ms"))
-    lines = str(report).splitlines()
+    lines = _below_the_verdict(report)
     assert "wait for peers" in lines[1] and lines[2].split()[5:8] == ["0.0%", "0.0%", "25.0%"]
     assert len({len(line) for line in lines[1:5]}) == 1, "columns are aligned"
     told = "wait for peers is not divided into straggler wait and transfer: the ranks' clocks agreed only within 3.00 ms"
@@ -165,7 +223,8 @@ def test_text_of_waits_that_are_not_divided() -> None:
 def test_text_of_a_what_if_that_was_left_out() -> None:
     left_out = WhatIf("full overlap", None, None, "the clocks were not aligned")
     text = str(full_report(what_if=(left_out, WhatIf("no data wait", 1.2, 1.5))))
-    assert "what if: full overlap left out (the clocks were not aligned), no data wait 1.20x" in text
+    assert "what if: full overlap left out (the clocks were not aligned), no data wait 1.20x; of compute alone" in text
+    assert "it would be 1.50x, which these need not add up to" in " ".join(text.split())
 
 
 def test_text_without_a_cost_model_blames_nobody() -> None:
@@ -214,3 +273,13 @@ def test_exchange_figures_reach_the_document() -> None:
         "moved_bytes": None,
         "last": [4, 5],
     }
+
+
+def test_text_of_memory_names_who_holds_most_and_whose_grows() -> None:
+    lines = str(full_report()).splitlines()
+    # 600 MB and 11 times 6, and 100 more at the peak, beside 300 and 100
+    assert "memory: at most 731 MiB on rank 1, 1.31x the mean; 635 MiB at the end of the last window" in lines
+    assert "MEMORY GROWS every 50 steps: rank 1 by 5.7 MiB" in lines
+    assert not any("memory" in line.lower() for line in str(full_report(memory=None)).splitlines())
+    still = str(full_report(memory=growing_memory(2, windows=3)))
+    assert "memory: at most" in still and "GROWS" not in still, "three windows are too few to say"

@@ -20,6 +20,7 @@ const IDEAS = {
   "full overlap": "every transfer is hidden behind compute",
   both: "perfect balance and full overlap",
   "no data wait": "every batch is there when it is asked for",
+  "no host overhead": "ranks do nothing but the model's work between exchanges",
   "no contention": "transfers under way do not slow compute down",
 };
 

@@ -24,7 +24,6 @@ function percent(share) {
 }
 
 // On an axis a whole number needs no decimals.
-const axisDuration = (seconds) => (seconds >= 1 ? `${Number(seconds.toPrecision(3))}${GAP}s` : `${Number((seconds * 1e3).toPrecision(3))}${GAP}ms`);
 const axisPercent = (share) => `${Number((share * 100).toPrecision(3))}${GAP}%`;
 
 const times = (ratio) => (known(ratio) ? ratio.toFixed(2) + "×" : UNKNOWN);

@@ -29,31 +29,15 @@ function stack(values, scale, label, text) {
   return el("div", { class: "stack", role: "img", "aria-label": label }, ...bars);
 }
 
-// Column-wise sums of a document's series, so that charts of any width are quick to draw.
-function prepared(report) {
-  const { columns, breakdown_s: cells, step } = report.series;
-  const at = Object.fromEntries(columns.map((name, index) => [name, index]));
-  const steps = cells.length;
-  const ranks = steps ? cells[0].length : 0;
-  const totals = Object.fromEntries(columns.map((name) => [name, new Float64Array(steps)]));
-  const wall = new Float64Array(steps * ranks), compute = new Float64Array(steps * ranks);
-  const [forward, backward, optimizer] = COMPUTE.map((name) => at[name]);
-  for (let s = 0; s < steps; s += 1) {
-    for (let r = 0; r < ranks; r += 1) {
-      const cell = cells[s][r];
-      for (let c = 0; c < columns.length; c += 1) totals[columns[c]][s] += cell[c];
-      wall[s * ranks + r] = cell[at.wall];
-      compute[s * ranks + r] = cell[forward] + cell[backward] + cell[optimizer];
-    }
-  }
-  const part = (s, r, name) => cells[s][r][at[name]];
-  return { parts: partsOf(report), steps, ranks, step, totals, wall, compute, part };
+// Sums over the series of a report, in seconds, over [from, to) steps and [first, end) ranks.
+function prepared(report, packed) {
+  const { columns, step } = report.series, steps = step.length, ranks = report.ranks.length;
+  const begin = Object.fromEntries(columns.map((name, index) => [name, index * ranks * steps]));
+  const sum = (name, [from, to], [first, end]) => {
+    let found = 0;
+    for (let r = first; r < end; r += 1) for (let s = from; s < to; s += 1) found += packed[begin[name] + r * steps + s];
+    return found / 1e6;
+  };
+  const bubble = (of, on) => { const wall = sum("wall", of, on); return wall ? 1 - COMPUTE.reduce((busy, name) => busy + sum(name, of, on), 0) / wall : 0; };
+  return { parts: partsOf(report), steps, ranks, step, sum, bubble };
 }
-
-// At most `most` groups of equal size, as [from, to) pairs.
-function bins(count, most) {
-  const number = Math.max(1, Math.min(count, Math.floor(most)));
-  return Array.from({ length: number }, (_, i) => [Math.floor((i * count) / number), Math.floor(((i + 1) * count) / number)]);
-}
-
-const stepsOf = (data, [from, to]) => (to - from === 1 ? `step ${data.step[from]}` : `steps ${data.step[from]}–${data.step[to - 1]}`);

@@ -17,6 +17,19 @@ function ranks(body, report) {
     ...explained, ["hidden", HIDDEN], ["score"], ["last"]], rows));
 }
 
+function memory(body, held) {
+  document.getElementById("memory").hidden = !held;
+  if (!held) return body.replaceChildren();
+  const reserved = held.ranks.some((rank) => known(rank.reserved_bytes)), judged = held.ranks.some((rank) => known(rank.grows));
+  const intro = `Read when the ranks exchange their records, ${plural(held.step.length, "time")}. Max over ranks / mean is ${held.imbalance.toFixed(2)} of what was held then, ${held.peak_imbalance.toFixed(2)} of the peaks.`
+    + (judged ? "" : " Too few for a word on growth.");
+  const rows = held.ranks.map(({ rank, current_bytes: now, peak_bytes: peak, reserved_bytes: kept, growth_bytes: growth, grows }) =>
+    row([String(rank), ...(grows ? [" ", el("mark", {}, "grows")] : [])],
+      [bytes(now), bytes(peak), ...(reserved ? [bytes(kept)] : []), ...(judged ? [growth < 0 ? `−${bytes(-growth)}` : bytes(growth)] : [])], { class: grows ? "slow" : null, "data-rank": rank }));
+  return body.replaceChildren(el("p", { class: "lead" }, intro), table("Memory of each rank", [["rank"], ["now", "At the end of the last window."], ["peak", "The most it ever held."],
+    ...(reserved ? [["reserved", "What the allocator keeps, now included."]] : []), ...(judged ? [["growth per window", "Median over all pairs of windows. Marked where it is steady, more than chance and worth a look."]] : [])], rows));
+}
+
 function exchanges(body, list) {
   if (!list.length) return body.replaceChildren(el("p", { class: "empty" }, "No exchange was recorded."));
   const undivided = list.some(({ wait_s: wait }) => wait > 0);
@@ -42,6 +55,27 @@ function device(body, idle) {
   const intro = `What the device itself did during ${plural(idle.steps, "traced step")}: share of the time with a kernel that computes, with kernels that only move data, and with none.`;
   return body.replaceChildren(el("p", { class: "lead" }, intro), table("Time of each device", [["rank"], ["compute"], ["moving data"], ["idle"]],
     idle.idle.map((share, rank) => row(String(rank), [percent(idle.compute[rank]), percent(idle.other[rank]), percent(share)]))));
+}
+
+// By which costs the steps were planned.
+function costs({ fitted_steps: fitted }, { steps }) {
+  if (fitted === 0) return "the costs as given";
+  if (fitted === steps) return "costs fitted to measured times";
+  return `the costs as given in ${plural(steps - fitted, "step")}, fitted to measured times in ${grouped(fitted)}`;
+}
+
+function balance(body, { balance: plan, summary, status }) {
+  document.getElementById("balance").hidden = !plan;
+  if (!plan) return body.replaceChildren();
+  const { compute, tokens } = plan, ratio = (value) => (known(value) ? value.toFixed(3) : UNKNOWN);
+  const limit = tokens ? tokens.fullest : null;
+  const rows = [row("compute", [ratio(compute.as_drawn), ratio(compute.balanced), ratio(compute.lower_bound), percent(compute.gap), ratio(summary.compute_imbalance), ...(known(limit) ? [UNKNOWN] : [])])];
+  if (tokens) rows.push(row("tokens", [ratio(tokens.as_drawn), ratio(tokens.balanced), UNKNOWN, UNKNOWN, UNKNOWN, ...(known(limit) ? [percent(limit)] : [])]));
+  const intro = `Max over ranks / mean. All but the measured figure are predicted, by ${costs(plan, status)}.`
+    + (known(compute.balanced) ? "" : " The samples of this run stayed as drawn.");
+  return body.replaceChildren(el("p", { class: "lead" }, intro), table("Imbalance of compute and of tokens", [[""], ["as drawn"], ["balanced"],
+    ["lower bound", "No assignment of the same steps within the limits on the counts gets below it."], ["gap", "How far balanced is above the lower bound."], ["measured"],
+    ...(known(limit) ? [["fullest rank", "Tokens of the rank that had most in any step, as a share of what a rank may hold."]] : [])], rows));
 }
 
 function certainty(body, { wait_attribution: waits, run, overhead }) {

@@ -4,7 +4,7 @@ import pytest
 from playwright.sync_api import sync_playwright
 
 from lightning_freescale.profiling.reporting.page import write_page
-from tests.helpers.shown_page import PageWatch
+from tests.helpers.shown_page import DRAWN, PageWatch
 
 
 @pytest.fixture(scope="package")
@@ -45,6 +45,7 @@ def show(open_page, tmp_path):
 
     def show(*documents, width=1200, dark=False):
         page, watch = open_page(write_page(tmp_path / "report.html", documents), width, dark)
+        page.wait_for_selector(DRAWN)
         watches.append(watch)
         return page
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.documents import PART_NAMES
-from tests.helpers.shown_page import cells, colour, pixel
+from tests.helpers.shown_page import cells, colour, pixels
 
 
 def _palettes():
@@ -47,8 +47,9 @@ def test_colours_can_be_told_apart(theme, sight, names):
 
 def test_pictures_follow_the_theme(show):
     page = show(cells([(10, 90)]))
-    light = pixel(page, "shares-canvas", 400, 150)
+    (light,) = pixels(page, "series-picture", [(0.5, 0.95)], "xy3")
     assert light == colour(page, "forward")
     page.emulate_media(color_scheme="dark")
-    page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-    assert pixel(page, "shares-canvas", 400, 150) == colour(page, "forward") != light
+    page.wait_for_timeout(500)
+    (dark,) = pixels(page, "series-picture", [(0.5, 0.95)], "xy3")
+    assert dark == colour(page, "forward") != light

@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ import pytest
 
 from lightning_freescale.profiling.reporting.page import write_page
 from tests.helpers.documents import PART_NAMES, document
-from tests.helpers.shown_page import LEFT, cells, colour, every, hover, intervals, pixel, plain, words
+from tests.helpers.shown_page import cells, centre, colour, every, hover, inside, intervals, pixels, plain, rows, said, words
 
 pytestmark = pytest.mark.slow  # what the page shows in detail
 
@@ -36,65 +37,89 @@ def test_shares_are_bars_of_their_width_and_explained(show):
 
 def test_the_heat_map_has_a_cell_per_rank_and_step(show):
     page = show(cells([(100, 0), (80, 20)], [(60, 40), (40, 60)], [(20, 80), (10, 90)]))
-    width = page.evaluate("document.getElementById('heatmap-canvas').clientWidth")
-    w = (width - LEFT) / 3
-    painted = [
-        [sum(pixel(page, "heatmap-canvas", round(LEFT + (s + 0.5) * w), 13 + 26 * r)) for s in range(3)] for r in range(2)
-    ]
-    order = [painted[r][s] for s in range(3) for r in range(2)]
-    assert order == sorted(order, reverse=True) and len(set(order)) == 6  # the more bubble, the darker
-    assert pixel(page, "heatmap-canvas", round(LEFT + w / 2), 13) == colour(page, "heat-low")
-    assert pixel(page, "heatmap-canvas", round(LEFT + 2.5 * w), 39) == colour(page, "heat-high")
-    assert words(page, "#heatmap .scale") == "bubble 090 %"
+    order = pixels(page, "heatmap-picture", [((s + 0.5) / 3, (r + 0.5) / 2) for s in range(3) for r in range(2)])
+    brightness = [sum(colours) for colours in order]
+    assert brightness == sorted(brightness, reverse=True) and len(set(brightness)) == 6  # the more bubble, the darker
+    assert order[0] == colour(page, "heat-low") and order[-1] == colour(page, "heat-high")
+    assert every(page, "#heatmap .cbaxis text", "e.textContent.replace('\\u00a0', ' ')") == ["bubble 0", "90 %"]
     assert "Means of the ranks: from 40.0 % (rank 0) to 56.7 % (rank 1)." in words(page, "#heatmap .note")
 
 
 def test_the_heat_map_tells_rank_step_and_parts(show):
     page = show(cells([(100_000, 0), (80_000, 20_000)], [(60_000, 40_000), (40_000, 60_000)]))
-    width = page.evaluate("document.getElementById('heatmap-canvas').clientWidth")
-    said = hover(page, "heatmap-canvas", LEFT + 0.75 * (width - LEFT), 39)
-    assert said.startswith("rank 1, step 6bubble60.0 %wall100 msforward40.0 ms")
-    assert "straggler wait60.0 ms" in said and said.endswith("hidden0 ms")
-    assert [
-        f"{name}0 ms" in said for name in ("backward", "optimizer", "transfer", "data wait", "host overhead", "unexplained")
-    ] == [True] * 6
+    assert hover(page, "heatmap-picture", 0.75, 0.75).split("|") == [
+        "rank 1, step 6",
+        "bubble 60.0 % of 100 ms",
+        "forward 40.0 ms, backward 0 ms",
+        "optimizer 0 ms, straggler wait 60.0 ms",
+        "transfer 0 ms, data wait 0 ms",
+        "host overhead 0 ms, unexplained 0 ms",
+        "hidden 0 ms",
+    ]
     page.mouse.move(2, 2)
-    assert page.evaluate("document.getElementById('tip').hidden")
+    page.wait_for_timeout(300)
+    assert said(page, "heatmap-picture") == ""
+
+
+def _walk(page, picture, keys):
+    page.evaluate(f"document.getElementById('{picture}').focus()")
+    told = []
+    for key in keys:
+        page.keyboard.press(key)
+        page.wait_for_timeout(50)
+        told.append(said(page, picture).split("|")[0])
+    return told
 
 
 def test_the_heat_map_can_be_walked_by_keyboard(show):
     page = show(cells([(100, 0), (80, 20)], [(60, 40), (40, 60)]))
-    page.evaluate("document.getElementById('heatmap-canvas').focus()")
-    told = []
-    for key in ("ArrowRight", "ArrowDown", "ArrowRight", "ArrowUp", "ArrowLeft"):
-        page.keyboard.press(key)
-        told.append(page.evaluate("document.querySelector('#tip strong').textContent"))
-    assert told == [f"rank {r}, step {s}" for r, s in ((0, 5), (1, 5), (1, 6), (0, 6), (0, 5))]
+    told = _walk(page, "heatmap-picture", ("ArrowRight", "ArrowDown", "ArrowRight", "ArrowUp", "ArrowLeft", "ArrowLeft"))
+    assert told == [f"rank {r}, step {s}" for r, s in ((0, 5), (1, 5), (1, 6), (0, 6), (0, 5), (0, 5))]
 
 
-def test_more_steps_than_pixels_share_cells_and_say_so(show):
+def test_the_other_pictures_can_be_walked_by_keyboard(show):
+    page = show(intervals([("forward", "", 0, 20_000), ("backward", "", 20_000, 30_000)], [("backward", "", 0, 40_000)]))
+    told = _walk(page, "waterfall-picture", ("ArrowRight", "ArrowRight", "ArrowDown", "ArrowUp"))
+    assert told == ["rank 0, forward", "rank 0, backward", "rank 1, backward", "rank 0, forward"]
+    assert _walk(page, "series-picture", ("ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft")) == [
+        "step 5",
+        "step 6",
+        "step 6",
+        "step 5",
+    ]
+
+
+def test_more_steps_than_pixels_share_cells_until_one_zooms_in(show):
     odd_waits = [[(100, 0)] if step % 2 else [(20, 80)] for step in range(3000)]
     page = show(cells(*odd_waits))
-    width = page.evaluate("document.getElementById('heatmap-canvas').clientWidth") - LEFT
-    assert f"3,000 steps in {width:,} columns. A cell shows the mean" in words(page, "#heatmap .note:last-child")
-    assert page.evaluate("document.querySelector('#heatmap canvas').width") == width + LEFT
-    said = hover(page, "heatmap-canvas", LEFT + 10.5, 10)
-    first, last = 5 + 10 * 3000 // width, 5 + 11 * 3000 // width - 1
-    assert said.startswith(f"rank 0, steps {first}-{last}bubble")
-    compute = [100 if step % 2 else 20 for step in range(first - 5, last - 4)]
-    assert f"bubble{100 - sum(compute) / len(compute):.1f} %" in said
-    assert "A point of the lines is the mean of up to" in words(page, "#series > .body > .note")
+    assert "3,000 steps in 1,000 columns. A cell shows the mean" in words(page, "#heatmap .note:last-child")
+    title, shown, *_ = hover(page, "heatmap-picture", 0.3, 0.5).split("|")
+    first, last = (int(step) for step in re.fullmatch(r"rank 0, steps (\d+)-(\d+)", title).groups())
+    mean = sum(80 if step % 2 else 0 for step in range(first, last + 1)) / 3  # step 5 is the first, and waits
+    assert last - first == 2 and first == pytest.approx(905, abs=6) and shown == f"bubble {mean:.1f} % of 0.10 ms"
+    left, top, width, height = inside(page, "heatmap-picture")
+    page.mouse.move(left + 0.4 * width, top + height / 2)
+    page.mouse.down()
+    page.mouse.move(left + 0.5 * width, top + height / 2, steps=4)
+    page.mouse.up()
+    page.wait_for_timeout(500)
+    assert words(page, "#heatmap .note:last-child") == ""
+    title, shown, *_ = hover(page, "heatmap-picture", 0.5, 0.5).split("|")
+    step = int(title.removeprefix("rank 0, step "))
+    assert step == pytest.approx(1355, abs=15) and shown == f"bubble {80 if step % 2 else 0}.0 % of 0.10 ms"
+    page.mouse.dblclick(left + width / 2, top + height / 2)
+    page.wait_for_timeout(800)
+    assert "3,000 steps in 1,000 columns." in words(page, "#heatmap .note:last-child")
 
 
 def test_more_ranks_than_pixels_share_cells_and_say_so(show):
     page = show(cells([(50, 50)] * 1040))
     assert "1,040 ranks in 520 rows." in words(page, "#heatmap .note:last-child")
-    assert hover(page, "heatmap-canvas", 300, 519).startswith("ranks 1038-1039, step 5bubble50.0 %")
+    assert hover(page, "heatmap-picture", 0.5, 0.9995).startswith("ranks 1038-1039, step 5|bubble 50.0 %")
 
 
 def test_few_values_come_without_a_note(show):
-    page = show(document(2, 40))
-    assert words(page, "#heatmap .note:last-child") == words(page, "#series > .body > .note") == ""
+    assert words(show(document(2, 40)), "#heatmap .note:last-child") == ""
 
 
 def test_the_waterfall_shows_who_waits_for_whom(show):
@@ -111,32 +136,25 @@ def test_the_waterfall_shows_who_waits_for_whom(show):
         ("optimizer", "", 80_000, 90_000),
     ]
     page = show(intervals(early, late))
-    width = page.evaluate("document.getElementById('waterfall-canvas').clientWidth") - LEFT - 8
-
-    def at(ms: float) -> float:
-        return LEFT + ms / 100 * width
-
-    shown = [[pixel(page, "waterfall-canvas", round(at(ms)), y) for ms in (10, 35, 50, 70, 85, 97)] for y in (14, 42)]
+    shown = pixels(page, "waterfall-picture", [(ms / 100, y) for y in (0.25, 0.75) for ms in (10, 35, 50, 70, 85, 97)])
     names = [
-        ["forward", "straggler_wait", "straggler_wait", "transfer", "host_overhead", "host_overhead"],
-        ["data_wait", "data_wait", "forward", "transfer", "optimizer", "none"],
+        *("forward", "straggler_wait", "straggler_wait", "transfer", "host_overhead", "host_overhead"),
+        *("data_wait", "data_wait", "forward", "transfer", "optimizer", "paper"),
     ]
-    palette = {name: colour(page, name) for name in PART_NAMES[1:-1]} | {"none": (0, 0, 0)}
-    assert shown == [[palette[name] for name in line] for line in names]
+    assert shown == [colour(page, name) for name in names]
     assert words(page, "#waterfall .waits") == "rows at 60.0 ms: 1 rank waited up to 40.0 ms for rank 1."
-    marks = [pixel(page, "waterfall-canvas", round(at(60)) - 5, y) for y in (14, 42)]
-    assert marks == [palette["straggler_wait"], colour(page, "paper")]
-    line = [
-        pixel(page, "waterfall-canvas", x, y) for x in (int(at(60)) - 1, int(at(60)), int(at(60)) + 1) for y in (27, 28, 29)
+    assert every(page, "#waterfall .legendtext", "e.textContent") == [
+        *("forward", "optimizer", "straggler wait", "transfer", "data wait", "host overhead"),
     ]
-    assert any(sum(point) < 3 * 128 and point != palette["straggler_wait"] for point in line)
-    assert (
-        hover(page, "waterfall-canvas", at(40), 14)
-        == "rank 0, straggler waitwhatrowsfor40.0 msfrom20.0 msto60.0 msuntilrank 1 arrived"
-    )
-    assert hover(page, "waterfall-canvas", at(90), 14).startswith("rank 0, host overheadwhathooks after the stepfor20.0 ms")
-    assert page.evaluate("document.getElementById('tip').hidden") is False
-    assert hover(page, "waterfall-canvas", at(97), 42) is not None and page.evaluate("document.getElementById('tip').hidden")
+    left, top, width, height = inside(page, "waterfall-picture")
+    for selector, place in ((".scatterlayer .point", (0.6, 0.75)), (".shapelayer path", (0.6, 0.5))):  # mark and line
+        x, y = centre(page, f"document.querySelector('#waterfall-picture {selector}')")
+        assert ((x - left) / width, (y - top) / height) == pytest.approx(place, abs=0.02)
+    told = ["rank 0, straggler wait", "rows", "for 40.0 ms", "from 20.0 ms to 60.0 ms", "until rank 1 arrived"]
+    assert hover(page, "waterfall-picture", 0.4, 0.25).split("|") == told
+    assert hover(page, "waterfall-picture", 0.9, 0.25).startswith("rank 0, host overhead|hooks after the step|for 20.0 ms")
+    assert hover(page, "waterfall-picture", 0.6, 0.75).startswith("rank 1 arrives last|at rows|after 60.0 ms")
+    assert hover(page, "waterfall-picture", 0.97, 0.75) == ""
 
 
 def test_two_waits_for_exchanges_of_one_name_are_two_arrivals(show):
@@ -159,40 +177,91 @@ def test_series_show_every_step_and_the_means(show):
     made = cells([(100_000, 0)], [(50_000, 150_000)])
     made["summary"].update(step_s=0.15, bubble=0.5)
     page = show(made)
-    captions = every(page, "#series figcaption", "e.textContent")
+    captions = every(page, "#series .annotation text", "e.textContent")
     assert [plain(c) for c in captions] == [
-        "Step time, mean over ranksmean 150 ms, most 200 ms",
-        "Bubblemean 50.0 %, most 75.0 %",
+        "Step time: mean 150 ms, most 200 ms",
+        "Bubble: mean 50.0 %, most 75.0 %",
         "Shares of wall time",
     ]
-    width = page.evaluate("document.getElementById('shares-canvas').clientWidth") - LEFT
-    columns = [[pixel(page, "shares-canvas", round(LEFT + share * width), y) for y in (10, 50, 150)] for share in (0.25, 0.75)]
+    places = [(x, y) for x in (0.25, 0.75) for y in (0.06, 0.3, 0.94)]
     forward, wait = colour(page, "forward"), colour(page, "straggler_wait")
-    assert columns == [[forward] * 3, [wait, wait, forward]]
-    assert hover(page, "time-canvas", LEFT + 0.75 * width, 60) == "step 6step time200 ms"
-    assert hover(page, "bubble-canvas", LEFT + 0.25 * width, 60) == "step 5bubble0.0 %"
-    assert hover(page, "shares-canvas", LEFT + 0.75 * width, 60).startswith(
-        "step 6forward25.0 %backward0.0 %optimizer0.0 %straggler wait75.0 %"
+    assert pixels(page, "series-picture", places, "xy3") == [forward] * 3 + [wait, wait, forward]
+    told = hover(page, "series-picture", 0.75, 0.5)  # of all three at once
+    assert told.startswith(
+        "step 6|step time : 200 ms|bubble : 75.0 %|forward : 25.0 %|backward : 0.0 %|optimizer : 0.0 %|straggler wait : 75.0 %"
+    )
+    assert hover(page, "series-picture", 0.25, 0.5, "xy3").startswith(
+        "step 5|step time : 100 ms|bubble : 0.0 %|forward : 100.0 %"
     )
 
 
-def test_lines_are_drawn_where_the_values_are(show):
-    made = cells(*[[(100_000, 0)]] * 4)
+@pytest.mark.parametrize("steps", [4, 150])
+def test_lines_and_areas_are_drawn_where_the_values_are(show, steps):
+    made = cells(*[[(75_000, 25_000)]] * steps)
     made["summary"].update(step_s=0.03)  # the mean line apart from the values
     page = show(made)
-    drawn = "Array.from(document.getElementById('time-canvas').getContext('2d').getImageData(600, 0, 20, 120).data)"
-    seen = np.array(page.evaluate(drawn), dtype=int).reshape(120, 20, 4)
-    ink = np.abs(seen - [*colour(page, "ink"), 255]).sum(axis=2)
-    assert ink.min(axis=1).argmin() <= 1 and ink[5:].min() > 100  # 100 ms is the top of the axis
-    quiet = np.abs(seen - [*colour(page, "quiet"), 255]).sum(axis=2).min(axis=1)
-    assert 83 <= 20 + quiet[20:100].argmin() <= 84
+    ink, quiet = colour(page, "ink"), colour(page, "quiet")
+
+    def height(wanted, ends):
+        places = [
+            (x, 1 - y / 200) for y in range(*ends) for x in (0.41, 0.412, 0.414, 0.416, 0.418, 0.42, 0.422)
+        ]  # over a dash
+        far = np.abs(np.array(pixels(page, "series-picture", places, "xy")) - wanted).sum(axis=1)
+        return (ends[0] + far.argmin() // 7) / 200, far.min()
+
+    labels = "Array.from(document.querySelectorAll('#series-picture .yaxislayer-above .ytick text'), t => t.textContent)"
+    assert "100 ms" in [plain(label) for label in page.evaluate(labels)]
+    drawn, error = height(ink, (100, 200))
+    mean, _ = height(quiet, (20, 100))
+    assert error < 150 and 0.85 < drawn < 1
+    assert mean == pytest.approx(0.3 * drawn, abs=0.02)
+    shares = pixels(page, "series-picture", [(0.45, y) for y in (0.2, 0.3)], "xy3")
+    assert shares == [colour(page, "straggler_wait"), colour(page, "forward")]
 
 
-def test_a_band_shows_the_extremes_of_steps_that_share_a_point(show):
+def test_means_stand_out_of_steps_that_are_too_many_for_a_line(show):
     page = show(cells(*[[(100, 0)] if step % 2 else [(20, 80)] for step in range(3000)]))
-    # the axis ends at 100 %, so that the band goes from 24 to 120 of 120 pixels, around the line at 72
-    shown = [pixel(page, "bubble-canvas", 600, y) == colour(page, "band") for y in (15, 30, 100)]
-    assert shown == [False, True, True]
+    column = pixels(page, "series-picture", [(0.5, y / 200) for y in range(200)], "xy2")
+    ink, band = colour(page, "ink"), colour(page, "band")
+    dark = [y / 200 for y, seen in enumerate(column) if sum(abs(a - b) for a, b in zip(seen, ink)) < 120]
+    pale = [y / 200 for y, seen in enumerate(column) if sum(abs(a - b) for a, b in zip(seen, band)) < 60]
+    assert dark and min(dark) > 0.4 and max(dark) < 0.62  # the mean, half of 80 %
+    assert len(pale) > 100 and min(pale) < 0.1 and max(pale) > 0.9  # each step, 0 or 80 %
+
+
+def test_a_part_is_hidden_by_its_entry_in_the_legend(show):
+    page = show(cells([(100_000, 0)], [(50_000, 150_000)]))
+    before = len(every(page, "#series-picture .barlayer .trace.bars", "e"))
+    inside(page, "series-picture")  # scrolls there
+    entries = "Array.from(document.querySelectorAll('#series-picture .traces'))"
+    entry = centre(page, f"{entries}.find(e => e.textContent.startsWith('straggler')).querySelector('.legendtoggle')")
+    page.mouse.click(*entry)
+    page.wait_for_timeout(900)  # Plotly waits for a second click, which would hide all others
+    assert len(every(page, "#series-picture .barlayer .trace.bars", "e")) == before - 1
+    assert "straggler wait" not in hover(page, "series-picture", 0.75, 0.5)
+
+
+@pytest.mark.parametrize(("button", "begins"), [("toImage", b"\x89PNG"), ("svg", b"<svg")])
+def test_a_picture_can_be_saved(show, button, begins):
+    page = show(document(2, 6))
+    titles = {"toImage": "png", "svg": "svg"}
+    with page.expect_download() as download:
+        page.evaluate(
+            "Array.from(document.querySelectorAll('#waterfall-picture .modebar-btn'))"
+            f".find(b => (b.dataset.title + b.getAttribute('aria-label')).toLowerCase().includes('{titles[button]}')).click()"
+        )
+    assert download.value.suggested_filename == f"waterfall-picture.{titles[button]}"
+    assert Path(download.value.path()).read_bytes().startswith(begins)
+
+
+def test_without_the_library_a_notice_stands_in_place_of_each_picture(show, monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly", None)  # as if it were not installed
+    with pytest.warns(UserWarning, match="no pictures without the package plotly"):
+        page = show(document(8, 30), document(8, 30, pace=0.4))
+    notices = every(page, "#heatmap-picture, #waterfall-picture, #series-picture", "e.textContent")
+    assert len(notices) == 3 and all("pip install 'lightning-freescale[report]'" in notice for notice in notices)
+    assert "Means of the ranks: from" in words(page, "#heatmap .note") and "waited up to" in words(page, "#waterfall .waits")
+    assert len(rows(page, "ranks")) == 8 and len(rows(page, "ablation")) == 2
 
 
 def test_the_readmes_picture_comes_from_a_page(browser, tmp_path):

@@ -1,7 +1,7 @@
 import pytest
 
 from tests.helpers.documents import bare, document
-from tests.helpers.shown_page import every, pixel, rows, words
+from tests.helpers.shown_page import every, pixels, rows, words
 
 pytestmark = pytest.mark.slow  # what the page shows in detail
 
@@ -94,7 +94,7 @@ def test_the_selector_chooses_the_run(show):
         "(() => { const s = document.querySelector('select'); s.value = '0'; s.dispatchEvent(new Event('change')); })()"
     )
     assert words(page, "#label") == "first" and page.evaluate("document.getElementById('device').checkVisibility()")
-    assert pixel(page, "waterfall-canvas", 60, 14) != (0, 0, 0)
+    assert pixels(page, "waterfall-picture", [(0.5, 0.25)])[0] != (255, 255, 255)
 
 
 def test_one_run_needs_no_selector(show):

@@ -1,6 +1,7 @@
 import pytest
 
 from tests.helpers.documents import document
+from tests.helpers.reports import full_report
 from tests.helpers.shown_page import every, plain, rows, words
 
 pytestmark = pytest.mark.slow  # what the page shows in detail
@@ -65,6 +66,36 @@ def test_what_ifs_stand_beside_their_limits(show):
         page, ".gauge", f"(e.querySelector('.limit').getBoundingClientRect().right - e.getBoundingClientRect().left) {across}"
     )
     assert (fills, limits) == (pytest.approx([0.5, 0, 0], abs=0.01), pytest.approx([1, 1, 1], abs=0.01))
+
+
+PLAN = {
+    "compute": {"as_drawn": 1.4, "balanced": 1.1, "lower_bound": 1.05, "gap": 1.1 / 1.05 - 1},
+    "tokens": {"as_drawn": 1.3, "balanced": 1.02, "fullest": 0.973},
+    "fitted_steps": 0,
+}
+
+
+def test_compute_and_tokens_are_a_row_each(show):
+    made = document(summary={"compute_imbalance": 1.15, "predicted_imbalance": 1.1})
+    page = show({**made, "balance": PLAN})
+    assert rows(page, "balance") == [
+        ["compute", "1.400", "1.100", "1.050", "4.8 %", "1.150", "-"],
+        ["tokens", "1.300", "1.020", "-", "-", "-", "97.3 %"],
+    ]
+    assert "predicted, by the costs as given." in words(page, "#balance .body")
+    assert "1.10 predicted by the costs as given" in words(page, "#figures")
+
+
+def test_a_run_whose_samples_stayed_as_drawn_has_no_figure_of_balance(show):
+    compute = {**PLAN["compute"], "balanced": None, "gap": None}
+    page = show({**document(), "balance": {**PLAN, "compute": compute, "tokens": None, "fitted_steps": 40}})
+    assert rows(page, "balance")[0][:5] == ["compute", "1.400", "-", "1.050", "-"]
+    text = words(page, "#balance .body")
+    assert "by costs fitted to measured times." in text and "stayed as drawn" in text
+
+
+def test_a_run_that_nobody_planned_has_no_section_of_it(show):
+    assert not show(document()).evaluate("document.getElementById('balance').checkVisibility()")
 
 
 def test_the_causes_of_imbalance_are_told(show):
@@ -138,8 +169,8 @@ def test_waits_that_are_not_divided_are_a_part_of_their_own(show):
     assert all("wait for peers" in head for head in heads.values())
     cells = dict(zip(heads["exchanges"], rows(page, "exchanges")[0]))
     assert (cells["straggler wait"], cells["transfer"]) == ("0 ms", "0 ms") and cells["wait for peers"] != "0 ms"
-    assert words(page, "#verdict").count("The largest loss is wait for peers") == 1
-    keys = every(page, "#waterfall .keys li", "e.textContent")
+    assert words(page, "#verdict").startswith("Verdict: Waiting for peers,")
+    keys = every(page, "#waterfall .legendtext", "e.textContent")
     assert "wait for peers" in keys and not {"straggler wait", "transfer"} & set(keys)
     assert every(page, "#waterfall .waits li", "e.textContent") == []
 
@@ -158,4 +189,19 @@ def test_a_what_if_that_was_left_out_says_why(show):
         "-",
         "-",
     ]
-    assert words(page, "#verdict").endswith("Of the what-ifs, no data wait gains most: 1.20x.")
+    assert words(page, "#verdict").startswith("Verdict: Data wait,")
+
+
+def test_memory_stands_in_a_table_and_a_rank_that_grows_stands_out(show):
+    page = show(full_report().document())
+    assert rows(page, "memory") == [
+        ["0", "286 MiB", "381 MiB", "477 MiB", "0 B"],
+        ["1 grows", "635 MiB", "731 MiB", "826 MiB", "5.72 MiB"],
+    ]
+    assert every(page, "#memory tr.slow", "e.dataset.rank") == ["1"]
+    assert "1.31 of the peaks" in words(page, "#memory .body")
+
+
+def test_memory_that_nobody_knows_is_left_out(show):
+    page = show(full_report(memory=None).document())
+    assert page.locator("#memory").is_hidden()

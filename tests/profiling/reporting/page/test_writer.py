@@ -1,10 +1,14 @@
+import re
+import sys
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 
 from lightning_freescale.profiling.reporting.document import check
 from lightning_freescale.profiling.reporting.page import write_page
 from tests.helpers.documents import bare, document, hostile
+from tests.helpers.shown_page import packed
 
 
 def test_the_page_is_written_and_replaced(tmp_path):
@@ -70,8 +74,42 @@ class _Tags(HTMLParser):
 def test_the_file_loads_nothing_and_has_the_scripts_it_is_meant_to_have(tmp_path, documents):
     tags = _Tags()
     tags.feed(write_page(tmp_path / "report.html", documents).read_text(encoding="utf-8"))
-    assert [attrs for tag, attrs in tags.found if tag == "script"] == [{"type": "application/json", "id": "content"}, {}]
+    scripts = [attrs for tag, attrs in tags.found if tag == "script"]
+    elements = [{"id": "content"}, *[{"class": "series"}] * len(documents), {"id": "library"}]
+    assert scripts == [*({"type": "application/gzip", **attrs} for attrs in elements), {}]
     assert tags.comments == []
     assert not [tag for tag, attrs in tags.found if {"src", "href", "srcset", "data", "action"} & set(attrs)]
     policy = next(attrs["content"] for tag, attrs in tags.found if attrs.get("http-equiv") == "Content-Security-Policy")
-    assert policy == "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+    scripts = "'sha256-[A-Za-z0-9+/]{43}=' 'sha256-[A-Za-z0-9+/]{43}='"
+    assert re.fullmatch(f"default-src 'none'; style-src 'unsafe-inline'; script-src {scripts}; img-src data: blob:", policy)
+
+
+def test_the_page_holds_the_documents_and_the_breakdown_to_the_microsecond(tmp_path):
+    made = [document(3, 5), document(2, 7)]
+    made[0]["series"]["breakdown_s"][1][2][0] = 2_500.000001  # more than 4 bytes of microseconds
+    made[0]["series"]["breakdown_s"][2][1][9] = -0.000003
+    shown, series = packed(write_page(tmp_path / "report.html", made))
+    for before, after, planes in zip(made, shown, series):
+        steps, ranks, columns = np.shape(before["series"]["breakdown_s"])
+        whole = np.frombuffer(planes, np.uint8).reshape(8, -1).T.copy().view("<i8").reshape(columns, ranks, steps)
+        assert (whole.T / 1e6).tolist() == before["series"]["breakdown_s"]
+        assert after == {**before, "series": {name: before["series"][name] for name in ("columns", "step")}}
+
+
+def test_a_breakdown_that_is_not_finite_is_refused(tmp_path):
+    made = document()
+    made["series"]["breakdown_s"][1][1][3] = float("inf")
+    with pytest.raises(ValueError, match=r"documents\[0\] cannot be shown: .*breakdown_s"):
+        write_page(tmp_path / "report.html", [made])
+
+
+def test_the_page_carries_the_librarys_licence(tmp_path):
+    text = write_page(tmp_path / "report.html", [document()]).read_text(encoding="utf-8")
+    assert "MIT License" in text and "Plotly" in text and "permission notice shall be included" in text
+
+
+def test_without_the_library_the_page_has_no_other_script_and_a_warning_says_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly", None)  # as if it were not installed
+    with pytest.warns(UserWarning, match=r"no pictures without .* plotly.*'lightning-freescale\[report\]'"):
+        text = write_page(tmp_path / "report.html", [document()]).read_text(encoding="utf-8")
+    assert text.count("'sha256-") == 1 and 'id="library"' not in text and "MIT" not in text

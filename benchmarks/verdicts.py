@@ -1,0 +1,73 @@
+"""Does the profiler's verdict name what was planted? And nothing where nothing was?
+
+``python benchmarks/netlab.py --hosts 4 --rate 50mbit -- python benchmarks/verdicts.py``: runs with one cause of bubbles each,
+under ``strategy="ddp"`` and with the embedding exchange waited for and overlapped.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import planted
+from harness import finish_on_all_ranks, parser
+from planted import Planted
+
+EVERYWHERE = {
+    "data loading": Planted(loader=0.12),
+    "imbalance of data": Planted(spread=1.0),
+    "slow hardware": Planted(slow=1.4),
+    "host overhead": Planted(host=0.08),
+    "dense communication": Planted(dense_kib=512),
+    # exchanges of next to no bytes take some 7 ms on this lab, which is 3 % of a step of 240 ms
+    "nothing": Planted(compute=1.0),
+}
+IN_ONE = {
+    "exchange waited for": {"embedding exchange": Planted(ids=400)},
+    # too little compute to hide it
+    "exchange overlapped": {"embedding exchange": Planted(ids=400, compute=0.06)},
+}
+
+
+def main() -> None:
+    """All ranks."""
+    options = _options()
+    leads, right, cases = int(os.environ["RANK"]) == 0, 0, 0
+    for setting in options.settings:
+        for cause, run in _causes(setting).items():
+            document = planted.profile(setting, run, options.steps)
+            cases += 1
+            if leads:
+                right += _is_right(setting, cause, run, document)
+    figures = {"cases": float(cases), "right": float(right), "wrong": float(cases - right)}
+    if leads:
+        print(f"{right} of {cases} right")
+    finish_on_all_ranks(figures, options)
+
+
+def _causes(setting: str) -> dict[str, Planted]:
+    return EVERYWHERE | IN_ONE.get(setting, {})
+
+
+def _is_right(setting: str, cause: str, run: Planted, document: dict[str, Any]) -> bool:
+    found = document["verdict"]
+    right = found["cause"] == cause and (cause != "slow hardware" or "rank 1 takes" in found["why"])
+    print(f"\n{'right' if right else 'WRONG'}: {setting}, planted: {cause} {planted.as_row(run)}", flush=True)
+    print(f"  Verdict: {found['verdict']}\n  Why:     {found['why']}\n  Next:    {found['next']}", flush=True)
+    return right
+
+
+def _options() -> Any:
+    arguments = parser(__doc__)
+    arguments.add_argument("--settings", nargs="+", choices=planted.SETTINGS, default=list(planted.SETTINGS[:3]))
+    arguments.add_argument("--steps", type=int, default=24, help="of a fit, that count (default: 24)")
+    planted.be_quiet()
+    return arguments.parse_args()
+
+
+if __name__ == "__main__":
+    main()

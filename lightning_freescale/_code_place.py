@@ -1,0 +1,25 @@
+"""Where in the code a thread is, in the lines that say something to whoever wrote the training script."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from pathlib import Path
+
+_PYTHON, _OURS = os.path.dirname(os.__file__) + os.sep, str(Path(__file__).parent) + os.sep
+_PACKAGES = f"{os.sep}site-packages{os.sep}"
+
+
+def place_in_code(stack: traceback.StackSummary) -> str:
+    """Return where a thread is: its innermost line but Python's own, and the innermost one of the user's code."""
+    known = [at for at in stack if not at.filename.startswith(_PYTHON) or _PACKAGES in at.filename]
+    own = users_line(stack)
+    lines = [f"{at.name} ({os.path.basename(at.filename)}:{at.lineno})" for at in (*known[-1:], own) if at is not None]
+    return " < ".join(dict.fromkeys(lines))
+
+
+def users_line(stack: traceback.StackSummary) -> traceback.FrameSummary | None:
+    """Return the innermost line of code that belongs to no installed package; None if there is none."""
+    known = [at for at in stack if not at.filename.startswith(_PYTHON) and _PACKAGES not in at.filename]
+    own = [at for at in known if not at.filename.startswith((_OURS, "<frozen"))]
+    return own[-1] if own else None

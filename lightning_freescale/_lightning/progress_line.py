@@ -1,0 +1,49 @@
+"""A line of a callback beside the Trainer's progress bar."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning_freescale._lightning.loops import Trainer, rank_zero_info
+from lightning_freescale.profiling.recording.observed_work import replaced
+
+
+class ProgressLine:
+    """A text among the metrics of the Trainer's progress bar, whichever that is; where there is none, a line of the log.
+
+    Args:
+        name: of the metric; a metric of the user's that has this name keeps it, and the text's becomes ``freescale/name``.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._text = name, ""
+        self._on_bar = False
+
+    @contextmanager
+    def beside_bar(self, trainer: Trainer) -> Generator[None, None, None]:
+        """Have the Trainer's bar show the text meanwhile; the bar's class and the logged metrics stay as they are."""
+        bar: Any = trainer.progress_bar_callback
+        self._text = ""
+        self._on_bar = bar is not None and getattr(bar, "is_enabled", True)
+        if not self._on_bar:
+            yield
+            return
+        run_get_metrics = bar.get_metrics
+
+        def get_metrics(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            metrics = run_get_metrics(*args, **kwargs)
+            if not self._text:
+                return metrics
+            return {**metrics, f"freescale/{self._name}" if self._name in metrics else self._name: self._text}
+
+        # the bar asks itself for its metrics whenever it draws, and offers no other way to add one that is no logged number
+        with replaced(bar, {"get_metrics": get_metrics}):
+            yield
+
+    def show(self, text: str) -> None:
+        """Show a text in place of the one before, from the next time on that the bar is drawn; call it on rank 0."""
+        self._text = text
+        if not self._on_bar:
+            rank_zero_info(f"{self._name}: {text}")

@@ -1,0 +1,157 @@
+"""What is common to all exchanges that are seen from outside: whether to record one, how much it moves, and the wait for it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_freescale.profiling.recording.records import Collective
+from lightning_freescale.profiling.recording.timeline import Timeline
+
+
+@contextmanager
+def replaced(owner: object, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Let a module or an instance have other attributes meanwhile; the class stays as it is."""
+    own = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    vars(owner).update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            vars(owner).pop(name, None)
+        vars(owner).update(own)
+
+
+def argument(function: Callable[..., Any], name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+    """Return what finds an argument in a call: None if it is not given, or the function has no such argument."""
+    parameters = list(inspect.signature(function).parameters)
+    position = parameters.index(name) if name in parameters else len(parameters)
+    return lambda args, kwargs: args[position] if len(args) > position else kwargs.get(name)
+
+
+def is_seen(timeline: Timeline, group: Any, ignored_groups: Collection[Any]) -> bool:
+    """Whether a call on ``group`` (None: of all ranks) is to be recorded now."""
+    if torch.compiler.is_compiling() or not timeline.recording:
+        return False
+    return group not in ignored_groups and group is not dist.GroupMember.NON_GROUP_MEMBER
+
+
+def is_coalescing(group: Any) -> bool:
+    """Whether a coalescing manager of torch collects the calls on ``group``, to run them when it ends."""
+    return (group or dist.group.WORLD) in dist.distributed_c10d._world.pg_coalesce_state
+
+
+def place_of(group: Any) -> str:
+    """Return what names a group on all of its ranks."""
+    return "world" if group is None or group is dist.group.WORLD else str(group.group_name)
+
+
+def moved_bytes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], group: Any) -> int | None:
+    """Return the larger of what this rank sends and receives in a collective of ``torch.distributed``, in bytes.
+
+    None for objects and sparse tensors, whose size is not known ahead.
+    """
+    if name.endswith(("object", "object_list")):
+        return None
+    if any(isinstance(value, Tensor) and value.layout is not torch.strided for value in (*args, *kwargs.values())):
+        return None
+    size = group.size() if group is not None else dist.get_world_size()
+    return over_link(name, max(map(tensor_bytes, (*args, *kwargs.values())), default=0), size)
+
+
+def over_link(name: str, largest: int, size: int) -> int:
+    """Return the bytes over a rank's link, from those of a collective's largest tensor, or list of tensors."""
+    if name in ("broadcast", "reduce"):
+        return largest
+    if name in ("all_reduce", "all_reduce_coalesced"):
+        return 2 * largest * (size - 1) // size
+    # of all others it is what the ranks send or receive together
+    return largest * (size - 1) // size
+
+
+def tensor_bytes(value: Any) -> int:
+    """Return the bytes of a tensor, or of a list of tensors or such lists; 0 for anything else."""
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], (Tensor, list, tuple)):
+        return sum(map(tensor_bytes, value))
+    return 0
+
+
+class ObservedWork(dist.Work):
+    """A Work whose wait is on a timeline, as that for ``collectives``: the first is waited for, the others come with it.
+
+    ``when_waited`` is called after the first wait.
+    """
+
+    def __init__(
+        self, work: dist.Work, timeline: Timeline, *collectives: Collective, when_waited: Callable[[], None] | None = None
+    ) -> None:
+        super().__init__()
+        self._work, self._timeline, self._collectives = work, timeline, collectives
+        self._when_waited = when_waited
+
+        def done(_: Any) -> None:
+            for collective in collectives:
+                collective.done = timeline.stamp()
+
+        if timeline.on_host:  # on CUDA a callback would get a stream of its own
+            with suppress(RuntimeError):  # some Works have no future: then it is done when it was waited for
+                work.get_future().add_done_callback(done)
+
+    @override
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        with self._waiting():
+            return self._work.wait(timeout)
+
+    @override
+    def synchronize(self) -> None:
+        with self._waiting():
+            self._work.synchronize()
+
+    @override
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    @override
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
+    @override
+    def exception(self) -> Any:
+        return self._work.exception()
+
+    @override
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._work.get_future()
+
+    @override
+    def result(self) -> Any:
+        return self._work.result()
+
+    def _source_rank(self) -> int:
+        return self._work._source_rank()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        with ExitStack() as waits:
+            if self._timeline.is_training_thread:
+                for collective in reversed(self._collectives[1:]):
+                    waits.callback(self._came_along, collective)
+                waits.enter_context(self._timeline.waiting(self._collectives[0]))
+            yield
+        told, self._when_waited = self._when_waited, None
+        if told is not None and self._timeline.recording:
+            told()
+
+    def _came_along(self, collective: Collective) -> None:
+        with self._timeline.waiting(collective):
+            pass
