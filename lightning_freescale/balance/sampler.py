@@ -140,6 +140,12 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         self._plans = PlanPrefetcher(self._make_plan, complete=self._complete_plan)
         self.step_plan(0, 0).balance  # noqa: B018 (what does not fit is refused now, not in the first step)
 
+    @property
+    def speed(self) -> float:
+        """Of this rank, relative to the others, by ``rank_speeds``."""
+        speeds = self.options.get("rank_speeds")
+        return 1.0 if speeds is None else float(speeds[self.rank])
+
     # -- iteration
 
     def set_epoch(self, epoch: int) -> None:

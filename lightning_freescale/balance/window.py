@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from lightning_freescale.balance.assign import assign
-from lightning_freescale.balance.solver import Ints, Mask, dearest_first, to_integers
+from lightning_freescale.balance.solver import CLOSE_ENOUGH, Ints, Mask, dearest_first, to_integers
 from lightning_freescale.balance.validation import Floats
 
-_LEVEL = 1.0003
-"""A micro-batch is as good as level if its dearest sample keeps it within this factor of the others."""
 _ONE_BY_ONE, _REPLACED = 64, 2
 """Ranks of a micro-batch whose company is chosen by itself at most, and how many samples of it are replaced by better ones."""
 
@@ -34,7 +32,7 @@ def share_window(costs: Floats, batches: int, ranks: int) -> Ints:
     for batch in range(batches - 1):
         mean = int(cost[left].sum()) / (ranks * (batches - batch))
         dearest = int(cost[left[0]] + cost[left[len(left) - each + 1 :]].sum())
-        if dearest <= _LEVEL * mean:
+        if dearest <= CLOSE_ENOUGH * mean:
             break
         chosen = _together(cost[left], dearest, ranks, each)
         batch_of_sample[left[chosen]] = batch

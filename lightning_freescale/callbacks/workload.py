@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler
 from lightning_freescale._lightning.loops import LightningModule, Trainer
 from lightning_freescale.balance import BalancedSampler, CostModel, MicroBatches
 from lightning_freescale.balance.cost import sample_features
-from lightning_freescale.data.map_style import MapStyleData
+from lightning_freescale.data.map_style import map_style_data
 from lightning_freescale.profiling.analysis.planned import PlannedStep
 from lightning_freescale.profiling.reporting.facts import RunInfo
 
@@ -93,11 +93,10 @@ def _planned_work(trainer: Trainer, sampler: Any, index: int) -> tuple[int, Floa
         return count, np.array([count, cost, 0.0, 0.0]), float(cost)
     mine = sampler.plan(sampler.epoch, index)[sampler.rank]
     cost = float(sampler.costs[mine].sum())
-    train = getattr(getattr(trainer, "datamodule", None), "train", None)
-    if not isinstance(train, MapStyleData) or train.lengths is None:
+    train = map_style_data(trainer)
+    if train is None or train.lengths is None:
         return len(mine), np.array([len(mine), cost, 0.0, 0.0]), cost
-    speeds = sampler.options.get("rank_speeds")
-    planned = (cost + train.base_in(sampler.epoch)) / (1.0 if speeds is None else speeds[sampler.rank])
+    planned = (cost + train.base_in(sampler.epoch)) / sampler.speed
     return len(mine), train.features(mine).sum(axis=0), planned
 
 
@@ -107,8 +106,8 @@ def plan_of_step(trainer: Trainer, index: int) -> PlannedStep | None:
     if not trainer.is_global_zero or not hasattr(sampler, "balance"):
         return None
     found, base, fitted = sampler.balance(index), 0.0, False
-    train = getattr(getattr(trainer, "datamodule", None), "train", None)
-    if isinstance(train, MapStyleData):
+    train = map_style_data(trainer)
+    if train is not None:
         base = train.base_in(sampler.epoch)
         since = [refit.model for epoch, refit in sorted(train.refits.items()) if epoch <= sampler.epoch]
         fitted = base > 0 or (bool(since) and since[-1] is not None)

@@ -336,6 +336,12 @@ class MapStyleData:
                 )
 
 
+def map_style_data(trainer: Any) -> MapStyleData | None:
+    """Return what the fit trains on, if a data module plans its steps by the index of every sample."""
+    train = getattr(getattr(trainer, "datamodule", None), "train", None)
+    return train if isinstance(train, MapStyleData) else None
+
+
 def _refuse_with_budget(options: BalanceOptions, balance: bool, drop_last: bool, shuffle: bool | BlockShuffle) -> None:
     context = "batch_tokens= and batch_cost=, which say how many samples a step has and what a rank may hold"
     if not balance:

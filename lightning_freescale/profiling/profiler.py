@@ -175,9 +175,8 @@ class StepProfiler:
         self._worker.stop(_PATIENCE)
         if not self._leads or not self._history.added:
             return None
-        report = self._report(Status(warmup=self.options.warmup_steps), traced, idle)
-        self.files.write(report, traced, events)
-        return report
+        status = Status(warmup=self.options.warmup_steps)
+        return self.files.write(lambda: self._report(status, traced, idle), traced, events)
 
     def write_interrupted_report(self, reason: str) -> BubbleReport | None:
         """Return the report of the steps done so far, on rank 0, which writes its files; no other rank is asked for anything.
@@ -197,9 +196,8 @@ class StepProfiler:
             return None
         left = self._buffer.count - self._history.added
         traced = [[step] for step in self._buffer.recent]
-        report = self._report(Status(False, reason, self.options.warmup_steps, left), traced)
-        self.files.write(report, traced)
-        return report
+        status = Status(False, reason, self.options.warmup_steps, left)
+        return self.files.write(lambda: self._report(status, traced), traced)
 
     # -- the exchange of records
 

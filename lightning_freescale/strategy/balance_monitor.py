@@ -14,7 +14,7 @@ from lightning_freescale.balance import BalanceReport, StepBalance, advise
 from lightning_freescale.balance.advice import ACCEPTABLE_IMBALANCE
 from lightning_freescale.balance.report import BalanceSums
 from lightning_freescale.data import BalancedStreamLoader
-from lightning_freescale.data.map_style import MapStyleData
+from lightning_freescale.data.map_style import MapStyleData, map_style_data
 from lightning_freescale.datamodule import FreeScaleDataModule
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.strategy.autopilot import Autopilot
@@ -140,8 +140,8 @@ class BalanceMonitor:
         return balance.with_base(base, sampler.num_replicas) if base else balance
 
     def _base_in(self, epoch: int) -> float:
-        train = getattr(getattr(self.trainer, "datamodule", None), "train", None)
-        return train.base_in(epoch) if isinstance(train, MapStyleData) else 0.0
+        train = map_style_data(self.trainer)
+        return 0.0 if train is None else train.base_in(epoch)
 
     def _log_step(self, balance: StepBalance) -> None:
         self._sums.add_step(balance)
@@ -174,8 +174,8 @@ class BalanceMonitor:
             )
         if not getattr(sampler, "balance_steps", False):
             return None
-        train = getattr(getattr(self.trainer, "datamodule", None), "train", None)
-        lengths = train.lengths if isinstance(train, MapStyleData) else None
+        train = map_style_data(self.trainer)
+        lengths = None if train is None else train.lengths
         names = ("assignment_mode", "count_slack", "rank_speeds")
         costs, given = self._planned_by
         options = {name: given[name] for name in names if name in given}

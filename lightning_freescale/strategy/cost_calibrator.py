@@ -143,9 +143,7 @@ class CostCalibrator:
             self._exchange(sampler, ended)
         if self._times.step >= WARMUP:
             mine = sampler.plan(sampler.epoch, step)[sampler.rank]
-            speeds = sampler.options.get("rank_speeds")
-            speed = 1.0 if speeds is None else speeds[sampler.rank]
-            planned = (sampler.costs[mine].sum() + self._costs.base_in(sampler.epoch)) / speed
+            planned = (sampler.costs[mine].sum() + self._costs.base_in(sampler.epoch)) / sampler.speed
             row = [*self._costs.features(mine).sum(axis=0), self._costs.costs[mine].sum(), planned]
             self._rows.append((sampler.epoch, np.array(row)))
 

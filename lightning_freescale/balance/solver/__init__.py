@@ -8,6 +8,17 @@ other first plans where few groups fall short. With numba installed large proble
 from lightning_freescale.balance.solver.bounds import lower_bound
 from lightning_freescale.balance.solver.lpt import zigzag
 from lightning_freescale.balance.solver.problem import Ints, Mask, Problem, dearest_first, to_integers
-from lightning_freescale.balance.solver.search import level_tokens, search
+from lightning_freescale.balance.solver.search import CLOSE_ENOUGH, level_tokens, search
 
-__all__ = ["Ints", "Mask", "Problem", "dearest_first", "level_tokens", "lower_bound", "search", "to_integers", "zigzag"]
+__all__ = [
+    "CLOSE_ENOUGH",
+    "Ints",
+    "Mask",
+    "Problem",
+    "dearest_first",
+    "level_tokens",
+    "lower_bound",
+    "search",
+    "to_integers",
+    "zigzag",
+]

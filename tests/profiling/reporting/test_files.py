@@ -27,7 +27,7 @@ TRACED = [[ResolvedStep(0, 1, 3, 4, (Interval("forward", "forward", 0, 0.5),))] 
 def test_all_three(tmp_path: Path) -> None:
     files = ReportFiles(tmp_path / "new" / "bubbles")
     assert (files, files.folder) == ({}, tmp_path / "new" / "bubbles")
-    files.write(REPORT, TRACED)
+    files.write(lambda: REPORT, TRACED)
     names = {"report": "report.json", "page": "report.html", "trace": "trace.json"}
     assert files == {name: files.folder / file for name, file in names.items()}
     assert read(files["report"]) == read(REPORT.write(tmp_path / "same.json"))
@@ -37,7 +37,7 @@ def test_all_three(tmp_path: Path) -> None:
 
 def test_no_trace_without_steps(tmp_path: Path) -> None:
     files = ReportFiles(tmp_path)
-    files.write(REPORT, [])
+    files.write(lambda: REPORT, [])
     assert sorted(files) == ["page", "report"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "report.json"]
 
@@ -49,7 +49,7 @@ def test_the_trace_has_the_kineto_events_and_divides_waits_as_the_report_does(
     given: list[Any] = []
     monkeypatch.setattr(module, "write_trace", lambda *arguments, **named: given.append((arguments, named)) or arguments[0])
     waits = WaitAttribution(aligned, 0.0, None if aligned else "the clocks drift")
-    ReportFiles(tmp_path).write(replace(REPORT, wait_attribution=waits), TRACED, ["events"])
+    ReportFiles(tmp_path).write(lambda: replace(REPORT, wait_attribution=waits), TRACED, ["events"])
     assert given == [((tmp_path / "trace.json", TRACED, ["events"]), {"aligned": aligned})]
 
 
@@ -76,7 +76,7 @@ def test_the_report_alone_is_refreshed_as_often_as_costs_next_to_nothing(
 
 def test_the_last_report_is_not_overwritten_by_one_on_the_way(tmp_path: Path) -> None:
     files = ReportFiles(tmp_path)
-    files.write(REPORT, [])
+    files.write(lambda: REPORT, [])
     files.refresh(lambda: report_of(np.array([[step(0.1)]])))
     assert len(read(files["report"])["ranks"]) == 2
 
@@ -88,7 +88,7 @@ def test_files_that_cannot_be_written_are_a_warning(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="could not write"):
         files.refresh(lambda: REPORT)
     with pytest.warns(UserWarning, match="could not write"):
-        files.write(REPORT, TRACED)
+        files.write(lambda: REPORT, TRACED)
     assert files == {}
 
 
