@@ -22,11 +22,9 @@ the autopilot likewise ``autopilot_over_best``, with the split variants beside.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +36,7 @@ import lightning as L
 import numpy as np
 import overlap_variants
 import overlap_workload
+import planted
 import torch
 from harness import finish_on_all_ranks, parser
 from torch import Tensor
@@ -143,9 +142,9 @@ class Sleeper(L.LightningModule):
 
     def training_step(self, batch: KeyedJaggedTensor, batch_idx: int) -> Tensor:
         """Compute."""
-        seconds = self.seconds_per_id * len(batch.values())
+        seconds = self.seconds_of(batch)
         self.computed[-1] += seconds
-        rows = self.items(batch)["item"].values()
+        rows = self.rows_of(batch)
         controller = self.trainer.strategy.overlap_controller
         if controller is not None and controller.split_backward:
             # those of micro-batches come with the last
@@ -156,6 +155,15 @@ class Sleeper(L.LightningModule):
         else:
             rows = overlap_variants.compute(rows, None, seconds)
         return self.dense(rows).square().mean()
+
+    def seconds_of(self, batch: KeyedJaggedTensor) -> float:
+        """How long the device computes."""
+        return self.seconds_per_id * len(batch.values())
+
+    def rows_of(self, batch: KeyedJaggedTensor) -> Tensor:
+        """The looked up rows, shape ``[ids, dim]``."""
+        rows: Tensor = self.items(batch)["item"].values()
+        return rows
 
     def configure_optimizers(self) -> Any:
         """Row-wise Adagrad for the table; it takes no biases, so these stay as they are."""
@@ -261,10 +269,7 @@ def _options() -> Any:
     add("--rounds", type=int, default=2)
     add("--profile", type=Path, metavar="FOLDER", help="profile every variant; reports, traces and a page go there")
     options = arguments.parse_args()
-    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
+    planted.be_quiet()
     overlap_variants.weights_share = options.weights_share
     return options
 
