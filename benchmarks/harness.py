@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import operator
+import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
+from datetime import date
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,10 +59,25 @@ def finish_on_all_ranks(figures: dict[str, float], options: argparse.Namespace) 
 
 
 def where() -> dict[str, Any]:
-    """Machine, GPU if any, versions of what is installed, and commit."""
+    """Machine, GPU if any, versions of what is installed, commit, day and command line."""
     packages = {name: version(name) for name in ("torch", "torchrec", "lightning", "numpy") if find_spec(name) is not None}
-    machine = {"machine": platform.machine(), "cores": _cores()} | _gpu()
-    return machine | {"python": platform.python_version()} | packages | {"commit": _commit()}
+    machine = {"machine": platform.machine(), "processor": _processor(), "cores": _cores()} | _gpu()
+    when = {"commit": _commit(), "date": date.today().isoformat(), "command": _command()}
+    return machine | {"python": platform.python_version()} | packages | when
+
+
+def _processor() -> str:
+    """Its name, where the system tells it."""
+    told = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.+)$", told.read_text(), re.MULTILINE) if told.exists() else []
+    return str(names[0]) if names else platform.processor() or "an unknown processor"
+
+
+def _command() -> str:
+    """As somebody would write it in the repository, on netlab if it runs there; files outside by their names alone."""
+    lab = os.environ.get("NETLAB_COMMAND", "")
+    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    return " ".join([*([lab] if lab else []), "python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
 
 
 def _gpu() -> dict[str, str]:
@@ -72,13 +89,13 @@ def _gpu() -> dict[str, str]:
 def _commit() -> str:
     if shutil.which("git") is None:
         return "unknown"
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    return commit.stdout.strip() or "unknown"
+    folder = Path(__file__).parent
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=folder)
+    changed = subprocess.run(["git", "status", "--porcelain", "--", "*.py"], capture_output=True, text=True, cwd=folder.parent)
+    return (commit.stdout.strip() or "unknown") + ", changed" * bool(changed.stdout.strip())
 
 
 def _cores() -> int:
-    import os
-
     return len(os.sched_getaffinity(0))
 
 

@@ -1,0 +1,88 @@
+"""Figures in README and docs come from benchmarks/results: write them anew, or ``--check`` that they are as they would be.
+
+A block of Markdown follows its own template, which nobody sees on a rendered page::
+
+    <!-- figures ladder_8 ladder_2
+    With 8 ranks {ladder_8.best_speed_up:.2f} times as fast, with 2 {ladder_2.best_speed_up:.2f} times.
+    -->
+    With 8 ranks 2.18 times as fast, with 2 2.16 times.
+    <!-- /figures -->
+
+Named are files of benchmarks/results, as a benchmark's ``--json`` writes them. With a single one its name can be left out:
+``{best_speed_up:.2f}``. A format of ``%`` has a space before the sign. ``{where}`` is commit, date and processor of the only or
+of the first file, ``{command}`` what was run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import string
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"(<!-- figures ([\w ]+)\n(.*?)-->\n)(.*?)(<!-- /figures -->)", re.DOTALL)
+
+
+class Figures(string.Formatter):
+    """Formats templates with the figures of some results."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self._results = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in names}
+        self._first = names[0]
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
+        """A figure, by its name or by its file's and its own."""
+        file, _, name = field_name.rpartition(".")
+        if file not in ("", *self._results) or (not file and len(self._results) > 1 and name not in ("where", "command")):
+            raise ValueError(f"{{{field_name}}}: write {{FILE.FIGURE}} with a file of {sorted(self._results)}")
+        result = self._results[file or self._first]
+        if name == "where":
+            return _where(result["measured_on"]), field_name
+        if name == "command":
+            return result["measured_on"]["command"], field_name
+        if name not in result["figures"]:
+            raise ValueError(f"{{{field_name}}}: there is no such figure, but {sorted(result['figures'])}")
+        return result["figures"][name], field_name
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        """Percentages as in ``57.1 %``."""
+        shown = super().format_field(value, format_spec)
+        return shown[:-1] + " %" if format_spec.endswith("%") else shown
+
+
+def _where(measured_on: dict[str, Any]) -> str:
+    return f"commit {measured_on['commit']}, {measured_on['date']}, {measured_on['cores']} cores of {measured_on['processor']}"
+
+
+def with_figures(text: str) -> str:
+    """Return the page as it should be.
+
+    Raises:
+        ValueError: a template names a figure that is not there.
+        OSError: it names a file that is not there.
+    """
+    return BLOCK.sub(lambda block: block[1] + Figures(block[2].split()).format(block[3]) + block[5], text)
+
+
+def main() -> None:
+    """Write the pages, or say which are not as they should be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing, and exit with 1 if something would be written")
+    options = parser.parse_args()
+    old = [page for page in PAGES if with_figures(page.read_text()) != page.read_text()]
+    for page in old:
+        print(page.relative_to(ROOT))
+        if not options.check:
+            page.write_text(with_figures(page.read_text()))
+    sys.exit(bool(old) and options.check)
+
+
+if __name__ == "__main__":
+    main()
