@@ -185,6 +185,7 @@ def test_the_demo_predicts_what_its_page_does_and_says_by_which_costs() -> None:
     shown = runs["+ balance"]["report"].document()["balance"]["compute"]
     (at,) = [k for k, line in enumerate(lines) if line.startswith("imbalance of compute")]
     assert f"predicted {shown['as_drawn']:.3f} as drawn, {shown['balanced']:.3f} balanced" in lines[at]
+    assert f"below {shown['lower_bound']:.3f}" in lines[at + 1]
     assert "by the costs as given in 1 step, fitted to measured times in 2" in lines[at + 1]
 
 

@@ -14,6 +14,8 @@ _EXCEEDS = 1.03
 """A gain so much above what the share alone would bring comes of waits that go with the cause."""
 _WORTH_NAMING = 0.2
 """What is less than this share of the largest section or cause is not named beside it."""
+_FALLS_SHORT = 0.95
+"""A gain so much below what the share would bring is all that compute can hide."""
 _BESIDE = 0.05
 """An exchange hidden for less than this share of the wait for it moves its bytes while everybody waits."""
 _HOW = {
@@ -216,6 +218,8 @@ def _overlap(document: Document, gain: float) -> BubbleVerdict:
         alone = exposed["hidden_s"] < _BESIDE * exposed["transfer_s"]
         fast = f", at {_short(moved / 1e6 / exposed['transfer_s'])} MB/s" if alone else ""
         why += f": {_short(moved / 1e6)} MB{fast}"
+    if gain < _FALLS_SHORT / (1 - share):
+        why += "; there is too little compute to hide all of it"
     carries = _carried_by(name, run)
     if carries == "dense communication" and behind > moved and run.get("overlap") == "on":
         # they share a link, and the last ones wait there for all the others

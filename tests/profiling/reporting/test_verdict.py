@@ -178,6 +178,13 @@ def test_an_exchange_in_front_of_compute_has_its_speed() -> None:
     assert "MB/s" not in _verdict({"full overlap": 1.5}, exchanges=(beside,), overlap="on").why
 
 
+@pytest.mark.parametrize(("gain", "short"), [(1.1, False), (1.04, True)])
+def test_too_little_compute_to_hide_an_exchange_is_said(gain: float, short: bool) -> None:
+    """Transfer is a tenth of the time: all of it gone would be 1.11x."""
+    why = _verdict({"full overlap": gain}, exchanges=(ROWS,), overlap="off").why
+    assert ("too little compute" in why) == short
+
+
 def test_small_sections_of_host_overhead_are_not_named() -> None:
     named = _verdict({"no host overhead": 1.3}, host={"hooks before forward": 0.09, "embeddings: before the step": 0.0005})
     assert named.why.endswith(
