@@ -38,6 +38,7 @@ def describe_run(trainer: Trainer, module: LightningModule, label: str | None) -
         accumulate_grad_batches=trainer.accumulate_grad_batches,
         assignment=_assignment(getattr(trainer.train_dataloader, "sampler", None)),
         overlap=_overlap(trainer.strategy),
+        num_workers=getattr(trainer.train_dataloader, "num_workers", None),
     )
 
 

@@ -169,7 +169,12 @@ def test_the_files_are_there_and_readable(profiled: Profiled) -> None:
     assert document["status"]["complete"]
     assert document["run"]["world_size"] == len(document["ranks"]) == 2
     assert document["median_step"] is not None
-    assert {case["name"] for case in document["what_if"]} >= {"perfect balance", "full overlap", "both", "no contention"}
+    assert {case["name"] for case in document["what_if"]} >= {
+        "perfect balance",
+        "full overlap",
+        "balance + overlap",
+        "no contention",
+    }
     assert problems(json.loads(files["trace"].read_text())) == []
     events = read_trace(files["trace"])
     assert {"forward", "backward", "optimizer", "fetch", "embedding rows"} <= {event.get("name") for event in events}

@@ -53,10 +53,10 @@ def _follow(page: Path, folder: Path) -> None:
 def _unsaid(shown: str, printed: str) -> list[str]:
     """The beginnings, up to the first figure, of the lines of a page that were not printed, be it behind a progress bar.
 
-    What a verdict says depends on the machine: of its lines that they are there.
+    What a verdict says depends on the machine: of its lines that they are there, but for a second cause, which may be none.
     """
     ends = r"(?<=^Verdict:)|(?<=^Why:)|(?<=^Next:)|\s*-?\d"
-    beginnings = [re.split(ends, line, maxsplit=1)[0] for line in shown.splitlines() if not line.startswith("  ")]
+    beginnings = [re.split(ends, line, maxsplit=1)[0] for line in shown.splitlines() if not line.startswith(("  ", "Also:"))]
     return [beginning for beginning in beginnings if beginning not in printed]
 
 

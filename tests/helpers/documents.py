@@ -172,7 +172,7 @@ def _made(parts: np.ndarray, ranks: int, steps: int) -> dict[str, Any]:
             for name, share, note in (
                 ("perfect balance", 0.6, None),
                 ("full overlap", 0.25, None),
-                ("both", 0.9, None),
+                ("balance + overlap", 0.9, None),
                 ("no data wait", 0.05, None),
                 ("no contention", 0.0, "not measured: compute was never seen without an exchange under way"),
             )

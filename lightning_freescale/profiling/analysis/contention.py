@@ -63,6 +63,8 @@ def contention(compute: Floats, hidden: Floats, expected: Floats | None) -> Cont
         return Contention(0.0, error, "the exchanges beside compute are all alike")
     if share >= 1:
         return Contention(0.0, error, f"compute grows by more than the exchanges take ({share:.2f} times that)")
+    if share < -2 * error:
+        return Contention(0.0, error, "compute beside exchanges took no longer than without them")
     if share < 2 * error:
         return Contention(0.0, error, f"within the noise: {share:.3f} with a standard error of {error:.3f}")
     return Contention(share, error)

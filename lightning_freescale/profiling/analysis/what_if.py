@@ -230,7 +230,7 @@ def what_if(
     if divided:
         cases = _balance_and_overlap(replay)
     else:
-        cases = [WhatIf(name, None, None, _UNDIVIDED) for name in ("perfect balance", "full overlap", "both")]
+        cases = [WhatIf(name, None, None, _UNDIVIDED) for name in ("perfect balance", "full overlap", "balance + overlap")]
     cases.append(_case(replay, "no data wait", replay.speed_up(data=False)))
     cases.append(_case(replay, "no host overhead", replay.speed_up(host=False)))
     if contention is not None and hidden is not None:
@@ -246,13 +246,13 @@ def _balance_and_overlap(replay: Replay) -> list[WhatIf]:
     return [
         _case(replay, "perfect balance", balance, worse if longer > _WORTH_A_NOTE else None),
         _case(replay, "full overlap", overlap),
-        _case(replay, "both", max(both, overlap)),
+        _case(replay, "balance + overlap", max(both, overlap)),
     ]
 
 
 def _without(contention: Contention, replay: Replay, hidden: Floats) -> WhatIf:
     if not contention.share:
-        return _case(replay, "no contention", 1.0, contention.reason)
+        return WhatIf("no contention", None, None, contention.reason)
     # contention lies inside compute, so its limit counts it as lost
     compute = replay.compute - contention.share * hidden
     note = f"exchanges under way take {contention.share:.0%} of the compute beside them, which the limit counts as lost, too"

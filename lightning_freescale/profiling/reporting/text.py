@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lightning_freescale.profiling.analysis.planned import costs_in_words
-from lightning_freescale.profiling.reporting.verdict import PARTED
+from lightning_freescale.profiling.reporting.verdict import PARTED, WORTH_DOING
 
 _WIDTH = 120
 _ALL_RANKS = 8
@@ -19,7 +19,7 @@ _COLUMNS = ("data_wait", "compute", "straggler_wait", "transfer", "wait", "host_
 
 def summary(document: Mapping[str, Any]) -> str:
     """Return the text of a document, no line wider than 120 characters; its series are not needed."""
-    above, between = (_incomplete, _verdict, _why, _next, _title), (_bubble, _compute)
+    above, between = (_incomplete, _verdict, _why, _next, _also, _title), (_columns, _bubble, _compute)
     below = (_parted, _overlap, _what_if, _imbalance, _slow_ranks, _memory, _memory_growth, _waits, _overhead)
     lines = [*_wrapped(document, above), *_table(document), *_wrapped(document, between)]
     return "\n".join([*lines, *_balance(document), *_wrapped(document, below)])
@@ -55,9 +55,13 @@ def _next(document: Mapping[str, Any]) -> str | None:
     return _told(document, "next")
 
 
+def _also(document: Mapping[str, Any]) -> str | None:
+    return _told(document, "also")
+
+
 def _told(document: Mapping[str, Any], name: str) -> str | None:
-    # a report of an earlier version has none
-    return f"{name.capitalize() + ':':9}{document['verdict'][name]}" if "verdict" in document else None
+    told = document.get("verdict", {}).get(name)  # reports of earlier versions lack some
+    return f"{name.capitalize() + ':':9}{told}" if told else None
 
 
 def _title(document: Mapping[str, Any]) -> str:
@@ -66,8 +70,8 @@ def _title(document: Mapping[str, Any]) -> str:
     ranks = f"{run['world_size']} rank{'s'[: run['world_size'] != 1]} on {run['device']}"
     ranks += f" (only {known} of them in here)" if known != run["world_size"] else ""
     steps = f"{status['steps']} step{'s'[: status['steps'] != 1]}"
-    left_out = f", first {status['warmup']} left out" if status["warmup"] else ""
-    return f"Where the time went: {run['label']} ({run['model']}), {ranks}, {steps}{left_out}"
+    warm = f" after {status['warmup']} of warm-up" if status["warmup"] else ""
+    return f"Where the time went: {run['label']} ({run['model']}), {ranks}, {steps}{warm}"
 
 
 def _table(document: Mapping[str, Any]) -> list[str]:
@@ -91,6 +95,10 @@ def _extremes(ranks: list[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, An
     compute, data = ([rank["shares"][name] * rank["step_s"] for rank in ranks] for name in ("compute", "data_wait"))
     chosen = {"most compute": np.argmax(compute), "least compute": np.argmin(compute), "most data wait": np.argmax(data)}
     return [(f"{what}: {ranks[k]['rank']}", ranks[k]) for what, k in chosen.items()]
+
+
+def _columns(document: Mapping[str, Any]) -> str:
+    return "hidden: part of compute, behind which an exchange was under way; last: how often it arrived last at an exchange"
 
 
 def _bubble(document: Mapping[str, Any]) -> str:
@@ -161,6 +169,8 @@ def _overlap(document: Mapping[str, Any]) -> str | None:
 def _what_if(document: Mapping[str, Any]) -> str | None:
     cases = []
     for case in document["what_if"]:
+        if case["name"] == "no contention" and (case["speed_up"] or 0.0) < WORTH_DOING:
+            continue  # it is seldom there, and its row of the page says why
         gain = "left out" if case["speed_up"] is None else f"{case['speed_up']:.2f}x"
         cases.append(f"{case['name']} {gain}" + (f" ({case['note']})" if case["note"] else ""))
     limit = next((case["limit"] for case in document["what_if"] if case["limit"] is not None), None)
@@ -199,9 +209,11 @@ def _memory(document: Mapping[str, Any]) -> str | None:
         return None
     most = max(memory["ranks"], key=lambda rank: rank["peak_bytes"])
     uneven = f", {memory['peak_imbalance']:.2f}x the mean" if len(memory["ranks"]) > 1 else ""
-    now = max(rank["current_bytes"] for rank in memory["ranks"])
+    now = max(memory["ranks"], key=lambda rank: rank["current_bytes"])
+    few = "" if now["grows"] is not None else f"; too few readings to tell growth ({len(memory['step'])})"
     return (
-        f"memory: at most {_mib(most['peak_bytes'])} on rank {most['rank']}{uneven}; {_mib(now)} at the end of the last window"
+        f"memory: peak {_mib(most['peak_bytes'])} on rank {most['rank']}{uneven}; now {_mib(now['current_bytes'])} at most, on "
+        f"rank {now['rank']}{few}"
     )
 
 

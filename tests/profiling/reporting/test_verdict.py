@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,10 @@ from lightning_freescale.profiling.analysis.imbalance import Imbalance
 from lightning_freescale.profiling.analysis.what_if import WhatIf
 from lightning_freescale.profiling.reporting.facts import ExchangeFigures, RunInfo, WaitAttribution
 from lightning_freescale.profiling.reporting.report import BubbleReport
-from lightning_freescale.profiling.reporting.verdict import BubbleVerdict, verdict_on
+from lightning_freescale.profiling.reporting.verdict import _HOW, BubbleVerdict, verdict_on
 from tests.helpers.reports import RUN, full_report, report_of, step
 
-CASES = ("perfect balance", "full overlap", "both", "no data wait", "no host overhead", "no contention")
+CASES = ("perfect balance", "full overlap", "balance + overlap", "no data wait", "no host overhead", "no contention")
 UNEQUAL = Imbalance("cost model", 0.02, 0.001, 0.002, (1.0, 1.0), {}, 0.03)
 SLOW = Imbalance("cost model", 0.001, 0.02, 0.002, (1.0, 1.4), {1: 1.4}, 0.03)
 SLOW_OR_LONG = Imbalance("ranks", 0.0, 0.02, 0.002, (1.0, 1.4), {1: 1.4}, None)
@@ -49,8 +50,18 @@ def _verdict(gains: dict[str, float | None], **more: Any) -> BubbleVerdict:
     ("gains", "more", "cause", "advice"),
     [
         ({"no data wait": 1.3, "full overlap": 1.1}, {}, "data loading", "num_workers=2"),
-        ({"perfect balance": 1.25}, {"imbalance": UNEQUAL}, "imbalance of data", "FreeScaleDataModule(train_set, lengths=...)"),
-        ({"perfect balance": 1.25}, {"imbalance": UNEQUAL, "assignment": "as drawn"}, "imbalance of data", "balance=True"),
+        (
+            {"perfect balance": 1.25},
+            {"imbalance": UNEQUAL},
+            "imbalance of data",
+            "FreeScaleDataModule(train_set, lengths=..., collate_fn=...)",
+        ),
+        (
+            {"perfect balance": 1.25},
+            {"imbalance": UNEQUAL, "assignment": "as drawn"},
+            "imbalance of data",
+            "Take out balance=False",
+        ),
         ({"perfect balance": 1.25}, {"imbalance": UNEQUAL, "assignment": "fixed"}, "imbalance of data", "'slack'"),
         ({"perfect balance": 1.25}, {"imbalance": UNEQUAL, "assignment": "free"}, "imbalance of data", "larger batches"),
         ({"perfect balance": 1.25}, {"imbalance": SLOW}, "slow hardware", "slow_ranks='rebalance'"),
@@ -58,8 +69,13 @@ def _verdict(gains: dict[str, float | None], **more: Any) -> BubbleVerdict:
         ({"perfect balance": 1.25}, {"imbalance": JITTER}, "uneven compute", "other work on the machine"),
         ({"perfect balance": 1.25}, {"imbalance": UNKNOWN}, "uneven compute", "lengths_fn="),
         ({"full overlap": 1.2}, {"exchanges": (ROWS, DENSE), "overlap": "on"}, "embedding exchange", "target_bubble_reduction"),
-        ({"full overlap": 1.2}, {"exchanges": (TORCHREC, DENSE), "overlap": "off"}, "embedding exchange", "overlap=True"),
-        ({"full overlap": 1.2}, {"exchanges": (TORCHREC, DENSE), "overlap": "impossible"}, "embedding exchange", "the notice"),
+        (
+            {"full overlap": 1.2},
+            {"exchanges": (TORCHREC, DENSE), "overlap": "off"},
+            "embedding exchange",
+            "Take out overlap=False",
+        ),
+        ({"full overlap": 1.2}, {"exchanges": (TORCHREC, DENSE), "overlap": "impossible"}, "embedding exchange", "The notice"),
         ({"full overlap": 1.2}, {"exchanges": (BEHIND, DENSE_LONG), "overlap": "on"}, "embedding exchange", "split backward"),
         (
             {"full overlap": 1.2},
@@ -73,7 +89,7 @@ def _verdict(gains: dict[str, float | None], **more: Any) -> BubbleVerdict:
             {"full overlap": 1.2},
             {"exchanges": (_exchange("all_gather_single"),), "strategy": "ModelParallelStrategy"},
             "dense communication",
-            "sharded weights",
+            "Sharded weights",
         ),
         ({"full overlap": 1.2}, {"exchanges": (_exchange("all_gather"),)}, "other communication", "shows who calls it"),
         ({"full overlap": 1.2}, {"exchanges": (_exchange("all_reduce"),)}, "other communication", "sync_dist=True"),
@@ -81,16 +97,21 @@ def _verdict(gains: dict[str, float | None], **more: Any) -> BubbleVerdict:
             {"full overlap": 1.2},
             {"exchanges": (_exchange("reduce_scatter_tensor"),), "overlap": "impossible"},
             "embedding exchange",
-            "the notice",
+            "The notice",
         ),
-        ({"no host overhead": 1.2}, {}, "host overhead", "log_every_n_steps"),
-        ({"no host overhead": 1.02, "perfect balance": 1.029, "both": 1.1}, {}, "nothing", "more samples per rank"),
+        ({"no host overhead": 1.2}, {}, "host overhead", "on_train_batch_end"),
+        (
+            {"no host overhead": 1.02, "perfect balance": 1.029, "balance + overlap": 1.1},
+            {},
+            "nothing",
+            "more samples per rank",
+        ),
     ],
 )
 def test_each_cause_has_its_way_out(gains: dict[str, float | None], more: dict[str, Any], cause: str, advice: str) -> None:
     verdict = _verdict(gains, **more)
     assert verdict.cause == cause and advice in verdict.next
-    assert verdict.speed_up == max(gain for name, gain in gains.items() if name != "both" and gain is not None)
+    assert verdict.speed_up == max(gain for name, gain in gains.items() if name != "balance + overlap" and gain is not None)
     text = str(_report(gains, **more)).splitlines()
     assert text[0].startswith(f"Verdict: {verdict.verdict[:60]}")
     assert [line.split(":")[0] for line in text if line.startswith(("Why:", "Next:"))] == ["Why", "Next"]
@@ -118,6 +139,58 @@ def test_what_was_not_replayed_is_not_nothing() -> None:
     parts = np.array([[step(0.1, data_wait=0.06, forward=0.04)] * 2] * 3)
     verdict = verdict_on(report_of(parts, what_if=()).document())
     assert verdict.cause == "data wait" and verdict.speed_up is None and "Data wait, 60.0% of the time" in verdict.verdict
+
+
+def test_the_second_cause_stands_beside_the_first() -> None:
+    two = _verdict({"no data wait": 1.3, "perfect balance": 1.1, "no host overhead": 1.05}, imbalance=UNEQUAL)
+    assert two.cause == "data loading" and two.also is not None
+    assert two.also.startswith("Straggler wait") and "1.10x" in two.also and "FreeScaleDataModule" in two.also
+    one = _report({"no data wait": 1.3, "perfect balance": 1.02}, imbalance=UNEQUAL)
+    assert verdict_on(one.document()).also is None and "Also:" not in str(one)
+
+
+def test_workers_that_are_there_are_not_advised() -> None:
+    run = RunInfo(**{**vars(RUN), "num_workers": 2})
+    report = full_report(what_if=[WhatIf("no data wait", 1.3, 1.6)], run=run)
+    assert "More workers than num_workers=2" in verdict_on(report.document()).next
+
+
+@pytest.mark.parametrize(
+    ("run", "advice"),
+    [
+        (
+            {"strategy": "DDPStrategy"},
+            "Trainer(strategy='freescale') with FreeScaleDataModule(train_set, lengths=..., balance=",
+        ),
+        ({"strategy": "freescale", "assignment": "as drawn"}, "; FreeScaleDataModule(balance=BalanceOptions(calibrate=True"),
+    ],
+)
+def test_a_slow_rank_is_relieved_in_the_way_of_the_run(run: dict[str, Any], advice: str) -> None:
+    """Only our strategy calibrates; only our data module assigns."""
+    assert advice in _verdict({"perfect balance": 1.25}, imbalance=SLOW, **run).next
+
+
+def test_an_exchange_in_front_of_compute_has_its_speed() -> None:
+    exchange = ExchangeFigures("all_to_all_single", 5.0, 0.001, 0.2, 0.0, 1.2e6, (1, 1))
+    why = _verdict({"full overlap": 1.5}, exchanges=(exchange,), overlap="off").why
+    assert "1.2 MB, at 6 MB/s" in why
+    beside = exchange.__class__(**{**vars(exchange), "hidden": 0.1})
+    assert "MB/s" not in _verdict({"full overlap": 1.5}, exchanges=(beside,), overlap="on").why
+
+
+def test_small_sections_of_host_overhead_are_not_named() -> None:
+    named = _verdict({"no host overhead": 1.3}, host={"hooks before forward": 0.09, "embeddings: before the step": 0.0005})
+    assert named.why.endswith(
+        ": 90 ms in hooks before forward. It also makes other ranks wait, and those waits would go with it."
+    )
+    assert "on_train_batch_start" in named.next and "log_every_n_steps" not in named.next
+
+
+def test_every_way_out_has_its_recipe() -> None:
+    """The anchors that verdicts name are headings of the page."""
+    page = (Path(__file__).resolve().parents[3] / "docs" / "how_to" / "read_the_report.md").read_text()
+    headings = {"#" + line[3:].lower().replace(" ", "-") for line in page.splitlines() if line.startswith("## ")}
+    assert set(_HOW.values()) <= headings
 
 
 def test_of_one_rank_without_what_ifs_there_is_nothing_to_say() -> None:

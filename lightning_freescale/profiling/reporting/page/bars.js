@@ -18,7 +18,7 @@ function shares(body, report) {
 const IDEAS = {
   "perfect balance": "every rank computes the same in every step",
   "full overlap": "every transfer is hidden behind compute",
-  both: "perfect balance and full overlap",
+  "balance + overlap": "perfect balance and full overlap; their own gains overlap, too",
   "no data wait": "every batch is there when it is asked for",
   "no host overhead": "ranks do nothing but the model's work between exchanges",
   "no contention": "transfers under way do not slow compute down",
@@ -59,7 +59,8 @@ function imbalance(body, found, ratio) {
     el("p", { class: "note" }, slow.length
       ? `Slow hardware: ${slow.map(([rank, score]) => `rank ${rank} takes ${score.toFixed(2)} times as long as its samples explain`).join(", ")}.`
       : "No rank stands out as slow hardware."),
-    found.hardware_s < 0 ? el("p", { class: "note" }, "Hardware counts less than nothing because slow ranks were given less work.") : "",
+    found.hardware_s < -0.01 * excess ? el("p", { class: "note" }, slow.length ? "Hardware counts less than nothing: ranks that are slow were given less work."
+      : "Hardware counts less than nothing: it is below the error of what samples explain.") : "",
     el("p", { class: "note" }, (found.method === "ranks" ? "Told apart by ranks alone, without a cost model." : `Told apart by the ${found.method}.`)
       + (known(found.residual) ? ` Its median error is ${percent(found.residual)}.` : "")));
 }

@@ -16,7 +16,7 @@ function header({ run, status, summary, verdict, ranks: there }) {
   const reason = (status.reason ?? "no reason is known").replace(/\.$/, "");
   put("status", status.complete ? (lost + missing).trim() || null : `Interrupted: ${reason}. The report covers ${plural(status.steps, "step")}.${lost}${missing}`);
   const told = verdict ?? { verdict: `${percent(summary.shares.compute)} of the ranks’ time was compute.` };
-  put("verdict", ...["verdict", "why", "next"].filter((name) => told[name]).map((name) => el("p", { class: name }, el("b", {}, `${name[0].toUpperCase()}${name.slice(1)}: `), told[name])));
+  put("verdict", ...["verdict", "why", "next", "also"].filter((name) => told[name]).map((name) => el("p", { class: name }, el("b", {}, `${name[0].toUpperCase()}${name.slice(1)}: `), told[name])));
 }
 
 function figures({ summary, overhead, balance, status }) {
@@ -36,9 +36,21 @@ function footer({ run, version }) {
   put("footer", el("p", {}, ["Started " + moment(run.started), ...versions, `report version ${version}`].join(" · ")));
 }
 
+// What tells of the verdict's cause comes right below the shares.
+const TELLS = { "data loading": "series", "imbalance of data": "imbalance", "slow hardware": "ranks", "uneven compute": "imbalance",
+  "embedding exchange": "exchanges", "dense communication": "exchanges", "other communication": "exchanges", "host overhead": "host" };
+const SECTIONS = Array.from(document.querySelectorAll("main > section"));
+
+function arrange({ verdict }) {
+  document.querySelector("main").append(...SECTIONS);
+  const telling = verdict && TELLS[verdict.cause];
+  if (telling) document.getElementById("shares").after(document.getElementById(telling));
+}
+
 function show(report, packed) {
   document.body.setAttribute("aria-busy", "true"); // until the pictures are drawn
   clearPictures();
+  arrange(report);
   header(report);
   figures(report);
   shares(body("shares"), report);

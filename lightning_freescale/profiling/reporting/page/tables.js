@@ -85,7 +85,7 @@ function certainty(body, { wait_attribution: waits, run, overhead }) {
   const facts = [
     ["Wait for peers", waits.aligned ? divided : `Not divided into straggler wait and transfer: ${waits.reason}`],
     ["Turn from wait to transfer off by", waits.aligned ? `± ${duration(waits.uncertainty_s)}` : null],
-    ["Clocks", clock && `compared ${plural(clock.syncs, "time")}, best round trip ${duration(clock.round_trip_s)}, ${plural(clock.rejected, "measurement")} rejected, `
+    ["Clocks", clock && `compared ${plural(clock.syncs, "time")}, best round trip ${duration(clock.round_trip_s)}, ${plural(clock.rejected, "slow answer")} left out, `
       + `drift ${(clock.drift * 1e6).toFixed(2)} µs per second`],
     ["The profiler’s own cost", `${percent(overhead.share)} of the step: ${duration(overhead.total_s)}, of which exchanging records ${duration(overhead.exchange_s)}, on a thread aside, `
       + `and stamps ${duration(overhead.stamps_s)}, inside it`],

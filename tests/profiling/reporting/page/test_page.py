@@ -112,15 +112,18 @@ def test_the_verdict_stands_at_the_top(show):
     shares = {**document()["summary"]["shares"], "compute": 0.7, "straggler_wait": 0.12, "transfer": 0.16}
     ideas = [
         {"name": name, "speed_up": value, "limit": 1.5, "note": None}
-        for name, value in (("perfect balance", 1.1), ("full overlap", 1.2), ("both", 1.4))
+        for name, value in (("perfect balance", 1.1), ("full overlap", 1.2), ("balance + overlap", 1.4))
     ]
     page = show(document(summary={"shares": shares}, what_if=ideas))
-    assert every(page, "#verdict p", "e.className") == ["verdict", "why", "next"]
+    assert every(page, "#verdict p", "e.className") == ["verdict", "why", "next", "also"]
     told = words(page, "#verdict")
     assert told.startswith(
         "Verdict: Transfer, 16.0% of the time, most of it of rows of user_history: without it the run would be"
     )
     assert "Why: A rank waits" in told and "Next: " in told and "docs/how_to/read_the_report.md" in told
+    assert "Also: Straggler wait, 12.0% of the time" in told
+    # what tells of it comes right after where the time went
+    assert every(page, "main > section", "e.id")[1:3] == ["shares", "exchanges"]
 
 
 def test_a_report_of_an_earlier_version_has_no_verdict(show):

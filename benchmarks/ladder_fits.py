@@ -1,0 +1,177 @@
+"""The fits of the ladder: histories, a model that sleeps, and Lightning's Trainer with the options of a rung."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import end_to_end  # first: it sets the environment
+import lengths
+import lightning as L
+import numpy as np
+import overlap_workload
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+
+from lightning_freescale import BubbleProfiler, FreeScaleDataModule, FreeScaleStrategy
+from lightning_freescale.balance import CostModel
+from lightning_freescale.data import BalanceOptions
+
+RUNGS: dict[str, dict[str, Any]] = {
+    "floor": {"balance": True},
+    "plain": {},
+    "balance": {"balance": True},
+    "overlap": {"overlap": True},
+    "dedup": {"dedup": True},
+    "split": {"split_backward": True},
+    "window": {"micro_batches": 2},
+    "two-level": {"exchange": "two_level"},
+}
+"""What each adds to those before it; the floor and plain stand for themselves."""
+
+
+@dataclass(frozen=True)
+class Archetype:
+    """What a training run is made of.
+
+    Attributes:
+        attention: share of a mean history's compute that grows with the square of its length.
+        tables: how many, each asked for every item.
+        dim: of their rows.
+        batch: histories per rank and step.
+        family: lengths are drawn from it, see ``lengths.py``; those of ``--data`` if not given.
+    """
+
+    attention: float = 0.5
+    tables: int = 1
+    dim: int = 64
+    batch: int = 32
+    family: str | None = None
+
+
+ARCHETYPES = {
+    "middle": Archetype(),
+    "compute-heavy": Archetype(attention=0.9, dim=8),
+    "embedding-heavy": Archetype(attention=0.0, tables=4, batch=64, family="short"),
+}
+
+
+class Histories(Dataset[Tensor]):
+    """Each sample the items of one history in every table, shape ``[tables, length]``, drawn from its own index."""
+
+    def __init__(self, kind: Archetype, options: Any) -> None:
+        samples = (options.steps + end_to_end.SKIPPED) * kind.batch * int(os.environ["WORLD_SIZE"])
+        random = np.random.default_rng(overlap_workload.SEED)
+        self.lengths = _lengths(kind, options.data, random, samples)
+        popularity = np.cumsum(np.arange(1, options.rows + 1, dtype=np.float64) ** -overlap_workload.EXPONENT)
+        place = random.permutation(options.rows)  # the popular ones are anywhere in the table
+        drawn = random.random((kind.tables, int(self.lengths.sum()))) * popularity[-1]
+        ids = torch.from_numpy(place[np.searchsorted(popularity, drawn)])
+        self._ids = ids.split(self.lengths.tolist(), dim=1)
+        mean, square = self.lengths.mean(), float((self.lengths.astype(np.float64) ** 2).mean())
+        # of a second of mean compute, as shares of the two kinds; both by the mean history
+        seconds = options.compute_ms / 1000 / kind.batch
+        self.cost = CostModel(linear=seconds * (1 - kind.attention) / mean, quadratic=seconds * kind.attention / square)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self._ids[index]
+
+
+def _lengths(kind: Archetype, path: Path | None, random: np.random.Generator, samples: int) -> NDArray[np.int64]:
+    if kind.family is not None:
+        return lengths.draw_lengths(kind.family, random, samples).astype(np.int64)
+    _, known = lengths.read_lengths(overlap_workload.RATINGS if path is None else path)
+    return random.choice(known, samples).astype(np.int64)
+
+
+class Sleeper(end_to_end.Sleeper):
+    """Sleeps as long as the cost model says, and asks every table."""
+
+    def __init__(self, kind: Archetype, cost: CostModel, options: Any, exchanges: bool) -> None:
+        super().__init__(options, 0.0, exchanges)
+        self._cost, self._keys = cost, _keys(kind)
+        if exchanges:
+            tables = [
+                EmbeddingConfig(num_embeddings=options.rows, embedding_dim=kind.dim, name=key, feature_names=[key])
+                for key in self._keys
+            ]
+            self.items = EmbeddingCollection(tables=tables, device=torch.device("meta"))
+
+    def seconds_of(self, batch: KeyedJaggedTensor) -> float:
+        """By the lengths of the histories."""
+        samples = batch.lengths()[: batch.stride()]
+        return float(self._cost(samples.double().numpy()).sum())
+
+    def rows_of(self, batch: KeyedJaggedTensor) -> Tensor:
+        """Those of all tables, added up."""
+        found = self.items(batch)
+        return sum((found[key].values() for key in self._keys if key in found), torch.zeros(()))
+
+
+def _keys(kind: Archetype) -> list[str]:
+    return ["item", *(f"item_{number}" for number in range(1, kind.tables))]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What one fit measured; seconds of each step on this rank, shares of all ranks' time on rank 0."""
+
+    wall: NDArray[np.float64]
+    compute: NDArray[np.float64]
+    shares: dict[str, float]
+    collision_rate: float | None
+
+
+def fit(name: str, kind: Archetype, data: Histories, options: Any, number: int) -> Fit:
+    choices = _choices(name)
+    torch.manual_seed(0)
+    options.dim, options.variants = kind.dim, options.rungs
+    model = Sleeper(kind, data.cost, options, exchanges=name != "floor")
+    module = FreeScaleDataModule(
+        data, data.lengths, kind.batch, cost=data.cost, collate_fn=lambda samples: _collate(samples, kind), seed=number,
+        balance=choices.pop("balance", False) and BalanceOptions(assignment_mode="slack"), loss_reduction="target_mean",
+        micro_batches=choices.pop("micro_batches", 1),
+    )  # fmt: skip
+    strategy = FreeScaleStrategy(**{"overlap": False, **choices})
+    profiler = BubbleProfiler(mkdtemp(), warmup_steps=end_to_end.SKIPPED, verbose=False)
+    trainer = L.Trainer(
+        strategy=strategy, accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]), max_epochs=-1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[profiler],
+    )  # fmt: skip
+    trainer.fit(model, datamodule=module)
+    first = end_to_end.SKIPPED
+    overlap = strategy.overlap_report
+    return Fit(
+        wall=np.diff(model.began)[first - 1 : -1],
+        compute=np.array(model.computed[first - 1 : -2]),
+        shares={} if profiler.report is None else dict(profiler.report.shares),
+        collision_rate=None if overlap is None else overlap.collision_rate,
+    )
+
+
+def _choices(name: str) -> dict[str, Any]:
+    """Return the options of a rung: what the rungs up to it add."""
+    rungs = list(RUNGS)
+    climbed = rungs[1 : rungs.index(name) + 1] if name != "floor" else ["floor"]
+    choices = {key: value for rung in climbed for key, value in RUNGS[rung].items()}
+    if choices.get("overlap"):
+        choices.setdefault("dedup", False)
+    return choices
+
+
+def _collate(samples: list[Tensor], kind: Archetype) -> KeyedJaggedTensor:
+    lengths_of = torch.tensor([each.shape[1] for each in samples]).int().repeat(kind.tables)
+    return KeyedJaggedTensor(_keys(kind), torch.cat(samples, dim=1).flatten(), lengths=lengths_of)
