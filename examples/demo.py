@@ -1,13 +1,18 @@
-"""Train an HSTU-style model on MovieLens histories with two ranks, first as drawn, then balanced, and show what it brought."""
+"""Train an HSTU-style model on MovieLens histories with two ranks, one technique more in each run, and show what each brings.
+
+First as this machine is, where rows cross memory; then, where the machine can make one, over a slow link between two hosts.
+"""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import os
+import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,37 +21,45 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # two ranks share the machine's c
 import lightning as L
 from hstu import CollateWithNegatives, HSTURecommender
 
-from lightning_freescale import BubbleProfiler, FreeScaleDataModule
+from lightning_freescale import BubbleProfiler, FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.profiling.reporting.page import write_page
 
+LINK = os.environ.get("NETLAB_RATE")  # each rank is on a host of its own, behind a link of that speed
 RATINGS = Path(__file__).parent / "data" / "ml-latest-small" / "ratings.csv.gz"
+NETLAB = Path(__file__).parents[1] / "benchmarks" / "netlab.py"
 COLUMNS: dict[str, Any] = {"user": "userId", "item": "movieId", "time": "timestamp", "order": "sort", "ties": "keep"}
-ROWS = {
-    "bubble": "1 - compute / wall time",
-    "data_wait": "",
-    "straggler_wait": "waiting for a slower rank",
-    "transfer": "exchange that no compute hid",
-    "host_overhead": "",
+RUNGS: dict[str, dict[str, bool]] = {
+    "plain": {"balance": False, "overlap": False},
+    "+ balance": {"balance": True, "overlap": False},
+    "+ overlap": {"balance": True, "overlap": True},
+    "+ split backward": {"balance": True, "overlap": True, "split_backward": True},
 }
+"""Plain is TorchRec's own exchange under DDP; the third is what ``"freescale"`` and ``FreeScaleDataModule`` do by default."""
+PARTS = ("data_wait", "straggler_wait", "transfer", "host_overhead")
+NOTHING = 1.02
+"""A technique whose gain is below this is said to bring nothing."""
 
 
-def main() -> None:
-    """Both runs and the table."""
+def main() -> int:
+    """All runs and the tables."""
     options = _arguments()
     quiet()
+    environment = dict(os.environ)  # before the Trainer's launcher adds to it
+    if LINK:
+        os.environ |= {"TORCHELASTIC_RUN_ID": "demo", "GROUP_RANK": os.environ["RANK"]}
     started = time.perf_counter()
-    runs = {}
-    for name, balance in (("off", False), ("on", True)):
-        runs[name] = _run(options, name, balance)
-    if runs["on"]["rank"] == 0:
-        print(_table(runs, options.devices))
-        page = write_page(options.out / "report.html", [run["report"].document() for run in runs.values()])
-        print(f"{time.perf_counter() - started:.0f} s. Both runs as a page, open it in a browser: {page}")
-        print("Their traces, open them at https://ui.perfetto.dev:")
-        print(*(f"  {run['files']['trace']}" for run in runs.values()), sep="\n")
+    runs = {name: _run(options, name, **chosen) for name, chosen in RUNGS.items()}
+    if runs["+ balance"]["rank"] != 0:
+        return 0
+    print(_table(runs, options.devices))
+    page = write_page(options.out / "report.html", [run["report"].document() for run in runs.values()])
+    print(f"{time.perf_counter() - started:.0f} s. The runs as a page, open it in a browser: {page}")
+    print("Their traces, open them at https://ui.perfetto.dev:")
+    print(*(f"  {run['files']['trace']}" for run in runs.values()), sep="\n")
+    return 0 if LINK or options.link == "none" else _over_a_link(options, environment)
 
 
-def _run(options: argparse.Namespace, name: str, balance: bool) -> dict[str, Any]:
+def _run(options: argparse.Namespace, name: str, balance: bool, **chosen: bool) -> dict[str, Any]:
     L.seed_everything(options.seed, verbose=False)
     data = FreeScaleDataModule.from_interactions(
         RATINGS,
@@ -57,12 +70,12 @@ def _run(options: argparse.Namespace, name: str, balance: bool) -> dict[str, Any
     )
     data.collate_fn = CollateWithNegatives(data.histories.num_items)
     model = HSTURecommender(num_items=data.histories.num_items)
-    label = "balanced" if balance else "as drawn"
-    profiler = BubbleProfiler(options.out / name, label=label, verbose=False)
+    profiler = BubbleProfiler(options.out / name.strip("+ ").replace(" ", "_"), label=name, verbose=False)
     trainer = L.Trainer(
-        strategy="freescale",
+        strategy=FreeScaleStrategy(**chosen),
         accelerator="cpu",
-        devices=options.devices,
+        devices=1 if LINK else options.devices,
+        num_nodes=options.devices if LINK else 1,
         max_epochs=options.epochs,
         num_sanity_val_steps=0,
         limit_val_batches=0,
@@ -70,61 +83,95 @@ def _run(options: argparse.Namespace, name: str, balance: bool) -> dict[str, Any
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
+        enable_progress_bar=int(os.environ.get("RANK", "0")) == 0,
     )
     if trainer.is_global_zero:
-        print(f"\n{label.capitalize()}: {options.epochs} epochs on {options.devices} ranks", flush=True)
+        print(f"\n{name}: {options.epochs} epochs on {options.devices} ranks, {_where()}", flush=True)
     trainer.fit(model, data)
     scores = trainer.test(model, data, verbose=False)[0]
-    return {
-        "rank": trainer.global_rank,
-        "report": profiler.report,
-        "files": profiler.files,
-        "scores": scores,
-    }
+    return {"rank": trainer.global_rank, "report": profiler.report, "files": profiler.files, "scores": scores}
 
 
-def _table(runs: dict[str, dict[str, Any]], ranks: int) -> str:
-    off, on = runs["off"]["report"], runs["on"]["report"]
-    steps = off.breakdown.shape[0]
+def _where() -> str:
+    return f"on two hosts, links of {LINK}" if LINK else "on one host"
+
+
+def _table(runs: Mapping[str, Mapping[str, Any]], ranks: int) -> str:
+    """What each run took, against the first and against the one above."""
+    reports = [run["report"] for run in runs.values()]
+    plain, balanced, last = reports[0], reports[1], reports[-1]
+    heads = (
+        "bubble",
+        *(part.split("_")[0] for part in PARTS),
+        "ms/step",
+        "samples/s",
+        "speed-up",
+        "at equal compute",
+        "NDCG@10",
+    )
     lines = [
         "",
-        f"HSTU on ml-latest-small, {ranks} ranks, {steps} measured steps each, same samples in every step",
-        f"{'':<46}{'as drawn':>10}{'balanced':>10}",
-        _row("bubble (1 - compute / wall time)", off.bubble, on.bubble, ".1%"),
+        f"HSTU on ml-latest-small, {ranks} ranks, {_where()}: {plain.breakdown.shape[0]} steps each, of the same samples",
+        f"{'':<18}" + "".join(f"{head:>{max(10, len(head) + 2)}}" for head in heads),
     ]
-    for part, note in list(ROWS.items())[1:]:
-        label = part.replace("_", " ") + (f" ({note})" if note else "")
-        lines.append(_row(f"  {label}", off.shares[part], on.shares[part], ".1%"))
-    plan = on.balance
+    for (name, run), report in zip(runs.items(), reports):
+        shares = "".join(f"{share:>10.1%}" for share in (report.bubble, *(report.shares[part] for part in PARTS)))
+        gains = f"{f'{report.samples_per_s / plain.samples_per_s:.2f}x':>10}{f'{_equal(plain, report):.2f}x':>18}"
+        score = run["scores"]["test_NDCG@10"]
+        lines.append(f"{name:<18}{shares}{report.step_s * 1e3:>10.1f}{report.samples_per_s:>11.1f}{gains}{score:>10.4f}")
+    plan, limit = balanced.balance, plain.limit
+    removed = 1 - last.bubble / plain.bubble if plain.bubble else 0.0
     lines += [
-        _row("predicted imbalance (max / mean) *", plan.unbalanced, plan.balanced, ".3f"),
-        f"{'  no assignment gets below *':<46}{'':>10}{plan.lower_bound:>10.3f}",
-        _row("measured compute imbalance", off.compute_imbalance, on.compute_imbalance, ".3f"),
-        _row("compute, ms per step and rank", off.compute_s * 1e3, on.compute_s * 1e3, ".1f"),
-        _row("samples/s", off.samples_per_s, on.samples_per_s, ".1f"),
-    ]
-    for metric in ("NDCG@10", "HR@10"):
-        lines.append(_row(f"{metric} (all unseen items)", *(r["scores"][f"test_{metric}"] for r in runs.values()), ".4f"))
-    removed = 1 - on.bubble / off.bubble if off.bubble else 0.0
-    alone, measured = (1 - on.bubble) / (1 - off.bubble), on.samples_per_s / off.samples_per_s
-    lines += [
-        f"* by {plan.costs}, as on the balanced run's page;",
-        f"  the page of the run as drawn has {off.balance.unbalanced:.3f}, by {off.balance.costs}",
-        f"{removed:.0%} of a bubble of {off.bubble:.1%} removed: {alone:.2f}x the samples/s at equal compute,",
-        f"{measured:.2f}x measured (the runs follow each other, so the machine's other load shows)",
+        "plain is TorchRec's own exchange under DDP. data, straggler and transfer are waits: for the batch, for a slower rank, for",
+        "  bytes that no compute hid; host is the loop and its hooks. The runs follow each other, so samples/s show what else the",
+        "  machine does; at equal compute, by the bubbles alone, they do not.",
+        f"imbalance of compute (max / mean): predicted {plan.unbalanced:.3f} as drawn, {plan.balanced:.3f} balanced, and none gets",
+        f"  below {plan.lower_bound:.3f}, by {plan.costs};",
+        f"  measured {plain.compute_imbalance:.3f} as drawn, {balanced.compute_imbalance:.3f} balanced",
+        *_nothing(list(runs), reports),
+        f"in all {removed:.0%} of a bubble of {plain.bubble:.1%} is removed: {_equal(plain, last):.2f}x at equal compute "
+        f"of at most {limit:.2f}x",
     ]
     return "\n".join(lines)
 
 
-def _row(label: str, off: float, on: float, form: str) -> str:
-    return f"{label:<46}{off:>10{form}}{on:>10{form}}"
+def _equal(before: Any, after: Any) -> float:
+    """How many times as fast a run is as another, if both computed equally fast."""
+    return float((1 - after.bubble) / (1 - before.bubble))
+
+
+def _nothing(names: list[str], reports: list[Any]) -> list[str]:
+    """Say of every technique that brought nothing what there was for it to remove."""
+    removes = {"+ balance": "straggler_wait", "+ overlap": "transfer", "+ split backward": "transfer"}
+    lines = []
+    for name, before, after in zip(names[1:], reports, reports[1:]):
+        if _equal(before, after) < NOTHING:
+            part = removes[name]
+            lines.append(
+                f"{name} brings nothing here: {part.replace('_', ' ')} was {before.shares[part]:.1%} of the time before it"
+            )
+    return lines
+
+
+def _over_a_link(options: argparse.Namespace, environment: dict[str, str]) -> int:
+    """The same runs on two hosts of this machine's own making."""
+    can = subprocess.run([sys.executable, NETLAB, "--check"], env=environment, capture_output=True, text=True)
+    if can.returncode:
+        print(f"\nNo second table, over a slow link: {(can.stderr or can.stdout).strip()}")
+        return 0
+    print(f"\nThe same once more, over links of {options.link} between two hosts that this machine makes:", flush=True)
+    lab = [NETLAB, "--hosts", str(options.devices), "--rate", options.link, "--"]
+    script = [sys.executable, __file__, "--devices", str(options.devices), "--epochs", str(max(1, options.epochs // 2))]
+    rest = ["--batch-size", str(options.batch_size), "--seed", str(options.seed), "--out", options.out / "slow_link"]
+    return subprocess.run([sys.executable, *lab, *script, *rest], env=environment).returncode
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", type=int, default=2, help="ranks (default: 2)")
-    parser.add_argument("--epochs", type=int, default=15, help="epochs of each run (default: 15)")
+    parser.add_argument("--epochs", type=int, default=6, help="epochs of each run, over a link half of them (default: 6)")
     parser.add_argument("--batch-size", type=int, default=16, help="histories per rank and step (default: 16)")
+    parser.add_argument("--link", default="50mbit", help="speed of the slow link, none for no second table (default: 50mbit)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--out", type=Path, default=Path("demo_output"), help="folder for reports, page and traces (default: demo_output)"

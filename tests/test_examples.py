@@ -175,15 +175,33 @@ def _report_of(plan: PlannedBalance) -> Any:
 
 
 def test_the_demo_predicts_what_its_page_does_and_says_by_which_costs() -> None:
-    planned = {
-        "off": PlannedBalance(1.4, None, 1.1, None, None, None, None, 0, 3),
-        "on": PlannedBalance(1.3, 1.05, 1.04, 0.01, None, None, None, 2, 3),
+    drawn = PlannedBalance(1.4, None, 1.1, None, None, None, None, 0, 3)
+    balanced = PlannedBalance(1.3, 1.05, 1.04, 0.01, None, None, None, 2, 3)
+    runs = {
+        name: {"report": _report_of(plan), "scores": {"test_NDCG@10": 0.0}}
+        for name, plan in zip(demo.RUNGS, (drawn, balanced, balanced, balanced))
     }
-    scores = {"test_NDCG@10": 0.0, "test_HR@10": 0.0}
-    runs = {name: {"report": _report_of(plan), "scores": scores} for name, plan in planned.items()}
     lines = demo._table(runs, 2).splitlines()
-    shown = runs["on"]["report"].document()["balance"]["compute"]
-    (row,) = [line for line in lines if line.startswith("predicted imbalance")]
-    assert [float(cell) for cell in row.split()[-2:]] == [shown["as_drawn"], shown["balanced"]]
-    note = lines.index("* by the costs as given in 1 step, fitted to measured times in 2, as on the balanced run's page;")
-    assert lines[note + 1].strip() == "the page of the run as drawn has 1.400, by the costs as given"
+    shown = runs["+ balance"]["report"].document()["balance"]["compute"]
+    (at,) = [k for k, line in enumerate(lines) if line.startswith("imbalance of compute")]
+    assert f"predicted {shown['as_drawn']:.3f} as drawn, {shown['balanced']:.3f} balanced" in lines[at]
+    assert "by the costs as given in 1 step, fitted to measured times in 2" in lines[at + 1]
+
+
+def test_the_demo_has_a_row_for_each_technique_and_says_where_one_brings_nothing() -> None:
+    plan = PlannedBalance(1.3, 1.05, 1.04, 0.01, None, None, None, 0, 3)
+    computes = dict(zip(demo.RUNGS, (0.05, 0.08, 0.0801, 0.09)))
+    runs = {
+        name: {
+            "report": report_of(np.array([[step(0.1, forward=c, transfer=0.01)] * 2] * 3), np.full((3, 2), 16), balance=plan),
+            "scores": {"test_NDCG@10": 0.0},
+        }
+        for name, c in computes.items()
+    }
+    lines = demo._table(runs, 2).splitlines()
+    rows = {name: next(line for line in lines if line.startswith(f"{name:<18}")).split() for name in demo.RUNGS}
+    assert [row[-2] for row in rows.values()] == ["1.00x", "1.60x", "1.60x", "1.80x"]
+    assert [line for line in lines if "brings nothing" in line] == [
+        "+ overlap brings nothing here: transfer was 10.0% of the time before it"
+    ]
+    assert lines[-1] == "in all 80% of a bubble of 50.0% is removed: 1.80x at equal compute of at most 2.00x"
