@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "_worker": set(),
     "balance": set(),
     "comm": {"_code_place", "_worker"},
+    "simulator": set(),
     "profiling": {"_code_place", "_objects", "_version", "_worker"},
     "data": {"_worker", "_objects", "_torchrec", "balance", "comm"},
     "embeddings": {"_objects", "_torchrec", "_worker", "comm"},

@@ -15,7 +15,7 @@ import pytest
 from tests.docs.pages import DOCS, ROOT
 
 MISSING = [name for name in ("mkdocs", "material", "mkdocstrings") if find_spec(name) is None]
-ROOMS = ["", ".balance", ".data", ".profiling", ".comm", ".testing"]
+ROOMS = ["", ".balance", ".data", ".profiling", ".comm", ".simulator", ".testing"]
 
 
 def _public(module: ModuleType) -> set[str]:

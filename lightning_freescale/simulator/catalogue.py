@@ -1,0 +1,106 @@
+"""How many rows a batch needs, and how many of them another one needs as well: closed forms for Zipf-distributed items."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_freescale.simulator.quantity import Quantity, assumed
+
+Floats = NDArray[np.float64]
+_BINS = 400
+_STEEPEST = 3.0
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """Items whose popularity falls as ``rank ** -exponent``; lookups are independent of each other.
+
+    Attributes:
+        rows: how many there are.
+        exponent: of their popularity.
+    """
+
+    rows: int = 10_000_000
+    exponent: Quantity = field(default_factory=lambda: assumed(1.05, 0.8, 1.2, "", "popularity of items in public data sets"))
+
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise ValueError(f"Catalogue(rows={self.rows}): pass at least 1")
+
+    def unique(self, tokens: Floats | float) -> Floats:
+        """Return how many rows so many lookups need, each once; of the shape of ``tokens``."""
+        chance, count = self._popularity()
+        return _over_grid(tokens, lambda grid: -np.expm1(-np.outer(grid, chance)) @ count)
+
+    def colliding(self, tokens: Floats | float, others: float) -> Floats:
+        """Return how many of these rows are among those that ``others`` lookups need."""
+        chance, count = self._popularity()
+        needed = -np.expm1(-others * chance) * count
+        return _over_grid(tokens, lambda grid: -np.expm1(-np.outer(grid, chance)) @ needed)
+
+    def collision_rate(self, tokens: float) -> float:
+        """Return the share of the rows of a global batch of so many lookups that the batch before needed as well."""
+        return float(self.colliding(tokens, tokens) / self.unique(tokens))
+
+    def fitted(self, collision_rate: Quantity, tokens: float) -> Catalogue:
+        """Return the catalogue of as many rows whose global batches of so many lookups collide as was measured.
+
+        Raises:
+            ValueError: no exponent up to 3 leads to such a rate.
+        """
+        least, most = (self._with(end).collision_rate(tokens) for end in (0.0, _STEEPEST))
+        if not least <= collision_rate.value <= most:
+            raise ValueError(
+                f"collision rate {collision_rate.value:.3f} of {tokens:.0f} lookups in {self.rows} rows: "
+                f"between {least:.3f} and {most:.3f} would be possible; check the number of rows"
+            )
+        low, value, high = (
+            self._exponent(min(max(rate, least), most), tokens)
+            for rate in (collision_rate.low, collision_rate.value, collision_rate.high)
+        )
+        source = f"from a collision rate of {collision_rate.value:.3f}, {collision_rate.source}"
+        exponent = Quantity(value, collision_rate.word, min(low, value), max(high, value), "", source)
+        return replace(self, exponent=exponent)
+
+    def _exponent(self, rate: float, tokens: float) -> float:
+        low, high = 0.0, _STEEPEST
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._with(middle).collision_rate(tokens) < rate else (low, middle)
+        return (low + high) / 2
+
+    def _with(self, exponent: float) -> Catalogue:
+        return replace(self, exponent=Quantity(exponent, "assumed"))
+
+    def _popularity(self) -> tuple[Floats, Floats]:
+        return _popularity(self.rows, self.exponent.value)
+
+
+@lru_cache(maxsize=256)
+def _popularity(rows: int, exponent: float) -> tuple[Floats, Floats]:
+    """Chance of a row to be looked up, and number of rows, of bins that grow as the popularity falls."""
+    edges = np.unique(np.geomspace(1, rows + 1, _BINS).round())
+    count = np.diff(edges)
+    first, last = edges[:-1] - 0.5, edges[1:] - 0.5  # the integral around each row
+    if abs(exponent - 1) < 1e-9:
+        weight = np.log(last / first)
+    else:
+        weight = (last ** (1 - exponent) - first ** (1 - exponent)) / (1 - exponent)
+    few = count == 1
+    weight[few] = edges[:-1][few] ** -exponent
+    return weight / weight.sum() / count, count
+
+
+def _over_grid(tokens: Floats | float, function: Callable[[Floats], Floats]) -> Floats:
+    """Evaluate at a few numbers and interpolate: a thousand ranks hold nearly the same."""
+    asked = np.asarray(tokens, dtype=np.float64)
+    low, high = float(asked.min()), float(asked.max())
+    if high <= 0:
+        return np.zeros_like(asked)
+    grid = np.unique(asked) if asked.size <= 24 else np.linspace(low, high, 24)
+    return np.interp(asked, grid, function(grid))

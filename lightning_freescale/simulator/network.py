@@ -1,0 +1,175 @@
+"""How long an exchange between all ranks takes: links that are shared fairly, or the busiest direction of any."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_freescale.simulator.quantity import WORDS, Quantity, assumed
+
+Floats = NDArray[np.float64]
+EXACT_RANKS = 8
+"""Up to so many ranks every flow is followed; beyond, the last to arrive and the busiest link decide."""
+_NOTHING = 1e-6  # bytes
+
+
+@dataclass(frozen=True)
+class Network:
+    """What connects the ranks. All links are full duplex.
+
+    Attributes:
+        bandwidth: bytes per second and direction that a rank has to ranks of other nodes.
+        latency: seconds of an exchange besides its bytes.
+        peer_latency: seconds that it takes more for every other rank.
+        ranks_per_node: ranks are numbered node after node.
+        node_bandwidth: bytes per second and direction to the ranks of its own node; nothing to do with the other link.
+    """
+
+    bandwidth: Quantity = field(
+        default_factory=lambda: assumed(48e9, 24e9, 49e9, "B/s", "one 400 Gb/s card per GPU: nccl-tests #267, NCCL #1531")
+    )
+    latency: Quantity = field(default_factory=lambda: assumed(2e-5, 1e-5, 1e-4, "s", "an exchange of NCCL"))
+    peer_latency: Quantity = field(default_factory=lambda: assumed(3e-6, 1.5e-6, 4.5e-6, "s", "NCCL #1531, 64 H800"))
+    ranks_per_node: int = 8
+    node_bandwidth: Quantity = field(
+        default_factory=lambda: assumed(370e9, 240e9, 400e9, "B/s", "NVLink of an H100: nccl-tests #212")
+    )
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_node < 1 or min(self.bandwidth.low, self.node_bandwidth.low) <= 0 or min(self._latencies()) < 0:
+            raise ValueError(
+                f"Network(bandwidth={self.bandwidth}, latency={self.latency}, peer_latency={self.peer_latency}, "
+                f"ranks_per_node={self.ranks_per_node}, node_bandwidth={self.node_bandwidth}): pass bandwidths > 0, "
+                "latencies >= 0, at least one rank per node"
+            )
+
+    def _latencies(self) -> tuple[float, float]:
+        return self.latency.low, self.peer_latency.low
+
+    @classmethod
+    def read(cls, path: Path) -> Network:
+        """Return the network that a JSON file tells; what it leaves out stays as assumed.
+
+        A quantity is a number, or ``{"value": 25e9, "low": 20e9, "high": 26e9, "word": "measured", "source": "nccl-tests"}``; a
+        number alone is assumed, with no range.
+
+        Raises:
+            ValueError: it is no such file; names the entry.
+        """
+        try:
+            told = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is not JSON: {error}") from error
+        known = [each.name for each in fields(cls)]
+        if not isinstance(told, Mapping) or set(told) - set(known):
+            raise ValueError(f"{path} describes no network: pass an object with some of {', '.join(known)}")
+        default = cls()
+        return cls(**{name: _entry(path, name, getattr(default, name), value) for name, value in told.items()})
+
+    def finish(self, arrival: Floats, outgoing: Floats, incoming: Floats, node_share: float | None = None) -> Floats:
+        """Return when each rank has its exchange behind it, shape ``[ranks]``.
+
+        What a rank sends and receives is spread evenly over all ranks, itself included.
+
+        Args:
+            arrival: when each rank begins, shape ``[ranks]``.
+            outgoing: bytes that each rank sends of its own, to the owners of rows; shape ``[ranks]``.
+            incoming: bytes that each rank gets for itself, from the owners; shape ``[ranks]``.
+            node_share: in two levels: of what the ranks of a node send or get, the share that crosses between nodes.
+        """
+        ranks = len(arrival)
+        if ranks == 1:
+            return arrival
+        if node_share is not None and self._nodes(ranks) > 1:
+            return self._in_two_levels(arrival, outgoing, incoming, node_share)
+        fixed = self.latency.value + self.peer_latency.value * (ranks - 1)
+        if ranks <= EXACT_RANKS:
+            return self._flows(arrival, outgoing, incoming, fixed)
+        return np.full(ranks, arrival.max() + fixed + self._busiest(outgoing, incoming))
+
+    def all_reduce(self, size: float, ranks: int) -> float:
+        """Return the seconds of a ring over all ranks, of ``size`` bytes each."""
+        slowest = self.bandwidth.value if self._nodes(ranks) > 1 else self.node_bandwidth.value
+        return 0.0 if ranks == 1 or size == 0 else 2 * self.latency.value + 2 * (ranks - 1) / ranks * size / slowest
+
+    def _nodes(self, ranks: int) -> int:
+        return -(-ranks // self.ranks_per_node)
+
+    def _on_node(self, ranks: int) -> int:
+        return min(self.ranks_per_node, ranks)
+
+    def _busiest(self, outgoing: Floats, incoming: Floats) -> float:
+        """Seconds of the link that has most to do, in one direction."""
+        ranks, near = len(outgoing), self._on_node(len(outgoing)) - 1
+        all_out, all_in = outgoing.sum(), incoming.sum()
+        far = ranks - 1 - near
+        # of a rank's own, one part goes to each; of the others', one part comes from each of the same node
+        sends = outgoing + (all_in - incoming) / max(ranks - 1, 1)
+        gets = incoming + (all_out - outgoing) / max(ranks - 1, 1)
+        most = float(max(sends.max(), gets.max())) / ranks
+        return max(far * most / self.bandwidth.value, near * most / self.node_bandwidth.value)
+
+    def _in_two_levels(self, arrival: Floats, outgoing: Floats, incoming: Floats, share: float) -> Floats:
+        """Through proxies of the own node, which bring together what it needs; the two stages one after the other."""
+        ranks, near = len(arrival), self._on_node(len(arrival))
+        nodes = self._nodes(ranks)
+        fixed = 2 * self.latency.value + self.peer_latency.value * (near - 1 + nodes - 1)
+        most = float(max(outgoing.max(), outgoing.mean(), incoming.max(), incoming.mean()))
+        within = most * (near - 1) / near / self.node_bandwidth.value
+        crossing = share * float(max(outgoing.mean(), incoming.mean())) * (nodes - 1) / nodes / self.bandwidth.value
+        return np.full(ranks, arrival.max() + fixed + within + crossing)
+
+    def _flows(self, arrival: Floats, outgoing: Floats, incoming: Floats, fixed: float) -> Floats:
+        """Every pair's bytes as a flow; each link is shared equally by those on it, at both ends."""
+        ranks = len(arrival)
+        size = (outgoing[:, None] + incoming[None, :]) / ranks
+        np.fill_diagonal(size, 0.0)
+        source, target = np.nonzero(size > _NOTHING)
+        far = source // self.ranks_per_node != target // self.ranks_per_node
+        speed = np.where(far, self.bandwidth.value, self.node_bandwidth.value)
+        sends, gets = 2 * source + far, 2 * target + far  # each rank has a link of each kind
+        left, begin = size[source, target], np.maximum(arrival[source], arrival[target]) + fixed
+        end = begin.copy()
+        alive, now = np.ones(len(left), dtype=bool), begin.min() if len(begin) else 0.0
+        while alive.any():
+            flowing = alive & (begin <= now + 1e-12)
+            if not flowing.any():
+                now = begin[alive].min()
+                continue
+            on_way, on_arrival = (np.bincount(link[flowing], minlength=2 * ranks)[link] for link in (sends, gets))
+            rate = speed / np.maximum(np.maximum(on_way, on_arrival), 1)
+            needed = np.where(flowing, left / rate, np.inf)
+            span = needed.min()
+            waiting = begin[alive & ~flowing]
+            if len(waiting):
+                span = min(span, waiting.min() - now)
+            left = np.where(flowing, left - rate * span, left)
+            done = flowing & ((left <= _NOTHING) | (needed <= span))
+            now += span
+            end[done] = now
+            alive &= ~done
+        finish = np.full(ranks, arrival.max() if not len(source) else 0.0) + fixed * (not len(source))
+        finish = np.maximum(finish, arrival)
+        np.maximum.at(finish, source, end)
+        np.maximum.at(finish, target, end)
+        return finish
+
+
+def _entry(path: Path, name: str, default: Any, told: Any) -> Any:
+    if name == "ranks_per_node":
+        if isinstance(told, int) and told >= 1:
+            return told
+        raise ValueError(f"{path}, {name}: {told!r} is not a whole number >= 1")
+    given = {"value": told} if isinstance(told, (int, float)) else told
+    try:
+        return Quantity(**{"word": WORDS[1], "unit": default.unit, "source": path.name, **given})
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path}, {name}: {told!r} is no quantity ({error}); pass a number, or value, low, high, word"
+        ) from error
