@@ -67,6 +67,16 @@ def test_two_hosts_send_over_a_slow_link() -> None:
     assert "host 1 0 eth0" in done.stdout
 
 
+@needs_namespaces
+@pytest.mark.parametrize("flags", [[], ["--rate", "none"]])
+def test_ranks_know_what_they_run_on(flags: list[str]) -> None:
+    tell = "import os; os.write(1, os.environ['NETLAB_COMMAND'].encode() + b'\\n')"
+    for between in (["--"], []):
+        line = [*LAB, "--hosts", "1", *flags, *between, sys.executable, "-c", tell]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+        assert done.stdout.strip() == " ".join(["python benchmarks/netlab.py --hosts 1", *flags, "--"]), done.stderr
+
+
 @pytest.mark.slow
 @needs_namespaces
 def test_ranks_of_gloo_find_each_other() -> None:
