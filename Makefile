@@ -5,7 +5,7 @@ export OMP_NUM_THREADS = 1
 NUMBERS := $(addprefix tests/,balance checkpoint data embeddings parity strategy/overlap)
 THIRD_PARTY := tests/parity/third_party
 
-.PHONY: setup demo test test-fast test-third-party lint docs tested clean
+.PHONY: setup demo test test-fast test-third-party lint docs figures tested clean
 
 setup: .venv/.ready
 
@@ -51,6 +51,10 @@ SITE := site
 # the site of docs/, to be looked at in site/index.html; a warning is an error
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --config-file $(CONFIG) --site-dir $(abspath $(SITE))
+
+# the figures of README and docs, from benchmarks/results
+figures: setup
+	$(BIN)/python scripts/figures.py
 
 clean:
 	rm -rf .venv site demo_output .mypy_cache .ruff_cache .pytest_cache .hypothesis

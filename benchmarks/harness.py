@@ -17,6 +17,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
+RESULTS = Path(__file__).resolve().parent / "results"
+"""What is here is in the repository: figures of README and docs come from it, and it remembers."""
+EARLIER = 50
+"""Runs that a file there remembers beside the last one."""
+
 _COMPARE = {"<=": operator.le, ">=": operator.ge}
 
 
@@ -33,7 +38,8 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def finish(figures: dict[str, float], options: argparse.Namespace) -> None:
     """Write the figures and check what is required of them; exits with 1 if one falls short."""
     if options.json is not None:
-        options.json.write_text(json.dumps({"figures": figures, "measured_on": where()}, indent=2) + "\n")
+        result = {"figures": figures, "measured_on": where()} | _remembered(options.json)
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
     missed = [demand for demand in options.require if not _holds(demand, figures)]
     for demand in missed:
         print(f"falls short: {demand}", file=sys.stderr)
@@ -64,6 +70,15 @@ def where() -> dict[str, Any]:
     machine = {"machine": platform.machine(), "processor": _processor(), "cores": _cores()} | _gpu()
     when = {"commit": _commit(), "date": date.today().isoformat(), "command": _command()}
     return machine | {"python": platform.python_version()} | packages | when
+
+
+def _remembered(path: Path) -> dict[str, Any]:
+    """The runs that a file of :data:`RESULTS` held so far, newest first, as ``earlier``; empty elsewhere and for a new one."""
+    if path.resolve().parent != RESULTS or not path.exists():
+        return {}
+    last = json.loads(path.read_text())
+    run = {name: last["measured_on"][name] for name in ("commit", "date", "processor", "command")}
+    return {"earlier": [run | {"figures": last["figures"]}, *last.get("earlier", [])][:EARLIER]}
 
 
 def _processor() -> str:

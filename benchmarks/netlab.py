@@ -3,8 +3,8 @@
 ``python benchmarks/netlab.py --hosts 4 --rate 200mbit -- python script.py``; ``--check`` says whether this machine can (exit
 code 0 or 3). Every host is a network namespace with ``eth0`` at 10.77.0.1, .2, ... behind a bridge; its card is full duplex,
 shaped in both directions, so that many senders to one receiver cost time, too. The ranks find ``RANK``, ``LOCAL_RANK``,
-``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``, ``GLOO_SOCKET_IFNAME``, ``NETLAB_HOST`` and
-``NETLAB_RATE`` in their environment.
+``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``, ``GLOO_SOCKET_IFNAME``, ``NETLAB_HOST``,
+``NETLAB_RATE`` and ``NETLAB_COMMAND``, this command's own words, in their environment.
 
 All lives in a fresh network, mount and process namespace (and a user namespace, where one is not root): however this command
 ends, the kernel removes every process, link and namespace. The exit code is that of the first rank that fails, which ends the
@@ -139,6 +139,7 @@ def _start(options: argparse.Namespace) -> list[subprocess.Popen[bytes]]:
     world, cores = options.hosts * options.ranks_per_host, sorted(os.sched_getaffinity(0))
     shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(options.port)}
     shared |= {"GLOO_SOCKET_IFNAME": "eth0", "NETLAB_RATE": options.rate}
+    shared["NETLAB_COMMAND"] = _own_words(options.command)  # a result says what it was measured on
     ranks = []
     for rank in range(world):
         host, local = divmod(rank, options.ranks_per_host)
@@ -148,6 +149,12 @@ def _start(options: argparse.Namespace) -> list[subprocess.Popen[bytes]]:
         command = ["ip", "netns", "exec", f"h{host}", *pinned, *options.command]
         ranks.append(subprocess.Popen(command, env={**os.environ, **shared, **own}))
     return ranks
+
+
+def _own_words(command: Sequence[str]) -> str:
+    """What was written before the command that the ranks run, as one would write it in the repository."""
+    flags = sys.argv[1 : len(sys.argv) - len(command)]
+    return " ".join(["python", "benchmarks/netlab.py", *(flags[:-1] if flags[-1:] == ["--"] else flags), "--"])
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], timeout: float) -> int:

@@ -10,7 +10,8 @@ A block of Markdown follows its own template, which nobody sees on a rendered pa
 
 Named are files of benchmarks/results, as a benchmark's ``--json`` writes them. With a single one its name can be left out:
 ``{best_speed_up:.2f}``. A format of ``%`` has a space before the sign. ``{where}`` is commit, date and processor of the only or
-of the first file, ``{command}`` what was run.
+of the first file, ``{command}`` what was run. A template of a table begins with an empty line. docs/trends.md is written as a
+whole (:mod:`trends`).
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import trends
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TRENDS = ROOT / "docs" / "trends.md"
+PAGES = [ROOT / "README.md", *sorted({*(ROOT / "docs").rglob("*.md")} - {TRENDS})]
 BLOCK = re.compile(r"(<!-- figures ([\w ]+)\n(.*?)-->\n)(.*?)(<!-- /figures -->)", re.DOTALL)
 
 
@@ -34,6 +38,9 @@ class Figures(string.Formatter):
 
     def __init__(self, names: list[str]) -> None:
         super().__init__()
+        missing = [f"{name}.json" for name in names if not (RESULTS / f"{name}.json").exists()]
+        if missing:
+            raise ValueError(f"{', '.join(missing)}: there is no such file in {RESULTS.name}; a benchmark's --json writes it")
         self._results = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in names}
         self._first = names[0]
 
@@ -65,10 +72,35 @@ def with_figures(text: str) -> str:
     """Return the page as it should be.
 
     Raises:
-        ValueError: a template names a figure that is not there.
-        OSError: it names a file that is not there.
+        ValueError: a template names a figure or a file that is not there.
     """
     return BLOCK.sub(lambda block: block[1] + Figures(block[2].split()).format(block[3]) + block[5], text)
+
+
+def wanted() -> dict[Path, str]:
+    """Every page as it should be.
+
+    Raises:
+        ValueError: as :func:`with_figures`, with the page's name.
+    """
+    pages = {}
+    for page in PAGES:
+        try:
+            pages[page] = with_figures(page.read_text())
+        except ValueError as error:
+            raise ValueError(f"{page.relative_to(ROOT)}: {error}") from None
+    return pages | {TRENDS: trends.page(RESULTS, _shown())}
+
+
+def _shown() -> dict[str, set[str]]:
+    """The figures of every file that templates name."""
+    shown: dict[str, set[str]] = {}
+    for block in (block for page in PAGES for block in BLOCK.finditer(page.read_text())):
+        fields = [field for _, field, _, _ in string.Formatter().parse(block[3]) if field]
+        for field in (field for field in fields if field not in ("where", "command")):
+            file, _, name = field.rpartition(".")
+            shown.setdefault(file or block[2].split()[0], set()).add(name)
+    return shown
 
 
 def main() -> None:
@@ -76,11 +108,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing, and exit with 1 if something would be written")
     options = parser.parse_args()
-    old = [page for page in PAGES if with_figures(page.read_text()) != page.read_text()]
+    try:
+        pages = wanted()
+    except ValueError as error:
+        sys.exit(str(error))
+    old = [page for page, text in pages.items() if not page.exists() or page.read_text() != text]
     for page in old:
         print(page.relative_to(ROOT))
         if not options.check:
-            page.write_text(with_figures(page.read_text()))
+            page.write_text(pages[page])
     sys.exit(bool(old) and options.check)
 
 
