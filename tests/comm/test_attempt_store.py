@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from datetime import timedelta
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from lightning_freescale.comm.attempt_store import attempt_store
 from lightning_freescale.testing import RankFailed, run_distributed
@@ -28,25 +31,40 @@ def _meet(port: int, attempt: int, late: int | None) -> tuple[str, float]:
     return store.get("attempt").decode(), total.item()
 
 
-def _store() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Where a store listens, in a process of its own, as torchrun's.
+
+    Its thread asks the resolver for the name of whoever connects; a rank forked from the same process at that moment would
+    wait for the resolver's lock for ever.
+    """
+    here, there = mp.get_context("fork").Pipe()
+    process = mp.get_context("fork").Process(target=_lend_store, args=(there,))
+    process.start()
+    yield here.recv()
+    process.kill()
+    process.join()
+
+
+def _lend_store(end: Connection) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    end.send(store.port)
+    time.sleep(600)
 
 
 @pytest.mark.parametrize("late", [None, 0, 2])
-def test_an_attempt_has_a_store_of_its_own(late: int | None) -> None:
+def test_an_attempt_has_a_store_of_its_own(late: int | None, port: int) -> None:
     """Also where rank 0, or another, comes when the others have found what the attempt before has left."""
-    torchrun = _store()
     for attempt in range(3):
-        found = run_distributed(_meet, 3, torchrun.port, attempt, late if attempt else None, init=False)
+        found = run_distributed(_meet, 3, port, attempt, late if attempt else None, init=False)
         assert found == [(str(attempt), 3.0)] * 3
 
 
-def test_torch_alone_finds_what_an_earlier_attempt_has_left() -> None:
+def test_torch_alone_finds_what_an_earlier_attempt_has_left(port: int) -> None:
     """The reason for all this: addresses, for instance. Once it is none any more, neither is ours."""
-    torchrun = _store()
 
     def finds_own_key() -> bool:
-        os.environ.update(MASTER_PORT=str(torchrun.port), TORCHELASTIC_USE_AGENT_STORE="True")
+        os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
         store, rank, _ = next(dist.rendezvous("env://"))
         found = store.check([f"of rank {rank}"])
         store.set(f"of rank {rank}", "")
@@ -64,9 +82,8 @@ def _waits_for_the_other(port: int) -> None:
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_rank_that_does_not_come_is_named() -> None:
-    torchrun = _store()
+def test_a_rank_that_does_not_come_is_named(port: int) -> None:
     with pytest.raises(
         RankFailed, match=r"rank 0: (?s:.*)RuntimeError: rank 2 did not come to the store of torchrun within 2 s"
     ):
-        run_distributed(_waits_for_the_other, 3, torchrun.port, timeout=15)
+        run_distributed(_waits_for_the_other, 3, port, timeout=15)

@@ -25,22 +25,21 @@ from tests.helpers.fake_cuda import messages_of, pretend_cuda
 CUDA = torch.device("cuda", 0)
 
 
-def _settled(group: Any, candidates: tuple[str, ...] = ("host",), native_seconds: float = 0.0) -> str:
-    """Settle as if the group had GPUs; torch's own backend takes so much longer than it does."""
-    begin = auto_transport._begin_native
+class _SlowNative(proof.Proof):
+    """Whatever the machine has to do beside the test, torch's own backend takes 20 s longer."""
 
-    def slower(*args: Any) -> Any:
-        wait = begin(*args)
-        return lambda seconds: time.sleep(native_seconds) or wait(seconds)
+    def _measure(self) -> dict[str, float]:
+        milliseconds = super()._measure()
+        return milliseconds | {"native": milliseconds["native"] + 20_000}
 
-    auto_transport._begin_native = slower
+
+def _settled(group: Any, candidates: tuple[str, ...] = ("host",), native_is_slow: bool = False) -> str:
+    """Settle as if the group had GPUs."""
     auto_transport.auto_candidates = lambda topology: list(candidates)
-    auto_transport.Proof = partial(proof.Proof, largest_bytes=200_000, typical_bytes=30_000, late_seconds=0.05)
+    kind = _SlowNative if native_is_slow else proof.Proof
+    auto_transport.Proof = partial(kind, largest_bytes=200_000, typical_bytes=30_000, late_seconds=0.05)
     device = ProofDevice(torch.device("cpu"), lambda: None, lambda: None)
-    try:
-        settle_transport(group._backends._opts, group._executor, group._backends, lambda: device)
-    finally:
-        auto_transport._begin_native = begin
+    settle_transport(group._backends._opts, group._executor, group._backends, lambda: device)
     return "native" if group._executor.transport is None else type(group._executor.transport).__name__
 
 
@@ -73,7 +72,7 @@ def _raise(transfer: Any) -> None:
 def test_what_wins_is_taken_and_told_once() -> None:
     def run() -> Any:
         told, group = messages_of("lightning_freescale"), make_group(chunk_bytes=1000)
-        took = _settled(group, native_seconds=0.2)
+        took = _settled(group, native_is_slow=True)
         return took, told, everyone_sends(group), len(lane_threads())
 
     results = run_distributed(run, 2)
@@ -108,7 +107,7 @@ def test_what_is_wrong_or_hangs_or_raises_on_one_rank_is_taken_on_none(trouble: 
         if dist.get_rank() == 1:
             _on_trial(trouble)
         told, group = messages_of("lightning_freescale"), make_group(chunk_bytes=1000, timeout=8.0)
-        return _settled(group, native_seconds=0.2), told, everyone_sends(group)
+        return _settled(group, native_is_slow=True), told, everyone_sends(group)
 
     results = run_distributed(run, 2)
     assert [(result[0], result[2]) for result in results] == [("native", True)] * 2
@@ -122,7 +121,7 @@ def test_what_cannot_be_set_up_is_told() -> None:
 
     def run() -> Any:
         told, group = messages_of("lightning_freescale"), make_group(chunk_bytes=1000)
-        return _settled(group, ("peer", "host"), native_seconds=0.2), told
+        return _settled(group, ("peer", "host"), native_is_slow=True), told
 
     results = run_distributed(run, 2)
     assert [result[0] for result in results] == ["HostTransport"] * 2
@@ -135,10 +134,10 @@ def test_the_verdict_is_kept_for_the_same_ranks_and_sizes() -> None:
         prove = auto_transport._prove
         auto_transport._prove = lambda *args: proofs.append(1) or prove(*args)
         groups = [make_group(chunk_bytes=size) for size in (1000, 1000, 2000, 1000)]
-        took = [_settled(group, native_seconds=0.1) for group in groups[:3]]
+        took = [_settled(group, native_is_slow=True) for group in groups[:3]]
         if dist.get_rank() == 1:  # it has forgotten: so all measure again
             auto_transport._verdicts.clear()
-        took.append(_settled(groups[3], native_seconds=0.1))
+        took.append(_settled(groups[3], native_is_slow=True))
         return took, len(proofs), all(everyone_sends(group) for group in groups)
 
     assert run_distributed(run, 2) == [(["HostTransport"] * 4, 3, True)] * 2
@@ -147,7 +146,7 @@ def test_the_verdict_is_kept_for_the_same_ranks_and_sizes() -> None:
 def test_what_has_won_and_cannot_be_set_up_again_is_left() -> None:
     def run() -> Any:
         told, (first, second) = messages_of("lightning_freescale"), [make_group(chunk_bytes=1000) for _ in range(2)]
-        _settled(first, native_seconds=0.1)
+        _settled(first, native_is_slow=True)
 
         def refuse(kind: str) -> None:
             raise TransportRefused("no memory")

@@ -17,7 +17,7 @@ from lightning_freescale.simulator import Catalogue, Network, Quantity, StepTraf
 from lightning_freescale.simulator import simulate as simulated
 from lightning_freescale.simulator.network import EXACT_RANKS
 from lightning_freescale.simulator.quantity import WORDS, assumed, pinned, quantities
-from lightning_freescale.simulator.training_step import LADDER, bubble, expected_traffic, step_times
+from lightning_freescale.simulator.training_step import LADDER, expected_traffic, step_times
 
 
 def exactly(value: float) -> Quantity:
@@ -167,9 +167,10 @@ def test_no_step_is_shorter_than_its_compute(
     )  # fmt: skip
     plain, walls = (step_times(traffic, known, net, chosen) for chosen in (Techniques(), techniques))
     assert (walls >= work.mean(axis=1) * (1 - 1e-9)).all()
-    if plain.sum() > 0 and work.sum() > 0:
-        limit = 1 / (1 - bubble(plain, work + base.value))
-        assert plain.sum() / walls.sum() <= limit * (1 + 1e-6)
+    useful = (work + base.value).mean(axis=1).sum()
+    if useful > 0:
+        # 1 - bubble, but for the rounding where next to nothing is computed
+        assert plain.sum() / walls.sum() <= plain.sum() / useful * (1 + 1e-9)
 
 
 @settings(max_examples=15, deadline=None)
