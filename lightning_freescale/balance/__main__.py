@@ -117,7 +117,12 @@ def _assign_options(options: argparse.Namespace) -> dict[str, Any]:
 def new_parser(program: str) -> argparse.ArgumentParser:
     """Return the parser of a ``program`` of this name."""
     parser = argparse.ArgumentParser(program, description=__doc__)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    add_commands(parser.add_subparsers(dest="command", metavar="COMMAND"))
+    return parser
+
+
+def add_commands(commands: Any) -> None:
+    """Add the parsers of ``simulate`` and ``fit`` to those of other commands."""
     simulate = commands.add_parser("simulate", help="predict imbalance, idle share and speed-up", epilog=f"example: {_EXAMPLE}")
     add = simulate.add_argument
     add("--lengths", type=Path, required=True, metavar="FILE", help="history lengths: " + KINDS)
@@ -143,12 +148,6 @@ def new_parser(program: str) -> argparse.ArgumentParser:
     add("--seed", type=partial(_whole, least=0), default=0, metavar="N", help="of the draw")
     add("--plot", type=Path, metavar="FILE", help="draw imbalance over ranks; needs matplotlib")
     add("--json", type=Path, metavar="FILE", help="write the figures")
-    add_fit(commands)
-    return parser
-
-
-def add_fit(commands: Any) -> None:
-    """Add the parser of ``fit`` to those of other commands."""
     fit = commands.add_parser("fit", help="make a cost model from the report.json of a BubbleProfiler")
     fit.add_argument("report", type=Path, help="of a run whose history lengths are known")
     fit.add_argument("--json", type=Path, metavar="FILE", help="write the model and the figures")

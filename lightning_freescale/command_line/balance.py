@@ -1,6 +1,7 @@
 """``freescale balance``: the samples of every step and rank, for loops that load their data themselves.
 
-``freescale balance fit report.json``, as ``python -m lightning_freescale.balance fit``, makes a cost model from a report.
+``freescale balance simulate`` predicts what balancing brings, ``freescale balance fit report.json`` makes a cost model from a
+report; both as ``python -m lightning_freescale.balance``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 from pathlib import Path
 
 from lightning_freescale.balance import BalancedSampler, Budget, CostModel
-from lightning_freescale.balance.__main__ import add_fit, main
+from lightning_freescale.balance.__main__ import add_commands, main
 from lightning_freescale.balance.prediction import fewer_than_asked
 from lightning_freescale.balance.simulation.forecast import describe_lengths
 from lightning_freescale.balance.simulation.lengths import KINDS, read_lengths
@@ -18,7 +19,7 @@ from lightning_freescale.balance.simulation.lengths import KINDS, read_lengths
 
 def run(command: str, arguments: list[str]) -> None:
     """Do it; exits with 2 and says what is wrong if it cannot."""
-    if arguments[:1] == ["fit"]:
+    if arguments[:1] in (["simulate"], ["fit"]):
         main(arguments, f"freescale {command}")
         return
     parser = new_parser(command)
@@ -71,7 +72,7 @@ def new_parser(command: str) -> argparse.ArgumentParser:
         metavar="FILE",
         help="write a line of JSON for every step: epoch, step, and the samples of each rank",
     )
-    add_fit(parser.add_subparsers(metavar="fit"))
+    add_commands(parser.add_subparsers(metavar="simulate | fit"))
     return parser
 
 

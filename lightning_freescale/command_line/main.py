@@ -13,15 +13,15 @@ COMMANDS = {  # name: room beside this one, what it does
     "validate": ("train", "validate one"),
     "test": ("train", "test one"),
     "predict": ("train", "predict with one"),
-    "simulate": ("simulate", "predict what balancing brings, from history lengths"),
-    "balance": ("balance", "assign the samples of every step to ranks, for a loop of your own"),
+    "simulate": ("simulate", "predict what each technique brings on more ranks than there are"),
+    "balance": ("balance", "assign the samples of every step to ranks, for other loops; predict what that brings"),
     "profile": ("profile", "profile a Lightning script; show bubble reports, compare them, make a page of them"),
     "consolidate": ("consolidate", "take the weights out of a checkpoint, for the plain module; or make one file of a folder"),
     "changes": ("changes", "take out the rows that a later checkpoint has otherwise"),
     "completion": ("completion", "print a script by which a shell completes all this"),
 }
 _PACKAGES = ("lightning-freescale", "lightning", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu")
-_EXAMPLE = "example: freescale simulate --lengths lengths.txt --ranks 8,64,256 --batch-size 32"
+_EXAMPLE = "example: freescale balance simulate --lengths lengths.txt --ranks 8,64,256 --batch-size 32"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,20 +1,221 @@
-"""``freescale simulate``: as ``python -m lightning_freescale.balance simulate``."""
+"""``freescale simulate``: what each technique would bring on more ranks than there are, from lengths, a cost and a network.
+
+What a mean step computes is told by ``--compute-ms``, or measured by a profiled run, ``--report``. Of everything else there is
+an assumption with a range, which an option replaces: by a number, or by LOW:NUMBER:HIGH.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-from lightning_freescale.balance.__main__ import main
-from lightning_freescale.balance.__main__ import new_parser as balance_parser
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_freescale.balance import assign
+from lightning_freescale.balance.calibration import fit_report
+from lightning_freescale.balance.simulation.forecast import describe_lengths
+from lightning_freescale.balance.simulation.lengths import KINDS, read_lengths
+from lightning_freescale.simulator import Catalogue, Network, Quantity, Techniques, TrainingLoad, simulate
+from lightning_freescale.simulator.page import write_page
+from lightning_freescale.simulator.picture import new_figure, plot
+from lightning_freescale.simulator.quantity import quantities
+from lightning_freescale.simulator.table import EXPLANATION, format_known, format_outlooks
+from lightning_freescale.simulator.training_step import LADDER
+
+_EXAMPLE = "freescale simulate --lengths lengths.txt --ranks 64,256,1024 --batch-size 32 --compute-ms 100:150:200"
+_OF_LOAD = {  # option: field, unit, factor
+    "dense_mb": ("dense_bytes", "B", 1e6),
+    "host_ms": ("host", "s", 1e-3),
+    "contention": ("contention", "", 1.0),
+    "late_weights": ("late_weights", "", 1.0),
+}
 
 
 def run(command: str, arguments: list[str]) -> None:
-    """Do it."""
-    main([command, *arguments], "freescale")
+    """Do it; exits with 2 and says what is wrong if it cannot."""
+    parser = new_parser(command)
+    options = parser.parse_args(arguments)
+    try:
+        _simulate(options)
+    except (ImportError, OSError, ValueError) as error:
+        parser.exit(2, f"{command}: {error}\n")
+
+
+def _simulate(options: argparse.Namespace) -> None:
+    figure = None if options.plot is None else new_figure()  # a missing matplotlib is told before the work
+    lengths = read_lengths(options.lengths, options.column)
+    load, network, variants = _load(options, lengths), _network(options), _variants(options)
+    known = {**quantities(load), **quantities(network)}
+    outlooks = [
+        outlook
+        for ranks in options.ranks
+        for outlook in simulate(
+            lengths, ranks, load, network, assign=_assign, variants=variants, steps=options.steps, draws=options.draws,
+            seed=options.seed,
+        )
+    ]  # fmt: skip
+    source = f"{options.batch_size} histories per rank and step, drawn with replacement from {options.lengths.name}"
+    print(f"{options.lengths.name}: {describe_lengths(lengths)}")
+    print(f"predicted, not measured: {options.steps} steps of {source}\n\n{format_outlooks(outlooks)}\n\n{EXPLANATION}\n")
+    print(f"what this rests on, with its range:\n{format_known(known)}")
+    print(f"  rows: {load.catalogue.rows:,} of {load.row_bytes} bytes for an item; {network.ranks_per_node} ranks per node")
+    if figure is not None:
+        plot(figure, outlooks, options.plot, f"predicted: {source}")
+    if options.page is not None:
+        write_page(options.page, lengths, options.ranks, load, network, _assign, source, seed=options.seed)
+    if options.json is not None:
+        document: dict[str, Any] = {"predicted_from": source, "predicted": [each.as_dict() for each in outlooks]}
+        document |= {"known": {name: each.as_dict() for name, each in known.items()}}
+        options.json.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def _assign(costs: NDArray[np.float64], ranks: int) -> NDArray[np.int64]:
+    return assign(costs, ranks).rank_of_sample
+
+
+def _load(options: argparse.Namespace, lengths: NDArray[np.float64]) -> TrainingLoad:
+    others: dict[str, Any] = {"row_bytes": options.row_bytes, "catalogue": _catalogue(options, float(lengths.mean()))}
+    for option, (field, unit, factor) in _OF_LOAD.items():
+        if (told := getattr(options, option)) is not None:
+            others[field] = _told(told, option, unit, factor)
+    if options.report is not None:
+        return _measured_load(options, others)
+    compute, attention = _told(options.compute_ms, "compute_ms", "s", 1e-3), _told(options.attention, "attention")
+    return TrainingLoad.from_compute(options.batch_size, lengths, compute, attention, **others)
+
+
+def _measured_load(options: argparse.Namespace, others: dict[str, Any]) -> TrainingLoad:
+    """Of the run that a report is about: compute by a fit to its steps, and the time of its host."""
+    try:
+        document = json.loads(options.report.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{options.report} is not JSON, or was cut short: {error}") from error
+    fit = fit_report(document).fit
+    name, off = options.report.name, fit.residual
+
+    def measured(seconds: float) -> Quantity:
+        return Quantity(seconds, "measured", seconds * (1 - off), seconds * (1 + off), "s", name)
+
+    costs = {each: measured(getattr(fit.model, each)) for each in ("linear", "quadratic", "constant")}
+    summary = document["summary"]
+    host = measured(summary["step_s"] * (summary["shares"]["host_overhead"] + summary["shares"]["data_wait"]))
+    return TrainingLoad(options.batch_size, **{**costs, "base": measured(fit.base), "host": host, **others})
+
+
+def _catalogue(options: argparse.Namespace, mean_length: float) -> Catalogue:
+    known = Catalogue(options.rows)
+    if options.exponent is not None:
+        known = Catalogue(options.rows, _told(options.exponent, "exponent"))
+    if options.collision_rate is None:
+        return known
+    rate, ranks = options.collision_rate
+    measured = Quantity(rate, "measured", source=f"--collision-rate, at {ranks} ranks")
+    return known.fitted(measured, ranks * options.batch_size * mean_length)
+
+
+def _network(options: argparse.Namespace) -> Network:
+    return Network() if options.network is None else Network.read(options.network)
+
+
+def _told(numbers: tuple[float, float, float], option: str, unit: str = "", factor: float = 1.0) -> Quantity:
+    low, value, high = (factor * number for number in numbers)
+    return Quantity(value, "assumed", low, high, unit, f"--{option.replace('_', '-')}")
+
+
+def _variants(options: argparse.Namespace) -> Mapping[str, Techniques]:
+    """All by default; of those chosen one after the other, each with what stands before it."""
+    if options.techniques is None:
+        return LADDER
+    variants, chosen = {"plain": Techniques()}, dict[str, Any]()
+    for name in options.techniques:
+        micro_batches = name.removeprefix("micro_batches=")
+        chosen |= {"micro_batches": int(micro_batches)} if micro_batches != name else {name: True}
+        variants["+ " * (len(variants) > 1) + name] = Techniques(**chosen)
+    return variants
 
 
 def new_parser(command: str) -> argparse.ArgumentParser:
     """Return the parser of what follows the command."""
-    commands = next(action.choices for action in balance_parser("freescale")._actions if action.dest == "command")
-    parser: argparse.ArgumentParser = dict(commands or {})[command]
+    parser = argparse.ArgumentParser(f"freescale {command}", description=__doc__, epilog=f"example: {_EXAMPLE}")
+    add = parser.add_argument
+    add("--lengths", type=Path, required=True, metavar="FILE", help="history lengths: " + KINDS)
+    add("--column", metavar="NAME", help="of a .csv file: a sample is one value of it, its length the number of its rows")
+    add("--ranks", type=_ranks, required=True, metavar="64,256,1024", help="numbers of ranks")
+    add("--batch-size", type=_whole, required=True, metavar="N", help="histories per rank and step")
+    compute = parser.add_mutually_exclusive_group(required=True)
+    compute.add_argument("--compute-ms", type=_range, metavar="MS", help="compute of a rank's mean step")
+    compute.add_argument("--report", type=Path, metavar="FILE", help="report.json of a profiled run, whose compute it has")
+    add(
+        "--attention",
+        type=_range,
+        default="0.3:0.5:0.7",
+        metavar="SHARE",
+        help="of --compute-ms, what grows as L²; default %(default)s",
+    )
+    add("--rows", type=_whole, default=10_000_000, metavar="N", help="of all tables; default 10 million")
+    add("--row-bytes", type=_whole, default=1024, metavar="N", help="that an item looks up, in all tables; default 1024")
+    popularity = parser.add_mutually_exclusive_group()
+    popularity.add_argument("--exponent", type=_range, metavar="X", help="popularity falls as rank ** -X")
+    popularity.add_argument(
+        "--collision-rate", type=_rate, metavar="RATE@RANKS", help="as a run on so many ranks has measured it"
+    )
+    add("--dense-mb", type=_range, metavar="MB", help="of gradients that are reduced over all ranks")
+    add("--host-ms", type=_range, metavar="MS", help="of a step in which a rank neither computes nor exchanges")
+    add("--contention", type=_range, metavar="SHARE", help="by which an exchange on multiprocessors slows compute down")
+    add("--late-weights", type=_range, metavar="SHARE", help="of compute that a split backward has last")
+    add("--network", type=Path, metavar="FILE", help="JSON: bandwidth, latency, peer_latency, node_bandwidth, ranks_per_node")
+    add("--techniques", type=_techniques, metavar="balance,overlap", help="one row more for each; default: all")
+    add("--steps", type=_steps, default=20, metavar="N", help="to draw, at least 2; default 20")
+    add("--draws", type=int, default=8, metavar="N", help="of the assumptions for each two steps; default 8")
+    add("--seed", type=int, default=0, metavar="N", help="of all that is drawn; default 0")
+    add("--plot", type=Path, metavar="FILE", help="draw bubble and speed-up over ranks; needs matplotlib")
+    add("--page", type=Path, metavar="FILE", help="write a page to try other numbers in, which needs no network")
+    add("--json", type=Path, metavar="FILE", help="write the figures")
     return parser
+
+
+def _whole(text: str, least: int = 1) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= {least}")
+    return int(text)
+
+
+def _steps(text: str) -> int:
+    return _whole(text, least=2)
+
+
+def _ranks(text: str) -> list[int]:
+    return [_whole(part.strip()) for part in text.split(",")]
+
+
+def _range(text: str) -> tuple[float, float, float]:
+    try:
+        numbers = [float(part) for part in text.split(":")]
+    except ValueError:
+        numbers = []
+    if len(numbers) == 1:
+        numbers *= 3
+    if len(numbers) != 3 or not 0 <= numbers[0] <= numbers[1] <= numbers[2]:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number >= 0 nor LOW:NUMBER:HIGH")
+    return numbers[0], numbers[1], numbers[2]
+
+
+def _rate(text: str) -> tuple[float, int]:
+    rate, _, ranks = text.partition("@")
+    try:
+        return float(rate), _whole(ranks)
+    except (ValueError, argparse.ArgumentTypeError):
+        raise argparse.ArgumentTypeError(f"{text!r}: write the rate and the ranks of the run, as in 0.2@8") from None
+
+
+def _techniques(text: str) -> list[str]:
+    known = [name for name in Techniques.__dataclass_fields__ if name != "micro_batches"]
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in known and not name.removeprefix("micro_batches=").isdecimal():
+            raise argparse.ArgumentTypeError(f"{name!r}: choose from {', '.join(known)}, micro_batches=N")
+    return names

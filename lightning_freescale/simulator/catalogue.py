@@ -32,6 +32,11 @@ class Catalogue:
         if self.rows < 1:
             raise ValueError(f"Catalogue(rows={self.rows}): pass at least 1")
 
+    @property
+    def edges(self) -> Floats:
+        """Popularity ranks at which the bins begin whose rows count as equally popular; the last is beyond all."""
+        return _edges(self.rows)
+
     def unique(self, tokens: Floats | float) -> Floats:
         """Return how many rows so many lookups need, each once; of the shape of ``tokens``."""
         chance, count = self._popularity()
@@ -81,10 +86,14 @@ class Catalogue:
         return _popularity(self.rows, self.exponent.value)
 
 
+def _edges(rows: int) -> Floats:
+    return np.unique(np.geomspace(1, rows + 1, _BINS).round())
+
+
 @lru_cache(maxsize=256)
 def _popularity(rows: int, exponent: float) -> tuple[Floats, Floats]:
     """Chance of a row to be looked up, and number of rows, of bins that grow as the popularity falls."""
-    edges = np.unique(np.geomspace(1, rows + 1, _BINS).round())
+    edges = _edges(rows)
     count = np.diff(edges)
     first, last = edges[:-1] - 0.5, edges[1:] - 0.5  # the integral around each row
     if abs(exponent - 1) < 1e-9:

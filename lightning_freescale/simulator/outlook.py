@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,12 +89,12 @@ def simulate(
     if ranks < 1 or steps < 2 or draws < 0:
         raise ValueError(f"simulate(ranks={ranks}, steps={steps}, draws={draws}): pass at least 1 rank, 2 steps, 0 draws")
     chosen = {"plain": Techniques(), **(LADDER if variants is None else variants)}
-    rng = np.random.default_rng([seed, ranks])
+    rng = np.random.default_rng([seed, ranks, 1])
     ranges = {**quantities(load), **quantities(network)}
     figures: dict[str, list[Floats]] = {name: [] for name in chosen}
     nominal: dict[str, list[Floats]] = {name: [] for name in chosen}
-    for _ in range(steps // 2):
-        sums = _pair_of_steps(rng, lengths, ranks, load, assign, any(each.balance for each in chosen.values()))
+    balances = any(each.balance for each in chosen.values())
+    for sums in pairs_of_steps(lengths, ranks, load, assign if balances else None, steps, seed):
         for draw in range(draws + 1):
             at = {name: known.at(rng.random()) if draw else known.value for name, known in ranges.items()}
             # that of the exponent's range is fine enough in steps: its popularities are kept
@@ -110,20 +110,32 @@ def simulate(
     ]
 
 
-def _pair_of_steps(
-    rng: np.random.Generator, lengths: Floats, ranks: int, load: TrainingLoad, assign: Assign, balances: bool
-) -> dict[bool, Floats]:
-    """Sums of 1, L and L² of the ranks' samples, shape ``[2, ranks, 3]``: as drawn, and assigned by cost."""
-    resampled, size = rng.choice(lengths, len(lengths)), ranks * load.batch_size
-    sums: dict[bool, list[Floats]] = {False: [], True: []}
-    for _ in range(2):
-        drawn = rng.choice(resampled, size)
-        features = np.stack([np.ones(size), drawn, drawn * drawn], axis=-1)
-        sums[False].append(features.reshape(ranks, load.batch_size, 3).sum(axis=1))
-        if balances:
-            rank_of_sample = assign(load.seconds(features), ranks)
-            sums[True].append(np.stack([np.bincount(rank_of_sample, column, ranks) for column in features.T], axis=-1))
-    return {balanced: np.array(found) for balanced, found in sums.items() if found}
+def pairs_of_steps(
+    lengths: Floats, ranks: int, load: TrainingLoad, assign: Assign | None, steps: int, seed: int, *, resample: bool = True
+) -> Iterator[dict[bool, Floats]]:
+    """Yield pairs of steps: sums of 1, L and L² of the ranks' samples, shape ``[2, ranks, 3]``, by whether they are balanced.
+
+    Args:
+        lengths: of the histories, shape ``[samples]``.
+        ranks: how many share a step.
+        load: its costs are assigned by.
+        assign: see :data:`Assign`; None leaves samples as drawn.
+        steps: how many to draw, half as many pairs.
+        seed: of the draw.
+        resample: draw each pair from lengths that are themselves drawn from the given ones.
+    """
+    rng, size = np.random.default_rng([seed, ranks]), ranks * load.batch_size
+    for _ in range(steps // 2):
+        source = rng.choice(lengths, len(lengths)) if resample else lengths
+        sums: dict[bool, list[Floats]] = {False: [], True: []}
+        for _ in range(2):
+            drawn = rng.choice(source, size)
+            features = np.stack([np.ones(size), drawn, drawn * drawn], axis=-1)
+            sums[False].append(features.reshape(ranks, load.batch_size, 3).sum(axis=1))
+            if assign is not None:
+                rank_of_sample = assign(load.seconds(features), ranks)
+                sums[True].append(np.stack([np.bincount(rank_of_sample, column, ranks) for column in features.T], axis=-1))
+        yield {balanced: np.array(found) for balanced, found in sums.items() if found}
 
 
 def _figures(sums: Floats, load: TrainingLoad, network: Network, techniques: Techniques) -> Floats:

@@ -141,9 +141,9 @@ def test_balance_writes_each_sample_of_an_epoch_once(
     assert "batch_size" in fails("balance", "--lengths", lengths, "--ranks", 4, "--batch-size", 0)
 
 
-def test_simulate_and_profile_are_the_modules_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_balance_simulate_and_profile_are_the_modules_own(capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (
-        (["simulate", "--help"], "freescale simulate"),
+        (["balance", "simulate", "--help"], "freescale balance simulate"),
         (["profile", "compare", "--help"], "freescale profile compare"),
     ):
         with pytest.raises(SystemExit):

@@ -1,45 +1,12 @@
-import shutil
-
 import pytest
-from playwright.sync_api import sync_playwright
 
 from lightning_freescale.profiling.reporting.page import write_page
-from tests.helpers.shown_page import DRAWN, PageWatch
-
-
-@pytest.fixture(scope="package")
-def browser():
-    executable = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if executable is None:
-        pytest.skip("no Chromium on this machine: apt-get install chromium")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=executable, args=["--disable-dev-shm-usage", "--disable-gpu"])
-        yield browser
-        browser.close()
+from tests.helpers.browser import browser, open_page  # noqa: F401
+from tests.helpers.shown_page import DRAWN
 
 
 @pytest.fixture
-def open_page(browser):
-    """Opens a file in a browser of its own and waits until it is drawn; returns the page and what it said and asked for."""
-    pages = []
-
-    def open_page(path, width=1200, dark=False):
-        page = browser.new_page(
-            viewport={"width": width, "height": 900}, is_mobile=width < 600, color_scheme="dark" if dark else "light"
-        )
-        pages.append(page)
-        watch = PageWatch(page, path.resolve().as_uri())
-        page.goto(watch.address)
-        page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-        return page, watch
-
-    yield open_page
-    for page in pages:
-        page.close()
-
-
-@pytest.fixture
-def show(open_page, tmp_path):
+def show(open_page, tmp_path):  # noqa: F811
     """Opens pages of documents. When the test is over, none of them may have complained or asked for anything."""
     watches = []
 

@@ -1,0 +1,1 @@
+from tests.helpers.browser import browser, open_page  # noqa: F401
