@@ -48,6 +48,11 @@ class Catalogue:
         needed = -np.expm1(-others * chance) * count
         return _over_grid(tokens, lambda grid: -np.expm1(-np.outer(grid, chance)) @ needed)
 
+    def hot_owner(self, ranks: int) -> float:
+        """Return what is asked of the owner of the most popular item, over the mean, where every lookup is a row of its own."""
+        chance, _ = self._popularity()
+        return float(1 + (ranks - 1) * chance[0])
+
     def collision_rate(self, tokens: float) -> float:
         """Return the share of the rows of a global batch of so many lookups that the batch before needed as well."""
         return float(self.colliding(tokens, tokens) / self.unique(tokens))

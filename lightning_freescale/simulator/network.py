@@ -72,16 +72,24 @@ class Network:
         default = cls()
         return cls(**{name: _entry(path, name, getattr(default, name), value) for name, value in told.items()})
 
-    def finish(self, arrival: Floats, outgoing: Floats, incoming: Floats, node_share: float | None = None) -> Floats:
+    def finish(
+        self,
+        arrival: Floats,
+        outgoing: Floats,
+        incoming: Floats,
+        node_share: float | None = None,
+        hot_owner: float = 1.0,
+    ) -> Floats:
         """Return when each rank has its exchange behind it, shape ``[ranks]``.
 
-        What a rank sends and receives is spread evenly over all ranks, itself included.
+        What a rank sends and receives is spread evenly over all owners, itself included, but for the hottest one.
 
         Args:
             arrival: when each rank begins, shape ``[ranks]``.
             outgoing: bytes that each rank sends of its own, to the owners of rows; shape ``[ranks]``.
             incoming: bytes that each rank gets for itself, from the owners; shape ``[ranks]``.
             node_share: in two levels: of what the ranks of a node send or get, the share that crosses between nodes.
+            hot_owner: what is asked of the owner that has most to do, over the mean; not in two levels, where rows travel once.
         """
         ranks = len(arrival)
         if ranks == 1:
@@ -90,8 +98,8 @@ class Network:
             return self._in_two_levels(arrival, outgoing, incoming, node_share)
         fixed = self.latency.value + self.peer_latency.value * (ranks - 1)
         if ranks <= EXACT_RANKS:
-            return self._flows(arrival, outgoing, incoming, fixed)
-        return np.full(ranks, arrival.max() + fixed + self._busiest(outgoing, incoming))
+            return self._flows(arrival, outgoing, incoming, fixed, hot_owner)
+        return np.full(ranks, arrival.max() + fixed + self._busiest(outgoing, incoming, hot_owner))
 
     def all_reduce(self, size: float, ranks: int) -> float:
         """Return the seconds of a ring over all ranks, of ``size`` bytes each."""
@@ -104,15 +112,16 @@ class Network:
     def _on_node(self, ranks: int) -> int:
         return min(self.ranks_per_node, ranks)
 
-    def _busiest(self, outgoing: Floats, incoming: Floats) -> float:
+    def _busiest(self, outgoing: Floats, incoming: Floats, hot_owner: float) -> float:
         """Seconds of the link that has most to do, in one direction."""
         ranks, near = len(outgoing), self._on_node(len(outgoing)) - 1
         all_out, all_in = outgoing.sum(), incoming.sum()
         far = ranks - 1 - near
         # of a rank's own, one part goes to each; of the others', one part comes from each of the same node
-        sends = outgoing + (all_in - incoming) / max(ranks - 1, 1)
-        gets = incoming + (all_out - outgoing) / max(ranks - 1, 1)
-        most = float(max(sends.max(), gets.max())) / ranks
+        others = (ranks - hot_owner) / max(ranks - 1, 1) ** 2
+        sends = max((outgoing + (all_in - incoming) * others).max(), (all_out + hot_owner * all_in) / ranks)
+        gets = max((incoming + (all_out - outgoing) * others).max(), (all_in + hot_owner * all_out) / ranks)
+        most = float(max(sends, gets)) / ranks
         return max(far * most / self.bandwidth.value, near * most / self.node_bandwidth.value)
 
     def _in_two_levels(self, arrival: Floats, outgoing: Floats, incoming: Floats, share: float) -> Floats:
@@ -125,10 +134,12 @@ class Network:
         crossing = share * float(max(outgoing.mean(), incoming.mean())) * (nodes - 1) / nodes / self.bandwidth.value
         return np.full(ranks, arrival.max() + fixed + within + crossing)
 
-    def _flows(self, arrival: Floats, outgoing: Floats, incoming: Floats, fixed: float) -> Floats:
+    def _flows(self, arrival: Floats, outgoing: Floats, incoming: Floats, fixed: float, hot_owner: float) -> Floats:
         """Every pair's bytes as a flow; each link is shared equally by those on it, at both ends."""
         ranks = len(arrival)
-        size = (outgoing[:, None] + incoming[None, :]) / ranks
+        asked = np.full(ranks, (ranks - hot_owner) / (ranks - 1))  # of each owner, over the mean
+        asked[0] = hot_owner
+        size = (outgoing[:, None] * asked[None, :] + incoming[None, :] * asked[:, None]) / ranks
         np.fill_diagonal(size, 0.0)
         source, target = np.nonzero(size > _NOTHING)
         far = source // self.ranks_per_node != target // self.ranks_per_node

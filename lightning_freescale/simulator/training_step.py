@@ -79,6 +79,7 @@ class StepTraffic:
         colliding_rows: of the rows, those that wait for the step before.
         colliding_gradients: of the gradients, those that the next step waits for.
         node_share: in two levels, the share of a node's rows that crosses between nodes.
+        hot_owner: what is asked of the owner that has most to do, over the mean.
     """
 
     compute: Floats
@@ -87,6 +88,7 @@ class StepTraffic:
     colliding_rows: Floats
     colliding_gradients: Floats
     node_share: float = 1.0
+    hot_owner: float = 1.0
 
 
 def expected_traffic(
@@ -113,8 +115,8 @@ def expected_traffic(
         node, mean = min(network.ranks_per_node, len(items)), float(items.mean())
         share = float(known.unique(node * mean) / (node * known.unique(mean))) if mean > 0 else 1.0
         size = float(load.row_bytes)
-        ids = (rows if chosen.dedup else items) * ID_BYTES
-        steps.append(StepTraffic(seconds, ids, rows * size, waited * size, returned * size, share))
+        hot = 1.0 if chosen.dedup else known.hot_owner(len(items))  # different rows are spread evenly by their hash
+        steps.append(StepTraffic(seconds, rows * ID_BYTES, rows * size, waited * size, returned * size, share, hot))
     return steps
 
 
@@ -144,9 +146,9 @@ def _plain(traffic: Sequence[StepTraffic], index: int, load: TrainingLoad, netwo
     ranks = len(now.compute)
     nothing = np.zeros(ranks)
     clock = np.full(ranks, load.host.value)
-    clock = network.finish(clock, now.ids, nothing)
-    clock = network.finish(clock, nothing, now.rows)
-    clock = network.finish(clock + now.compute + load.base.value, now.rows, nothing)
+    clock = network.finish(clock, now.ids, nothing, hot_owner=now.hot_owner)
+    clock = network.finish(clock, nothing, now.rows, hot_owner=now.hot_owner)
+    clock = network.finish(clock + now.compute + load.base.value, now.rows, nothing, hot_owner=now.hot_owner)
     return float(clock.max()) + _exposed_all_reduce(now, load, network)
 
 
@@ -154,22 +156,22 @@ def _overlapped(traffic: Sequence[StepTraffic], index: int, load: TrainingLoad, 
     """From where the forward has its rows, to where the next one has; the colliding rows alone are waited for."""
     last, now, following = traffic[index - 1], traffic[index], traffic[(index + 1) % len(traffic)]
     ranks = len(now.compute)
-    nothing, share = np.zeros(ranks), now.node_share if chosen.two_level else None
+    nothing, how = np.zeros(ranks), (now.node_share if chosen.two_level else None, now.hot_owner)
     # the calls of the exchanges that are waited for cannot hide, half of all; those of each part's others are behind compute
     calls = (load.overlap_calls[0] + load.overlap_calls[1] * ranks) * load.call.value / 2
     # there also: the last step's other gradients, the next step's ids, and its other rows
     behind = nothing + calls * chosen.micro_batches
-    behind = network.finish(behind, last.rows - last.colliding_gradients, nothing, share)
-    behind = network.finish(behind, following.ids, nothing, share)
-    behind = network.finish(behind, nothing, following.rows - following.colliding_rows, share)
+    behind = network.finish(behind, last.rows - last.colliding_gradients, nothing, *how)
+    behind = network.finish(behind, following.ids, nothing, *how)
+    behind = network.finish(behind, nothing, following.rows - following.colliding_rows, *how)
     work = (now.compute + load.base.value) * (1 + (load.split_cost.value if chosen.split_backward else 0.0))
     slower = 1 + (0.0 if chosen.sm_free else load.contention.value)
     # slower for as long as the exchange lasts, or all of it
     late = (load.late_weights.value if chosen.split_backward else 0.0) * work
     computed = _slowed(work - late, behind, slower)
     urgent = np.maximum(computed, behind)
-    urgent = network.finish(urgent, now.colliding_gradients, nothing, share)
-    urgent = network.finish(urgent, nothing, following.colliding_rows, share)
+    urgent = network.finish(urgent, now.colliding_gradients, nothing, *how)
+    urgent = network.finish(urgent, nothing, following.colliding_rows, *how)
     weights = computed + _slowed(late, np.maximum(urgent - computed, 0.0), slower)
     return float(max(weights.max(), urgent.max())) + load.host.value + calls + _exposed_all_reduce(now, load, network)
 

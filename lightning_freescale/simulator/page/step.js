@@ -37,7 +37,7 @@ function expectedRows(known, tokens, others = null) {
 }
 
 // When an exchange is over on every rank; `nodeShare` is null unless it goes in two levels.
-function finish(net, arrival, outgoing, incoming, nodeShare = null) {
+function finish(net, arrival, outgoing, incoming, hotOwner, nodeShare = null) {
   const ranks = arrival.length;
   if (ranks === 1) return arrival;
   const near = Math.min(net.ranks_per_node, ranks);
@@ -49,9 +49,10 @@ function finish(net, arrival, outgoing, incoming, nodeShare = null) {
     seconds = 2 * net.latency + net.peer_latency * (near - 1 + nodes - 1) + (largest * (near - 1)) / near / net.node_bandwidth + crossing;
   } else {
     const [out, into] = [sum(outgoing), sum(incoming)];
-    const sends = outgoing.map((own, rank) => own + (into - incoming[rank]) / (ranks - 1));
-    const gets = incoming.map((own, rank) => own + (out - outgoing[rank]) / (ranks - 1));
-    const largest = Math.max(most(sends), most(gets)) / ranks;
+    const others = (ranks - hotOwner) / (ranks - 1) ** 2;
+    const sends = outgoing.map((own, rank) => own + (into - incoming[rank]) * others);
+    const gets = incoming.map((own, rank) => own + (out - outgoing[rank]) * others);
+    const largest = most([most(sends), most(gets), (out + hotOwner * into) / ranks, (into + hotOwner * out) / ranks]) / ranks;
     const busiest = Math.max(((ranks - near) * largest) / net.bandwidth, ((near - 1) * largest) / net.node_bandwidth);
     seconds = net.latency + net.peer_latency * (ranks - 1) + busiest;
   }
@@ -84,7 +85,8 @@ function expectedTraffic(steps, load, net, known, on) {
     const node = Math.min(net.ranks_per_node, items.length);
     const typical = mean(items);
     const share = typical > 0 ? expectedRows(known, [node * typical])[0] / (node * expectedRows(known, [typical])[0]) : 1;
-    return { compute, ids: rows.map((count) => count * 8), rows: bytes(rows), collidingRows: colliding(before), collidingGradients: colliding(after / on.micro_batches), share };
+    const hotOwner = on.dedup ? 1 : 1 + (items.length - 1) * known.chance[0];
+    return { compute, hotOwner, ids: rows.map((count) => count * 8), rows: bytes(rows), collidingRows: colliding(before), collidingGradients: colliding(after / on.micro_batches), share };
   });
 }
 
@@ -93,29 +95,29 @@ const slowed = (work, span, slower) => work.map((seconds, rank) => seconds + Mat
 function plainStep(now, load, net) {
   const nothing = zeros(now.compute.length);
   let clock = nothing.map(() => load.host);
-  clock = finish(net, clock, now.ids, nothing);
-  clock = finish(net, clock, nothing, now.rows);
-  clock = finish(net, clock.map((time, rank) => time + now.compute[rank] + load.base), now.rows, nothing);
+  clock = finish(net, clock, now.ids, nothing, now.hotOwner);
+  clock = finish(net, clock, nothing, now.rows, now.hotOwner);
+  clock = finish(net, clock.map((time, rank) => time + now.compute[rank] + load.base), now.rows, nothing, now.hotOwner);
   return most(clock) + exposedAllReduce(net, load, now.compute);
 }
 
 function overlappedStep(last, now, following, load, net, on) {
   const ranks = now.compute.length;
   const nothing = zeros(ranks);
-  const share = on.two_level ? now.share : null;
+  const how = [now.hotOwner, on.two_level ? now.share : null];
   const less = (first, second) => first.map((value, rank) => value - second[rank]);
   const calls = ((load.overlap_calls[0] + load.overlap_calls[1] * ranks) * load.call) / 2;
   let behind = nothing.map(() => calls * on.micro_batches);
-  behind = finish(net, behind, less(last.rows, last.collidingGradients), nothing, share);
-  behind = finish(net, behind, following.ids, nothing, share);
-  behind = finish(net, behind, nothing, less(following.rows, following.collidingRows), share);
+  behind = finish(net, behind, less(last.rows, last.collidingGradients), nothing, ...how);
+  behind = finish(net, behind, following.ids, nothing, ...how);
+  behind = finish(net, behind, nothing, less(following.rows, following.collidingRows), ...how);
   const work = now.compute.map((seconds) => (seconds + load.base) * (1 + (on.split_backward ? load.split_cost : 0)));
   const slower = 1 + (on.sm_free ? 0 : load.contention);
   const late = work.map((seconds) => seconds * (on.split_backward ? load.late_weights : 0));
   const computed = slowed(less(work, late), behind, slower);
   let urgent = longer(computed, behind);
-  urgent = finish(net, urgent, now.collidingGradients, nothing, share);
-  urgent = finish(net, urgent, nothing, following.collidingRows, share);
+  urgent = finish(net, urgent, now.collidingGradients, nothing, ...how);
+  urgent = finish(net, urgent, nothing, following.collidingRows, ...how);
   const beside = slowed(late, less(urgent, computed).map((seconds) => Math.max(seconds, 0)), slower);
   const weights = computed.map((seconds, rank) => seconds + beside[rank]);
   return Math.max(most(weights), most(urgent)) + load.host + calls + exposedAllReduce(net, load, now.compute);
