@@ -30,20 +30,32 @@ class RemainingParts:
         return dict(chunk.state)
 
     def read_chunks(self, place: dict[str, Any] | None = None, epoch: int = 0, seed: int = 0) -> Generator[Chunk, None, None]:
-        """Yield what is left, as :meth:`StreamSource.read_chunks` does; workers start with the stream that they read."""
+        """Yield what is left, as :meth:`StreamSource.read_chunks` does.
+
+        The workers of all parts start at once, in the calling thread: a process that is forked from a thread beside others
+        inherits the locks that these hold at that moment, and may wait for one for ever.
+        """
         start = place or self.first_place()
+        opened = []
         for index, part in list(enumerate(self.parts))[start["part"] :]:
             reader = part["reader"]
             inside = index == start["part"] and start["place"] is not None
             at, number = (start["place"], start["number"]) if inside else (reader["place"], reader["first"])
             source = self._source_of(part, readers=len(at["read"]))
-            held, chunks = set(reader["held"]), source.read_chunks(at, epoch, seed)
-            try:
+            opened.append((index, source, at, number, source.read_chunks(at, epoch, seed)))
+        return self._chunks_of(opened)
+
+    def _chunks_of(self, opened: list[tuple[int, StreamSource, dict[str, Any], int, Any]]) -> Generator[Chunk, None, None]:
+        try:
+            for index, source, at, number, chunks in opened:
+                reader = self.parts[index]["reader"]
+                held = set(reader["held"])
                 for chunk in chunks:
                     untrained = [each for n, each in enumerate(chunk.samples, number) if n >= reader["read"] or n in held]
                     number, at = number + len(chunk.samples), source.place_after(at, chunk)
                     yield Chunk(untrained, 0, {"part": index, "place": at, "number": number}, 0, ended=False)
-            finally:
+        finally:
+            for *_, chunks in opened:
                 chunks.close()
 
     def _source_of(self, part: dict[str, Any], readers: int) -> StreamSource:

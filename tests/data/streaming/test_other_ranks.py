@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +133,24 @@ def test_what_nobody_can_read_on_is_refused(dataset: type[Rereading], balancing:
     run_distributed(_fit, 2, 2, dataset, stop=(3, path), balancing=balancing)
     with pytest.raises(RankFailed, match=message):
         run_distributed(_fit, 3, 3, dataset, path, balancing=balancing)
+
+
+def _forking_threads(dataset: type[Rereading], path: Path) -> set[str]:
+    """Names of the threads in which workers were started."""
+    names, start = set(), multiprocessing.process.BaseProcess.start
+
+    def start_noted(process: Any) -> None:
+        names.add(threading.current_thread().name)
+        start(process)
+
+    multiprocessing.process.BaseProcess.start = start_noted  # type: ignore[method-assign]
+    _fit(1, dataset, path, workers=2)
+    return names
+
+
+@pytest.mark.parametrize("dataset", [Rereading, pytest.param(Seekable, marks=pytest.mark.slow)])
+def test_workers_are_forked_in_the_main_thread(dataset: type[Rereading], tmp_path: Path) -> None:
+    """Else they may inherit a lock that it holds, and wait for it for ever."""
+    path = tmp_path / "a.ckpt"
+    run_distributed(_fit, 3, 3, dataset, stop=(3, path), workers=2)
+    assert run_distributed(_forking_threads, 1, dataset, path) == [{"MainThread"}]
