@@ -5,7 +5,7 @@ export OMP_NUM_THREADS = 1
 NUMBERS := $(addprefix tests/,balance checkpoint data embeddings parity strategy/overlap)
 THIRD_PARTY := tests/parity/third_party
 
-.PHONY: setup demo test test-fast test-third-party lint docs figures tested clean
+.PHONY: setup demo test test-fast test-third-party lint bench bench-quick docs figures tested clean
 
 setup: .venv/.ready
 
@@ -39,6 +39,15 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+DATA ?= data
+# the table of techniques at 2, 4 and 8 ranks, and what follows from it, into benchmarks/results; DATA has ml-1m.seqs.npz
+bench: setup
+	$(BIN)/python benchmarks/suite.py ladder archetypes simulator --data $(DATA)
+
+# before a release: whether anything got much worse, in under three minutes
+bench-quick: setup
+	$(BIN)/python benchmarks/suite.py quick
 
 # the versions in .venv, for which the tests have just passed; without a build's name, as torch's +cpu, which no other machine has
 tested: setup

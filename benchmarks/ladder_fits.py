@@ -69,18 +69,13 @@ class Histories(Dataset[Tensor]):
     """Each sample the items of one history in every table, shape ``[tables, length]``, drawn from its own index."""
 
     def __init__(self, kind: Archetype, options: Any) -> None:
-        samples = (options.steps + end_to_end.SKIPPED) * kind.batch * int(os.environ["WORLD_SIZE"])
+        self.lengths, self.cost = drawn_lengths(kind, options)
         random = np.random.default_rng(overlap_workload.SEED)
-        self.lengths = _lengths(kind, options.data, random, samples)
         popularity = np.cumsum(np.arange(1, options.rows + 1, dtype=np.float64) ** -overlap_workload.EXPONENT)
         place = random.permutation(options.rows)  # the popular ones are anywhere in the table
         drawn = random.random((kind.tables, int(self.lengths.sum()))) * popularity[-1]
         ids = torch.from_numpy(place[np.searchsorted(popularity, drawn)])
         self._ids = ids.split(self.lengths.tolist(), dim=1)
-        mean, square = self.lengths.mean(), float((self.lengths.astype(np.float64) ** 2).mean())
-        # of a second of mean compute, as shares of the two kinds; both by the mean history
-        seconds = options.compute_ms / 1000 / kind.batch
-        self.cost = CostModel(linear=seconds * (1 - kind.attention) / mean, quadratic=seconds * kind.attention / square)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -89,11 +84,19 @@ class Histories(Dataset[Tensor]):
         return self._ids[index]
 
 
-def _lengths(kind: Archetype, path: Path | None, random: np.random.Generator, samples: int) -> NDArray[np.int64]:
+def drawn_lengths(kind: Archetype, options: Any) -> tuple[NDArray[np.int64], CostModel]:
+    """Return the length of every history, and a cost by which a mean batch takes ``--compute-ms``; both shares by the mean."""
+    samples = (options.steps + end_to_end.SKIPPED) * kind.batch * int(os.environ["WORLD_SIZE"])
+    random = np.random.default_rng(overlap_workload.SEED + 1)
     if kind.family is not None:
-        return lengths.draw_lengths(kind.family, random, samples).astype(np.int64)
-    _, known = lengths.read_lengths(overlap_workload.RATINGS if path is None else path)
-    return random.choice(known, samples).astype(np.int64)
+        drawn = lengths.draw_lengths(kind.family, random, samples)
+    else:
+        _, known = lengths.read_lengths(overlap_workload.RATINGS if options.data is None else options.data)
+        drawn = random.choice(known, samples)
+    mean, square = float(drawn.mean()), float((drawn.astype(np.float64) ** 2).mean())
+    seconds = options.compute_ms / 1000 / kind.batch
+    cost = CostModel(linear=seconds * (1 - kind.attention) / mean, quadratic=seconds * kind.attention / square)
+    return drawn.astype(np.int64), cost
 
 
 class Sleeper(end_to_end.Sleeper):

@@ -1,0 +1,82 @@
+"""The runs that the figures of README and docs come from, by name: ``python benchmarks/suite.py ladder_8 --data FOLDER``.
+
+They stand in suite.cfg. Each writes its result into benchmarks/results, which remembers what it was before; ``make figures``
+then writes the pages anew. A name may be a group; ``--list`` shows all. Those of the group ``quick`` write nothing and demand
+something instead: they are for use before a release, and take under three minutes together. One run at a time, on a machine
+that does nothing else.
+
+Data sets that are not in the project are read from ``--data``: ml-1m.seqs.npz (``offsets``: where each user's history begins),
+gowalla.train.txt.gz and yelp.txt.gz (a user and the items on every line); others' published code from ``--peers``, where
+benchmarks/fetch_peers.py has put it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import configparser
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+_OUTSIDE = {"{ml-1m}": "ml-1m.seqs.npz", "{gowalla}": "gowalla.train.txt.gz", "{yelp}": "yelp.txt.gz"}
+
+
+def main() -> None:
+    """Run what is asked for; goes on after a run that falls short, and exits with 1 then."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="of runs or groups")
+    parser.add_argument("--list", action="store_true", help="show all names")
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="with the data sets that are not in the project")
+    parser.add_argument("--peers", type=Path, metavar="FOLDER", help="with others' published code")
+    options = parser.parse_args()
+    groups = read_groups()
+    runs = {name: command for group in groups.values() for name, command in group.items()}
+    if options.list or not options.names:
+        print("\n".join(f"{group}: {', '.join(runs)}" for group, runs in groups.items()))
+        return
+    unknown = [name for name in options.names if name not in runs and name not in groups]
+    if unknown:
+        parser.error(f"{', '.join(unknown)}: there is no such run or group; --list shows all")
+    names = [each for name in options.names for each in groups.get(name, [name])]
+    commands = {name: _command(name, runs[name], options, parser) for name in names}
+    for name in set(names) - set(groups["quick"]):
+        commands[name] += ["--json", str(RESULTS / f"{name}.json")]
+    failed = [name for name, command in commands.items() if not _run(name, command)]
+    if failed:
+        sys.exit(f"fell short, or failed: {', '.join(failed)}")
+
+
+def read_groups() -> dict[str, dict[str, str]]:
+    """Return the commands by group and name."""
+    config = configparser.ConfigParser(interpolation=None)
+    config.read_string((Path(__file__).parent / "suite.cfg").read_text())
+    return {group: {name: " ".join(command.split()) for name, command in config[group].items()} for group in config.sections()}
+
+
+def _command(name: str, command: str, options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
+    """Return the words of a run, with the files it reads."""
+    words = command.replace("NAME", name).split()
+    places = {key: options.data and options.data / file for key, file in _OUTSIDE.items()} | {"{peers}": options.peers}
+    missing = [key for key in places if key in words and not (places[key] and places[key].exists())]
+    if missing:
+        parser.error(f"{name} reads {', '.join(missing)}: pass --data or --peers FOLDER with it")
+    words = [str(places.get(word, word)) for word in words]
+    scripts = [["--", sys.executable, f"benchmarks/{word}"] if re.fullmatch(r"\w+\.py", word) else [word] for word in words]
+    return [word for of_script in scripts for word in of_script][1:]
+
+
+def _run(name: str, words: list[str]) -> bool:
+    print(f"\n== {name}: {' '.join(words)}", flush=True)
+    began = time.monotonic()
+    done = subprocess.run(words, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"})
+    print(f"== {name}: {time.monotonic() - began:.0f} s, exit code {done.returncode}", flush=True)
+    return done.returncode == 0
+
+
+if __name__ == "__main__":
+    main()
