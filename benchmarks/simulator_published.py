@@ -62,7 +62,7 @@ def _nvidia() -> dict[str, float]:
     assignments: Mapping[str, Callable[[Floats, int], Any] | None] = {"drawn": None, "theirs": _zigzag, "ours": _ours}
     through = {name: _throughput(load, each) for name, each in assignments.items()}
     figures = {
-        "nvidia_flops_over_published": flops / 63.9e12,
+        "nvidia_tflop": flops / 1e12,
         "nvidia_step_ms": 1e3 * step.step.value,
         "nvidia_step_ms_low": 1e3 * step.step.low,
         "nvidia_step_ms_high": 1e3 * step.step.high,

@@ -1,0 +1,28 @@
+import json
+from pathlib import Path
+
+import numpy as np
+
+from lightning_freescale.balance import CostModel
+from tests.docs.excerpts import Excerpts, shell
+from tests.helpers.reports import report_of, step
+
+page = Excerpts("docs/simulator.md")
+draw = np.random.default_rng(0)
+np.savetxt("lengths.txt", draw.lognormal(4, 1, 2000).round() + 1, fmt="%d")
+histories = draw.lognormal(4, 1, (30, 2, 8)).round() + 1
+seconds = CostModel(linear=3e-5, quadratic=2e-8)(histories).sum(axis=2)
+report = report_of(np.array([[step(0.1, forward=each, host_overhead=0.004) for each in ranks] for ranks in seconds])).document()
+features = np.stack([np.ones_like(histories), histories, histories**2, 0 * histories], axis=-1)
+report["series"]["features"] = features.sum(axis=2).tolist()
+Path("bubbles").mkdir()
+Path("bubbles/report.json").write_text(json.dumps(report))
+
+printed = page.bash()
+assert printed.count("predicted, not measured") == 2 and "measured: report.json" in printed
+assert "<title>Predicted steps</title>" in Path("predicted.html").read_text()
+
+Path("network.json").write_text(page.text("json"))
+line = "freescale simulate --lengths lengths.txt --ranks 16 --batch-size 32 --compute-ms 100 --network network.json"
+assert "measured: nccl-tests" in shell(line)
+page.end()
