@@ -49,7 +49,7 @@ MAY_IMPORT = {
     },
     "fabric": {"_lightning", "balance", "checkpoint", "comm", "embeddings", "strategy"},
     "profile": {"callbacks", "profiling"},
-    "command_line": {"_lightning", "balance", "checkpoint", "profile", "profiling"},
+    "command_line": {"_lightning", "balance", "checkpoint", "profile", "profiling", "simulator"},
     "__main__": {"command_line"},
     "testing": set(),
     "ray": {"strategy"},

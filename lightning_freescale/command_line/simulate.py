@@ -20,10 +20,10 @@ from lightning_freescale.balance.calibration import fit_report
 from lightning_freescale.balance.simulation.forecast import describe_lengths
 from lightning_freescale.balance.simulation.lengths import KINDS, read_lengths
 from lightning_freescale.simulator import Catalogue, Network, Quantity, Techniques, TrainingLoad, simulate
+from lightning_freescale.simulator.outlook_plot import new_figure, plot
+from lightning_freescale.simulator.outlook_table import EXPLANATION, format_known, format_outlooks
 from lightning_freescale.simulator.page import write_page
-from lightning_freescale.simulator.picture import new_figure, plot
 from lightning_freescale.simulator.quantity import quantities
-from lightning_freescale.simulator.table import EXPLANATION, format_known, format_outlooks
 from lightning_freescale.simulator.training_step import LADDER
 
 _EXAMPLE = "freescale simulate --lengths lengths.txt --ranks 64,256,1024 --batch-size 32 --compute-ms 100:150:200"

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from lightning_freescale.simulator.network import Network
 from lightning_freescale.simulator.outlook import Assign, pairs_of_steps
+from lightning_freescale.simulator.outlook_table import LABELS
 from lightning_freescale.simulator.quantity import quantities
-from lightning_freescale.simulator.table import LABELS
 from lightning_freescale.simulator.training_load import TrainingLoad
 
 _PAIRS = 2
