@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ PARTS = ("data_wait", "straggler_wait", "transfer", "host_overhead", "unexplaine
 
 def main() -> None:
     """All ranks."""
-    options = _options()
+    options = read_options()
     kind, leads = ARCHETYPES[options.archetype], int(os.environ["RANK"]) == 0
     data = ladder_fits.Histories(kind, options)
     runs: dict[str, list[Fit]] = {name: [] for name in options.rungs}
@@ -196,7 +197,7 @@ def _plot(figures: dict[str, float], options: Any) -> None:
     figure.savefig(options.plot, dpi=150)
 
 
-def _options() -> Any:
+def read_options(words: Sequence[str] | None = None) -> Any:
     arguments = parser(__doc__)
     add = arguments.add_argument
     add("--rungs", nargs="+", choices=RUNGS, default=list(BY_DEFAULT))
@@ -208,7 +209,7 @@ def _options() -> Any:
     add("--steps", type=int, default=16, help="of a fit that count (default: 16)")
     add("--rounds", type=int, default=2)
     add("--plot", type=Path, metavar="FILE", help="a picture of where the time goes")
-    options = arguments.parse_args()
+    options = arguments.parse_args(words)
     planted.be_quiet()
     overlap_variants.weights_share = options.weights_share
     return options

@@ -76,8 +76,7 @@ class _Run:
         words = shlex.split(result["measured_on"]["command"])
         self.ranks, self._rate = int(_after(words, "--hosts")), _after(words, "--rate")
         os.environ["WORLD_SIZE"] = str(self.ranks)
-        sys.argv = ["ladder.py", *words[words.index("benchmarks/ladder.py") + 1 :]]
-        self._options = ladder._options()
+        self._options = ladder.read_options(words[words.index("benchmarks/ladder.py") + 1 :])
         self._options.data = data if self._options.data is not None else None
         self._kind = ladder_fits.ARCHETYPES[self._options.archetype]
         self._lengths, self._cost = ladder_fits.drawn_lengths(self._kind, self._options)

@@ -21,6 +21,7 @@ import json
 import re
 import string
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,8 @@ class Figures(string.Formatter):
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
         """A figure, by its name or by its file's and its own."""
-        file, _, name = field_name.rpartition(".")
-        if file not in ("", *self._results) or (not file and len(self._results) > 1 and name not in ("where", "command")):
+        file, name = split_field(field_name, self._results)
+        if not file and len(self._results) > 1 and name not in ("where", "command"):
             raise ValueError(f"{{{field_name}}}: write {{FILE.FIGURE}} with a file of {sorted(self._results)}")
         result = self._results[file or self._first]
         if name == "where":
@@ -55,13 +56,21 @@ class Figures(string.Formatter):
         if name == "command":
             return result["measured_on"]["command"], field_name
         if name not in result["figures"]:
-            raise ValueError(f"{{{field_name}}}: there is no such figure, but {sorted(result['figures'])}")
+            raise ValueError(
+                f"{{{field_name}}}: there is no such figure in {file or self._first}, but {sorted(result['figures'])}"
+            )
         return result["figures"][name], field_name
 
     def format_field(self, value: Any, format_spec: str) -> Any:
         """Percentages as in ``57.1 %``."""
         shown = super().format_field(value, format_spec)
         return shown[:-1] + " %" if format_spec.endswith("%") else shown
+
+
+def split_field(field: str, files: Iterable[str]) -> tuple[str, str]:
+    """Return file and figure; the former is empty where it is left out. A figure's name may have dots, too."""
+    file = next((name for name in files if field.startswith(f"{name}.")), "")
+    return file, field.removeprefix(f"{file}.")
 
 
 def _where(measured_on: dict[str, Any]) -> str:
@@ -96,10 +105,11 @@ def _shown() -> dict[str, set[str]]:
     """The figures of every file that templates name."""
     shown: dict[str, set[str]] = {}
     for block in (block for page in PAGES for block in BLOCK.finditer(page.read_text())):
-        fields = [field for _, field, _, _ in string.Formatter().parse(block[3]) if field]
-        for field in (field for field in fields if field not in ("where", "command")):
-            file, _, name = field.rpartition(".")
-            shown.setdefault(file or block[2].split()[0], set()).add(name)
+        files = block[2].split()
+        fields = [split_field(field, files) for _, field, _, _ in string.Formatter().parse(block[3]) if field]
+        for file, name in fields:
+            if name not in ("where", "command"):
+                shown.setdefault(file or files[0], set()).add(name)
     return shown
 
 

@@ -59,8 +59,7 @@ def test_compute_follows_the_archetype(monkeypatch: pytest.MonkeyPatch) -> None:
     import ladder_fits
 
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(sys, "argv", ["ladder.py", "--compute-ms", "100", "--rows", "50", "--steps", "40"])
-    options = ladder._options()
+    options = ladder.read_options(["--compute-ms", "100", "--rows", "50", "--steps", "40"])
     for name, kind in ladder_fits.ARCHETYPES.items():
         data = ladder_fits.Histories(kind, options)
         batch = kind.batch * data.cost(data.lengths).mean()

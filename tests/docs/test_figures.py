@@ -80,6 +80,15 @@ def test_figures_of_several_files_have_their_files_name(repository: Path) -> Non
     assert figures.with_figures(_block(template, names=names)) == _block(template, shown, names)
 
 
+def test_names_of_figures_may_have_dots(repository: Path) -> None:
+    (repository / "gaps.json").write_text(json.dumps({"figures": {"heavy-1.1_mean": 0.5}, "measured_on": MEASURED_ON}))
+    assert figures.with_figures(_block("{heavy-1.1_mean:.1f}\n", names="gaps")) == _block(
+        "{heavy-1.1_mean:.1f}\n", "0.5\n", "gaps"
+    )
+    template = "{gaps.heavy-1.1_mean:.1f}\n"
+    assert figures.with_figures(_block(template, names="ladder_8 gaps")) == _block(template, "0.5\n", "ladder_8 gaps")
+
+
 @pytest.mark.parametrize(
     ("template", "names", "told"),
     [
