@@ -9,9 +9,9 @@ A block of Markdown follows its own template, which nobody sees on a rendered pa
     <!-- /figures -->
 
 Named are files of benchmarks/results, as a benchmark's ``--json`` writes them. With a single one its name can be left out:
-``{best_speed_up:.2f}``. A format of ``%`` has a space before the sign. ``{where}`` is commit, date and processor of the only or
-of the first file, ``{command}`` what was run. A template of a table begins with an empty line. docs/trends.md is written as a
-whole (:mod:`trends`).
+``{best_speed_up:.2f}``. A format of ``%`` has a space before the sign; one that begins with k, M, G, m or u is in such units:
+``{bytes:M.2f} MB``. ``{where}`` is commit, date and processor of the only or of the first file, ``{command}`` what was run. A
+template of a table begins with an empty line. docs/trends.md is written as a whole (:mod:`trends`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TRENDS = ROOT / "docs" / "trends.md"
 PAGES = [ROOT / "README.md", *sorted({*(ROOT / "docs").rglob("*.md")} - {TRENDS})]
+FACTORS = {"k": 1e-3, "M": 1e-6, "G": 1e-9, "m": 1e3, "u": 1e6}
+"""By the first letter of a format."""
 BLOCK = re.compile(r"(<!-- figures ([\w ]+)\n(.*?)-->\n)(.*?)(<!-- /figures -->)", re.DOTALL)
 
 
@@ -62,7 +64,10 @@ class Figures(string.Formatter):
         return result["figures"][name], field_name
 
     def format_field(self, value: Any, format_spec: str) -> Any:
-        """Percentages as in ``57.1 %``."""
+        """Percentages as in ``57.1 %``; ``M.2f`` is in millions, and so on."""
+        factor = FACTORS.get(format_spec[:1])
+        if factor is not None:
+            value, format_spec = value * factor, format_spec[1:]
         shown = super().format_field(value, format_spec)
         return shown[:-1] + " %" if format_spec.endswith("%") else shown
 

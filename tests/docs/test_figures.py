@@ -66,6 +66,7 @@ def test_a_wrong_figure_is_found_and_written_anew(
         ("{reduction:.0%}", "95 %"),
         ("**{reduction:+.2%}**", "**+95.14 %**"),
         ("{speed_up:.3f}", "2.178"),
+        ("{speed_up:m.0f} ms, {speed_up:k.4f}", "2178 ms, 0.0022"),
         ("{where}", "commit abc1234, 2026-01-31, 2 cores of A Processor"),
         ("`{command}`", "`python b.py`"),
     ],
