@@ -1,0 +1,288 @@
+"""What benchmarks/convergence.py trains: models of examples/, the data, and the strategies that are compared.
+
+SASRec's loss is a softmax over all items, for which it looks the whole table up in every step. So every row has a gradient in
+every step, and Adam on the sharded table, which updates the rows that were looked up, is Adam as it is without sharding.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path += [str(Path(__file__).parents[1] / "examples")]
+
+import demo
+import lightning as L
+import numpy as np
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+from hstu import CollateWithNegatives, HSTURecommender
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from metrics import FullRank
+from numpy.typing import NDArray
+from sasrec import PADDING, SASRec
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
+from lightning_freescale.data import HistoryDataset
+
+UNSEEN = 100
+"""Items that the user has never seen, among which papers of SASRec rank the target."""
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is trained on a data set.
+
+    Attributes:
+        epochs: as many, whatever validation says meanwhile.
+        samples: histories per rank and step.
+        max_length: of a history, its last items.
+        model: arguments of the model.
+    """
+
+    epochs: int
+    samples: int
+    max_length: int
+    model: dict[str, Any] = field(default_factory=dict)
+
+
+# -- data
+
+
+class RatedHistories(HistoryDataset):
+    """Beside each history, what its ranking leaves out: ``seen``, also what ``max_length`` cuts off; and ``unseen``, a draw."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return the sample; both are of items, the draw follows from the user."""
+        sample, user = super().__getitem__(index), self.users[index]
+        ever = self.histories.items[self.histories.offsets[user] : self.histories.offsets[user + 1]]
+        others = np.setdiff1d(np.arange(self.histories.num_items), ever)
+        drawn = np.random.default_rng(user).choice(others, UNSEEN)  # some of them twice, as in SASRec's own evaluation
+        return {**sample, "seen": ever[: -2 if self.split == "validate" else -1], "unseen": drawn}
+
+
+class SameNegatives(CollateWithNegatives):
+    """Draws negatives step by step, the same on all ranks: none depend on which rank a sample is on."""
+
+    def __init__(self, num_items: int, negatives: int, seed: int) -> None:
+        super().__init__(num_items, negatives)
+        self._seed, self._steps = seed, 0
+
+    def __call__(self, samples: list[dict[str, Any]]) -> Batch:
+        """Return the example's batch, and in evaluation what was seen."""
+        rated = {"seen": _pairs(samples)} if "seen" in samples[0] else {}
+        return {**super().__call__(samples), **rated}
+
+    def draw(self, items: Tensor) -> Tensor:
+        """Return those of the next step."""
+        self._steps += 1
+        drawn = np.random.default_rng((self._seed, self._steps)).integers(self.num_items, size=self.negatives)
+        return torch.from_numpy(drawn)
+
+
+def side_by_side(samples: list[dict[str, Any]], num_items: int) -> Batch:
+    """Return padded ``history`` and ``target``, with items from 1 on, and ``all``, every row of the table."""
+    history, target = (_padded([sample[name] for sample in samples]) for name in ("item", "target"))
+    batch = {"history": history, "target": target, "all": torch.arange(num_items + 1)}
+    if "seen" not in samples[0]:
+        return batch
+    unseen = torch.from_numpy(np.stack([sample["unseen"] for sample in samples])) + 1
+    return {**batch, "seen": _pairs(samples) + torch.tensor([[0], [1]]), "unseen": unseen}
+
+
+def _padded(items: Sequence[NDArray[np.int64]]) -> Tensor:
+    return pad_sequence([torch.from_numpy(each) + 1 for each in items], batch_first=True, padding_value=PADDING)
+
+
+def _pairs(samples: list[dict[str, Any]]) -> Tensor:
+    """Return the rows and columns of what each sample has seen; ``[2, seen in all]``."""
+    rows = np.repeat(np.arange(len(samples)), [len(sample["seen"]) for sample in samples])
+    return torch.from_numpy(np.stack([rows, np.concatenate([sample["seen"] for sample in samples])]))
+
+
+MODELS = ("hstu", "sasrec")
+RECIPES = {
+    "ml-1m": {
+        "hstu": Recipe(40, 32, 50, {"lr": 1e-3, "item_lr": 0.05}),
+        "sasrec": Recipe(18, 64, 200, {"dim": 64, "lr": 3e-3}),
+    },
+    "ml-latest-small": {
+        "hstu": Recipe(20, 16, 100, {"lr": 1e-3, "item_lr": 0.05}),
+        "sasrec": Recipe(20, 16, 100, {"dim": 64, "lr": 2e-3}),
+    },
+}
+"""Chosen by validation with seed 0, each once for both strategies."""
+
+
+def recipe_of(model: str, path: Path | None) -> Recipe:
+    """Return that of ml-latest-small, or for data of one's own that of ml-1m."""
+    return RECIPES["ml-latest-small" if path is None else "ml-1m"][model]
+
+
+# -- models
+
+
+class SoftmaxSASRec(SASRec):
+    """Predicts the next item among all, instead of telling it from one negative."""
+
+    def __init__(self, num_items: int, max_length: int, lr: float = 1e-3, **model: Any) -> None:
+        super().__init__(num_items, max_length, **model)
+        self.lr = lr
+        self.scores = nn.ModuleDict(
+            {f"{stage}{among}": FullRank(10) for stage in ("val", "test") for among in ("", f"_of_{UNSEEN}")}
+        )
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the cross-entropy, the mean over the rank's targets."""
+        known = batch["history"] != PADDING
+        rows, every = self.items(batch["history"]), self.items(batch["all"])
+        predicted = self(rows, known)[known]
+        return nn.functional.cross_entropy(predicted @ every[1:].T, batch["target"][known] - 1)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Rank the held-out item among those not seen before, and among a draw of those never seen."""
+        self._score("val", batch)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Rank the held-out item among those not seen before, and among a draw of those never seen."""
+        self._score("test", batch)
+
+    def on_test_epoch_start(self) -> None:
+        """All items once."""
+        self.on_validation_epoch_start()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """As in the example, at another rate."""
+        return torch.optim.Adam(self.parameters(), lr=self.lr, betas=(0.9, 0.98))
+
+    def _score(self, stage: str, batch: Batch) -> None:
+        rated, target = self.rate(batch["history"]), batch["target"][:, 0]
+        some = torch.cat([target[:, None], batch["unseen"]], dim=1)
+        names = (stage, f"{stage}_of_{UNSEEN}")
+        self.scores[names[1]].update(rated.gather(1, some), torch.zeros_like(target))
+        self.scores[names[0]].update(rated.index_put(tuple(batch["seen"]), rated.new_tensor(float("-inf"))), target)
+        for name in names:
+            self.log_dict({f"{name}_{at}": value for at, value in self.scores[name].by_name().items()}, on_epoch=True)
+
+
+class WeighedSASRec(SoftmaxSASRec):
+    """Under "ddp", which takes the mean of the ranks' means: weighs its own by hand to get that of all targets."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the mean, times this rank's targets in units of a rank's mean."""
+        mine = (batch["history"] != PADDING).sum()
+        ours = mine.clone()
+        dist.all_reduce(ours)
+        return super().training_step(batch, batch_idx) * (mine * dist.get_world_size() / ours)
+
+
+class HSTU(HSTURecommender):
+    """Begins with larger rows, and ranks among what the user has not seen, also before its input.
+
+    The example's rows begin smaller than Adagrad's first steps, and the layer norm behind them divides by their size: that
+    amplifies rounding a thousandfold in the first twenty steps.
+    """
+
+    def __init__(self, num_items: int, std: float = 0.1, **model: Any) -> None:
+        super().__init__(num_items, **model)
+        nn.init.normal_(self.items.embeddings["item"].weight, std=std)
+
+    def _rate(self, batch: Batch) -> Tensor:
+        return super()._rate(batch).index_put(tuple(batch["seen"]), torch.tensor(float("-inf")))
+
+
+# -- runs
+
+PLAIN, FREESCALE, ELSEWHERE = "plain", "freescale", "elsewhere"
+"""What a user has without us; our defaults; and plain once more, each step's samples on other ranks, by random costs."""
+
+
+class GlobalLosses(L.Callback):
+    """The mean loss over all targets of every step's global batch."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Weigh the ranks' losses, if the module has not done that."""
+        weight = 1.0 if isinstance(module, WeighedSASRec) else trainer.train_dataloader.sampler.loss_weight(batch_idx)
+        loss = outputs["loss"].detach().double() * weight
+        dist.all_reduce(loss)
+        self.losses.append(float(loss) / trainer.world_size)
+
+
+def read(path: Path | None) -> dict[str, Any]:
+    """Return the arguments of ``from_interactions`` for ml-latest-small, or an ``.npz`` of histories without times."""
+    if path is None:
+        return {"source": demo.RATINGS, **demo.COLUMNS}
+    with np.load(path) as file:
+        users = np.repeat(file["users"], np.diff(file["offsets"]))
+        return {"source": pa.table({"user": users, "item": file["items"]}), "time": None}
+
+
+def data_module(model: str, recipe: Recipe, interactions: dict[str, Any], way: str, seed: int) -> FreeScaleDataModule:
+    options: dict[str, Any] = {"balance": way != PLAIN}
+    if way == ELSEWHERE:
+        options["cost"] = lambda lengths: np.random.default_rng(seed).random(len(lengths))
+    if model == "sasrec" and way != FREESCALE:
+        options["loss_reduction"] = "unweighted"  # "ddp" weighs nothing, the model does
+    data = FreeScaleDataModule.from_interactions(
+        **interactions, max_length=recipe.max_length, batch_size=recipe.samples, seed=seed, **options
+    )
+    users, items = data.val_dataset.users, data.histories.num_items
+    data.val_dataset = RatedHistories(data.histories, users, "validate", recipe.max_length)
+    data.test_dataset = RatedHistories(data.histories, users, "test", recipe.max_length)
+    data.collate_fn = SameNegatives(items, 512, seed) if model == "hstu" else (lambda samples: side_by_side(samples, items))
+    return data
+
+
+def new_model(model: str, recipe: Recipe, num_items: int, way: str, **changed: Any) -> L.LightningModule:
+    arguments = {**recipe.model, **changed}
+    if model == "hstu":
+        return HSTU(num_items, **arguments)
+    return (SoftmaxSASRec if way == FREESCALE else WeighedSASRec)(num_items, recipe.max_length, **arguments)
+
+
+def new_strategy(model: str, way: str) -> Strategy:
+    if way == FREESCALE:
+        return FreeScaleStrategy(shard=["items"]) if model == "sasrec" else FreeScaleStrategy()
+    return DDPStrategy() if model == "sasrec" else FreeScaleStrategy(overlap=False, dedup=False)
+
+
+def losses_of(model: str, recipe: Recipe, path: Path | None, way: str, seed: int, steps: int) -> list[float]:
+    """Return the losses of the first steps, without dropout."""
+    recorded = GlobalLosses()
+    fitting = {"max_epochs": -1, "max_steps": steps, "limit_val_batches": 0, "callbacks": [recorded]}
+    _fit(model, recipe, path, way, seed, fitting, dropout=0.0)
+    return recorded.losses
+
+
+def scores_of(model: str, recipe: Recipe, path: Path | None, way: str, seed: int) -> dict[str, float]:
+    """Train, and return how good the model is at the held-out items; the last epoch's, whatever came before."""
+    trainer, module, data = _fit(model, recipe, path, way, seed, {"max_epochs": recipe.epochs, "limit_val_batches": 0})
+    found = trainer.test(module, data, verbose=False)[0]
+    ours = {"NDCG@10": "ndcg", "HR@10": "hit_rate"}
+    among = {name: name.removeprefix("test").rpartition("_") for name in found}
+    return {ours[metric] + of: float(found[name]) for name, (of, _, metric) in among.items()}
+
+
+def _fit(
+    model: str, recipe: Recipe, path: Path | None, way: str, seed: int, fitting: dict[str, Any], **changed: Any
+) -> tuple[L.Trainer, L.LightningModule, FreeScaleDataModule]:
+    demo.quiet()
+    L.seed_everything(seed, verbose=False)
+    data = data_module(model, recipe, read(path), way, seed)
+    module = new_model(model, recipe, data.histories.num_items, way, **changed)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = L.Trainer(
+        strategy=new_strategy(model, way), accelerator="cpu", devices=2, num_sanity_val_steps=0, **quiet, **fitting
+    )
+    trainer.fit(module, data)
+    return trainer, module, data
