@@ -110,8 +110,8 @@ def _pairs(samples: list[dict[str, Any]]) -> Tensor:
 MODELS = ("hstu", "sasrec")
 RECIPES = {
     "ml-1m": {
-        "hstu": Recipe(40, 32, 50, {"lr": 1e-3, "item_lr": 0.05}),
-        "sasrec": Recipe(18, 64, 200, {"dim": 64, "lr": 3e-3}),
+        "hstu": Recipe(12, 32, 50, {"lr": 1e-3, "item_lr": 0.05}),
+        "sasrec": Recipe(12, 64, 200, {"dim": 64, "lr": 3e-3}),
     },
     "ml-latest-small": {
         "hstu": Recipe(20, 16, 100, {"lr": 1e-3, "item_lr": 0.05}),
