@@ -190,7 +190,7 @@ class HSTU(HSTURecommender):
     amplifies rounding a thousandfold in the first twenty steps.
     """
 
-    def __init__(self, num_items: int, std: float = 0.1, **model: Any) -> None:
+    def __init__(self, num_items: int, std: float = 0.3, **model: Any) -> None:
         super().__init__(num_items, **model)
         nn.init.normal_(self.items.embeddings["item"].weight, std=std)
 
