@@ -16,6 +16,7 @@ from lightning_freescale.profiling.analysis.intervals import arrivals_of, interv
 from lightning_freescale.profiling.analysis.memory_growth import MemoryWindows
 from lightning_freescale.profiling.analysis.planned import PlannedStep, planned_balance
 from lightning_freescale.profiling.analysis.rank_window import ExchangeSums, RankWindow
+from lightning_freescale.profiling.analysis.replay import Replay
 from lightning_freescale.profiling.analysis.segments import RankSegments
 from lightning_freescale.profiling.analysis.what_if import WhatIf, what_if
 from lightning_freescale.profiling.recording.memory import MemoryReading
@@ -117,7 +118,7 @@ class History:
         replayed, hidden = slice(-len(self._segments), None), column(breakdown, "hidden")
         divided = not column(breakdown, "wait")[replayed].any()
         slowed = contention(column(breakdown, "compute"), hidden, expected)
-        return what_if(list(self._segments), slowed, hidden[replayed], divided=divided)
+        return what_if(Replay(list(self._segments)), slowed, hidden[replayed], divided=divided)
 
     def _fitted(self, compute: Floats, features: Floats | None) -> tuple[Floats, Floats] | None:
         return None if self._fit_costs is None or features is None else self._fit_costs(features, compute)

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from lightning_freescale.profiling.analysis.planned import costs_in_words
-from lightning_freescale.profiling.reporting.verdict import PARTED, WORTH_DOING
+from lightning_freescale.profiling.reporting.causes import PARTED
+from lightning_freescale.profiling.reporting.verdict import WORTH_DOING
 
 _WIDTH = 120
 _ALL_RANKS = 8

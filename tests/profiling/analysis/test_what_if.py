@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_freescale.profiling.analysis.contention import Contention
+from lightning_freescale.profiling.analysis.replay import Replay
 from lightning_freescale.profiling.analysis.segments import RankSegments
-from lightning_freescale.profiling.analysis.what_if import Replay, WhatIf, what_if
+from lightning_freescale.profiling.analysis.what_if import WhatIf, what_if
 from tests.helpers.profiled_runs import Rank, meet, planned_run, random_run, run_segments, wall
 
 sizes = st.tuples(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 10))
@@ -53,7 +54,7 @@ def test_no_case_beats_its_limit_or_does_harm(size: tuple[int, int, int]) -> Non
     hidden = 0.5 * replay.compute
     less = replay.speed_up(replay.compute - 0.3 * hidden)
     assert 1 - 1e-9 <= less <= replay.limit(replay.compute - 0.3 * hidden) + 1e-9
-    for case in what_if(run, Contention(0.3, 0.01), hidden):
+    for case in what_if(Replay(run), Contention(0.3, 0.01), hidden):
         assert 1 <= case.speed_up <= case.limit
 
 
@@ -70,7 +71,7 @@ def test_even_compute_cannot_hurt_ranks_that_are_alike_in_all_else(size: tuple[i
 def test_altered_runs_take_what_was_foretold(size: tuple[int, int, int]) -> None:
     compute, data, transfer = _plan(*size)
     run = planned_run(compute, data, transfer)
-    cases = _by_name(what_if(run_segments(run)))
+    cases = _by_name(what_if(Replay(run_segments(run))))
     balanced = wall(planned_run(np.broadcast_to(compute.mean(axis=1, keepdims=True), compute.shape), data, transfer))
     assert cases["perfect balance"].speed_up == pytest.approx(max(1.0, wall(run) / balanced))
     assert cases["no data wait"].speed_up == pytest.approx(wall(run) / wall(planned_run(compute, 0 * data, transfer)))
@@ -115,7 +116,7 @@ def test_clocks_that_disagree_do_not_make_overlap_look_harmful() -> None:
 def test_harmful_balance_counts_as_none_and_says_so() -> None:
     """The rank that computes less waits for data."""
     compute, data = np.tile([1.0, 3.0], (5, 1)), np.tile([2.0, 0.0], (5, 1))
-    cases = _by_name(what_if(run_segments(planned_run(compute, data, np.full((5, 2), 0.1)))))
+    cases = _by_name(what_if(Replay(run_segments(planned_run(compute, data, np.full((5, 2), 0.1))))))
     assert cases["perfect balance"].speed_up == 1
     assert "longer" in (cases["perfect balance"].note or "")
     assert cases["balance + overlap"].speed_up >= cases["full overlap"].speed_up > 1
@@ -163,20 +164,20 @@ def test_arrival_before_a_gap_is_not_moved(gap: float) -> None:
 
 def test_contention() -> None:
     steps = _blocking(2.0, 1.0)
-    case = _by_name(what_if(steps, Contention(0.25, 0.01), np.full((3, 2), 2.0)))["no contention"]
+    case = _by_name(what_if(Replay(steps), Contention(0.25, 0.01), np.full((3, 2), 2.0)))["no contention"]
     assert (case.speed_up, case.limit) == (pytest.approx(3 / 2.5), pytest.approx(3 / 1.5))
     assert "25%" in (case.note or "")
-    case = _by_name(what_if(steps, Contention(0.0, 0.1, "within the noise"), np.full((3, 2), 2.0)))["no contention"]
+    case = _by_name(what_if(Replay(steps), Contention(0.0, 0.1, "within the noise"), np.full((3, 2), 2.0)))["no contention"]
     assert case == WhatIf("no contention", None, None, "within the noise")
-    assert "no contention" not in _by_name(what_if(steps))
+    assert "no contention" not in _by_name(what_if(Replay(steps)))
     with pytest.raises(ValueError, match="hidden"):
-        what_if(steps, Contention(0.25, 0.01))
+        what_if(Replay(steps), Contention(0.25, 0.01))
 
 
 def test_without_divided_waits_balance_and_overlap_are_left_out_and_say_why() -> None:
     run = run_segments(planned_run(*_plan(3, 2, 6)))
     hidden = np.full((6, 2), 0.1)
-    known, undivided = (_by_name(what_if(run, Contention(0.3, 0.01), hidden, divided=each)) for each in (True, False))
+    known, undivided = (_by_name(what_if(Replay(run), Contention(0.3, 0.01), hidden, divided=each)) for each in (True, False))
     for name in ("perfect balance", "full overlap", "balance + overlap"):
         assert (undivided[name].speed_up, undivided[name].limit) == (None, None)
         assert "clocks" in (undivided[name].note or "")
@@ -233,10 +234,10 @@ def test_steps_without_a_common_order_are_left_out() -> None:
     assert replay.error < 1e-9
     hidden = np.arange(12.0).reshape(6, 2) * 1e-3
     less = replay.speed_up(replay.compute - 0.5 * hidden[[0, 1, 2, 4, 5]])
-    assert what_if(broken, Contention(0.5, 0.1), hidden)[-1].speed_up == pytest.approx(less, abs=1e-12)
+    assert what_if(Replay(broken), Contention(0.5, 0.1), hidden)[-1].speed_up == pytest.approx(less, abs=1e-12)
     twice = replace(rank, keys=(rank.keys[0], *rank.keys[:-1]))
     assert Replay([[run[3][0], twice]]).left_out == 1
-    assert what_if([[run[3][0], turned]]) == ()
+    assert what_if(Replay([[run[3][0], turned]])) == ()
 
 
 def test_inexact_replay_is_noted() -> None:
@@ -245,11 +246,11 @@ def test_inexact_replay_is_noted() -> None:
     wrong = [[replace(rank, end=rank.end + 1.0, seconds=rank.seconds) for rank in step] for step in run]
     replay = Replay(wrong)
     assert replay.error > 0.1
-    assert all("off" in (case.note or "") for case in what_if(wrong))
-    assert all(case.note is None or "off" not in case.note for case in what_if(run))
+    assert all("off" in (case.note or "") for case in what_if(Replay(wrong)))
+    assert all(case.note is None or "off" not in case.note for case in what_if(Replay(run)))
 
 
 def test_nothing_to_replay() -> None:
-    assert what_if([]) == ()
+    assert what_if(Replay([])) == ()
     idle = planned_run(np.zeros((2, 2)), np.ones((2, 2)), np.ones((2, 2)))
-    assert what_if(run_segments(idle)) == ()
+    assert what_if(Replay(run_segments(idle))) == ()

@@ -10,9 +10,10 @@ import pytest
 
 from lightning_freescale.profiling.analysis.imbalance import Imbalance
 from lightning_freescale.profiling.analysis.what_if import WhatIf
+from lightning_freescale.profiling.reporting.causes import _HOW, BubbleVerdict
 from lightning_freescale.profiling.reporting.facts import ExchangeFigures, RunInfo, WaitAttribution
 from lightning_freescale.profiling.reporting.report import BubbleReport
-from lightning_freescale.profiling.reporting.verdict import _HOW, BubbleVerdict, verdict_on
+from lightning_freescale.profiling.reporting.verdict import verdict_on
 from tests.helpers.reports import RUN, full_report, report_of, step
 
 CASES = ("perfect balance", "full overlap", "balance + overlap", "no data wait", "no host overhead", "no contention")
