@@ -75,21 +75,38 @@ class BubbleVerdict(NamedTuple):
     also: str | None = None
 
 
+def shares_of(document: Document) -> Mapping[str, float]:
+    """Return the shares of the steps that were replayed, so that they and what-ifs are of the same; of all where none were."""
+    return (document.get("replay") or document["summary"])["shares"]
+
+
+def steps_of(document: Document) -> str | None:
+    """Return which steps were replayed, if these are not all of the report."""
+    replay, status = document.get("replay"), document["status"]
+    if replay is None or replay["steps"] == status["steps"]:
+        return None
+    first, last = replay["first_step"], replay["last_step"]
+    some = "" if last - first + 1 == replay["steps"] else f"{replay['steps']} of "
+    return f"{some}steps {first} to {last}"
+
+
 def _data(document: Document, gain: float) -> BubbleVerdict:
-    ranks, step = document["ranks"], document["summary"]["step_s"]
-    share = document["summary"]["shares"]["data_wait"]
-    most = max(ranks, key=lambda rank: rank["shares"]["data_wait"])
-    where = f", most of it on rank {most['rank']}" if most["shares"]["data_wait"] > 2 * share else ""
+    share, step = shares_of(document)["data_wait"], _step_seconds(document)
+    most = max(document["ranks"], key=lambda rank: rank["shares"]["data_wait"])
+    uneven = most["shares"]["data_wait"] > 2 * document["summary"]["shares"]["data_wait"]
+    where = f", most of it on rank {most['rank']}" if uneven else ""
     why = f"A rank waits {_ms(share * step)} ms of a step of {_ms(step)} ms for its batch{where}."
     workers = document["run"].get("num_workers")
     advice = "num_workers=2 or more (of FreeScaleDataModule or DataLoader) makes batches beside compute"
     if workers:
         advice = f"More workers than num_workers={workers}, where there are cores for them"
-    return _verdict("data loading", gain, "Data wait", share, why, f"{advice}; or less work in __getitem__ and collate_fn")
+    return _verdict(
+        document, "data loading", gain, "Data wait", share, why, f"{advice}; or less work in __getitem__ and collate_fn"
+    )
 
 
 def _balance(document: Document, gain: float) -> BubbleVerdict:
-    split, share = document["imbalance"] or {}, document["summary"]["shares"]["straggler_wait"]
+    split, share = document["imbalance"] or {}, shares_of(document)["straggler_wait"]
     what = "Straggler wait"
     parts = {cause: split.get(f"{cause}_s") or 0.0 for cause in ("data", "hardware", "jitter")}
     differ = f"Of {_ms(sum(parts.values()))} ms by which the slowest rank computes longer than the mean one"
@@ -97,7 +114,9 @@ def _balance(document: Document, gain: float) -> BubbleVerdict:
     largest = max(parts, key=parts.__getitem__)
     if by_costs and largest == "data":
         why = f"{differ}, {_ms(parts['data'])} come from the samples: the histories that ranks draw differ."
-        return _verdict("imbalance of data", gain, what, share, why, _to_balance(document), "caused by unequal histories")
+        return _verdict(
+            document, "imbalance of data", gain, what, share, why, _to_balance(document), "caused by unequal histories"
+        )
     slow = split.get("slow_ranks") or {}
     if slow and largest == "hardware":
         named = ", ".join(f"rank {rank} takes {times:.2f} times" for rank, times in slow.items())
@@ -107,13 +126,13 @@ def _balance(document: Document, gain: float) -> BubbleVerdict:
         why = f"{named} {'what its samples explain' if by_costs else 'as long as the others'}."
         if by_costs and parts["data"] > _WORTH_NAMING * parts["hardware"]:
             why += f" {differ}, {_ms(parts['data'])} come from unequal histories."
-        return _verdict("slow hardware", gain, what, share, why, advice, "caused by slow ranks")
+        return _verdict(document, "slow hardware", gain, what, share, why, advice, "caused by slow ranks")
     why = "The ranks' compute differs from step to step; nobody told the profiler what they work on."
     advice = "BubbleProfiler(lengths_fn=...), or FreeScaleDataModule(train_set, lengths=...), tells whether histories do it"
     if by_costs:
         why = f"{differ}, {_ms(parts['jitter'])} are explained neither by samples nor by ranks."
         advice = "Look for other work on the machine, or for compute that does not depend on the history's length"
-    return _verdict("uneven compute", gain, what, share, why, advice, "caused by uneven compute")
+    return _verdict(document, "uneven compute", gain, what, share, why, advice, "caused by uneven compute")
 
 
 def _to_balance(document: Document) -> str:
@@ -144,7 +163,7 @@ def _to_relieve(run: Document) -> str:
 
 def _overlap(document: Document, gain: float) -> BubbleVerdict:
     run, exchanges = document["run"], document["exchanges"]
-    share = document["summary"]["shares"]["transfer"]
+    share = shares_of(document)["transfer"]
     exposed = max(exchanges, key=lambda exchange: exchange["transfer_s"])
     name, moved = exposed["name"], exposed["moved_bytes"] or 0
     behind = sum(exchange["moved_bytes"] or 0 for exchange in exchanges if exchange["name"].endswith("(background)"))
@@ -161,8 +180,10 @@ def _overlap(document: Document, gain: float) -> BubbleVerdict:
         # they share a link, and the last ones wait there for all the others
         why += f", behind {_short(behind / 1e6)} MB of the embedding exchange on the same link"
     elif carries != "embedding exchange":
-        return _verdict(carries, gain, "Transfer", share, f"{why}.", _SENT_LESS.get(name, _SENT_LESS[carries]), detail)
-    return _verdict("embedding exchange", gain, "Transfer", share, f"{why}.", _to_overlap(run), detail)
+        return _verdict(
+            document, carries, gain, "Transfer", share, f"{why}.", _SENT_LESS.get(name, _SENT_LESS[carries]), detail
+        )
+    return _verdict(document, "embedding exchange", gain, "Transfer", share, f"{why}.", _to_overlap(run), detail)
 
 
 def _to_overlap(run: Document) -> str:
@@ -189,18 +210,24 @@ def _carried_by(name: str, run: Document) -> str:
 
 
 def _host(document: Document, gain: float) -> BubbleVerdict:
-    summary = document["summary"]
-    share = summary["shares"]["host_overhead"] + summary["shares"]["unexplained"]
+    shares = shares_of(document)
+    share = shares["host_overhead"] + shares["unexplained"]
     sections = sorted(document["host_s"].items(), key=lambda item: -item[1])[:2]
     named = [f"{_ms(seconds)} ms in {name}" for name, seconds in sections if seconds >= _WORTH_NAMING * sections[0][1]]
-    why = f"A rank spends {_ms(share * summary['step_s'])} ms of a step outside forward, backward and optimizer"
+    why = f"A rank spends {_ms(share * _step_seconds(document))} ms of a step outside forward, backward and optimizer"
     largest = sections[0][0] if sections else ""
     advice = f"Less work in {_RUNS_THERE.get(largest, 'hooks and callbacks')}"
     if largest in ("hooks after the step", "loop, before the batch"):
         advice += "; a larger log_every_n_steps"
     advice += "; BubbleProfiler(torch_profiler_steps=3) shows the calls"
     return _verdict(
-        "host overhead", gain, "Host overhead", share, f"{': '.join([why, *[', '.join(named)][: bool(named)]])}.", advice
+        document,
+        "host overhead",
+        gain,
+        "Host overhead",
+        share,
+        f"{': '.join([why, *[', '.join(named)][: bool(named)]])}.",
+        advice,
     )
 
 
@@ -213,12 +240,19 @@ VERDICTS: Mapping[str, Callable[[Document, float], BubbleVerdict]] = {
 """By what was replayed."""
 
 
-def _verdict(cause: str, gain: float, what: str, share: float, why: str, advice: str, detail: str = "") -> BubbleVerdict:
-    if gain > _EXCEEDS / (1 - share):
+def _verdict(
+    document: Document, cause: str, gain: float, what: str, share: float, why: str, advice: str, detail: str = ""
+) -> BubbleVerdict:
+    if gain > _EXCEEDS / (1 - share) and document["run"]["world_size"] > 1:
         why += " It also makes other ranks wait, and those waits would go with it."
-    named = f"{what}, {share:.1%} of the time{', ' if detail else ''}{detail}"
-    how = f"docs/how_to/read_the_report.md{_HOW[cause]}"
-    return BubbleVerdict(cause, gain, f"{named}: without it the run would be {gain:.2f}x as fast.", why, f"{advice} ({how}).")
+    steps = steps_of(document)
+    named = f"{what}, {share:.1%} of the time{f' in {steps}' if steps else ''}{', ' if detail else ''}{detail}"
+    faster = f"without it {'they' if steps else 'the run'} would be {gain:.2f}x as fast."
+    return BubbleVerdict(cause, gain, f"{named}: {faster}", why, f"{advice} (docs/how_to/read_the_report.md{_HOW[cause]}).")
+
+
+def _step_seconds(document: Document) -> float:
+    return (document.get("replay") or document["summary"])["step_s"]
 
 
 def _ms(seconds: float) -> str:

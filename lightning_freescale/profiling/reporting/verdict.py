@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lightning_freescale.profiling.reporting.causes import VERDICTS, BubbleVerdict, Document
+from lightning_freescale.profiling.reporting.causes import VERDICTS, BubbleVerdict, Document, shares_of, steps_of
 
 WORTH_DOING = 1.03
 """What removing a cause must bring for anybody to bother."""
@@ -14,7 +14,7 @@ def verdict_on(document: Document) -> BubbleVerdict:
     """Return the verdict on a document; its series are not needed."""
     gains = {case["name"]: case["speed_up"] for case in document["what_if"] if case["name"] in VERDICTS}
     known = {name: gain for name, gain in gains.items() if gain is not None}
-    shares = document["summary"]["shares"]
+    shares = shares_of(document)
     if shares["wait"] > max(1 - 1 / WORTH_DOING, shares["data_wait"], shares["host_overhead"]):
         return _undivided(document)
     if not known and shares["compute"] < 1 / WORTH_DOING and document["run"]["world_size"] > 1:
@@ -37,11 +37,11 @@ def verdict_line(document: Document) -> str:
 
 
 def _nothing(document: Document, gains: Mapping[str, float]) -> BubbleVerdict:
-    best, compute = max(gains.values(), default=1.0), 1 - document["summary"]["bubble"]
+    best, compute, steps = max(gains.values(), default=1.0), shares_of(document)["compute"], steps_of(document)
     return BubbleVerdict(
         "nothing",
         best if gains else None,
-        f"Nothing worth doing: at most {best:.2f}x to gain from any one cause.",
+        f"Nothing worth doing{f' in {steps}' if steps else ''}: at most {best:.2f}x to gain from any one cause.",
         f"{compute:.1%} of the ranks' time is compute, and without its largest cause of waiting the run would be {best:.2f}x "
         "as fast.",
         "A faster device, a smaller model, or more samples per rank.",
@@ -49,7 +49,7 @@ def _nothing(document: Document, gains: Mapping[str, float]) -> BubbleVerdict:
 
 
 def _not_replayed(document: Document) -> BubbleVerdict:
-    shares = document["summary"]["shares"]
+    shares = shares_of(document)
     part = max(("data_wait", "straggler_wait", "transfer", "host_overhead", "unexplained"), key=shares.__getitem__)
     return BubbleVerdict(
         part.replace("_", " "),
@@ -62,7 +62,7 @@ def _not_replayed(document: Document) -> BubbleVerdict:
 
 
 def _undivided(document: Document) -> BubbleVerdict:
-    share, reason = document["summary"]["shares"]["wait"], document["wait_attribution"]["reason"]
+    share, reason = shares_of(document)["wait"], document["wait_attribution"]["reason"]
     return BubbleVerdict(
         "waiting for peers",
         None,

@@ -148,6 +148,39 @@ def test_replays_are_of_the_steps_they_have_the_segments_of(monkeypatch: pytest.
     assert _report(_history(_windows(range(8))), []).what_if
 
 
+def _undivided(indices: range) -> list[RankWindow]:
+    """As of an exchange at which the ranks' clocks disagreed."""
+    arrived = [[[10.0 * index + max(FORWARD[index % 2])] for index in indices]] * 2
+    many = [None] * len(indices)
+    return [window_of([_step(i, rank) for i in indices], arrived[rank], many, many, divided=False) for rank in (0, 1)]
+
+
+def test_steps_with_divided_waits_speak_for_a_window_without() -> None:
+    report = _report(_history(_windows(range(4)), _undivided(range(4, 6)), _windows(range(6, 10))), [])
+    assert report.replayed is not None and report.replayed.tolist() == [0, 1, 2, 3, 6, 7, 8, 9]
+    gains = {case.name: case.speed_up for case in report.what_if}
+    assert gains["perfect balance"] == pytest.approx((3 + 3) / (2.5 + 3)) and gains["full overlap"] is not None
+    replay = report.document()["replay"]
+    assert (replay["steps"], replay["first_step"], replay["last_step"]) == (8, 0, 9)
+    assert replay["shares"]["wait"] == 0 < report.shares["wait"]
+    assert replay["step_s"] == pytest.approx(3.0)
+
+
+def test_too_few_steps_with_divided_waits_speak_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_freescale.profiling.collection.history._ENOUGH", 0.5)
+    report = _report(_history(_windows(range(2)), _undivided(range(2, 6))), [])
+    gains = {case.name: case.speed_up for case in report.what_if}
+    assert gains["perfect balance"] is None and gains["no data wait"] is not None
+    assert report.replayed.tolist() == list(range(6))
+
+
+def test_replayed_are_the_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_freescale.profiling.collection.history._REPLAYED", 3)
+    report = _report(_history(_windows(range(8)), max_steps=7), [])
+    assert report.document()["replay"]["first_step"] == 5
+    assert report.replayed.tolist() == [4, 5, 6]
+
+
 def test_the_median_step_is_the_one_of_median_length_without_pauses() -> None:
     traced = _traced(range(1, 4))  # all of three seconds
     lengths = {1: (3.0, 9.0), 2: (3.5, 4.0), 3: (3.2, 5.0)}

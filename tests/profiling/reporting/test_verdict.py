@@ -142,6 +142,40 @@ def test_what_was_not_replayed_is_not_nothing() -> None:
     assert verdict.cause == "data wait" and verdict.speed_up is None and "Data wait, 60.0% of the time" in verdict.verdict
 
 
+def _slow_at_the_end(ranks: int) -> BubbleReport:
+    fast, slow = step(0.04, forward=0.04), step(0.1, forward=0.04, data_wait=0.06)
+    return report_of(
+        np.array([[fast] * ranks] * 6 + [[slow] * ranks] * 2),
+        replayed=np.array([6, 7]),
+        what_if=[WhatIf("no data wait", 2.5, 2.5)],
+    )
+
+
+def test_shares_and_gains_are_of_the_same_steps() -> None:
+    """The loader was slow in those that were replayed, the last quarter."""
+    report = _slow_at_the_end(1)
+    assert report.limit == pytest.approx(44 / 32), "of all steps"
+    verdict = verdict_on(report.document())
+    assert verdict.verdict == "Data wait, 60.0% of the time in steps 11 to 12: without it they would be 2.50x as fast."
+    assert "waits 60 ms of a step of 100 ms" in verdict.why
+    assert "what if in steps 11 to 12: no data wait 2.50x" in " ".join(str(report).split())
+    with_gap = verdict_on(report_of(report.breakdown, replayed=np.array([0, 2, 3]), what_if=report.what_if).document())
+    assert "in 3 of steps 5 to 8" in with_gap.verdict
+    nothing = report_of(report.breakdown, replayed=np.arange(6), what_if=[WhatIf("no data wait", 1.0, 1.0)])
+    told = verdict_on(nothing.document())
+    assert told.verdict.startswith("Nothing worth doing in steps 5 to 10:") and told.why.startswith("100.0% of the ranks' time")
+
+
+def test_one_rank_makes_no_other_wait() -> None:
+    more = full_report(
+        parts=np.array([[step(0.1, forward=0.07, data_wait=0.03)]] * 3), what_if=[WhatIf("no data wait", 2.0, 2.5)]
+    )
+    alone = report_of(more.breakdown, what_if=more.what_if)
+    assert "other ranks" not in verdict_on(alone.document()).why
+    two = report_of(more.breakdown.repeat(2, axis=1), what_if=more.what_if)
+    assert "makes other ranks wait" in verdict_on(two.document()).why
+
+
 def test_the_second_cause_stands_beside_the_first() -> None:
     two = _verdict({"no data wait": 1.3, "perfect balance": 1.1, "no host overhead": 1.05}, imbalance=UNEQUAL)
     assert two.cause == "data loading" and two.also is not None
