@@ -8,6 +8,9 @@ from lightning_freescale.profiling.reporting.causes import VERDICTS, BubbleVerdi
 
 WORTH_DOING = 1.03
 """What removing a cause must bring for anybody to bother."""
+_PAGE = "docs/how_to/read_the_report.md"
+_RECIPES = {"data_wait": "#the-loader-is-late", "host_overhead": "#the-host-is-busy", "unexplained": "#the-host-is-busy"}
+"""Of parts that have one cause, whatever a replay would say."""
 
 
 def verdict_on(document: Document) -> BubbleVerdict:
@@ -15,18 +18,18 @@ def verdict_on(document: Document) -> BubbleVerdict:
     gains = {case["name"]: case["speed_up"] for case in document["what_if"] if case["name"] in VERDICTS}
     known = {name: gain for name, gain in gains.items() if gain is not None}
     shares = shares_of(document)
-    if shares["wait"] > max(1 - 1 / WORTH_DOING, shares["data_wait"], shares["host_overhead"]):
+    # what a replay cannot judge is judged by its share
+    unknown = shares["wait"] if shares["wait"] > 1 - 1 / WORTH_DOING else 0.0
+    if unknown > max(shares["data_wait"], shares["host_overhead"] + shares["unexplained"]):
         return _undivided(document)
-    if not known and shares["compute"] < 1 / WORTH_DOING and document["run"]["world_size"] > 1:
+    if not known and shares["compute"] < 1 / WORTH_DOING:
         return _not_replayed(document)
-    first, second = [*sorted(known, key=known.__getitem__, reverse=True), None, None][:2]
-    if first is None or known[first] < WORTH_DOING:
+    causes = sorted((name for name, gain in known.items() if gain >= WORTH_DOING), key=known.__getitem__, reverse=True)
+    found = [VERDICTS[name](document, known[name]) for name in causes] + ([_undivided(document)] if unknown else [])
+    if not found:
         return _nothing(document, known)
-    found = VERDICTS[first](document, known[first])
-    if second is None or known[second] < WORTH_DOING:
-        return found
-    other = VERDICTS[second](document, known[second])
-    return BubbleVerdict(*found[:-1], f"{other.verdict} {other.next}")
+    first, *others = found
+    return first._replace(also=f"{others[0].verdict} {others[0].next}") if others else first
 
 
 def verdict_line(document: Document) -> str:
@@ -51,13 +54,17 @@ def _nothing(document: Document, gains: Mapping[str, float]) -> BubbleVerdict:
 def _not_replayed(document: Document) -> BubbleVerdict:
     shares = shares_of(document)
     part = max(("data_wait", "straggler_wait", "transfer", "host_overhead", "unexplained"), key=shares.__getitem__)
+    why = "the ranks waited for each other in no common order"
+    if not document["status"]["complete"]:
+        why = f"the run had not come to its end, or {why}"
+    if not shares["compute"]:
+        why = "no compute was seen, neither forward nor backward nor optimizer"
     return BubbleVerdict(
         part.replace("_", " "),
         None,
         f"{part.replace('_', ' ').capitalize()}, {shares[part]:.1%} of the time, is the largest part that is not compute.",
-        "The steps were not replayed, so what removing it would bring is not known: the run had not come to its end, or its "
-        "ranks waited for each other in different orders.",
-        "See docs/how_to/read_the_report.md.",
+        f"The steps were not replayed, so what removing it would bring is not known: {why}.",
+        f"See {_PAGE}{_RECIPES.get(part, '')}.",
     )
 
 

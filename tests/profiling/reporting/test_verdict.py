@@ -11,7 +11,7 @@ import pytest
 from lightning_freescale.profiling.analysis.imbalance import Imbalance
 from lightning_freescale.profiling.analysis.what_if import WhatIf
 from lightning_freescale.profiling.reporting.causes import _HOW, BubbleVerdict
-from lightning_freescale.profiling.reporting.facts import ExchangeFigures, RunInfo, WaitAttribution
+from lightning_freescale.profiling.reporting.facts import ExchangeFigures, RunInfo, Status, WaitAttribution
 from lightning_freescale.profiling.reporting.report import BubbleReport
 from lightning_freescale.profiling.reporting.verdict import verdict_on
 from tests.helpers.reports import RUN, full_report, report_of, step
@@ -135,11 +135,40 @@ def test_waits_that_are_not_divided_are_no_verdict_on_their_cause() -> None:
     assert (verdict.cause, verdict.speed_up) == ("waiting for peers", None) and "never compared" in verdict.why
 
 
-def test_what_was_not_replayed_is_not_nothing() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_was_not_replayed_is_not_nothing(ranks: int) -> None:
     """As of a run that is still going on."""
-    parts = np.array([[step(0.1, data_wait=0.06, forward=0.04)] * 2] * 3)
-    verdict = verdict_on(report_of(parts, what_if=()).document())
+    parts = np.array([[step(0.1, data_wait=0.06, forward=0.04)] * ranks] * 3)
+    report = report_of(parts, what_if=(), status=Status(False, "still running"))
+    verdict = verdict_on(report.document())
     assert verdict.cause == "data wait" and verdict.speed_up is None and "Data wait, 60.0% of the time" in verdict.verdict
+    assert "had not come to its end" in verdict.why and verdict.next.endswith("#the-loader-is-late.")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_without_compute_is_not_nothing_and_says_why(ranks: int) -> None:
+    verdict = verdict_on(report_of(np.array([[step(0.1, data_wait=0.1)] * ranks] * 3), what_if=()).document())
+    assert verdict.cause == "data wait" and "no compute was seen" in verdict.why and "order" not in verdict.why
+
+
+def _undivided(cases: dict[str, float], **parts: float) -> BubbleVerdict:
+    row = step(1.0, **parts)
+    waits = WaitAttribution(False, 0.0, "the clocks were never compared")
+    known = [WhatIf(name, cases.get(name), 2.0) for name in CASES]
+    return verdict_on(report_of(np.array([[row, row]] * 3), wait_attribution=waits, what_if=known).document())
+
+
+def test_waits_that_no_replay_could_judge_are_not_nothing() -> None:
+    """Neither where another part is as large, but not worth removing, nor beside one that is."""
+    verdict = _undivided({"no data wait": 1.02, "no host overhead": 1.0}, forward=0.85, wait=0.07, data_wait=0.08)
+    assert verdict.cause == "waiting for peers"
+    verdict = _undivided({"no data wait": 1.2, "no host overhead": 1.0}, forward=0.7, wait=0.1, data_wait=0.2)
+    assert verdict.cause == "data loading" and (verdict.also or "").startswith("Waiting for peers, 10.0%")
+
+
+def test_time_that_nothing_explains_is_larger_than_a_wait_that_is_not_divided() -> None:
+    verdict = _undivided({"no data wait": 1.0, "no host overhead": 1.9}, forward=0.43, wait=0.07, unexplained=0.5)
+    assert (verdict.cause, verdict.speed_up) == ("host overhead", 1.9) and "Waiting for peers" in (verdict.also or "")
 
 
 def _slow_at_the_end(ranks: int) -> BubbleReport:
