@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from lightning_freescale.profiling.analysis.segments import RankSegments, Schedule
 
 Floats = NDArray[np.float64]
+_WAITED = 0.05
+"""A data wait of this share of a mean step is one for the loader's workers; taking over a batch that is there is shorter."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,65 @@ class ArrivalPoints:
         return cls(row, share, np.where(own[:, None], 0.0, after), own.tolist())
 
 
+@dataclass(frozen=True)
+class BatchMoments:
+    """When batches were there that loader workers make beside compute, as far as a rank waited for them.
+
+    Workers begin a batch when one is taken that makes room for it, and go on whatever the rank does. So it is there ``lag``
+    seconds after that of row ``source`` was taken, or at the moment ``lag`` where ``source`` is -1. A rank takes its batch at
+    the beginning of a row; ``waited`` says where it waited for one. All of shape ``[rows, ranks]``.
+    """
+
+    waited: NDArray[np.bool_]
+    source: NDArray[np.intp]
+    lag: Floats
+
+    @classmethod
+    def from_clocks(cls, clocks: RankClocks, schedule: Schedule, restarts: NDArray[np.intp], prefetched: int) -> BatchMoments:
+        """Find what was waited for; moments before the clocks were last set, at ``restarts``, are measured ones."""
+        data, ranks = schedule.column("data"), np.arange(clocks.begin.shape[1])
+        waited, source = np.zeros(data.shape, dtype=bool), np.full(data.shape, -1, dtype=np.intp)
+        # a step takes one batch, in the row with its longest wait
+        ends = np.append(schedule.first[1:], len(data))
+        row = np.array([first + data[first:end].argmax(axis=0) for first, end in zip(schedule.first, ends)])
+        long = data[row, ranks] > _WAITED * schedule.walls.mean()
+        waited[row, ranks] = long
+        set_at = restarts[np.searchsorted(restarts, row, side="right") - 1]
+        source[row[prefetched:], ranks] = np.where(row[:-prefetched] >= set_at[prefetched:], row[:-prefetched], -1)
+        taken = clocks.begin + data
+        lag = np.where(source >= 0, taken - np.take_along_axis(taken, np.maximum(source, 0), axis=0), taken)
+        return cls(waited, source, lag)
+
+    def taken(self, at: int, begin: Floats, data: Floats, before: Floats) -> Floats:
+        """Return when ranks that begin row ``at`` have its batch; ``before`` is when they took those of the rows before."""
+        source = self.source[at]
+        there = self.lag[at] + np.where(source >= 0, before[source, np.arange(len(source))], 0.0)
+        return np.where(self.waited[at], np.maximum(begin, there), begin + data)
+
+
 def altered_clocks(
-    work: Floats, transfer: Floats, arrivals: ArrivalPoints, measured: RankClocks, restarts: NDArray[np.intp]
+    work: Floats,
+    transfer: Floats,
+    arrivals: ArrivalPoints,
+    measured: RankClocks,
+    restarts: NDArray[np.intp],
+    data: Floats,
+    batches: BatchMoments | None = None,
 ) -> RankClocks:
-    """Return the clocks with other durations; at ``restarts`` the clocks are set to the measured ones."""
-    ranks = np.arange(work.shape[1])
+    """Return the clocks with other durations; at ``restarts`` the clocks are set to the measured ones.
+
+    ``data`` is the part of ``work`` that waits for data; where ``batches`` are waited for it is as long as these take.
+    """
+    work, ranks = work.copy(), np.arange(work.shape[1])
+    taken = np.empty_like(work)
+    some_wait: list[bool] = [False] * len(work) if batches is None else np.any(batches.waited, axis=1).tolist()
+
+    def own(begin: Floats, at: int) -> Floats:
+        taken[at] = begin + data[at]
+        if batches is not None and some_wait[at]:
+            taken[at] = batches.taken(at, begin, data[at], taken)
+            work[at] += taken[at] - begin - data[at]
+        return work[at]
 
     def arrive(clocks: RankClocks, at: int) -> Floats:
         if arrivals.own[at]:
@@ -78,7 +134,7 @@ def altered_clocks(
         moment = clocks.begin[row, ranks] + arrivals.share[at] * work[row, ranks] + arrivals.after[at]
         return np.minimum(moment, clocks.end[row, ranks])
 
-    return _play(work, transfer, {at: measured.begin[at] for at in restarts.tolist()}, arrive)
+    return _play(own, transfer, {at: measured.begin[at] for at in restarts.tolist()}, arrive)
 
 
 def own_seconds(schedule: Schedule) -> Floats:
@@ -86,15 +142,20 @@ def own_seconds(schedule: Schedule) -> Floats:
     return np.sum([schedule.column(name) for name in ("compute", "data", "other", "pause")], axis=0)
 
 
-def _play(work: Floats, transfer: Floats, starts: dict[int, Floats], arrive: Callable[[RankClocks, int], Floats]) -> RankClocks:
-    clocks = RankClocks(np.empty_like(work), np.empty_like(work), np.empty_like(work))
+def _play(
+    own: Callable[[Floats, int], Floats],
+    transfer: Floats,
+    starts: dict[int, Floats],
+    arrive: Callable[[RankClocks, int], Floats],
+) -> RankClocks:
+    clocks = RankClocks(np.empty_like(transfer), np.empty_like(transfer), np.empty_like(transfer))
     member = np.isfinite(transfer)
     absent = np.where(member, 0.0, -np.inf)
     shared: list[bool] = np.any(member, axis=1).tolist()
-    for at in range(len(work)):
+    for at in range(len(transfer)):
         begin = starts[at] if at in starts else clocks.end[at - 1]
         clocks.begin[at] = begin
-        clocks.ready[at] = clocks.end[at] = begin + work[at]
+        clocks.ready[at] = clocks.end[at] = begin + own(begin, at)
         if shared[at]:
             last = (arrive(clocks, at) + absent[at]).max()
             np.maximum(clocks.ready[at], last + transfer[at], out=clocks.end[at])
@@ -110,26 +171,32 @@ class Replay:
     else (the time is convex in their compute), but if the rank that computes less waits longer for data, it can. It counts as 1
     then: nobody has to do it.
 
+    With ``prefetched`` batches, which loader workers make beside compute, a wait for data ends when the batch is there, however
+    early the rank asks: time saved elsewhere is waited for data then. Without, the rank makes its batches, which takes as long
+    as it took. How fast workers could be that nobody waited for is not known.
+
     An exchange whose end was not seen apart from the wait counts as lasting until then, which errs on the side of less gain.
 
     Args:
         steps: consecutive steps, for each one :class:`RankSegments` per rank.
+        prefetched: how many batches loader workers make ahead; 0 without workers, or if nobody knows.
 
     Attributes:
         error: how far the unaltered replay is from the measured wall times of the steps: mean distance / mean wall time.
         left_out: steps that are not replayed, because their ranks waited for collectives in orders that cannot be reconciled.
+        unseen: there are workers, and most batches were there before they were asked for.
     """
 
-    def __init__(self, steps: Sequence[Sequence[RankSegments]]) -> None:
+    def __init__(self, steps: Sequence[Sequence[RankSegments]], prefetched: int = 0) -> None:
         self.schedule = schedule = Schedule.from_steps(steps)
-        self.left_out, self.error = schedule.left_out, 0.0
+        self.left_out, self.error, self.unseen = schedule.left_out, 0.0, False
         if not len(schedule.steps):
             return
         pauses, ahead = schedule.column("pause"), schedule.column("ahead")
         seams = schedule.first[schedule.seams]
         starts = dict(zip(seams.tolist(), schedule.starts[schedule.seams]))  # as measured, at every seam
         work, transfer = own_seconds(schedule), schedule.column("transfer")
-        self._measured = _play(work, transfer, starts, lambda clocks, at: clocks.ready[at] - ahead[at])
+        self._measured = _play(lambda _, at: work[at], transfer, starts, lambda clocks, at: clocks.ready[at] - ahead[at])
         walls = schedule.per_step(self._measured.elapsed - pauses)
         self.error = float(np.abs(walls - schedule.walls).sum() / schedule.walls.sum())
         self._wall = float(walls.sum())
@@ -138,6 +205,9 @@ class Replay:
         together = np.flatnonzero((pauses > 0).all(axis=1))
         self._restarts = np.union1d(seams, together)
         self._arrivals = ArrivalPoints.from_clocks(self._measured, ahead, self._restarts)
+        self._batches = BatchMoments.from_clocks(self._measured, schedule, self._restarts, prefetched) if prefetched else None
+        if self._batches is not None:
+            self.unseen = bool(self._batches.waited.sum() < walls.size / 2)
         self.compute = schedule.per_step(schedule.column("compute"))
         """Seconds of each step on each rank, shape ``[steps, ranks]``."""
 
@@ -159,7 +229,9 @@ class Replay:
         transfer = schedule.column("transfer")
         if overlap:
             transfer = self._exposed(transfer, self.compute if compute is None else compute)
-        clocks = altered_clocks(work, transfer, self._arrivals, self._measured, self._restarts)
+        waits = schedule.column("data") if data else np.zeros_like(work)
+        batches = self._batches if data else None
+        clocks = altered_clocks(work, transfer, self._arrivals, self._measured, self._restarts, waits, batches)
         return self._wall / float((clocks.elapsed - schedule.column("pause")).sum())
 
     def limit(self, compute: Floats) -> float:

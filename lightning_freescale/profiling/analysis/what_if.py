@@ -93,6 +93,8 @@ def _without(contention: Contention, replay: Replay, hidden: Floats) -> WhatIf:
 
 def _case(replay: Replay, name: str, speed_up: float, note: str | None = None, compute: Floats | None = None) -> WhatIf:
     """Rounding and harm apart, every speed-up is between 1 and its limit; see :class:`Replay`."""
+    if replay.unseen and name != "no data wait" and speed_up > 1 + _WORTH_A_NOTE:
+        note = "; ".join(text for text in (note, "if the loader's workers keep up") if text)
     limit = replay.limit(replay.compute if compute is None else compute)
     off = f"the replay of the run as it was is {replay.error:.1%} off" if replay.error > _WORTH_A_NOTE else None
     notes = "; ".join(text for text in (note, off) if text) or None

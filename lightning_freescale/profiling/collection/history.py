@@ -32,6 +32,8 @@ _REPLAYED = 500
 """Steps of a replay: enough for a mean, and done in a second."""
 _ENOUGH = 0.1
 """Share of these steps whose waits must be divided for them to speak for the others."""
+_PREFETCHED = 2
+"""Batches that torch's loaders ask every worker for ahead, unless told otherwise."""
 _INTERIM = 10_000
 """Steps times ranks of an interim report, which is written in the time of a step or two."""
 
@@ -124,7 +126,7 @@ class History:
         divided = ~column(breakdown[last], "wait").any(axis=1)
         enough = divided.mean() >= _ENOUGH  # some windows in which the clocks disagreed must not hide what the others tell
         chosen = np.flatnonzero(divided) if enough else np.arange(len(last))
-        replay = Replay([self._segments[k] for k in chosen])
+        replay = Replay([self._segments[k] for k in chosen], _PREFETCHED * (self._run.num_workers or 0))
         hidden = column(breakdown, "hidden")
         slowed = contention(column(breakdown, "compute"), hidden, expected)
         cases = what_if(replay, slowed, hidden[last[chosen]], divided=bool(enough))

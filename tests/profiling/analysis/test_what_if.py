@@ -13,7 +13,7 @@ from lightning_freescale.profiling.analysis.contention import Contention
 from lightning_freescale.profiling.analysis.replay import Replay
 from lightning_freescale.profiling.analysis.segments import RankSegments
 from lightning_freescale.profiling.analysis.what_if import WhatIf, what_if
-from tests.helpers.profiled_runs import Rank, meet, planned_run, random_run, run_segments, wall
+from tests.helpers.profiled_runs import Rank, meet, planned_run, random_run, run_behind_workers, run_segments, wall
 
 sizes = st.tuples(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 10))
 
@@ -254,3 +254,48 @@ def test_nothing_to_replay() -> None:
     assert what_if(Replay([])) == ()
     idle = planned_run(np.zeros((2, 2)), np.ones((2, 2)), np.ones((2, 2)))
     assert what_if(Replay(run_segments(idle))) == ()
+
+
+ALTERNATING = np.tile([[0.2, 0.8], [0.8, 0.2]], (30, 1))
+
+
+@pytest.mark.parametrize(
+    ("making", "bound"),
+    [([1.1] * 60, True), ([0.3 if k % 10 else 2.5 for k in range(60)], False)],
+    ids=["the loader decides", "a batch in ten is late"],
+)
+def test_workers_make_batches_whatever_the_rank_does(making: list[float], bound: bool) -> None:
+    """Time saved elsewhere is waited for data: as in a run in which it is saved."""
+    run, even = run_behind_workers(ALTERNATING, making), np.full_like(ALTERNATING, 0.5)
+    balance = wall(run) / wall(run_behind_workers(even, making))
+    host = wall(run) / wall(run_behind_workers(ALTERNATING, making, host=0.0))
+    assert balance < 1.02 if bound else balance > 1.2
+    replay = Replay(run_segments(run), prefetched=2)
+    assert replay.error < 1e-9 and replay.speed_up() == pytest.approx(1.0, abs=1e-9)
+    cases = _by_name(what_if(replay))
+    assert cases["perfect balance"].speed_up == pytest.approx(balance, abs=0.01)
+    assert cases["no host overhead"].speed_up == pytest.approx(host, abs=0.01)
+    alone = _by_name(what_if(Replay(run_segments(run))))
+    assert cases["no data wait"].speed_up == alone["no data wait"].speed_up > 1.1, "which removes all of it"
+    if bound:
+        assert alone["perfect balance"].speed_up > 1.2, "where the rank makes its batches itself"
+
+
+def test_workers_that_nobody_waited_for_may_be_no_faster_and_that_is_said() -> None:
+    steps = run_segments(run_behind_workers(ALTERNATING, [0.3] * 60))
+    cases = _by_name(what_if(Replay(steps, prefetched=2)))
+    assert cases["perfect balance"].speed_up > 1.2 and "workers keep up" in (cases["perfect balance"].note or "")
+    assert "workers" not in (_by_name(what_if(Replay(steps)))["perfect balance"].note or "")
+    starved = _by_name(what_if(Replay(run_segments(run_behind_workers(ALTERNATING, [1.1] * 60)), prefetched=2)))
+    assert not any("workers" in (case.note or "") for case in starved.values())
+
+
+@settings(max_examples=30, deadline=None)
+@given(sizes, st.integers(1, 4))
+def test_no_case_does_harm_behind_workers(size: tuple[int, int, int], prefetched: int) -> None:
+    replay = Replay(run_segments(random_run(*size)), prefetched)
+    assert replay.speed_up() == pytest.approx(1.0, abs=1e-9)
+    for case in what_if(replay, Contention(0.3, 0.01), 0.5 * replay.compute):
+        assert 1 <= case.speed_up <= case.limit
+    for less in (replay.speed_up(overlap=True), replay.speed_up(data=False), replay.speed_up(host=False)):
+        assert less >= 1 - 1e-9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from lightning_freescale.profiling.collection.history import History
 from lightning_freescale.profiling.recording.records import Interval, ResolvedCollective, ResolvedStep
 from lightning_freescale.profiling.reporting.facts import Overhead, Status, WaitAttribution
 from lightning_freescale.profiling.reporting.report import BubbleReport
+from tests.helpers.profiled_runs import run_behind_workers
 from tests.helpers.reports import RUN
 
 FORWARD = ((1.0, 2.0), (2.0, 2.0))  # seconds in even and odd steps, of two ranks
@@ -172,6 +174,24 @@ def test_too_few_steps_with_divided_waits_speak_for_nobody(monkeypatch: pytest.M
     gains = {case.name: case.speed_up for case in report.what_if}
     assert gains["perfect balance"] is None and gains["no data wait"] is not None
     assert report.replayed.tolist() == list(range(6))
+
+
+def test_waits_for_data_of_loader_workers_are_replayed_as_such() -> None:
+    """A rank that is ready earlier waits as much longer."""
+    last = []
+    run = run_behind_workers(np.tile([[0.2, 0.8], [0.8, 0.2]], (10, 1)), [1.1] * 20)
+    for ranks in run:
+        last.append([max(moments) for moments in zip(*([c.arrive for c in step.collectives] for step in ranks))])
+    many = [None] * len(run)
+    windows = [window_of([step[rank] for step in run], last, many, many) for rank in (0, 1)]
+
+    def balance(workers: int | None) -> float | None:
+        history = History(replace(RUN, num_workers=workers), 100, None)
+        history.add_windows(windows)
+        return next(case.speed_up for case in _report(history, []).what_if if case.name == "perfect balance")
+
+    assert balance(1) == pytest.approx(1.0, abs=0.02)
+    assert balance(0) == balance(None) != pytest.approx(1.0, abs=0.2)
 
 
 def test_replayed_are_the_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
