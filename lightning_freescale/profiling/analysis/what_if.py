@@ -40,6 +40,7 @@ def what_if(
     hidden: Floats | None = None,
     *,
     divided: bool = True,
+    expected: Floats | None = None,
 ) -> tuple[WhatIf, ...]:
     """Return how much faster the steps would be without each kind of bubble; nothing if no rank computes in them.
 
@@ -48,6 +49,8 @@ def what_if(
         contention: what exchanges under way do to compute; left out if not given.
         hidden: seconds of compute behind which an exchange was under way, shape ``[steps, ranks]``, of the steps that are left
             out of the replay, too; needed with contention.
+        expected: seconds that each rank's samples should take, as ``hidden``; without them, or a divided wait, what equal
+            histories alone would bring is left out.
         divided: whether all waits could be divided into straggler wait and transfer; if not, balance and overlap are left out.
 
     Raises:
@@ -61,6 +64,8 @@ def what_if(
         return ()
     if divided:
         cases = _balance_and_overlap(replay)
+        if expected is not None:
+            cases.append(_case(replay, "equal histories", replay.speed_up(_of_equal_histories(replay, expected))))
     else:
         cases = [WhatIf(name, None, None, _UNDIVIDED) for name in ("perfect balance", "full overlap", "balance + overlap")]
     cases.append(_case(replay, "no data wait", replay.speed_up(data=False)))
@@ -80,6 +85,12 @@ def _balance_and_overlap(replay: Replay) -> list[WhatIf]:
         _case(replay, "full overlap", overlap),
         _case(replay, "balance + overlap", max(both, overlap)),
     ]
+
+
+def _of_equal_histories(replay: Replay, expected: Floats) -> Floats:
+    """Compute if all ranks had the mean of the samples' costs, each as slow at it as it was: slow ranks stay so."""
+    costs = expected[replay.schedule.steps]
+    return replay.compute * np.where(costs > 0, costs.mean(axis=1, keepdims=True) / np.where(costs > 0, costs, 1.0), 1.0)
 
 
 def _without(contention: Contention, replay: Replay, hidden: Floats) -> WhatIf:

@@ -129,7 +129,8 @@ class History:
         replay = Replay([self._segments[k] for k in chosen], _PREFETCHED * (self._run.num_workers or 0))
         hidden = column(breakdown, "hidden")
         slowed = contention(column(breakdown, "compute"), hidden, expected)
-        cases = what_if(replay, slowed, hidden[last[chosen]], divided=bool(enough))
+        costs = None if expected is None else expected[last[chosen]]
+        cases = what_if(replay, slowed, hidden[last[chosen]], divided=bool(enough), expected=costs)
         return cases, last[chosen][replay.schedule.steps] if cases else None
 
     def _fitted(self, compute: Floats, features: Floats | None) -> tuple[Floats, Floats] | None:

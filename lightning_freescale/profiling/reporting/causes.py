@@ -112,18 +112,28 @@ def _balance(document: Document, gain: float) -> BubbleVerdict:
     differ = f"Of {_ms(sum(parts.values()))} ms by which the slowest rank computes longer than the mean one"
     by_costs = split.get("method") == "cost model"
     largest = max(parts, key=parts.__getitem__)
+    slow = {int(rank): times for rank, times in (split.get("slow_ranks") or {}).items()}
+    if largest == "hardware" and parts["hardware"] > 0 and not slow:  # none clearly, but always the same ones
+        slow = dict([max(((rank["rank"], rank["score"]) for rank in document["ranks"]), key=lambda one: one[1])])
+    explained = "what its samples explain" if by_costs else "as long as the others"
+    named = ", ".join(f"rank {rank} takes {times:.2f} times" for rank, times in slow.items()) + f" {explained}"
+    relief = f"See what else runs on that device; {_to_relieve(document['run'])} gives it less work"
     if by_costs and largest == "data":
         why = f"{differ}, {_ms(parts['data'])} come from the samples: the histories that ranks draw differ."
-        return _verdict(
-            document, "imbalance of data", gain, what, share, why, _to_balance(document), "caused by unequal histories"
-        )
-    slow = split.get("slow_ranks") or {}
-    if slow and largest == "hardware":
-        named = ", ".join(f"rank {rank} takes {times:.2f} times" for rank, times in slow.items())
-        advice = f"See what else runs on that device; {_to_relieve(document['run'])} gives it less work"
+        if not slow:
+            return _verdict(
+                document, "imbalance of data", gain, what, share, why, _to_balance(document), "caused by unequal histories"
+            )
+        alone = next((case["speed_up"] for case in document["what_if"] if case["name"] == "equal histories"), None)
+        why += f" And {named}."
+        why += f" Equal histories alone would make the run {alone:.2f}x as fast." if alone is not None else ""
+        advice, detail = f"{_to_balance(document)}. {relief}", "caused by unequal histories and slow ranks"
+        return _verdict(document, "imbalance of data", gain, what, share, why, advice, detail)
+    if largest == "hardware" and slow:
+        advice = relief
         if not by_costs:
             advice = f"BubbleProfiler(lengths_fn=...) tells whether it draws longer histories. If not: {advice}"
-        why = f"{named} {'what its samples explain' if by_costs else 'as long as the others'}."
+        why = f"{named[:1].upper()}{named[1:]}."
         if by_costs and parts["data"] > _WORTH_NAMING * parts["hardware"]:
             why += f" {differ}, {_ms(parts['data'])} come from unequal histories."
         return _verdict(document, "slow hardware", gain, what, share, why, advice, "caused by slow ranks")

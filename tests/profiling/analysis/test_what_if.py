@@ -256,6 +256,18 @@ def test_nothing_to_replay() -> None:
     assert what_if(Replay(run_segments(idle))) == ()
 
 
+def test_equal_histories_leave_slow_ranks_slow() -> None:
+    costs = np.random.default_rng(1).lognormal(0, 0.3, (40, 4))
+    speed, transfer = np.array([1.0, 1.3, 1.0, 1.0]), np.full((40, 4), 0.01)
+    run = planned_run(costs * speed, 0 * costs, transfer)
+    equal = np.broadcast_to(costs.mean(axis=1, keepdims=True), costs.shape)
+    measured = wall(run) / wall(planned_run(equal * speed, 0 * costs, transfer))
+    cases = _by_name(what_if(Replay(run_segments(run)), expected=costs))
+    assert cases["equal histories"].speed_up == pytest.approx(measured, abs=1e-6)
+    assert 1.05 < measured < cases["perfect balance"].speed_up - 0.05
+    assert "equal histories" not in _by_name(what_if(Replay(run_segments(run))))
+
+
 ALTERNATING = np.tile([[0.2, 0.8], [0.8, 0.2]], (30, 1))
 
 

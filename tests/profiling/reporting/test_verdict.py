@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ UNEQUAL = Imbalance("cost model", 0.02, 0.001, 0.002, (1.0, 1.0), {}, 0.03)
 SLOW = Imbalance("cost model", 0.001, 0.02, 0.002, (1.0, 1.4), {1: 1.4}, 0.03)
 SLOW_OR_LONG = Imbalance("ranks", 0.0, 0.02, 0.002, (1.0, 1.4), {1: 1.4}, None)
 JITTER = Imbalance("cost model", 0.001, 0.001, 0.02, (1.0, 1.0), {}, 0.3)
+MIXED = Imbalance("cost model", 0.0223, 0.0048, 0.0, (1.0, 1.3), {1: 1.3}, 0.03)
+SLIGHTLY_SLOW = Imbalance("cost model", 0.0007, 0.0018, -1e-6, (1.0, 1.08), {}, 0.03)
+SLIGHTLY_SLOW_OR_LONG = Imbalance("ranks", 0.0, 0.0018, 1e-6, (1.0, 1.08), {}, None)
 UNKNOWN = Imbalance("ranks", 0.0, 0.001, 0.02, (1.0, 1.0), {}, None)
 ROWS = ExchangeFigures("embedding rows", 1.0, 0.001, 0.02, 0.03, 4e6, (1, 1))
 TORCHREC = ExchangeFigures("all_to_all_single", 4.0, 0.001, 0.02, 0.0, 4e6, (1, 1))
@@ -116,6 +120,26 @@ def test_each_cause_has_its_way_out(gains: dict[str, float | None], more: dict[s
     text = str(_report(gains, **more)).splitlines()
     assert text[0].startswith(f"Verdict: {verdict.verdict[:60]}")
     assert [line.split(":")[0] for line in text if line.startswith(("Why:", "Next:"))] == ["Why", "Next"]
+
+
+def test_a_slow_rank_is_named_beside_histories_that_cost_more() -> None:
+    """The gain is that of both."""
+    report = _report({"perfect balance": 1.37, "no host overhead": 1.0}, imbalance=MIXED)
+    cases = [*report.what_if, WhatIf("equal histories", 1.14, 1.6)]
+    verdict = verdict_on(replace(report, what_if=cases).document())
+    assert verdict.cause == "imbalance of data" and "unequal histories and slow ranks" in verdict.verdict
+    assert "rank 1 takes 1.30 times what its samples explain" in verdict.why
+    assert "Equal histories alone would make the run 1.14x as fast" in verdict.why
+    assert "FreeScaleDataModule(train_set" in verdict.next and "slow_ranks='rebalance'" in verdict.next
+    without = _verdict({"perfect balance": 1.37}, imbalance=MIXED)
+    assert "rank 1" in without.why and "alone" not in without.why, "what was not replayed is not said"
+    assert "slow ranks" not in _verdict({"perfect balance": 1.37}, imbalance=UNEQUAL).verdict
+
+
+@pytest.mark.parametrize("imbalance", [SLIGHTLY_SLOW, SLIGHTLY_SLOW_OR_LONG], ids=["costs", "no costs"])
+def test_a_rank_that_is_always_a_little_slower_is_the_cause_where_nothing_is_larger(imbalance: Imbalance) -> None:
+    verdict = _verdict({"perfect balance": 1.04}, imbalance=imbalance)
+    assert verdict.cause == "slow hardware" and "ank 1 takes 1.08 times" in verdict.why and "step to step" not in verdict.why
 
 
 def test_one_rank_that_loads_slowly_is_named() -> None:

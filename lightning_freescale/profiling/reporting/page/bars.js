@@ -21,6 +21,7 @@ const IDEAS = {
   "balance + overlap": "perfect balance and full overlap; their own gains overlap, too",
   "no data wait": "every batch is there when it is asked for",
   "no host overhead": "ranks do nothing but the model's work between exchanges",
+  "equal histories": "every rank works on the mean of their samples; slow ranks stay slow",
   "no contention": "transfers under way do not slow compute down",
 };
 
