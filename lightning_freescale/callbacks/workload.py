@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import astuple, fields, is_dataclass
 from typing import Any
@@ -39,6 +40,7 @@ def describe_run(trainer: Trainer, module: LightningModule, label: str | None) -
         assignment=_assignment(getattr(trainer.train_dataloader, "sampler", None)),
         overlap=_overlap(trainer.strategy),
         num_workers=getattr(trainer.train_dataloader, "num_workers", None),
+        sharded_tables=_has_sharded_tables(trainer, module),
     )
 
 
@@ -54,6 +56,14 @@ def _overlap(strategy: Any) -> str | None:
     if not strategy.overlap:
         return "off"
     return "impossible" if strategy.overlap_controller is None else "on"
+
+
+def _has_sharded_tables(trainer: Trainer, module: LightningModule) -> bool:
+    """By our strategy, or by users who wrapped their modules themselves."""
+    if getattr(trainer.strategy, "tables", None) is not None:
+        return True
+    torchrec = sys.modules.get("torchrec.distributed.types")  # what nobody has imported shards nothing
+    return torchrec is not None and any(isinstance(each, torchrec.ShardedModule) for each in module.modules())
 
 
 def _parameters(trainer: Trainer, module: LightningModule) -> int:

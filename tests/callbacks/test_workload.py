@@ -233,6 +233,13 @@ def test_what_a_run_is(monkeypatch: pytest.MonkeyPatch) -> None:
     fit.strategy.strategy_name = "ours"
     assert (describe_run(fit, Recommender(), None).label, describe_run(fit, Recommender(), "mine").label) == ("ours", "mine")
     assert describe_run(fit, Recommender(), "mine").strategy == "ours"
+    assert not found.sharded_tables
+    monkeypatch.setattr("torchrec.distributed.types.ShardedModule", torch.nn.Linear)
+    assert not describe_run(fit, torch.nn.Identity(), None).sharded_tables
+    assert describe_run(fit, torch.nn.Sequential(torch.nn.Linear(1, 1)), None).sharded_tables, "as users wrap it"
+    fit.strategy.tables = SimpleNamespace(modules=[], tables=[])
+    fit.strategy.overlap = False
+    assert describe_run(fit, torch.nn.Identity(), None).sharded_tables
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
     fit.strategy.parallel_devices = [torch.device("cuda", 3)]
     assert describe_run(fit, Recommender(), "mine").device == "GPU 3"

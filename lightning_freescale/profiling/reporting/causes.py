@@ -212,8 +212,12 @@ def _to_overlap(run: Document) -> str:
 def _carried_by(name: str, run: Document) -> str:
     """Return the cause of an exchange, by its name."""
     of_shards = name.startswith(("all_gather", "reduce_scatter")) and not name.endswith("object")
-    sharded = run.get("overlap") is not None  # TorchRec's tables, those for bags by reduce_scatter
-    if name == "embedding rows" or name.startswith("all_to_all") or (sharded and of_shards):
+    if name.startswith(("embedding rows", "embedding exchange")):
+        return "embedding exchange"
+    # TorchRec's own exchanges have torch's names; where ours take their place, such a name is of the user's code
+    sharded = run.get("overlap") in ("off", "impossible")
+    unknown = run.get("overlap") is None and run.get("sharded_tables") is not False
+    if (name.startswith("all_to_all") and (sharded or unknown)) or (of_shards and sharded):
         return "embedding exchange"
     weights = of_shards and any(kind in run["strategy"].lower() for kind in ("fsdp", "deepspeed", "modelparallel"))
     return "dense communication" if weights or name in ("dense gradients", "buffers") else "other communication"

@@ -40,10 +40,16 @@ def _exchange(name: str) -> ExchangeFigures:
 
 
 def _report(
-    gains: dict[str, float | None], strategy: str = "freescale", assignment: Any = None, overlap: Any = None, **more: Any
+    gains: dict[str, float | None],
+    strategy: str = "freescale",
+    assignment: Any = None,
+    overlap: Any = None,
+    sharded_tables: bool | None = None,
+    **more: Any,
 ) -> Any:
     cases = [WhatIf(name, gains.get(name, 1.0), 1.6) for name in CASES]
-    run = RunInfo(**{**vars(RUN), "strategy": strategy, "assignment": assignment, "overlap": overlap})
+    told = {"strategy": strategy, "assignment": assignment, "overlap": overlap, "sharded_tables": sharded_tables}
+    run = RunInfo(**{**vars(RUN), **told})
     return full_report(what_if=cases, run=run, **more)
 
 
@@ -103,6 +109,25 @@ def _verdict(gains: dict[str, float | None], **more: Any) -> BubbleVerdict:
             {"exchanges": (_exchange("reduce_scatter_tensor"),), "overlap": "impossible"},
             "embedding exchange",
             "The notice",
+        ),
+        (
+            {"full overlap": 1.2},
+            {"exchanges": (ROWS, _exchange("all_gather")), "overlap": "on"},
+            "other communication",
+            "who calls",
+        ),
+        ({"full overlap": 1.2}, {"exchanges": (_exchange("all_to_all"),), "overlap": "on"}, "other communication", "who calls"),
+        (
+            {"full overlap": 1.2},
+            {"exchanges": (TORCHREC,), "strategy": "ddp", "sharded_tables": False},
+            "other communication",
+            "who calls",
+        ),
+        (
+            {"full overlap": 1.2},
+            {"exchanges": (TORCHREC,), "strategy": "ddp", "sharded_tables": True},
+            "embedding exchange",
+            "Trainer(strategy='freescale')",
         ),
         ({"no host overhead": 1.2}, {}, "host overhead", "on_train_batch_end"),
         (
