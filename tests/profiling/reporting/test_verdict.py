@@ -114,14 +114,14 @@ def _verdict(gains: dict[str, float | None], **more: Any) -> BubbleVerdict:
             {"full overlap": 1.2},
             {"exchanges": (ROWS, _exchange("all_gather")), "overlap": "on"},
             "other communication",
-            "who calls",
+            "shows who calls it",
         ),
         ({"full overlap": 1.2}, {"exchanges": (_exchange("all_to_all"),), "overlap": "on"}, "other communication", "who calls"),
         (
             {"full overlap": 1.2},
             {"exchanges": (TORCHREC,), "strategy": "ddp", "sharded_tables": False},
             "other communication",
-            "who calls",
+            "shows who calls it",
         ),
         (
             {"full overlap": 1.2},
