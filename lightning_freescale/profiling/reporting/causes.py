@@ -233,14 +233,21 @@ def _host(document: Document, gain: float) -> BubbleVerdict:
     advice = f"Less work in {_RUNS_THERE.get(largest, 'hooks and callbacks')}"
     if largest in ("hooks after the step", "loop, before the batch"):
         advice += "; a larger log_every_n_steps"
-    advice += "; BubbleProfiler(torch_profiler_steps=3) shows the calls"
+    if document["run"]["strategy"] == "a plain loop":
+        advice = "Less work between the spans, or further spans that show what it is"
+    else:
+        advice += "; BubbleProfiler(torch_profiler_steps=3) shows the calls"
+    why = ": ".join([why, *[", ".join(named)][: bool(named)]]) + "."
+    if shares["unexplained"] > _EXCEEDS - 1 and not document["summary"]["shares"]["data_wait"]:
+        why += " No wait for data was stamped: it may be part of that."
+        advice = f"Iterate over batches_on(timeline, loader), which stamps waits for data. {advice}"
     return _verdict(
         document,
         "host overhead",
         gain,
         "Host overhead",
         share,
-        f"{': '.join([why, *[', '.join(named)][: bool(named)]])}.",
+        why,
         advice,
     )
 

@@ -244,6 +244,19 @@ def test_shares_and_gains_are_of_the_same_steps() -> None:
     assert told.verdict.startswith("Nothing worth doing in steps 5 to 10:") and told.why.startswith("100.0% of the ranks' time")
 
 
+def test_a_loop_that_stamps_no_data_is_told_that_it_may_wait_for_it() -> None:
+    def verdict(**parts: float) -> BubbleVerdict:
+        run = RunInfo("plain loop", "MyModel", 1, 1)
+        row = np.array([[step(0.1, forward=0.04, **parts)]] * 3)
+        return verdict_on(report_of(row, run=run, what_if=[WhatIf("no host overhead", 2.4, 2.5)]).document())
+
+    unseen = verdict()
+    assert unseen.cause == "host overhead" and "No wait for data was stamped" in unseen.why
+    assert unseen.next.startswith("Iterate over batches_on(timeline, loader)") and "hooks" not in unseen.next
+    seen = verdict(data_wait=0.001)
+    assert "stamped" not in seen.why and "batches_on" not in seen.next and "BubbleProfiler" not in seen.next
+
+
 def test_one_rank_makes_no_other_wait() -> None:
     more = full_report(
         parts=np.array([[step(0.1, forward=0.07, data_wait=0.03)]] * 3), what_if=[WhatIf("no data wait", 2.0, 2.5)]
