@@ -213,7 +213,7 @@ def test_the_trainer_of_the_other_package_is_refused(folder: Path) -> None:
         (["none.py"], "there is no file 'none.py': pass the script"),
         (["-m", "no_such_module"], "-m no_such_module: there is no such module"),
         (["-m", "no_such.module"], "-m no_such.module: there is no such module"),
-        (["--max-steps", "0", "train.py"], "max_steps=0: pass 1 or more"),
+        (["--max-steps", "0", "train.py"], "max_steps=0: pass a whole number, 1 or more"),
         (["--dirpath", "bubbles"], "the following arguments are required: train.py"),
     ],
 )

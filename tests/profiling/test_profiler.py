@@ -109,6 +109,16 @@ def test_clocks_that_disagree_and_a_loader_that_is_not_observed(tmp_path: Path) 
     assert not column(report.breakdown, "data_wait").any() and column(report.breakdown, "unexplained").any()
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("every_n_steps", 2.5), ("every_n_steps", "50"), ("every_n_steps", 0), ("max_steps", True), ("warmup_steps", None)],
+)
+def test_options_are_whole_numbers(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}: pass a whole number, ")):
+        ProfilerOptions(**{name: value})
+    assert ProfilerOptions(every_n_steps=np.int64(3)).every_n_steps == 3
+
+
 @contextmanager
 def _profiled(folder: str | Path, group: Any = None, fit_costs: Any = None, **options: Any) -> Any:
     timeline, device = Timeline(), torch.device("cpu")
