@@ -70,7 +70,7 @@ def _train(options: Any) -> None:
         for setting in options.settings or planted.SETTINGS:
             usual = planted.Planted(spread=0.5, loader=0.06, host=0.04, ids=160, dense_kib=128)
             starved = planted.Planted(compute=0.1, loader=0.9)
-            behind = planted.Planted(spread=0.5, loader=0.3, host=0.04, workers=1)
+            behind = planted.Planted(spread=0.5, loader=0.4, host=0.04, workers=1)
             runs = {"as it is": usual}
             if slow_link:
                 runs |= {name: replace(usual, **without) for name, without in WITHOUT.items()}
