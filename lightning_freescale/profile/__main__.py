@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -86,7 +87,8 @@ def run(options: argparse.Namespace) -> None:
     os.environ[VARIABLE] = json.dumps({"options": given, "fits": fits})
     kind = "module" if options.module else "script"
     # a fresh interpreter: this package has imported torch, which a script may set environment variables before
-    command = [sys.executable, str(_RUN_SCRIPT), fits, kind, options.script, *options.arguments]
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # -O, -W, -X and so on, as multiprocessing
+    command = [sys.executable, *flags, str(_RUN_SCRIPT), fits, kind, options.script, *options.arguments]
     os.execv(sys.executable, command)  # noqa: S606 (what the user asked for)
 
 

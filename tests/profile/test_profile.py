@@ -199,6 +199,14 @@ def test_a_script_that_never_fits_is_told(folder: Path) -> None:
     assert _run(folder, COMMAND, _script(folder, "raise SystemExit(3)")).returncode == 3
 
 
+def test_the_flags_of_the_interpreter_hold_for_the_script(folder: Path) -> None:
+    script = _script(folder, "import sys\nprint(sys.flags.optimize, sys.warnoptions, sys._xoptions)\n")
+    flags = ["-O", "-W", "ignore::ImportWarning", "-X", "utf8"]
+    plain = _run(folder, [sys.executable, *flags], script).stdout
+    assert plain == "1 ['ignore::ImportWarning'] {'utf8': True}\n"
+    assert _run(folder, [sys.executable, *flags, *COMMAND[1:]], script).stdout == plain
+
+
 @pytest.mark.slow
 def test_the_trainer_of_the_other_package_is_refused(folder: Path) -> None:
     """Its callbacks are of other classes."""
