@@ -103,13 +103,7 @@ def _check_script(script: str, module: bool) -> None:
             raise ValueError(f"there is no file {script!r}: pass the script, then its arguments; or -m and a module's name")
         return
     sys.path.insert(0, os.getcwd())
-    try:
-        found = find_spec(script)
-    except ModuleNotFoundError as error:
-        if error.name is None or not script.startswith(error.name):
-            raise
-        found = None
-    if found is None:
+    if find_spec(script.partition(".")[0]) is None:  # what stands behind a dot cannot be found without importing its package
         raise ValueError(f"-m {script}: there is no such module in {os.getcwd()}, nor is one installed")
 
 

@@ -207,6 +207,15 @@ def test_the_flags_of_the_interpreter_hold_for_the_script(folder: Path) -> None:
     assert _run(folder, [sys.executable, *flags, *COMMAND[1:]], script).stdout == plain
 
 
+def test_a_package_is_imported_once(folder: Path) -> None:
+    (folder / "pkg").mkdir()
+    (folder / "pkg" / "__init__.py").write_text("print('imported')\n")
+    (folder / "pkg" / "train.py").write_text("print('run', __name__, __package__)\n")
+    assert _run(folder, COMMAND, "-m", "pkg.train").stdout == "imported\nrun __main__ pkg\n"
+    missing = _run(folder, COMMAND, "-m", "pkg.none")
+    assert missing.returncode == 1 and "No module named pkg.none" in missing.stderr
+
+
 @pytest.mark.slow
 def test_the_trainer_of_the_other_package_is_refused(folder: Path) -> None:
     """Its callbacks are of other classes."""
