@@ -216,6 +216,16 @@ def test_a_package_is_imported_once(folder: Path) -> None:
     assert missing.returncode == 1 and "No module named pkg.none" in missing.stderr
 
 
+def test_a_script_sees_of_itself_what_it_sees_under_python(folder: Path) -> None:
+    shown = "sys.argv, __file__, __name__, __spec__, sys.path[0], sys.modules['__main__'].Mine is Mine, f.__annotations__"
+    (folder / "inside").mkdir()
+    (folder / "inside" / "train.py").write_text(f"import sys\nclass Mine: pass\ndef f(x: 1): pass\nprint({shown})\n")
+    plain = _run(folder, [sys.executable], "inside/train.py", 1)
+    profiled = _run(folder, COMMAND, "inside/train.py", 1)
+    assert profiled.stdout == plain.stdout and "'inside/train.py', '1'" in plain.stdout and "{'x': 1}" in plain.stdout
+    assert "nothing was profiled" in profiled.stderr
+
+
 @pytest.mark.slow
 def test_the_trainer_of_the_other_package_is_refused(folder: Path) -> None:
     """Its callbacks are of other classes."""
