@@ -144,8 +144,17 @@ for callbacks in (shared, [BubbleProfiler("own", verbose=False)], shared):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "bubble: " in done.stderr, "there is no bar to stand beside"
     assert {path.parent.name for path in folder.glob("*/report.json")} == {"bubbles", "own", "bubbles_3"}
-    assert done.stdout.count("['Callback', 'BubbleProfiler']") == 2, done.stdout
+    assert done.stdout.count("['Callback', 'BubbleProfiler', 'AddedProfiler']") == 2, done.stdout
     assert done.stderr.count("the script's own BubbleProfiler profiles this fit") == 1
+
+
+def test_each_fit_of_a_trainer_has_a_folder(folder: Path) -> None:
+    fits = "trainer = L.Trainer(**QUIET, devices=1)\nfor epochs in (1, 3):\n    trainer.fit_loop.max_epochs = epochs\n"
+    done = _run(folder, COMMAND, "--warmup-steps", 0, _script(folder, MODEL + f"{fits}    trainer.fit(Net())\n"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = {path.parent.name: read(path)["status"]["steps"] for path in folder.glob("*/report.json")}
+    assert steps == {"bubbles": 16, "bubbles_2": 32}
+    assert done.stdout.count("Verdict:") == 2
 
 
 @pytest.mark.slow
