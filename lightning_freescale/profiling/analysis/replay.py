@@ -118,13 +118,13 @@ def altered_clocks(
     """
     work, ranks = work.copy(), np.arange(work.shape[1])
     taken = np.empty_like(work)
-    some_wait: list[bool] = [False] * len(work) if batches is None else np.any(batches.waited, axis=1).tolist()
+    some_wait: list[bool] = [] if batches is None else np.any(batches.waited, axis=1).tolist()
 
     def own(begin: Floats, at: int) -> Floats:
-        taken[at] = begin + data[at]
-        if batches is not None and some_wait[at]:
-            taken[at] = batches.taken(at, begin, data[at], taken)
-            work[at] += taken[at] - begin - data[at]
+        if batches is not None:
+            taken[at] = batches.taken(at, begin, data[at], taken) if some_wait[at] else begin + data[at]
+            if some_wait[at]:
+                work[at] += taken[at] - begin - data[at]
         return work[at]
 
     def arrive(clocks: RankClocks, at: int) -> Floats:
