@@ -16,6 +16,8 @@ from lightning_freescale.profiling.analysis.segments import RankSegments, Schedu
 Floats = NDArray[np.float64]
 _WAITED = 0.05
 """A data wait of this share of a mean step is one for the loader's workers; taking over a batch that is there is shorter."""
+_LEAST_WAITS = 30
+"""Fewer do not show whether they depend on when a rank asks."""
 
 
 @dataclass(frozen=True)
@@ -93,14 +95,36 @@ class BatchMoments:
         set_at = restarts[np.searchsorted(restarts, row, side="right") - 1]
         source[row[prefetched:], ranks] = np.where(row[:-prefetched] >= set_at[prefetched:], row[:-prefetched], -1)
         taken = clocks.begin + data
-        lag = np.where(source >= 0, taken - np.take_along_axis(taken, np.maximum(source, 0), axis=0), taken)
-        return cls(waited, source, lag)
+        before = np.where(source >= 0, np.take_along_axis(taken, np.maximum(source, 0), axis=0), 0.0)
+        since = clocks.begin[row[1:], ranks] - taken[row[:-1], ranks]
+        both = long[1:] & long[:-1] & (row[:-1] >= set_at[1:])
+        if _last_as_long_whenever_asked(np.where(both, since, np.nan), data[row[1:], ranks], float(schedule.walls.mean())):
+            waited[:] = False  # a batch that is there, but takes long to be taken over
+        return cls(waited, source, taken - before)
 
     def taken(self, at: int, begin: Floats, data: Floats, before: Floats) -> Floats:
         """Return when ranks that begin row ``at`` have its batch; ``before`` is when they took those of the rows before."""
         source = self.source[at]
         there = self.lag[at] + np.where(source >= 0, before[source, np.arange(len(source))], 0.0)
         return np.where(self.waited[at], np.maximum(begin, there), begin + data)
+
+
+def _last_as_long_whenever_asked(since: Floats, data: Floats, step: float) -> bool:
+    """Whether waits vary far less than the times at which a rank asks, as waits for a moment cannot.
+
+    ``since`` is when it asks, after it took the batch before; not a number unless it waited for both. Where that hardly varies
+    there is no telling, and waits are taken to be for a moment.
+    """
+    known = np.isfinite(since)
+    count = known.sum(axis=0)
+
+    def variance(values: Floats) -> float:
+        mean = np.where(known, values, 0.0).sum(axis=0) / np.maximum(count, 1)
+        return float((np.where(known, values - mean, 0.0) ** 2).sum() / max(count.sum(), 1))
+
+    asked = variance(since)
+    varies = count.sum() >= _LEAST_WAITS and asked > (_WAITED * step) ** 2
+    return bool(varies and variance(data) < asked / 4)
 
 
 def altered_clocks(

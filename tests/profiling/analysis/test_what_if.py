@@ -302,6 +302,24 @@ def test_workers_that_nobody_waited_for_may_be_no_faster_and_that_is_said() -> N
     assert not any("workers" in (case.note or "") for case in starved.values())
 
 
+def test_a_batch_that_takes_long_to_take_over_is_not_waited_for() -> None:
+    """As one that workers had ready, but that is large: it lasts as long however late the rank asks."""
+    compute = np.random.default_rng(1).lognormal(0, 0.3, (60, 2))
+    run = run_segments(planned_run(compute, np.full((60, 2), 0.3), np.full((60, 2), 0.01)))
+    behind, alone = (_by_name(what_if(Replay(run, prefetched=each)))["perfect balance"] for each in (2, 0))
+    assert behind.speed_up == alone.speed_up > 1.05
+    assert "workers keep up" in (behind.note or "")
+
+
+def test_waits_that_shrink_when_a_rank_asks_later_are_for_a_moment() -> None:
+    compute = np.random.default_rng(1).lognormal(0, 0.3, (60, 2))
+    making = [2.4] * 60
+    even = np.broadcast_to(compute.mean(axis=1, keepdims=True), compute.shape)
+    measured = wall(run_behind_workers(compute, making)) / wall(run_behind_workers(even, making))
+    foreseen = _by_name(what_if(Replay(run_segments(run_behind_workers(compute, making)), prefetched=2)))
+    assert foreseen["perfect balance"].speed_up == pytest.approx(measured, abs=0.02) and measured < 1.05
+
+
 @settings(max_examples=30, deadline=None)
 @given(sizes, st.integers(1, 4))
 def test_no_case_does_harm_behind_workers(size: tuple[int, int, int], prefetched: int) -> None:
