@@ -29,7 +29,7 @@ def verdict_on(document: Document) -> BubbleVerdict:
     if not found:
         return _nothing(document, known)
     first, *others = found
-    return first._replace(also=f"{others[0].verdict} {others[0].next}") if others else first
+    return BubbleVerdict(*first[:-1], f"{others[0].verdict} {others[0].next}") if others else first
 
 
 def verdict_line(document: Document) -> str:
