@@ -48,6 +48,7 @@ class Planted:
         even: every rank has the mean cost of the ranks' samples instead.
         slow: how many times as long rank 1 computes.
         loader: seconds in which a batch is read.
+        workers: of the loader, which read beside compute.
         host: seconds in a hook.
         ids: of a sample, whose rows are exchanged; under "ddp" there is no table.
         dense_kib: size of the dense gradients.
@@ -58,6 +59,7 @@ class Planted:
     even: bool = False
     slow: float = 1.0
     loader: float = 0.0
+    workers: int = 0
     host: float = 0.0
     ids: int = 4
     dense_kib: int = 2
@@ -142,6 +144,7 @@ def profile(setting: str, planted: Planted, steps: int) -> dict[str, Any]:
     samples = Samples(planted, steps + WARMUP, world)
     data = FreeScaleDataModule(
         samples, samples.lengths, BATCH, cost=lambda lengths: lengths, collate_fn=_collate, balance=False, shuffle=False,
+        num_workers=planted.workers,
         micro_batches=2 if "micro-batches" in setting else 1,
     )  # fmt: skip
     strategy: Any = "ddp" if setting == "ddp" else FreeScaleStrategy(overlap="overlapped" in setting)

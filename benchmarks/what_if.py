@@ -3,7 +3,8 @@
 ``python benchmarks/what_if.py --ranks 4``: on hosts of ``netlab.py``, which must be able to run here, trains with a slow
 loader, unequal samples, a slow hook and a slow link all at once, and once more without one of them: batches that are there at
 once, every rank the mean of the samples' costs, no hook, a fast link. Under ``strategy="ddp"``, with the embedding exchange
-waited for and overlapped, and in micro-batches; and where the loader alone takes nine tenths of a step. ``predicted`` is the
+waited for and overlapped, and in micro-batches; where the loader alone takes nine tenths of a step; and where ranks wait for a
+loader worker that reads beside compute. ``predicted`` is the
 what-if of the run with the cause, ``measured`` the time of its steps over that of the run without. Runs take turns, medians of
 ``--rounds``.
 """
@@ -29,6 +30,7 @@ WITHOUT = {
     "perfect balance": {"even": True},
     "no host overhead": {"host": 0.0},
 }
+BEHIND = ("perfect balance", "no data wait", "no host overhead")
 LINK = "full overlap"
 FAST = "10gbit"
 
@@ -68,9 +70,13 @@ def _train(options: Any) -> None:
         for setting in options.settings or planted.SETTINGS:
             usual = planted.Planted(spread=0.5, loader=0.06, host=0.04, ids=160, dense_kib=128)
             starved = planted.Planted(compute=0.1, loader=0.9)
+            behind = planted.Planted(spread=0.5, loader=0.4, host=0.04, workers=1)
             runs = {"as it is": usual}
             if slow_link:
                 runs |= {name: replace(usual, **without) for name, without in WITHOUT.items()}
+                runs |= {"behind a worker": behind} | {
+                    f"behind a worker: {name}": replace(behind, **WITHOUT[name]) for name in BEHIND
+                }
                 runs |= {"starved": starved, "starved: no data wait": replace(starved, loader=0.0)}
             for name, run in runs.items():
                 document = planted.profile(setting, run, options.steps // 2 if "starved" in name else options.steps)
@@ -95,17 +101,18 @@ def _figures(slow: list[dict[str, Any]], fast: list[dict[str, Any]]) -> dict[str
         return [each["what_if"][case] for each in slow if (each["setting"], each["run"]) == (setting, run)]
 
     figures: dict[str, float] = {}
-    print(f"{'':<30}{'without':<28}{'step ms':>9}{'predicted':>11}{'spread':>15}{'measured':>10}{'spread':>15}{'off':>8}")
+    print(f"{'':<30}{'without':<34}{'step ms':>9}{'predicted':>11}{'spread':>15}{'measured':>10}{'spread':>15}{'off':>8}")
     for setting in dict.fromkeys(each["setting"] for each in slow):
         rows = [("as it is", case, case, slow) for case in WITHOUT] + [("as it is", LINK, "as it is", fast)]
+        rows += [("behind a worker", case, f"behind a worker: {case}", slow) for case in BEHIND]
         rows.append(("starved", "no data wait", "starved: no data wait", slow))
         for run, case, other, told in rows:
             foreseen = predicted(setting, run, case)
             ratios = np.array(step(slow, setting, run)) / step(told, setting, other)
             off = float(np.median(foreseen) / np.median(ratios) - 1)
-            name = case if run == "as it is" else f"{case}, starved"
+            name = case if run == "as it is" else f"{case}, {run}"
             print(
-                f"{setting:<30}{name:<28}{1e3 * np.median(step(slow, setting, run)):9.1f}"
+                f"{setting:<30}{name:<34}{1e3 * np.median(step(slow, setting, run)):9.1f}"
                 f"{np.median(foreseen):11.3f}{_range(foreseen):>15}{np.median(ratios):10.3f}{_range(ratios):>15}{off:8.1%}"
             )
             key = f"{setting} {name}".replace(",", "").replace(" ", "_").replace("-", "_")

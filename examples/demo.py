@@ -88,8 +88,18 @@ def _run(options: argparse.Namespace, name: str, balance: bool, **chosen: bool) 
     if trainer.is_global_zero:
         print(f"\n{name}: {options.epochs} epochs on {options.devices} ranks, {_where()}", flush=True)
     trainer.fit(model, data)
+    _refuse_too_few_steps(options, trainer.global_step, profiler.options.warmup_steps)
     scores = trainer.test(model, data, verbose=False)[0]
     return {"rank": trainer.global_rank, "report": profiler.report, "files": profiler.files, "scores": scores}
+
+
+def _refuse_too_few_steps(options: argparse.Namespace, steps: int, warmup: int) -> None:
+    """On every rank: without a report of one run there is no table."""
+    if steps <= warmup:
+        raise SystemExit(
+            f"--epochs {options.epochs} --batch-size {options.batch_size} --devices {options.devices}: a run has {steps} "
+            f"steps, and the first {warmup} are left out of its report. Pass a smaller --batch-size, or more --epochs"
+        )
 
 
 def _where() -> str:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -187,6 +188,13 @@ def test_the_demo_predicts_what_its_page_does_and_says_by_which_costs() -> None:
     assert f"predicted {shown['as_drawn']:.3f} as drawn, {shown['balanced']:.3f} balanced" in lines[at]
     assert f"below {shown['lower_bound']:.3f}" in lines[at + 1]
     assert "by the costs as given in 1 step, fitted to measured times in 2" in lines[at + 1]
+
+
+def test_the_demo_refuses_too_few_steps_for_a_report() -> None:
+    options = SimpleNamespace(epochs=1, batch_size=128, devices=1)
+    with pytest.raises(SystemExit, match=r"--epochs 1 --batch-size 128 .*5 steps.*smaller --batch-size"):
+        demo._refuse_too_few_steps(options, 5, 5)
+    demo._refuse_too_few_steps(options, 6, 5)
 
 
 def test_the_demo_has_a_row_for_each_technique_and_says_where_one_brings_nothing() -> None:

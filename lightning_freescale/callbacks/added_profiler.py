@@ -12,9 +12,10 @@ from lightning_freescale.callbacks.bubble_profiler import BubbleProfiler
 
 
 class AddedProfiler(Callback):
-    """Gives its place among the Trainer's callbacks to a :class:`BubbleProfiler` when a fit begins, unless there is one.
+    """Puts a :class:`BubbleProfiler` before itself among the Trainer's callbacks when a fit begins, unless there is one.
 
-    It waits for the fit because only then all callbacks are known: those of ``configure_callbacks`` join late.
+    It waits for the fit because only then all callbacks are known: those of ``configure_callbacks`` join late. It stays to give
+    each further fit of the Trainer a folder of its own, so that nothing of an earlier one is overwritten.
 
     Args:
         options: for the BubbleProfiler.
@@ -23,6 +24,7 @@ class AddedProfiler(Callback):
 
     def __init__(self, options: dict[str, Any], fits: str) -> None:
         self.options, self.fits = options, Path(fits)
+        self._profiler: BubbleProfiler | None = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -31,13 +33,17 @@ class AddedProfiler(Callback):
             return
         # both are collective: a rank that Lightning has started counts its own fits, and may have begun more of them
         number = trainer.strategy.broadcast(self._count_fit(trainer.global_rank))
-        log_dir = trainer.log_dir
+        folder = self._folder(trainer.log_dir or trainer.default_root_dir, number)
+        if self._profiler is not None and self._profiler in callbacks:
+            self._profiler.dirpath = folder
+            return
         if any(isinstance(callback, BubbleProfiler) for callback in callbacks):
             rank_zero_info("profile: the script's own BubbleProfiler profiles this fit; options before the script do not hold")
             return
-        profiler = BubbleProfiler(**self.options | {"dirpath": self._folder(log_dir or trainer.default_root_dir, number)})
-        kept = [profiler if callback is self else callback for callback in callbacks]
-        trainer.callbacks = [callback for callback in kept if not isinstance(callback, AddedProfiler)]  # type: ignore[attr-defined]
+        self._profiler = profiler = BubbleProfiler(**self.options | {"dirpath": folder})
+        kept = [callback for callback in callbacks if callback is self or not isinstance(callback, AddedProfiler)]
+        at = kept.index(self)
+        trainer.callbacks = [*kept[:at], profiler, *kept[at:]]  # type: ignore[attr-defined]
         profiler.setup(trainer, pl_module, stage)
 
     def _count_fit(self, rank: int) -> int:
@@ -47,7 +53,7 @@ class AddedProfiler(Callback):
             return file.read().split().count(str(rank))
 
     def _folder(self, log_dir: str, number: int) -> Path | None:
-        """Where the ``number``th profiled Trainer of the run writes; None for the profiler's own choice."""
+        """Where the ``number``th fit of the run writes; None for the profiler's own choice."""
         given = self.options["dirpath"]
         if number == 1:
             return given and Path(given)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import reprlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import astuple, fields, is_dataclass
 from typing import Any
@@ -39,6 +41,7 @@ def describe_run(trainer: Trainer, module: LightningModule, label: str | None) -
         assignment=_assignment(getattr(trainer.train_dataloader, "sampler", None)),
         overlap=_overlap(trainer.strategy),
         num_workers=getattr(trainer.train_dataloader, "num_workers", None),
+        sharded_tables=_has_sharded_tables(trainer, module),
     )
 
 
@@ -54,6 +57,14 @@ def _overlap(strategy: Any) -> str | None:
     if not strategy.overlap:
         return "off"
     return "impossible" if strategy.overlap_controller is None else "on"
+
+
+def _has_sharded_tables(trainer: Trainer, module: LightningModule) -> bool:
+    """By our strategy, or by users who wrapped their modules themselves."""
+    if getattr(trainer.strategy, "tables", None) is not None:
+        return True
+    torchrec = sys.modules.get("torchrec.distributed.types")  # what nobody has imported shards nothing
+    return torchrec is not None and any(isinstance(each, torchrec.ShardedModule) for each in module.modules())
 
 
 def _parameters(trainer: Trainer, module: LightningModule) -> int:
@@ -73,12 +84,15 @@ def work_of_step(
 
     0 samples, and None for the others, are unknown. ``lengths_fn`` gives the history lengths of a batch's samples, if the user
     knows better than the loader.
+
+    Raises:
+        ValueError: ``lengths_fn`` returned what are no lengths.
     """
     parts = batch.batches if isinstance(batch, MicroBatches) else (batch,)
     sampler: Any = getattr(trainer.train_dataloader, "sampler", None)
     count, features, planned = _planned_work(trainer, sampler, index) if hasattr(sampler, "counts") else (None, None, None)
     if lengths_fn is not None:
-        lengths = np.concatenate([np.asarray(lengths_fn(part), dtype=np.float64) for part in parts])
+        lengths = np.concatenate([_lengths_of(lengths_fn(part)) for part in parts])
         return len(lengths), sample_features(lengths).sum(axis=0), planned
     if count is None:
         count = _drawn(trainer.train_dataloader, index)
@@ -86,6 +100,28 @@ def work_of_step(
         most = getattr(trainer.train_dataloader, "batch_size", None)
         count = sum(samples_in(part, most) for part in parts)
     return count, features, planned
+
+
+def _lengths_of(returned: Any) -> Floats:
+    wrong = None
+    if isinstance(returned, torch.Tensor) and returned.device.type != "cpu":
+        wrong = f"a tensor on {returned.device}, and reading it would wait for the device"
+    else:
+        try:
+            lengths = np.asarray(returned, dtype=np.float64)
+        except (TypeError, ValueError, RuntimeError) as error:
+            wrong = f"{reprlib.repr(returned)}, which are no numbers ({error})"
+        else:
+            if lengths.ndim != 1 or not lengths.size:
+                wrong = f"{reprlib.repr(returned)}, of shape {lengths.shape}"
+            elif not (np.isfinite(lengths) & (lengths >= 0)).all():
+                wrong = f"{reprlib.repr(returned)}, with {lengths[~(np.isfinite(lengths) & (lengths >= 0))][0]} in it"
+    if wrong is not None:
+        raise ValueError(
+            f"BubbleProfiler(lengths_fn): it returned {wrong}: return the history length of every sample of the batch, finite "
+            "numbers >= 0 in a list, an array or a tensor on the CPU"
+        )
+    return lengths
 
 
 def _planned_work(trainer: Trainer, sampler: Any, index: int) -> tuple[int, Floats, float]:

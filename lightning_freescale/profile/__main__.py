@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -86,7 +87,8 @@ def run(options: argparse.Namespace) -> None:
     os.environ[VARIABLE] = json.dumps({"options": given, "fits": fits})
     kind = "module" if options.module else "script"
     # a fresh interpreter: this package has imported torch, which a script may set environment variables before
-    command = [sys.executable, str(_RUN_SCRIPT), fits, kind, options.script, *options.arguments]
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # -O, -W, -X and so on, as multiprocessing
+    command = [sys.executable, *flags, str(_RUN_SCRIPT), fits, kind, options.script, *options.arguments]
     os.execv(sys.executable, command)  # noqa: S606 (what the user asked for)
 
 
@@ -101,13 +103,7 @@ def _check_script(script: str, module: bool) -> None:
             raise ValueError(f"there is no file {script!r}: pass the script, then its arguments; or -m and a module's name")
         return
     sys.path.insert(0, os.getcwd())
-    try:
-        found = find_spec(script)
-    except ModuleNotFoundError as error:
-        if error.name is None or not script.startswith(error.name):
-            raise
-        found = None
-    if found is None:
+    if find_spec(script.partition(".")[0]) is None:  # what stands behind a dot cannot be found without importing its package
         raise ValueError(f"-m {script}: there is no such module in {os.getcwd()}, nor is one installed")
 
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
+from zipfile import is_zipfile
 
 
 def main() -> None:
@@ -29,11 +32,23 @@ def _run(kind: str, name: str) -> None:
     try:
         if kind == "module":
             runpy.run_module(name, run_name="__main__", alter_sys=True)
+        elif is_zipfile(name):
+            runpy.run_path(name, run_name="__main__")
         else:
-            runpy.run_path(os.path.abspath(name), run_name="__main__")
+            _run_file(name)
     except SystemExit as stopped:
         if stopped.code not in (None, 0):
             raise
+
+
+def _run_file(name: str) -> None:
+    """With ``sys.argv[0]`` as it was typed and an absolute ``__file__``, as under Python; runpy makes both the same."""
+    path = os.path.abspath(name)
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__file__, main.__loader__ = path, SourceFileLoader("__main__", path)
+    with open(path, "rb") as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, vars(main))  # noqa: S102 (what the user asked for)
 
 
 def _end_without_fit(name: str) -> None:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,9 @@ class ProfilerOptions:
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)!r}: pass {least} or more")
+            value = getattr(self, name)
+            if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name}={value!r}: pass a whole number, {least} or more")
 
 
 class StepProfiler:

@@ -218,6 +218,33 @@ def test_a_stream_or_a_sampler_of_ones_own_leaves_the_batch_to_count() -> None:
     assert [work_of_step(_loader_of(own), batch, index)[0] for index, batch in enumerate(own)] == [4, 2]
 
 
+@pytest.mark.parametrize(
+    ("returned", "named"),
+    [
+        (3, "of shape ()"),
+        (None, "None"),
+        ([], "of shape (0,)"),
+        ([[1.0, 2.0]], "of shape (1, 2)"),
+        ([3.0, float("nan")], "nan in it"),
+        ([3.0, -2.0], "-2.0 in it"),
+        ([3.0, float("inf")], "inf in it"),
+        (["a", "b"], "no numbers"),
+        ([[1.0], [1.0, 2.0]], "no numbers"),
+        (torch.ones(2, device="meta"), "on meta"),
+    ],
+)
+def test_what_are_no_lengths_is_refused_by_the_name_of_the_function(returned: Any, named: str) -> None:
+    with pytest.raises(ValueError, match=r"lengths_fn.*return the history length of every sample") as caught:
+        work_of_step(_loader_of(None), torch.ones(2, 4), 0, lambda batch: returned)
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize("returned", [[3, 1], torch.tensor([3, 1]), np.array([3.0, 1.0])])
+def test_lengths_may_be_of_any_kind(returned: Any) -> None:
+    count, features, _ = work_of_step(_loader_of(None), torch.ones(2, 4), 0, lambda batch: returned)
+    assert count == 2 and features.tolist() == [2, 4, 10, 0]
+
+
 def test_what_a_run_is(monkeypatch: pytest.MonkeyPatch) -> None:
     fit = SimpleNamespace(strategy=DDPStrategy(), world_size=8, accumulate_grad_batches=3, train_dataloader=None)
     fit.strategy.parallel_devices = [torch.device("cpu")]
@@ -233,6 +260,13 @@ def test_what_a_run_is(monkeypatch: pytest.MonkeyPatch) -> None:
     fit.strategy.strategy_name = "ours"
     assert (describe_run(fit, Recommender(), None).label, describe_run(fit, Recommender(), "mine").label) == ("ours", "mine")
     assert describe_run(fit, Recommender(), "mine").strategy == "ours"
+    assert not found.sharded_tables
+    monkeypatch.setattr("torchrec.distributed.types.ShardedModule", torch.nn.Linear)
+    assert not describe_run(fit, torch.nn.Identity(), None).sharded_tables
+    assert describe_run(fit, torch.nn.Sequential(torch.nn.Linear(1, 1)), None).sharded_tables, "as users wrap it"
+    fit.strategy.tables = SimpleNamespace(modules=[], tables=[])
+    fit.strategy.overlap = False
+    assert describe_run(fit, torch.nn.Identity(), None).sharded_tables
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
     fit.strategy.parallel_devices = [torch.device("cuda", 3)]
     assert describe_run(fit, Recommender(), "mine").device == "GPU 3"

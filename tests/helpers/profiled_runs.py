@@ -146,6 +146,29 @@ def planned_run(compute: np.ndarray, data: np.ndarray, transfer: np.ndarray) -> 
     return run
 
 
+def run_behind_workers(compute: np.ndarray, making: Sequence[float], host: float = 0.1) -> list[list[ResolvedStep]]:
+    """Ranks, each with a loader worker that makes two batches ahead; ``making`` is how long each takes, of every rank.
+
+    Compute is of shape ``[steps, ranks]``.
+    """
+    crew = [Rank() for _ in range(compute.shape[1])]
+    run: list[list[ResolvedStep]] = []
+    taken, made = [[0.0, 0.0] for _ in crew], [0.0 for _ in crew]
+    for step, seconds in enumerate(compute):
+        for k, rank in enumerate(crew):
+            made[k] = max(made[k], taken[k][-2]) + making[step]
+            rank.work("data", max(0.0, made[k] - rank.now) + 1e-3)
+            taken[k].append(rank.now)
+            rank.work("gap", host)
+            rank.work("forward", seconds[k] / 4)
+        meet(crew, f"rows {step}", [0.01] * len(crew))
+        for rank, c in zip(crew, seconds):
+            rank.work("backward", 3 * c / 4)
+        meet(crew, f"gradients {step}", [0.02] * len(crew))
+        run.append([rank.step() for rank in crew])
+    return run
+
+
 def wall(run: Sequence[Sequence[ResolvedStep]]) -> float:
     """Of all steps and ranks, without pauses."""
     spans = (span for ranks in run for step in ranks for span in step.spans if span.kind == "pause")

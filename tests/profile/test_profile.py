@@ -144,8 +144,17 @@ for callbacks in (shared, [BubbleProfiler("own", verbose=False)], shared):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "bubble: " in done.stderr, "there is no bar to stand beside"
     assert {path.parent.name for path in folder.glob("*/report.json")} == {"bubbles", "own", "bubbles_3"}
-    assert done.stdout.count("['Callback', 'BubbleProfiler']") == 2, done.stdout
+    assert done.stdout.count("['Callback', 'BubbleProfiler', 'AddedProfiler']") == 2, done.stdout
     assert done.stderr.count("the script's own BubbleProfiler profiles this fit") == 1
+
+
+def test_each_fit_of_a_trainer_has_a_folder(folder: Path) -> None:
+    fits = "trainer = L.Trainer(**QUIET, devices=1)\nfor epochs in (1, 3):\n    trainer.fit_loop.max_epochs = epochs\n"
+    done = _run(folder, COMMAND, "--warmup-steps", 0, _script(folder, MODEL + f"{fits}    trainer.fit(Net())\n"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = {path.parent.name: read(path)["status"]["steps"] for path in folder.glob("*/report.json")}
+    assert steps == {"bubbles": 16, "bubbles_2": 32}
+    assert done.stdout.count("Verdict:") == 2
 
 
 @pytest.mark.slow
@@ -199,6 +208,33 @@ def test_a_script_that_never_fits_is_told(folder: Path) -> None:
     assert _run(folder, COMMAND, _script(folder, "raise SystemExit(3)")).returncode == 3
 
 
+def test_the_flags_of_the_interpreter_hold_for_the_script(folder: Path) -> None:
+    script = _script(folder, "import sys\nprint(sys.flags.optimize, sys.warnoptions, sys._xoptions)\n")
+    flags = ["-O", "-W", "ignore::ImportWarning", "-X", "utf8"]
+    plain = _run(folder, [sys.executable, *flags], script).stdout
+    assert plain == "1 ['ignore::ImportWarning'] {'utf8': True}\n"
+    assert _run(folder, [sys.executable, *flags, *COMMAND[1:]], script).stdout == plain
+
+
+def test_a_package_is_imported_once(folder: Path) -> None:
+    (folder / "pkg").mkdir()
+    (folder / "pkg" / "__init__.py").write_text("print('imported')\n")
+    (folder / "pkg" / "train.py").write_text("print('run', __name__, __package__)\n")
+    assert _run(folder, COMMAND, "-m", "pkg.train").stdout == "imported\nrun __main__ pkg\n"
+    missing = _run(folder, COMMAND, "-m", "pkg.none")
+    assert missing.returncode == 1 and "No module named pkg.none" in missing.stderr
+
+
+def test_a_script_sees_of_itself_what_it_sees_under_python(folder: Path) -> None:
+    shown = "sys.argv, __file__, __name__, __spec__, sys.path[0], sys.modules['__main__'].Mine is Mine, f.__annotations__"
+    (folder / "inside").mkdir()
+    (folder / "inside" / "train.py").write_text(f"import sys\nclass Mine: pass\ndef f(x: 1): pass\nprint({shown})\n")
+    plain = _run(folder, [sys.executable], "inside/train.py", 1)
+    profiled = _run(folder, COMMAND, "inside/train.py", 1)
+    assert profiled.stdout == plain.stdout and "'inside/train.py', '1'" in plain.stdout and "{'x': 1}" in plain.stdout
+    assert "nothing was profiled" in profiled.stderr
+
+
 @pytest.mark.slow
 def test_the_trainer_of_the_other_package_is_refused(folder: Path) -> None:
     """Its callbacks are of other classes."""
@@ -213,7 +249,7 @@ def test_the_trainer_of_the_other_package_is_refused(folder: Path) -> None:
         (["none.py"], "there is no file 'none.py': pass the script"),
         (["-m", "no_such_module"], "-m no_such_module: there is no such module"),
         (["-m", "no_such.module"], "-m no_such.module: there is no such module"),
-        (["--max-steps", "0", "train.py"], "max_steps=0: pass 1 or more"),
+        (["--max-steps", "0", "train.py"], "max_steps=0: pass a whole number, 1 or more"),
         (["--dirpath", "bubbles"], "the following arguments are required: train.py"),
     ],
 )

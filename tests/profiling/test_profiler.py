@@ -55,7 +55,7 @@ class Averaging(torch.optim.SGD):
 
 
 def _guide(folder: str, loader: str, hours: float = 0.0, too_uncertain: float = 1.0) -> tuple[Any, list[str]]:
-    """The loop of the guide, word for word but for its loader; rank 1's clock may be hours off."""
+    """The loop of the guide, word for word but for its ``loader``; rank 1's clock may be hours off."""
     os.chdir(folder)
     rank_exchange._TOO_UNCERTAIN = too_uncertain
     real, offset = time.perf_counter, hours * 3600 * dist.get_rank()
@@ -66,18 +66,15 @@ def _guide(folder: str, loader: str, hours: float = 0.0, too_uncertain: float = 
     names: dict[str, Any] = {"model": model, "optimizer": Averaging(model.parameters(), 1e-3), "loader": batches}
     section = GUIDE.read_text().split("## Without Lightning")[1]
     code = re.search(r"```python\n(.*?)```", section, re.DOTALL).group(1)
-    assert "for batch in loader:" in code
-    exec(
-        code.replace("in loader:", f"in {loader}:").replace("import ProfilerOptions", "import batches_on, ProfilerOptions"),
-        names,
-    )
+    assert "in batches_on(timeline, loader):" in code
+    exec(code.replace("batches_on(timeline, loader)", loader), names)
     assert dist.all_reduce.__module__.startswith("torch")
     return names["report"], [thread.name for thread in threading.enumerate()]
 
 
 @pytest.mark.parametrize("hours", [pytest.param(0, marks=pytest.mark.slow), 3], ids=["clocks alike", "clocks hours apart"])
 def test_the_plain_loop_of_the_guide(hours: float, tmp_path: Path) -> None:
-    (report, threads), (nothing, _) = run_distributed(_guide, 2, str(tmp_path), "loader", hours)
+    (report, threads), (nothing, _) = run_distributed(_guide, 2, str(tmp_path), "batches_on(timeline, loader)", hours)
     assert nothing is None
     assert list(report.steps) == list(range(5, STEPS))
     assert (report.samples == 2).all()
@@ -90,14 +87,15 @@ def test_the_plain_loop_of_the_guide(hours: float, tmp_path: Path) -> None:
     (figures,) = report.exchanges
     assert (figures.name, figures.per_step, figures.moved) == ("all_reduce", 1, 16)
     assert figures.last[1] > STEPS - 10 > 5 > figures.last[0]
+    assert (column(report.breakdown, "data_wait") > 0).all()
+    assert column(report.breakdown, "unexplained").max() < 1e-6
     assert not [name for name in threads if name.startswith("freescale")]
     assert read(tmp_path / "bubbles" / "report.json")["status"]["complete"]
     assert {path.name for path in (tmp_path / "bubbles").iterdir()} == {"report.json", "report.html", "trace.json"}
 
 
-def test_clocks_that_disagree_and_a_loader_that_is_observed(tmp_path: Path) -> None:
-    observed = "batches_on(timeline, loader)"
-    report = run_distributed(_guide, 2, str(tmp_path), observed, too_uncertain=1e-9)[0][0]
+def test_clocks_that_disagree_and_a_loader_that_is_not_observed(tmp_path: Path) -> None:
+    report = run_distributed(_guide, 2, str(tmp_path), "loader", too_uncertain=1e-9)[0][0]
     assert not report.wait_attribution.aligned
     assert "agreed only within" in report.wait_attribution.reason
     assert "agreed only within" in read(tmp_path / "bubbles" / "report.json")["wait_attribution"]["reason"]
@@ -108,8 +106,17 @@ def test_clocks_that_disagree_and_a_loader_that_is_observed(tmp_path: Path) -> N
         "full overlap",
         "balance + overlap",
     }
-    assert (column(report.breakdown, "data_wait") > 0).all()
-    assert column(report.breakdown, "unexplained").max() < 1e-6
+    assert not column(report.breakdown, "data_wait").any() and column(report.breakdown, "unexplained").any()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("every_n_steps", 2.5), ("every_n_steps", "50"), ("every_n_steps", 0), ("max_steps", True), ("warmup_steps", None)],
+)
+def test_options_are_whole_numbers(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}: pass a whole number, ")):
+        ProfilerOptions(**{name: value})
+    assert ProfilerOptions(every_n_steps=np.int64(3)).every_n_steps == 3
 
 
 @contextmanager

@@ -60,18 +60,14 @@ def intervals_of(step: ResolvedStep, last: Sequence[float] | None) -> list[Inter
 
 
 def wall_of(step: ResolvedStep) -> float:
-    """Return the seconds of a step without pauses."""
-    return step.end - step.start - sum(span.end - span.start for span in step.spans if span.kind == "pause")
+    """Return the seconds of a step without pauses, which may lie inside each other: validation may save a checkpoint."""
+    pauses = _merged((max(span.start, step.start), min(span.end, step.end)) for span in step.spans if span.kind == "pause")
+    return step.end - step.start - sum(end - start for start, end in pauses)
 
 
 def hidden_seconds(exchanges: Iterable[tuple[float, float]], intervals: Iterable[Interval]) -> float:
     """Return the time of compute while at least one of the exchanges, each from start to end, was under way."""
-    merged: list[tuple[float, float]] = []
-    for start, end in sorted(exchanges):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        elif end > start:
-            merged.append((start, end))
+    merged = _merged(exchanges)
     busy = [interval for interval in intervals if interval.kind in COMPUTE] if merged else ()
     return sum(max(0.0, min(end, i.end) - max(start, i.start)) for start, end in merged for i in busy)
 
@@ -79,6 +75,17 @@ def hidden_seconds(exchanges: Iterable[tuple[float, float]], intervals: Iterable
 def times_beside(exchanges: Iterable[ResolvedCollective]) -> list[tuple[float, float]]:
     """Return when each exchange was under way beside other things, but for those that the rank waited for at once."""
     return [(one.arrive, one.done) for one in exchanges if one.end == one.start or one.start - one.arrive > _AT_ONCE]
+
+
+def _merged(periods: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return when at least one of the periods lasts."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(periods):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        elif end > start:
+            merged.append((start, end))
+    return merged
 
 
 def _divide(interval: Interval, step: ResolvedStep, last: Sequence[float] | None) -> list[Interval]:

@@ -1,18 +1,14 @@
-"""What would the run have taken if ...? The measured steps once more, with some of their durations altered.
-
-The clocks of all ranks go through a schedule: each goes on when its own work and the exchange are done, whichever is later.
-"""
+"""What would the run have taken if ...? One cause of bubbles after the other is taken out of a replay of its steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_freescale.profiling.analysis.contention import Contention
-from lightning_freescale.profiling.analysis.segments import RankSegments, Schedule
+from lightning_freescale.profiling.analysis.replay import Replay
 
 Floats = NDArray[np.float64]
 _WORTH_A_NOTE = 0.01
@@ -38,197 +34,38 @@ class WhatIf:
     note: str | None = None
 
 
-@dataclass(frozen=True)
-class RankClocks:
-    """When each rank begins a row, when its own work in it is done, and when it ends it; shape ``[rows, ranks]`` each."""
-
-    begin: Floats
-    ready: Floats
-    end: Floats
-
-    @property
-    def elapsed(self) -> Floats:
-        """Seconds of each row, of shape ``[rows, ranks]``."""
-        return self.end - self.begin
-
-
-@dataclass(frozen=True)
-class ArrivalPoints:
-    """The moments ranks arrived, as points of their own work: they move with what comes before, not with what comes after.
-
-    A point lies in ``row``, after the ``share`` of the work there and ``after`` seconds more (the rank was waiting then), but
-    not after the row's end. ``own`` says of which rows this is the row itself, without a wait.
-    """
-
-    row: NDArray[np.intp]
-    share: Floats
-    after: Floats
-    own: list[bool]
-
-    @classmethod
-    def from_clocks(cls, clocks: RankClocks, ahead: Floats, restarts: NDArray[np.intp]) -> ArrivalPoints:
-        """Find where each rank was ``ahead`` seconds before it was ready.
-
-        What came before the clocks were last set, at ``restarts``, keeps its distance to that.
-        """
-        arrived = clocks.ready - ahead
-        rows = np.arange(len(ahead))
-        row = np.repeat(rows[:, None], ahead.shape[1], axis=1)
-        earliest = restarts[np.searchsorted(restarts, rows, side="right") - 1]
-        for rank in np.flatnonzero((arrived < clocks.begin).any(axis=0)):
-            early = np.flatnonzero(arrived[:, rank] < clocks.begin[:, rank])
-            found = np.searchsorted(np.maximum.accumulate(clocks.end[:, rank]), arrived[early, rank])
-            row[early, rank] = np.clip(found, earliest[early], early)
-        begin = np.take_along_axis(clocks.begin, row, axis=0)
-        work = np.take_along_axis(clocks.ready, row, axis=0) - begin
-        share = np.clip((arrived - begin) / np.where(work > 0, work, 1.0), 0.0, 1.0) * (work > 0)
-        after = arrived - begin - share * work
-        own = (row == rows[:, None]).all(axis=1) & (np.abs(after) <= 1e-9).all(axis=1)
-        return cls(row, share, np.where(own[:, None], 0.0, after), own.tolist())
-
-
-def altered_clocks(
-    work: Floats, transfer: Floats, arrivals: ArrivalPoints, measured: RankClocks, restarts: NDArray[np.intp]
-) -> RankClocks:
-    """Return the clocks with other durations; at ``restarts`` the clocks are set to the measured ones."""
-    ranks = np.arange(work.shape[1])
-
-    def arrive(clocks: RankClocks, at: int) -> Floats:
-        if arrivals.own[at]:
-            return clocks.begin[at] + arrivals.share[at] * work[at]
-        row = arrivals.row[at]
-        moment = clocks.begin[row, ranks] + arrivals.share[at] * work[row, ranks] + arrivals.after[at]
-        return np.minimum(moment, clocks.end[row, ranks])
-
-    return _play(work, transfer, {at: measured.begin[at] for at in restarts.tolist()}, arrive)
-
-
-def own_seconds(schedule: Schedule) -> Floats:
-    """Return what each rank does by itself in each row, pauses included."""
-    return np.sum([schedule.column(name) for name in ("compute", "data", "other", "pause")], axis=0)
-
-
-def _play(work: Floats, transfer: Floats, starts: dict[int, Floats], arrive: Callable[[RankClocks, int], Floats]) -> RankClocks:
-    clocks = RankClocks(np.empty_like(work), np.empty_like(work), np.empty_like(work))
-    member = np.isfinite(transfer)
-    absent = np.where(member, 0.0, -np.inf)
-    shared: list[bool] = np.any(member, axis=1).tolist()
-    for at in range(len(work)):
-        begin = starts[at] if at in starts else clocks.end[at - 1]
-        clocks.begin[at] = begin
-        clocks.ready[at] = clocks.end[at] = begin + work[at]
-        if shared[at]:
-            last = (arrive(clocks, at) + absent[at]).max()
-            np.maximum(clocks.ready[at], last + transfer[at], out=clocks.end[at])
-    return clocks
-
-
-class Replay:
-    """Plays steps of all ranks again.
-
-    A rank's clock takes at least the rank's own work, so no case but that without contention, which reduces compute, exceeds
-    its limit. Clocks are sums, maxima and minima of durations, so none is later when durations shrink, and speed-ups are at
-    least 1. Except where compute is evened out, which lengthens that of some ranks: it cannot hurt ranks that are alike in all
-    else (the time is convex in their compute), but if the rank that computes less waits longer for data, it can. It counts as 1
-    then: nobody has to do it.
-
-    An exchange whose end was not seen apart from the wait counts as lasting until then, which errs on the side of less gain.
-
-    Args:
-        steps: consecutive steps, for each one :class:`RankSegments` per rank.
-
-    Attributes:
-        error: how far the unaltered replay is from the measured wall times of the steps: mean distance / mean wall time.
-        left_out: steps that are not replayed, because their ranks waited for collectives in orders that cannot be reconciled.
-    """
-
-    def __init__(self, steps: Sequence[Sequence[RankSegments]]) -> None:
-        self.schedule = schedule = Schedule.from_steps(steps)
-        self.left_out, self.error = schedule.left_out, 0.0
-        if not len(schedule.steps):
-            return
-        pauses, ahead = schedule.column("pause"), schedule.column("ahead")
-        seams = schedule.first[schedule.seams]
-        starts = dict(zip(seams.tolist(), schedule.starts[schedule.seams]))  # as measured, at every seam
-        work, transfer = own_seconds(schedule), schedule.column("transfer")
-        self._measured = _play(work, transfer, starts, lambda clocks, at: clocks.ready[at] - ahead[at])
-        walls = schedule.per_step(self._measured.elapsed - pauses)
-        self.error = float(np.abs(walls - schedule.walls).sum() / schedule.walls.sum())
-        self._wall = float(walls.sum())
-        # the clocks are set to the measured ones after a gap between steps and where all ranks pause: what ranks do there
-        # brings them together in its own way
-        together = np.flatnonzero((pauses > 0).all(axis=1))
-        self._restarts = np.union1d(seams, together)
-        self._arrivals = ArrivalPoints.from_clocks(self._measured, ahead, self._restarts)
-        self.compute = schedule.per_step(schedule.column("compute"))
-        """Seconds of each step on each rank, shape ``[steps, ranks]``."""
-
-    def speed_up(self, compute: Floats | None = None, overlap: bool = False, data: bool = True, host: bool = True) -> float:
-        """Return time of the run / time of the run as altered.
-
-        Args:
-            compute: seconds of each step on each rank instead of the measured ones, shape ``[steps, ranks]``.
-            overlap: exchanges cost nothing, as far as the compute of the rank's step can hide them.
-            data: ranks wait for data.
-            host: there is host overhead, and time that nothing explains.
-        """
-        schedule = self.schedule
-        before = schedule.column("compute")
-        rows = before if compute is None else self._spread(compute)
-        work = own_seconds(schedule) - before + rows
-        for column, kept in (("data", data), ("other", host)):
-            work = work if kept else work - schedule.column(column)
-        transfer = schedule.column("transfer")
-        if overlap:
-            transfer = self._exposed(transfer, self.compute if compute is None else compute)
-        clocks = altered_clocks(work, transfer, self._arrivals, self._measured, self._restarts)
-        return self._wall / float((clocks.elapsed - schedule.column("pause")).sum())
-
-    def limit(self, compute: Floats) -> float:
-        """Return time of the run / time of nothing but ``compute``."""
-        return self._wall / float(compute.sum())
-
-    def _spread(self, compute: Floats) -> Floats:
-        """Over a step's rows as the measured compute is; a rank that had none computes at the end."""
-        some = self.compute > 0
-        factors = np.where(some, compute / np.where(some, self.compute, 1.0), 0.0)
-        rows = self.schedule.column("compute") * self.schedule.per_row(factors)
-        rows[np.append(self.schedule.first[1:], len(rows)) - 1] += np.where(some, 0.0, compute)
-        return rows
-
-    def _exposed(self, transfer: Floats, compute: Floats) -> Floats:
-        lasting = np.maximum(transfer, 0.0)
-        total = self.schedule.per_step(lasting)
-        left = np.clip(1.0 - compute / np.where(total > 0, total, 1.0), 0.0, None)
-        return np.where(transfer > 0, lasting * self.schedule.per_row(left), transfer)
-
-
 def what_if(
-    steps: Sequence[Sequence[RankSegments]],
+    replay: Replay,
     contention: Contention | None = None,
     hidden: Floats | None = None,
     *,
     divided: bool = True,
+    expected: Floats | None = None,
 ) -> tuple[WhatIf, ...]:
     """Return how much faster the steps would be without each kind of bubble; nothing if no rank computes in them.
 
     Args:
-        steps: consecutive steps, for each one :class:`RankSegments` per rank.
+        replay: of the steps.
         contention: what exchanges under way do to compute; left out if not given.
-        hidden: seconds of compute behind which an exchange was under way, shape ``[steps, ranks]``; needed with contention.
+        hidden: seconds of compute behind which an exchange was under way, shape ``[steps, ranks]``, of the steps that are left
+            out of the replay, too; needed with contention.
+        expected: seconds that each rank's samples should take, as ``hidden``; without them, or a divided wait, what equal
+            histories alone would bring is left out.
         divided: whether all waits could be divided into straggler wait and transfer; if not, balance and overlap are left out.
 
     Raises:
         ValueError: contention without ``hidden``.
     """
-    if contention is not None and (hidden is None or hidden.shape[:1] != (len(steps),)):
+    steps = len(replay.schedule.steps) + replay.left_out
+    if contention is not None and (hidden is None or hidden.shape[:1] != (steps,)):
         given = None if hidden is None else hidden.shape
-        raise ValueError(f"what_if(contention, hidden={given}) of {len(steps)} steps: pass hidden seconds [steps, ranks]")
-    replay = Replay(steps)
+        raise ValueError(f"what_if(contention, hidden={given}) of {steps} steps: pass hidden seconds [steps, ranks]")
     if not len(replay.schedule.steps) or not replay.compute.sum():
         return ()
     if divided:
         cases = _balance_and_overlap(replay)
+        if expected is not None:
+            cases.append(_case(replay, "equal histories", replay.speed_up(_of_equal_histories(replay, expected))))
     else:
         cases = [WhatIf(name, None, None, _UNDIVIDED) for name in ("perfect balance", "full overlap", "balance + overlap")]
     cases.append(_case(replay, "no data wait", replay.speed_up(data=False)))
@@ -250,6 +87,12 @@ def _balance_and_overlap(replay: Replay) -> list[WhatIf]:
     ]
 
 
+def _of_equal_histories(replay: Replay, expected: Floats) -> Floats:
+    """Compute if all ranks had the mean of the samples' costs, each as slow at it as it was: slow ranks stay so."""
+    costs = expected[replay.schedule.steps]
+    return replay.compute * np.where(costs > 0, costs.mean(axis=1, keepdims=True) / np.where(costs > 0, costs, 1.0), 1.0)
+
+
 def _without(contention: Contention, replay: Replay, hidden: Floats) -> WhatIf:
     if not contention.share:
         return WhatIf("no contention", None, None, contention.reason)
@@ -261,6 +104,8 @@ def _without(contention: Contention, replay: Replay, hidden: Floats) -> WhatIf:
 
 def _case(replay: Replay, name: str, speed_up: float, note: str | None = None, compute: Floats | None = None) -> WhatIf:
     """Rounding and harm apart, every speed-up is between 1 and its limit; see :class:`Replay`."""
+    if replay.unseen and name != "no data wait" and speed_up > 1 + _WORTH_A_NOTE:
+        note = "; ".join(text for text in (note, "if the loader's workers keep up") if text)
     limit = replay.limit(replay.compute if compute is None else compute)
     off = f"the replay of the run as it was is {replay.error:.1%} off" if replay.error > _WORTH_A_NOTE else None
     notes = "; ".join(text for text in (note, off) if text) or None

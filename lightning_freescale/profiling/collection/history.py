@@ -16,6 +16,7 @@ from lightning_freescale.profiling.analysis.intervals import arrivals_of, interv
 from lightning_freescale.profiling.analysis.memory_growth import MemoryWindows
 from lightning_freescale.profiling.analysis.planned import PlannedStep, planned_balance
 from lightning_freescale.profiling.analysis.rank_window import ExchangeSums, RankWindow
+from lightning_freescale.profiling.analysis.replay import Replay
 from lightning_freescale.profiling.analysis.segments import RankSegments
 from lightning_freescale.profiling.analysis.what_if import WhatIf, what_if
 from lightning_freescale.profiling.recording.memory import MemoryReading
@@ -29,6 +30,10 @@ FitCosts = Callable[[Floats, Floats], "tuple[Floats, Floats] | None"]
 the seconds that this should take on a rank that is not slow, ``[steps, ranks]``, and how slow each rank is, ``[ranks]``."""
 _REPLAYED = 500
 """Steps of a replay: enough for a mean, and done in a second."""
+_ENOUGH = 0.1
+"""Share of these steps whose waits must be divided for them to speak for the others."""
+_PREFETCHED = 2
+"""Batches that torch's loaders ask every worker for ahead, unless told otherwise."""
 _INTERIM = 10_000
 """Steps times ranks of an interim report, which is written in the time of a step or two."""
 
@@ -92,6 +97,7 @@ class History:
         worked_on = _known(features)
         expected, slowness = self._fitted(compute, worked_on) or (None, None)
         exchanges = self._exchange_sums()
+        cases, replayed = self._what_if(breakdown, expected) if traced is not None else ((), None)
         return BubbleReport(
             breakdown=breakdown,
             samples=np.array(samples),
@@ -104,7 +110,8 @@ class History:
             overhead=overhead,
             status=status,
             imbalance=split_imbalance(compute, expected, slowness) if ranks > 1 else None,
-            what_if=self._what_if(breakdown, expected) if traced is not None else (),
+            what_if=cases,
+            replayed=replayed,
             exchanges=[self._figures(name, exchanges) for name in dict.fromkeys(name for rank in exchanges for name in rank)],
             host=self._host_sections(),
             device_idle=device_idle,
@@ -113,11 +120,18 @@ class History:
             last=tuple(sum(sums.last for sums in rank.values()) for rank in exchanges),
         )
 
-    def _what_if(self, breakdown: Floats, expected: Floats | None) -> tuple[WhatIf, ...]:
-        replayed, hidden = slice(-len(self._segments), None), column(breakdown, "hidden")
-        divided = not column(breakdown, "wait")[replayed].any()
+    def _what_if(self, breakdown: Floats, expected: Floats | None) -> tuple[tuple[WhatIf, ...], NDArray[np.intp] | None]:
+        """What-ifs, and which of the report's steps they are of: the last ones, those with divided waits if that are enough."""
+        last = np.arange(len(breakdown))[-len(self._segments) :]
+        divided = ~column(breakdown[last], "wait").any(axis=1)
+        enough = divided.mean() >= _ENOUGH  # some windows in which the clocks disagreed must not hide what the others tell
+        chosen = np.flatnonzero(divided) if enough else np.arange(len(last))
+        replay = Replay([self._segments[k] for k in chosen], _PREFETCHED * (self._run.num_workers or 0))
+        hidden = column(breakdown, "hidden")
         slowed = contention(column(breakdown, "compute"), hidden, expected)
-        return what_if(list(self._segments), slowed, hidden[replayed], divided=divided)
+        costs = None if expected is None else expected[last[chosen]]
+        cases = what_if(replay, slowed, hidden[last[chosen]], divided=bool(enough), expected=costs)
+        return cases, last[chosen][replay.schedule.steps] if cases else None
 
     def _fitted(self, compute: Floats, features: Floats | None) -> tuple[Floats, Floats] | None:
         return None if self._fit_costs is None or features is None else self._fit_costs(features, compute)

@@ -80,7 +80,11 @@ class WakeUp:
         if before != -1:
             signal.set_wakeup_fd(before)
             return "this process is woken for its signals by somebody else, such as asyncio"
-        signal.signal(self._signal, _nothing)
+        try:
+            signal.signal(self._signal, _nothing)
+        except OSError as error:  # the kernel or the C library keeps some to itself
+            signal.set_wakeup_fd(-1)
+            return f"it cannot be handled ({error})"
         return None
 
 

@@ -27,6 +27,7 @@ from lightning_freescale.profiling.reporting.atomic_write import write_atomicall
 
 LOOK_SECONDS = 1.0
 """How often a rank looks whether the run hangs: a few numbers of its own, and one small message to the store."""
+_UNHANDLED = ("SIGKILL", "SIGSTOP")
 _JOIN_SECONDS = 10.0
 _STEPS, _LEAST_SECONDS = 20, 60.0
 _FIRST_STEPS, _FIRST_SECONDS = 4, 600.0
@@ -187,6 +188,8 @@ def check_options(hang_timeout: object, hang_signal: object) -> None:
         raise ValueError(f"hang_timeout={hang_timeout!r}: pass seconds above 0, 'auto', or None to be told only by hang_signal")
     if hang_signal is not None and not (isinstance(hang_signal, str) and hang_signal in signal.Signals.__members__):
         raise ValueError(f"hang_signal={hang_signal!r}: pass the name of a signal, such as 'SIGUSR2', or None for none")
+    if hang_signal in _UNHANDLED:
+        raise ValueError(f"hang_signal={hang_signal!r}: no process can handle it, pass another one, such as 'SIGUSR2'")
 
 
 def _as_json(reports: list[dict[str, Any]]) -> Iterator[str]:

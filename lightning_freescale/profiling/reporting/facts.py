@@ -24,7 +24,8 @@ class RunInfo:
     ``label`` names the run in comparisons; ``started`` is a time in ISO 8601; ``versions`` are of packages; ``assignment`` is
     how samples were assigned to the ranks, None if nobody knows; ``overlap`` is whether rows are exchanged while the model
     computes, ``"on"``, ``"off"`` or, where it was asked for in vain, ``"impossible"``; None without sharded tables;
-    ``num_workers`` are the loader's on a rank, None if nobody knows.
+    ``num_workers`` are the loader's on a rank, None if nobody knows; ``sharded_tables`` is whether TorchRec shards tables, None
+    if nobody knows.
     """
 
     label: str
@@ -37,6 +38,7 @@ class RunInfo:
     assignment: str | None = field(default=None, kw_only=True)
     overlap: str | None = field(default=None, kw_only=True)
     num_workers: int | None = field(default=None, kw_only=True)
+    sharded_tables: bool | None = field(default=None, kw_only=True)
     started: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
     versions: Mapping[str, str] = field(default_factory=_installed)
 

@@ -49,6 +49,7 @@ class BubbleReport:
         status: whether the run is covered to its end.
         imbalance: why the ranks' compute differs; None if that was not looked into.
         what_if: what the run would gain without each kind of bubble.
+        replayed: which of the steps, by their places, that is of; None for all of them.
         exchanges: figures by name of exchange.
         host: host overhead in seconds per step by section, mean over ranks.
         device_idle: how idle the devices were, from a profiler of the device, as in the document.
@@ -82,6 +83,7 @@ class BubbleReport:
     predicted: Floats | None = None
     balance: PlannedBalance | None = None
     memory: MemoryWindows | None = None
+    replayed: NDArray[np.intp] | None = None
 
     def __post_init__(self) -> None:
         # ranks may be fewer than the world: an interrupted run has but rank 0
@@ -170,6 +172,7 @@ class BubbleReport:
             "balance": None if self.balance is None else _balance(self.balance),
             "memory": None if self.memory is None else _memory(self.memory),
             "what_if": [vars(case) for case in self.what_if],
+            "replay": _replay(self) if self.what_if else None,
             "exchanges": [_exchange(figures) for figures in self.exchanges],
             "host_s": self.host,
             "wait_attribution": clocks,
@@ -257,6 +260,13 @@ def _rank(report: BubbleReport, rank: int) -> Document:
         "score": None if report.imbalance is None else report.imbalance.scores[rank],
         "last": report.last[rank] if len(report.last) else 0,
     }
+
+
+def _replay(report: BubbleReport) -> Document:
+    at = np.arange(len(report.steps)) if report.replayed is None else report.replayed
+    steps, breakdown = np.asarray(report.steps)[at], report.breakdown[at]
+    ends = {"first_step": steps[0], "last_step": steps[-1]}
+    return {"steps": len(steps), **ends, "step_s": breakdown[:, :, 0].mean(), "shares": _shares(breakdown)}
 
 
 def _imbalance(imbalance: Imbalance) -> Document:

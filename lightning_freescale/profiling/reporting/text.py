@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from lightning_freescale.profiling.analysis.planned import costs_in_words
-from lightning_freescale.profiling.reporting.verdict import PARTED, WORTH_DOING
+from lightning_freescale.profiling.reporting.causes import PARTED, steps_of
+from lightning_freescale.profiling.reporting.verdict import WORTH_DOING
 
 _WIDTH = 120
 _ALL_RANKS = 8
@@ -174,10 +175,12 @@ def _what_if(document: Mapping[str, Any]) -> str | None:
         gain = "left out" if case["speed_up"] is None else f"{case['speed_up']:.2f}x"
         cases.append(f"{case['name']} {gain}" + (f" ({case['note']})" if case["note"] else ""))
     limit = next((case["limit"] for case in document["what_if"] if case["limit"] is not None), None)
+    steps = steps_of(document)
+    of = f" in {steps}" if steps else ""
     if limit is None:
-        return f"what if: {', '.join(cases)}" if cases else None
+        return f"what if{of}: {', '.join(cases)}" if cases else None
     why = f"of compute alone it would be {limit:.2f}x, which these need not add up to: without one cause ranks wait for another"
-    return f"what if: {', '.join(cases)}; {why}"
+    return f"what if{of}: {', '.join(cases)}; {why}"
 
 
 def _imbalance(document: Mapping[str, Any]) -> str | None:

@@ -2,98 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
 
-Document = Mapping[str, Any]
+from lightning_freescale.profiling.reporting.causes import VERDICTS, BubbleVerdict, Document, shares_of, steps_of
+
 WORTH_DOING = 1.03
 """What removing a cause must bring for anybody to bother."""
-PARTED = 0.03
-"""Predicted and measured imbalance agree unless they differ by more than this."""
-_EXCEEDS = 1.03
-"""A gain so much above what the share alone would bring comes of waits that go with the cause."""
-_WORTH_NAMING = 0.2
-"""What is less than this share of the largest section or cause is not named beside it."""
-_FALLS_SHORT = 0.95
-"""A gain so much below what the share would bring is all that compute can hide."""
-_BESIDE = 0.05
-"""An exchange hidden for less than this share of the wait for it moves its bytes while everybody waits."""
-_HOW = {
-    "data loading": "#the-loader-is-late",
-    "imbalance of data": "#histories-differ",
-    "slow hardware": "#a-rank-is-slow",
-    "uneven compute": "#compute-is-uneven",
-    "embedding exchange": "#rows-are-waited-for",
-    "dense communication": "#other-exchanges-are-waited-for",
-    "other communication": "#other-exchanges-are-waited-for",
-    "host overhead": "#the-host-is-busy",
-}
-"""Where in docs/how_to/read_the_report.md the way out stands."""
-
-_SENT_LESS = {
-    "dense gradients": (
-        "accumulate_grad_batches= sends gradients less often; a larger batch hides more; item tables belong into TorchRec"
-    ),
-    "buffers": "DDPStrategy(broadcast_buffers=False), if no rank changes them differently",
-    "dense communication": (
-        "Sharded weights are gathered in each step: prefetch them, shard over fewer ranks, or train under 'ddp' if they fit"
-    ),
-    "other communication": (
-        "BubbleProfiler(torch_profiler_steps=3) shows who calls it; self.log(sync_dist=True) and metrics are all_reduces, "
-        "fewer with on_step=False"
-    ),
-}
-"""By exchange, or else by cause."""
-_RUNS_THERE = {
-    "loop, before the batch": "callbacks behind the profiler, loggers and progress bars",
-    "hooks before forward": "on_train_batch_start and on_before_batch_transfer, of the model and of callbacks",
-    "between forward and backward": "what follows the loss: on_before_zero_grad, on_before_backward",
-    "between backward and optimizer": "on_after_backward, gradient clipping, on_before_optimizer_step",
-    "between optimizers": "the hooks between the optimizers' steps",
-    "hooks after the step": "on_train_batch_end, of the model and of callbacks, learning rate schedulers, and logging",
-}
-"""By section of host overhead."""
-
-
-class BubbleVerdict(NamedTuple):
-    """The largest cause of bubbles.
-
-    Attributes:
-        cause: ``"data loading"``, ``"imbalance of data"``, ``"slow hardware"``, ``"uneven compute"`` (of unknown cause),
-            ``"embedding exchange"``, ``"dense communication"``, ``"other communication"``, ``"host overhead"``,
-            ``"waiting for peers"`` (not divided), or ``"nothing"`` that would be worth doing.
-        speed_up: what the run would gain without it, by the replay; None if it was not replayed.
-        verdict: the cause, and what it costs, in a sentence.
-        why: the figures that say so.
-        next: what to set, or read.
-        also: the second largest cause and its way out, if that is worth doing, too.
-    """
-
-    cause: str
-    speed_up: float | None
-    verdict: str
-    why: str
-    next: str
-    also: str | None = None
+_PAGE = "docs/how_to/read_the_report.md"
+_RECIPES = {"data_wait": "#the-loader-is-late", "host_overhead": "#the-host-is-busy", "unexplained": "#the-host-is-busy"}
+"""Of parts that have one cause, whatever a replay would say."""
 
 
 def verdict_on(document: Document) -> BubbleVerdict:
     """Return the verdict on a document; its series are not needed."""
-    gains = {case["name"]: case["speed_up"] for case in document["what_if"] if case["name"] in _VERDICTS}
+    gains = {case["name"]: case["speed_up"] for case in document["what_if"] if case["name"] in VERDICTS}
     known = {name: gain for name, gain in gains.items() if gain is not None}
-    shares = document["summary"]["shares"]
-    if shares["wait"] > max(1 - 1 / WORTH_DOING, shares["data_wait"], shares["host_overhead"]):
+    shares = shares_of(document)
+    # what a replay cannot judge is judged by its share
+    unknown = shares["wait"] if shares["wait"] > 1 - 1 / WORTH_DOING else 0.0
+    if unknown > max(shares["data_wait"], shares["host_overhead"] + shares["unexplained"]):
         return _undivided(document)
-    if not known and shares["compute"] < 1 / WORTH_DOING and document["run"]["world_size"] > 1:
+    if not known and shares["compute"] < 1 / WORTH_DOING:
         return _not_replayed(document)
-    first, second = [*sorted(known, key=known.__getitem__, reverse=True), None, None][:2]
-    if first is None or known[first] < WORTH_DOING:
+    causes = sorted((name for name, gain in known.items() if gain >= WORTH_DOING), key=known.__getitem__, reverse=True)
+    found = [VERDICTS[name](document, known[name]) for name in causes] + ([_undivided(document)] if unknown else [])
+    if not found:
         return _nothing(document, known)
-    found = _VERDICTS[first](document, known[first])
-    if second is None or known[second] < WORTH_DOING:
-        return found
-    other = _VERDICTS[second](document, known[second])
-    return BubbleVerdict(*found[:-1], f"{other.verdict} {other.next}")
+    first, *others = found
+    return BubbleVerdict(*first[:-1], f"{others[0].verdict} {others[0].next}") if others else first
 
 
 def verdict_line(document: Document) -> str:
@@ -104,11 +40,11 @@ def verdict_line(document: Document) -> str:
 
 
 def _nothing(document: Document, gains: Mapping[str, float]) -> BubbleVerdict:
-    best, compute = max(gains.values(), default=1.0), 1 - document["summary"]["bubble"]
+    best, compute, steps = max(gains.values(), default=1.0), shares_of(document)["compute"], steps_of(document)
     return BubbleVerdict(
         "nothing",
         best if gains else None,
-        f"Nothing worth doing: at most {best:.2f}x to gain from any one cause.",
+        f"Nothing worth doing{f' in {steps}' if steps else ''}: at most {best:.2f}x to gain from any one cause.",
         f"{compute:.1%} of the ranks' time is compute, and without its largest cause of waiting the run would be {best:.2f}x "
         "as fast.",
         "A faster device, a smaller model, or more samples per rank.",
@@ -116,20 +52,24 @@ def _nothing(document: Document, gains: Mapping[str, float]) -> BubbleVerdict:
 
 
 def _not_replayed(document: Document) -> BubbleVerdict:
-    shares = document["summary"]["shares"]
+    shares = shares_of(document)
     part = max(("data_wait", "straggler_wait", "transfer", "host_overhead", "unexplained"), key=shares.__getitem__)
+    why = "the ranks waited for each other in no common order"
+    if not document["status"]["complete"]:
+        why = f"the run had not come to its end, or {why}"
+    if not shares["compute"]:
+        why = "no compute was seen, neither forward nor backward nor optimizer"
     return BubbleVerdict(
         part.replace("_", " "),
         None,
         f"{part.replace('_', ' ').capitalize()}, {shares[part]:.1%} of the time, is the largest part that is not compute.",
-        "The steps were not replayed, so what removing it would bring is not known: the run had not come to its end, or its "
-        "ranks waited for each other in different orders.",
-        "See docs/how_to/read_the_report.md.",
+        f"The steps were not replayed, so what removing it would bring is not known: {why}.",
+        f"See {_PAGE}{_RECIPES.get(part, '')}.",
     )
 
 
 def _undivided(document: Document) -> BubbleVerdict:
-    share, reason = document["summary"]["shares"]["wait"], document["wait_attribution"]["reason"]
+    share, reason = shares_of(document)["wait"], document["wait_attribution"]["reason"]
     return BubbleVerdict(
         "waiting for peers",
         None,
@@ -137,157 +77,3 @@ def _undivided(document: Document) -> BubbleVerdict:
         f"{reason[:1].upper()}{reason[1:]}.",
         "See docs/report.md#waits-that-are-not-divided.",
     )
-
-
-def _data(document: Document, gain: float) -> BubbleVerdict:
-    ranks, step = document["ranks"], document["summary"]["step_s"]
-    share = document["summary"]["shares"]["data_wait"]
-    most = max(ranks, key=lambda rank: rank["shares"]["data_wait"])
-    where = f", most of it on rank {most['rank']}" if most["shares"]["data_wait"] > 2 * share else ""
-    why = f"A rank waits {_ms(share * step)} ms of a step of {_ms(step)} ms for its batch{where}."
-    workers = document["run"].get("num_workers")
-    advice = "num_workers=2 or more (of FreeScaleDataModule or DataLoader) makes batches beside compute"
-    if workers:
-        advice = f"More workers than num_workers={workers}, where there are cores for them"
-    return _verdict("data loading", gain, "Data wait", share, why, f"{advice}; or less work in __getitem__ and collate_fn")
-
-
-def _balance(document: Document, gain: float) -> BubbleVerdict:
-    split, share = document["imbalance"] or {}, document["summary"]["shares"]["straggler_wait"]
-    what = "Straggler wait"
-    parts = {cause: split.get(f"{cause}_s") or 0.0 for cause in ("data", "hardware", "jitter")}
-    differ = f"Of {_ms(sum(parts.values()))} ms by which the slowest rank computes longer than the mean one"
-    by_costs = split.get("method") == "cost model"
-    largest = max(parts, key=parts.__getitem__)
-    if by_costs and largest == "data":
-        why = f"{differ}, {_ms(parts['data'])} come from the samples: the histories that ranks draw differ."
-        return _verdict("imbalance of data", gain, what, share, why, _to_balance(document), "caused by unequal histories")
-    slow = split.get("slow_ranks") or {}
-    if slow and largest == "hardware":
-        named = ", ".join(f"rank {rank} takes {times:.2f} times" for rank, times in slow.items())
-        advice = f"See what else runs on that device; {_to_relieve(document['run'])} gives it less work"
-        if not by_costs:
-            advice = f"BubbleProfiler(lengths_fn=...) tells whether it draws longer histories. If not: {advice}"
-        why = f"{named} {'what its samples explain' if by_costs else 'as long as the others'}."
-        if by_costs and parts["data"] > _WORTH_NAMING * parts["hardware"]:
-            why += f" {differ}, {_ms(parts['data'])} come from unequal histories."
-        return _verdict("slow hardware", gain, what, share, why, advice, "caused by slow ranks")
-    why = "The ranks' compute differs from step to step; nobody told the profiler what they work on."
-    advice = "BubbleProfiler(lengths_fn=...), or FreeScaleDataModule(train_set, lengths=...), tells whether histories do it"
-    if by_costs:
-        why = f"{differ}, {_ms(parts['jitter'])} are explained neither by samples nor by ranks."
-        advice = "Look for other work on the machine, or for compute that does not depend on the history's length"
-    return _verdict("uneven compute", gain, what, share, why, advice, "caused by uneven compute")
-
-
-def _to_balance(document: Document) -> str:
-    plan = document["run"].get("assignment")
-    if plan is None:
-        return (
-            "FreeScaleDataModule(train_set, lengths=..., collate_fn=...) in the place of your DataLoader assigns samples so "
-            "that ranks finish together"
-        )
-    if plan == "as drawn":
-        return "Take out balance=False: FreeScaleDataModule then assigns samples so that ranks finish together"
-    predicted = document["summary"].get("predicted_imbalance")
-    if predicted is not None and predicted < document["summary"]["compute_imbalance"] - PARTED:
-        return "freescale balance fit makes a cost model of this run's report.json: the plan predicted less imbalance"
-    if plan == "fixed":
-        return (
-            "BalanceOptions(assignment_mode='slack') lets ranks hold unequal numbers; the advice printed after epoch 0 has more"
-        )
-    return "The advice printed after the first epoch says what would help: larger batches, or truncated histories"
-
-
-def _to_relieve(run: Document) -> str:
-    """What takes work off a slow rank, as this run would have to write it; only our strategy calibrates."""
-    there = "" if run.get("assignment") else "train_set, lengths=..., "
-    module = f"FreeScaleDataModule({there}balance=BalanceOptions(calibrate=True, slow_ranks='rebalance'))"
-    return module if run["strategy"] == "freescale" else f"Trainer(strategy='freescale') with {module}"
-
-
-def _overlap(document: Document, gain: float) -> BubbleVerdict:
-    run, exchanges = document["run"], document["exchanges"]
-    share = document["summary"]["shares"]["transfer"]
-    exposed = max(exchanges, key=lambda exchange: exchange["transfer_s"])
-    name, moved = exposed["name"], exposed["moved_bytes"] or 0
-    behind = sum(exchange["moved_bytes"] or 0 for exchange in exchanges if exchange["name"].endswith("(background)"))
-    detail = f"most of it of {name}"
-    why = f"A rank waits {_ms(exposed['transfer_s'])} ms of a step for {name} that nothing hides"
-    if moved:
-        alone = exposed["hidden_s"] < _BESIDE * exposed["transfer_s"]
-        fast = f", at {_short(moved / 1e6 / exposed['transfer_s'])} MB/s" if alone else ""
-        why += f": {_short(moved / 1e6)} MB{fast}"
-    if gain < _FALLS_SHORT / (1 - share):
-        why += "; there is too little compute to hide all of it"
-    carries = _carried_by(name, run)
-    if carries == "dense communication" and behind > moved and run.get("overlap") == "on":
-        # they share a link, and the last ones wait there for all the others
-        why += f", behind {_short(behind / 1e6)} MB of the embedding exchange on the same link"
-    elif carries != "embedding exchange":
-        return _verdict(carries, gain, "Transfer", share, f"{why}.", _SENT_LESS.get(name, _SENT_LESS[carries]), detail)
-    return _verdict("embedding exchange", gain, "Transfer", share, f"{why}.", _to_overlap(run), detail)
-
-
-def _to_overlap(run: Document) -> str:
-    if run["strategy"] != "freescale":
-        return "Trainer(strategy='freescale') exchanges rows while the model computes"
-    if run.get("overlap") == "off":
-        return "Take out overlap=False: FreeScaleStrategy then exchanges rows while the model computes"
-    if run.get("overlap") == "on":
-        return (
-            "Overlap is on, and compute too short for it: FreeScaleStrategy(target_bubble_reduction=0.9) finds out whether "
-            "micro-batches or a split backward hide more"
-        )
-    return "The notice at the beginning of the fit says why this exchange is not overlapped, and the way out"
-
-
-def _carried_by(name: str, run: Document) -> str:
-    """Return the cause of an exchange, by its name."""
-    of_shards = name.startswith(("all_gather", "reduce_scatter")) and not name.endswith("object")
-    sharded = run.get("overlap") is not None  # TorchRec's tables, those for bags by reduce_scatter
-    if name == "embedding rows" or name.startswith("all_to_all") or (sharded and of_shards):
-        return "embedding exchange"
-    weights = of_shards and any(kind in run["strategy"].lower() for kind in ("fsdp", "deepspeed", "modelparallel"))
-    return "dense communication" if weights or name in ("dense gradients", "buffers") else "other communication"
-
-
-def _host(document: Document, gain: float) -> BubbleVerdict:
-    summary = document["summary"]
-    share = summary["shares"]["host_overhead"] + summary["shares"]["unexplained"]
-    sections = sorted(document["host_s"].items(), key=lambda item: -item[1])[:2]
-    named = [f"{_ms(seconds)} ms in {name}" for name, seconds in sections if seconds >= _WORTH_NAMING * sections[0][1]]
-    why = f"A rank spends {_ms(share * summary['step_s'])} ms of a step outside forward, backward and optimizer"
-    largest = sections[0][0] if sections else ""
-    advice = f"Less work in {_RUNS_THERE.get(largest, 'hooks and callbacks')}"
-    if largest in ("hooks after the step", "loop, before the batch"):
-        advice += "; a larger log_every_n_steps"
-    advice += "; BubbleProfiler(torch_profiler_steps=3) shows the calls"
-    return _verdict(
-        "host overhead", gain, "Host overhead", share, f"{': '.join([why, *[', '.join(named)][: bool(named)]])}.", advice
-    )
-
-
-_VERDICTS: Mapping[str, Callable[[Document, float], BubbleVerdict]] = {
-    "no data wait": _data,
-    "perfect balance": _balance,
-    "full overlap": _overlap,
-    "no host overhead": _host,
-}
-"""By what was replayed."""
-
-
-def _verdict(cause: str, gain: float, what: str, share: float, why: str, advice: str, detail: str = "") -> BubbleVerdict:
-    if gain > _EXCEEDS / (1 - share):
-        why += " It also makes other ranks wait, and those waits would go with it."
-    named = f"{what}, {share:.1%} of the time{', ' if detail else ''}{detail}"
-    how = f"docs/how_to/read_the_report.md{_HOW[cause]}"
-    return BubbleVerdict(cause, gain, f"{named}: without it the run would be {gain:.2f}x as fast.", why, f"{advice} ({how}).")
-
-
-def _ms(seconds: float) -> str:
-    return _short(seconds * 1e3)
-
-
-def _short(figure: float) -> str:
-    return f"{figure:.3g}" if abs(figure) < 100 else f"{figure:.0f}"

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_freescale.profiling.analysis.intervals import Arrival, arrivals_of, hidden_seconds, intervals_of, last_arrivals
+from lightning_freescale.profiling.analysis.breakdown import attribute
+from lightning_freescale.profiling.analysis.intervals import (
+    Arrival,
+    arrivals_of,
+    hidden_seconds,
+    intervals_of,
+    last_arrivals,
+    wall_of,
+)
 from lightning_freescale.profiling.recording.records import Interval, ResolvedCollective, ResolvedStep
 
 times = st.integers(0, 12).map(float)
@@ -62,6 +70,18 @@ def test_what_begins_within_a_wait_counts_whole(last: float) -> None:
 def test_pause_goes_before_all() -> None:
     cut = _cut([("pause", 2, 6), ("forward", 3, 8)])
     assert cut == [("unexplained", 0, 2), ("pause", 2, 6), ("forward", 6, 8), ("host", 8, 10)]
+
+
+def test_a_pause_inside_another_is_taken_out_of_the_wall_time_once() -> None:
+    """A checkpoint that validation saves; or two that overlap, one beyond the step."""
+    assert wall_of(_step([("pause", 1, 8), ("pause", 4, 8), ("forward", 8, 9)], [])) == 3
+    assert wall_of(_step([("pause", 1, 4), ("pause", 3, 5), ("pause", 9, 12)], [])) == 5
+
+
+@given(spans)
+def test_the_wall_time_is_that_of_the_breakdown(found: list[tuple]) -> None:
+    step = _step(found, [])
+    assert wall_of(step) == pytest.approx(attribute(step, ()).wall)
 
 
 def test_gaps_know_their_neighbours() -> None:

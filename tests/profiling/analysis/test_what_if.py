@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_freescale.profiling.analysis.contention import Contention
+from lightning_freescale.profiling.analysis.replay import Replay
 from lightning_freescale.profiling.analysis.segments import RankSegments
-from lightning_freescale.profiling.analysis.what_if import Replay, WhatIf, what_if
-from tests.helpers.profiled_runs import Rank, meet, planned_run, random_run, run_segments, wall
+from lightning_freescale.profiling.analysis.what_if import WhatIf, what_if
+from tests.helpers.profiled_runs import Rank, meet, planned_run, random_run, run_behind_workers, run_segments, wall
 
 sizes = st.tuples(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 10))
 
@@ -53,7 +54,7 @@ def test_no_case_beats_its_limit_or_does_harm(size: tuple[int, int, int]) -> Non
     hidden = 0.5 * replay.compute
     less = replay.speed_up(replay.compute - 0.3 * hidden)
     assert 1 - 1e-9 <= less <= replay.limit(replay.compute - 0.3 * hidden) + 1e-9
-    for case in what_if(run, Contention(0.3, 0.01), hidden):
+    for case in what_if(Replay(run), Contention(0.3, 0.01), hidden):
         assert 1 <= case.speed_up <= case.limit
 
 
@@ -70,7 +71,7 @@ def test_even_compute_cannot_hurt_ranks_that_are_alike_in_all_else(size: tuple[i
 def test_altered_runs_take_what_was_foretold(size: tuple[int, int, int]) -> None:
     compute, data, transfer = _plan(*size)
     run = planned_run(compute, data, transfer)
-    cases = _by_name(what_if(run_segments(run)))
+    cases = _by_name(what_if(Replay(run_segments(run))))
     balanced = wall(planned_run(np.broadcast_to(compute.mean(axis=1, keepdims=True), compute.shape), data, transfer))
     assert cases["perfect balance"].speed_up == pytest.approx(max(1.0, wall(run) / balanced))
     assert cases["no data wait"].speed_up == pytest.approx(wall(run) / wall(planned_run(compute, 0 * data, transfer)))
@@ -115,7 +116,7 @@ def test_clocks_that_disagree_do_not_make_overlap_look_harmful() -> None:
 def test_harmful_balance_counts_as_none_and_says_so() -> None:
     """The rank that computes less waits for data."""
     compute, data = np.tile([1.0, 3.0], (5, 1)), np.tile([2.0, 0.0], (5, 1))
-    cases = _by_name(what_if(run_segments(planned_run(compute, data, np.full((5, 2), 0.1)))))
+    cases = _by_name(what_if(Replay(run_segments(planned_run(compute, data, np.full((5, 2), 0.1))))))
     assert cases["perfect balance"].speed_up == 1
     assert "longer" in (cases["perfect balance"].note or "")
     assert cases["balance + overlap"].speed_up >= cases["full overlap"].speed_up > 1
@@ -163,20 +164,20 @@ def test_arrival_before_a_gap_is_not_moved(gap: float) -> None:
 
 def test_contention() -> None:
     steps = _blocking(2.0, 1.0)
-    case = _by_name(what_if(steps, Contention(0.25, 0.01), np.full((3, 2), 2.0)))["no contention"]
+    case = _by_name(what_if(Replay(steps), Contention(0.25, 0.01), np.full((3, 2), 2.0)))["no contention"]
     assert (case.speed_up, case.limit) == (pytest.approx(3 / 2.5), pytest.approx(3 / 1.5))
     assert "25%" in (case.note or "")
-    case = _by_name(what_if(steps, Contention(0.0, 0.1, "within the noise"), np.full((3, 2), 2.0)))["no contention"]
+    case = _by_name(what_if(Replay(steps), Contention(0.0, 0.1, "within the noise"), np.full((3, 2), 2.0)))["no contention"]
     assert case == WhatIf("no contention", None, None, "within the noise")
-    assert "no contention" not in _by_name(what_if(steps))
+    assert "no contention" not in _by_name(what_if(Replay(steps)))
     with pytest.raises(ValueError, match="hidden"):
-        what_if(steps, Contention(0.25, 0.01))
+        what_if(Replay(steps), Contention(0.25, 0.01))
 
 
 def test_without_divided_waits_balance_and_overlap_are_left_out_and_say_why() -> None:
     run = run_segments(planned_run(*_plan(3, 2, 6)))
     hidden = np.full((6, 2), 0.1)
-    known, undivided = (_by_name(what_if(run, Contention(0.3, 0.01), hidden, divided=each)) for each in (True, False))
+    known, undivided = (_by_name(what_if(Replay(run), Contention(0.3, 0.01), hidden, divided=each)) for each in (True, False))
     for name in ("perfect balance", "full overlap", "balance + overlap"):
         assert (undivided[name].speed_up, undivided[name].limit) == (None, None)
         assert "clocks" in (undivided[name].note or "")
@@ -233,10 +234,10 @@ def test_steps_without_a_common_order_are_left_out() -> None:
     assert replay.error < 1e-9
     hidden = np.arange(12.0).reshape(6, 2) * 1e-3
     less = replay.speed_up(replay.compute - 0.5 * hidden[[0, 1, 2, 4, 5]])
-    assert what_if(broken, Contention(0.5, 0.1), hidden)[-1].speed_up == pytest.approx(less, abs=1e-12)
+    assert what_if(Replay(broken), Contention(0.5, 0.1), hidden)[-1].speed_up == pytest.approx(less, abs=1e-12)
     twice = replace(rank, keys=(rank.keys[0], *rank.keys[:-1]))
     assert Replay([[run[3][0], twice]]).left_out == 1
-    assert what_if([[run[3][0], turned]]) == ()
+    assert what_if(Replay([[run[3][0], turned]])) == ()
 
 
 def test_inexact_replay_is_noted() -> None:
@@ -245,11 +246,86 @@ def test_inexact_replay_is_noted() -> None:
     wrong = [[replace(rank, end=rank.end + 1.0, seconds=rank.seconds) for rank in step] for step in run]
     replay = Replay(wrong)
     assert replay.error > 0.1
-    assert all("off" in (case.note or "") for case in what_if(wrong))
-    assert all(case.note is None or "off" not in case.note for case in what_if(run))
+    assert all("off" in (case.note or "") for case in what_if(Replay(wrong)))
+    assert all(case.note is None or "off" not in case.note for case in what_if(Replay(run)))
 
 
 def test_nothing_to_replay() -> None:
-    assert what_if([]) == ()
+    assert what_if(Replay([])) == ()
     idle = planned_run(np.zeros((2, 2)), np.ones((2, 2)), np.ones((2, 2)))
-    assert what_if(run_segments(idle)) == ()
+    assert what_if(Replay(run_segments(idle))) == ()
+
+
+def test_equal_histories_leave_slow_ranks_slow() -> None:
+    costs = np.random.default_rng(1).lognormal(0, 0.3, (40, 4))
+    speed, transfer = np.array([1.0, 1.3, 1.0, 1.0]), np.full((40, 4), 0.01)
+    run = planned_run(costs * speed, 0 * costs, transfer)
+    equal = np.broadcast_to(costs.mean(axis=1, keepdims=True), costs.shape)
+    measured = wall(run) / wall(planned_run(equal * speed, 0 * costs, transfer))
+    cases = _by_name(what_if(Replay(run_segments(run)), expected=costs))
+    assert cases["equal histories"].speed_up == pytest.approx(measured, abs=1e-6)
+    assert 1.05 < measured < cases["perfect balance"].speed_up - 0.05
+    assert "equal histories" not in _by_name(what_if(Replay(run_segments(run))))
+
+
+ALTERNATING = np.tile([[0.2, 0.8], [0.8, 0.2]], (30, 1))
+
+
+@pytest.mark.parametrize(
+    ("making", "bound"),
+    [([1.1] * 60, True), ([0.3 if k % 10 else 2.5 for k in range(60)], False)],
+    ids=["the loader decides", "a batch in ten is late"],
+)
+def test_workers_make_batches_whatever_the_rank_does(making: list[float], bound: bool) -> None:
+    """Time saved elsewhere is waited for data: as in a run in which it is saved."""
+    run, even = run_behind_workers(ALTERNATING, making), np.full_like(ALTERNATING, 0.5)
+    balance = wall(run) / wall(run_behind_workers(even, making))
+    host = wall(run) / wall(run_behind_workers(ALTERNATING, making, host=0.0))
+    assert balance < 1.02 if bound else balance > 1.2
+    replay = Replay(run_segments(run), prefetched=2)
+    assert replay.error < 1e-9 and replay.speed_up() == pytest.approx(1.0, abs=1e-9)
+    cases = _by_name(what_if(replay))
+    assert cases["perfect balance"].speed_up == pytest.approx(balance, abs=0.01)
+    assert cases["no host overhead"].speed_up == pytest.approx(host, abs=0.01)
+    alone = _by_name(what_if(Replay(run_segments(run))))
+    assert cases["no data wait"].speed_up == alone["no data wait"].speed_up > 1.1, "which removes all of it"
+    if bound:
+        assert alone["perfect balance"].speed_up > 1.2, "where the rank makes its batches itself"
+
+
+def test_workers_that_nobody_waited_for_may_be_no_faster_and_that_is_said() -> None:
+    steps = run_segments(run_behind_workers(ALTERNATING, [0.3] * 60))
+    cases = _by_name(what_if(Replay(steps, prefetched=2)))
+    assert cases["perfect balance"].speed_up > 1.2 and "workers keep up" in (cases["perfect balance"].note or "")
+    assert "workers" not in (_by_name(what_if(Replay(steps)))["perfect balance"].note or "")
+    starved = _by_name(what_if(Replay(run_segments(run_behind_workers(ALTERNATING, [1.1] * 60)), prefetched=2)))
+    assert not any("workers" in (case.note or "") for case in starved.values())
+
+
+def test_a_batch_that_takes_long_to_take_over_is_not_waited_for() -> None:
+    """As one that workers had ready, but that is large: it lasts as long however late the rank asks."""
+    compute = np.random.default_rng(1).lognormal(0, 0.3, (60, 2))
+    run = run_segments(planned_run(compute, np.full((60, 2), 0.3), np.full((60, 2), 0.01)))
+    behind, alone = (_by_name(what_if(Replay(run, prefetched=each)))["perfect balance"] for each in (2, 0))
+    assert behind.speed_up == alone.speed_up > 1.05
+    assert "workers keep up" in (behind.note or "")
+
+
+def test_waits_that_shrink_when_a_rank_asks_later_are_for_a_moment() -> None:
+    compute = np.random.default_rng(1).lognormal(0, 0.3, (60, 2))
+    making = [2.4] * 60
+    even = np.broadcast_to(compute.mean(axis=1, keepdims=True), compute.shape)
+    measured = wall(run_behind_workers(compute, making)) / wall(run_behind_workers(even, making))
+    foreseen = _by_name(what_if(Replay(run_segments(run_behind_workers(compute, making)), prefetched=2)))
+    assert foreseen["perfect balance"].speed_up == pytest.approx(measured, abs=0.02) and measured < 1.05
+
+
+@settings(max_examples=30, deadline=None)
+@given(sizes, st.integers(1, 4))
+def test_no_case_does_harm_behind_workers(size: tuple[int, int, int], prefetched: int) -> None:
+    replay = Replay(run_segments(random_run(*size)), prefetched)
+    assert replay.speed_up() == pytest.approx(1.0, abs=1e-9)
+    for case in what_if(replay, Contention(0.3, 0.01), 0.5 * replay.compute):
+        assert 1 <= case.speed_up <= case.limit
+    for less in (replay.speed_up(overlap=True), replay.speed_up(data=False), replay.speed_up(host=False)):
+        assert less >= 1 - 1e-9

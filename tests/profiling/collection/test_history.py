@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from lightning_freescale.profiling.collection.history import History
 from lightning_freescale.profiling.recording.records import Interval, ResolvedCollective, ResolvedStep
 from lightning_freescale.profiling.reporting.facts import Overhead, Status, WaitAttribution
 from lightning_freescale.profiling.reporting.report import BubbleReport
+from tests.helpers.profiled_runs import run_behind_workers
 from tests.helpers.reports import RUN
 
 FORWARD = ((1.0, 2.0), (2.0, 2.0))  # seconds in even and odd steps, of two ranks
@@ -146,6 +148,57 @@ def test_a_report_on_the_way_leaves_out_what_takes_time() -> None:
 def test_replays_are_of_the_steps_they_have_the_segments_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_freescale.profiling.collection.history._REPLAYED", 3)
     assert _report(_history(_windows(range(8))), []).what_if
+
+
+def _undivided(indices: range) -> list[RankWindow]:
+    """As of an exchange at which the ranks' clocks disagreed."""
+    arrived = [[[10.0 * index + max(FORWARD[index % 2])] for index in indices]] * 2
+    many = [None] * len(indices)
+    return [window_of([_step(i, rank) for i in indices], arrived[rank], many, many, divided=False) for rank in (0, 1)]
+
+
+def test_steps_with_divided_waits_speak_for_a_window_without() -> None:
+    report = _report(_history(_windows(range(4)), _undivided(range(4, 6)), _windows(range(6, 10))), [])
+    assert report.replayed is not None and report.replayed.tolist() == [0, 1, 2, 3, 6, 7, 8, 9]
+    gains = {case.name: case.speed_up for case in report.what_if}
+    assert gains["perfect balance"] == pytest.approx((3 + 3) / (2.5 + 3)) and gains["full overlap"] is not None
+    replay = report.document()["replay"]
+    assert (replay["steps"], replay["first_step"], replay["last_step"]) == (8, 0, 9)
+    assert replay["shares"]["wait"] == 0 < report.shares["wait"]
+    assert replay["step_s"] == pytest.approx(3.0)
+
+
+def test_too_few_steps_with_divided_waits_speak_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_freescale.profiling.collection.history._ENOUGH", 0.5)
+    report = _report(_history(_windows(range(2)), _undivided(range(2, 6))), [])
+    gains = {case.name: case.speed_up for case in report.what_if}
+    assert gains["perfect balance"] is None and gains["no data wait"] is not None
+    assert report.replayed.tolist() == list(range(6))
+
+
+def test_waits_for_data_of_loader_workers_are_replayed_as_such() -> None:
+    """A rank that is ready earlier waits as much longer."""
+    last = []
+    run = run_behind_workers(np.tile([[0.2, 0.8], [0.8, 0.2]], (10, 1)), [1.1] * 20)
+    for ranks in run:
+        last.append([max(moments) for moments in zip(*([c.arrive for c in step.collectives] for step in ranks))])
+    many = [None] * len(run)
+    windows = [window_of([step[rank] for step in run], last, many, many) for rank in (0, 1)]
+
+    def balance(workers: int | None) -> float | None:
+        history = History(replace(RUN, num_workers=workers), 100, None)
+        history.add_windows(windows)
+        return next(case.speed_up for case in _report(history, []).what_if if case.name == "perfect balance")
+
+    assert balance(1) == pytest.approx(1.0, abs=0.02)
+    assert balance(0) == balance(None) != pytest.approx(1.0, abs=0.2)
+
+
+def test_replayed_are_the_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_freescale.profiling.collection.history._REPLAYED", 3)
+    report = _report(_history(_windows(range(8)), max_steps=7), [])
+    assert report.document()["replay"]["first_step"] == 5
+    assert report.replayed.tolist() == [4, 5, 6]
 
 
 def test_the_median_step_is_the_one_of_median_length_without_pauses() -> None:

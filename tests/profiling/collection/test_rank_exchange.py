@@ -71,7 +71,8 @@ def _uncertain(uncertainties: list[list[float]], walls: list[float]) -> Any:
     for uncertainty in uncertainties:
         exchange.alignment.uncertainty_at = lambda _, mine=uncertainty[rank]: mine
         step = _step({"world:7.0": 0.1 + 0.5 * rank}, walls[rank] + 5, moved=10**8)
-        paused = replace(step, spans=(Interval("pause", "validation", walls[rank], walls[rank] + 5),))
+        validation = Interval("pause", "validation", walls[rank], walls[rank] + 5)
+        paused = replace(step, spans=(validation, validation._replace(name="checkpoint", start=walls[rank] + 1)))
         windows = exchange.exchange_steps([paused] * 2, [None] * 2, [None] * 2)
         answers.append(None if windows is None else [_waits(windows, name)[0][0] for name in WAITS])
     return answers, exchange.wait_attribution(), exchange.spent

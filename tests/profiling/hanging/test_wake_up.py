@@ -145,6 +145,14 @@ def test_on_another_thread_nothing_is_taken() -> None:
     assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
 
 
+def test_a_signal_that_cannot_be_handled_leaves_no_descriptor_behind() -> None:
+    wakes = WakeUp("SIGKILL")
+    assert wakes.problem is not None and "cannot be handled" in wakes.problem
+    assert signal.set_wakeup_fd(-1) == -1
+    wakes.release()
+    wakes.close()
+
+
 def test_without_a_signal_it_only_waits() -> None:
     wakes = WakeUp(None)
     assert wakes.problem is None and not wakes.wait(0.0)

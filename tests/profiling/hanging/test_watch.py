@@ -116,6 +116,12 @@ def test_a_signal_that_does_not_fit(name: Any, timeline: Timeline, tmp_path: Pat
         HangWatch(timeline, tmp_path, hang_signal=name)
 
 
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
+def test_a_signal_that_nobody_can_handle(name: str, timeline: Timeline, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"hang_signal='{name}'.*another one"):
+        HangWatch(timeline, tmp_path, hang_signal=name)
+
+
 def _plain_loop(folder: Path, ends: Callable[[], None]) -> list[str]:
     """Rank 1 ends in some way, and rank 0 is asked for where all stand."""
     timeline, rank = Timeline(), dist.get_rank()

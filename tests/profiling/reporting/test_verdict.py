@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 
 from lightning_freescale.profiling.analysis.imbalance import Imbalance
 from lightning_freescale.profiling.analysis.what_if import WhatIf
-from lightning_freescale.profiling.reporting.facts import ExchangeFigures, RunInfo, WaitAttribution
+from lightning_freescale.profiling.reporting.causes import _HOW, BubbleVerdict
+from lightning_freescale.profiling.reporting.facts import ExchangeFigures, RunInfo, Status, WaitAttribution
 from lightning_freescale.profiling.reporting.report import BubbleReport
-from lightning_freescale.profiling.reporting.verdict import _HOW, BubbleVerdict, verdict_on
+from lightning_freescale.profiling.reporting.verdict import verdict_on
 from tests.helpers.reports import RUN, full_report, report_of, step
 
 CASES = ("perfect balance", "full overlap", "balance + overlap", "no data wait", "no host overhead", "no contention")
@@ -20,6 +22,9 @@ UNEQUAL = Imbalance("cost model", 0.02, 0.001, 0.002, (1.0, 1.0), {}, 0.03)
 SLOW = Imbalance("cost model", 0.001, 0.02, 0.002, (1.0, 1.4), {1: 1.4}, 0.03)
 SLOW_OR_LONG = Imbalance("ranks", 0.0, 0.02, 0.002, (1.0, 1.4), {1: 1.4}, None)
 JITTER = Imbalance("cost model", 0.001, 0.001, 0.02, (1.0, 1.0), {}, 0.3)
+MIXED = Imbalance("cost model", 0.0223, 0.0048, 0.0, (1.0, 1.3), {1: 1.3}, 0.03)
+SLIGHTLY_SLOW = Imbalance("cost model", 0.0007, 0.0018, -1e-6, (1.0, 1.08), {}, 0.03)
+SLIGHTLY_SLOW_OR_LONG = Imbalance("ranks", 0.0, 0.0018, 1e-6, (1.0, 1.08), {}, None)
 UNKNOWN = Imbalance("ranks", 0.0, 0.001, 0.02, (1.0, 1.0), {}, None)
 ROWS = ExchangeFigures("embedding rows", 1.0, 0.001, 0.02, 0.03, 4e6, (1, 1))
 TORCHREC = ExchangeFigures("all_to_all_single", 4.0, 0.001, 0.02, 0.0, 4e6, (1, 1))
@@ -35,10 +40,16 @@ def _exchange(name: str) -> ExchangeFigures:
 
 
 def _report(
-    gains: dict[str, float | None], strategy: str = "freescale", assignment: Any = None, overlap: Any = None, **more: Any
+    gains: dict[str, float | None],
+    strategy: str = "freescale",
+    assignment: Any = None,
+    overlap: Any = None,
+    sharded_tables: bool | None = None,
+    **more: Any,
 ) -> Any:
     cases = [WhatIf(name, gains.get(name, 1.0), 1.6) for name in CASES]
-    run = RunInfo(**{**vars(RUN), "strategy": strategy, "assignment": assignment, "overlap": overlap})
+    told = {"strategy": strategy, "assignment": assignment, "overlap": overlap, "sharded_tables": sharded_tables}
+    run = RunInfo(**{**vars(RUN), **told})
     return full_report(what_if=cases, run=run, **more)
 
 
@@ -99,6 +110,25 @@ def _verdict(gains: dict[str, float | None], **more: Any) -> BubbleVerdict:
             "embedding exchange",
             "The notice",
         ),
+        (
+            {"full overlap": 1.2},
+            {"exchanges": (ROWS, _exchange("all_gather")), "overlap": "on"},
+            "other communication",
+            "shows who calls it",
+        ),
+        ({"full overlap": 1.2}, {"exchanges": (_exchange("all_to_all"),), "overlap": "on"}, "other communication", "who calls"),
+        (
+            {"full overlap": 1.2},
+            {"exchanges": (TORCHREC,), "strategy": "ddp", "sharded_tables": False},
+            "other communication",
+            "shows who calls it",
+        ),
+        (
+            {"full overlap": 1.2},
+            {"exchanges": (TORCHREC,), "strategy": "ddp", "sharded_tables": True},
+            "embedding exchange",
+            "Trainer(strategy='freescale')",
+        ),
         ({"no host overhead": 1.2}, {}, "host overhead", "on_train_batch_end"),
         (
             {"no host overhead": 1.02, "perfect balance": 1.029, "balance + overlap": 1.1},
@@ -115,6 +145,26 @@ def test_each_cause_has_its_way_out(gains: dict[str, float | None], more: dict[s
     text = str(_report(gains, **more)).splitlines()
     assert text[0].startswith(f"Verdict: {verdict.verdict[:60]}")
     assert [line.split(":")[0] for line in text if line.startswith(("Why:", "Next:"))] == ["Why", "Next"]
+
+
+def test_a_slow_rank_is_named_beside_histories_that_cost_more() -> None:
+    """The gain is that of both."""
+    report = _report({"perfect balance": 1.37, "no host overhead": 1.0}, imbalance=MIXED)
+    cases = [*report.what_if, WhatIf("equal histories", 1.14, 1.6)]
+    verdict = verdict_on(replace(report, what_if=cases).document())
+    assert verdict.cause == "imbalance of data" and "unequal histories and slow ranks" in verdict.verdict
+    assert "rank 1 takes 1.30 times what its samples explain" in verdict.why
+    assert "Equal histories alone would make the run 1.14x as fast" in verdict.why
+    assert "FreeScaleDataModule(train_set" in verdict.next and "slow_ranks='rebalance'" in verdict.next
+    without = _verdict({"perfect balance": 1.37}, imbalance=MIXED)
+    assert "rank 1" in without.why and "alone" not in without.why, "what was not replayed is not said"
+    assert "slow ranks" not in _verdict({"perfect balance": 1.37}, imbalance=UNEQUAL).verdict
+
+
+@pytest.mark.parametrize("imbalance", [SLIGHTLY_SLOW, SLIGHTLY_SLOW_OR_LONG], ids=["costs", "no costs"])
+def test_a_rank_that_is_always_a_little_slower_is_the_cause_where_nothing_is_larger(imbalance: Imbalance) -> None:
+    verdict = _verdict({"perfect balance": 1.04}, imbalance=imbalance)
+    assert verdict.cause == "slow hardware" and "ank 1 takes 1.08 times" in verdict.why and "step to step" not in verdict.why
 
 
 def test_one_rank_that_loads_slowly_is_named() -> None:
@@ -134,11 +184,87 @@ def test_waits_that_are_not_divided_are_no_verdict_on_their_cause() -> None:
     assert (verdict.cause, verdict.speed_up) == ("waiting for peers", None) and "never compared" in verdict.why
 
 
-def test_what_was_not_replayed_is_not_nothing() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_was_not_replayed_is_not_nothing(ranks: int) -> None:
     """As of a run that is still going on."""
-    parts = np.array([[step(0.1, data_wait=0.06, forward=0.04)] * 2] * 3)
-    verdict = verdict_on(report_of(parts, what_if=()).document())
+    parts = np.array([[step(0.1, data_wait=0.06, forward=0.04)] * ranks] * 3)
+    report = report_of(parts, what_if=(), status=Status(False, "still running"))
+    verdict = verdict_on(report.document())
     assert verdict.cause == "data wait" and verdict.speed_up is None and "Data wait, 60.0% of the time" in verdict.verdict
+    assert "had not come to its end" in verdict.why and verdict.next.endswith("#the-loader-is-late.")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_without_compute_is_not_nothing_and_says_why(ranks: int) -> None:
+    verdict = verdict_on(report_of(np.array([[step(0.1, data_wait=0.1)] * ranks] * 3), what_if=()).document())
+    assert verdict.cause == "data wait" and "no compute was seen" in verdict.why and "order" not in verdict.why
+
+
+def _undivided(cases: dict[str, float], **parts: float) -> BubbleVerdict:
+    row = step(1.0, **parts)
+    waits = WaitAttribution(False, 0.0, "the clocks were never compared")
+    known = [WhatIf(name, cases.get(name), 2.0) for name in CASES]
+    return verdict_on(report_of(np.array([[row, row]] * 3), wait_attribution=waits, what_if=known).document())
+
+
+def test_waits_that_no_replay_could_judge_are_not_nothing() -> None:
+    """Neither where another part is as large, but not worth removing, nor beside one that is."""
+    verdict = _undivided({"no data wait": 1.02, "no host overhead": 1.0}, forward=0.85, wait=0.07, data_wait=0.08)
+    assert verdict.cause == "waiting for peers"
+    verdict = _undivided({"no data wait": 1.2, "no host overhead": 1.0}, forward=0.7, wait=0.1, data_wait=0.2)
+    assert verdict.cause == "data loading" and (verdict.also or "").startswith("Waiting for peers, 10.0%")
+
+
+def test_time_that_nothing_explains_is_larger_than_a_wait_that_is_not_divided() -> None:
+    verdict = _undivided({"no data wait": 1.0, "no host overhead": 1.9}, forward=0.43, wait=0.07, unexplained=0.5)
+    assert (verdict.cause, verdict.speed_up) == ("host overhead", 1.9) and "Waiting for peers" in (verdict.also or "")
+
+
+def _slow_at_the_end(ranks: int) -> BubbleReport:
+    fast, slow = step(0.04, forward=0.04), step(0.1, forward=0.04, data_wait=0.06)
+    return report_of(
+        np.array([[fast] * ranks] * 6 + [[slow] * ranks] * 2),
+        replayed=np.array([6, 7]),
+        what_if=[WhatIf("no data wait", 2.5, 2.5)],
+    )
+
+
+def test_shares_and_gains_are_of_the_same_steps() -> None:
+    """The loader was slow in those that were replayed, the last quarter."""
+    report = _slow_at_the_end(1)
+    assert report.limit == pytest.approx(44 / 32), "of all steps"
+    verdict = verdict_on(report.document())
+    assert verdict.verdict == "Data wait, 60.0% of the time in steps 11 to 12: without it they would be 2.50x as fast."
+    assert "waits 60 ms of a step of 100 ms" in verdict.why
+    assert "what if in steps 11 to 12: no data wait 2.50x" in " ".join(str(report).split())
+    with_gap = verdict_on(report_of(report.breakdown, replayed=np.array([0, 2, 3]), what_if=report.what_if).document())
+    assert "in 3 of steps 5 to 8" in with_gap.verdict
+    nothing = report_of(report.breakdown, replayed=np.arange(6), what_if=[WhatIf("no data wait", 1.0, 1.0)])
+    told = verdict_on(nothing.document())
+    assert told.verdict.startswith("Nothing worth doing in steps 5 to 10:") and told.why.startswith("100.0% of the ranks' time")
+
+
+def test_a_loop_that_stamps_no_data_is_told_that_it_may_wait_for_it() -> None:
+    def verdict(**parts: float) -> BubbleVerdict:
+        run = RunInfo("plain loop", "MyModel", 1, 1)
+        row = np.array([[step(0.1, forward=0.04, **parts)]] * 3)
+        return verdict_on(report_of(row, run=run, what_if=[WhatIf("no host overhead", 2.4, 2.5)]).document())
+
+    unseen = verdict()
+    assert unseen.cause == "host overhead" and "No wait for data was stamped" in unseen.why
+    assert unseen.next.startswith("Iterate over batches_on(timeline, loader)") and "hooks" not in unseen.next
+    seen = verdict(data_wait=0.001)
+    assert "stamped" not in seen.why and "batches_on" not in seen.next and "BubbleProfiler" not in seen.next
+
+
+def test_one_rank_makes_no_other_wait() -> None:
+    more = full_report(
+        parts=np.array([[step(0.1, forward=0.07, data_wait=0.03)]] * 3), what_if=[WhatIf("no data wait", 2.0, 2.5)]
+    )
+    alone = report_of(more.breakdown, what_if=more.what_if)
+    assert "other ranks" not in verdict_on(alone.document()).why
+    two = report_of(more.breakdown.repeat(2, axis=1), what_if=more.what_if)
+    assert "makes other ranks wait" in verdict_on(two.document()).why
 
 
 def test_the_second_cause_stands_beside_the_first() -> None:

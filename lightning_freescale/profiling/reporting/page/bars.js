@@ -21,10 +21,11 @@ const IDEAS = {
   "balance + overlap": "perfect balance and full overlap; their own gains overlap, too",
   "no data wait": "every batch is there when it is asked for",
   "no host overhead": "ranks do nothing but the model's work between exchanges",
+  "equal histories": "every rank works on the mean of their samples; slow ranks stay slow",
   "no contention": "transfers under way do not slow compute down",
 };
 
-function whatIf(body, ideas) {
+function whatIf(body, { what_if: ideas, replay, status }) {
   if (!ideas.length) return body.replaceChildren(el("p", { class: "empty" }, "No what-if was worked out for this run."));
   const end = Math.max(1.05, ...ideas.flatMap(({ speed_up, limit }) => [speed_up, limit]).filter(known));
   const place = (ratio) => `${(100 * Math.max(0, ratio - 1)) / (end - 1)}%`;
@@ -35,7 +36,10 @@ function whatIf(body, ideas) {
     el("td", {}, el("b", {}, times(speed_up))), el("td", {}, times(limit))));
   const whole = table("Speed-up of each what-if beside its limit", [["what if"], ["from 1× to the limit", null, "bar parts"], ["speed-up"], ["limit"]], rows);
   whole.classList.add("ideas");
-  return body.replaceChildren(whole);
+  if (!replay || replay.steps === status.steps) return body.replaceChildren(whole); // reports of earlier versions lack replay
+  const some = replay.last_step - replay.first_step + 1 === replay.steps ? "S" : `${replay.steps} of s`;
+  const share = percent(replay.shares.compute);
+  return body.replaceChildren(el("p", { class: "note" }, `${some}teps ${replay.first_step} to ${replay.last_step} were played again; of their time ${share} is compute.`), whole);
 }
 
 const CAUSES = [

@@ -56,7 +56,7 @@ function show(report, packed) {
   shares(body("shares"), report);
   overTime(report, packed);
   waterfall(body("waterfall"), report.median_step);
-  whatIf(body("what-if"), report.what_if);
+  whatIf(body("what-if"), report);
   balance(body("balance"), report);
   imbalance(body("imbalance"), report.imbalance, report.summary.compute_imbalance);
   ranks(body("ranks"), report);

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from tests.helpers.documents import document
@@ -66,6 +67,12 @@ def test_what_ifs_stand_beside_their_limits(show):
         page, ".gauge", f"(e.querySelector('.limit').getBoundingClientRect().right - e.getBoundingClientRect().left) {across}"
     )
     assert (fills, limits) == (pytest.approx([0.5, 0, 0], abs=0.01), pytest.approx([1, 1, 1], abs=0.01))
+
+
+def test_what_ifs_of_some_steps_say_which(show):
+    page = show(full_report(replayed=np.array([0, 2])).document())
+    assert "2 of steps 5 to 7 were played again; of their time 70.0 % is compute." in words(page, "#what-if .body")
+    assert "played again" not in words(show(full_report().document()), "#what-if .body")
 
 
 PLAN = {
