@@ -27,7 +27,7 @@ class Problem:
         slowness: shape ``[ranks]``; all 1 if the ranks are equally fast.
         min_samples, max_samples: how many a rank may hold.
         ranks_at_max: how many ranks may hold ``max_samples``, the others one less.
-        max_tokens: how many a rank may hold.
+        max_tokens: how many a rank may hold, all the same or shape ``[ranks]``.
     """
 
     cost: Ints
@@ -37,7 +37,7 @@ class Problem:
     min_samples: int
     max_samples: int
     ranks_at_max: int
-    max_tokens: int
+    max_tokens: int | Ints
 
     @property
     def ranks(self) -> int:
@@ -60,7 +60,7 @@ class Problem:
         """Return whether a plan is within the limits on samples and tokens."""
         held = np.bincount(rank_of_group, None if self.limits_counts_only else self.size, self.ranks)
         within = held.min() >= self.min_samples and held.max() <= self.max_samples
-        fits = self.tokens is None or np.bincount(rank_of_group, self.tokens, self.ranks).max() <= self.max_tokens
+        fits = self.tokens is None or (np.bincount(rank_of_group, self.tokens, self.ranks) <= self.max_tokens).all()
         return bool(within and fits)
 
     def part(self, groups: Ints, ranks: int) -> Problem:

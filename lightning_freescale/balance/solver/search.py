@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,7 @@ from lightning_freescale.balance.solver.exchanges import exchange
 from lightning_freescale.balance.solver.lpt import first_plan, longest_first, zigzag
 from lightning_freescale.balance.solver.problem import Ints, Problem, dearest_first, to_integers
 from lightning_freescale.balance.solver.swaps import refine
+from lightning_freescale.balance.solver.token_limit import brought_within, dearest_to_fastest, fewer_tokens
 
 CLOSE_ENOUGH = 1.0003
 """The search stops within this factor of the lower bound."""
@@ -32,17 +34,7 @@ def search(problem: Problem, fallback: Ints | None = None) -> tuple[Ints | None,
         fallback: the rank of every group in a plan to start from where none is found, shape ``[groups]``.
     """
     bound = lower_bound(problem)
-    plan = _planned(problem, bound, bound.time)
-    if plan is None and problem.tokens is not None:  # balancing the tokens is the best that can be done for their limit
-        same_speed = np.ones_like(problem.slowness)
-        order = np.argsort(-problem.tokens, kind="stable")
-        tokens, size = to_integers(problem.tokens[order].astype(np.float64), same_speed), problem.size[order]
-        by_tokens = search(replace(problem, cost=tokens, size=size, tokens=None, slowness=same_speed))[0]
-        if by_tokens is not None:
-            plan = by_tokens[np.argsort(order, kind="stable")]
-            plan = refine(problem, plan, CLOSE_ENOUGH * bound.time) if problem.allows(plan) else None
-    if plan is None and fallback is not None and problem.allows(fallback):
-        plan = refine(problem, fallback, CLOSE_ENOUGH * bound.time)
+    plan = _planned(problem, bound, bound.time) if problem.tokens is None else _within_token_limit(problem, bound, fallback)
     if plan is None or _time(problem, plan) <= CLOSE_ENOUGH * bound.time:
         return plan, bound.time
     if problem.ranks == 2 and len(problem.cost) <= _ALL_SPLITS:
@@ -50,6 +42,41 @@ def search(problem: Problem, fallback: Ints | None = None) -> tuple[Ints | None,
         return plan, float(_time(problem, plan)) if problem.tokens is None else bound.time  # which is of the counts alone
     plain = zigzag(problem)
     return plain if problem.allows(plain) and _time(problem, plain) < _time(problem, plan) else plan, bound.time
+
+
+def _within_token_limit(problem: Problem, bound: Bound, fallback: Ints | None) -> Ints | None:
+    """Return a plan within the limit on tokens: the one without it, brought within, or what the first other way finds.
+
+    Of few groups, the best of all ways.
+    """
+    plan = search(replace(problem, tokens=None))[0]
+    if plan is not None and problem.allows(plan):
+        return plan
+    ways: tuple[Callable[[], Ints | None], ...] = (
+        lambda: None if plan is None else brought_within(problem, plan),
+        lambda: _by_tokens(problem),
+        lambda: first_plan(problem, bound.time),
+        lambda: fallback,
+    )
+    best = None
+    for way in ways:
+        found = way()
+        if found is None or not problem.allows(found):
+            continue
+        found = _improved(problem, found, bound.time)
+        best = found if best is None or _time(problem, found) < _time(problem, best) else best
+        if len(found) > _FEW or _time(problem, best) <= _WORTH_EXCHANGES * bound.time:
+            break
+    return best
+
+
+def _by_tokens(problem: Problem) -> Ints | None:
+    """Return a plan that balances the tokens, which is the best that can be done for their limit."""
+    assert problem.tokens is not None
+    same_speed, order = np.ones_like(problem.slowness), np.argsort(-problem.tokens, kind="stable")
+    tokens = to_integers(problem.tokens[order].astype(np.float64), same_speed)
+    plan = search(replace(problem, cost=tokens, size=problem.size[order], tokens=None, slowness=same_speed))[0]
+    return None if plan is None else plan[np.argsort(order, kind="stable")]
 
 
 def _planned(problem: Problem, bound: Bound, time: float) -> Ints | None:
@@ -104,10 +131,12 @@ def _best_of_beginnings(problem: Problem, plan: Ints, time: float) -> Ints:
 
 
 def _improved(problem: Problem, plan: Ints, time: float) -> Ints:
+    if not problem.limits_counts_only:
+        plan = dearest_to_fastest(problem, plan)
     if _time(problem, plan) <= CLOSE_ENOUGH * time:
         return plan
     plan = refine(problem, plan, CLOSE_ENOUGH * time)
-    if problem.limits_counts_only and _time(problem, plan) > _WORTH_EXCHANGES * time:
+    if _time(problem, plan) > _WORTH_EXCHANGES * time:
         plan = exchange(problem, plan, CLOSE_ENOUGH * time)
     return plan
 
@@ -122,11 +151,7 @@ def level_tokens(problem: Problem, plan: Ints, tokens: Ints) -> Ints:
     """
     if np.ptp(problem.slowness):  # a limit on the costs would not be one on the times
         return plan
-    order = dearest_first(tokens)
-    most = int(np.bincount(plan, problem.cost, problem.ranks).max())
-    leveled = replace(problem, cost=tokens[order], size=problem.size[order], tokens=problem.cost[order], max_tokens=most)
-    found = np.empty_like(plan)
-    found[order] = refine(leveled, plan[order], CLOSE_ENOUGH * leveled.ideal_time)
+    found = fewer_tokens(problem, plan, tokens, _time(problem, plan), CLOSE_ENOUGH * int(tokens.sum()) / problem.ranks)
     return found if problem.allows(found) else plan
 
 
