@@ -112,8 +112,12 @@ def report_plans(plans: Iterable[StepPlan], planned: int | None = None) -> Balan
     some = BalanceReport.from_steps(plan.balance for plan in evenly_spread(drawn, planned))
     if planned >= len(drawn):
         return some
-    bounds = BalanceReport.from_steps(replace(plan, balanced=False).balance for plan in drawn)
-    balanced = bounds.lower_bound * some.balanced / some.lower_bound
+    unplanned = [replace(plan, balanced=False) for plan in drawn]
+    bounds = BalanceReport.from_steps(plan.balance for plan in unplanned)
+    # of each step by itself: a window's bound says nothing of single ones
+    own = BalanceReport.from_steps(plan.own_balance for plan in unplanned)
+    own_of_some = BalanceReport.from_steps(plan.own_balance for plan in evenly_spread(drawn, planned))
+    balanced = own.lower_bound * own_of_some.balanced / own_of_some.lower_bound
     planned_alone = {name: getattr(some, name) for name in ("tokens_imbalance", "tokens_fullest")}
     return replace(bounds, balanced=balanced, **planned_alone)
 

@@ -13,9 +13,10 @@ class StepBalance:
     """What balancing a step brings.
 
     Attributes:
-        unbalanced: imbalance of the samples as drawn.
+        unbalanced: imbalance of the samples as drawn; where steps exchange samples, of all those as they were drawn.
         balanced: imbalance of the assignment in use.
-        lower_bound: what no assignment within the limits on the counts can beat.
+        lower_bound: what no assignment within the limits on the counts can beat; of a window's steps, no way to share its
+            samples out among them.
         dominated: a single sample costs more than the mean rank load.
         tokens_imbalance: max over ranks of tokens / mean over ranks, of the assignment in use; None if no tokens are known.
         cost: summed cost of the step.

@@ -51,13 +51,23 @@ def non_negative(name: str, values: ArrayLike, size: int | None = None, first: i
 
 def slowness(rank_speeds: ArrayLike | None, ranks: int) -> Ints:
     """Return whole numbers in inverse proportion to the speeds, shape ``[ranks]``; ValueError if the speeds do not fit."""
+    speed = _speeds(rank_speeds, ranks)
+    return np.rint(SPEED_STEPS * speed.max() / speed).astype(np.int64) if np.ptp(speed) else np.ones(ranks, dtype=np.int64)
+
+
+def inverse_speeds(rank_speeds: ArrayLike | None, ranks: int) -> Floats:
+    """Return 1 / each speed, shape ``[ranks]``, not rounded; ValueError if the speeds do not fit."""
+    return 1.0 / _speeds(rank_speeds, ranks)
+
+
+def _speeds(rank_speeds: ArrayLike | None, ranks: int) -> Floats:
     speed = np.asarray(np.ones(ranks) if rank_speeds is None else rank_speeds, dtype=np.float64)
     if speed.shape != (ranks,) or not (np.isfinite(speed) & (speed > 0)).all() or speed.max() > SPEED_STEPS * speed.min():
         raise ValueError(
             f"assign(rank_speeds={rank_speeds!r}): pass one finite number > 0 per rank, shape [{ranks}], none more than "
             f"{SPEED_STEPS} times another"
         )
-    return np.rint(SPEED_STEPS * speed.max() / speed).astype(np.int64) if np.ptp(speed) else np.ones(ranks, dtype=np.int64)
+    return speed
 
 
 def number_groups(keep_together: ArrayLike | None, samples: int) -> Ints:
