@@ -91,7 +91,10 @@ def assign(
         costs, ranks, assignment_mode, count_slack, max_tokens_per_rank, tokens, keep_together, rank_speeds
     )
     known = None if fallback is None else _ranks_of_groups(fallback, group_of_sample, ranks)
-    rank_of_group, bound = _zigzag_within_limits(problem) if assignment_mode == "zigzag" else _found(problem, known)
+    if assignment_mode == "zigzag":
+        rank_of_group, bound = _zigzag_within_limits(problem, max_tokens_per_rank)
+    else:
+        rank_of_group, bound = _found(problem, known, assignment_mode, max_tokens_per_rank)
     if assignment_mode != "zigzag" and token is not None and imbalance(token, rank_of_group[group_of_sample], ranks) > _LEVEL:
         tokens = to_integers(np.bincount(group_of_sample, token).astype(np.float64), np.ones(ranks, dtype=np.int64))
         rank_of_group = level_tokens(problem, rank_of_group, tokens)
@@ -141,11 +144,11 @@ def _is_dominated(cost: Floats, ranks: int) -> bool:
     return bool(cost.max() * ranks > cost.sum())
 
 
-def _zigzag_within_limits(problem: Problem) -> tuple[Ints, float]:
+def _zigzag_within_limits(problem: Problem, max_tokens: float | None) -> tuple[Ints, float]:
     plan = zigzag(problem)
     if not problem.allows(plan):
         raise ValueError(
-            f"assign(assignment_mode='zigzag', max_tokens_per_rank={problem.max_tokens}): it gives a rank more tokens, and is "
+            f"assign(assignment_mode='zigzag', max_tokens_per_rank={max_tokens}): it gives a rank more tokens, and is "
             "not refined. Use another assignment_mode, or no limit"
         )
     return plan, lower_bound(problem).time
@@ -163,11 +166,14 @@ def _ranks_of_groups(fallback: ArrayLike, group_of_sample: Ints, ranks: int) -> 
     return rank_of_group
 
 
-def _found(problem: Problem, fallback: Ints | None) -> tuple[Ints, float]:
+def _found(problem: Problem, fallback: Ints | None, mode: str, max_tokens: float | None) -> tuple[Ints, float]:
     plan, bound = search(problem, fallback)
     if plan is None:
+        # as they were given: the problem has them in whole numbers
+        limits = [] if mode == "free" else [f"at most {problem.max_samples} samples (assignment_mode={mode!r})"]
+        limits += [] if max_tokens is None else [f"max_tokens_per_rank={max_tokens}"]
         raise ValueError(
-            f"assign: no place was found for every sample or group on {problem.ranks} ranks with at most {problem.max_samples} "
-            f"samples and max_tokens_per_rank={problem.max_tokens} each. Allow more of what is scarce, or use more ranks"
+            f"assign: no place was found for every sample or group on {problem.ranks} ranks with {' and '.join(limits)} each. "
+            "Allow more of what is scarce, or use more ranks"
         )
     return plan, bound

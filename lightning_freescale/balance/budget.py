@@ -87,6 +87,7 @@ class BudgetSteps:
     """
 
     def __init__(self, budget: Budget, ranks: int) -> None:
+        self._budget = budget
         self._sizes, self._limit = budget.in_whole_numbers
         self._ranks = ranks
         steps, self._ranks_of_largest = self._fewest_steps(self._sizes, "BalancedSampler")
@@ -165,8 +166,9 @@ class BudgetSteps:
             too_few, steps = steps, min(steps + max(1, 2 * (steps - too_few)), most) if steps < most else most + 1
         if found is None:
             raise ValueError(
-                f"{what}: {len(sizes)} samples for {self._ranks} ranks, with at most {self._limit} tokens each, do not make "
-                "steps in which every rank has a sample: use fewer ranks or a larger budget, or resume from the end of an epoch"
+                f"{what}: {len(sizes)} samples for {self._ranks} ranks, with Budget(per_rank={self._budget.per_rank:g}), do "
+                "not make steps in which every rank has a sample: use fewer ranks or a larger budget, or resume from the end "
+                "of an epoch"
             )
         while steps - too_few > 1:
             between = (steps + too_few) // 2
