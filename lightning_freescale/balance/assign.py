@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lightning_freescale.balance.solver import Ints, Problem, level_tokens, lower_bound, search, to_integers, zigzag
-from lightning_freescale.balance.validation import AssignmentMode, Floats, problem_from_arguments, slowness
+from lightning_freescale.balance.validation import AssignmentMode, Floats, problem_from_arguments, relative_slowness
 
 _LEVEL = 1.02
 """Up to this imbalance, tokens are left as they are."""
@@ -101,8 +101,8 @@ def assign(
     rank_of_sample, free = rank_of_group[group_of_sample], not cost.any()
     return Assignment(
         rank_of_sample,
-        1.0 if free else float(problem.times(rank_of_group).max()) / problem.ideal_time,
-        1.0 if free else bound / problem.ideal_time,
+        1.0 if free else float(problem.exact.times(rank_of_group).max()) / problem.exact.ideal_time,
+        1.0 if free else bound / problem.exact.ideal_time,
         None if token is None else imbalance(token, rank_of_sample, ranks),
         _is_dominated(cost, ranks),
     )
@@ -121,10 +121,10 @@ def equal_counts(samples: int, ranks: int) -> list[int]:
 def imbalance(cost: Floats, rank_of_sample: Ints, ranks: int, rank_speeds: ArrayLike | None = None) -> float:
     """Return the max over ranks of cost / mean over ranks, see :class:`Assignment`; 1.0 when all costs are zero."""
     loads = np.bincount(rank_of_sample, weights=cost, minlength=ranks)
-    return load_imbalance(loads, slowness(rank_speeds, ranks))
+    return load_imbalance(loads, relative_slowness(rank_speeds, ranks))
 
 
-def load_imbalance(loads: NDArray[Any], slow: Ints | None = None) -> float:
+def load_imbalance(loads: NDArray[Any], slow: Floats | None = None) -> float:
     """Return the same for summed costs, shape ``[ranks]``; ``slow`` is each rank's time per cost."""
     pace = np.ones(len(loads)) if slow is None else slow
     return float((loads * pace).max() * (1.0 / pace).sum() / loads.sum()) if loads.any() else 1.0
@@ -137,7 +137,8 @@ def assignment_bound(costs: ArrayLike, ranks: int, **options: Any) -> tuple[floa
     """
     options.pop("fallback", None)  # of which no bound depends
     problem, cost, _, _ = problem_from_arguments(costs, ranks, **options)
-    return lower_bound(problem).time / problem.ideal_time if cost.any() else 1.0, _is_dominated(cost, ranks)
+    exact = problem.exact
+    return lower_bound(exact).time / exact.ideal_time if cost.any() else 1.0, _is_dominated(cost, ranks)
 
 
 def _is_dominated(cost: Floats, ranks: int) -> bool:
@@ -151,7 +152,7 @@ def _zigzag_within_limits(problem: Problem, max_tokens: float | None) -> tuple[I
             f"assign(assignment_mode='zigzag', max_tokens_per_rank={max_tokens}): it gives a rank more tokens, and is "
             "not refined. Use another assignment_mode, or no limit"
         )
-    return plan, lower_bound(problem).time
+    return plan, lower_bound(problem.exact).time
 
 
 def _ranks_of_groups(fallback: ArrayLike, group_of_sample: Ints, ranks: int) -> Ints:

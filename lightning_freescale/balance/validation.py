@@ -15,7 +15,7 @@ Floats = NDArray[np.float64]
 _MAX_TOTAL_TOKENS = 2**53
 _LIMIT_BITS = 21
 SPEED_STEPS = 1024
-"""Speeds are rounded to this many steps of the fastest rank's."""
+"""The search goes by speeds that are rounded to this many steps of the fastest rank's."""
 
 
 def is_non_negative(values: Any) -> Any:
@@ -55,9 +55,10 @@ def slowness(rank_speeds: ArrayLike | None, ranks: int) -> Ints:
     return np.rint(SPEED_STEPS * speed.max() / speed).astype(np.int64) if np.ptp(speed) else np.ones(ranks, dtype=np.int64)
 
 
-def inverse_speeds(rank_speeds: ArrayLike | None, ranks: int) -> Floats:
-    """Return 1 / each speed, shape ``[ranks]``, not rounded; ValueError if the speeds do not fit."""
-    return 1.0 / _speeds(rank_speeds, ranks)
+def relative_slowness(rank_speeds: ArrayLike | None, ranks: int) -> Floats:
+    """Return how many times slower than the fastest each rank is, shape ``[ranks]``; ValueError if the speeds do not fit."""
+    speed = _speeds(rank_speeds, ranks)
+    return speed.max() / speed
 
 
 def _speeds(rank_speeds: ArrayLike | None, ranks: int) -> Floats:
@@ -116,7 +117,8 @@ def problem_from_arguments(
     group_cost = to_integers(cost if alone else np.bincount(group_of_sample, cost).astype(np.float64), slow)
     order = dearest_first(group_cost)
     group_tokens = None if group_tokens is None else group_tokens[order]
-    problem = Problem(group_cost[order], size[order], group_tokens, slow, least, most, ranks_at_max, max_tokens)
+    unrounded = SPEED_STEPS * relative_slowness(rank_speeds, ranks) if np.ptp(slow) else None
+    problem = Problem(group_cost[order], size[order], group_tokens, slow, least, most, ranks_at_max, max_tokens, unrounded)
     number = np.empty_like(order)
     number[order] = np.arange(len(order))
     return problem, cost, token, number if alone else number[group_of_sample]

@@ -10,7 +10,7 @@ import numpy as np
 
 from lightning_freescale.balance.assign import assign, assignment_bound, contiguous_split, imbalance
 from lightning_freescale.balance.solver import CLOSE_ENOUGH, Ints, Mask, dearest_first, to_integers
-from lightning_freescale.balance.validation import Floats, inverse_speeds
+from lightning_freescale.balance.validation import Floats, relative_slowness
 
 _ONE_BY_ONE, _REPLACED = 64, 2
 """Ranks of a micro-batch whose company is chosen by itself at most, and how many samples of it are replaced by better ones."""
@@ -67,7 +67,7 @@ def window_bound(costs: Floats, batches: int, ranks: int, **options: Any) -> flo
         return bound
     cost, each = np.sort(costs), len(costs) // (ranks * batches)
     company = each - 1 if options.get("assignment_mode", "fixed") in ("fixed", "zigzag") else 0
-    slow = inverse_speeds(options.get("rank_speeds"), ranks)
+    slow = relative_slowness(options.get("rank_speeds"), ranks)
     ideal = 1 / (1 / slow).sum()
     with_dearest = (cost[-1] + cost[:company].sum()) * slow.min()
     return max(bound, float((with_dearest + cost[: (batches - 1) * ranks * each].sum() * ideal) / (cost.sum() * ideal)))

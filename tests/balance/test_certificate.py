@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from lightning_freescale.balance import assign
 from lightning_freescale.balance.assign import assignment_bound, imbalance, load_imbalance
-from lightning_freescale.balance.validation import slowness
 from tests.balance.test_assign import limits
 
 MODES = ["fixed", "slack", "free"]
@@ -46,13 +45,13 @@ def small(draw: st.DrawFn) -> tuple[np.ndarray, int]:
     return cost * draw(st.sampled_from([1.0, 3.0, 0.37])) + draw(st.sampled_from([0.0, 1.5])), ranks
 
 
-@given(small(), st.sampled_from(MODES), st.booleans())
+@given(small(), st.sampled_from(MODES), st.sampled_from([None, [1.0, 0.5, 0.8, 1.0], [0.53, 0.317, 1.0, 0.0713]]))
 @settings(max_examples=300, deadline=None)
-def test_no_plan_is_below_the_bound(case: tuple[np.ndarray, int], mode: str, uneven: bool) -> None:
+def test_no_plan_is_below_the_bound(case: tuple[np.ndarray, int], mode: str, speeds: list[float] | None) -> None:
     cost, ranks = case
     least, most = limits(len(cost), ranks, mode)
-    options: dict[str, Any] = {"rank_speeds": [1.0, 0.5, 0.8, 1.0][:ranks]} if uneven else {}
-    best = _best(cost, ranks, least, most, slowness(options.get("rank_speeds"), ranks))
+    options: dict[str, Any] = {} if speeds is None else {"rank_speeds": speeds[:ranks]}
+    best = _best(cost, ranks, least, most, 1 / np.array([1.0] * ranks if speeds is None else speeds[:ranks]))
     result = assign(cost, ranks, assignment_mode=mode, **options)
     assert result.lower_bound <= best * (1 + 1e-6)
     assert result.imbalance >= best * (1 - 1e-6)
@@ -66,6 +65,20 @@ def test_two_ranks_with_few_samples_get_the_best_plan(seed: int) -> None:
     result = assign(cost, 2)
     assert result.imbalance <= _best(cost, 2, len(cost) // 2, -(-len(cost) // 2), np.ones(2)) * 1.0004
     assert result.gap <= 0.0003 + 1e-9
+
+
+def test_the_bound_is_that_of_the_speeds_that_were_given() -> None:
+    """All with all of their decimals, which the search does without."""
+    for seed in range(40):
+        draw = np.random.RandomState(seed)
+        cost, speeds = draw.pareto(1.1, 7) + 0.1, draw.rand(3) + 0.05
+        for mode in MODES:
+            plan = assign(cost, 3, assignment_mode=mode, rank_speeds=speeds)
+            assert plan.lower_bound <= _best(cost, 3, *limits(7, 3, mode), 1 / speeds) * (1 + 1e-9)
+            assert plan.imbalance == pytest.approx(imbalance(cost, plan.rank_of_sample, 3, speeds), rel=1e-9)
+            loads = np.bincount(plan.rank_of_sample, cost, 3)
+            assert plan.imbalance == pytest.approx((loads / speeds).max() * speeds.sum() / cost.sum(), rel=1e-9)
+            assert plan.lower_bound <= plan.imbalance
 
 
 def test_two_giants_share_the_cheapest_company() -> None:

@@ -236,7 +236,7 @@ def test_no_window_is_below_its_bound(options: dict[str, Any]) -> None:
             if chosen.sum() == 4
         )
         bound = window_bound(costs, 2, 2, **options)
-        assert bound <= best / costs.sum() * (1 + 1e-3 * ("rank_speeds" in options))
+        assert bound <= best / costs.sum() * (1 + 1e-9)
 
 
 def test_a_window_that_a_limit_keeps_as_drawn_has_the_bounds_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,7 @@ class Problem:
         min_samples, max_samples: how many a rank may hold.
         ranks_at_max: how many ranks may hold ``max_samples``, the others one less.
         max_tokens: how many a rank may hold, all the same or shape ``[ranks]``.
+        unrounded: slowness before it was rounded, shape ``[ranks]``; None if it was not.
     """
 
     cost: Ints
@@ -38,6 +40,7 @@ class Problem:
     max_samples: int
     ranks_at_max: int
     max_tokens: int | Ints
+    unrounded: NDArray[np.float64] | None = None
 
     @property
     def ranks(self) -> int:
@@ -45,10 +48,16 @@ class Problem:
         return len(self.slowness)
 
     @cached_property
+    def exact(self) -> Problem:
+        """The same with the slowness that ranks have: what a plan is worth and the bound are told by it."""
+        slowness: Any = self.unrounded
+        return self if slowness is None else replace(self, slowness=slowness, unrounded=None)
+
+    @cached_property
     def ideal_time(self) -> float:
         """Time of every rank if the work could be spread perfectly."""
         # exactly rounded, whatever the processor
-        pace = math.fsum(1.0 / self.slowness) if np.ptp(self.slowness) else self.ranks / int(self.slowness[0])
+        pace = math.fsum(1.0 / self.slowness) if np.ptp(self.slowness) else self.ranks / float(self.slowness[0])
         return float(self.cost.sum() / pace)
 
     @cached_property

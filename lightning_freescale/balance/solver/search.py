@@ -32,16 +32,22 @@ def search(problem: Problem, fallback: Ints | None = None) -> tuple[Ints | None,
     Args:
         problem: what to plan.
         fallback: the rank of every group in a plan to start from where none is found, shape ``[groups]``.
+
+    Returns:
+        the plan, and the time of ``problem.exact`` that none can beat.
     """
     bound = lower_bound(problem)
+    # the search goes by speeds in whole numbers, what is said of its plan by those that were given
+    exact = problem.exact
+    least = bound.time if exact is problem else lower_bound(exact).time
     plan = _planned(problem, bound, bound.time) if problem.tokens is None else _within_token_limit(problem, bound, fallback)
     if plan is None or _time(problem, plan) <= CLOSE_ENOUGH * bound.time:
-        return plan, bound.time
+        return plan, least
     if problem.ranks == 2 and len(problem.cost) <= _ALL_SPLITS:
-        plan = best_split(problem)
-        return plan, float(_time(problem, plan)) if problem.tokens is None else bound.time  # which is of the counts alone
+        plan = best_split(exact)
+        return plan, float(exact.times(plan).max()) if problem.tokens is None else least  # which is of the counts alone
     plain = zigzag(problem)
-    return plain if problem.allows(plain) and _time(problem, plain) < _time(problem, plan) else plan, bound.time
+    return plain if problem.allows(plain) and _time(problem, plain) < _time(problem, plan) else plan, least
 
 
 def _within_token_limit(problem: Problem, bound: Bound, fallback: Ints | None) -> Ints | None:
@@ -75,7 +81,7 @@ def _by_tokens(problem: Problem) -> Ints | None:
     assert problem.tokens is not None
     same_speed, order = np.ones_like(problem.slowness), np.argsort(-problem.tokens, kind="stable")
     tokens = to_integers(problem.tokens[order].astype(np.float64), same_speed)
-    plan = search(replace(problem, cost=tokens, size=problem.size[order], tokens=None, slowness=same_speed))[0]
+    plan = search(replace(problem, cost=tokens, size=problem.size[order], tokens=None, slowness=same_speed, unrounded=None))[0]
     return None if plan is None else plan[np.argsort(order, kind="stable")]
 
 

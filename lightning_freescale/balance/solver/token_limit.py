@@ -43,7 +43,8 @@ def fewer_tokens(problem: Problem, plan: Ints, tokens: Ints, time: float, target
     order, same_speed = dearest_first(tokens), np.ones_like(problem.slowness)
     most = (time // problem.slowness).astype(np.int64)
     size = problem.size[order]
-    swapped = replace(problem, cost=tokens[order], size=size, tokens=problem.cost[order], max_tokens=most, slowness=same_speed)
+    swapped = replace(problem, cost=tokens[order], size=size, tokens=problem.cost[order], max_tokens=most)
+    swapped = replace(swapped, slowness=same_speed, unrounded=None)
     found = np.empty_like(plan)
     found[order] = refine(swapped, plan[order], target)
     return found
