@@ -57,9 +57,9 @@ def assign(
     Ranks that the lower bound is about share what they must hold among themselves. There, and for the others, longest
     processing time first within the limits (Graham 1969), then swaps, moves and exchanges of several samples between the
     slowest and the quickest ranks until the bound is reached, or a fixed number of rounds is over; up to 256 samples begin
-    anew if they fall short, and up to 16 on two ranks are split in every way. Never worse than the paper's zig-zag, if that
-    keeps the limits. A pure function of its arguments in whole numbers: every rank computes the same plan by itself. Every
-    rank gets at least one sample.
+    anew if they fall short, and all plans are looked at of up to 16 on two ranks, 10 on three and 8 on four. Never worse than
+    the paper's zig-zag, if that keeps the limits. A pure function of its arguments in whole numbers: every rank computes the
+    same plan by itself. Every rank gets at least one sample.
 
     Args:
         costs: shape ``[samples]``, in the units of the cost model, finite and >= 0.
@@ -133,7 +133,7 @@ def load_imbalance(loads: NDArray[Any], slow: Floats | None = None) -> float:
 def assignment_bound(costs: ArrayLike, ranks: int, **options: Any) -> tuple[float, bool]:
     """Return ``lower_bound`` and ``dominated`` as :func:`assign` would with the same arguments, without a search.
 
-    Of few samples on two ranks, which it splits in every way, its own may be higher.
+    Of few samples, which it shares out in every way, its own may be higher.
     """
     options.pop("fallback", None)  # of which no bound depends
     problem, cost, _, _ = problem_from_arguments(costs, ranks, **options)

@@ -81,6 +81,38 @@ def test_the_bound_is_that_of_the_speeds_that_were_given() -> None:
             assert plan.lower_bound <= plan.imbalance
 
 
+@pytest.mark.parametrize(
+    ("cost", "ranks"),
+    [
+        ([2289, 969, 2289, 3300, 2624, 2289, 1296, 3641, 2961], 3),
+        ([0.711, 0.322, 0.998, 0.349, 0.598, 0.302, 0.515, 0.780], 4),
+    ],
+)
+def test_three_and_four_ranks_with_few_samples_get_the_best_plan(cost: list[float], ranks: int) -> None:
+    for mode in MODES:
+        best = _best(np.array(cost), ranks, *limits(len(cost), ranks, mode), np.ones(ranks))
+        plan = assign(cost, ranks, assignment_mode=mode)
+        assert plan.imbalance <= best * 1.0004
+        assert plan.gap <= 0.0003 + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_few_samples_with_limits_and_speeds_get_the_best_plan(seed: int) -> None:
+    draw = np.random.RandomState(seed)
+    cost, tokens, speeds = draw.pareto(1.1, 8) + 0.1, draw.randint(1, 20, 8), draw.rand(3) + 0.05
+    limit = float(np.sort(tokens)[::-1][[0, 5, 6]].sum() + 1)
+    plans = np.array(list(itertools.product(range(3), repeat=8)))
+    held, load = ((np.eye(3)[plans] * values[:, None]).sum(axis=1) for values in (tokens, cost))
+    allowed = (held.max(axis=1) <= limit) & (np.eye(3)[plans].sum(axis=1).min(axis=1) > 0)
+    options: dict[str, Any] = {"assignment_mode": "free", "tokens": tokens, "max_tokens_per_rank": limit, "rank_speeds": speeds}
+    if not allowed.any():
+        with pytest.raises(ValueError, match="no place was found"):
+            assign(cost, 3, **options)
+        return
+    best = (load / speeds).max(axis=1)[allowed].min() * speeds.sum() / cost.sum()
+    assert assign(cost, 3, **options).imbalance <= best * 1.0011  # what speeds in whole numbers may miss
+
+
 def test_two_giants_share_the_cheapest_company() -> None:
     """The dearest alone would take all of it, and leave none to the second."""
     cost = np.concatenate([[2110.0, 2070.0], np.full(31, 10.0), np.full(64 * 32 - 33, 40.0)])

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from lightning_freescale.balance.solver.all_plans import are_few, best_plan
 from lightning_freescale.balance.solver.bounds import Bound, lower_bound
 from lightning_freescale.balance.solver.exchanges import exchange
 from lightning_freescale.balance.solver.lpt import first_plan, longest_first, zigzag
@@ -19,8 +20,6 @@ CLOSE_ENOUGH = 1.0003
 _WORTH_EXCHANGES = 1.0008
 _BLOCKS, _TIGHT = 8, 0.98
 """How many blocks are planned by themselves, as long as their bound is nearly that of the whole."""
-_ALL_SPLITS = 16
-"""Groups on two ranks up to which all plans are looked at."""
 _BEGINNINGS, _FEW = 4, 256
 """How often the search begins anew, at most, where it falls short with no more groups than this."""
 _GOLDEN = 2654435761
@@ -41,11 +40,15 @@ def search(problem: Problem, fallback: Ints | None = None) -> tuple[Ints | None,
     exact = problem.exact
     least = bound.time if exact is problem else lower_bound(exact).time
     plan = _planned(problem, bound, bound.time) if problem.tokens is None else _within_token_limit(problem, bound, fallback)
-    if plan is None or _time(problem, plan) <= CLOSE_ENOUGH * bound.time:
+    if plan is not None and _time(problem, plan) <= CLOSE_ENOUGH * bound.time:
         return plan, least
-    if problem.ranks == 2 and len(problem.cost) <= _ALL_SPLITS:
-        plan = best_split(exact)
-        return plan, float(exact.times(plan).max()) if problem.tokens is None else least  # which is of the counts alone
+    if are_few(problem):
+        plan = best_plan(exact)
+        if plan is None or problem.tokens is not None:  # the bound is of the counts alone
+            return plan, least
+        return plan, float(exact.times(plan).max())
+    if plan is None:
+        return None, least
     plain = zigzag(problem)
     return plain if problem.allows(plain) and _time(problem, plain) < _time(problem, plan) else plan, least
 
@@ -159,28 +162,6 @@ def level_tokens(problem: Problem, plan: Ints, tokens: Ints) -> Ints:
         return plan
     found = fewer_tokens(problem, plan, tokens, _time(problem, plan), CLOSE_ENOUGH * int(tokens.sum()) / problem.ranks)
     return found if problem.allows(found) else plan
-
-
-def best_split(problem: Problem) -> Ints:
-    """Return the best of all plans for two ranks within the limits."""
-    samples = int(problem.size.sum())
-    held, load = _of_all_subsets(problem.size), _of_all_subsets(problem.cost)
-    least, most = np.minimum(held, samples - held), np.maximum(held, samples - held)
-    allowed = (least >= problem.min_samples) & (most <= problem.max_samples)
-    if problem.tokens is not None:
-        tokens = _of_all_subsets(problem.tokens)
-        allowed &= np.maximum(tokens, int(tokens[-1]) - tokens) <= problem.max_tokens
-    time = np.maximum((int(load[-1]) - load) * problem.slowness[0], load * problem.slowness[1])
-    time[~allowed] = np.iinfo(np.int64).max
-    return int(time.argmin()) >> np.arange(len(problem.cost)) & 1
-
-
-def _of_all_subsets(values: Ints) -> Ints:
-    """Return the sums of all subsets, shape ``[2 ** groups]``; bit ``i`` of a subset's number tells whether ``i`` is in it."""
-    sums = np.zeros(1, dtype=np.int64)
-    for value in values.tolist():
-        sums = np.concatenate([sums, sums + value])
-    return sums
 
 
 def _time(problem: Problem, plan: Ints) -> int:
