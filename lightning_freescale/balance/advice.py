@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from lightning_freescale.balance.budget import Budget
 from lightning_freescale.balance.plan import StepPlan
@@ -18,7 +19,7 @@ from lightning_freescale.balance.prediction import (
     report_plans,
 )
 from lightning_freescale.balance.report import BalanceReport, idle_fraction
-from lightning_freescale.balance.validation import Floats
+from lightning_freescale.balance.validation import DEFAULT_SLACK, Floats, non_negative
 
 ACCEPTABLE_IMBALANCE = 1.02
 """Up to this imbalance (2 % idle) there is nothing to advise."""
@@ -30,11 +31,11 @@ _PLANNED = 2
 
 
 def advise(
-    costs: Floats,
+    costs: ArrayLike,
     ranks: int,
     batch_size: int | Budget,
     report: BalanceReport | None = None,
-    lengths: Floats | None = None,
+    lengths: ArrayLike | None = None,
     **options: Any,
 ) -> str | None:
     """Return plain sentences if no assignment can keep the ranks from idling; None if there is nothing to say.
@@ -53,6 +54,8 @@ def advise(
     """
     if report is not None and report.lower_bound <= ACCEPTABLE_IMBALANCE:
         return None
+    costs = non_negative("advise(costs=...)", costs)
+    lengths = None if lengths is None else non_negative("advise(lengths=...)", lengths, len(costs))
     setting = {"costs": costs, "ranks": ranks, "batch_size": batch_size, **options}
     plans = list(draw_steps(**setting))
     predicted = report_plans(plans, PLANNED_STEPS)
@@ -92,7 +95,7 @@ def advise_on(
     return told.strip()
 
 
-def counts_allowed(assignment_mode: str = "fixed", count_slack: float = 0.25) -> str:
+def counts_allowed(assignment_mode: str = "fixed", count_slack: float = DEFAULT_SLACK) -> str:
     """Return how many samples the ranks may hold in a mode, in words."""
     if assignment_mode == "slack":
         return f"at counts up to {1 + count_slack:g} times equal"
@@ -112,7 +115,9 @@ def _bounds(report: BalanceReport, plans: Sequence[StepPlan], setting: dict[str,
 
 def _in_mode(assignment_mode: str, plans: Sequence[StepPlan]) -> list[StepPlan]:
     """Return the same steps, to be planned in another mode."""
-    return [replace(plan, options={**plan.options, "assignment_mode": assignment_mode}) for plan in plans]
+    unused = () if assignment_mode == "slack" else ("count_slack",)
+    kept = [{name: value for name, value in plan.options.items() if name not in unused} for plan in plans]
+    return [replace(plan, options={**each, "assignment_mode": assignment_mode}) for plan, each in zip(plans, kept)]
 
 
 def _reason(report: BalanceReport, mode: str) -> str:
@@ -133,7 +138,9 @@ def _with_other_counts(plans: Sequence[StepPlan], setting: dict[str, Any]) -> li
     if freer is not None:
         with suppress(ValueError):  # of groups or tokens for which there is no room
             balanced = report_plans(_in_mode(freer, plans), _PLANNED).balanced
-            share = f"up to {1 + setting.get('count_slack', 0.25):g} times its share" if freer == "slack" else "any number"
+            share = (
+                f"up to {1 + setting.get('count_slack', DEFAULT_SLACK):g} times its share" if freer == "slack" else "any number"
+            )
             price = f"which drops nothing, but lets a rank hold {share} of the samples"
             return [(balanced, f'with assignment_mode="{freer}", in the same steps, {price}')]
     return []

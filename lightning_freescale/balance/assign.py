@@ -9,7 +9,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lightning_freescale.balance.solver import Ints, Problem, level_tokens, lower_bound, search, to_integers, zigzag
-from lightning_freescale.balance.validation import AssignmentMode, Floats, problem_from_arguments, relative_slowness
+from lightning_freescale.balance.validation import (
+    AssignmentMode,
+    Floats,
+    problem_from_arguments,
+    relative_slowness,
+    whole_number,
+)
 
 _LEVEL = 1.02
 """Up to this imbalance, tokens are left as they are."""
@@ -45,7 +51,7 @@ def assign(
     ranks: int,
     *,
     assignment_mode: AssignmentMode = "fixed",
-    count_slack: float = 0.25,
+    count_slack: float | None = None,
     max_tokens_per_rank: float | None = None,
     tokens: ArrayLike | None = None,
     keep_together: ArrayLike | None = None,
@@ -67,13 +73,14 @@ def assign(
         assignment_mode: ``"fixed"``: equal counts, differing by one at most; ``"slack"``: a rank holds at most
             ``1 + count_slack`` times its equal share; ``"free"``: any counts; ``"zigzag"``: FreeScale's zig-zag through the
             sorted samples at equal counts (arXiv 2604.24073), without any refinement, for comparison.
-        count_slack: for ``"slack"``.
+        count_slack: for ``"slack"`` alone; 0.25 if not given.
         max_tokens_per_rank: no rank gets more tokens than this (memory).
         tokens: tokens of each sample, shape ``[samples]``; rounded up to whole tokens, the limit down. Ranks get as equally
             many as they can without the slowest being slower, if the ranks are equally fast.
         keep_together: group of each sample, shape ``[samples]``; samples of a group go to one rank. ``"fixed"`` takes groups
             of equal size only.
-        rank_speeds: relative speed of each rank, shape ``[ranks]``, > 0; all the same if not given.
+        rank_speeds: relative speed of each rank, shape ``[ranks]``, > 0; all the same if not given. Not for
+            ``"zigzag"``.
         fallback: the ranks of a plan that is known to keep ``max_tokens_per_rank``, shape ``[samples]``, to start from where
             none is found.
 
@@ -87,6 +94,7 @@ def assign(
         >>> round(plan.imbalance, 3), plan.dominated
         (1.006, False)
     """
+    ranks = whole_number("assign(ranks={})", ranks)  # also of numpy's short integers, which overflow
     problem, cost, token, group_of_sample = problem_from_arguments(
         costs, ranks, assignment_mode, count_slack, max_tokens_per_rank, tokens, keep_together, rank_speeds
     )
@@ -157,10 +165,11 @@ def _zigzag_within_limits(problem: Problem, max_tokens: float | None) -> tuple[I
 
 def _ranks_of_groups(fallback: ArrayLike, group_of_sample: Ints, ranks: int) -> Ints:
     rank_of_sample = np.asarray(fallback)
-    if rank_of_sample.shape != group_of_sample.shape or rank_of_sample.min() < 0 or rank_of_sample.max() >= ranks:
+    whole = np.issubdtype(rank_of_sample.dtype, np.integer) and rank_of_sample.shape == group_of_sample.shape
+    if not whole or rank_of_sample.min() < 0 or rank_of_sample.max() >= ranks:
         raise ValueError(
-            f"assign(fallback=...) has shape {rank_of_sample.shape}: pass the rank of each sample, shape "
-            f"[{len(group_of_sample)}], from 0 to {ranks - 1}"
+            f"assign(fallback=...) has shape {rank_of_sample.shape} and type {rank_of_sample.dtype}: pass the rank of each "
+            f"sample, shape [{len(group_of_sample)}], from 0 to {ranks - 1}"
         )
     rank_of_group = np.empty(int(group_of_sample.max()) + 1, dtype=np.int64)
     rank_of_group[group_of_sample] = rank_of_sample

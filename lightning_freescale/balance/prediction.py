@@ -17,7 +17,7 @@ from lightning_freescale.balance.plan import StepPlan
 from lightning_freescale.balance.report import BalanceReport
 from lightning_freescale.balance.sampler import BalancedSampler
 from lightning_freescale.balance.solver import Ints
-from lightning_freescale.balance.validation import Floats, non_negative, number_groups
+from lightning_freescale.balance.validation import Floats, non_negative, number_groups, whole_number
 
 SHUFFLED = 1_000_000
 """Data sets of more samples are not shuffled for a prediction if a tenth of the samples is enough for it."""
@@ -143,8 +143,7 @@ def draw_steps(
 
     ``options`` are all others of :class:`BalancedSampler`.
     """
-    if steps < 1:
-        raise ValueError(f"predict(steps={steps!r}): pass at least one")
+    steps, ranks = whole_number("predict(steps={})", steps), whole_number("predict(ranks={})", ranks)
     of_sampler: dict[str, Any] = {"num_replicas": ranks, "rank": 0, "seed": seed, **options}
     of_sampler |= {"outlier_window": outlier_window, "window": window}
     # which samples a budget's steps have follows from all of them

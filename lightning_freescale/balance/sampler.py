@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Integral
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -17,7 +18,7 @@ from lightning_freescale.balance.micro_batches import MicroBatches, MicroBatchSc
 from lightning_freescale.balance.plan import PlanPrefetcher, StepPlan
 from lightning_freescale.balance.report import BalanceReport, StepBalance
 from lightning_freescale.balance.solver import Ints
-from lightning_freescale.balance.validation import Floats, non_negative, number_groups
+from lightning_freescale.balance.validation import Floats, is_number, non_negative, number_groups, whole_number
 from lightning_freescale.balance.window import DrawnSteps, share_window
 
 Value = TypeVar("Value")
@@ -97,7 +98,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         **options: Any,
     ) -> None:
         # DistributedSampler's own constructor insists on a data set; being one is what makes Lightning leave us alone.
-        _refuse_out_of_range(batch_size, num_replicas, rank, outlier_window, window)
+        _refuse_out_of_range(batch_size, num_replicas, rank, outlier_window, window, limit)
         self.budget = batch_size if isinstance(batch_size, Budget) else None
         if self.budget is not None:
             given = {"tokens": tokens is not None, "keep_together": keep_together is not None, "drop_last": drop_last}
@@ -434,16 +435,18 @@ def _kept(before: dict[tuple[int, int], Value], key: tuple[int, int], value: Val
     return {**dict(list(before.items())[1 - _KEPT_WINDOWS :]), key: value}
 
 
-def _refuse_out_of_range(batch_size: int | Budget, ranks: int, rank: int, outlier_window: int, window: int) -> None:
-    if outlier_window < 1:
-        raise ValueError(f"BalancedSampler(outlier_window={outlier_window!r}): pass a number of steps, 1 for no exchange")
-    if ranks < 1 or not 0 <= rank < ranks or (not isinstance(batch_size, Budget) and batch_size < 1):
-        raise ValueError(
-            f"BalancedSampler(batch_size={batch_size!r}, num_replicas={ranks!r}, rank={rank!r}): pass at least one "
-            "sample and one rank, and a rank below num_replicas"
-        )
-    if window < 1:
-        raise ValueError(f"BalancedSampler(window={window!r}): pass a number of steps, 1 for no accumulation")
+def _refuse_out_of_range(
+    batch_size: int | Budget, ranks: int, rank: int, outlier_window: int, window: int, limit: int | float
+) -> None:
+    for name, value in {"outlier_window": outlier_window, "window": window, "num_replicas": ranks}.items():
+        whole_number(f"BalancedSampler({name}={{}})", value)
+    whole_number("BalancedSampler(rank={})", rank, 0)
+    if not isinstance(batch_size, Budget):
+        whole_number("BalancedSampler(batch_size={})", batch_size)
+    if not is_number(limit) or limit < 0 or (limit > 1 and not isinstance(limit, Integral)):
+        raise ValueError(f"BalancedSampler(limit={limit!r}): pass a number of steps, or a share of them from 0.0 to 1.0")
+    if rank >= ranks:
+        raise ValueError(f"BalancedSampler(num_replicas={ranks!r}, rank={rank!r}): pass a rank below num_replicas")
 
 
 def _refuse_limits(limited: bool, placed: bool, window: int, balance: bool) -> None:
