@@ -56,7 +56,8 @@ def advise(
         return None
     costs = non_negative("advise(costs=...)", costs)
     lengths = None if lengths is None else non_negative("advise(lengths=...)", lengths, len(costs))
-    setting = {"costs": costs, "ranks": ranks, "batch_size": batch_size, **options}
+    setting: dict[str, Any] = {"costs": costs, "ranks": ranks, "batch_size": batch_size}
+    setting |= {name: value for name, value in options.items() if value is not None}
     plans = list(draw_steps(**setting))
     predicted = report_plans(plans, PLANNED_STEPS)
     return advise_on(report or predicted, predicted, plans, setting, lengths)
@@ -137,7 +138,7 @@ def _with_other_counts(plans: Sequence[StepPlan], setting: dict[str, Any]) -> li
     freer = {"slack": "free", "free": None}.get(setting.get("assignment_mode", "fixed"), "slack")
     if freer is not None:
         with suppress(ValueError):  # of groups or tokens for which there is no room
-            balanced = report_plans(_in_mode(freer, plans), _PLANNED).balanced
+            balanced = report_plans(_in_mode(freer, plans), _planned(setting)).balanced
             share = (
                 f"up to {1 + setting.get('count_slack', DEFAULT_SLACK):g} times its share" if freer == "slack" else "any number"
             )
@@ -176,12 +177,17 @@ def _with_other_steps(
     for changed, text in choices:
         with suppress(ValueError):  # of what does not go with it: speeds of other ranks, limits that it cannot meet
             drawn = list(draw_steps(**{**setting, "steps": steps, **changed}))
-            balanced = report_plans(drawn, _PLANNED).balanced
+            balanced = report_plans(drawn, _planned(setting)).balanced
             if "ranks" in changed:
                 longer = balanced * _mean_load(drawn) / (predicted.balanced * _mean_load(plans))
                 text += f", which drops nothing, but an epoch computes {longer:.2f} times as long"
             tried.append((balanced, text))
     return tried
+
+
+def _planned(setting: dict[str, Any]) -> int | None:
+    """Return how many steps of an alternative to plan; all where a limit may forbid some."""
+    return _PLANNED if setting.get("max_tokens_per_rank") is None else None
 
 
 def _mean_load(plans: Sequence[StepPlan]) -> float:

@@ -145,6 +145,11 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         self.step_plan(0, 0).balance  # noqa: B018 (what does not fit is refused now, not in the first step)
 
     @property
+    def per_sample(self) -> dict[str, NDArray[Any]]:
+        """``tokens`` and ``keep_together``, if they were given, shape ``[samples]`` each."""
+        return dict(self._per_sample)
+
+    @property
     def speed(self) -> float:
         """Of this rank, relative to the others, by ``rank_speeds``."""
         speeds = self.options.get("rank_speeds")

@@ -107,6 +107,7 @@ class MapStyleData:
         if self.budget is not None:
             _refuse_with_budget(options, balance, drop_last, shuffle)
         self.assignment_mode = options.assignment_mode or ("fixed" if self.budget is None else "free")
+        slack: dict[str, Any] = {"count_slack": options.count_slack} if self.assignment_mode == "slack" else {}
         self._new_sampler = partial(
             BalancedSampler,
             self.costs,
@@ -121,9 +122,9 @@ class MapStyleData:
             keep_together=options.keep_together,
             outlier_window=options.outlier_window,
             assignment_mode=self.assignment_mode,
-            count_slack=options.count_slack if self.assignment_mode == "slack" else None,
             max_tokens_per_rank=options.max_tokens_per_rank,
             rank_speeds=options.rank_speeds,
+            **slack,
         )
         self._may_share = balance and self.assignment_mode != "zigzag" and options.outlier_window == 1 and self.budget is None
         self._may_share &= options.keep_together is None
