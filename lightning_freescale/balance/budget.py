@@ -52,8 +52,7 @@ class Budget:
     @cached_property
     def in_whole_numbers(self) -> tuple[Ints, int]:
         """The sizes, rounded up, and ``per_rank``, rounded down; multiplied by a power of two if they are no whole numbers."""
-        sizes, limit = whole_tokens(np.asarray(self.sizes, dtype=np.float64), self.per_rank, "Budget(sizes=...)")
-        return np.minimum(sizes, limit), limit  # a sample as large as the limit fits, however they were rounded
+        return whole_tokens(np.asarray(self.sizes, dtype=np.float64), self.per_rank, "Budget(sizes=...)")
 
 
 class Cut(NamedTuple):

@@ -215,4 +215,5 @@ def whole_tokens(tokens: Floats, limit: float, name: str = "assign(tokens=...)")
     tokens, limit = np.ldexp(tokens, digits), np.ldexp(limit, digits)
     if tokens.sum() > _MAX_TOTAL_TOKENS:
         raise ValueError(f"{name}: {tokens.sum():g} tokens in all are more than can be counted exactly")
-    return np.ceil(tokens).astype(np.int64), int(limit)
+    counted, most = np.ceil(tokens).astype(np.int64), int(limit)
+    return np.where(tokens <= limit, np.minimum(counted, most), counted), most  # one as large as the limit fits

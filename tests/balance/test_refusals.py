@@ -54,6 +54,12 @@ def test_only_limits_that_were_given_are_named() -> None:
     assert "at most" not in str(refused.value)
 
 
+def test_a_sample_as_large_as_the_limit_has_a_place() -> None:
+    tokens = np.random.RandomState(0).rand(5)
+    plan = assign(np.ones(5), 5, tokens=tokens, max_tokens_per_rank=float(tokens.max()))
+    assert sorted(plan.rank_of_sample) == [0, 1, 2, 3, 4]
+
+
 def test_limits_are_told_in_the_units_they_were_given_in() -> None:
     tokens = [0.5, 0.75, 1.0, 0.5]
     with pytest.raises(ValueError, match=re.escape("max_tokens_per_rank=1.0 each")):
