@@ -132,12 +132,14 @@ def _blocked_swaps(limits: list[_Amounts], slow: Ints, quick: Ints, columns: Int
 
 def _allowed_swaps(limits: list[_Amounts], slow: Ints, quick: Ints, columns: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     """Return the same for the compiled loop, which looks at the limits of few swaps: what may be given and taken, and moved."""
-    many = len(limits)
-    ours, theirs = (np.empty((many, len(slow), len(columns)), dtype=np.int64) for _ in range(2))
-    low, high = (np.empty((many, len(slow)), dtype=np.int64) for _ in range(2))
-    for place, limit in enumerate(limits):
+    allowed = [(limit, *limit.allowed(slow, quick)) for limit in limits]
+    # those that a single swap could leave
+    near = [(limit, low, high) for limit, low, high in allowed if low.max() > -limit.largest or high.min() < limit.largest]
+    ours, theirs = (np.empty((len(near), len(slow), len(columns)), dtype=np.int64) for _ in range(2))
+    low, high = (np.empty((len(near), len(slow)), dtype=np.int64) for _ in range(2))
+    for place, (limit, least, most) in enumerate(near):
         ours[place], theirs[place] = limit.table[slow[:, None], columns], limit.table[quick[:, None], columns]
-        low[place], high[place] = limit.allowed(slow, quick)
+        low[place], high[place] = least, most
     return ours, theirs, low, high
 
 
