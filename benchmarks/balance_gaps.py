@@ -104,7 +104,8 @@ def case_costs(case: Case, data: dict[str, Floats]) -> Floats:
 
 def plan(case: Case, costs: Floats) -> Assignment:
     """Ours."""
-    return assign(costs, case.ranks, assignment_mode=case.mode, count_slack=SLACK)
+    slack = SLACK if case.mode == "slack" else None
+    return assign(costs, case.ranks, assignment_mode=case.mode, count_slack=slack)
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from lightning_freescale.balance.solver import swaps
 Floats, Ints = NDArray[np.float64], NDArray[np.int64]
 COST, PER_RANK, SLACK = CostModel(linear=5.0 * 256, quadratic=1.0), 32, 0.25
 OURS = ("fixed", "slack", "free")
+OPTIONS = {mode: {"assignment_mode": mode} | ({"count_slack": SLACK} if mode == "slack" else {}) for mode in OURS}
 
 
 @contextmanager
@@ -61,7 +62,7 @@ class Contest:
             for solver in self.solvers:
                 name = f"{mode}_compiled" if solver else mode
                 with _compiled(solver):
-                    plan = self._timed(name, assign, cost, self.ranks, assignment_mode=mode, count_slack=SLACK)
+                    plan = self._timed(name, assign, cost, self.ranks, **OPTIONS[mode])
                 if (plan.rank_of_sample != known[mode].rank_of_sample).any():
                     raise AssertionError(f"{self.ranks} ranks, {mode}: the plan differs with and without the compiler")
         self._dominated.append(known["fixed"].dominated)
@@ -80,7 +81,7 @@ class Contest:
 
     def _bounded(self, mode: str, cost: Floats) -> Assignment:
         with _compiled(self.solvers[-1]):
-            plan = assign(cost, self.ranks, assignment_mode=mode, count_slack=SLACK)
+            plan = assign(cost, self.ranks, **OPTIONS[mode])
         if mode not in self.worst or plan.gap > self.worst[mode][0].gap:
             self.worst[mode] = plan, cost
         self._loads[f"{mode}_bound"].append((plan.lower_bound * cost.mean(), cost.mean()))

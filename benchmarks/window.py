@@ -33,8 +33,8 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.balance import assign
-from lightning_freescale.balance.assign import assignment_bound, contiguous_split, imbalance
-from lightning_freescale.balance.window import share_window
+from lightning_freescale.balance.assign import contiguous_split, imbalance
+from lightning_freescale.balance.window import share_window, window_bound
 from lightning_freescale.data import BalanceOptions
 
 PER_RANK = 32
@@ -99,15 +99,9 @@ def _predicted(costs: Floats, ranks: int, options: Any) -> dict[str, float]:
         sums["drawn"] += sum(imbalance(each, contiguous_split(len(each), ranks), ranks) * each.sum() for each in drawn)
         sums["steps"] += sum(assign(each, ranks).imbalance * each.sum() for each in drawn)
         sums["window"] += sum(assign(each, ranks).imbalance * each.sum() for each in shared)
-        sums["bound"] += _bound(window, ranks, options.window) * window.sum()
+        sums["bound"] += window_bound(window, options.window, ranks) * window.sum()
         sums["mean"] = sums.get("mean", 0.0) + float(window.sum())
     return {key: value / sums["mean"] for key, value in sums.items() if key != "mean"} | {"ms": float(np.median(taken)) * 1e3}
-
-
-def _bound(window: Floats, ranks: int, batches: int) -> float:
-    ascending = np.sort(window)
-    dearest = ascending[-1] + ascending[: PER_RANK - 1].sum() + ascending[: (batches - 1) * ranks * PER_RANK].sum() / ranks
-    return max(assignment_bound(window, ranks)[0], float(dearest * ranks / window.sum()))
 
 
 class Sleeper(L.LightningModule):

@@ -339,9 +339,12 @@ class FreeScaleDataModule(LightningDataModule):
         if self.trainer is None:
             return 1
         callbacks = getattr(self.trainer, "callbacks", [])
-        schedules = [each for each in callbacks if isinstance(each, GradientAccumulationScheduler)]
-        changes = any(len(set(each.scheduling.values())) > 1 for each in schedules)
-        return 1 if changes else self.trainer.accumulate_grad_batches
+        schedules = [each.scheduling for each in callbacks if isinstance(each, GradientAccumulationScheduler)]
+        if not schedules:
+            return self.trainer.accumulate_grad_batches
+        # which the Trainer only knows when its first epoch begins, after this loader is made
+        scheduled = {each for schedule in schedules for each in schedule.values()}
+        return scheduled.pop() if len(scheduled) == 1 else 1
 
     def sampler(self, rank: int, world_size: int) -> BalancedSampler:
         """Return the training plan of one of ``world_size`` ranks.

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from lightning_freescale.balance.budget import Budget
 from lightning_freescale.balance.plan import StepPlan
@@ -18,7 +19,7 @@ from lightning_freescale.balance.prediction import (
     report_plans,
 )
 from lightning_freescale.balance.report import BalanceReport, idle_fraction
-from lightning_freescale.balance.validation import Floats
+from lightning_freescale.balance.validation import DEFAULT_SLACK, Floats, non_negative
 
 ACCEPTABLE_IMBALANCE = 1.02
 """Up to this imbalance (2 % idle) there is nothing to advise."""
@@ -30,11 +31,11 @@ _PLANNED = 2
 
 
 def advise(
-    costs: Floats,
+    costs: ArrayLike,
     ranks: int,
     batch_size: int | Budget,
     report: BalanceReport | None = None,
-    lengths: Floats | None = None,
+    lengths: ArrayLike | None = None,
     **options: Any,
 ) -> str | None:
     """Return plain sentences if no assignment can keep the ranks from idling; None if there is nothing to say.
@@ -53,7 +54,10 @@ def advise(
     """
     if report is not None and report.lower_bound <= ACCEPTABLE_IMBALANCE:
         return None
-    setting = {"costs": costs, "ranks": ranks, "batch_size": batch_size, **options}
+    costs = non_negative("advise(costs=...)", costs)
+    lengths = None if lengths is None else non_negative("advise(lengths=...)", lengths, len(costs))
+    setting: dict[str, Any] = {"costs": costs, "ranks": ranks, "batch_size": batch_size}
+    setting |= {name: value for name, value in options.items() if value is not None}
     plans = list(draw_steps(**setting))
     predicted = report_plans(plans, PLANNED_STEPS)
     return advise_on(report or predicted, predicted, plans, setting, lengths)
@@ -92,7 +96,7 @@ def advise_on(
     return told.strip()
 
 
-def counts_allowed(assignment_mode: str = "fixed", count_slack: float = 0.25) -> str:
+def counts_allowed(assignment_mode: str = "fixed", count_slack: float = DEFAULT_SLACK) -> str:
     """Return how many samples the ranks may hold in a mode, in words."""
     if assignment_mode == "slack":
         return f"at counts up to {1 + count_slack:g} times equal"
@@ -112,7 +116,9 @@ def _bounds(report: BalanceReport, plans: Sequence[StepPlan], setting: dict[str,
 
 def _in_mode(assignment_mode: str, plans: Sequence[StepPlan]) -> list[StepPlan]:
     """Return the same steps, to be planned in another mode."""
-    return [replace(plan, options={**plan.options, "assignment_mode": assignment_mode}) for plan in plans]
+    unused = () if assignment_mode == "slack" else ("count_slack",)
+    kept = [{name: value for name, value in plan.options.items() if name not in unused} for plan in plans]
+    return [replace(plan, options={**each, "assignment_mode": assignment_mode}) for plan, each in zip(plans, kept)]
 
 
 def _reason(report: BalanceReport, mode: str) -> str:
@@ -132,8 +138,10 @@ def _with_other_counts(plans: Sequence[StepPlan], setting: dict[str, Any]) -> li
     freer = {"slack": "free", "free": None}.get(setting.get("assignment_mode", "fixed"), "slack")
     if freer is not None:
         with suppress(ValueError):  # of groups or tokens for which there is no room
-            balanced = report_plans(_in_mode(freer, plans), _PLANNED).balanced
-            share = f"up to {1 + setting.get('count_slack', 0.25):g} times its share" if freer == "slack" else "any number"
+            balanced = report_plans(_in_mode(freer, plans), _planned(setting)).balanced
+            share = (
+                f"up to {1 + setting.get('count_slack', DEFAULT_SLACK):g} times its share" if freer == "slack" else "any number"
+            )
             price = f"which drops nothing, but lets a rank hold {share} of the samples"
             return [(balanced, f'with assignment_mode="{freer}", in the same steps, {price}')]
     return []
@@ -169,12 +177,17 @@ def _with_other_steps(
     for changed, text in choices:
         with suppress(ValueError):  # of what does not go with it: speeds of other ranks, limits that it cannot meet
             drawn = list(draw_steps(**{**setting, "steps": steps, **changed}))
-            balanced = report_plans(drawn, _PLANNED).balanced
+            balanced = report_plans(drawn, _planned(setting)).balanced
             if "ranks" in changed:
                 longer = balanced * _mean_load(drawn) / (predicted.balanced * _mean_load(plans))
                 text += f", which drops nothing, but an epoch computes {longer:.2f} times as long"
             tried.append((balanced, text))
     return tried
+
+
+def _planned(setting: dict[str, Any]) -> int | None:
+    """Return how many steps of an alternative to plan; all where a limit may forbid some."""
+    return _PLANNED if setting.get("max_tokens_per_rank") is None else None
 
 
 def _mean_load(plans: Sequence[StepPlan]) -> float:

@@ -9,7 +9,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lightning_freescale.balance.solver import Ints, Problem, level_tokens, lower_bound, search, to_integers, zigzag
-from lightning_freescale.balance.validation import AssignmentMode, Floats, problem_from_arguments, slowness
+from lightning_freescale.balance.validation import (
+    AssignmentMode,
+    Floats,
+    problem_from_arguments,
+    relative_slowness,
+    whole_number,
+)
 
 _LEVEL = 1.02
 """Up to this imbalance, tokens are left as they are."""
@@ -45,7 +51,7 @@ def assign(
     ranks: int,
     *,
     assignment_mode: AssignmentMode = "fixed",
-    count_slack: float = 0.25,
+    count_slack: float | None = None,
     max_tokens_per_rank: float | None = None,
     tokens: ArrayLike | None = None,
     keep_together: ArrayLike | None = None,
@@ -57,9 +63,9 @@ def assign(
     Ranks that the lower bound is about share what they must hold among themselves. There, and for the others, longest
     processing time first within the limits (Graham 1969), then swaps, moves and exchanges of several samples between the
     slowest and the quickest ranks until the bound is reached, or a fixed number of rounds is over; up to 256 samples begin
-    anew if they fall short, and up to 16 on two ranks are split in every way. Never worse than the paper's zig-zag, if that
-    keeps the limits. A pure function of its arguments in whole numbers: every rank computes the same plan by itself. Every
-    rank gets at least one sample.
+    anew if they fall short, and all plans are looked at of up to 16 on two ranks, 10 on three and 8 on four. Never worse than
+    the paper's zig-zag, if that keeps the limits. A pure function of its arguments in whole numbers: every rank computes the
+    same plan by itself. Every rank gets at least one sample.
 
     Args:
         costs: shape ``[samples]``, in the units of the cost model, finite and >= 0.
@@ -67,13 +73,14 @@ def assign(
         assignment_mode: ``"fixed"``: equal counts, differing by one at most; ``"slack"``: a rank holds at most
             ``1 + count_slack`` times its equal share; ``"free"``: any counts; ``"zigzag"``: FreeScale's zig-zag through the
             sorted samples at equal counts (arXiv 2604.24073), without any refinement, for comparison.
-        count_slack: for ``"slack"``.
+        count_slack: for ``"slack"`` alone; 0.25 if not given.
         max_tokens_per_rank: no rank gets more tokens than this (memory).
         tokens: tokens of each sample, shape ``[samples]``; rounded up to whole tokens, the limit down. Ranks get as equally
             many as they can without the slowest being slower, if the ranks are equally fast.
         keep_together: group of each sample, shape ``[samples]``; samples of a group go to one rank. ``"fixed"`` takes groups
             of equal size only.
-        rank_speeds: relative speed of each rank, shape ``[ranks]``, > 0; all the same if not given.
+        rank_speeds: relative speed of each rank, shape ``[ranks]``, > 0; all the same if not given. Not for
+            ``"zigzag"``.
         fallback: the ranks of a plan that is known to keep ``max_tokens_per_rank``, shape ``[samples]``, to start from where
             none is found.
 
@@ -87,19 +94,23 @@ def assign(
         >>> round(plan.imbalance, 3), plan.dominated
         (1.006, False)
     """
+    ranks = whole_number("assign(ranks={})", ranks)  # also of numpy's short integers, which overflow
     problem, cost, token, group_of_sample = problem_from_arguments(
         costs, ranks, assignment_mode, count_slack, max_tokens_per_rank, tokens, keep_together, rank_speeds
     )
     known = None if fallback is None else _ranks_of_groups(fallback, group_of_sample, ranks)
-    rank_of_group, bound = _zigzag_within_limits(problem) if assignment_mode == "zigzag" else _found(problem, known)
+    if assignment_mode == "zigzag":
+        rank_of_group, bound = _zigzag_within_limits(problem, max_tokens_per_rank)
+    else:
+        rank_of_group, bound = _found(problem, known, assignment_mode, max_tokens_per_rank)
     if assignment_mode != "zigzag" and token is not None and imbalance(token, rank_of_group[group_of_sample], ranks) > _LEVEL:
         tokens = to_integers(np.bincount(group_of_sample, token).astype(np.float64), np.ones(ranks, dtype=np.int64))
         rank_of_group = level_tokens(problem, rank_of_group, tokens)
     rank_of_sample, free = rank_of_group[group_of_sample], not cost.any()
     return Assignment(
         rank_of_sample,
-        1.0 if free else float(problem.times(rank_of_group).max()) / problem.ideal_time,
-        1.0 if free else bound / problem.ideal_time,
+        1.0 if free else float(problem.exact.times(rank_of_group).max()) / problem.exact.ideal_time,
+        1.0 if free else bound / problem.exact.ideal_time,
         None if token is None else imbalance(token, rank_of_sample, ranks),
         _is_dominated(cost, ranks),
     )
@@ -118,10 +129,10 @@ def equal_counts(samples: int, ranks: int) -> list[int]:
 def imbalance(cost: Floats, rank_of_sample: Ints, ranks: int, rank_speeds: ArrayLike | None = None) -> float:
     """Return the max over ranks of cost / mean over ranks, see :class:`Assignment`; 1.0 when all costs are zero."""
     loads = np.bincount(rank_of_sample, weights=cost, minlength=ranks)
-    return load_imbalance(loads, slowness(rank_speeds, ranks))
+    return load_imbalance(loads, relative_slowness(rank_speeds, ranks))
 
 
-def load_imbalance(loads: NDArray[Any], slow: Ints | None = None) -> float:
+def load_imbalance(loads: NDArray[Any], slow: Floats | None = None) -> float:
     """Return the same for summed costs, shape ``[ranks]``; ``slow`` is each rank's time per cost."""
     pace = np.ones(len(loads)) if slow is None else slow
     return float((loads * pace).max() * (1.0 / pace).sum() / loads.sum()) if loads.any() else 1.0
@@ -130,44 +141,49 @@ def load_imbalance(loads: NDArray[Any], slow: Ints | None = None) -> float:
 def assignment_bound(costs: ArrayLike, ranks: int, **options: Any) -> tuple[float, bool]:
     """Return ``lower_bound`` and ``dominated`` as :func:`assign` would with the same arguments, without a search.
 
-    Of few samples on two ranks, which it splits in every way, its own may be higher.
+    Of few samples, which it shares out in every way, its own may be higher.
     """
     options.pop("fallback", None)  # of which no bound depends
     problem, cost, _, _ = problem_from_arguments(costs, ranks, **options)
-    return lower_bound(problem).time / problem.ideal_time if cost.any() else 1.0, _is_dominated(cost, ranks)
+    exact = problem.exact
+    return lower_bound(exact).time / exact.ideal_time if cost.any() else 1.0, _is_dominated(cost, ranks)
 
 
 def _is_dominated(cost: Floats, ranks: int) -> bool:
     return bool(cost.max() * ranks > cost.sum())
 
 
-def _zigzag_within_limits(problem: Problem) -> tuple[Ints, float]:
+def _zigzag_within_limits(problem: Problem, max_tokens: float | None) -> tuple[Ints, float]:
     plan = zigzag(problem)
     if not problem.allows(plan):
         raise ValueError(
-            f"assign(assignment_mode='zigzag', max_tokens_per_rank={problem.max_tokens}): it gives a rank more tokens, and is "
+            f"assign(assignment_mode='zigzag', max_tokens_per_rank={max_tokens}): it gives a rank more tokens, and is "
             "not refined. Use another assignment_mode, or no limit"
         )
-    return plan, lower_bound(problem).time
+    return plan, lower_bound(problem.exact).time
 
 
 def _ranks_of_groups(fallback: ArrayLike, group_of_sample: Ints, ranks: int) -> Ints:
     rank_of_sample = np.asarray(fallback)
-    if rank_of_sample.shape != group_of_sample.shape or rank_of_sample.min() < 0 or rank_of_sample.max() >= ranks:
+    whole = np.issubdtype(rank_of_sample.dtype, np.integer) and rank_of_sample.shape == group_of_sample.shape
+    if not whole or rank_of_sample.min() < 0 or rank_of_sample.max() >= ranks:
         raise ValueError(
-            f"assign(fallback=...) has shape {rank_of_sample.shape}: pass the rank of each sample, shape "
-            f"[{len(group_of_sample)}], from 0 to {ranks - 1}"
+            f"assign(fallback=...) has shape {rank_of_sample.shape} and type {rank_of_sample.dtype}: pass the rank of each "
+            f"sample, shape [{len(group_of_sample)}], from 0 to {ranks - 1}"
         )
     rank_of_group = np.empty(int(group_of_sample.max()) + 1, dtype=np.int64)
     rank_of_group[group_of_sample] = rank_of_sample
     return rank_of_group
 
 
-def _found(problem: Problem, fallback: Ints | None) -> tuple[Ints, float]:
+def _found(problem: Problem, fallback: Ints | None, mode: str, max_tokens: float | None) -> tuple[Ints, float]:
     plan, bound = search(problem, fallback)
     if plan is None:
+        # as they were given: the problem has them in whole numbers
+        limits = [] if mode == "free" else [f"at most {problem.max_samples} samples (assignment_mode={mode!r})"]
+        limits += [] if max_tokens is None else [f"max_tokens_per_rank={max_tokens}"]
         raise ValueError(
-            f"assign: no place was found for every sample or group on {problem.ranks} ranks with at most {problem.max_samples} "
-            f"samples and max_tokens_per_rank={problem.max_tokens} each. Allow more of what is scarce, or use more ranks"
+            f"assign: no place was found for every sample or group on {problem.ranks} ranks with {' and '.join(limits)} each. "
+            "Allow more of what is scarce, or use more ranks"
         )
     return plan, bound

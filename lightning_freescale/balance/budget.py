@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from lightning_freescale.balance.assign import assign
 from lightning_freescale.balance.solver import Ints, dearest_first
-from lightning_freescale.balance.validation import is_non_negative, non_negative, whole_tokens
+from lightning_freescale.balance.validation import is_non_negative, is_number, non_negative, whole_tokens
 
 _GOLDEN = 2654435769
 """The golden ratio in 32 bits: its multiples lie evenly, however many there are."""
@@ -40,7 +40,7 @@ class Budget:
     sizes: ArrayLike
 
     def __post_init__(self) -> None:
-        if not (is_non_negative(self.per_rank) and self.per_rank):
+        if not (is_number(self.per_rank) and is_non_negative(self.per_rank) and self.per_rank):
             raise ValueError(f"Budget(per_rank={self.per_rank!r}): pass a finite number > 0")
         sizes = non_negative("Budget(sizes=...)", self.sizes)
         if sizes.max(initial=0.0) > self.per_rank:
@@ -52,8 +52,7 @@ class Budget:
     @cached_property
     def in_whole_numbers(self) -> tuple[Ints, int]:
         """The sizes, rounded up, and ``per_rank``, rounded down; multiplied by a power of two if they are no whole numbers."""
-        sizes, limit = whole_tokens(np.asarray(self.sizes, dtype=np.float64), self.per_rank)
-        return np.minimum(sizes, limit), limit  # a sample as large as the limit fits, however they were rounded
+        return whole_tokens(np.asarray(self.sizes, dtype=np.float64), self.per_rank, "Budget(sizes=...)")
 
 
 class Cut(NamedTuple):
@@ -87,6 +86,7 @@ class BudgetSteps:
     """
 
     def __init__(self, budget: Budget, ranks: int) -> None:
+        self._budget = budget
         self._sizes, self._limit = budget.in_whole_numbers
         self._ranks = ranks
         steps, self._ranks_of_largest = self._fewest_steps(self._sizes, "BalancedSampler")
@@ -159,14 +159,15 @@ class BudgetSteps:
         It is the least that is found: one less does not fit.
         """
         ordered, most = np.sort(sizes)[::-1], len(sizes) // self._ranks
-        too_few = -(-int(sizes.sum()) // (self._ranks * self._limit)) - 1
+        too_few = max(1, -(-int(sizes.sum()) // (self._ranks * self._limit))) - 1  # of empty samples, too
         steps, found = too_few + 1, None
         while steps <= most and (found := self._packed(ordered, steps)) is None:
             too_few, steps = steps, min(steps + max(1, 2 * (steps - too_few)), most) if steps < most else most + 1
         if found is None:
             raise ValueError(
-                f"{what}: {len(sizes)} samples for {self._ranks} ranks, with at most {self._limit} tokens each, do not make "
-                "steps in which every rank has a sample: use fewer ranks or a larger budget, or resume from the end of an epoch"
+                f"{what}: {len(sizes)} samples for {self._ranks} ranks, with Budget(per_rank={self._budget.per_rank:g}), do "
+                "not make steps in which every rank has a sample: use fewer ranks or a larger budget, or resume from the end "
+                "of an epoch"
             )
         while steps - too_few > 1:
             between = (steps + too_few) // 2

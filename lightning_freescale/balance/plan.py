@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
@@ -15,6 +15,7 @@ from lightning_freescale.balance.assign import Assignment, assign, assignment_bo
 from lightning_freescale.balance.report import StepBalance
 from lightning_freescale.balance.solver import Ints
 from lightning_freescale.balance.validation import Floats
+from lightning_freescale.balance.window import DrawnSteps
 
 Plan = TypeVar("Plan")
 
@@ -29,6 +30,7 @@ class StepPlan:
         ranks: how many ranks share the step.
         balanced: assigned by cost; else a contiguous split of the drawn order.
         options: keyword arguments of :func:`assign` for these samples.
+        drawn: the steps that exchange samples with this one, itself among them, as they were drawn; None if it has its own.
         base: what every rank computes for besides its samples, in the units of the costs; only ``balance`` knows of it.
     """
 
@@ -38,6 +40,7 @@ class StepPlan:
     balanced: bool = True
     options: dict[str, Any] = field(default_factory=dict)
     base: float = 0.0
+    drawn: DrawnSteps | None = None
 
     @cached_property
     def assignment(self) -> Assignment:
@@ -57,7 +60,25 @@ class StepPlan:
 
     @cached_property
     def balance(self) -> StepBalance:
-        """What the assignment is worth."""
+        """What the assignment is worth; as drawn and the bound are those of all steps that exchange samples."""
+        if self.drawn is None:
+            return self.own_balance
+        bound, own = self.drawn.lower_bound(self.options), self._of_samples
+        of_samples = replace(
+            own,
+            unbalanced=self.drawn.unbalanced(self.options.get("rank_speeds")),
+            lower_bound=own.lower_bound if bound is None else bound,
+            tokens_unbalanced=None if own.tokens_unbalanced is None else self.drawn.tokens_unbalanced,
+        )
+        return of_samples.with_base(self.base, self.ranks) if self.base else of_samples
+
+    @property
+    def own_balance(self) -> StepBalance:
+        """The same of this step by itself, as if it had been drawn with its samples."""
+        return self._of_samples.with_base(self.base, self.ranks) if self.base else self._of_samples
+
+    @cached_property
+    def _of_samples(self) -> StepBalance:
         speeds, tokens = self.options.get("rank_speeds"), self.options.get("tokens")
         if self.balanced:
             bound, dominated = self.assignment.lower_bound, self.assignment.dominated
@@ -65,7 +86,7 @@ class StepPlan:
             bound, dominated = assignment_bound(self.costs, self.ranks, **self.options)
         drawn, limit = contiguous_split(len(self.samples), self.ranks), self.options.get("max_tokens_per_rank")
         held = None if tokens is None else np.bincount(self.rank_of_sample, tokens, self.ranks)
-        of_samples = StepBalance(
+        return StepBalance(
             unbalanced=imbalance(self.costs, drawn, self.ranks, speeds),
             balanced=imbalance(self.costs, self.rank_of_sample, self.ranks, speeds),
             lower_bound=bound,
@@ -75,7 +96,6 @@ class StepPlan:
             tokens_unbalanced=None if tokens is None else imbalance(tokens, drawn, self.ranks),
             tokens_fullest=None if held is None or limit is None else float(held.max()) / limit,
         )
-        return of_samples.with_base(self.base, self.ranks) if self.base else of_samples
 
 
 class PlanPrefetcher(Generic[Plan]):

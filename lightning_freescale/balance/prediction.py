@@ -17,7 +17,7 @@ from lightning_freescale.balance.plan import StepPlan
 from lightning_freescale.balance.report import BalanceReport
 from lightning_freescale.balance.sampler import BalancedSampler
 from lightning_freescale.balance.solver import Ints
-from lightning_freescale.balance.validation import Floats, non_negative, number_groups
+from lightning_freescale.balance.validation import Floats, non_negative, number_groups, whole_number
 
 SHUFFLED = 1_000_000
 """Data sets of more samples are not shuffled for a prediction if a tenth of the samples is enough for it."""
@@ -112,8 +112,12 @@ def report_plans(plans: Iterable[StepPlan], planned: int | None = None) -> Balan
     some = BalanceReport.from_steps(plan.balance for plan in evenly_spread(drawn, planned))
     if planned >= len(drawn):
         return some
-    bounds = BalanceReport.from_steps(replace(plan, balanced=False).balance for plan in drawn)
-    balanced = bounds.lower_bound * some.balanced / some.lower_bound
+    unplanned = [replace(plan, balanced=False) for plan in drawn]
+    bounds = BalanceReport.from_steps(plan.balance for plan in unplanned)
+    # of each step by itself: a window's bound says nothing of single ones
+    own = BalanceReport.from_steps(plan.own_balance for plan in unplanned)
+    own_of_some = BalanceReport.from_steps(plan.own_balance for plan in evenly_spread(drawn, planned))
+    balanced = own.lower_bound * own_of_some.balanced / own_of_some.lower_bound
     planned_alone = {name: getattr(some, name) for name in ("tokens_imbalance", "tokens_fullest")}
     return replace(bounds, balanced=balanced, **planned_alone)
 
@@ -139,8 +143,7 @@ def draw_steps(
 
     ``options`` are all others of :class:`BalancedSampler`.
     """
-    if steps < 1:
-        raise ValueError(f"predict(steps={steps!r}): pass at least one")
+    steps, ranks = whole_number("predict(steps={})", steps), whole_number("predict(ranks={})", ranks)
     of_sampler: dict[str, Any] = {"num_replicas": ranks, "rank": 0, "seed": seed, **options}
     of_sampler |= {"outlier_window": outlier_window, "window": window}
     # which samples a budget's steps have follows from all of them

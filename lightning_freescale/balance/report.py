@@ -13,9 +13,10 @@ class StepBalance:
     """What balancing a step brings.
 
     Attributes:
-        unbalanced: imbalance of the samples as drawn.
+        unbalanced: imbalance of the samples as drawn; where steps exchange samples, of all those as they were drawn.
         balanced: imbalance of the assignment in use.
-        lower_bound: what no assignment within the limits on the counts can beat.
+        lower_bound: what no assignment within the limits on the counts can beat; of a window's steps, no way to share its
+            samples out among them.
         dominated: a single sample costs more than the mean rank load.
         tokens_imbalance: max over ranks of tokens / mean over ranks, of the assignment in use; None if no tokens are known.
         cost: summed cost of the step.
@@ -58,8 +59,8 @@ class BalanceReport:
         >>> print(predict(lengths**2, ranks=4, batch_size=8, tokens=lengths, max_tokens_per_rank=600))
         imbalance over 16 steps (max / mean over ranks):
                  as drawn             balanced             lower bound  gap
-        compute  1.381 (27.6% idle)   1.002 (0.2% idle)    1.000        0.18%
-        tokens   1.230                1.015                -            -      fullest rank of any step: 99.0% of its limit
+        compute  1.381 (27.6% idle)   1.000 (0.0% idle)    1.000        0.03%
+        tokens   1.230                1.028                -            -      fullest rank of any step: 100.0% of its limit
     """
 
     steps: int

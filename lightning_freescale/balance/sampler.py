@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from numbers import Integral
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,8 +18,10 @@ from lightning_freescale.balance.micro_batches import MicroBatches, MicroBatchSc
 from lightning_freescale.balance.plan import PlanPrefetcher, StepPlan
 from lightning_freescale.balance.report import BalanceReport, StepBalance
 from lightning_freescale.balance.solver import Ints
-from lightning_freescale.balance.validation import Floats, non_negative, number_groups
-from lightning_freescale.balance.window import share_window
+from lightning_freescale.balance.validation import Floats, is_number, non_negative, number_groups, whole_number
+from lightning_freescale.balance.window import DrawnSteps, share_window
+
+Value = TypeVar("Value")
 
 EXPLORATION_STEPS = 50
 """Steps of epoch 0 among which some stay as drawn while costs are calibrated, see :class:`BalancedSampler`."""
@@ -95,7 +98,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         **options: Any,
     ) -> None:
         # DistributedSampler's own constructor insists on a data set; being one is what makes Lightning leave us alone.
-        _refuse_out_of_range(batch_size, num_replicas, rank, outlier_window, window)
+        _refuse_out_of_range(batch_size, num_replicas, rank, outlier_window, window, limit)
         self.budget = batch_size if isinstance(batch_size, Budget) else None
         if self.budget is not None:
             given = {"tokens": tokens is not None, "keep_together": keep_together is not None, "drop_last": drop_last}
@@ -135,10 +138,16 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         else:
             self._steps = StepBoundaries(samples, batch_size, num_replicas, drop_last)
         self._replans: dict[int, tuple[Callable[[], ArrayLike] | None, dict[str, Any]]] = {}
-        self._drawn: tuple[int, Ints] | None = None
+        self._drawn: tuple[int, Ints, Ints] | None = None  # an epoch's samples, in the order of its steps and as drawn
         self._windows: dict[tuple[int, int], list[Ints]] = {}
+        self._drawn_steps: dict[tuple[int, int], DrawnSteps] = {}
         self._plans = PlanPrefetcher(self._make_plan, complete=self._complete_plan)
         self.step_plan(0, 0).balance  # noqa: B018 (what does not fit is refused now, not in the first step)
+
+    @property
+    def per_sample(self) -> dict[str, NDArray[Any]]:
+        """``tokens`` and ``keep_together``, if they were given, shape ``[samples]`` each."""
+        return dict(self._per_sample)
 
     @property
     def speed(self) -> float:
@@ -252,8 +261,28 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
             shared = [samples[batch_of_sample == batch] for batch in range(len(steps))]
             if self.options.get("max_tokens_per_rank") is not None and not all(map(self._fits, shared)):
                 shared = np.split(samples, len(steps))  # as drawn
-            self._windows = {**dict(list(self._windows.items())[1 - _KEPT_WINDOWS :]), (epoch, steps.start): shared}
+            self._windows = _kept(self._windows, (epoch, steps.start), shared)
         return shared[step - steps.start]
+
+    def _exchanging_steps(self, epoch: int, step: int) -> DrawnSteps | None:
+        """Return the steps that exchange samples with one as they were drawn; None if it has those it was drawn with."""
+        edges, order, window = self._steps.for_epoch(epoch), self._order(epoch), self.outlier_window == 1
+        steps = self._sharing_steps(epoch, step)
+        if not window:
+            first = step - step % self.outlier_window
+            steps, order = range(first, min(first + self.outlier_window, len(edges) - 1)), self._as_drawn(epoch)
+        if len(steps) < 2:
+            return None
+        drawn = [order[edges[each] : edges[each + 1]] for each in steps]
+        if window and all(np.array_equal(one, self.global_batch(epoch, each)) for one, each in zip(drawn, steps)):
+            return None  # a limit keeps them apart
+        key = epoch, steps.start
+        if key not in self._drawn_steps:
+            tokens = self._per_sample.get("tokens")
+            of_steps = None if tokens is None else [tokens[each] for each in drawn]
+            found = DrawnSteps([self.costs[each] for each in drawn], of_steps, self.num_replicas, window=window)
+            self._drawn_steps = _kept(self._drawn_steps, key, found)
+        return self._drawn_steps[key]
 
     def _fits(self, samples: Ints) -> bool:
         """Return whether a plan is found for the samples of a step within the limit on tokens."""
@@ -365,7 +394,8 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         if isinstance(self._steps, BudgetSteps):
             options["fallback"] = self._steps.ranks_within_budget(epoch, samples)
         explores = epoch == 0 and step < self.exploration_steps and is_exploration_step(step)
-        return StepPlan(samples, self.costs[samples], self.num_replicas, self.balance_steps and not explores, options)
+        balanced, drawn = self.balance_steps and not explores, self._exchanging_steps(epoch, step)
+        return StepPlan(samples, self.costs[samples], self.num_replicas, balanced, options, drawn=drawn)
 
     def _options_of(self, samples: Ints) -> dict[str, Any]:
         return {**self.options, **{name: values[samples] for name, values in self._per_sample.items()}}
@@ -376,20 +406,28 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
             plan.balance  # noqa: B018 (which rank 0 logs)
 
     def _forget(self) -> None:
-        self._windows = {}
+        self._windows, self._drawn_steps = {}, {}
         self._plans.forget()
 
     def _order(self, epoch: int) -> Ints:
+        """Return the samples of an epoch, step by step."""
+        return self._orders(epoch)[1]
+
+    def _as_drawn(self, epoch: int) -> Ints:
+        """Return the samples of an epoch before steps exchanged any."""
+        return self._orders(epoch)[2]
+
+    def _orders(self, epoch: int) -> tuple[int, Ints, Ints]:
         drawn = self._drawn  # read once: the thread that plans ahead sets it, too
         if drawn is None or drawn[0] != epoch:
-            order = self._draw_order(epoch)
+            as_drawn = order = self._draw_order(epoch)
             if isinstance(self._steps, BudgetSteps):
                 order = self._steps.deal(order, self._steps.cuts(epoch))
             elif self.outlier_window > 1:
                 costs, edges = self._costs_of_order, self._steps.full_epoch
                 order = pool_outliers(order, edges, costs, self.num_replicas, self.outlier_window)
-            drawn = self._drawn = (epoch, order)
-        return drawn[1]
+            drawn = self._drawn = (epoch, order, as_drawn)
+        return drawn
 
     def _draw_order(self, epoch: int) -> Ints:
         if self.blocks is not None:
@@ -397,16 +435,23 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         return draw_order(len(self.costs), self.seed, epoch) if self.shuffle else np.arange(len(self.costs))
 
 
-def _refuse_out_of_range(batch_size: int | Budget, ranks: int, rank: int, outlier_window: int, window: int) -> None:
-    if outlier_window < 1:
-        raise ValueError(f"BalancedSampler(outlier_window={outlier_window!r}): pass a number of steps, 1 for no exchange")
-    if ranks < 1 or not 0 <= rank < ranks or (not isinstance(batch_size, Budget) and batch_size < 1):
-        raise ValueError(
-            f"BalancedSampler(batch_size={batch_size!r}, num_replicas={ranks!r}, rank={rank!r}): pass at least one "
-            "sample and one rank, and a rank below num_replicas"
-        )
-    if window < 1:
-        raise ValueError(f"BalancedSampler(window={window!r}): pass a number of steps, 1 for no accumulation")
+def _kept(before: dict[tuple[int, int], Value], key: tuple[int, int], value: Value) -> dict[tuple[int, int], Value]:
+    """Return the last few entries, and another one; a new dict, since a thread may be reading."""
+    return {**dict(list(before.items())[1 - _KEPT_WINDOWS :]), key: value}
+
+
+def _refuse_out_of_range(
+    batch_size: int | Budget, ranks: int, rank: int, outlier_window: int, window: int, limit: int | float
+) -> None:
+    for name, value in {"outlier_window": outlier_window, "window": window, "num_replicas": ranks}.items():
+        whole_number(f"BalancedSampler({name}={{}})", value)
+    whole_number("BalancedSampler(rank={})", rank, 0)
+    if not isinstance(batch_size, Budget):
+        whole_number("BalancedSampler(batch_size={})", batch_size)
+    if not is_number(limit) or limit < 0 or (limit > 1 and not isinstance(limit, Integral)):
+        raise ValueError(f"BalancedSampler(limit={limit!r}): pass a number of steps, or a share of them from 0.0 to 1.0")
+    if rank >= ranks:
+        raise ValueError(f"BalancedSampler(num_replicas={ranks!r}, rank={rank!r}): pass a rank below num_replicas")
 
 
 def _refuse_limits(limited: bool, placed: bool, window: int, balance: bool) -> None:

@@ -62,7 +62,8 @@ class IterableData:
         elif stream.stream_balancing == "local":
             context = "stream_balancing='local', where every rank keeps equal counts"
             refuse_options(context, options, "assignment_mode", "count_slack", "rank_speeds")
-        mode, count_slack = options.assignment_mode or "fixed", options.count_slack
+        mode = options.assignment_mode or "fixed"
+        count_slack = options.count_slack if mode == "slack" else None
         self.assignment_mode = mode
         assign_fn = partial(assign, assignment_mode=mode, count_slack=count_slack, rank_speeds=options.rank_speeds)
         self._make_loader = partial(

@@ -102,9 +102,12 @@ class MapStyleData:
         self._units: dict[CostModel | None, float] = {}
         tokens = lengths if options.tokens is None else non_negative("tokens", options.tokens, size)
         self.budget = self._budget(batch_tokens, batch_cost, tokens)
+        if batch_cost is not None:
+            refuse_options("batch_cost=, which cuts steps by their costs", options, "tokens")
         if self.budget is not None:
             _refuse_with_budget(options, balance, drop_last, shuffle)
         self.assignment_mode = options.assignment_mode or ("fixed" if self.budget is None else "free")
+        slack: dict[str, Any] = {"count_slack": options.count_slack} if self.assignment_mode == "slack" else {}
         self._new_sampler = partial(
             BalancedSampler,
             self.costs,
@@ -119,9 +122,9 @@ class MapStyleData:
             keep_together=options.keep_together,
             outlier_window=options.outlier_window,
             assignment_mode=self.assignment_mode,
-            count_slack=options.count_slack,
             max_tokens_per_rank=options.max_tokens_per_rank,
             rank_speeds=options.rank_speeds,
+            **slack,
         )
         self._may_share = balance and self.assignment_mode != "zigzag" and options.outlier_window == 1 and self.budget is None
         self._may_share &= options.keep_together is None

@@ -66,6 +66,13 @@ class BalanceOptions:
         if self.window is True:
             context = "window=True, which shares samples out among micro-batches by their costs"
             refuse_options(context, self, "outlier_window", "keep_together")
+            if self.assignment_mode == "zigzag":
+                raise ValueError(
+                    "BalanceOptions(window=True) has no meaning for assignment_mode='zigzag', which knows no window: leave it "
+                    "out, or use another assignment_mode"
+                )
+        if self.assignment_mode == "zigzag":
+            refuse_options("assignment_mode='zigzag', which deals to all ranks alike", self, "rank_speeds", "slow_ranks")
         if self.assignment_mode != "slack":
             refuse_options(f"assignment_mode={self.assignment_mode or 'fixed'!r}", self, "count_slack")
 

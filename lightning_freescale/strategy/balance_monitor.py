@@ -176,9 +176,12 @@ class BalanceMonitor:
             return None
         train = map_style_data(self.trainer)
         lengths = None if train is None else train.lengths
-        names = ("assignment_mode", "count_slack", "rank_speeds")
+        names = ["assignment_mode", "count_slack", "rank_speeds"]
         costs, given = self._planned_by
-        options = {name: given[name] for name in names if name in given}
+        limits: dict[str, Any] = {}
+        if sampler.budget is None:  # else it is the limit
+            names, limits = [*names, "max_tokens_per_rank"], sampler.per_sample
+        options = {name: given[name] for name in names if name in given} | limits
         options["base"] = 0.0 if self._epoch is None else self._base_in(self._epoch)
         options |= {name: getattr(sampler, name) for name in ("outlier_window", "window", "drop_last", "seed")}
         return advise(costs, sampler.num_replicas, sampler.batch_size, report, lengths, **options)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from lightning_freescale.balance import assign
 from lightning_freescale.balance.assign import assignment_bound, imbalance, load_imbalance
-from lightning_freescale.balance.validation import slowness
 from tests.balance.test_assign import limits
 
 MODES = ["fixed", "slack", "free"]
@@ -46,13 +45,13 @@ def small(draw: st.DrawFn) -> tuple[np.ndarray, int]:
     return cost * draw(st.sampled_from([1.0, 3.0, 0.37])) + draw(st.sampled_from([0.0, 1.5])), ranks
 
 
-@given(small(), st.sampled_from(MODES), st.booleans())
+@given(small(), st.sampled_from(MODES), st.sampled_from([None, [1.0, 0.5, 0.8, 1.0], [0.53, 0.317, 1.0, 0.0713]]))
 @settings(max_examples=300, deadline=None)
-def test_no_plan_is_below_the_bound(case: tuple[np.ndarray, int], mode: str, uneven: bool) -> None:
+def test_no_plan_is_below_the_bound(case: tuple[np.ndarray, int], mode: str, speeds: list[float] | None) -> None:
     cost, ranks = case
     least, most = limits(len(cost), ranks, mode)
-    options: dict[str, Any] = {"rank_speeds": [1.0, 0.5, 0.8, 1.0][:ranks]} if uneven else {}
-    best = _best(cost, ranks, least, most, slowness(options.get("rank_speeds"), ranks))
+    options: dict[str, Any] = {} if speeds is None else {"rank_speeds": speeds[:ranks]}
+    best = _best(cost, ranks, least, most, 1 / np.array([1.0] * ranks if speeds is None else speeds[:ranks]))
     result = assign(cost, ranks, assignment_mode=mode, **options)
     assert result.lower_bound <= best * (1 + 1e-6)
     assert result.imbalance >= best * (1 - 1e-6)
@@ -66,6 +65,52 @@ def test_two_ranks_with_few_samples_get_the_best_plan(seed: int) -> None:
     result = assign(cost, 2)
     assert result.imbalance <= _best(cost, 2, len(cost) // 2, -(-len(cost) // 2), np.ones(2)) * 1.0004
     assert result.gap <= 0.0003 + 1e-9
+
+
+def test_the_bound_is_that_of_the_speeds_that_were_given() -> None:
+    """All with all of their decimals, which the search does without."""
+    for seed in range(40):
+        draw = np.random.RandomState(seed)
+        cost, speeds = draw.pareto(1.1, 7) + 0.1, draw.rand(3) + 0.05
+        for mode in MODES:
+            plan = assign(cost, 3, assignment_mode=mode, rank_speeds=speeds)
+            assert plan.lower_bound <= _best(cost, 3, *limits(7, 3, mode), 1 / speeds) * (1 + 1e-9)
+            assert plan.imbalance == pytest.approx(imbalance(cost, plan.rank_of_sample, 3, speeds), rel=1e-9)
+            loads = np.bincount(plan.rank_of_sample, cost, 3)
+            assert plan.imbalance == pytest.approx((loads / speeds).max() * speeds.sum() / cost.sum(), rel=1e-9)
+            assert plan.lower_bound <= plan.imbalance
+
+
+@pytest.mark.parametrize(
+    ("cost", "ranks"),
+    [
+        ([2289, 969, 2289, 3300, 2624, 2289, 1296, 3641, 2961], 3),
+        ([0.711, 0.322, 0.998, 0.349, 0.598, 0.302, 0.515, 0.780], 4),
+    ],
+)
+def test_three_and_four_ranks_with_few_samples_get_the_best_plan(cost: list[float], ranks: int) -> None:
+    for mode in MODES:
+        best = _best(np.array(cost), ranks, *limits(len(cost), ranks, mode), np.ones(ranks))
+        plan = assign(cost, ranks, assignment_mode=mode)
+        assert plan.imbalance <= best * 1.0004
+        assert plan.gap <= 0.0003 + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_few_samples_with_limits_and_speeds_get_the_best_plan(seed: int) -> None:
+    draw = np.random.RandomState(seed)
+    cost, tokens, speeds = draw.pareto(1.1, 8) + 0.1, draw.randint(1, 20, 8), draw.rand(3) + 0.05
+    limit = float(np.sort(tokens)[::-1][[0, 5, 6]].sum() + 1)
+    plans = np.array(list(itertools.product(range(3), repeat=8)))
+    held, load = ((np.eye(3)[plans] * values[:, None]).sum(axis=1) for values in (tokens, cost))
+    allowed = (held.max(axis=1) <= limit) & (np.eye(3)[plans].sum(axis=1).min(axis=1) > 0)
+    options: dict[str, Any] = {"assignment_mode": "free", "tokens": tokens, "max_tokens_per_rank": limit, "rank_speeds": speeds}
+    if not allowed.any():
+        with pytest.raises(ValueError, match="no place was found"):
+            assign(cost, 3, **options)
+        return
+    best = (load / speeds).max(axis=1)[allowed].min() * speeds.sum() / cost.sum()
+    assert assign(cost, 3, **options).imbalance <= best * 1.0011  # what speeds in whole numbers may miss
 
 
 def test_two_giants_share_the_cheapest_company() -> None:

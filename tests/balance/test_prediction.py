@@ -129,7 +129,7 @@ def test_tokens_and_groups_are_those_of_the_samples() -> None:
         ({"costs": [1.0, -1.0, 2.0]}, r"predict\(costs=...\)\[1\] is -1.0"),
         ({"ranks": 4}, "3 samples for 4 ranks"),
         ({"batch_size": 0}, r"batch_size=0"),
-        ({"steps": 0}, r"predict\(steps=0\): pass at least one"),
+        ({"steps": 0}, r"predict\(steps=0\): pass a whole number, 1 or more"),
         ({"outlier_window": 0}, r"outlier_window=0"),
         ({"ranks": 2, "batch_size": 2, "drop_last": True}, "drop_last=True leaves no step"),
     ],

@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_freescale.balance import BalancedSampler, assign
+from lightning_freescale.balance import BalancedSampler, assign, predict
 from lightning_freescale.balance import sampler as sampler_room
-from lightning_freescale.balance.window import share_window
+from lightning_freescale.balance.assign import contiguous_split, imbalance
+from lightning_freescale.balance.prediction import draw_steps, report_plans
+from lightning_freescale.balance.window import share_window, window_bound
 
 COSTS = np.random.RandomState(0).lognormal(5, 1.8, size=200)
 
@@ -192,3 +194,61 @@ def test_a_limit_on_tokens_holds_in_every_batch() -> None:
 def test_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _ranks(2, **options)
+
+
+def _as_drawn(world: int, steps: range, values: np.ndarray) -> float:
+    """What the slowest ranks would take in these steps without balancing, over what all take on average."""
+    drawn = [values[_ranks(world)[0].global_batch(0, step)] for step in steps]
+    slowest = sum(imbalance(each, contiguous_split(len(each), world), world) * each.sum() for each in drawn)
+    return slowest / sum(each.sum() for each in drawn)
+
+
+@pytest.mark.parametrize("exchange", ["window", "outlier_window"])
+def test_reports_hold_it_against_the_steps_as_drawn(exchange: str) -> None:
+    sampler = _ranks(2, tokens=np.sqrt(COSTS), **{exchange: 4})[0]
+    report = sampler.report()
+    assert report.unbalanced == pytest.approx(_as_drawn(2, range(len(sampler)), COSTS))
+    assert report.tokens_unbalanced == pytest.approx(_as_drawn(2, range(len(sampler)), np.sqrt(COSTS)), rel=0.01)
+    assert sampler.balance(1).unbalanced == pytest.approx(_as_drawn(2, range(4), COSTS))
+    predicted = predict(COSTS, 2, 4, steps=24, **{exchange: 4})
+    assert predicted.unbalanced == pytest.approx(_as_drawn(2, range(24), COSTS))
+
+
+def test_the_bound_of_a_window_is_that_of_any_way_to_share_it_out() -> None:
+    sampler = _ranks(2, window=4)[0]
+    assert len(sampler) == 25
+    for first in range(0, 24, 4):
+        steps = [sampler.balance(step) for step in range(first, first + 4)]
+        costs = np.concatenate([COSTS[sampler.global_batch(0, step)] for step in range(first, first + 4)])
+        assert {step.lower_bound for step in steps} == {window_bound(costs, 4, 2)}
+        reached = sum(step.balanced * step.cost for step in steps) / costs.sum()
+        assert steps[0].lower_bound <= reached * (1 + 1e-9)
+    assert sampler.report().gap > 0.001  # of each micro-batch alone it would be 0
+
+
+@pytest.mark.parametrize("options", [{}, {"assignment_mode": "free"}, {"rank_speeds": [1.0, 0.4]}])
+def test_no_window_is_below_its_bound(options: dict[str, Any]) -> None:
+    for seed in range(6):
+        costs = np.random.RandomState(seed).pareto(1, 8)
+        best = min(
+            sum(assign(costs[part], 2, **options).imbalance * costs[part].sum() for part in (chosen, ~chosen))
+            for chosen in ((number >> np.arange(8) & 1).astype(bool) for number in range(256))
+            if chosen.sum() == 4
+        )
+        bound = window_bound(costs, 2, 2, **options)
+        assert bound <= best / costs.sum() * (1 + 1e-9)
+
+
+def test_a_window_that_a_limit_keeps_as_drawn_has_the_bounds_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BalancedSampler, "_fits", lambda self, samples: False)
+    options: dict[str, Any] = {"tokens": np.ones(200), "max_tokens_per_rank": 100}
+    kept, alone = (_ranks(2, window=window, **options)[0] for window in (4, 1))
+    assert [kept.balance(step) for step in range(8)] == [alone.balance(step) for step in range(8)]
+
+
+def test_few_planned_steps_stand_for_a_window() -> None:
+    costs = np.random.RandomState(0).lognormal(5, 1.8, 4 * 8 * 64)
+    plans = list(draw_steps(costs, 4, 8, steps=32, window=4))
+    few, all_of_them = report_plans(plans, 5), report_plans(plans)
+    assert few.balanced == pytest.approx(all_of_them.balanced, rel=0.01)
+    assert (few.unbalanced, few.lower_bound) == (all_of_them.unbalanced, all_of_them.lower_bound)

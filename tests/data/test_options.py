@@ -58,6 +58,12 @@ def test_options_of_torchs_loader(tmp_path: Any) -> None:
         ("generator: 2", "generator"),
         ("balance: {mode: slack}", "mode"),
         ("balance: {assignment_mode: slak}", "slak"),
+        ("balance: {assignment_mode: zigzag, window: true}", "window=True.* has no meaning for assignment_mode='zigzag'"),
+        (
+            "balance: {assignment_mode: zigzag, rank_speeds: [1.0, 0.5]}",
+            "rank_speeds=.* has no meaning for assignment_mode='zig",
+        ),
+        ("balance: {tokens: [3, 4]}, batch_cost: 1000000000", "tokens=.* has no meaning for batch_cost="),
         ("balance: {count_slack: 0.5}", "count_slack=.* has no meaning for assignment_mode='fixed'"),
         ("batch_tokens: 2", "sample 0 alone has 3"),
         ("batch_tokens: -1", r"Budget\(per_rank=-1.*pass a finite number > 0"),

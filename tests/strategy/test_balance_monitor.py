@@ -77,7 +77,7 @@ def test_balance_is_logged_per_step_and_epoch() -> None:
     assert epochs[1]["freescale/imbalance/epoch/unbalanced"] > after
 
 
-def _advised(drop_last: bool) -> list[tuple[BalanceReport, BalanceReport]]:
+def _advised(drop_last: bool, limit: float | None = None) -> list[tuple[BalanceReport, BalanceReport]]:
     """What each advice was asked about, and what is predicted with what it was given."""
     asked: list[tuple[BalanceReport, BalanceReport]] = []
 
@@ -86,8 +86,10 @@ def _advised(drop_last: bool) -> list[tuple[BalanceReport, BalanceReport]]:
 
     balance_monitor.advise = advise  # type: ignore[assignment]  # this process ends with the test
     data = Samples(43)
-    module = FreeScaleDataModule(data, data.lengths, 2, collate_fn=collate, seed=5, drop_last=drop_last)
-    trainer(devices=2, max_epochs=1).fit(Recommender(), module)
+    groups = None if limit is None else np.arange(43) // 2
+    options = BalanceOptions(assignment_mode="free", max_tokens_per_rank=limit, keep_together=groups)
+    given: dict[str, Any] = {"collate_fn": collate, "seed": 5, "drop_last": drop_last, "balance": limit is None or options}
+    trainer(devices=2, max_epochs=1).fit(Recommender(), FreeScaleDataModule(data, data.lengths, 2, **given))
     return asked
 
 
@@ -100,6 +102,13 @@ def test_advice_is_on_the_epochs_own_steps(drop_last: bool) -> None:
         pytest.approx(told.lower_bound),
         pytest.approx(told.unbalanced),
     )
+
+
+def test_advice_is_on_plans_within_the_limits_in_use() -> None:
+    limit = float(Samples(43).lengths.max() * 3)
+    ((told, predicted),), _ = run_distributed(_advised, 2, True, limit)
+    assert told.tokens_fullest is not None and predicted.tokens_fullest == pytest.approx(told.tokens_fullest)
+    assert predicted.balanced == pytest.approx(told.balanced)
 
 
 class OwnData(L.LightningDataModule):

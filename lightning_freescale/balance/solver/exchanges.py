@@ -5,16 +5,21 @@ from __future__ import annotations
 import math
 from functools import cache
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 
-from lightning_freescale.balance.solver.problem import Ints, Problem
+from lightning_freescale.balance.solver.problem import Ints, Mask, Problem
 
 _KINDS = ((1, 1), (1, 0), (2, 1), (1, 2), (2, 2), (3, 2), (2, 3), (3, 3), (4, 4), (2, 0), (3, 1), (1, 3), (4, 3), (3, 4))
 """How many groups one rank gives and takes."""
 _CANDIDATES = {0: 0, 1: 1 << 20, 2: 64, 3: 16, 4: 10}
 """Groups of a rank, evenly spread, that so many are chosen from."""
+_NEAREST = (0, -1), (0, -1, 1, -2, 2, -3, 3, -4)
+"""Places around the best one to take from, where numbers alone are limited, and where something else forbids some."""
 _PARTNERS, _OTHERS, _FILLED, _ROUNDS, _PATIENCE = 8, 32, 4, 800, 30
+_ROUNDS_WITHIN = 60
+"""With groups of several samples, or a limit on tokens: what they leave room for, no bound knows."""
 
 Range = tuple[float, float]
 
@@ -22,12 +27,12 @@ Range = tuple[float, float]
 def exchange(problem: Problem, rank_of_group: Ints, target: float) -> Ints:
     """Exchange groups of the slowest rank for others of a quick one, until no rank is above ``target``.
 
-    For single samples without a limit on tokens. Where no quick rank has what helps, the quickest is made quicker at the
-    cost of others that stay below the target. Ends after a fixed number of exchanges, or where neither can be done.
+    Where no quick rank has what helps, the quickest is made quicker at the cost of others that stay below the target. Ends
+    after a fixed number of exchanges, or where neither can be done.
     """
     ranks = _Ranks(problem, rank_of_group)
     failed = 0
-    for _ in range(_ROUNDS):
+    for _ in range(_ROUNDS if problem.limits_counts_only else _ROUNDS_WITHIN):
         time = ranks.load * problem.slowness
         by_time = np.argsort(time, kind="stable").tolist()
         slow = by_time[-1]
@@ -57,7 +62,13 @@ class _Ranks:
         self.load = np.bincount(rank_of_group, problem.cost, problem.ranks).astype(np.int64)
         by_rank = np.argsort(rank_of_group, kind="stable")
         self._groups = np.split(by_rank, np.bincount(rank_of_group, minlength=problem.ranks).cumsum()[:-1])
-        self._sums: list[dict[int, tuple[Ints, Ints]]] = [{} for _ in range(problem.ranks)]
+        self._limits = list[_Limit]()
+        if (problem.size > 1).any():
+            self._limits.append(_Limit(problem.size, rank_of_group, problem.min_samples, problem.max_samples, problem.ranks))
+        if problem.tokens is not None:
+            self._limits.append(_Limit(problem.tokens, rank_of_group, 0, problem.max_tokens, problem.ranks))
+        self._counts = len(self._limits) == (problem.tokens is not None)
+        self._sums: list[dict[int, _Ways]] = [{} for _ in range(problem.ranks)]
         self._kinds = list(_KINDS)
         self._in_vain: list[set[int]] = [set() for _ in range(problem.ranks)]
 
@@ -93,15 +104,18 @@ class _Ranks:
             many, back = kind
             if many > len(mine) or back > len(others) or not self._keeps_limits(len(mine), len(others), many - back):
                 continue
-            (given, give), (taken, take) = self._sums_of(giver, many), self._sums_of(taker, back)
-            place = np.searchsorted(taken, given - math.floor(wanted))
-            near = np.concatenate([np.minimum(place, len(taken) - 1), np.maximum(place - 1, 0)])
-            more = np.concatenate([given, given]) - taken[near]
+            give, take = self._sums_of(giver, many), self._sums_of(taker, back)
+            place = np.searchsorted(take.cost, give.cost - math.floor(wanted))
+            near = np.concatenate([np.clip(place + away, 0, len(take.cost) - 1) for away in _NEAREST[bool(self._limits)]])
+            ways = np.resize(np.arange(len(give.cost)), len(near))
+            more = give.cost[ways] - take.cost[near]
             off = np.abs(more - wanted)
             off[(more < allowed[0]) | (more > allowed[1])] = np.inf
+            for limit, ours, theirs in zip(self._limits, give.amounts, take.amounts):
+                off[limit.is_left(giver, taker, ours[ways] - theirs[near])] = np.inf
             best = int(off.argmin())
             if off[best] < (np.inf if found is None else abs(moved - wanted)):
-                found, moved = (give[best % len(given)], take[near[best]]), int(more[best])
+                found, moved = (give.places[ways[best]], take.places[near[best]]), int(more[best])
             if found is not None and enough[0] <= moved <= enough[1]:  # other ranks may well do with the same kind
                 self._kinds = [kind, *(other for other in self._kinds if other != kind)]
                 break
@@ -110,6 +124,8 @@ class _Ranks:
         gone, come = mine[found[0]], others[found[1]]
         self._groups[giver] = np.sort(np.concatenate([np.delete(mine, found[0]), come]))
         self._groups[taker] = np.sort(np.concatenate([np.delete(others, found[1]), gone]))
+        for limit in self._limits:
+            limit.move(giver, taker, gone, come)
         self.load[giver] -= moved
         self.load[taker] += moved
         for rank in (giver, taker):
@@ -119,20 +135,63 @@ class _Ranks:
             in_vain -= {giver, taker}
         return True
 
-    def _sums_of(self, rank: int, many: int) -> tuple[Ints, Ints]:
-        """Return what so many groups of a rank cost, in order, shape ``[ways]``, and their places, ``[ways, many]``."""
+    def _sums_of(self, rank: int, many: int) -> _Ways:
+        """Return the ways to choose so many groups of a rank, by what they cost."""
         if many not in self._sums[rank]:
-            ways = _choices(len(self._groups[rank]), many)
-            cost, sums = self._problem.cost[self._groups[rank]], np.zeros(len(ways), dtype=np.int64)
-            for column in range(many):
-                sums += cost[ways[:, column]]
+            groups = self._groups[rank]
+            places = _choices(len(groups), many)
+            sums = _summed(self._problem.cost[groups], places)
             order = np.argsort(sums, kind="stable")
-            self._sums[rank][many] = sums[order], ways[order]
+            amounts = [_summed(limit.values[groups], places)[order] for limit in self._limits]
+            self._sums[rank][many] = _Ways(sums[order], places[order], amounts)
         return self._sums[rank][many]
 
     def _keeps_limits(self, giver: int, taker: int, less: int) -> bool:
+        if not self._counts:  # of groups, which may have several samples each
+            return True
         least, most = self._problem.min_samples, self._problem.max_samples
         return least <= giver - less <= most and least <= taker + less <= most
+
+
+class _Ways(NamedTuple):
+    """Ways to choose some groups of a rank, by their cost.
+
+    Attributes:
+        cost: shape ``[ways]``, in order.
+        places: of the groups among those of the rank, shape ``[ways, many]``.
+        amounts: of what else is limited, shape ``[ways]`` each.
+    """
+
+    cost: Ints
+    places: Ints
+    amounts: list[Ints]
+
+
+class _Limit:
+    """Samples of groups, or tokens, that each rank holds, and how many it may."""
+
+    def __init__(self, values: Ints, rank_of_group: Ints, least: int, most: int | Ints, ranks: int) -> None:
+        self.values, self._least, self._most = values, least, np.broadcast_to(most, ranks)
+        self._held = np.bincount(rank_of_group, values, ranks).astype(np.int64)
+
+    def is_left(self, giver: int, taker: int, more: Ints) -> Mask:
+        """Return which of these exchanges would leave the limit: ``more`` is what each moves."""
+        low, high = self._held[giver] - more, self._held[taker] + more
+        return (np.minimum(low, high) < self._least) | (low > self._most[giver]) | (high > self._most[taker])
+
+    def move(self, giver: int, taker: int, gone: Ints, come: Ints) -> None:
+        """Take note of an exchange of groups."""
+        more = int(self.values[gone].sum() - self.values[come].sum())
+        self._held[giver] -= more
+        self._held[taker] += more
+
+
+def _summed(values: Ints, places: Ints) -> Ints:
+    """Return the sum of ``values`` at each row of places."""
+    sums = np.zeros(len(places), dtype=np.int64)
+    for column in range(places.shape[1]):
+        sums += values[places[:, column]]
+    return sums
 
 
 @cache

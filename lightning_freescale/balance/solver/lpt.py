@@ -34,11 +34,14 @@ def first_plan(problem: Problem, time: float) -> Ints | None:
         left = np.flatnonzero(plan < 0)
         plan[left] = len(filled) + longest_first(problem.part(left, problem.ranks - len(filled)))
         return plan
-    rank_of_group = _longest_first_within_limits(problem, np.arange(len(problem.cost)), problem.cost)
-    if rank_of_group is None and problem.tokens is not None:  # spread what is scarce first
-        by_tokens = np.argsort(-problem.tokens, kind="stable")
-        rank_of_group = _longest_first_within_limits(problem, by_tokens, problem.tokens + 1)
-    return rank_of_group
+    ways = [(np.arange(len(problem.cost)), problem.cost)]
+    scarce = [problem.size] if problem.tokens is None else [problem.tokens + 1, problem.size]
+    ways += [(np.argsort(-amount, kind="stable"), amount) for amount in scarce]  # spread what is scarce first
+    for order, amount in ways:
+        found = _longest_first_within_limits(problem, order, amount)
+        if found is not None:
+            return found
+    return _fullest_first(problem, scarce[0])
 
 
 def zigzag(problem: Problem) -> Ints:
@@ -182,4 +185,24 @@ def _longest_first_within_limits(problem: Problem, order: Ints, cost: Ints) -> I
         at_max -= after == problem.max_samples
         for entry in [*passed, (time + costs[group] * slow, slow, rank)]:
             heapq.heappush(heap, entry)
+    return rank_of_group
+
+
+def _fullest_first(problem: Problem, amount: Ints) -> Ints | None:
+    """Return a plan that gives every group, the largest first, to the fullest rank with room for it; None if one has none."""
+    held, filled, tokens = (np.zeros(problem.ranks, dtype=np.int64) for _ in range(3))
+    token = np.zeros_like(problem.size) if problem.tokens is None else problem.tokens
+    rank_of_group, at_max = np.empty(len(amount), dtype=np.int64), problem.ranks_at_max
+    for left, group in zip(range(len(amount), 0, -1), np.argsort(-amount, kind="stable").tolist()):
+        after = held + problem.size[group]
+        fits = after <= problem.max_samples - (at_max == 0)
+        if problem.tokens is not None:
+            fits &= tokens + token[group] <= problem.max_tokens
+        if left <= np.count_nonzero(held == 0):  # no rank stays empty
+            fits &= held == 0
+        if not fits.any():
+            return None
+        rank = int(np.where(fits, filled, -1).argmax())
+        rank_of_group[group], at_max = rank, at_max - int(after[rank] == problem.max_samples)
+        held[rank], filled[rank], tokens[rank] = after[rank], filled[rank] + amount[group], tokens[rank] + token[group]
     return rank_of_group

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,8 @@ class Problem:
         slowness: shape ``[ranks]``; all 1 if the ranks are equally fast.
         min_samples, max_samples: how many a rank may hold.
         ranks_at_max: how many ranks may hold ``max_samples``, the others one less.
-        max_tokens: how many a rank may hold.
+        max_tokens: how many a rank may hold, all the same or shape ``[ranks]``.
+        unrounded: slowness before it was rounded, shape ``[ranks]``; None if it was not.
     """
 
     cost: Ints
@@ -37,7 +39,8 @@ class Problem:
     min_samples: int
     max_samples: int
     ranks_at_max: int
-    max_tokens: int
+    max_tokens: int | Ints
+    unrounded: NDArray[np.float64] | None = None
 
     @property
     def ranks(self) -> int:
@@ -45,10 +48,16 @@ class Problem:
         return len(self.slowness)
 
     @cached_property
+    def exact(self) -> Problem:
+        """The same with the slowness that ranks have: what a plan is worth and the bound are told by it."""
+        slowness: Any = self.unrounded
+        return self if slowness is None else replace(self, slowness=slowness, unrounded=None)
+
+    @cached_property
     def ideal_time(self) -> float:
         """Time of every rank if the work could be spread perfectly."""
         # exactly rounded, whatever the processor
-        pace = math.fsum(1.0 / self.slowness) if np.ptp(self.slowness) else self.ranks / int(self.slowness[0])
+        pace = math.fsum(1.0 / self.slowness) if np.ptp(self.slowness) else self.ranks / float(self.slowness[0])
         return float(self.cost.sum() / pace)
 
     @cached_property
@@ -60,7 +69,7 @@ class Problem:
         """Return whether a plan is within the limits on samples and tokens."""
         held = np.bincount(rank_of_group, None if self.limits_counts_only else self.size, self.ranks)
         within = held.min() >= self.min_samples and held.max() <= self.max_samples
-        fits = self.tokens is None or np.bincount(rank_of_group, self.tokens, self.ranks).max() <= self.max_tokens
+        fits = self.tokens is None or (np.bincount(rank_of_group, self.tokens, self.ranks) <= self.max_tokens).all()
         return bool(within and fits)
 
     def part(self, groups: Ints, ranks: int) -> Problem:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
+from lightning_freescale.balance.solver.all_plans import are_few, best_plan
 from lightning_freescale.balance.solver.bounds import Bound, lower_bound
 from lightning_freescale.balance.solver.exchanges import exchange
 from lightning_freescale.balance.solver.lpt import first_plan, longest_first, zigzag
 from lightning_freescale.balance.solver.problem import Ints, Problem, dearest_first, to_integers
 from lightning_freescale.balance.solver.swaps import refine
+from lightning_freescale.balance.solver.token_limit import brought_within, dearest_to_fastest, fewer_tokens
 
 CLOSE_ENOUGH = 1.0003
 """The search stops within this factor of the lower bound."""
 _WORTH_EXCHANGES = 1.0008
 _BLOCKS, _TIGHT = 8, 0.98
 """How many blocks are planned by themselves, as long as their bound is nearly that of the whole."""
-_ALL_SPLITS = 16
-"""Groups on two ranks up to which all plans are looked at."""
 _BEGINNINGS, _FEW = 4, 256
 """How often the search begins anew, at most, where it falls short with no more groups than this."""
 _GOLDEN = 2654435761
@@ -30,26 +31,61 @@ def search(problem: Problem, fallback: Ints | None = None) -> tuple[Ints | None,
     Args:
         problem: what to plan.
         fallback: the rank of every group in a plan to start from where none is found, shape ``[groups]``.
+
+    Returns:
+        the plan, and the time of ``problem.exact`` that none can beat.
     """
     bound = lower_bound(problem)
-    plan = _planned(problem, bound, bound.time)
-    if plan is None and problem.tokens is not None:  # balancing the tokens is the best that can be done for their limit
-        same_speed = np.ones_like(problem.slowness)
-        order = np.argsort(-problem.tokens, kind="stable")
-        tokens, size = to_integers(problem.tokens[order].astype(np.float64), same_speed), problem.size[order]
-        by_tokens = search(replace(problem, cost=tokens, size=size, tokens=None, slowness=same_speed))[0]
-        if by_tokens is not None:
-            plan = by_tokens[np.argsort(order, kind="stable")]
-            plan = refine(problem, plan, CLOSE_ENOUGH * bound.time) if problem.allows(plan) else None
-    if plan is None and fallback is not None and problem.allows(fallback):
-        plan = refine(problem, fallback, CLOSE_ENOUGH * bound.time)
-    if plan is None or _time(problem, plan) <= CLOSE_ENOUGH * bound.time:
-        return plan, bound.time
-    if problem.ranks == 2 and len(problem.cost) <= _ALL_SPLITS:
-        plan = best_split(problem)
-        return plan, float(_time(problem, plan)) if problem.tokens is None else bound.time  # which is of the counts alone
+    # the search goes by speeds in whole numbers, what is said of its plan by those that were given
+    exact = problem.exact
+    least = bound.time if exact is problem else lower_bound(exact).time
+    plan = _planned(problem, bound, bound.time) if problem.tokens is None else _within_token_limit(problem, bound, fallback)
+    if plan is not None and _time(problem, plan) <= CLOSE_ENOUGH * bound.time:
+        return plan, least
+    if are_few(problem):
+        plan = best_plan(exact)
+        if plan is None or problem.tokens is not None:  # the bound is of the counts alone
+            return plan, least
+        return plan, float(exact.times(plan).max())
+    if plan is None:
+        return None, least
     plain = zigzag(problem)
-    return plain if problem.allows(plain) and _time(problem, plain) < _time(problem, plan) else plan, bound.time
+    return plain if problem.allows(plain) and _time(problem, plain) < _time(problem, plan) else plan, least
+
+
+def _within_token_limit(problem: Problem, bound: Bound, fallback: Ints | None) -> Ints | None:
+    """Return a plan within the limit on tokens: the one without it, brought within, or what the first other way finds.
+
+    Of few groups, the best of all ways.
+    """
+    plan = search(replace(problem, tokens=None))[0]
+    if plan is not None and problem.allows(plan):
+        return plan
+    ways: tuple[Callable[[], Ints | None], ...] = (
+        lambda: None if plan is None else brought_within(problem, plan),
+        lambda: _by_tokens(problem),
+        lambda: first_plan(problem, bound.time),
+        lambda: fallback,
+    )
+    best = None
+    for way in ways:
+        found = way()
+        if found is None or not problem.allows(found):
+            continue
+        found = _improved(problem, found, bound.time)
+        best = found if best is None or _time(problem, found) < _time(problem, best) else best
+        if len(found) > _FEW or _time(problem, best) <= _WORTH_EXCHANGES * bound.time:
+            break
+    return best
+
+
+def _by_tokens(problem: Problem) -> Ints | None:
+    """Return a plan that balances the tokens, which is the best that can be done for their limit."""
+    assert problem.tokens is not None
+    same_speed, order = np.ones_like(problem.slowness), np.argsort(-problem.tokens, kind="stable")
+    tokens = to_integers(problem.tokens[order].astype(np.float64), same_speed)
+    plan = search(replace(problem, cost=tokens, size=problem.size[order], tokens=None, slowness=same_speed, unrounded=None))[0]
+    return None if plan is None else plan[np.argsort(order, kind="stable")]
 
 
 def _planned(problem: Problem, bound: Bound, time: float) -> Ints | None:
@@ -104,10 +140,12 @@ def _best_of_beginnings(problem: Problem, plan: Ints, time: float) -> Ints:
 
 
 def _improved(problem: Problem, plan: Ints, time: float) -> Ints:
+    if not problem.limits_counts_only:
+        plan = dearest_to_fastest(problem, plan)
     if _time(problem, plan) <= CLOSE_ENOUGH * time:
         return plan
     plan = refine(problem, plan, CLOSE_ENOUGH * time)
-    if problem.limits_counts_only and _time(problem, plan) > _WORTH_EXCHANGES * time:
+    if _time(problem, plan) > _WORTH_EXCHANGES * time:
         plan = exchange(problem, plan, CLOSE_ENOUGH * time)
     return plan
 
@@ -122,34 +160,8 @@ def level_tokens(problem: Problem, plan: Ints, tokens: Ints) -> Ints:
     """
     if np.ptp(problem.slowness):  # a limit on the costs would not be one on the times
         return plan
-    order = dearest_first(tokens)
-    most = int(np.bincount(plan, problem.cost, problem.ranks).max())
-    leveled = replace(problem, cost=tokens[order], size=problem.size[order], tokens=problem.cost[order], max_tokens=most)
-    found = np.empty_like(plan)
-    found[order] = refine(leveled, plan[order], CLOSE_ENOUGH * leveled.ideal_time)
+    found = fewer_tokens(problem, plan, tokens, _time(problem, plan), CLOSE_ENOUGH * int(tokens.sum()) / problem.ranks)
     return found if problem.allows(found) else plan
-
-
-def best_split(problem: Problem) -> Ints:
-    """Return the best of all plans for two ranks within the limits."""
-    samples = int(problem.size.sum())
-    held, load = _of_all_subsets(problem.size), _of_all_subsets(problem.cost)
-    least, most = np.minimum(held, samples - held), np.maximum(held, samples - held)
-    allowed = (least >= problem.min_samples) & (most <= problem.max_samples)
-    if problem.tokens is not None:
-        tokens = _of_all_subsets(problem.tokens)
-        allowed &= np.maximum(tokens, int(tokens[-1]) - tokens) <= problem.max_tokens
-    time = np.maximum((int(load[-1]) - load) * problem.slowness[0], load * problem.slowness[1])
-    time[~allowed] = np.iinfo(np.int64).max
-    return int(time.argmin()) >> np.arange(len(problem.cost)) & 1
-
-
-def _of_all_subsets(values: Ints) -> Ints:
-    """Return the sums of all subsets, shape ``[2 ** groups]``; bit ``i`` of a subset's number tells whether ``i`` is in it."""
-    sums = np.zeros(1, dtype=np.int64)
-    for value in values.tolist():
-        sums = np.concatenate([sums, sums + value])
-    return sums
 
 
 def _time(problem: Problem, plan: Ints) -> int:

@@ -54,7 +54,7 @@ def refine(problem: Problem, rank_of_group: Ints, target: float) -> Ints:
     if problem.tokens is not None:
         limits.append(_Amounts(problem.tokens, group, 0, problem.max_tokens))
     columns = np.unique(np.linspace(0, group.shape[1] - 1, min(group.shape[1], CANDIDATES)).astype(np.int64))
-    find_best = compiled(best_swap_loop) if worth_compiling(len(rank_of_group)) else best_swap
+    compile_search = worth_compiling(len(rank_of_group))
     failed = 0
     for _ in range(ROUNDS):
         time = cost.held * problem.slowness
@@ -66,7 +66,11 @@ def refine(problem: Problem, rank_of_group: Ints, target: float) -> Ints:
         slow, quick = by_time[:pairs], by_time[::-1][(np.arange(pairs) + failed) % (problem.ranks - pairs)]
         costs = cost.table[slow[:, None], columns], cost.table[quick[:, None], columns]
         pace = problem.slowness[slow], problem.slowness[quick]
-        best = find_best(*costs, cost.held[slow], cost.held[quick], *pace, _blocked_swaps(limits, slow, quick, columns))
+        loads = cost.held[slow], cost.held[quick]
+        if compile_search:
+            best = compiled(best_swap_loop)(*costs, *loads, *pace, *_allowed_swaps(limits, slow, quick, columns))
+        else:
+            best = best_swap(*costs, *loads, *pace, _blocked_swaps(limits, slow, quick, columns))
         found = best >= 0
         failed = 0 if found[0] else failed + 1
         give, take = (columns[place] for place in np.divmod(best[found], len(columns)))
@@ -93,10 +97,10 @@ def _groups_of_ranks(problem: Problem, rank_of_group: Ints, count: Ints) -> Ints
 class _Amounts:
     """Costs, samples or tokens in a table ``[ranks, slots]``, and how many each rank holds within its limits."""
 
-    def __init__(self, values: Ints, group: Ints, least: int = 0, most: int = _NEVER) -> None:
+    def __init__(self, values: Ints, group: Ints, least: int = 0, most: int | Ints = _NEVER) -> None:
         self.table = np.where(group >= 0, values[group], 0)
         self.held: Ints = self.table.sum(axis=1)
-        self.least, self.most = least, most
+        self.least, self.most = least, np.broadcast_to(most, len(group))  # the same for all, or one of each rank
         self.largest = int(self.table.max())
 
     def swap(self, ours: tuple[Ints, Ints], theirs: tuple[Ints, Ints]) -> None:
@@ -106,23 +110,37 @@ class _Amounts:
         self.held[theirs[0]] += more
         self.table[ours], self.table[theirs] = self.table[theirs], self.table[ours]
 
-    def blocked(self, slow: Ints, quick: Ints, columns: Ints) -> Mask:
-        """Return which swaps would leave the limits, shape ``[pairs, candidates, candidates]``."""
-        more = self.table[slow[:, None], columns][:, :, None] - self.table[quick[:, None], columns][:, None, :]
-        after_slow, after_quick = self.held[slow][:, None, None] - more, self.held[quick][:, None, None] + more
-        return (after_slow < self.least) | (after_slow > self.most) | (after_quick < self.least) | (after_quick > self.most)
+    def allowed(self, slow: Ints, quick: Ints) -> tuple[Ints, Ints]:
+        """Return the least and the most that each pair may move from slow to quick within the limits, shape ``[pairs]``."""
+        low = np.maximum(self.held[slow] - self.most[slow], self.least - self.held[quick])
+        return low, np.minimum(self.held[slow] - self.least, self.most[quick] - self.held[quick])
 
 
 def _blocked_swaps(limits: list[_Amounts], slow: Ints, quick: Ints, columns: Ints) -> Mask:
-    """Return which swaps a limit forbids; an empty array if none."""
+    """Return which swaps a limit forbids, shape ``[pairs, candidates, candidates]``; an empty array if none."""
     blocked = np.zeros((0, 0, 0), dtype=bool)
     for limit in limits:
-        safe = (limit.held >= limit.least + limit.largest) & (limit.held <= limit.most - limit.largest)
-        near = np.flatnonzero(~(safe[slow] & safe[quick]))  # the pairs that a single swap could take out of the limit
+        low, high = limit.allowed(slow, quick)
+        near = np.flatnonzero((low > -limit.largest) | (high < limit.largest))  # a single swap could leave the limit
         if len(near):
             blocked = blocked if blocked.size else np.zeros((len(slow), len(columns), len(columns)), dtype=bool)
-            blocked[near] |= limit.blocked(slow[near], quick[near], columns)
+            ours, theirs = limit.table[slow[near][:, None], columns], limit.table[quick[near][:, None], columns]
+            more = ours[:, :, None] - theirs[:, None, :]
+            blocked[near] |= (more < low[near][:, None, None]) | (more > high[near][:, None, None])
     return blocked
+
+
+def _allowed_swaps(limits: list[_Amounts], slow: Ints, quick: Ints, columns: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return the same for the compiled loop, which looks at the limits of few swaps: what may be given and taken, and moved."""
+    allowed = [(limit, *limit.allowed(slow, quick)) for limit in limits]
+    # those that a single swap could leave
+    near = [(limit, low, high) for limit, low, high in allowed if low.max() > -limit.largest or high.min() < limit.largest]
+    ours, theirs = (np.empty((len(near), len(slow), len(columns)), dtype=np.int64) for _ in range(2))
+    low, high = (np.empty((len(near), len(slow)), dtype=np.int64) for _ in range(2))
+    for place, (limit, least, most) in enumerate(near):
+        ours[place], theirs[place] = limit.table[slow[:, None], columns], limit.table[quick[:, None], columns]
+        low[place], high[place] = least, most
+    return ours, theirs, low, high
 
 
 def best_swap(
@@ -157,10 +175,24 @@ def best_swap(
 
 
 def best_swap_loop(
-    slow: Ints, quick: Ints, slow_load: Ints, quick_load: Ints, slow_pace: Ints, quick_pace: Ints, blocked: Mask
+    slow: Ints,
+    quick: Ints,
+    slow_load: Ints,
+    quick_load: Ints,
+    slow_pace: Ints,
+    quick_pace: Ints,
+    slow_amounts: Ints,
+    quick_amounts: Ints,
+    low: Ints,
+    high: Ints,
 ) -> Ints:
-    """Return what :func:`best_swap` does, to the index, written out as the loop that numba compiles."""
+    """Return what :func:`best_swap` does, to the index, written out as the loop that numba compiles.
+
+    Instead of the swaps that are not allowed, it is told the amounts of what is limited, shape ``[limits, pairs, candidates]``,
+    and how much of each may be moved, shape ``[limits, pairs]``.
+    """
     pairs, candidates = slow.shape
+    limits = len(low)
     result = np.full(pairs, -1)
     for p in range(pairs):
         least = slow_load[p] * slow_pace[p]
@@ -168,6 +200,12 @@ def best_swap_loop(
             for j in range(candidates):
                 more = slow[p, i] - quick[p, j]
                 later = max((slow_load[p] - more) * slow_pace[p], (quick_load[p] + more) * quick_pace[p])
-                if later < least and not (blocked.size and blocked[p, i, j]):
-                    least, result[p] = later, i * candidates + j
+                if later < least:
+                    allowed = True
+                    for k in range(limits):
+                        amount = slow_amounts[k, p, i] - quick_amounts[k, p, j]
+                        if amount < low[k, p] or amount > high[k, p]:
+                            allowed = False
+                    if allowed:
+                        least, result[p] = later, i * candidates + j
     return result
