@@ -134,7 +134,8 @@ def _table(runs: Mapping[str, Mapping[str, Any]], ranks: int) -> str:
     lines += [
         "plain is TorchRec's own exchange under DDP. data, straggler and transfer are waits: for the batch, for a slower",
         "  rank, for bytes that no compute hid; host is the loop and its hooks. The runs follow each other, so samples/s",
-        "  and speed-up show what else the machine does; at equal compute, by the bubbles alone, they do not.",
+        "  and speed-up show what else the machine does; at equal compute, by the bubbles alone, they do not, nor what a",
+        "  technique adds to compute, as a split backward does.",
         f"imbalance of compute (max / mean): predicted {plan.unbalanced:.3f} as drawn, {plan.balanced:.3f} balanced,",
         f"  no assignment gets below {plan.lower_bound:.3f}, by {plan.costs};",
         f"  measured {plain.compute_imbalance:.3f} as drawn, {balanced.compute_imbalance:.3f} balanced",
