@@ -4,9 +4,8 @@
 loader, unequal samples, a slow hook and a slow link all at once, and once more without one of them: batches that are there at
 once, every rank the mean of the samples' costs, no hook, a fast link. Under ``strategy="ddp"``, with the embedding exchange
 waited for and overlapped, and in micro-batches; where the loader alone takes nine tenths of a step; and where ranks wait for a
-loader worker that reads beside compute. ``predicted`` is the
-what-if of the run with the cause, ``measured`` the time of its steps over that of the run without. Runs take turns, medians of
-``--rounds``.
+loader worker that reads beside compute. ``predicted`` is the what-if of the run with the cause, ``measured`` the time of its
+steps over that of the run without. Runs take turns, medians of ``--rounds``.
 """
 
 from __future__ import annotations

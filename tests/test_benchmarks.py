@@ -289,12 +289,13 @@ def test_what_was_planted_under_overlap_is_found(tmp_path: Path) -> None:
 def test_what_ifs_are_held_against_runs_without_the_cause(capsys: pytest.CaptureFixture[str]) -> None:
     cases = {"no data wait": 2.0, "perfect balance": 1.25, "no host overhead": 1.0, "full overlap": 1.6}
     steps = {"as it is": 0.4, "no data wait": 0.2, "perfect balance": 0.32, "no host overhead": 0.4, "starved": 0.4}
+    steps |= {f"behind a worker: {run}": steps[run] for run in what_if.BEHIND} | {"behind a worker": 0.4}
     steps["starved: no data wait"] = 0.1  # 4 times as fast, where 2 was predicted
     slow = [{"setting": "ddp", "run": run, "step_s": step, "what_if": cases} for run, step in steps.items()]
     figures = what_if._figures(slow, [{"setting": "ddp", "run": "as it is", "step_s": 0.25}])
-    assert (figures["combinations"], figures["within_5_percent"]) == (5, 4)
+    assert (figures["combinations"], figures["within_5_percent"]) == (8, 7)
     assert figures["worst"] == figures["ddp_no_data_wait_starved_off"] == pytest.approx(0.5)
-    assert "4 of 5 within 5 %" in capsys.readouterr().out
+    assert "7 of 8 within 5 %" in capsys.readouterr().out
 
 
 @pytest.mark.slow
