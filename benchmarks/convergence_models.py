@@ -111,7 +111,7 @@ MODELS = ("hstu", "sasrec")
 RECIPES = {
     "ml-1m": {
         "hstu": Recipe(12, 32, 50, {"lr": 1e-3, "item_lr": 0.05}),
-        "sasrec": Recipe(12, 64, 200, {"dim": 64, "lr": 3e-3}),
+        "sasrec": Recipe(8, 64, 200, {"dim": 64, "lr": 3e-3}),
     },
     "ml-latest-small": {
         "hstu": Recipe(20, 16, 100, {"lr": 1e-3, "item_lr": 0.05}),
