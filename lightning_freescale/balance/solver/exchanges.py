@@ -15,7 +15,7 @@ _KINDS = ((1, 1), (1, 0), (2, 1), (1, 2), (2, 2), (3, 2), (2, 3), (3, 3), (4, 4)
 """How many groups one rank gives and takes."""
 _CANDIDATES = {0: 0, 1: 1 << 20, 2: 64, 3: 16, 4: 10}
 """Groups of a rank, evenly spread, that so many are chosen from."""
-_NEAREST = (0, -1), (0, -1, 1, -2, 2, -3, 3, -4)
+_NEAREST = np.array([[0], [-1]]), np.array([[0], [-1], [1], [-2], [2], [-3], [3], [-4]])
 """Places around the best one to take from, where numbers alone are limited, and where something else forbids some."""
 _PARTNERS, _OTHERS, _FILLED, _ROUNDS, _PATIENCE = 8, 32, 4, 800, 30
 _ROUNDS_WITHIN = 60
@@ -106,16 +106,15 @@ class _Ranks:
                 continue
             give, take = self._sums_of(giver, many), self._sums_of(taker, back)
             place = np.searchsorted(take.cost, give.cost - math.floor(wanted))
-            near = np.concatenate([np.clip(place + away, 0, len(take.cost) - 1) for away in _NEAREST[bool(self._limits)]])
-            ways = np.resize(np.arange(len(give.cost)), len(near))
-            more = give.cost[ways] - take.cost[near]
+            near = np.minimum(np.maximum(place + _NEAREST[bool(self._limits)], 0), len(take.cost) - 1)
+            more = give.cost - take.cost[near]
             off = np.abs(more - wanted)
             off[(more < allowed[0]) | (more > allowed[1])] = np.inf
             for limit, ours, theirs in zip(self._limits, give.amounts, take.amounts):
-                off[limit.is_left(giver, taker, ours[ways] - theirs[near])] = np.inf
+                off[limit.is_left(giver, taker, ours - theirs[near])] = np.inf
             best = int(off.argmin())
-            if off[best] < (np.inf if found is None else abs(moved - wanted)):
-                found, moved = (give.places[ways[best]], take.places[near[best]]), int(more[best])
+            if off.flat[best] < (np.inf if found is None else abs(moved - wanted)):
+                found, moved = (give.places[best % len(give.cost)], take.places[near.flat[best]]), int(more.flat[best])
             if found is not None and enough[0] <= moved <= enough[1]:  # other ranks may well do with the same kind
                 self._kinds = [kind, *(other for other in self._kinds if other != kind)]
                 break
