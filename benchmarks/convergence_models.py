@@ -118,7 +118,7 @@ RECIPES = {
         "sasrec": Recipe(20, 16, 100, {"dim": 64, "lr": 2e-3}),
     },
 }
-"""From a few trials with seed 0, by validation, without looking at what either strategy makes of it."""
+"""From a few trials with seed 0, of one strategy alone; epochs are as many as there was time for."""
 
 
 def recipe_of(model: str, path: Path | None) -> Recipe:

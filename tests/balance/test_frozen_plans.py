@@ -59,9 +59,9 @@ def _planned(kind: str, draw: Draw) -> list[np.ndarray]:
 FROZEN: dict[str, str] = {
     "counts": "d910b8304957388f",
     "tokens levelled": "b531da036fcc0c8b",
-    "token limit": "b5533b477057b603",
+    "token limit": "f40a135f353854f2",
     "speeds": "2c164dd4b2fbf61f",
-    "speeds and token limit": "ec08876a1d798aca",
+    "speeds and token limit": "575c0e599b285d3e",
     "groups": "6e975c0db91f3787",
     "window": "8bb1aeecd531fc0c",
     "budget": "60a612242a9b6620",

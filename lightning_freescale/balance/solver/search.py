@@ -17,11 +17,13 @@ from lightning_freescale.balance.solver.token_limit import brought_within, deare
 
 CLOSE_ENOUGH = 1.0003
 """The search stops within this factor of the lower bound."""
-_WORTH_EXCHANGES = 1.0008
+_WORTH_EXCHANGES, _WORTH_ANOTHER_WAY = 1.0008, 1.01
+"""What is further above the bound than this goes on to exchanges; of many groups within a limit, to another first plan."""
 _BLOCKS, _TIGHT = 8, 0.98
 """How many blocks are planned by themselves, as long as their bound is nearly that of the whole."""
-_BEGINNINGS, _FEW = 4, 256
-"""How often the search begins anew, at most, where it falls short with no more groups than this."""
+_BEGINNINGS, _FEW, _MANY = 4, 256, 4096
+"""How often the search begins anew, at most, where it falls short with no more groups than the second; with more than the third
+another first plan within a limit on tokens takes too long."""
 _GOLDEN = 2654435761
 
 
@@ -72,11 +74,12 @@ def _within_token_limit(problem: Problem, bound: Bound, fallback: Ints | None) -
         found = way()
         if found is None or not problem.allows(found):
             continue
-        found = _improved(problem, found, bound.time)
+        found = _swapped(problem, found, bound.time)
         best = found if best is None or _time(problem, found) < _time(problem, best) else best
-        if len(found) > _FEW or _time(problem, best) <= _WORTH_EXCHANGES * bound.time:
+        near = _WORTH_EXCHANGES if len(found) <= _FEW else _WORTH_ANOTHER_WAY
+        if len(found) > _MANY or _time(problem, best) <= near * bound.time:
             break
-    return best
+    return None if best is None else _exchanged(problem, best, bound.time)
 
 
 def _by_tokens(problem: Problem) -> Ints | None:
@@ -140,14 +143,17 @@ def _best_of_beginnings(problem: Problem, plan: Ints, time: float) -> Ints:
 
 
 def _improved(problem: Problem, plan: Ints, time: float) -> Ints:
+    return _exchanged(problem, _swapped(problem, plan, time), time)
+
+
+def _swapped(problem: Problem, plan: Ints, time: float) -> Ints:
     if not problem.limits_counts_only:
         plan = dearest_to_fastest(problem, plan)
-    if _time(problem, plan) <= CLOSE_ENOUGH * time:
-        return plan
-    plan = refine(problem, plan, CLOSE_ENOUGH * time)
-    if _time(problem, plan) > _WORTH_EXCHANGES * time:
-        plan = exchange(problem, plan, CLOSE_ENOUGH * time)
-    return plan
+    return refine(problem, plan, CLOSE_ENOUGH * time)
+
+
+def _exchanged(problem: Problem, plan: Ints, time: float) -> Ints:
+    return exchange(problem, plan, CLOSE_ENOUGH * time) if _time(problem, plan) > _WORTH_EXCHANGES * time else plan
 
 
 def level_tokens(problem: Problem, plan: Ints, tokens: Ints) -> Ints:
