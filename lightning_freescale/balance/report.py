@@ -60,7 +60,7 @@ class BalanceReport:
         imbalance over 16 steps (max / mean over ranks):
                  as drawn             balanced             lower bound  gap
         compute  1.381 (27.6% idle)   1.000 (0.0% idle)    1.000        0.03%
-        tokens   1.230                1.028                -            -      fullest rank of any step: 100.0% of its limit
+        tokens   1.230                1.027                -            -      fullest rank of any step: 100.0% of its limit
     """
 
     steps: int
