@@ -55,7 +55,7 @@ def _causes(setting: str) -> dict[str, Planted]:
 
 def _is_right(setting: str, cause: str, run: Planted, document: dict[str, Any]) -> bool:
     found = document["verdict"]
-    right = found["cause"] == cause and (cause != "slow hardware" or "rank 1 takes" in found["why"])
+    right = found["cause"] == cause and (cause != "slow hardware" or "rank 1 takes" in found["why"].lower())
     print(f"\n{'right' if right else 'WRONG'}: {setting}, planted: {cause} {planted.as_row(run)}", flush=True)
     print(f"  Verdict: {found['verdict']}\n  Why:     {found['why']}\n  Next:    {found['next']}", flush=True)
     return right
