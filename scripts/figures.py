@@ -69,6 +69,8 @@ class Figures(string.Formatter):
         if factor is not None:
             value, format_spec = value * factor, format_spec[1:]
         shown = super().format_field(value, format_spec)
+        if not any(digit in shown for digit in "123456789"):
+            shown = shown.replace("-", "")  # zero has no sign
         return shown[:-1] + " %" if format_spec.endswith("%") else shown
 
 

@@ -23,7 +23,10 @@ MEASURED_ON = {"commit": "abc1234", "date": "2026-01-31", "cores": 2, "processor
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository with two results and no page yet."""
-    for name, found in {"ladder_8": {"reduction": 0.9514, "speed_up": 2.178}, "ladder_2": {"speed_up": 2.0}}.items():
+    for name, found in {
+        "ladder_8": {"reduction": 0.9514, "speed_up": 2.178, "lost": -0.0001},
+        "ladder_2": {"speed_up": 2.0},
+    }.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({"figures": found, "measured_on": MEASURED_ON}))
     monkeypatch.setattr(figures, "ROOT", tmp_path)
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
@@ -64,6 +67,7 @@ def test_a_wrong_figure_is_found_and_written_anew(
     [
         ("{reduction:.1%}", "95.1 %"),
         ("{reduction:.0%}", "95 %"),
+        ("{lost:.0%}, {lost:.2%}", "0 %, -0.01 %"),
         ("**{reduction:+.2%}**", "**+95.14 %**"),
         ("{speed_up:.3f}", "2.178"),
         ("{speed_up:m.0f} ms, {speed_up:k.4f}", "2178 ms, 0.0022"),
