@@ -28,8 +28,8 @@ Floats = NDArray[np.float64]
 FitCosts = Callable[[Floats, Floats], "tuple[Floats, Floats] | None"]
 """From what every rank worked on in every step, ``[steps, ranks, features]``, and how long it computed, ``[steps, ranks]``, to
 the seconds that this should take on a rank that is not slow, ``[steps, ranks]``, and how slow each rank is, ``[ranks]``."""
-_REPLAYED = 500
-"""Steps of a replay: enough for a mean, and done in a second."""
+_REPLAYED, _REPLAYED_OF_RANKS = 500, 50_000
+"""Steps of a replay at most, and steps times ranks: enough for a mean, and done in half a second."""
 _ENOUGH = 0.1
 """Share of these steps whose waits must be divided for them to speak for the others."""
 _PREFETCHED = 2
@@ -122,11 +122,12 @@ class History:
 
     def _what_if(self, breakdown: Floats, expected: Floats | None) -> tuple[tuple[WhatIf, ...], NDArray[np.intp] | None]:
         """What-ifs, and which of the report's steps they are of: the last ones, those with divided waits if that are enough."""
-        last = np.arange(len(breakdown))[-len(self._segments) :]
+        segments = list(self._segments)[-max(1, _REPLAYED_OF_RANKS // breakdown.shape[1]) :]
+        last = np.arange(len(breakdown))[-len(segments) :]
         divided = ~column(breakdown[last], "wait").any(axis=1)
         enough = divided.mean() >= _ENOUGH  # some windows in which the clocks disagreed must not hide what the others tell
         chosen = np.flatnonzero(divided) if enough else np.arange(len(last))
-        replay = Replay([self._segments[k] for k in chosen], _PREFETCHED * (self._run.num_workers or 0))
+        replay = Replay([segments[k] for k in chosen], _PREFETCHED * (self._run.num_workers or 0))
         hidden = column(breakdown, "hidden")
         slowed = contention(column(breakdown, "compute"), hidden, expected)
         costs = None if expected is None else expected[last[chosen]]

@@ -194,8 +194,9 @@ def test_waits_for_data_of_loader_workers_are_replayed_as_such() -> None:
     assert balance(0) == balance(None) != pytest.approx(1.0, abs=0.2)
 
 
-def test_replayed_are_the_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_freescale.profiling.collection.history._REPLAYED", 3)
+@pytest.mark.parametrize(("limit", "value"), [("_REPLAYED", 3), ("_REPLAYED_OF_RANKS", 7)])
+def test_replayed_are_the_last_steps(limit: str, value: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"lightning_freescale.profiling.collection.history.{limit}", value)
     report = _report(_history(_windows(range(8)), max_steps=7), [])
     assert report.document()["replay"]["first_step"] == 5
     assert report.replayed.tolist() == [4, 5, 6]
