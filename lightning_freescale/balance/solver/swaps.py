@@ -53,9 +53,10 @@ def refine(problem: Problem, rank_of_group: Ints, target: float) -> Ints:
         limits.append(_Amounts(problem.size, group, problem.min_samples, problem.max_samples))
     if problem.tokens is not None:
         limits.append(_Amounts(problem.tokens, group, 0, problem.max_tokens))
-    columns = np.unique(np.linspace(0, group.shape[1] - 1, min(group.shape[1], CANDIDATES)).astype(np.int64))
+    slots = group.shape[1]
+    columns = np.arange(slots) if slots <= CANDIDATES else np.unique(np.linspace(0, slots - 1, CANDIDATES).astype(np.int64))
     compile_search = worth_compiling(len(rank_of_group))
-    failed = 0
+    refined, failed = np.append(rank_of_group, -1), 0  # the last is for empty slots
     for _ in range(ROUNDS):
         time = cost.held * problem.slowness
         above = int(np.count_nonzero(time > target))
@@ -75,18 +76,18 @@ def refine(problem: Problem, rank_of_group: Ints, target: float) -> Ints:
         failed = 0 if found[0] else failed + 1
         give, take = (columns[place] for place in np.divmod(best[found], len(columns)))
         ours, theirs = (slow[found], give), (quick[found], take)
+        refined[group[ours]], refined[group[theirs]] = quick[found], slow[found]
         group[ours], group[theirs] = group[theirs], group[ours]
         for amounts in (cost, *limits):
             amounts.swap(ours, theirs)
-    filled = group >= 0
-    refined = np.empty(len(rank_of_group), dtype=np.int64)
-    refined[group[filled]] = np.nonzero(filled)[0]
-    return refined
+    return refined[:-1]
 
 
 def _groups_of_ranks(problem: Problem, rank_of_group: Ints, count: Ints) -> Ints:
     """Return the groups of every rank, shape ``[ranks, slots]``, the most expensive first; an empty slot holds -1."""
     slots = int(count.max()) + (problem.min_samples < problem.max_samples)  # an empty slot turns a swap into a move
+    if worth_compiling(len(rank_of_group)):
+        return compiled(table_of_ranks)(rank_of_group, problem.ranks, slots)
     key = rank_of_group.astype(np.min_scalar_type(problem.ranks))  # numpy sorts short integers in linear time
     by_rank = np.argsort(key, kind="stable")
     table = np.full((problem.ranks, slots), -1)
@@ -94,11 +95,20 @@ def _groups_of_ranks(problem: Problem, rank_of_group: Ints, count: Ints) -> Ints
     return table
 
 
+def table_of_ranks(rank_of_group: Ints, ranks: int, slots: int) -> Ints:
+    """Return the groups of every rank in their order, shape ``[ranks, slots]``; written out for numba."""
+    table, held = np.full((ranks, slots), -1), np.zeros(ranks, dtype=np.int64)
+    for group, rank in enumerate(rank_of_group):
+        table[rank, held[rank]] = group
+        held[rank] += 1
+    return table
+
+
 class _Amounts:
     """Costs, samples or tokens in a table ``[ranks, slots]``, and how many each rank holds within its limits."""
 
     def __init__(self, values: Ints, group: Ints, least: int = 0, most: int | Ints = _NEVER) -> None:
-        self.table = np.where(group >= 0, values[group], 0)
+        self.table = np.append(values, 0)[group]  # an empty slot is group -1
         self.held: Ints = self.table.sum(axis=1)
         self.least, self.most = least, np.broadcast_to(most, len(group))  # the same for all, or one of each rank
         self.largest = int(self.table.max())
