@@ -18,6 +18,7 @@ from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.balance import BlockShuffle
 from lightning_freescale.data import ParquetHistories
 from lightning_freescale.testing import run_distributed
+from tests.helpers.recommender import REPEATS
 
 USERS, FILES, ROWS = 960, 4, 20
 ROW_GROUPS, WINDOW = USERS // ROWS, 4
@@ -239,7 +240,7 @@ class _NextItem(L.LightningModule):
 
 
 def _fit(folder: str, workers: int) -> tuple[list[float], int]:
-    options = {"num_workers": workers, "persistent_workers": False}
+    options = {"num_workers": workers, "persistent_workers": False, "balance": REPEATS}
     model, data = _NextItem(), _data(Path(folder), **options)
     trainer = L.Trainer(
         strategy="freescale", accelerator="cpu", devices=2, max_epochs=2, logger=False, enable_checkpointing=False,

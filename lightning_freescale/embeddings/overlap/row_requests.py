@@ -69,15 +69,15 @@ class RowRequest:
             owned, of_ids = torch.diff(edges), torch.diff(F.pad(first, (0, 1), value=keys.numel())[edges])
         else:
             lengths, features = keys.new_tensor([part.numel() for _, part in parts]), len(layout.features)
-            feature = torch.repeat_interleave(keys.new_tensor([index for index, _ in parts]), lengths, output_size=len(keys))
+            feature = torch.repeat_interleave(keys.new_tensor([index for index, _ in parts]), lengths, output_size=keys.numel())
             slot = layout.owners(keys) * features + feature
             order = torch.argsort(slot, stable=True)
-            ordered, first = keys[order], torch.arange(len(keys), device=keys.device)
+            ordered, first = keys[order], torch.arange(keys.numel(), device=keys.device)
             places = first
             counts = torch.bincount(slot, minlength=layout.ranks * features).view(layout.ranks, -1)
             slots, owned = counts.cpu() if slots.shape[1] else slots, counts.sum(dim=1)
             of_ids = owned
-        rows = ordered - torch.repeat_interleave(layout.starts[:-1], owned, output_size=len(ordered))
+        rows = ordered - torch.repeat_interleave(layout.starts[:-1], owned, output_size=ordered.numel())
         inverse = torch.empty_like(order, dtype=torch.int32)
         inverse[order] = places.int()
         sizes, id_sizes = torch.stack([owned, of_ids]).tolist()  # on CUDA the host waits here
@@ -109,10 +109,10 @@ class RowRequest:
             nothing, none = asked.rows.int(), [0] * nodes
             return cls(nothing, none, none, [], slots, nothing, nothing, nothing, none)
         shifts, counts = starts[:-1].repeat(len(asked.sizes)), asked.slots.flatten().to(starts.device)
-        keys = asked.rows + torch.repeat_interleave(shifts, counts, output_size=len(asked.rows))
+        keys = asked.rows + torch.repeat_interleave(shifts, counts, output_size=asked.rows.numel())
         ordered, order, first, places, edges = _each_once(keys, starts, key_bits)
         owned = torch.diff(edges)
-        rows = ordered - torch.repeat_interleave(starts[:-1], owned, output_size=len(ordered))
+        rows = ordered - torch.repeat_interleave(starts[:-1], owned, output_size=ordered.numel())
         inverse = torch.empty_like(order, dtype=torch.int32)
         inverse[order] = places.int()
         sizes = owned.tolist()  # on CUDA the host waits here
@@ -252,11 +252,11 @@ def _no_slots(layout: RowLayout, dedup: bool) -> Tensor:
 
 def _sorted(keys: Tensor, key_bits: int) -> tuple[Tensor, Tensor]:
     """Return the keys in order, and the place each had; equal keys stay in the order they were in."""
-    place_bits = len(keys).bit_length()
+    place_bits = keys.numel().bit_length()
     if keys.is_cuda or key_bits + place_bits > 63:
         return torch.sort(keys, stable=True)
     # key and place in one number: numpy sorts plain integers several times as fast as torch pairs
-    packed = torch.from_numpy(np.sort(((keys << place_bits) | torch.arange(len(keys))).numpy()))
+    packed = torch.from_numpy(np.sort(((keys << place_bits) | torch.arange(keys.numel())).numpy()))
     return packed >> place_bits, packed & ((1 << place_bits) - 1)
 
 
