@@ -197,9 +197,11 @@ def test_waits_for_data_of_loader_workers_are_replayed_as_such() -> None:
 @pytest.mark.parametrize(("limit", "value"), [("_REPLAYED", 3), ("_REPLAYED_OF_RANKS", 7)])
 def test_replayed_are_the_last_steps(limit: str, value: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"lightning_freescale.profiling.collection.history.{limit}", value)
-    report = _report(_history(_windows(range(8)), max_steps=7), [])
-    assert report.document()["replay"]["first_step"] == 5
-    assert report.replayed.tolist() == [4, 5, 6]
+    report = _report(_history(_windows(range(9)), max_steps=8), [])
+    assert report.document()["replay"]["first_step"] == 6
+    assert report.replayed.tolist() == [5, 6, 7]
+    gains = {case.name: case.speed_up for case in report.what_if}
+    assert gains["perfect balance"] == pytest.approx((3 + 3 + 3) / (2.5 + 3 + 2.5)), "even, odd, even"
 
 
 def test_the_median_step_is_the_one_of_median_length_without_pauses() -> None:
