@@ -111,7 +111,7 @@ MODELS = ("hstu", "sasrec")
 RECIPES = {
     "ml-1m": {
         "hstu": Recipe(12, 32, 50, {"lr": 1e-3, "item_lr": 0.05}),
-        "sasrec": Recipe(8, 16, 200, {"dim": 64, "lr": 2e-3, "warm_up": 400}),
+        "sasrec": Recipe(20, 8, 200, {"dim": 64, "lr": 2e-3, "warm_up": 400, "cool_down": 4500, "position_std": 0.05}),
     },
     "ml-latest-small": {
         "hstu": Recipe(20, 16, 100, {"lr": 1e-3, "item_lr": 0.05}),
@@ -133,12 +133,23 @@ class SoftmaxSASRec(SASRec):
     """Predicts the next item among all, instead of telling it from one negative.
 
     The rate rises over the first ``warm_up`` steps. At its full height from the start, rounding grows by a sixth in every step
-    as soon as the model knows which items are popular, after one or two hundred steps.
+    as soon as the model knows which items are popular, after one or two hundred steps. It falls over the last ``cool_down``.
+    Positions that begin as large as the items, the example's, cost an epoch on long histories; ``position_std`` is their size.
     """
 
-    def __init__(self, num_items: int, max_length: int, lr: float = 1e-3, warm_up: int = 1, **model: Any) -> None:
+    def __init__(
+        self,
+        num_items: int,
+        max_length: int,
+        lr: float = 1e-3,
+        warm_up: int = 1,
+        cool_down: int = 1,
+        position_std: float = 1.0,
+        **model: Any,
+    ) -> None:
         super().__init__(num_items, max_length, **model)
-        self.lr, self.warm_up = lr, warm_up
+        nn.init.normal_(self.positions.weight, std=position_std)
+        self.lr, self.warm_up, self.cool_down = lr, warm_up, cool_down
         self.scores = nn.ModuleDict(
             {f"{stage}{among}": FullRank(10) for stage in ("val", "test") for among in ("", f"_of_{UNSEEN}")}
         )
@@ -165,7 +176,11 @@ class SoftmaxSASRec(SASRec):
     def configure_optimizers(self) -> Any:
         """As in the example, at another rate."""
         adam = torch.optim.Adam(self.parameters(), lr=self.lr, betas=(0.9, 0.98))
-        rate = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: min(1.0, (1 + step) / self.warm_up))
+        # loss curves are of the first steps of such a fit, not of a short one
+        steps = self.trainer.estimated_stepping_batches if self.trainer.max_epochs != -1 else float("inf")
+        rate = torch.optim.lr_scheduler.LambdaLR(
+            adam, lambda step: min(1.0, (1 + step) / self.warm_up, (steps - step) / self.cool_down)
+        )
         return {"optimizer": adam, "lr_scheduler": {"scheduler": rate, "interval": "step"}}
 
     def _score(self, stage: str, batch: Batch) -> None:

@@ -48,6 +48,7 @@ NEEDS = {
     "jsonschema-specifications==2025.9.1": "jsonschema imports it",
     "referencing==0.37.0": "jsonschema imports it",
     "rpds-py==2026.9.1": "referencing imports it",
+    "orjson==3.13.0": "the profiler's report is written with it",
 }
 
 # Host code: with jumps made absolute (the x86 filter) it is an eighth smaller. GPU code repeats itself over many megabytes, and

@@ -27,7 +27,8 @@ def test_what_is_unpacked_is_what_was_in_the_wheels(
     assert done.stdout.splitlines()[-1] == str(target)
     found = contents(target)
     del found[".site.json"]
-    expected = {f"{name}/__init__.py" for name in ("torchrec", "tensordict", "pyvers", "jsonschema", "referencing", "rpds_py")}
+    packages = ("torchrec", "tensordict", "pyvers", "jsonschema", "referencing", "rpds_py", "orjson")
+    expected = {f"{name}/__init__.py" for name in packages}
     assert found.keys() >= expected
     for name, content in {"kernels": elf(TWO), "last": elf(TWO, last=True)}.items():
         library = wheels.parent / f"{name}.so"
