@@ -49,13 +49,16 @@ def main() -> None:
             peaks = [rank[f"{name}_mb"] for rank in of_ranks]
             figures[f"{kind}_{name}_rank0_shards"] = peaks[0] / shard
             figures[f"{kind}_{name}_others_shards"] = max(peaks[1:], default=0.0) / shard
-        waits = max(rank["save_s"] for rank in saved)
+            figures |= {f"{kind}_{name}_mb_{rank}": peak for rank, peak in enumerate(peaks)}
+        figures |= {f"{kind}_mapped_mb_{number}": rank["mapped_mb"] for number, rank in enumerate(loaded)}
+        waits, whole = (max(rank[name] for rank in saved) for name in ("save_s", "whole_s"))
+        until = max(rank["load_s"] for rank in loaded)
+        figures |= {f"{kind}_save_s": waits, f"{kind}_whole_s": whole, f"{kind}_load_s": until}
         figures[f"{kind}_wait_per_copy"] = waits / max(rank["copy_s"] for rank in saved)
         print(
             f"{kind:>8}: save {_each(saved, 'save_mb')} MB, a step waits {waits:.2f} s "
             f"({figures[f'{kind}_wait_per_copy']:.2f} times the copy to memory), whole after "
-            f"{max(rank['whole_s'] for rank in saved):.2f} s; load {_each(loaded, 'load_mb')} MB, mapped "
-            f"{_each(loaded, 'mapped_mb')} MB, {max(rank['load_s'] for rank in loaded):.2f} s; "
+            f"{whole:.2f} s; load {_each(loaded, 'load_mb')} MB, mapped {_each(loaded, 'mapped_mb')} MB, {until:.2f} s; "
             f"consolidate {figures[f'{kind}_consolidate_tables'] * options.megabytes:.0f} MB"
         )
     harness.finish(figures, options)

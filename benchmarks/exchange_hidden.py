@@ -57,15 +57,15 @@ def main() -> None:
             times[way] += _round(way, group, options)
     sent, alone = _transfer(group, options)
     if dist.get_rank() == 0:
-        medians = {way: float(np.median(values)) for way, values in times.items()}
+        figures = {"transfer_ms": alone, "sent_mb": sent / 1e6}
         rate = os.environ.get("NETLAB_RATE", "unknown rate")
         print(f"{dist.get_world_size()} ranks, links of {rate}, steps of {options.step_ms:g} ms")
         print(f"a step's samples: {sent / 1e6:.2f} MB sent per rank, {alone:.0f} ms when nothing else runs")
         for way, label in zip(WAYS, ("no loader (floor)", "local: own pool", "global: samples sent")):
-            low, high = np.percentile(times[way], [25, 75])
-            print(f"{label:<24}{medians[way]:8.1f} ms per step (half within {low:.1f} to {high:.1f})")
-        figures = {f"{way}_ms": value for way, value in medians.items()}
-        figures |= {"transfer_ms": alone, "global_over_local": medians["global"] / medians["local"]}
+            low, median, high = np.percentile(times[way], [25, 50, 75]).tolist()
+            print(f"{label:<24}{median:8.1f} ms per step (half within {low:.1f} to {high:.1f})")
+            figures |= {f"{way}_ms": median, f"{way}_low_ms": low, f"{way}_high_ms": high}
+        figures["global_over_local"] = figures["global_ms"] / figures["local_ms"]
         harness.finish(figures, options)
     dist.destroy_process_group()
 

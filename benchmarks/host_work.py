@@ -48,9 +48,11 @@ def main() -> None:
             f"{ranks} ranks, {rounds['ids']:.0f} ids and {rounds['rows']:.0f} rows per rank and step; ms of processor per step "
             "and rank"
         )
-        for name in VARIANTS:
+        for name, label in (*((name, name) for name in VARIANTS), ("thread of ours", "engine's thread")):
             spread = sorted(rounds[name])
-            print(f"  {name:10} {median(spread):6.2f} ({spread[0]:.2f} to {spread[-1]:.2f})")
+            print(f"  {label:15} {median(spread):6.2f} ({spread[0]:.2f} to {spread[-1]:.2f})")
+            key = f"{'thread' if name not in VARIANTS else name.replace('-', '_')}_{ranks}"
+            figures |= {f"{key}_ms": median(spread), f"{key}_least_ms": spread[0], f"{key}_most_ms": spread[-1]}
         training = {name: median(rounds[f"training of {name}"]) for name in VARIANTS}
         own = (training["floor-micro-4"] - training["floor"]) / 3
         engine = (training["micro-4"] - training["ours"]) / 3 - own
@@ -60,10 +62,9 @@ def main() -> None:
         )
         print(f"    engine's thread {thread_more:.2f}")
         figures |= {f"micro_batch_ms_{ranks}": engine, f"micro_batch_thread_ms_{ranks}": thread_more}
-        thread = sorted(rounds["thread of ours"])
-        print(f"  engine's thread {median(thread):6.2f} ({thread[0]:.2f} to {thread[-1]:.2f})")
+        figures[f"micro_batch_model_ms_{ranks}"] = own
         figures[f"process_over_plain_{ranks}"] = median(rounds["ours"]) / median(rounds["plain-gloo"])
-        figures[f"thread_ms_{ranks}"] = median(thread)
+        figures[f"ids_{ranks}"], figures[f"rows_{ranks}"] = rounds["ids"], rounds["rows"]
         figures[f"embedding_over_collection_{ranks}"] = median(rounds["embedding"]) / median(rounds["ours"])
     harness.finish(figures, options)
 

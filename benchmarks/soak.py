@@ -104,6 +104,9 @@ def main() -> None:
     worst = slopes.reshape(options.ranks, len(NAMES)).max(axis=0)
     figures = {f"{name}_per_thousand_steps": float(value) * 1000 / options.every for name, value in zip(NAMES, worst)}
     print(", ".join(f"{name} {value:+.3f}" for name, value in figures.items()))
+    for number in (1, 2, 5, 10, 20):
+        if number <= noted.shape[1]:
+            figures |= {f"{name}_after_{number}_notes": float(value) for name, value in zip(NAMES, noted[0, number - 1])}
     harness.finish(figures, options)
 
 
