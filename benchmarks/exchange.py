@@ -125,6 +125,7 @@ def _lanes(options: Any) -> dict[str, float]:
         work.wait()
         beside.append((time.perf_counter() - start) * 1000)
     figures = {"high_over_idle": median(busy) / median(idle), "low_slowdown": median(beside) / median(alone)}
+    figures |= {"high_idle_ms": median(idle), "high_busy_ms": median(busy)}
     _say(f"  high lane, 64 KiB per peer, idle link: {_spread(idle)}")
     _say(f"  while the low lane moves 64 MiB: {_spread(busy)}, {figures['high_over_idle']:.2f} times as long")
     _say(f"  the low lane takes {figures['low_slowdown']:.2f} times its time alone")
