@@ -91,10 +91,12 @@ class Problem:
 
 
 def dearest_first(cost: Ints) -> Ints:
-    """Return what a stable ``argsort(-cost)`` does, shape ``[groups]``; several times as quick."""
+    """Return what a stable ``argsort(-cost)`` does, shape ``[groups]``; many times as quick."""
     below = int(cost.max(initial=0)) - cost
-    order = np.arange(len(cost))
-    for shift in range(0, int(below.max(initial=0)).bit_length(), 16):  # numpy sorts short integers in linear time
+    order, bits, places = np.arange(len(cost)), int(below.max(initial=0)).bit_length(), len(cost).bit_length()
+    if bits + places < 64:  # cost and place in one number: numpy sorts several times as quickly as it finds an order
+        return np.sort(below << places | order) & ((1 << places) - 1)
+    for shift in range(0, bits, 16):  # and short integers in linear time
         order = order[np.argsort((below[order] >> shift).astype(np.uint16), kind="stable")]
     return order
 
