@@ -114,7 +114,11 @@ def test_without_a_gpu_there_is_no_breakdown(window):
 
 
 def test_a_window_goes_into_the_trace(window, tmp_path):
-    start, end = _recorded(window, lambda: torch.nn.Linear(64, 64)(torch.ones(500, 64)).sum().backward() or _mark("known"))
+    def work():
+        torch.nn.Linear(64, 64)(torch.ones(500, 64)).sum().backward()
+        return time.perf_counter(), _mark("known"), time.perf_counter()  # a mark is over when this thread is next on a core
+
+    start, _, end = _recorded(window, work)
     step = ResolvedStep(start - 0.001, end + 0.001)
     events = read_trace(write_trace(tmp_path / "trace.json", [[step]], kineto=[window.events(_same)]))
     known = next(event for event in events if event["name"] == "known")
