@@ -253,6 +253,12 @@ def test_dearest_first_is_a_stable_sort(bits: int, seed: int) -> None:
     np.testing.assert_array_equal(dearest_first(cost), np.argsort(-cost, kind="stable"))
 
 
+@pytest.mark.parametrize("bits", range(50, 62))
+def test_dearest_first_of_costs_beside_which_no_place_fits_a_number(bits: int) -> None:
+    cost = np.random.RandomState(bits).randint(0, 1 << bits, 300)
+    np.testing.assert_array_equal(dearest_first(cost), np.argsort(-cost, kind="stable"))
+
+
 @pytest.mark.slow
 def test_same_plan_in_another_process() -> None:
     code = "import numpy as np; from lightning_freescale.balance import assign;"

@@ -265,6 +265,13 @@ def test_a_file_is_laid_out_the_same_however_it_is_made(tmp_path: Path) -> None:
         assert _same_numbers(write(value, tmp_path / "value.json").read_text()) == _same_numbers(_laid_out(value) + "\n")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_is_refused(tmp_path: Path, value: float) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write({"rows": [[[1.0, value]], [[2.0, 3.0]]]}, tmp_path / "value.json")
+    assert not list(tmp_path.iterdir())
+
+
 def _same_numbers(text: str) -> str:
     """Of several ways to write a number, such as 1e-05 and 0.00001, Python's."""
     return re.sub(r"\d+\.?\d*(e[+-]?\d+)?", lambda number: repr(float(number[0])), text)
