@@ -70,14 +70,18 @@ def main() -> None:
     world, data = int(os.environ["WORLD_SIZE"]), Histories(options)
     walls: dict[str, list[float]] = {name: [] for name in options.variants}
     computed: dict[str, list[float]] = {name: [] for name in options.variants}
-    chosen = []
+    chosen, kept = [], dict[str, float]()
     for number in range(options.rounds):
         for name in options.variants:
             model = _fit(name, data, options, seed=number)
             walls[name] += np.diff(model.began)[SKIPPED - 1 : -1].tolist()
             computed[name] += model.computed[SKIPPED - 1 : -2]
             chosen += [model.trainer.datamodule.train.micro_batches.chosen] if name == "auto" else []
-    figures = _figures(walls, computed, world) | {f"auto_chose_{each}": chosen.count(each) for each in sorted(set(chosen))}
+            if name == "autopilot":  # in the last round
+                settings = model.trainer.strategy.chosen_settings["kept"]
+                kept = {f"autopilot_kept_{setting}": float(value) for setting, value in settings.items()}
+    figures = _figures(walls, computed, world) | kept
+    figures |= {f"auto_chose_{each}": float(chosen.count(each)) for each in set(chosen)}
     if int(os.environ["RANK"]) == 0:
         _show(figures, options)
         if options.profile is not None:

@@ -92,7 +92,8 @@ def _command() -> str:
     """As somebody would write it in the repository, on netlab if it runs there; files outside by their names alone."""
     lab = os.environ.get("NETLAB_COMMAND", "")
     words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
-    return " ".join([*([lab] if lab else []), "python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
+    script = sys.argv[0].rpartition("benchmarks/")[2]
+    return " ".join([*([lab] if lab else []), "python", f"benchmarks/{script}", *words])
 
 
 def _gpu() -> dict[str, str]:

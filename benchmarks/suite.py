@@ -66,7 +66,7 @@ def _command(name: str, command: str, options: argparse.Namespace, parser: argpa
     if missing:
         parser.error(f"{name} reads {', '.join(missing)}: pass --data or --peers FOLDER with it")
     words = [str(places.get(word, word)) for word in words]
-    scripts = [["--", sys.executable, f"benchmarks/{word}"] if re.fullmatch(r"\w+\.py", word) else [word] for word in words]
+    scripts = [["--", sys.executable, f"benchmarks/{word}"] if re.fullmatch(r"[\w/]+\.py", word) else [word] for word in words]
     return [word for of_script in scripts for word in of_script][1:]
 
 

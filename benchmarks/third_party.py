@@ -36,14 +36,14 @@ def main() -> None:
     figures: dict[str, float] = {"largest": 0.0}
     print("| model | package | optimizer | " + " | ".join(f"ranks: {ranks}" for ranks in options.ranks) + " | rounding alone |")
     for name in options.models:
-        kind = model(name)
+        kind, largest_alone = model(name), 0.0
         for optimizer in options.optimizers:
             found = [largest_difference(run_distributed(fit_both, ranks, kind, optimizer)) for ranks in options.ranks]
             figures |= {f"{name}, {optimizer}, {ranks} ranks": each for ranks, each in zip(options.ranks, found)}
-            figures["largest"] = max(figures["largest"], *found)
-            figures[f"{name}, {optimizer}, rounding alone"] = alone = largest_difference(
-                run_distributed(rounded, 2, kind, optimizer)
-            )
+            figures |= {f"{name}, {optimizer}": max(found), "largest": max(figures["largest"], *found)}
+            alone = largest_difference(run_distributed(rounded, 2, kind, optimizer))
+            figures[f"{name}, {optimizer}, rounding alone"] = alone
+            figures[f"{name}, rounding alone"] = largest_alone = max(largest_alone, alone)
             cells = [name, f"{kind.package} {version(kind.package)}", optimizer, *(f"{each:.1e}" for each in (*found, alone))]
             print("| " + " | ".join(cells) + " |", flush=True)
     harness.finish(figures, options)

@@ -25,7 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+sys.path.append(str(Path(__file__).parents[1]))
+
 import fatbin
+import harness
 import unpack_site
 
 MACHINE = "x86_64"
@@ -84,12 +87,14 @@ class Packed:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     try:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=options.out.parent, prefix="pack-") as folder:
             place = Path(folder)
             wheels = options.wheels or place / "wheels"
             wheels.mkdir(parents=True, exist_ok=True)
             pins = [*RELEASES[_minor(options.torch)], *NEEDS, *options.also]
             found = [find_wheel(pin, options.python, wheels) for pin in pins]
+            downloaded = sum(wheel.stat().st_size for wheel in found)
             files = prune_all(stage(found, place / "site"), place / "site", options.arch)
             refuse_other_cuda(files, options.cuda)
             size = write(files, options, place / "archive")
@@ -98,10 +103,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"not packed: {error}")
     show(files)
     print(f"{options.out}: {size / 2**20:.1f} MiB of {options.limit_mib:g}")
+    totals = {"files": [f.size for f in files], "kept": [f.kept for f in files], "zeroed": [f.zeroed for f in files]}
+    totals |= {"wheels": [downloaded], "archive": [size]}
+    figures = {f"{name}_mib": sum(sizes) / 2**20 for name, sizes in totals.items()}
+    harness.finish(figures | {f"{Path(file.name).name}_mib": file.archived / 2**20 for file in files if file.kept}, options)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--torch", required=True, help="torch on the GPU machine, such as 2.11.0")
     add("--cuda", required=True, help="the CUDA that torch was built with (torch.version.cuda), such as 13.0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zipfile
 from pathlib import Path
 
@@ -84,3 +85,12 @@ def test_what_pip_has_not_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(ValueError, match=r"pip has no wheel of torchrec==1\.6\.1 for Python 3\.12 on x86_64: .*No matching"):
         pack.find_wheel("torchrec==1.6.1", "3.12", tmp_path)
+
+
+def test_figures_are_of_what_was_packed(wheels: Path, tmp_path: Path) -> None:
+    archive = packed(wheels, "--json", str(tmp_path / "figures.json"), "--require", "archive_mib<=1")
+    figures = json.loads((tmp_path / "figures.json").read_text())["figures"]
+    assert figures["archive_mib"] == archive.stat().st_size / 2**20
+    assert figures["wheels_mib"] == sum(each.stat().st_size for each in wheels.glob("*.whl")) / 2**20
+    assert 0 < figures["kept_mib"] + figures["zeroed_mib"] < figures["files_mib"]
+    assert 0 < figures["kernels.so_mib"] < figures["archive_mib"]
