@@ -70,7 +70,8 @@ class _Ranks:
         self._counts = len(self._limits) == (problem.tokens is not None)
         self._sums: list[dict[int, _Ways]] = [{} for _ in range(problem.ranks)]
         self._kinds = list(_KINDS)
-        self._in_vain: list[set[int]] = [set() for _ in range(problem.ranks)]
+        self._changes = [0] * problem.ranks
+        self._in_vain = set[tuple[int, int, int, int]]()
 
     def plan(self) -> Ints:
         rank_of_group = np.empty(len(self._problem.cost), dtype=np.int64)
@@ -80,7 +81,8 @@ class _Ranks:
 
     def relieve(self, slow: int, quick: int, target: float) -> bool:
         """Have the later of two ranks be done sooner by the best exchange; return whether there is one."""
-        if quick in self._in_vain[slow]:
+        pair = slow, quick, self._changes[slow], self._changes[quick]
+        if pair in self._in_vain:
             return False
         pace, other = (int(self._problem.slowness[rank]) for rank in (slow, quick))
         ours, theirs = int(self.load[slow]), int(self.load[quick])
@@ -88,7 +90,7 @@ class _Ranks:
         enough = ours - target / pace, target / other - theirs
         done = self._exchange(slow, quick, wanted, (1, (ours * pace - 1) // other - theirs), enough)
         if not done:
-            self._in_vain[slow].add(quick)
+            self._in_vain.add(pair)
         return done
 
     def fill(self, quickest: int, other: int, target: float) -> bool:
@@ -105,8 +107,10 @@ class _Ranks:
             if many > len(mine) or back > len(others) or not self._keeps_limits(len(mine), len(others), many - back):
                 continue
             give, take = self._sums_of(giver, many), self._sums_of(taker, back)
-            place = np.searchsorted(take.cost, give.cost - math.floor(wanted))
-            near = np.minimum(np.maximum(place + _NEAREST[bool(self._limits)], 0), len(take.cost) - 1)
+            place = take.cost.searchsorted(give.cost - math.floor(wanted))
+            near = place + _NEAREST[bool(self._limits)]
+            np.maximum(near, 0, out=near)
+            np.minimum(near, len(take.cost) - 1, out=near)
             more = give.cost - take.cost[near]
             off = np.abs(more - wanted)
             off[(more < allowed[0]) | (more > allowed[1])] = np.inf
@@ -114,24 +118,21 @@ class _Ranks:
                 off[limit.is_left(giver, taker, ours - theirs[near])] = np.inf
             best = int(off.argmin())
             if off.flat[best] < (np.inf if found is None else abs(moved - wanted)):
-                found, moved = (give.places[best % len(give.cost)], take.places[near.flat[best]]), int(more.flat[best])
+                found, moved = (give.chosen(best % len(give.cost)), take.chosen(near.flat[best])), int(more.flat[best])
             if found is not None and enough[0] <= moved <= enough[1]:  # other ranks may well do with the same kind
                 self._kinds = [kind, *(other for other in self._kinds if other != kind)]
                 break
         if found is None:
             return False
         gone, come = mine[found[0]], others[found[1]]
-        self._groups[giver] = np.sort(np.concatenate([np.delete(mine, found[0]), come]))
-        self._groups[taker] = np.sort(np.concatenate([np.delete(others, found[1]), gone]))
+        self._groups[giver], self._groups[taker] = _without(mine, found[0], come), _without(others, found[1], gone)
         for limit in self._limits:
             limit.move(giver, taker, gone, come)
         self.load[giver] -= moved
         self.load[taker] += moved
         for rank in (giver, taker):
             self._sums[rank].clear()
-            self._in_vain[rank].clear()
-        for in_vain in self._in_vain:
-            in_vain -= {giver, taker}
+            self._changes[rank] += 1
         return True
 
     def _sums_of(self, rank: int, many: int) -> _Ways:
@@ -140,9 +141,9 @@ class _Ranks:
             groups = self._groups[rank]
             places = _choices(len(groups), many)
             sums = _summed(self._problem.cost[groups], places)
-            order = np.argsort(sums, kind="stable")
+            order = sums.argsort(kind="stable")
             amounts = [_summed(limit.values[groups], places)[order] for limit in self._limits]
-            self._sums[rank][many] = _Ways(sums[order], places[order], amounts)
+            self._sums[rank][many] = _Ways(sums[order], places, order, amounts)
         return self._sums[rank][many]
 
     def _keeps_limits(self, giver: int, taker: int, less: int) -> bool:
@@ -157,13 +158,19 @@ class _Ways(NamedTuple):
 
     Attributes:
         cost: shape ``[ways]``, in order.
-        places: of the groups among those of the rank, shape ``[ways, many]``.
+        places: of the groups among those of the rank, shape ``[many, ways]``.
+        order: which of ``places`` each way is, shape ``[ways]``.
         amounts: of what else is limited, shape ``[ways]`` each.
     """
 
     cost: Ints
     places: Ints
+    order: Ints
     amounts: list[Ints]
+
+    def chosen(self, way: int) -> Ints:
+        """Return the places of a way's groups."""
+        return self.places[:, self.order[way]]
 
 
 class _Limit:
@@ -186,15 +193,25 @@ class _Limit:
 
 
 def _summed(values: Ints, places: Ints) -> Ints:
-    """Return the sum of ``values`` at each row of places."""
-    sums = np.zeros(len(places), dtype=np.int64)
-    for column in range(places.shape[1]):
-        sums += values[places[:, column]]
+    """Return the sum of ``values`` at each column of places."""
+    sums = np.zeros(places.shape[1], dtype=np.int64)
+    for row in places:
+        sums += values[row]
     return sums
+
+
+def _without(groups: Ints, places: Ints, more: Ints) -> Ints:
+    """Return the groups, in order, without those at some places, and with more."""
+    kept = np.ones(len(groups), dtype=bool)
+    kept[places] = False
+    changed = np.concatenate([groups[kept], more])
+    changed.sort()
+    return changed
 
 
 @cache
 def _choices(of: int, many: int) -> Ints:
-    """Return ways to choose so many places, shape ``[ways, many]``."""
+    """Return ways to choose so many places, shape ``[many, ways]``."""
     places = np.linspace(0, of - 1, min(of, _CANDIDATES[many])).astype(np.int64)
-    return places[np.array(list(combinations(range(len(places)), many)), dtype=np.int64)]
+    ways = np.array(list(combinations(range(len(places)), many)), dtype=np.int64)
+    return np.ascontiguousarray(places[ways].T)
