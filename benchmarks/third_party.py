@@ -1,8 +1,8 @@
 """Do models of other packages train sharded under "freescale" as unsharded under "ddp"? Those of tests/parity/third_party.
 
 Prints, for each model and optimizer, the largest relative difference of a loss over 50 steps on 1, 2 and 3 ranks, and beside it
-what rounding alone does: "ddp" against "ddp" from weights that differ in their last bit, on 2 ranks. Adam is compared with one
-that leaves rows alone which no rank looks up. ``make test-third-party`` installs the packages.
+what rounding alone does: "ddp" against "ddp" from weights that differ in their last bit. Adam is compared with one that leaves
+rows alone which no rank looks up. ``make test-third-party`` installs the packages.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
             found = [largest_difference(run_distributed(fit_both, ranks, kind, optimizer)) for ranks in options.ranks]
             figures |= {f"{name}, {optimizer}, {ranks} ranks": each for ranks, each in zip(options.ranks, found)}
             figures |= {f"{name}, {optimizer}": max(found), "largest": max(figures["largest"], *found)}
-            alone = largest_difference(run_distributed(rounded, 2, kind, optimizer))
+            alone = max(largest_difference(run_distributed(rounded, ranks, kind, optimizer)) for ranks in options.ranks)
             figures[f"{name}, {optimizer}, rounding alone"] = alone
             figures[f"{name}, rounding alone"] = largest_alone = max(largest_alone, alone)
             cells = [name, f"{kind.package} {version(kind.package)}", optimizer, *(f"{each:.1e}" for each in (*found, alone))]

@@ -141,15 +141,15 @@ class RankNotices:
             return
         text = f"rank {self.rank} has failed first: {type(error).__name__}: {error}".strip(": ")
         with suppress(NotInTime, RuntimeError):
-            self._ask(lambda: self._publish(text, self.size - 1), 2 * ANSWER_SECONDS)
+            self._ask(partial(self._publish, text, self.size), 2 * ANSWER_SECONDS)
 
     def _explain(self, place: str) -> str:
         """Return which rank was the cause and why; where nobody knows, which are silent, and where the others stand."""
         held = "the ranks' store, which is in rank 0 unless the launcher holds it,"
         try:
-            return self._failure or str(self._ask(partial(self._inquire, place), 3 * ANSWER_SECONDS))
+            return str(self._ask(partial(self._inquire, place), 3 * ANSWER_SECONDS))
         except NotInTime:
-            return f"{held} does not answer: its process is frozen"
+            return self._failure or f"{held} does not answer: its process is frozen"
         except RuntimeError:
             return self._failure or f"{held} is gone: its process has ended"
 
@@ -162,24 +162,29 @@ class RankNotices:
         while time.monotonic() - began < (ANSWER_SECONDS if silent else _TELL_SECONDS):
             self._hear_failure()
             if self._failure:
+                self._wait_until_heard()
                 return self._failure
             silent = {rank for rank in silent if not self._store.check([f"here/{rank}"])}
             time.sleep(_AGREE_SECONDS)
         gone = [f"rank {rank} does not answer: its process has ended, or is frozen" for rank in sorted(silent)]
         answered = [rank for rank in range(self.size) if rank not in silent]
         places = [f"rank {rank} in {self._store.get(f'here/{rank}').decode()}" for rank in answered]
-        return self._publish("; ".join([*gone, f"where the ranks stand: {', '.join(places)}"]), len(answered) - 1)
+        return self._publish("; ".join([*gone, f"where the ranks stand: {', '.join(places)}"]), len(answered))
 
-    def _publish(self, failure: str, others: int) -> str:
-        """Tell so many others why the run fails, unless another rank has; return what holds."""
+    def _publish(self, failure: str, ranks: int) -> str:
+        """Tell why the run fails, unless another rank has; so many can hear it, this one among them. Return what holds."""
+        self._store.set("hearers", str(ranks))
         self._store.compare_set("failure", "", failure)
         self._store.set("alarm", "1")
         self._hear_failure()
-        began = time.monotonic()
-        # the store ends with this process, perhaps
-        while self.rank == 0 and self._store.add("heard", 0) <= others and time.monotonic() - began < ANSWER_SECONDS:
-            time.sleep(_AGREE_SECONDS)
+        self._wait_until_heard()
         return self._failure
+
+    def _wait_until_heard(self) -> None:
+        """Wait on rank 0, with whose process the store may end, until all that can hear it know why the run fails."""
+        began, ranks = time.monotonic(), int(self._store.get("hearers"))
+        while self.rank == 0 and self._store.add("heard", 0) < ranks and time.monotonic() - began < ANSWER_SECONDS:
+            time.sleep(_AGREE_SECONDS)
 
     def _hear_failure(self) -> None:
         if not self._failure and self._store.check(["failure"]):

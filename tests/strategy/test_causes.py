@@ -14,10 +14,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule, FreeScaleFabricStrategy, FreeScaleStrategy
 from lightning_freescale._lightning.ddp import process_group_timeout
+from lightning_freescale.comm.rank_notices import notices_of_ranks
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.helpers.recommender import Recommender, Samples, collate, trainer
 
@@ -149,6 +151,26 @@ def test_groups_beside_the_default_one_have_a_shorter_timeout_unless_one_is_give
 def test_the_rank_that_holds_the_store_stays_until_all_have_heard() -> None:
     errors = _errors(3, 0, "training_step", "raises")
     assert all("rank 0 has failed first: KeyError: 'the needle'" in errors[survivor] for survivor in (1, 2))
+
+
+def _explain_late() -> tuple[str, float]:
+    """Rank 2 fails, the others' collective with it; rank 1 has other things to do for a second before it asks why."""
+    rank, notices = dist.get_rank(), notices_of_ranks(timedelta(seconds=SECONDS))
+    assert notices is not None
+    error: Exception = RuntimeError("Connection closed by peer")
+    if rank == 2:
+        error = KeyError("the needle")
+    elif rank == 1:
+        notices._jobs.put(lambda: time.sleep(1))
+    notices.tell_or_explain(error)
+    return str(error), time.monotonic()
+
+
+@pytest.mark.usefixtures("patient")
+def test_the_rank_that_holds_the_store_stays_until_all_have_heard_of_another_one() -> None:
+    (first, first_left), (second, second_left), _ = run_distributed(_explain_late, 3)
+    assert all("rank 2 has failed first: KeyError: 'the needle'" in told for told in (first, second))
+    assert first_left > second_left - 0.5
 
 
 @pytest.mark.usefixtures("patient")
