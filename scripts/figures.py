@@ -10,7 +10,7 @@ A block of Markdown follows its own template, which nobody sees on a rendered pa
 
 Named are files of benchmarks/results, as a benchmark's ``--json`` writes them. With a single one its name can be left out:
 ``{best_speed_up:.2f}``. A format of ``%`` has a space before the sign; one that begins with k, M, G, m or u is in such units:
-``{bytes:M.2f} MB``. ``{where}`` is commit, date and processor of the only or of the first file, ``{command}`` what was run. A
+``{bytes:M.2f} MB``. ``{where}`` is commit, date and processor, where files differ of each, ``{command}`` what the first ran. A
 template of a table begins with an empty line. docs/trends.md is written as a whole (:mod:`trends`).
 """
 
@@ -54,7 +54,8 @@ class Figures(string.Formatter):
             raise ValueError(f"{{{field_name}}}: write {{FILE.FIGURE}} with a file of {sorted(self._results)}")
         result = self._results[file or self._first]
         if name == "where":
-            return _where(result["measured_on"]), field_name
+            results = [result] if file else self._results.values()
+            return "; ".join(dict.fromkeys(_where(each["measured_on"]) for each in results)), field_name
         if name == "command":
             return result["measured_on"]["command"], field_name
         if name not in result["figures"]:

@@ -85,6 +85,15 @@ def test_figures_of_several_files_have_their_files_name(repository: Path) -> Non
     assert figures.with_figures(_block(template, names=names)) == _block(template, shown, names)
 
 
+def test_where_is_told_of_each_file_that_was_measured_elsewhere(repository: Path) -> None:
+    later = {"figures": {"speed_up": 1.0}, "measured_on": MEASURED_ON | {"commit": "def5678"}}
+    (repository / "later.json").write_text(json.dumps(later))
+    first, second = (f"commit {commit}, 2026-01-31, 2 cores of A Processor" for commit in ("abc1234", "def5678"))
+    for template, shown in (("{where}\n", f"{first}; {second}\n"), ("{later.where}\n", f"{second}\n")):
+        names = "ladder_8 ladder_2 later"
+        assert figures.with_figures(_block(template, names=names)) == _block(template, shown, names)
+
+
 def test_names_of_figures_may_have_dots(repository: Path) -> None:
     (repository / "gaps.json").write_text(json.dumps({"figures": {"heavy-1.1_mean": 0.5}, "measured_on": MEASURED_ON}))
     assert figures.with_figures(_block("{heavy-1.1_mean:.1f}\n", names="gaps")) == _block(
