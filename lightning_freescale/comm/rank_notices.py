@@ -182,8 +182,10 @@ class RankNotices:
 
     def _wait_until_heard(self) -> None:
         """Wait on rank 0, with whose process the store may end, until all that can hear it know why the run fails."""
+        if self.rank != 0:
+            return
         began, ranks = time.monotonic(), int(self._store.get("hearers"))
-        while self.rank == 0 and self._store.add("heard", 0) < ranks and time.monotonic() - began < ANSWER_SECONDS:
+        while self._store.add("heard", 0) < ranks and time.monotonic() - began < ANSWER_SECONDS:
             time.sleep(_AGREE_SECONDS)
 
     def _hear_failure(self) -> None:
