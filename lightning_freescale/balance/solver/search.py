@@ -16,9 +16,10 @@ from lightning_freescale.balance.solver.swaps import refine
 from lightning_freescale.balance.solver.token_limit import brought_within, dearest_to_fastest, fewer_tokens
 
 CLOSE_ENOUGH = 1.0003
-"""The search stops within this factor of the lower bound."""
+"""Swaps stop within this factor of the lower bound."""
 _WORTH_EXCHANGES, _WORTH_ANOTHER_WAY = 1.0008, 1.01
-"""What is further above the bound than this goes on to exchanges; of many groups within a limit, to another first plan."""
+"""What is further above the bound than this goes on to exchanges; of many groups within a limit, to another first plan.
+Exchanges stop here, too: one rank at a time, they take more of the host the nearer they come than a step could gain."""
 _BLOCKS, _TIGHT = 8, 0.98
 """How many blocks are planned by themselves, as long as their bound is nearly that of the whole."""
 _BEGINNINGS, _FEW, _MANY = 4, 256, 4096
@@ -153,7 +154,8 @@ def _swapped(problem: Problem, plan: Ints, time: float) -> Ints:
 
 
 def _exchanged(problem: Problem, plan: Ints, time: float) -> Ints:
-    return exchange(problem, plan, CLOSE_ENOUGH * time) if _time(problem, plan) > _WORTH_EXCHANGES * time else plan
+    good = _WORTH_EXCHANGES * time
+    return exchange(problem, plan, good) if _time(problem, plan) > good else plan
 
 
 def level_tokens(problem: Problem, plan: Ints, tokens: Ints) -> Ints:
