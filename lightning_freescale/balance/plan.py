@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_freescale.balance.assign import Assignment, assign, assignment_bound, contiguous_split, imbalance, load_imbalance
 from lightning_freescale.balance.report import StepBalance
@@ -18,6 +19,25 @@ from lightning_freescale.balance.validation import Floats
 from lightning_freescale.balance.window import DrawnSteps
 
 Plan = TypeVar("Plan")
+
+
+@dataclass(frozen=True)
+class PlanArguments:
+    """What the plans of all steps are made of.
+
+    Attributes:
+        costs: of every sample of the data set, shape ``[samples]``.
+        per_sample: arguments of :func:`assign` with a value for every sample of the data set, shape ``[samples]`` each.
+        options: its other arguments.
+    """
+
+    costs: Floats
+    per_sample: dict[str, NDArray[Any]]
+    options: dict[str, Any]
+
+    def options_of(self, samples: Ints) -> dict[str, Any]:
+        """Return the arguments of :func:`assign` for some samples."""
+        return {**self.options, **{name: values[samples] for name, values in self.per_sample.items()}}
 
 
 @dataclass(frozen=True)

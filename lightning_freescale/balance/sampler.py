@@ -1,33 +1,28 @@
-"""The samples of every step, and which rank takes which of them."""
+"""Which rank takes which samples of every step."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from numbers import Integral
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_freescale.balance.assign import assign
-from lightning_freescale.balance.budget import Budget, BudgetSteps
-from lightning_freescale.balance.epoch_order import BlockShuffle, StepBoundaries, draw_order, pool_outliers
+from lightning_freescale.balance.budget import Budget
+from lightning_freescale.balance.epoch_order import BlockShuffle
+from lightning_freescale.balance.global_batches import GlobalBatches
 from lightning_freescale.balance.micro_batches import MicroBatches, MicroBatchSchedule, cut, most_parts
-from lightning_freescale.balance.plan import PlanPrefetcher, StepPlan
+from lightning_freescale.balance.plan import PlanArguments, PlanPrefetcher, StepPlan
 from lightning_freescale.balance.report import BalanceReport, StepBalance
 from lightning_freescale.balance.solver import Ints
 from lightning_freescale.balance.validation import Floats, is_number, non_negative, number_groups, whole_number
-from lightning_freescale.balance.window import DrawnSteps, share_window
-
-Value = TypeVar("Value")
 
 EXPLORATION_STEPS = 50
 """Steps of epoch 0 among which some stay as drawn while costs are calibrated, see :class:`BalancedSampler`."""
-
-_KEPT_WINDOWS = 32
-"""Loader workers read ahead of training, which asks for its own window's samples in every step."""
 
 
 class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
@@ -110,44 +105,51 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         limited = keep_together is not None or options.get("max_tokens_per_rank") is not None
         placed = keep_together is not None or self.budget is not None or outlier_window > 1
         _refuse_limits(limited, placed, window, balance)
-        self.costs = self._costs_of_order = _rounded(costs)  # a new plan must not change which samples a step has
-        samples = len(self.costs)
+        rounded = _rounded(costs)
+        samples = len(rounded)
         weights = np.ones(samples) if loss_weights is None else loss_weights
         self.loss_weights, self.loss_is_sum = non_negative("BalancedSampler(loss_weights=...)", weights, samples), loss_is_sum
-        self.batch_size, self.num_replicas, self.rank = batch_size, num_replicas, rank
+        self.batch_size, self.num_replicas, self.rank, self.window = batch_size, num_replicas, rank, window
         self.seed, self.shuffle, self.drop_last = seed, bool(shuffle), drop_last
         self.blocks = shuffle if isinstance(shuffle, BlockShuffle) else None
-        self.balance_steps, self.outlier_window = balance, outlier_window
+        self.balance_steps, self.outlier_window, self.epoch = balance, outlier_window, 0
         self.exploration_steps = 0 if limited else exploration_steps  # a contiguous split keeps no limits
-        self.epoch, self.options = 0, options
         self.micro_batches = micro_batches or MicroBatchSchedule(1, 1)
-        self.window, self._limit, self._interrupted = window, limit, (0, 0, 0)
-        self._per_sample: dict[str, NDArray[Any]] = {}
+        per_sample: dict[str, NDArray[Any]] = {}
         if tokens is not None:
-            self._per_sample["tokens"] = non_negative("BalancedSampler(tokens=...)", tokens, samples)
+            per_sample["tokens"] = non_negative("BalancedSampler(tokens=...)", tokens, samples)
         if keep_together is not None:
-            self._per_sample["keep_together"] = number_groups(keep_together, samples)
-        if self.blocks is not None and self.blocks.samples != samples:
-            raise ValueError(
-                f"BlockShuffle(sizes=...) has {self.blocks.samples} samples in all, the data set {samples}: pass the "
-                "samples of each block of this data set"
-            )
-        self._steps: StepBoundaries | BudgetSteps
-        if isinstance(batch_size, Budget):
-            self._steps = BudgetSteps(batch_size, num_replicas)
-        else:
-            self._steps = StepBoundaries(samples, batch_size, num_replicas, drop_last)
+            per_sample["keep_together"] = number_groups(keep_together, samples)
+        self._arguments = PlanArguments(rounded, per_sample, options)
+        self._batches = GlobalBatches(
+            self._arguments,
+            batch_size,
+            num_replicas,
+            seed=seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            outlier_window=outlier_window,
+            window=window,
+            limit=limit,
+        )
         self._replans: dict[int, tuple[Callable[[], ArrayLike] | None, dict[str, Any]]] = {}
-        self._drawn: tuple[int, Ints, Ints] | None = None  # an epoch's samples, in the order of its steps and as drawn
-        self._windows: dict[tuple[int, int], list[Ints]] = {}
-        self._drawn_steps: dict[tuple[int, int], DrawnSteps] = {}
         self._plans = PlanPrefetcher(self._make_plan, complete=self._complete_plan)
         self.step_plan(0, 0).balance  # noqa: B018 (what does not fit is refused now, not in the first step)
 
     @property
+    def costs(self) -> Floats:
+        """Predicted compute time per sample, shape ``[samples]``, rounded to 24 bits."""
+        return self._arguments.costs
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of :func:`assign` for all steps."""
+        return self._arguments.options
+
+    @property
     def per_sample(self) -> dict[str, NDArray[Any]]:
         """``tokens`` and ``keep_together``, if they were given, shape ``[samples]`` each."""
-        return dict(self._per_sample)
+        return dict(self._arguments.per_sample)
 
     @property
     def speed(self) -> float:
@@ -162,11 +164,13 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         self.epoch = epoch
         for start in sorted(e for e in self._replans if e <= epoch):
             costs, options = self._replans.pop(start)
-            if costs is not None:
-                self.costs = _rounded(costs())
-            self.options = {**self.options, **options}
-            self._drawn = None
-            self._forget()
+            self._arguments = replace(
+                self._arguments,
+                costs=self.costs if costs is None else _rounded(costs()),
+                options={**self.options, **options},
+            )
+            self._batches.use(self._arguments)
+            self._plans.forget()
 
     def resume(
         self,
@@ -190,34 +194,27 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         Raises:
             ValueError: fewer samples are left than there are ranks.
         """
-        if isinstance(self._steps, BudgetSteps):
-            self._steps.resume(epoch, batches, self._draw_order(epoch), cuts)
-            self._drawn = None
-        else:
-            self._steps.resume(epoch, batches, samples)
-        self._interrupted = (0, 0, 0)
-        begun, steps = self.begun_window(epoch, batches) if window is None else window
-        self._interrupted = (epoch, begun, steps)
-        self._forget()
+        self._batches.resume(epoch, batches, samples, window, cuts)
+        self._plans.forget()
 
     def __len__(self) -> int:
         """Return the steps of the epoch, those before a :meth:`resume` included."""
-        return len(self._steps.for_epoch(self.epoch)) - 1
+        return self._batches.end(self.epoch)
 
     @property
     def first_step(self) -> int:
         """The step that the current epoch starts with: 0 unless it was resumed."""
-        return self._steps.first_step(self.epoch)
+        return self._batches.first_step(self.epoch)
 
     @property
     def steps_per_epoch(self) -> int:
         """Steps of an epoch that starts at its beginning."""
-        return len(self._steps.full_epoch) - 1
+        return self._batches.steps_per_epoch
 
     def __iter__(self) -> Iterator[list[int] | MicroBatches]:
         epoch, end = self.epoch, len(self)
         with self._plans.running():
-            for step in range(self._steps.first_step(epoch), end):
+            for step in range(self._batches.first_step(epoch), end):
                 self._plans.prepare(epoch, step, end)
                 yield self._batch_of_rank(epoch, step)
 
@@ -225,7 +222,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         of_ranks = self.step_plan(epoch, step).samples_of_ranks
         samples = of_ranks[self.rank]
         parts = self.micro_batches.count(epoch, step)
-        groups = self._per_sample.get("keep_together")
+        groups = self._arguments.per_sample.get("keep_together")
         if parts > 1:  # all ranks have as many: they meet in each
             together_of = (None if groups is None else groups[each] for each in of_ranks)
             parts = min(parts, *map(most_parts, (self.loss_weights[each] for each in of_ranks), together_of))
@@ -250,47 +247,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
 
         With a window, those of its steps together are the same.
         """
-        edges = self._steps.for_epoch(epoch)
-        steps = self._sharing_steps(epoch, step)
-        if len(steps) < 2:
-            return self._order(epoch)[edges[step] : edges[step + 1]]
-        shared = self._windows.get((epoch, steps.start))
-        if shared is None:
-            samples = self._order(epoch)[edges[steps.start] : edges[steps.stop]]
-            batch_of_sample = share_window(self.costs[samples], len(steps), self.num_replicas)
-            shared = [samples[batch_of_sample == batch] for batch in range(len(steps))]
-            if self.options.get("max_tokens_per_rank") is not None and not all(map(self._fits, shared)):
-                shared = np.split(samples, len(steps))  # as drawn
-            self._windows = _kept(self._windows, (epoch, steps.start), shared)
-        return shared[step - steps.start]
-
-    def _exchanging_steps(self, epoch: int, step: int) -> DrawnSteps | None:
-        """Return the steps that exchange samples with one as they were drawn; None if it has those it was drawn with."""
-        edges, order, window = self._steps.for_epoch(epoch), self._order(epoch), self.outlier_window == 1
-        steps = self._sharing_steps(epoch, step)
-        if not window:
-            first = step - step % self.outlier_window
-            steps, order = range(first, min(first + self.outlier_window, len(edges) - 1)), self._as_drawn(epoch)
-        if len(steps) < 2:
-            return None
-        drawn = [order[edges[each] : edges[each + 1]] for each in steps]
-        if window and all(np.array_equal(one, self.global_batch(epoch, each)) for one, each in zip(drawn, steps)):
-            return None  # a limit keeps them apart
-        key = epoch, steps.start
-        if key not in self._drawn_steps:
-            tokens = self._per_sample.get("tokens")
-            of_steps = None if tokens is None else [tokens[each] for each in drawn]
-            found = DrawnSteps([self.costs[each] for each in drawn], of_steps, self.num_replicas, window=window)
-            self._drawn_steps = _kept(self._drawn_steps, key, found)
-        return self._drawn_steps[key]
-
-    def _fits(self, samples: Ints) -> bool:
-        """Return whether a plan is found for the samples of a step within the limit on tokens."""
-        try:
-            assign(self.costs[samples], self.num_replicas, **self._options_of(samples))
-        except ValueError:
-            return False
-        return True
+        return self._batches.samples(epoch, step)
 
     def begun_window(self, epoch: int, batches: int) -> tuple[int, int]:
         """Return the first of the steps that a run shares samples out among, and how many, if it stops inside of them.
@@ -299,39 +256,20 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
             epoch: where it stops.
             batches: steps that it has done; between two windows, it has begun none: ``(batches, 0)``.
         """
-        steps = self._sharing_steps(epoch, batches)
-        return (steps.start, len(steps)) if steps.start < batches else (batches, 0)
-
-    def _sharing_steps(self, epoch: int, step: int) -> range:
-        """Return the steps that share their samples out with one: the full ones of its window; or it alone."""
-        resumed, begun, interrupted = self._interrupted
-        if epoch == resumed and begun <= step < begun + interrupted:  # by the run before
-            return range(begun, begun + interrupted)
-        if self.window == 1 or self.budget is not None:
-            return range(step, step + 1)
-        first = step - step % self.window
-        end = first + self.window
-        if epoch == resumed and step >= begun + interrupted:
-            first = max(first, begun + interrupted)
-        full, edges = cast(int, self.batch_size) * self.num_replicas, self._steps.for_epoch(epoch)
-        steps = len(edges) - 1
-        # an optimizer step that the limit ends early has its own samples, not the dearest of more
-        last = min(self._limit, steps) if isinstance(self._limit, int) else int(self._limit * steps)
-        shared = [each for each in range(first, min(end, last)) if edges[each + 1] - edges[each] == full]
-        return range(shared[0], shared[-1] + 1) if step in shared else range(step, step + 1)
+        return self._batches.begun_window(epoch, batches)
 
     def consumed(self, epoch: int, batches: int) -> int:
         """Return how many samples the first ``batches`` steps of an epoch have."""
-        return self._steps.for_epoch(epoch)[batches]
+        return self._batches.consumed(epoch, batches)
 
     def cuts(self, epoch: int) -> list[tuple[int, ...]]:
         """Return how an epoch is cut by the budget, for :meth:`resume`; nothing without one."""
-        return [tuple(cut) for cut in self._steps.cuts(epoch)] if isinstance(self._steps, BudgetSteps) else []
+        return self._batches.cuts(epoch)
 
     @property
     def fill(self) -> float | None:
         """The share of the budget that an epoch uses; None without one."""
-        return self._steps.fill if isinstance(self._steps, BudgetSteps) else None
+        return self._batches.fill
 
     def counts(self, step: int) -> list[int]:
         """Return how many samples every rank has in a step of the current epoch."""
@@ -343,7 +281,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
             return float(self.num_replicas)
         plan = self.step_plan(self.epoch, step)
         weights = np.bincount(plan.rank_of_sample, self.loss_weights[plan.samples], self.num_replicas)
-        steps = self._sharing_steps(self.epoch, step)
+        steps = self._batches.sharing_steps(self.epoch, step)
         # the mean over the window, not over each of its steps: which of them a sample is in must not matter
         total = sum(self.loss_weights[self.global_batch(self.epoch, each)].sum() for each in steps) / len(steps)
         return rank_loss_weight(weights.tolist(), self.rank, float(total))
@@ -355,7 +293,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
     def report(self, epoch: int | None = None) -> BalanceReport:
         """Return what balancing brings over the steps of an epoch, the current one by default."""
         epoch = self.epoch if epoch is None else epoch
-        steps = range(self._steps.first_step(epoch), len(self._steps.for_epoch(epoch)) - 1)
+        steps = range(self._batches.first_step(epoch), self._batches.end(epoch))
         return BalanceReport.from_steps(self.step_plan(epoch, step).balance for step in steps)
 
     def replan(self, epoch: int, costs: Callable[[], ArrayLike] | None = None, **options: Any) -> None:
@@ -371,8 +309,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
 
     def digest(self) -> str:
         """Return a hash of the current epoch's costs, order, options and first step: equal on all ranks unless plans differ."""
-        first = self._steps.first_step(self.epoch)
-        plan = self.step_plan(self.epoch, min(first, len(self) - 1))
+        plan = self.step_plan(self.epoch, min(self.first_step, len(self) - 1))
         options = sorted(self.options.items())
         setting: tuple[Any, ...] = (
             len(self),
@@ -384,60 +321,24 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         )
         setting += (self.micro_batches.candidates, self.micro_batches.chosen, self.window)
         state = hashlib.sha256(repr(setting).encode())
-        for array in (self.costs, self.loss_weights, self._order(self.epoch), plan.rank_of_sample, *self._per_sample.values()):
+        order, per_sample = self._batches.order(self.epoch), self._arguments.per_sample.values()
+        for array in (self.costs, self.loss_weights, order, plan.rank_of_sample, *per_sample):
             state.update(np.ascontiguousarray(array).tobytes())
         return state.hexdigest()
 
     def _make_plan(self, epoch: int, step: int) -> StepPlan:
-        samples = self.global_batch(epoch, step)
-        options = self._options_of(samples)
-        if isinstance(self._steps, BudgetSteps):
-            options["fallback"] = self._steps.ranks_within_budget(epoch, samples)
+        samples, arguments = self.global_batch(epoch, step), self._arguments
+        options, known = arguments.options_of(samples), self._batches.ranks_within_budget(epoch, step)
+        if known is not None:
+            options["fallback"] = known
         explores = epoch == 0 and step < self.exploration_steps and is_exploration_step(step)
-        balanced, drawn = self.balance_steps and not explores, self._exchanging_steps(epoch, step)
-        return StepPlan(samples, self.costs[samples], self.num_replicas, balanced, options, drawn=drawn)
-
-    def _options_of(self, samples: Ints) -> dict[str, Any]:
-        return {**self.options, **{name: values[samples] for name, values in self._per_sample.items()}}
+        balanced, drawn = self.balance_steps and not explores, self._batches.as_drawn(epoch, step)
+        return StepPlan(samples, arguments.costs[samples], self.num_replicas, balanced, options, drawn=drawn)
 
     def _complete_plan(self, plan: StepPlan) -> None:
         plan.samples_of_ranks  # noqa: B018 (computed here, in the thread)
         if self.rank == 0:
             plan.balance  # noqa: B018 (which rank 0 logs)
-
-    def _forget(self) -> None:
-        self._windows, self._drawn_steps = {}, {}
-        self._plans.forget()
-
-    def _order(self, epoch: int) -> Ints:
-        """Return the samples of an epoch, step by step."""
-        return self._orders(epoch)[1]
-
-    def _as_drawn(self, epoch: int) -> Ints:
-        """Return the samples of an epoch before steps exchanged any."""
-        return self._orders(epoch)[2]
-
-    def _orders(self, epoch: int) -> tuple[int, Ints, Ints]:
-        drawn = self._drawn  # read once: the thread that plans ahead sets it, too
-        if drawn is None or drawn[0] != epoch:
-            as_drawn = order = self._draw_order(epoch)
-            if isinstance(self._steps, BudgetSteps):
-                order = self._steps.deal(order, self._steps.cuts(epoch))
-            elif self.outlier_window > 1:
-                costs, edges = self._costs_of_order, self._steps.full_epoch
-                order = pool_outliers(order, edges, costs, self.num_replicas, self.outlier_window)
-            drawn = self._drawn = (epoch, order, as_drawn)
-        return drawn
-
-    def _draw_order(self, epoch: int) -> Ints:
-        if self.blocks is not None:
-            return self.blocks.draw_order(self.seed, epoch)
-        return draw_order(len(self.costs), self.seed, epoch) if self.shuffle else np.arange(len(self.costs))
-
-
-def _kept(before: dict[tuple[int, int], Value], key: tuple[int, int], value: Value) -> dict[tuple[int, int], Value]:
-    """Return the last few entries, and another one; a new dict, since a thread may be reading."""
-    return {**dict(list(before.items())[1 - _KEPT_WINDOWS :]), key: value}
 
 
 def _refuse_out_of_range(

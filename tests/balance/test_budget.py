@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from lightning_freescale.balance import BalancedSampler, BlockShuffle, Budget, advise, predict
-from lightning_freescale.balance.budget import BudgetSteps
 
 LENGTHS = np.minimum(np.random.RandomState(0).lognormal(3.5, 1.2, 600).astype(int) + 1, 400)
 DRAWS: dict[str, np.ndarray] = {
@@ -64,8 +63,8 @@ def test_a_plan_is_found_where_the_search_finds_none(monkeypatch: pytest.MonkeyP
     for epoch in range(3):
         for step in range(len(sampler)):
             samples = sampler.global_batch(epoch, step)
-            assert isinstance(sampler._steps, BudgetSteps)
-            known = sampler._steps.ranks_within_budget(epoch, samples)
+            known = sampler._batches.ranks_within_budget(epoch, step)
+            assert known is not None
             for plan in (known, sampler.step_plan(epoch, step).rank_of_sample):
                 assert np.bincount(plan, LENGTHS[samples]).max() <= 500 and np.bincount(plan, minlength=4).min() >= 1
 

@@ -57,14 +57,14 @@ def _planned(kind: str, draw: Draw) -> list[np.ndarray]:
 
 
 FROZEN: dict[str, str] = {
-    "counts": "d910b8304957388f",
-    "tokens levelled": "b531da036fcc0c8b",
-    "token limit": "f40a135f353854f2",
-    "speeds": "2c164dd4b2fbf61f",
-    "speeds and token limit": "575c0e599b285d3e",
-    "groups": "6e975c0db91f3787",
-    "window": "8bb1aeecd531fc0c",
-    "budget": "60a612242a9b6620",
+    "counts": "a1bb1be52cb79183",
+    "tokens levelled": "8bbf2fd1076c0613",
+    "token limit": "c18cfb4335e5e1c4",
+    "speeds": "a6d5a04865d45c22",
+    "speeds and token limit": "80820c6c63b58079",
+    "groups": "96b5d70007ad72d2",
+    "window": "2c2088450e9e04eb",
+    "budget": "851c5b1c48b1b0a6",
 }
 
 

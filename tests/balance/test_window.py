@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_freescale.balance import BalancedSampler, assign, predict
-from lightning_freescale.balance import sampler as sampler_room
+from lightning_freescale.balance import BalancedSampler, assign, global_batches, predict
 from lightning_freescale.balance.assign import contiguous_split, imbalance
 from lightning_freescale.balance.prediction import draw_steps, report_plans
 from lightning_freescale.balance.window import share_window, window_bound
@@ -96,7 +95,7 @@ def test_loss_weights_make_the_mean_over_the_window(world: int, window: int, wei
 
 def test_a_window_is_shared_out_once_however_far_the_loader_reads_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(sampler_room, "share_window", lambda *given: calls.append(1) or share_window(*given))
+    monkeypatch.setattr(global_batches, "share_window", lambda *given: calls.append(1) or share_window(*given))
     sampler = BalancedSampler(COSTS, 1, num_replicas=2, rank=0, window=2)
     ahead = iter(sampler)
     for _ in range(40):  # such as 8 workers with 5 batches each
@@ -240,7 +239,7 @@ def test_no_window_is_below_its_bound(options: dict[str, Any]) -> None:
 
 
 def test_a_window_that_a_limit_keeps_as_drawn_has_the_bounds_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BalancedSampler, "_fits", lambda self, samples: False)
+    monkeypatch.setattr(global_batches, "_fits", lambda arguments, samples, ranks: False)
     options: dict[str, Any] = {"tokens": np.ones(200), "max_tokens_per_rank": 100}
     kept, alone = (_ranks(2, window=window, **options)[0] for window in (4, 1))
     assert [kept.balance(step) for step in range(8)] == [alone.balance(step) for step in range(8)]
