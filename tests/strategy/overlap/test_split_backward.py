@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.testing import run_distributed
+from tests.helpers.micro_batch_training import data
 from tests.helpers.overlap_training import CountingModel, Run, assert_bitwise, fit, my_loader
 from tests.helpers.recommender import trainer
-from tests.strategy.test_micro_batches import data
 
 STEPS = 6
 
