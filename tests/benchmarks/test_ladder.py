@@ -12,8 +12,6 @@ import pytest
 
 from lightning_freescale.testing import run_distributed
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
 RUNGS = ["floor", "plain", "balance", "overlap", "dedup", "split"]
 
 

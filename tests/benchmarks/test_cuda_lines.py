@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import ast
-import sys
 import textwrap
-from pathlib import Path
-
-import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import cuda_code
+import pytest
 from cuda_code import find_cuda_lines, package_files, unclassified
 
 MADE_UP = """\

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
+import convergence
+import convergence_models
 import numpy as np
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-
-import convergence
-import convergence_models
 from convergence_models import ELSEWHERE, FREESCALE, PLAIN, Recipe
 
 from lightning_freescale.balance import BalancedSampler

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 COMMAND = (
     "python benchmarks/netlab.py --hosts {ranks} --rate 25mbit -- python benchmarks/ladder.py --compute-ms 300 --rows 5000 "
     "--steps 8 --rounds 2 --rungs floor plain balance dedup split"

@@ -7,9 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-
 import suite
 
 BENCHMARKS = Path(suite.__file__).parent

@@ -9,11 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-
 import netlab
+import pytest
 
 LAB = [sys.executable, netlab.__file__]
 _WHY_NOT = netlab.available()

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-
 import demo_runs
+import pytest
 
 
 def test_figures_by_hand(tmp_path: Path) -> None:
