@@ -14,7 +14,8 @@ import time
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import harness
-from random_cases import defects, divided, on_two_nodes, random_case, run_case, sharded_ways
+from random_cases import divided, on_two_nodes, random_case, sharded_ways
+from random_fits import defects, run_case
 
 from lightning_freescale.testing import run_distributed
 

@@ -11,7 +11,8 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from random_cases import Case, Outcome, defects, divided, on_two_nodes, random_case, run_case
+from random_cases import Case, divided, on_two_nodes, random_case
+from random_fits import Outcome, defects, run_case
 
 from lightning_freescale.comm import FreeScaleGroup
 from lightning_freescale.embeddings.overlap import id_exchange

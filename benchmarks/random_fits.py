@@ -1,0 +1,112 @@
+"""Fits of a random case in each way that is compared, and where they depart from each other."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from random_batches import loader
+from random_cases import Case
+from random_model import Model
+from torch import Tensor
+
+from lightning_freescale import FreeScaleStrategy
+
+
+@dataclass
+class Outcome:
+    """What a fit leaves behind on one rank: its error, or losses and, whole on rank 0, weights."""
+
+    error: str = ""
+    steps: int = 0
+    losses: tuple[float, ...] = ()
+    weights: dict[str, Tensor] | None = None
+    random_state: Tensor | None = None
+
+
+def run_case(case: Case) -> dict[str, Outcome]:
+    """Train on the ranks of ``run_distributed``, in each way that is compared."""
+    plain = [f"parts.{index}" for index, part in enumerate(case.parts) if part.plain]
+    options: dict[str, Any] = {"find_unused_parameters": True, "shard": plain or None}
+    ahead = {"lookahead": case.lookahead, "split_backward": case.split_backward}
+    if case.nodes > 1:
+        rank, each = int(os.environ["RANK"]), case.ranks // case.nodes
+        os.environ.update(LOCAL_RANK=str(rank % each), GROUP_RANK=str(rank // each), LOCAL_WORLD_SIZE=str(each))
+        return {
+            "ddp": _fit(case, DDPStrategy(find_unused_parameters=True)),
+            "two_level": _fit(case, FreeScaleStrategy(**options, **ahead, exchange="two_level")),
+        }
+    return {
+        "ddp": _fit(case, DDPStrategy(find_unused_parameters=True)),
+        "freescale": _fit(case, FreeScaleStrategy(**options, **ahead)),
+        "dedup=False": _fit(case, FreeScaleStrategy(**options, **ahead, dedup=False)),
+    }
+
+
+def _fit(case: Case, strategy: Any) -> Outcome:
+    rank, module = int(os.environ["RANK"]), Model(case, lazy=not isinstance(strategy, FreeScaleStrategy))
+    clip = {"none": {}, "norm": {"gradient_clip_val": 0.1}}.get(
+        case.clip, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    )
+    trainer = L.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=case.ranks // case.nodes,
+        num_nodes=case.nodes,
+        max_epochs=case.epochs,
+        accumulate_grad_batches=case.window,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        **clip,
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            parts = case.micro_batches if isinstance(strategy, FreeScaleStrategy) else 1
+            trainer.fit(module, loader(case, rank, micro_batches=parts), loader(case, rank, salt=5) if case.validates else None)
+    except Exception as error:
+        return Outcome(error=f"{type(error).__name__}: {error}", steps=len(module.losses))
+    weights = trainer._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"]
+    return Outcome("", len(module.losses), tuple(module.losses), weights, torch.get_rng_state())
+
+
+def defects(ranks: list[dict[str, Outcome]], tolerance: float = 1e-4) -> list[str]:
+    """Return where what ranks have left behind departs from ``"ddp"``; a refusal before the first step is none.
+
+    Args:
+        ranks: what :func:`run_case` has returned on each.
+        tolerance: of losses, and of weights relative to the largest of a tensor.
+    """
+    found = []
+    for name in [name for name in ranks[0] if name != "ddp"]:
+        for rank, outcomes in enumerate(ranks):
+            theirs, mine = outcomes["ddp"], outcomes[name]
+            if theirs.error or (mine.error and not mine.steps):
+                continue
+            if mine.error:
+                found.append(f"{name}, rank {rank}: {mine.error[:300]}")
+                continue
+            worst = max((abs(a - b) / max(abs(a), 1e-2) for a, b in zip(theirs.losses, mine.losses)), default=0.0)
+            if worst > tolerance or len(theirs.losses) != len(mine.losses):
+                found.append(f"{name}, rank {rank}: losses differ by {worst:.1e}")
+            if not torch.equal(theirs.random_state, mine.random_state):
+                found.append(f"{name}, rank {rank}: random numbers differ")
+            if not rank:
+                found += [f"{name}: {text}" for text in _different(theirs.weights or {}, mine.weights or {}, tolerance)]
+    return found
+
+
+def _different(theirs: dict[str, Tensor], mine: dict[str, Tensor], tolerance: float) -> list[str]:
+    if theirs.keys() != mine.keys():
+        return [f"names differ: {sorted(theirs.keys() ^ mine.keys())}"]
+    off = {key: float((mine[key] - value).abs().max() / value.abs().max().clamp(min=1e-2)) for key, value in theirs.items()}
+    return [f"{key} differs by {amount:.1e}" for key, amount in off.items() if not amount <= tolerance]
