@@ -308,7 +308,12 @@ class FreeScaleDataModule(LightningDataModule):
         if dataset is None:
             return []
         rank, world_size = self._rank_and_world_size()
-        costs = np.zeros(size_of(dataset, name))
+        if (samples := size_of(dataset, name)) < world_size:
+            raise ValueError(
+                f"FreeScaleDataModule({name}=...): {samples} samples for {world_size} ranks, and every rank needs at least "
+                f"one. Use at most {samples} devices, or add samples"
+            )
+        costs = np.zeros(samples)
         sampler = BalancedSampler(costs, self.batch_size, num_replicas=world_size, rank=rank, shuffle=False, balance=False)
         return BalancedDataLoader.from_sampler(dataset, sampler, self.collate_fn, self._on_gpu, **self._loader_options)
 

@@ -31,6 +31,9 @@ def micro_batches_in(trainer: Trainer, take_loaded: Callable[[MicroBatches], Non
     """
     optimization, module = trainer.fit_loop.epoch_loop.automatic_optimization, trainer.lightning_module
     make_closure, before_transfer = optimization._make_closure, module._on_before_batch_transfer
+    replaced = (optimization, "_make_closure"), (module, "_on_before_batch_transfer")
+    # a fit within the fit, such as that of LearningRateFinder, finds those of the outer one
+    outer = [vars(owner).get(name) for owner, name in replaced]
 
     def closure_of_parts(kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Closure:
         batch = kwargs.get("batch")
@@ -49,13 +52,16 @@ def micro_batches_in(trainer: Trainer, take_loaded: Callable[[MicroBatches], Non
             take_loaded(batch)
         return of_each_part(lambda part: before_transfer(part, dataloader_idx), batch)
 
-    optimization._make_closure = closure_of_parts  # type: ignore[method-assign]
+    vars(optimization)["_make_closure"] = closure_of_parts
     vars(module)["_on_before_batch_transfer"] = before_transfer_of_parts
     try:
         yield
     finally:
-        del optimization._make_closure
-        del vars(module)["_on_before_batch_transfer"]
+        for (owner, name), before in zip(replaced, outer):
+            if before is None:
+                del vars(owner)[name]
+            else:
+                vars(owner)[name] = before
 
 
 def of_each_part(fn: Callable[[Any], Any], batch: Any) -> Any:

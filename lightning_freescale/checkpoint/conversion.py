@@ -31,7 +31,7 @@ def read_checkpoint(path: Path, weights_only: bool = True) -> dict[str, Any]:
         ValueError: it is damaged, incomplete, or no checkpoint; or holds more than tensors and numbers, and ``weights_only``.
         OSError: it is not there.
     """
-    check(path)
+    check(path, together=False)  # in a run, the other ranks may be elsewhere
     return read(path, weights_only)
 
 

@@ -1,12 +1,29 @@
-"""Two folders exchange their names, in one step where the system can do it."""
+"""A new file or folder takes the place of an old one, in one step where the system can do it."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 from pathlib import Path
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def take_place(new: Path, path: Path) -> None:
+    """Rename ``new`` to ``path``, be it a file or a folder before; what it was is removed afterwards.
+
+    Raises:
+        OSError: they cannot be renamed.
+    """
+    if not path.is_dir() and not (new.is_dir() and path.exists()):
+        os.replace(new, path)
+        return
+    exchange_names(new, path)
+    if new.is_dir() and not new.is_symlink():
+        shutil.rmtree(new, ignore_errors=True)
+    else:
+        new.unlink()
 
 
 def exchange_names(new: Path, old: Path) -> None:

@@ -41,14 +41,18 @@ def read(path: Path, weights_only: bool | None) -> dict[str, Any]:
     return found
 
 
-def check(path: Path) -> None:
-    """Find out whether a checkpoint is whole, by its checksums: each rank reads some of it. Collective.
+def check(path: Path, *, together: bool) -> None:
+    """Find out whether a checkpoint is whole, by its checksums.
+
+    Args:
+        path: the file or folder.
+        together: all ranks are here, and each reads some of it. Collective.
 
     Raises:
         FileNotFoundError: it is not there, on no rank.
         ValueError: it is not whole, on some rank.
     """
-    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if together and dist.is_initialized() else (1, 0)
     reason = _format(path).damage(path, rank, ranks) if path.exists() else _MISSING
     reasons = [reason] if ranks == 1 else gather_objects(reason)
     if set(reasons) == {_MISSING}:
@@ -67,7 +71,7 @@ def newest_whole_beside(path: Path) -> Path | None:
     named = [str(other) for other in sorted(others, key=lambda other: other.stat().st_mtime, reverse=True)]
     for name in gather_objects(named)[0] if dist.is_initialized() else named:
         try:
-            check(Path(name))
+            check(Path(name), together=True)
         except ValueError:
             continue
         return Path(name)

@@ -7,7 +7,6 @@ torch.distributed.checkpoint reads them. ``freescale.json`` comes last, and says
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import zlib
 from collections.abc import Callable, Mapping
@@ -22,7 +21,7 @@ from lightning_freescale._objects import gather_objects
 from lightning_freescale._version import __version__
 from lightning_freescale.checkpoint import single_file
 from lightning_freescale.checkpoint.deferred_tensors import DeferredTensor
-from lightning_freescale.checkpoint.exchange_names import exchange_names
+from lightning_freescale.checkpoint.exchange_names import take_place
 from lightning_freescale.checkpoint.spread_tensors import SpreadTensors
 from lightning_freescale.checkpoint.stored_tensors import StoredPieces, StoredTensor, name_of, write_pieces
 from lightning_freescale.embeddings.row_order import RowOrder
@@ -74,7 +73,8 @@ def write(checkpoint: Mapping[str, Any], folder: Path, spread: list[SpreadTensor
         content["files"] = {name: value for of_rank in files for name, value in of_rank.items()}
         with single_file.replacing(beside / MANIFEST) as file:
             file.write(json.dumps({**content, "crc32": _crc_of(content)}).encode())
-        _take_place(beside, folder)
+        take_place(beside, folder)
+        single_file.sync_folder(folder.parent)
 
     _together(begin if rank == 0 else None, what, group)
     _together(look, what, group)
@@ -162,16 +162,6 @@ def _crc_of_file(path: Path) -> int:
         while part := file.read(_READ_AT_ONCE):
             found = zlib.crc32(part, found)
     return found
-
-
-def _take_place(beside: Path, folder: Path) -> None:
-    """Rename; what was there before is removed afterwards."""
-    if folder.is_dir() and not folder.is_symlink():
-        exchange_names(beside, folder)
-        shutil.rmtree(beside, ignore_errors=True)
-    else:
-        os.replace(beside, folder)
-    single_file.sync_folder(folder.parent)
 
 
 def _together(do: Callable[[], T] | None, what: str, group: dist.ProcessGroup | None) -> list[Any]:

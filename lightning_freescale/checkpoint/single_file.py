@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from lightning_freescale.checkpoint.deferred_tensors import Deferral, DeferredTensors
+from lightning_freescale.checkpoint.exchange_names import take_place
 
 _READ_AT_ONCE = 1 << 20
 _SHARED = ("state_dict", "optimizer_states")
@@ -62,7 +63,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        take_place(beside, path)
     except BaseException:
         beside.unlink(missing_ok=True)
         raise

@@ -23,6 +23,7 @@ _DEMANDS: dict[type[Optimizer], dict[str, Any]] = {
 }
 # the class TorchRec translates to FBGEMM's fused optimizer; its Adam decays weights the way AdamW does
 _FUSED: dict[type[Optimizer], type[Optimizer]] = {torch.optim.AdamW: torch.optim.Adam}
+_SET_BY = {"momentum": "; where a scheduler sets it, OneCycleLR(cycle_momentum=False) does not"}
 _NOT_ON_CPU = (torch.optim.Adam, torch.optim.AdamW)
 _ON_CPU = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
 
@@ -126,7 +127,7 @@ class TableOptimizer:
         for name, value, demanded in unsupported_options(optimizer, group):
             raise ValueError(
                 f"{kind.__name__}({name}={value!r}) holds the embedding table {table!r}, which is updated row by row during "
-                f"backward: put the table into a parameter group with {name}={demanded!r}"
+                f"backward: put the table into a parameter group with {name}={demanded!r}{_SET_BY.get(name, '')}"
             )
         without_fused = device.type == "cpu" and kind in _NOT_ON_CPU
         if without_fused and not sparse_adam:

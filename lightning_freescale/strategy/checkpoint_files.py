@@ -156,7 +156,7 @@ class CheckpointFiles:
         """
         reading = _room("reading")
         try:
-            reading.check(path)
+            reading.check(path, together=True)
         except ValueError as damage:
             earlier = reading.newest_whole_beside(path) if is_last(path, trainer) else None
             if earlier is None:

@@ -490,6 +490,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             )
         except BaseException:
             sharding.restore()
+            self.optimizers = []  # their states may be those of blueprints, which teardown cannot move
             raise
 
     def _wrap(self, module: nn.Module, tables: ShardedTables, fitting: bool) -> None:

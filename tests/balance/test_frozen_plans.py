@@ -60,9 +60,9 @@ FROZEN: dict[str, str] = {
     "counts": "a1bb1be52cb79183",
     "tokens levelled": "8bbf2fd1076c0613",
     "token limit": "c18cfb4335e5e1c4",
-    "speeds": "a6d5a04865d45c22",
-    "speeds and token limit": "80820c6c63b58079",
-    "groups": "96b5d70007ad72d2",
+    "speeds": "60558e62eadcb3a3",
+    "speeds and token limit": "cdd6ab60b6dd126c",
+    "groups": "7f77cb9204a1b65c",
     "window": "2c2088450e9e04eb",
     "budget": "851c5b1c48b1b0a6",
 }

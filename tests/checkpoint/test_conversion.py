@@ -84,6 +84,22 @@ def test_the_plain_module_loads_it(checkpoint: str, saved: Path, tmp_path: Path)
     Large().load_state_dict(torch.load(tmp_path / "weights.pt"))
 
 
+def _opened_by_one(path: Path) -> list[torch.Size]:
+    import torch.distributed as dist
+
+    shapes = []
+    if dist.get_rank() == 0:  # such as after a fit, to export it
+        with conversion.open_checkpoint(path) as file:
+            shapes = [weight.shape for weight in Large.load_from_checkpoint(file).state_dict().values()]
+    dist.barrier()
+    return shapes
+
+
+def test_one_rank_of_a_run_opens_a_folder_alone(saved: Path) -> None:
+    shapes = run_distributed(_opened_by_one, 2, saved / "sharded4.ckpt", timeout=60)
+    assert shapes[0] and not shapes[1]
+
+
 def _predict(path: Path) -> torch.Tensor:
     data = Samples(24)
     loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, predict_dataset=data, balance=REPEATS)

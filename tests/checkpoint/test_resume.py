@@ -160,7 +160,7 @@ def _resume_twice(path: str) -> tuple[list[int], list[int]]:
     anew = Plain("sgd")
     trainer(devices=1, max_epochs=1).fit(anew, loader)
     flat = [[sample for step in net.seen for sample in step] for net in (module, anew)]
-    return flat[0], [flat[1] == loader.sampler(0, 1)._order(0).tolist(), loader.train.seed]
+    return flat[0], [flat[1] == loader.sampler(0, 1)._batches.order(0).tolist(), loader.train.seed]
 
 
 @pytest.mark.slow
@@ -194,7 +194,7 @@ def _fit_on(world: int, workers: int, path: str, batch_size: int = 4, stop_at: i
     loader = FreeScaleDataModule(data, data.lengths, batch_size, collate_fn=collate, num_workers=workers, balance=REPEATS)
     fit = trainer(devices=world, max_epochs=3, callbacks=[StopAt(stop_at, path)] if stop_at else [])
     fit.fit(module, loader, ckpt_path=None if stop_at else path)
-    epochs = [loader.sampler(0, world)._order(epoch).tolist() for epoch in range(3)]
+    epochs = [loader.sampler(0, world)._batches.order(epoch).tolist() for epoch in range(3)]
     return {"seen": module.seen, "epochs": epochs, "steps": fit.global_step, "reload": fit.reload_dataloaders_every_n_epochs}
 
 

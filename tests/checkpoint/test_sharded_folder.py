@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
+from lightning_freescale.checkpoint.exchange_names import take_place
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.helpers.recommender import REPEATS, Recommender, Samples, StopAt, collate, trainer
 
@@ -212,6 +213,27 @@ def test_a_later_one_takes_the_place_of_an_earlier_one(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     assert run_distributed(_save_over_itself, 2, path)[0] == ["last.ckpt"]
     run_distributed(_fit, 2, 2, resume=path)
+
+
+@pytest.mark.parametrize("kinds", [("single", "sharded"), ("sharded", "single")])
+def test_one_of_the_other_kind_takes_its_place(kinds: tuple[str, str], tmp_path: Path) -> None:
+    """Who resumes with another ``checkpoint=`` saves under the same names."""
+    path = tmp_path / "last.ckpt"
+    for kind in kinds:
+        run_distributed(_fit, 2, 2, stop=path, checkpoint=kind)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"] and path.is_dir() == (kinds[1] == "sharded")
+    run_distributed(_fit, 2, 2, resume=path)
+
+
+@pytest.mark.parametrize("was", ["file", "folder"])
+def test_a_link_gives_way_and_what_it_leads_to_stays(was: str, tmp_path: Path) -> None:
+    led_to, path = tmp_path / was, tmp_path / "last.ckpt"
+    led_to.mkdir() if was == "folder" else led_to.write_text("")
+    path.symlink_to(led_to)
+    new = tmp_path / "new"
+    new.mkdir()
+    take_place(new, path)
+    assert path.is_dir() and not path.is_symlink() and led_to.exists() and not new.exists()
 
 
 def _save_where_one_cannot(path: Path) -> None:

@@ -120,6 +120,30 @@ def test_fewer_samples_than_ranks() -> None:
         run_distributed(_fit, 2, samples=1)
 
 
+def _fit_with_few_to_validate() -> None:
+    samples = Samples(16)
+    data = FreeScaleDataModule(samples, samples.lengths, 2, collate_fn=collate, val_dataset=Samples(1))
+    trainer(devices=int(os.environ["WORLD_SIZE"])).fit(Recommender(), data)
+
+
+def test_fewer_samples_to_validate_than_ranks() -> None:
+    with pytest.raises(RankFailed, match=r"FreeScaleDataModule\(val_dataset=...\): 1 samples for 2 ranks"):
+        run_distributed(_fit_with_few_to_validate, 2)
+
+
+class DecayedAdagrad(Recommender):
+    """Its optimizer has states from the beginning, of tables that have no memory yet."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adagrad(self.parameters(), 0.1, weight_decay=0.1)
+
+
+def test_a_refused_optimizer_is_what_the_run_ends_with() -> None:
+    with pytest.raises(RankFailed, match=r"Adagrad\(weight_decay=0.1\) holds the embedding table") as error:
+        run_distributed(lambda: _fit(DecayedAdagrad()), 1)
+    assert "meta" not in str(error.value)
+
+
 def test_drop_last_leaves_nothing() -> None:
     with pytest.raises(ValueError, match=r"drop_last=True leaves no step: 8 samples"):
         FreeScaleDataModule(DATA, DATA.lengths, 16, drop_last=True).sampler(0, 2)

@@ -17,18 +17,18 @@ _CANDIDATES = {0: 0, 1: 1 << 20, 2: 64, 3: 16, 4: 10}
 """Groups of a rank, evenly spread, that so many are chosen from."""
 _NEAREST = np.array([[0], [-1]]), np.array([[0], [-1], [1], [-2], [2], [-3], [3], [-4]])
 """Places around the best one to take from, where numbers alone are limited, and where something else forbids some."""
-_PARTNERS, _OTHERS, _FILLED, _ROUNDS, _PATIENCE = 8, 32, 4, 800, 30
+_PARTNERS, _OTHERS, _FILLED, _ROUNDS = 8, 32, 4, 800
 _ROUNDS_WITHIN = 60
 """With groups of several samples, or a limit on tokens: what they leave room for, no bound knows."""
 
 Range = tuple[float, float]
 
 
-def exchange(problem: Problem, rank_of_group: Ints, target: float) -> Ints:
+def exchange(problem: Problem, rank_of_group: Ints, target: float, patience: int) -> Ints:
     """Exchange groups of the slowest rank for others of a quick one, until no rank is above ``target``.
 
-    Where no quick rank has what helps, the quickest is made quicker at the cost of others that stay below the target. Ends
-    after a fixed number of exchanges, or where neither can be done.
+    Where no quick rank has what helps, the quickest is made quicker at the cost of others that stay below the target,
+    ``patience`` times in a row at most. Ends after a fixed number of exchanges, or where neither can be done.
     """
     ranks = _Ranks(problem, rank_of_group)
     failed = 0
@@ -36,7 +36,7 @@ def exchange(problem: Problem, rank_of_group: Ints, target: float) -> Ints:
         time = ranks.load * problem.slowness
         by_time = np.argsort(time, kind="stable").tolist()
         slow = by_time[-1]
-        if time[slow] <= target or failed > _PATIENCE:
+        if time[slow] <= target or failed > patience:
             break
         # the quickest have most room, but perhaps only groups that are dearer still
         partners = by_time[: min(_PARTNERS, problem.ranks - 1)] + by_time[_PARTNERS : -1 : 1 + problem.ranks // _OTHERS]
