@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -14,6 +16,20 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 Run = Callable[..., dict[str, float]]
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    """What a benchmark sets for its process, the environment and what is logged, goes again."""
+    environment = dict(os.environ)
+    loggers = [each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
+    states = [(each, each.level, each.propagate, each.disabled) for each in loggers]
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+    for logger, level, propagate, disabled in states:
+        logger.setLevel(level)
+        logger.propagate, logger.disabled = propagate, disabled
 
 
 @pytest.fixture
