@@ -59,8 +59,8 @@ class BalanceReport:
         >>> print(predict(lengths**2, ranks=4, batch_size=8, tokens=lengths, max_tokens_per_rank=600))
         imbalance over 16 steps (max / mean over ranks):
                  as drawn             balanced             lower bound  gap
-        compute  1.381 (27.6% idle)   1.000 (0.0% idle)    1.000        0.03%
-        tokens   1.230                1.027                -            -      fullest rank of any step: 100.0% of its limit
+        compute  1.381 (27.6% idle)   1.001 (0.1% idle)    1.000        0.05%
+        tokens   1.230                1.020                -            -      fullest rank of any step: 99.7% of its limit
     """
 
     steps: int
