@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -21,12 +22,10 @@ Run = Callable[..., dict[str, float]]
 @pytest.fixture(autouse=True)
 def _as_it_was() -> Iterator[None]:
     """What a benchmark sets for its process, the environment and what is logged, goes again."""
-    environment = dict(os.environ)
     loggers = [each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
     states = [(each, each.level, each.propagate, each.disabled) for each in loggers]
-    yield
-    os.environ.clear()
-    os.environ.update(environment)
+    with patch.dict(os.environ):
+        yield
     for logger, level, propagate, disabled in states:
         logger.setLevel(level)
         logger.propagate, logger.disabled = propagate, disabled

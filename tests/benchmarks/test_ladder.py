@@ -15,13 +15,6 @@ from lightning_freescale.testing import run_distributed
 RUNGS = ["floor", "plain", "balance", "overlap", "dedup", "split"]
 
 
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What benchmarks set when they are imported goes again."""
-    for name in ("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
-        monkeypatch.setenv(name, os.environ.get(name, "1"))
-
-
 def test_gains_by_hand() -> None:
     """A step of 200 ms, half of it lost; the floor loses 10; a rung that loses 19 of 119 has removed 81 of 90."""
     import ladder

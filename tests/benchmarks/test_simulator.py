@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -14,13 +13,6 @@ COMMAND = (
     "python benchmarks/netlab.py --hosts {ranks} --rate 25mbit -- python benchmarks/ladder.py --compute-ms 300 --rows 5000 "
     "--steps 8 --rounds 2 --rungs floor plain balance dedup split"
 )
-
-
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What benchmarks set goes again."""
-    for name in ("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "GROUP_RANK", "WORLD_SIZE"):
-        monkeypatch.setenv(name, os.environ.get(name, "1"))
 
 
 def test_published_runs_are_reproduced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
