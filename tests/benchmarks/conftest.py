@@ -21,14 +21,13 @@ Run = Callable[..., dict[str, float]]
 
 @pytest.fixture(autouse=True)
 def _as_it_was() -> Iterator[None]:
-    """What a benchmark sets for its process, the environment and what is logged, goes again."""
+    """What a benchmark sets for its process, the environment and how much is logged, goes again."""
     loggers = [each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
-    states = [(each, each.level, each.propagate, each.disabled) for each in loggers]
+    levels = [each.level for each in loggers]
     with patch.dict(os.environ):
         yield
-    for logger, level, propagate, disabled in states:
+    for logger, level in zip(loggers, levels):
         logger.setLevel(level)
-        logger.propagate, logger.disabled = propagate, disabled
 
 
 @pytest.fixture
