@@ -1,36 +1,40 @@
 PYTHON ?= python3
-TORCH ?= torch213
-BIN := .venv/bin
+TORCH ?= torch214
+# the older stack has an environment of its own, so that a change of TORCH does not build one anew
+VENV := .venv$(if $(filter-out torch214,$(TORCH)),-$(TORCH))
+BIN := $(VENV)/bin
+WORKERS ?= 2
 export OMP_NUM_THREADS = 1
-NUMBERS := $(addprefix tests/,balance checkpoint data embeddings parity strategy/overlap)
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 THIRD_PARTY := tests/parity/third_party
 
-.PHONY: setup demo test test-fast test-third-party lint bench bench-quick docs figures tested clean
+.PHONY: setup demo test test-all test-slow test-third-party lint bench bench-quick docs figures tested clean
 
-setup: .venv/.ready
+setup: $(VENV)/.ready
 
-.venv/.ready: pyproject.toml scripts/setup_environment.py
-	$(PYTHON) scripts/setup_environment.py .venv $(TORCH)
+$(VENV)/.ready: pyproject.toml scripts/setup_environment.py
+	$(PYTHON) scripts/setup_environment.py $(VENV) $(TORCH)
 	touch $@
 
 demo: setup
 	$(BIN)/python examples/demo.py
 
-# what is about numbers on two workers, what is about times alone
+# the first tier: every contract and every package
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(NUMBERS)
-	$(BIN)/python -m pytest $(NUMBERS:%=--ignore=%)
+	$(PYTEST) -m "not slow and not third_party"
 
-# without the tests marked slow: every contract once
-test-fast: setup
-	$(BIN)/python -m pytest -m "not slow and not third_party" -n 2 --dist worksteal --durations=10
+# the second tier: random seeds, long matrices, launchers, notebooks, pages, benchmark scripts, the wheel, GPU stand-ins
+test-slow: setup
+	$(PYTEST) -m "slow and not third_party"
 
-# other packages' models, data sets and workers, all of them; installs those packages into .venv
-test-third-party: .venv/.third-party
+test-all: test test-slow
+
+# other packages' models, data sets and workers, all of them; installs those packages into the environment
+test-third-party: $(VENV)/.third-party
 	$(BIN)/python -m pytest -m "third_party or not third_party" $(THIRD_PARTY) tests/data/test_third_party.py tests/strategy/test_ray.py
 	$(BIN)/python -m pytest tests/callbacks/test_loggers.py tests/profiling/reporting/test_other_tools.py
 
-.venv/.third-party: .venv/.ready $(THIRD_PARTY)/requirements.txt
+$(VENV)/.third-party: $(VENV)/.ready $(THIRD_PARTY)/requirements.txt
 	$(BIN)/python -m pip install --quiet --no-deps recbole==1.2.1 litdata==0.2.76 HolisticTraceAnalysis==0.5.0
 	$(BIN)/python -m pip install --quiet -r $(THIRD_PARTY)/requirements.txt
 	touch $@
@@ -49,7 +53,7 @@ bench: setup
 bench-quick: setup
 	$(BIN)/python benchmarks/suite.py quick
 
-# the versions in .venv, for which the tests have just passed; without a build's name, as torch's +cpu, which no other machine has
+# the versions in the environment, for which the tests have just passed; without a build's name, as torch's +cpu, which no other machine has
 tested: setup
 	echo "# the versions that all tests ran on, as constraints for pip; make tested writes them" > .github/tested.txt
 	$(BIN)/python -m pip freeze --exclude-editable | sed -E 's/\+[a-z0-9.]+$$//' | LC_ALL=C sort -f >> .github/tested.txt
@@ -66,4 +70,4 @@ figures: setup
 	$(BIN)/python scripts/figures.py
 
 clean:
-	rm -rf .venv site demo_output .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-torch213 site demo_output .mypy_cache .ruff_cache .pytest_cache .hypothesis

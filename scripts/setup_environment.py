@@ -1,6 +1,6 @@
 """Make a virtual environment that runs the project: ``python3 scripts/setup_environment.py .venv``.
 
-A second argument, ``torch213`` (the default) or ``torch214``, chooses torch, and the FBGEMM and TorchRec that fit it: the extra
+A second argument, ``torch214`` (the default) or ``torch213``, chooses torch, and the FBGEMM and TorchRec that fit it: the extra
 of that name in pyproject.toml.
 
 TorchRec asks for FBGEMM's CUDA build and for an old torchmetrics, and FBGEMM's CUDA and CPU builds write the same folder. So
@@ -75,4 +75,4 @@ def _pip(python: Path, *arguments: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else ".venv").absolute(), sys.argv[2] if len(sys.argv) > 2 else "torch213")
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else ".venv").absolute(), sys.argv[2] if len(sys.argv) > 2 else "torch214")

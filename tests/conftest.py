@@ -17,6 +17,8 @@ import lightning_freescale.strategy.overlap  # noqa: F401
 from tests.helpers.leftovers import no_leftovers
 from tests.helpers.patience import every_rank_ends
 
+pytest_plugins = ["tests.helpers.processor_time"]
+
 hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("untimed")
 
