@@ -117,7 +117,9 @@ def _read(rank: int, content: bytes) -> Any:
         with _READING, torch.serialization.safe_globals(_NUMPY):
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except UnpicklingError as error:
-        reason = next((line for line in str(error).splitlines() if "WeightsUnpickler error" in line), str(error))
+        # torch's text also advises to read without weights_only, which must not reach the user
+        named = (line for line in str(error).splitlines() if "WeightsUnpickler error" in line or "GLOBAL" in line)
+        reason = next(named, type(error).__name__)
         raise ValueError(
             f"rank {rank} tells the others more than tensors, numbers and text ({reason.strip()}), and to read that may run "
             "code: keep the state of a stream, its state_dict(), to these and containers of them"

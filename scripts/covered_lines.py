@@ -14,6 +14,8 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ parallel = true
 source = {package}
 data_file = {folder}/data
 patch = subprocess, fork, _exit
-concurrency = thread, multiprocessing
+concurrency = thread
 disable_warnings = no-data-collected, module-not-measured, dynamic-conflict
 """
 _VARIABLE = "COVERED_LINES_TEST"
@@ -88,6 +90,12 @@ def _collect(measured: coverage.Coverage) -> dict[str, Any]:
 # pytest loads this module as a plugin, in every worker
 
 
+def pytest_configure() -> None:
+    """Save what a rank executed before it sends its result: ``run_distributed`` kills the rank after that."""
+    rank = testing._rank
+    testing._rank = lambda call, *others: rank(partial(_call_and_save, call), *others)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_logstart(nodeid: str) -> None:
     """Attribute the lines that follow to the test, in the processes that it forks too."""
@@ -101,7 +109,19 @@ def _attribute() -> None:
         running.switch_context(os.environ[_VARIABLE])
 
 
+def _call_and_save(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    finally:
+        running = coverage.Coverage.current()
+        if running is not None:
+            running.stop()
+            running.save()
+
+
 if __name__ == "__main__":
     sys.exit(main())
 else:
+    from lightning_freescale import testing
+
     os.register_at_fork(after_in_child=_attribute)

@@ -7,13 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.docs.pages import DOCS, ROOT, blocks
 
-NOTEBOOK = ROOT / "examples" / "quick_start.ipynb"
 AS_SCRIPT = """
 import subprocess
 
@@ -22,39 +20,28 @@ def run(command):
 """
 
 
-def _cells() -> list[dict[str, Any]]:
-    return [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
-
-
-def _script(folder: Path) -> str:
-    """All cells as one script; the files that they write are saved."""
+@pytest.mark.slow
+def test_the_notebook_trains_and_shows_where_the_time_went(tmp_path: Path) -> None:
+    content = json.loads((ROOT / "examples" / "quick_start.ipynb").read_text())
+    cells = [cell for cell in content["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+    (quick_start,) = (block.text for block in blocks(DOCS / "quick_start.md") if block.title == "quick_start.py")
+    assert f"%%writefile quick_start.py\n{quick_start}" == "".join(cells[0]["source"]) + "\n"
     script = AS_SCRIPT
-    for cell in _cells():
+    for cell in cells:
         source = "".join(cell["source"])
         first, _, rest = source.partition("\n")
         if first.startswith("%%writefile "):
-            (folder / first.split()[1]).write_text(f"{rest}\n")
+            (tmp_path / first.split()[1]).write_text(f"{rest}\n")
         elif source.startswith("!"):
             script += f"run({source[1:]!r})\n"
         else:
-            assert "\n!" not in source and "%" not in first, f"nobody runs this here: {source}"
+            assert "\n!" not in source and "%" not in first, f"this test does not run it: {source}"
             script += f"{source}\n"
-    return script
-
-
-@pytest.mark.slow
-def test_the_notebook_trains_and_shows_where_the_time_went(tmp_path: Path) -> None:
-    (tmp_path / "notebook.py").write_text(_script(tmp_path))
+    (tmp_path / "notebook.py").write_text(script)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": path, "MPLBACKEND": "agg"}
-    command = [sys.executable, "notebook.py"]
-    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 120}
+    found = subprocess.run([sys.executable, "notebook.py"], **options)
     assert found.returncode == 0, found.stderr[-2000:]
-    for said in ("embedding exchange:", "loss: 0.0", "rank 0: ", "rank 1: ", "bubble: "):
-        assert said in found.stdout
-
-
-def test_the_notebook_has_the_quick_start_and_no_outputs() -> None:
-    (script,) = (block.text for block in blocks(DOCS / "quick_start.md") if block.title == "quick_start.py")
-    assert f"%%writefile quick_start.py\n{script}" == "".join(_cells()[0]["source"]) + "\n"
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in _cells())
+    assert all(said in found.stdout for said in ("loss: 0.0", "rank 0: ", "rank 1: ", "bubble: "))

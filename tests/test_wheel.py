@@ -13,6 +13,8 @@ import pytest
 
 import lightning_freescale
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 METADATA = f"lightning_freescale-{lightning_freescale.__version__}.dist-info"
 KINDS = {".css", ".html", ".js", ".py"}
@@ -20,50 +22,25 @@ KINDS = {".css", ".html", ".js", ".py"}
 ALSO = {"lightning_freescale/py.typed", "lightning_freescale/profiling/reporting/schema.json"}
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    folder = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+def test_the_wheel_holds_the_package_alone(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     done = subprocess.run(build, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    (built,) = folder.iterdir()
-    assert built.name == f"lightning_freescale-{lightning_freescale.__version__}-py3-none-any.whl"
-    return zipfile.ZipFile(built)
-
-
-def _packaged(wheel: zipfile.ZipFile) -> set[str]:
-    return {name for name in wheel.namelist() if not name.startswith(f"{METADATA}/")}
-
-
-def test_holds_the_package_alone(wheel: zipfile.ZipFile) -> None:
-    packaged = _packaged(wheel)
+    wheel = zipfile.ZipFile(next(tmp_path.iterdir()))
+    packaged = {name for name in wheel.namelist() if not name.startswith(f"{METADATA}/")}
     assert {name.split("/")[0] for name in packaged} == {"lightning_freescale"}, "no tests, benchmarks or examples"
     assert sorted(name for name in packaged - ALSO if Path(name).suffix not in KINDS) == [], "no data"
-
-
-def test_holds_what_is_read_at_run_time(wheel: zipfile.ZipFile) -> None:
-    page = {path.relative_to(ROOT).as_posix() for path in (ROOT / "lightning_freescale").rglob("page/*") if path.is_file()}
-    assert any(name.endswith("/page.html") for name in page)
-    assert ALSO | page <= _packaged(wheel)
-
-
-def test_holds_every_module(wheel: zipfile.ZipFile) -> None:
-    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "lightning_freescale").rglob("*.py")}
-    assert {name for name in _packaged(wheel) if name.endswith(".py")} == modules
-
-
-def test_metadata_has_version_and_license(wheel: zipfile.ZipFile) -> None:
+    package = ROOT / "lightning_freescale"
+    page = {path.relative_to(ROOT).as_posix() for path in package.rglob("page/*") if path.is_file()}
+    assert any(name.endswith("/page.html") for name in page) and ALSO | page <= packaged
+    modules = {path.relative_to(ROOT).as_posix() for path in package.rglob("*.py")}
+    assert {name for name in packaged if name.endswith(".py")} == modules
     metadata = message_from_string(wheel.read(f"{METADATA}/METADATA").decode())
-    assert metadata["Version"] == lightning_freescale.__version__
-    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Version"] == lightning_freescale.__version__ and metadata["License-Expression"] == "Apache-2.0"
     assert f"{METADATA}/licenses/LICENSE" in wheel.namelist()
-
-
-def test_lightning_finds_what_adds_the_profiler(wheel: zipfile.ZipFile) -> None:
     written = ConfigParser()
     written.read_string(wheel.read(f"{METADATA}/entry_points.txt").decode())
-    hooks = {name: dict(section) for name, section in written.items() if name.endswith("callbacks_factory")}
-    assert hooks == {
+    assert {name: dict(section) for name, section in written.items() if name.endswith("callbacks_factory")} == {
         "lightning.pytorch.callbacks_factory": {"freescale": "lightning_freescale.profile:callbacks_of_run"},
         "pytorch_lightning.callbacks_factory": {"freescale": "lightning_freescale.profile:refuse_other_trainer"},
     }

@@ -127,7 +127,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
     try:
         content = json.loads((folder / MANIFEST).read_text())
         expected = content.pop("crc32")
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"its {MANIFEST} cannot be read ({error})") from error
     if content.get("format") != _FORMAT:
         raise ValueError(

@@ -217,14 +217,14 @@ def _check_times(
     same_user[offsets[1:-1] - 1] = False
     backwards = 1 + np.flatnonzero((times[1:] < times[:-1]) & same_user)
     if order == "given" and backwards.size:
-        user, between = where(backwards[0])
+        user, between = where(int(backwards[0]))
         raise ValueError(
             f"{name}: {column!r} goes back in time for user {user} between rows {between} and {backwards.size - 1} more "
             'places. Pass order="sort" to sort every history by time.'
         )
     equal = 1 + np.flatnonzero((times[1:] == times[:-1]) & same_user)
     if ties == "error" and equal.size:
-        user, both = where(equal[0])
+        user, both = where(int(equal[0]))
         raise ValueError(
             f"{name}: user {user} has several interactions at {column}={times[equal[0]]}, in rows {both}, and so have "
             f'{equal.size - 1} more. Pass ties="keep" to leave them in the order of rows.'

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_freescale.balance import BalancedSampler, BlockShuffle, Budget, advise, predict
+from lightning_freescale.balance import BalancedSampler, Budget, advise, predict
 
 LENGTHS = np.minimum(np.random.RandomState(0).lognormal(3.5, 1.2, 600).astype(int) + 1, 400)
 DRAWS: dict[str, np.ndarray] = {
@@ -29,31 +29,25 @@ def _steps(sampler: BalancedSampler, epoch: int) -> list[list[np.ndarray]]:
 
 
 @pytest.mark.parametrize("name", DRAWS)
-@pytest.mark.parametrize("world", [1, 2, 7, 16])
-@pytest.mark.parametrize("times", [1.0, 1.3, 8.0])
-@pytest.mark.parametrize("options", [{}, {"shuffle": False}], ids=["shuffled", "in order"])
-def test_no_rank_is_above_the_budget_in_any_epoch(name: str, world: int, times: float, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("world", "times"), [(1, 1.0), (2, 1.3), (7, 8.0), (16, 1.0), (1, 8.0), (2, 1.0), (7, 1.3), (16, 8.0)])
+def test_no_rank_is_above_the_budget_in_any_epoch(name: str, world: int, times: float) -> None:
     sizes = DRAWS[name]
     per_rank = float(sizes.max()) * times
     if name == "alike" and times < 2 and world > 1:  # one sample each, and 101 are to be shared out
-        with pytest.raises(ValueError, match=f"101 samples for {world} ranks.*use fewer ranks or a larger budget"):
+        with pytest.raises(ValueError, match=f"101 samples for {world} ranks"):
             _sampler(sizes, per_rank, world)
         return
-    sampler = _sampler(sizes, per_rank, world, **options)
-    steps = len(sampler)
-    for epoch in range(4):
-        sampler.set_epoch(epoch)
-        assert len(sampler) == steps
-        plans = _steps(sampler, epoch)
-        assert sorted(np.concatenate([np.concatenate(plan) for plan in plans])) == list(range(len(sizes)))
-        assert all(len(samples) and sizes[samples].sum() <= per_rank for plan in plans for samples in plan)
-        counts = [sum(map(len, plan)) for plan in plans]
-        assert max(counts) - min(counts) <= 1
-
-
-def test_no_rank_is_above_the_budget_with_ranks_of_other_speeds() -> None:
-    sampler = _sampler(LENGTHS, 500, 4, rank_speeds=[1.0, 0.3, 0.5, 1.0])
-    assert max(LENGTHS[samples].sum() for plan in _steps(sampler, 0) for samples in plan) <= 500
+    for epochs, options in ((3, {}), (1, {"shuffle": False}), (1, {"rank_speeds": np.linspace(0.3, 1, world)})):
+        sampler = _sampler(sizes, per_rank, world, **options)
+        steps = len(sampler)
+        for epoch in range(epochs):
+            sampler.set_epoch(epoch)
+            assert len(sampler) == steps
+            plans = _steps(sampler, epoch)
+            assert sorted(np.concatenate([np.concatenate(plan) for plan in plans])) == list(range(len(sizes)))
+            assert all(len(samples) and sizes[samples].sum() <= per_rank for plan in plans for samples in plan)
+            counts = [sum(map(len, plan)) for plan in plans]
+            assert max(counts) - min(counts) <= 1
 
 
 def test_a_plan_is_found_where_the_search_finds_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,17 +57,8 @@ def test_a_plan_is_found_where_the_search_finds_none(monkeypatch: pytest.MonkeyP
     for epoch in range(3):
         for step in range(len(sampler)):
             samples = sampler.global_batch(epoch, step)
-            known = sampler._batches.ranks_within_budget(epoch, step)
-            assert known is not None
-            for plan in (known, sampler.step_plan(epoch, step).rank_of_sample):
-                assert np.bincount(plan, LENGTHS[samples]).max() <= 500 and np.bincount(plan, minlength=4).min() >= 1
-
-
-def test_all_ranks_have_as_many_steps_and_share_each_out() -> None:
-    ranks = [_sampler(LENGTHS, 1000, 3, rank) for rank in range(3)]
-    lists: list[list[Any]] = [list(each) for each in ranks]
-    assert len({len(each) for each in lists}) == len({each.digest() for each in ranks}) == 1
-    assert sorted(sample for each in lists for batch in each for sample in batch) == list(range(len(LENGTHS)))
+            plan = sampler.step_plan(epoch, step).rank_of_sample
+            assert np.bincount(plan, LENGTHS[samples]).max() <= 500 and np.bincount(plan, minlength=4).min() >= 1
 
 
 def test_a_budget_is_used_up_but_for_a_little() -> None:
@@ -83,49 +68,8 @@ def test_a_budget_is_used_up_but_for_a_little() -> None:
         sampler = _sampler(sizes, 1600, world)
         assert sampler.fill == pytest.approx(sizes.sum() / (len(sampler) * world * 1600))
         assert sampler.fill > 0.93
-
-
-def test_orders_differ_between_epochs_and_steps_have_nearly_as_many_tokens() -> None:
-    sampler = _sampler(LENGTHS, 1000, 4)
     first, second = (sampler.global_batch(epoch, 0) for epoch in range(2))
     assert set(first) != set(second)
-    tokens = [LENGTHS[sampler.global_batch(0, step)].sum() for step in range(len(sampler))]
-    assert max(tokens) - min(tokens) <= LENGTHS.max()
-
-
-def test_a_sample_is_as_likely_in_any_step() -> None:
-    sizes = LENGTHS[:90]
-    sampler = _sampler(sizes, 800, 2)
-    steps = np.zeros((len(sizes), len(sampler)))
-    for epoch in range(400):
-        for step in range(len(sampler)):
-            steps[sampler.global_batch(epoch, step), step] += 1
-    whole = np.argsort(-sizes, kind="stable")[: len(sizes) // len(sampler) * len(sampler) - len(sampler)]
-    expected = 400 / len(sampler)
-    assert np.abs(steps[whole] - expected).max() < 6 * np.sqrt(expected)
-
-
-def test_samples_stay_near_where_they_were_drawn() -> None:
-    """So that without a shuffle they come about as they lie in the data set."""
-    sizes = np.tile(LENGTHS, 10)
-    sampler = _sampler(sizes, 1000, 2, shuffle=False)
-    drawn = np.concatenate([sampler.global_batch(0, step) for step in range(len(sampler))])
-    moved = np.abs(drawn - np.arange(len(sizes))) / len(sizes)
-    assert moved.mean() < 0.04 and moved.max() < 0.25
-
-
-@pytest.mark.parametrize("batches", [1, 5])
-def test_resume_goes_on_with_the_same_steps(batches: int) -> None:
-    whole, resumed = (_sampler(LENGTHS, 1000, 2) for _ in range(2))
-    resumed.resume(1, batches, cuts=whole.cuts(1))
-    for each in (whole, resumed):
-        each.set_epoch(1)
-    assert len(resumed) == len(whole)
-    rest = [resumed.plan(1, step) for step in range(resumed.first_step, len(resumed))]
-    for ours, theirs in zip(rest, [whole.plan(1, step) for step in range(batches, len(whole))], strict=True):
-        assert [each.tolist() for each in ours] == [each.tolist() for each in theirs]
-    resumed.set_epoch(2)
-    assert resumed.first_step == 0 and len(resumed) == resumed.steps_per_epoch
 
 
 def test_resumes_on_other_ranks_and_budgets_keep_every_sample_once() -> None:
@@ -146,6 +90,8 @@ def test_resumes_on_other_ranks_and_budgets_keep_every_sample_once() -> None:
     assert len(cuts) == 4, "the same ranks and budget go on with the same cut"
     seen += [np.concatenate(now.plan(3, step)) for step in range(batches, len(now))]
     assert sorted(np.concatenate(seen)) == list(range(len(LENGTHS)))
+    now.set_epoch(4)
+    assert now.first_step == 0 and len(now) == now.steps_per_epoch
 
 
 def test_predictions_and_advice_are_of_the_same_steps() -> None:
@@ -156,30 +102,4 @@ def test_predictions_and_advice_are_of_the_same_steps() -> None:
     assert told == sampler.report()
     assert told.dominated
     advice = advise(costs, 4, budget, told, sizes, assignment_mode="free")
-    assert advice is not None and "with twice the budget" in advice and "at any counts" in advice
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"sample 2 alone has 9.*Pass at least as many"):
-        Budget(8, [1, 2, 9])
-    for per_rank in (0, -1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="pass a finite number > 0"):
-            Budget(per_rank, [1.0])
-    with pytest.raises(ValueError, match="3 samples for 4 ranks"):
-        _sampler(np.ones(3), 10, 4)
-    with pytest.raises(ValueError, match=r"Budget\(sizes=...\) has shape \(1,\).*shape \[2\]"):
-        BalancedSampler([1.0, 2.0], Budget(10, [1.0]), num_replicas=1, rank=0)
-    given: list[dict[str, Any]] = [
-        {"assignment_mode": "fixed"},
-        {"max_tokens_per_rank": 5},
-        {"tokens": LENGTHS},
-        {"keep_together": LENGTHS},
-        {"outlier_window": 2},
-        {"drop_last": True},
-        {"shuffle": BlockShuffle(np.full(6, 100))},
-    ]
-    for options in given:
-        with pytest.raises(ValueError, match=f"{next(iter(options))}=...\\) has no meaning with a Budget"):
-            _sampler(LENGTHS, 1000, 2, **options)
-    with pytest.raises(ValueError, match="balance=False"):
-        _sampler(LENGTHS, 1000, 2, balance=False)
+    assert advice is not None and "twice the budget" in advice

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ import pytest
 
 from lightning_freescale.balance import CostModel, assign
 from lightning_freescale.balance.__main__ import main
-from lightning_freescale.balance.calibration import Calibration, fit_report, imbalance_by_true_costs
+from lightning_freescale.balance.calibration import Calibration, fit_report
 from lightning_freescale.balance.cost import sample_features
-from lightning_freescale.command_line.balance import run as run_balance
 
 LENGTHS = np.random.RandomState(0).lognormal(4.5, 0.9, 6000).clip(5, 800).round()
 UNIQUE = (LENGTHS * np.random.RandomState(1).uniform(0.3, 1.0, 6000)).round()
@@ -25,49 +23,32 @@ def test_cost_model() -> None:
     np.testing.assert_allclose(CostModel(2, 3, 4)([0, 1, 2]), [2, 9, 24])
     np.testing.assert_allclose(CostModel(2, 3, 4, 10)([0, 1, 2], [0, 1, 1]), [2, 19, 34])
     np.testing.assert_allclose(sample_features([2, 3], [1, 2]) @ [2, 3, 4, 10], CostModel(2, 3, 4, 10)([2, 3], [1, 2]))
-    with pytest.raises(ValueError, match="linear=-1"):
-        CostModel(linear=-1)
-    with pytest.raises(ValueError, match=r"unique=2.*pass unique="):
-        CostModel(unique=2)([1.0])
-
-
-def test_from_config() -> None:
     model = CostModel.from_config(dim=256, layers=3)
     assert model.linear / model.quadratic == 5 * 256
     assert CostModel.from_config(dim=64, heads=4) == CostModel.from_config(dim=64)
     assert CostModel.from_config(dim=64, heads=4, head_dim=32).quadratic == 128
     assert CostModel.from_config(dim=64, layers=2, feedforward=256, candidates=10).linear == 2 * (5 + 8) * 64**2 + 640
-    for wrong in ({"dim": 0}, {"dim": 64, "heads": 3}, {"dim": 64, "feedforward": -1}):
-        with pytest.raises(ValueError, match="dim="):
-            CostModel.from_config(**wrong)
 
 
 def _run(
-    steps: int,
-    ranks: int,
-    plan: CostModel,
-    true: CostModel,
-    *,
-    noise: float = 0.03,
-    slow: dict[int, float] | None = None,
-    seed: int = 0,
+    steps: int, ranks: int, plan: CostModel, true: CostModel, noise: float = 0.03, slow_rank: int = -1, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Features and times of steps that are balanced by ``plan``; one rank-step in 20 is hit by something else."""
     draw, features = np.random.RandomState(seed), sample_features(LENGTHS, UNIQUE)
     sums, seconds = np.zeros((steps, ranks, 4)), np.zeros((steps, ranks))
     for step in range(steps):
         samples = draw.choice(len(LENGTHS), 32 * ranks, replace=False)
-        rank = assign(plan(LENGTHS[samples], UNIQUE[samples]), ranks).rank_of_sample
-        for r in range(ranks):
-            mine = samples[rank == r]
-            sums[step, r] = features[mine].sum(axis=0)
+        rank_of_sample = assign(plan(LENGTHS[samples], UNIQUE[samples]), ranks).rank_of_sample
+        for rank in range(ranks):
+            mine = samples[rank_of_sample == rank]
+            sums[step, rank] = features[mine].sum(axis=0)
             time = 0.01 + true(LENGTHS[mine], UNIQUE[mine]).sum()
-            time *= (slow or {}).get(r, 1.0) * draw.lognormal(0, noise) * (3 if draw.rand() < 0.05 else 1)
-            seconds[step, r] = time
+            time *= (1.3 if rank == slow_rank else 1.0) * draw.lognormal(0, noise) * (3 if draw.rand() < 0.05 else 1)
+            seconds[step, rank] = time
     return sums, seconds
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("ranks", [4, 8])
 def test_fit_finds_the_true_coefficients(ranks: int) -> None:
     sums, seconds = _run(100, ranks, CostModel(quadratic=0), TRUE)
     fit = CostModel.fit(sums.reshape(-1, 4), seconds.ravel(), np.tile(np.arange(ranks), 100))
@@ -75,33 +56,14 @@ def test_fit_finds_the_true_coefficients(ranks: int) -> None:
     assert fit.model.quadratic == pytest.approx(TRUE.quadratic, rel=0.1)
     assert 0.01 < fit.residual < 0.04
     np.testing.assert_allclose(fit.slowness, 1.0, atol=0.05)
-
-
-def test_fit_with_unique_ids() -> None:
-    true = CostModel(linear=1e-5, quadratic=4e-8, unique=5e-5)
-    sums, seconds = _run(200, 4, CostModel(), true, noise=0.01)
-    fit = CostModel.fit(sums.reshape(-1, 4), seconds.ravel(), np.tile(np.arange(4), 200))
-    assert fit.model.unique == pytest.approx(true.unique, rel=0.3)
-
-
-@pytest.mark.parametrize("ranks", [2, 8, 64])
-def test_fifty_steps_from_a_wrong_model_balance_as_the_true_one(ranks: int) -> None:
-    """The plan in use counts tokens only; the true cost is quadratic."""
-    wrong, true, calibration = CostModel(linear=1.0, quadratic=0), CostModel(linear=0, quadratic=1e-7), Calibration()
-    calibration.add_window(*_run(50, ranks, wrong, true))
-    assert calibration.fit is not None
-    draw = np.random.RandomState(9)
-    batches = [draw.choice(len(LENGTHS), 32 * ranks, replace=False) for _ in range(20)]
-    seen = [
-        imbalance_by_true_costs([(model(LENGTHS[batch], UNIQUE[batch]), true(LENGTHS[batch])) for batch in batches], 0.0, ranks)
-        for model in (wrong, calibration.fit.model, true)
-    ]
-    assert seen[1] <= 1.01 * seen[2]
-    assert seen[0] > 1.03 * seen[2], "the wrong model must be wrong enough to notice"
+    unique = CostModel(linear=1e-5, quadratic=4e-8, unique=5e-5)
+    sums, seconds = _run(200, ranks, CostModel(), unique, noise=0.01)
+    fit = CostModel.fit(sums.reshape(-1, 4), seconds.ravel(), np.tile(np.arange(ranks), 200))
+    assert fit.model.unique == pytest.approx(unique.unique, rel=0.3)
 
 
 def test_a_slow_rank_is_told_from_long_histories() -> None:
-    sums, seconds = _run(60, 8, CostModel(linear=1.0, quadratic=0), TRUE, slow={3: 1.3})
+    sums, seconds = _run(60, 8, CostModel(linear=1.0, quadratic=0), TRUE, slow_rank=3)
     calibration = Calibration()
     fit = calibration.add_window(sums, seconds)
     assert fit is not None
@@ -109,15 +71,6 @@ def test_a_slow_rank_is_told_from_long_histories() -> None:
     assert fit.slow_ranks()[3] == pytest.approx(1.3, abs=0.03)
     even = Calibration().add_window(*_run(60, 8, CostModel(linear=1.0, quadratic=0), TRUE))
     assert even is not None and not even.slow_ranks()
-
-
-def test_calibration_freezes_when_it_stops_improving() -> None:
-    calibration, windows = Calibration(), 0
-    while not calibration.frozen:
-        calibration.add_window(*_run(25, 4, CostModel(), TRUE, seed=windows))
-        windows += 1
-        assert windows < 30
-    assert windows > 3
 
 
 def test_steps_that_a_rank_did_not_measure_are_left_out() -> None:
@@ -142,13 +95,6 @@ def test_the_fit_rests_on_the_last_times_only() -> None:
     assert fit.model.quadratic == pytest.approx(TRUE.quadratic, rel=0.15)
 
 
-def test_bad_input() -> None:
-    with pytest.raises(ValueError, match="at least five"):
-        CostModel.fit(np.ones((4, 4)), np.ones(4))
-    with pytest.raises(ValueError, match="times > 0"):
-        CostModel.fit(np.ones((6, 4)), np.zeros(6))
-
-
 # -- when a fit takes the place of the costs in use
 
 
@@ -156,15 +102,22 @@ def _costs(sums: np.ndarray, model: CostModel) -> np.ndarray:
     return sums @ np.array([model.constant, model.linear, model.quadratic, model.unique])
 
 
-def test_a_fit_takes_the_place_of_costs_that_predict_worse() -> None:
-    tokens, calibration = CostModel(linear=1.0, quadratic=0.0), Calibration()
-    sums, seconds = _run(60, 4, tokens, CostModel(linear=0.0, quadratic=1e-7))
-    fit = calibration.add_window(sums, seconds, _costs(sums, tokens))
-    assert fit is not None and calibration.improved
-    assert calibration.base == fit.base
+@pytest.mark.parametrize(("in_use", "steps", "least"), [(None, 25, 4), (TRUE, 15, 5)])
+def test_a_fit_is_final_once_nothing_is_better(in_use: CostModel | None, steps: int, least: int) -> None:
+    calibration, windows = Calibration(in_use=in_use), 0
+    while not calibration.frozen:
+        calibration.add_window(*_run(steps, 4, in_use or CostModel(), TRUE, seed=windows))
+        windows += 1
+        assert windows < 30
+    assert windows >= least
 
 
 def test_costs_that_predict_as_well_stay() -> None:
+    """Costs that predict worse do not."""
+    tokens, calibration = CostModel(linear=1.0, quadratic=0.0), Calibration()
+    sums, seconds = _run(60, 4, tokens, CostModel(linear=0.0, quadratic=1e-7))
+    fit = calibration.add_window(sums, seconds, _costs(sums, tokens))
+    assert fit is not None and calibration.improved and calibration.base == fit.base
     calibration = Calibration()
     sums, seconds = _run(60, 4, TRUE, TRUE)
     assert calibration.add_window(sums, seconds, 7e5 * _costs(sums, TRUE)) is not None, "in any unit"
@@ -195,16 +148,6 @@ def test_samples_that_cost_nothing_are_not_measured_for_ever() -> None:
     assert calibration.frozen
 
 
-def test_a_fit_is_final_once_nothing_is_better() -> None:
-    calibration, frozen_after = Calibration(in_use=TRUE), 0
-    while not calibration.frozen:
-        sums, seconds = _run(15, 4, TRUE, TRUE, seed=frozen_after)
-        calibration.add_window(sums, seconds, _costs(sums, CostModel()))
-        frozen_after += 1
-        assert frozen_after < 30
-    assert frozen_after >= 5
-
-
 # -- from a report
 
 
@@ -223,31 +166,29 @@ def test_fit_of_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert (found.steps, found.ranks, found.predicted) == (40, 2, 1.25)
     assert found.by_fit == pytest.approx(found.measured, abs=0.2)
     (tmp_path / "report.json").write_text(json.dumps(_document()))
-    written = tmp_path / "cost.json"
-    for command in (main, partial(run_balance, "balance")):
-        command(["fit", str(tmp_path / "report.json"), "--json", str(written)])
-        told, figures = capsys.readouterr().out, json.loads(written.read_text())
-        assert "40 steps of 2 ranks" in told and "1.250 predicted in the run, " in told
-        assert figures["model"]["quadratic"] == found.fit.model.quadratic and figures["base"] == found.fit.base
-        (code,) = (line for line in told.splitlines() if line.startswith("FreeScaleDataModule"))
-        model = eval(code.partition("cost=")[2][:-1], {"CostModel": CostModel})
-        assert model.quadratic == pytest.approx(found.fit.model.quadratic, rel=1e-3)
+    main(["fit", str(tmp_path / "report.json"), "--json", str(tmp_path / "cost.json")])
+    told, figures = capsys.readouterr().out, json.loads((tmp_path / "cost.json").read_text())
+    assert "40 steps of 2 ranks" in told and "1.250 predicted" in told
+    assert figures["model"]["quadratic"] == found.fit.model.quadratic and figures["base"] == found.fit.base
+    (code,) = (line for line in told.splitlines() if line.startswith("FreeScaleDataModule"))
+    model = eval(code.partition("cost=")[2][:-1], {"CostModel": CostModel})
+    assert model.quadratic == pytest.approx(found.fit.model.quadratic, rel=1e-3)
 
 
 @pytest.mark.parametrize(
-    ("document", "message"),
+    ("document", "facts"),
     [
-        ("{", "is not JSON, or was cut short"),
-        ({"format": "other"}, "no bubble report: its format is 'other'"),
-        ("[]", "no bubble report: its format is None"),
-        (_document(features=None), "holds no history lengths"),
-        (_document(features=[[[16.0, 99.0, 0.0, 0.0]] * 2] * 40), "holds no history lengths"),
-        (_document(breakdown_s=np.zeros((40, 2, 3)).tolist()), "0 steps of 2 ranks with compute"),
+        ("{", "report.json"),
+        ({"format": "other"}, "'other'"),
+        ("[]", "None"),
+        (_document(features=None), "lengths"),
+        (_document(features=[[[16.0, 99.0, 0.0, 0.0]] * 2] * 40), "lengths"),
+        (_document(breakdown_s=np.zeros((40, 2, 3)).tolist()), "0 steps of 2 ranks"),
     ],
 )
-def test_reports_that_cannot_be_fitted(document: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reports_that_cannot_be_fitted(document: Any, facts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "report.json").write_text(document if isinstance(document, str) else json.dumps(document))
     with pytest.raises(SystemExit) as stopped:
         main(["fit", str(tmp_path / "report.json")])
     told = capsys.readouterr().err
-    assert stopped.value.code == 2 and told.startswith("fit: ") and message in told
+    assert stopped.value.code == 2 and told.startswith("fit: ") and facts in told

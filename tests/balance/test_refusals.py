@@ -1,15 +1,136 @@
-"""What has a place is given one; what has none is refused by the limits that were given, as they were given."""
+"""An argument that does not fit is refused by an error that names it and its value; one that fits is taken."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lightning_freescale.balance import BalancedSampler, Budget, advise, assign, predict
+from lightning_freescale.balance import BalancedSampler, BlockShuffle, Budget, CostModel, advise, assign, predict
+from lightning_freescale.balance.pool import LocalPool
+from lightning_freescale.balance.validation import non_negative
+
+COSTS = np.arange(1.0, 9)
+NAN, INF = float("nan"), float("inf")
+
+
+def _assign(costs: Any = COSTS, ranks: Any = 2, **options: Any) -> Any:
+    return assign(costs, ranks, **options)
+
+
+def _sampler(batch_size: Any = 2, costs: Any = COSTS, num_replicas: Any = 2, rank: Any = 0, **options: Any) -> BalancedSampler:
+    return BalancedSampler(costs, batch_size, num_replicas=num_replicas, rank=rank, **options)
+
+
+FOUR = [1.0, 2.0, 3.0, 4.0]
+REFUSED: list[tuple[Callable[[], Any], list[str]]] = [
+    (lambda: non_negative("lengths", [NAN, -2.0, 1.0], 3), ["lengths[0] is nan", "2"]),
+    (lambda: non_negative("lengths", [1.0], 2), ["lengths", "(1,)", "[2]"]),
+    (lambda: non_negative("cost_fn(sample)", [1.0, -2.0], first=40), ["cost_fn(sample)[41] is -2.0"]),
+    (lambda: _assign([1.0]), ["assign", "1 samples", "2 ranks"]),
+    (lambda: _assign(ranks=0), ["assign(ranks=0)"]),
+    (lambda: _assign(ranks=2.0), ["assign(ranks=2.0)"]),
+    (lambda: _assign([1.0, -1.0]), ["assign(costs=...)[1] is -1.0"]),
+    (lambda: _assign(["a", "b"], 1), ["assign(costs=...)", "<U1"]),
+    (lambda: _assign(np.array([1 + 1j, 2]), 1), ["assign(costs=...)", "complex128"]),
+    (lambda: _assign([1.7e308] * 4), ["assign(costs=...)", "1.7e+308"]),
+    (lambda: _assign(assignment_mode="best"), ["assignment_mode='best'"]),
+    (lambda: _assign(count_slack=-1.0), ["count_slack=-1.0"]),
+    (lambda: _assign(assignment_mode="slack", count_slack="1"), ["count_slack='1'"]),
+    (lambda: _assign(count_slack=0.5), ["count_slack=0.5", "assignment_mode='fixed'"]),
+    (lambda: _assign(count_slack=0.25, assignment_mode="free"), ["count_slack=0.25", "assignment_mode='free'"]),
+    (lambda: _assign(rank_speeds=[1, 2], assignment_mode="zigzag"), ["rank_speeds=[1, 2]", "assignment_mode='zigzag'"]),
+    (lambda: _assign(tokens=[1.0]), ["tokens=...", "(1,)"]),
+    (lambda: _assign(max_tokens_per_rank=3), ["max_tokens_per_rank=3", "tokens="]),
+    (lambda: _assign(tokens=COSTS, max_tokens_per_rank=INF), ["max_tokens_per_rank=inf"]),
+    (lambda: _assign(tokens=COSTS, max_tokens_per_rank="8"), ["max_tokens_per_rank='8'"]),
+    (lambda: _assign(tokens=[1e19] * 8, max_tokens_per_rank=9.0), ["assign(tokens=...)", "8e+19"]),
+    (lambda: _assign(np.ones(4), tokens=[0.5, 0.75, 1.0, 0.5], max_tokens_per_rank=1.0), ["max_tokens_per_rank=1.0"]),
+    (
+        lambda: _assign(FOUR, tokens=[0.5, 0.75, 1.0, 0.5], max_tokens_per_rank=1.25, assignment_mode="zigzag"),
+        ["assignment_mode='zigzag'", "max_tokens_per_rank=1.25"],
+    ),
+    (lambda: _assign(keep_together=[0]), ["keep_together=...", "(1,)"]),
+    (lambda: _assign(keep_together=[0] * 8), ["keep_together=...", "1 groups", "2 ranks"]),
+    (lambda: _assign(FOUR, keep_together=[0, 0, 0, 1]), ["keep_together=...", "groups of 1 to 3"]),
+    (lambda: _assign(ranks=4, assignment_mode="slack", keep_together=[0] * 5 + [1, 2, 3]), ["group of 5", "count_slack=1.5"]),
+    (lambda: _assign(rank_speeds=[1.0]), ["rank_speeds=[1.0]", "[2]"]),
+    (lambda: _assign(rank_speeds=[1.0, 0.0]), ["rank_speeds=[1.0, 0.0]"]),
+    (lambda: _assign([1.0, 2, 3], fallback=[0, 1]), ["fallback=...", "(2,)", "[3]"]),
+    (lambda: _assign([1.0, 2, 3], fallback=[0, -1, 1]), ["fallback=...", "0"]),
+    (lambda: _assign(fallback=np.full(8, 0.5)), ["fallback=...", "float64"]),
+    (lambda: _sampler(0), ["batch_size=0"]),
+    (lambda: _sampler(costs=[NAN] * 8), ["BalancedSampler(costs=...)[0] is nan"]),
+    (lambda: _sampler(loss_weights=[1.0]), ["loss_weights=...", "(1,)"]),
+    (lambda: _sampler(num_replicas=0), ["num_replicas=0"]),
+    (lambda: _sampler(rank=2), ["num_replicas=2", "rank=2"]),
+    (lambda: _sampler(window=0), ["window=0"]),
+    (lambda: _sampler(window=2, outlier_window=4), ["window=2", "outlier_window"]),
+    (lambda: _sampler(window=2, balance=False), ["window=2", "balance=False"]),
+    (lambda: _sampler(outlier_window=0), ["outlier_window=0"]),
+    (lambda: _sampler(limit=7.5), ["limit=7.5"]),
+    (lambda: _sampler(limit=-1), ["limit=-1"]),
+    (lambda: _sampler(exploration_steps=50, assignment_mode="slak"), ["assignment_mode='slak'"]),
+    (lambda: _sampler(balance=False, assignment_mode="slak"), ["assignment_mode='slak'"]),
+    (lambda: _sampler(balance=False, max_tokens_per_rank=1, tokens=COSTS), ["balance=False", "max_tokens_per_rank"]),
+    (lambda: _sampler(tokens=[1.0] * 9), ["tokens=...", "(9,)"]),
+    (lambda: _sampler(keep_together=[1] * 9), ["keep_together=...", "(9,)"]),
+    (lambda: predict([1.0, -1.0], 1, 1), ["predict(costs=...)[1] is -1.0"]),
+    (lambda: predict(COSTS, 9, 1), ["8 samples", "9 ranks"]),
+    (lambda: predict(COSTS, 1, 1, steps=0), ["predict(steps=0)"]),
+    (lambda: predict(COSTS, 3, 3, drop_last=True), ["drop_last=True", "8 samples", "batch_size=3", "3 ranks"]),
+    (lambda: Budget(8, [1, 2, 9]), ["per_rank=8", "sample 2", "9"]),
+    *[(lambda wrong=wrong: Budget(wrong, [1.0]), [f"per_rank={wrong!r}"]) for wrong in (0, -1, NAN, INF, "8")],
+    (lambda: _sampler(Budget(10, [1.0])), ["Budget(sizes=...)", "(1,)", "[8]"]),
+    (lambda: _sampler(Budget(1e17, COSTS * 1e16)), ["Budget(sizes=...)", "3.6e+17"]),
+    (lambda: _sampler(Budget(3, []), []), ["0 samples", "2 ranks"]),
+    *[
+        (lambda given=given: _sampler(Budget(90, COSTS), **given), [f"{next(iter(given))}=", "Budget"])
+        for given in (
+            {"assignment_mode": "fixed"},
+            {"max_tokens_per_rank": 5},
+            {"tokens": COSTS},
+            {"keep_together": COSTS},
+            {"outlier_window": 2},
+            {"drop_last": True},
+            {"shuffle": BlockShuffle([4, 4])},
+        )
+    ],
+    (lambda: _sampler(Budget(90, COSTS), balance=False), ["balance=False"]),
+    (lambda: BlockShuffle([-1, 2]), ["BlockShuffle(sizes=[-1, 2])"]),
+    (lambda: BlockShuffle([0.5]), ["BlockShuffle(sizes=[0.5])"]),
+    (lambda: BlockShuffle(3), ["BlockShuffle(sizes=3)"]),
+    (lambda: BlockShuffle([1], 0), ["BlockShuffle(window=0)"]),
+    (lambda: CostModel(linear=-1), ["linear=-1"]),
+    (lambda: CostModel(unique=2)([1.0]), ["unique=2", "unique="]),
+    (lambda: CostModel.from_config(dim=0), ["dim=0"]),
+    (lambda: CostModel.from_config(dim=64, heads=3), ["dim=64", "heads=3"]),
+    (lambda: CostModel.from_config(dim=64, feedforward=-1), ["feedforward=-1"]),
+    (lambda: CostModel.fit(np.ones((4, 4)), np.ones(4)), ["sums (4, 4)", "five"]),
+    (lambda: CostModel.fit(np.ones((6, 4)), np.zeros(6)), ["times > 0"]),
+    (lambda: LocalPool(0), ["batch_size=0"]),
+    (lambda: LocalPool(4, 8, 6), ["max_pool_age=6", "pool_batches=8", "max_pool_age=7", "pool_batches=7"]),
+    (lambda: LocalPool(2, 1).add_samples([1.0, 2.0, 3.0]), ["costs", "2 samples"]),
+    (lambda: LocalPool(2, 1).add_samples([1.0, INF]), ["costs=...)[1] is inf"]),
+]
+
+
+@pytest.mark.parametrize(("call", "facts"), REFUSED, ids=[" ".join(facts) for _, facts in REFUSED])
+def test_the_error_names_the_argument_and_its_value(call: Callable[[], Any], facts: list[str]) -> None:
+    with pytest.raises(ValueError) as refused:  # noqa: PT011 (the facts follow)
+        call()
+    assert [fact for fact in facts if fact not in str(refused.value)] == []
+
+
+def test_only_limits_that_were_given_are_named() -> None:
+    with pytest.raises(ValueError, match="2 ranks with at most 4 samples") as refused:
+        assign(np.ones(8), 2, assignment_mode="slack", count_slack=0.0, keep_together=[0, 0, 0, 1, 1, 1, 2, 2])
+    assert "tokens" not in str(refused.value)
+    with pytest.raises(ValueError, match="max_tokens_per_rank=3") as refused:
+        assign(np.ones(4), 2, assignment_mode="free", tokens=[2, 2, 2, 2], max_tokens_per_rank=3)
+    assert "at most" not in str(refused.value)
 
 
 def _held(sizes: list[int], ranks: int) -> list[int]:
@@ -21,112 +142,33 @@ def _held(sizes: list[int], ranks: int) -> list[int]:
     return np.bincount(plan.rank_of_sample, minlength=ranks).tolist()
 
 
-def test_large_groups_of_cheap_samples_find_a_place() -> None:
+def test_groups_that_fit_have_a_place() -> None:
+    """Also those that only fit beside groups of the same size, and large groups of cheap samples."""
+    for sizes in ([3, 3, 2, 2, 2], [6, 6, 4, 4, 4], [5, 5, 5, 4, 4, 4, 3, 3, 3]):
+        ranks = 3 if len(sizes) == 9 else 2
+        assert _held(sizes, ranks) == [sum(sizes) // ranks] * ranks
+    for seed in range(12):
+        draw, sizes = np.random.RandomState(seed), list[int]()
+        while sum(sizes) < 32:
+            sizes.append(min(draw.randint(1, 9), 32 - sum(sizes)))
+        left = [8] * 4
+        for size in sorted(sizes, reverse=True):
+            left[int(np.argmax(left))] -= size
+        if min(left) >= 0:
+            assert _held(sizes, 4) == [8] * 4, sizes
     group, cost = [6, 3, 7, 2, 5, 3, 1, 6], [0.887, 0.423, 13.84, 5.537, 0.860, 2.4465, 5.956, 0.212]
     plan = assign(cost, 4, assignment_mode="slack", count_slack=0.0, keep_together=group)
     assert np.bincount(plan.rank_of_sample).tolist() == [2, 2, 2, 2]
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_groups_that_first_fit_finds_a_place_for_have_one(seed: int) -> None:
-    draw, sizes = np.random.RandomState(seed), list[int]()
-    while sum(sizes) < 32:
-        sizes.append(min(draw.randint(1, 9), 32 - sum(sizes)))
-    room = [8] * 4
-    for size in sorted(sizes, reverse=True):
-        room[int(np.argmax(room))] -= size
-    if min(room) >= 0:
-        assert _held(sizes, 4) == [8] * 4
-
-
-@pytest.mark.parametrize("sizes", [[3, 3, 2, 2, 2], [6, 6, 4, 4, 4], [5, 5, 5, 4, 4, 4, 3, 3, 3]])
-def test_groups_that_only_fit_beside_their_like_have_a_place(sizes: list[int]) -> None:
-    ranks = 3 if len(sizes) == 9 else 2
-    assert _held(sizes, ranks) == [sum(sizes) // ranks] * ranks
-
-
-def test_only_limits_that_were_given_are_named() -> None:
-    with pytest.raises(ValueError, match="on 2 ranks with at most 4 samples") as refused:
-        assign(np.ones(8), 2, assignment_mode="slack", count_slack=0.0, keep_together=[0, 0, 0, 1, 1, 1, 2, 2])
-    assert "tokens" not in str(refused.value)
-    with pytest.raises(ValueError, match="with max_tokens_per_rank=3 each") as refused:
-        assign(np.ones(4), 2, assignment_mode="free", tokens=[2, 2, 2, 2], max_tokens_per_rank=3)
-    assert "at most" not in str(refused.value)
-
-
-def test_a_sample_as_large_as_the_limit_has_a_place() -> None:
-    tokens = np.random.RandomState(0).rand(5)
-    plan = assign(np.ones(5), 5, tokens=tokens, max_tokens_per_rank=float(tokens.max()))
-    assert sorted(plan.rank_of_sample) == [0, 1, 2, 3, 4]
-
-
-def test_limits_are_told_in_the_units_they_were_given_in() -> None:
-    tokens = [0.5, 0.75, 1.0, 0.5]
-    with pytest.raises(ValueError, match=re.escape("max_tokens_per_rank=1.0 each")):
-        assign(np.ones(4), 2, tokens=tokens, max_tokens_per_rank=1.0)
-    with pytest.raises(ValueError, match=re.escape("max_tokens_per_rank=1.25): it gives a rank more")):
-        assign([1, 2, 3, 4], 2, tokens=tokens, max_tokens_per_rank=1.25, assignment_mode="zigzag")
-    with pytest.raises(ValueError, match=re.escape("3 samples for 4 ranks, with Budget(per_rank=0.5), do not")):
-        BalancedSampler(np.ones(3), Budget(0.5, [0.3, 0.3, 0.45]), num_replicas=4, rank=0)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"count_slack": 0.5}, "count_slack=0.5) has no meaning for assignment_mode='fixed': leave it out, or use"),
-        ({"count_slack": 0.25, "assignment_mode": "free"}, "has no meaning for assignment_mode='free'"),
-        (
-            {"rank_speeds": [1, 2], "assignment_mode": "zigzag"},
-            "rank_speeds=[1, 2]) has no meaning for assignment_mode='zigzag'",
-        ),
-    ],
-)
-def test_what_has_no_effect_is_refused(options: dict[str, Any], message: str) -> None:
-    costs = np.arange(1.0, 9)
-    for call in (
-        lambda: assign(costs, 2, **options),
-        lambda: predict(costs, 2, 4, **options),
-        lambda: BalancedSampler(costs, 4, num_replicas=2, rank=0, **options),
-    ):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            call()
-
-
-COSTS = np.arange(1.0, 9)
-
-
-def _sampler(batch_size: Any = 2, num_replicas: Any = 2, rank: Any = 0, **options: Any) -> BalancedSampler:
-    return BalancedSampler(COSTS, batch_size, num_replicas=num_replicas, rank=rank, **options)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: assign(COSTS, 2.0), "assign(ranks=2.0): pass a whole number, 1 or more"),
-        (lambda: assign(["a", "b"], 1), "assign(costs=...) has values of type <U1"),
-        (lambda: assign(np.array([1 + 1j, 2]), 1), "assign(costs=...) has values of type complex128"),
-        (lambda: assign(COSTS, 2, tokens=COSTS, max_tokens_per_rank="8"), "max_tokens_per_rank='8'): pass a finite number"),
-        (lambda: assign(COSTS, 2, assignment_mode="slack", count_slack="1"), "count_slack='1'): pass a share"),
-        (lambda: assign(COSTS, 2, fallback=np.full(8, 0.5)), "assign(fallback=...) has shape (8,) and type float64"),
-        (lambda: _sampler(2.5), "BalancedSampler(batch_size=2.5): pass a whole number"),
-        (lambda: _sampler(window=1.5), "BalancedSampler(window=1.5): pass a whole number"),
-        (lambda: _sampler(outlier_window=1.5), "BalancedSampler(outlier_window=1.5): pass a whole number"),
-        (lambda: _sampler(num_replicas="2"), "BalancedSampler(num_replicas='2'): pass a whole number"),
-        (lambda: _sampler(rank=0.5), "BalancedSampler(rank=0.5): pass a whole number, 0 or more"),
-        (lambda: _sampler(limit=7.5), "BalancedSampler(limit=7.5): pass a number of steps"),
-        (lambda: _sampler(limit=-1), "BalancedSampler(limit=-1): pass a number of steps"),
-        (lambda: predict(COSTS, 2.5, 2), "predict(ranks=2.5): pass a whole number"),
-        (lambda: Budget("8", COSTS), "Budget(per_rank='8'): pass a finite number"),
-        (lambda: _sampler(Budget(1e17, COSTS * 1e16)), "Budget(sizes=...): 3.6e+17 tokens in all"),
-        (lambda: BalancedSampler([], Budget(3, []), num_replicas=2, rank=0), "0 samples for 2 ranks"),
-    ],
-)
-def test_odd_arguments_are_named(call: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        call()
+    large = assign(np.ones(8), 4, assignment_mode="slack", count_slack=1.5, keep_together=[0, 0, 0, 0, 0, 1, 2, 3])
+    assert sorted(np.bincount(large.rank_of_sample)) == [1, 1, 1, 5]
 
 
 def test_numbers_of_any_kind_are_taken() -> None:
+    tokens = np.random.RandomState(0).rand(5)  # one as large as the limit has a place
+    plan = assign(np.ones(5), 5, tokens=tokens, max_tokens_per_rank=float(tokens.max()))
+    assert sorted(plan.rank_of_sample) == [0, 1, 2, 3, 4]
+    checked = non_negative("costs", [0, 1, 2.5], 3)
+    assert checked.dtype == np.float64 and checked.tolist() == [0.0, 1.0, 2.5] and non_negative("costs", []).shape == (0,)
     plan = assign(COSTS, 2).rank_of_sample
     for ranks in (np.int8(2), np.int32(2), np.uint16(2)):
         np.testing.assert_array_equal(assign(COSTS, ranks).rank_of_sample, plan)

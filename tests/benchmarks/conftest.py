@@ -39,6 +39,17 @@ def users(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def rounds(tmp_path: Path) -> Path:
+    """A file with 96 users who go through 60 items in their order, from some item on; most of them not far."""
+    draw = np.random.RandomState(0)
+    lengths = np.clip(draw.lognormal(2, 0.8, 96).astype(int), 4, 40)
+    items = np.concatenate([(draw.randint(60) + np.arange(length)) % 60 for length in lengths]).astype(np.uint16)
+    path = tmp_path / "rounds.npz"
+    np.savez(path, items=items, offsets=np.append(0, lengths.cumsum()), users=np.arange(96))
+    return path
+
+
+@pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs a benchmark and returns its figures."""
 

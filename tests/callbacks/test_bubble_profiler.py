@@ -1,12 +1,12 @@
-"""Delays put into a run must come back out of the profiler, as what they are and on the rank they were put."""
+"""Delays put into a run come back out of the profiler, as what they are and on the rank they were put; nothing else changes."""
 
 from __future__ import annotations
 
 import json
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +14,32 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.fabric.utilities.types import _Stateful
+import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_freescale import BubbleProfiler, FreeScaleDataModule
-from lightning_freescale._lightning.stages import ObservedLoader
+from lightning_freescale import BubbleProfiler, FreeScaleDataModule, FreeScaleStrategy
+from lightning_freescale.data import BalanceOptions
 from lightning_freescale.profiling.analysis.breakdown import ADDENDS, PART_NAMES, column
-from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.profiling.reporting.document import read
+from lightning_freescale.profiling.reporting.report import BubbleReport
 from lightning_freescale.testing import run_distributed
 from tests.helpers.chrome_trace import problems, read_trace
+from tests.helpers.plain_modules import DELAY, Plain, delayed, fit, medians, named, profiled, profiler
 from tests.helpers.recommender import Recommender, Samples, collate, trainer
 from tests.helpers.shown_page import packed
 
-DELAY = 0.2
+timing = pytest.mark.xdist_group("timing")
 STEPS = 12
+
+# -- under this package's strategy
 
 
 class SlowSamples(Samples):
-    """A data set that one rank reads slowly, once per batch."""
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {**super().__getitem__(index), "delay": 0.0}
+    """Rank 0 reads a batch for one DELAY."""
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
         if os.environ["RANK"] == "0":
@@ -43,229 +47,274 @@ class SlowSamples(Samples):
         return [self[index] for index in indices]
 
 
-class SlowForward(Recommender):
-    """A module whose forward takes longer on rank 1."""
-
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
-        if self.global_rank == 1:
-            time.sleep(DELAY)
-        return super().training_step(batch, batch_idx)
-
-
-class SlowHook(Recommender):
-    """A module with a slow hook between the batches' computations, on both ranks."""
+class Slow(Recommender):
+    """One DELAY in a hook on both ranks, two in the forward of rank 1, one in validation."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         time.sleep(DELAY)
 
-
-class SlowValidation(Recommender):
-    """A module whose validation is slow."""
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        time.sleep(2 * DELAY * self.global_rank)
+        return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         time.sleep(DELAY)
 
 
-def _profile(module_class: type[Recommender], data_class: type[Samples], folder: str, **options: Any) -> dict[str, Any]:
+def _loader(data: Samples, **options: Any) -> FreeScaleDataModule:
+    return FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, **options)
+
+
+def _recommended(module: Recommender, folder: Path) -> tuple[BubbleReport | None, dict[str, Path], str]:
     torch.manual_seed(0)
-    module, data = module_class("adagrad"), data_class(8 * STEPS)
-    profiler = BubbleProfiler(every_n_steps=4, warmup_steps=2, verbose=False)
-    loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, val_dataset=Samples(8))
-    logger = CSVLogger(folder)
-    fit = trainer(devices=2, callbacks=[profiler], logger=logger, log_every_n_steps=1, **options)
-    fit.fit(module, loader)
-    assert (profiler.report is None) == (not fit.is_global_zero)
-    if profiler.report is None:
-        return {}
-    return {
-        "breakdown": profiler.report.breakdown,
-        "steps": profiler.report.steps,
-        "samples": profiler.report.samples,
-        "text": str(profiler.report),
-        "imbalance": profiler.report.imbalance,
-        "what_if": {case.name: case.speed_up for case in profiler.report.what_if},
-        "exchanges": {figures.name: figures for figures in profiler.report.exchanges},
-        "files": profiler.files,
-        "metrics": Path(logger.log_dir, "metrics.csv").read_text(),
-    }
+    callback, logger = BubbleProfiler(every_n_steps=4, warmup_steps=2, verbose=False), CSVLogger(folder)
+    fitted = trainer(devices=2, callbacks=[callback], logger=logger, log_every_n_steps=1, val_check_interval=3)
+    fitted.fit(module, _loader(SlowSamples(8 * STEPS), val_dataset=Samples(8)))
+    assert (callback.report is None) == (not fitted.is_global_zero)
+    return callback.report, callback.files, logger.log_dir
 
 
-def _median(result: dict[str, Any], rank: int) -> dict[str, float]:
-    """All parts that add up, the three of compute as one."""
-    parts = np.median(result["breakdown"][:, rank], axis=0)
-    others = {name: parts[PART_NAMES.index(name)] for name in ADDENDS if name not in ("forward", "backward", "optimizer")}
-    return {"wall": parts[0], "compute": float(np.median(column(result["breakdown"][:, rank], "compute"))), **others}
-
-
-Profiled = Callable[..., dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def profiled(tmp_path_factory: pytest.TempPathFactory) -> Profiled:
-    """What rank 0 knows after a run of a module on data; one run of each pair for all tests."""
-
-    @cache
-    def run(module: type[Recommender], data: type[Samples]) -> dict[str, Any]:
-        return run_distributed(_profile, 2, module, data, str(tmp_path_factory.mktemp("profiled")))[0]
-
-    return run
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("module", "data", "found"),
-    [
-        (Recommender, SlowSamples, {0: "data_wait", 1: "straggler_wait"}),
-        (SlowForward, Samples, {0: "straggler_wait", 1: "compute"}),
-        (SlowHook, Samples, {0: "host_overhead", 1: "host_overhead"}),
-    ],
-)
-def test_delay_comes_back(module: type, data: type, found: dict[int, str], profiled: Profiled) -> None:
-    result = profiled(module, data)
-    for rank, part in found.items():
-        parts = _median(result, rank)
-        assert 0.8 * DELAY < parts.pop(part) < 1.5 * DELAY
-        assert parts.pop("wall") > DELAY
-        assert max(parts.values()) < 0.5 * DELAY, parts
-
-
-def test_no_data_wait_is_worth_what_the_loader_takes(profiled: Profiled) -> None:
-    """Also where the rows of a step are on their way while the rank waits for its data."""
-    assert profiled(Recommender, SlowSamples)["what_if"]["no data wait"] > 3
-    assert profiled(SlowForward, Samples)["what_if"]["no data wait"] < 1.2
-
-
-def test_a_slow_rank_is_named_and_data_are_not_blamed(profiled: Profiled) -> None:
-    imbalance = profiled(SlowForward, Samples)["imbalance"]
-    assert imbalance.method == "cost model", "the data module knows the lengths"
-    assert list(imbalance.slow) == [1]
-    assert imbalance.hardware > 0.3 * DELAY > abs(imbalance.data)
-
-
-def test_parts_sum_to_wall_time_and_are_reported(profiled: Profiled) -> None:
-    result = profiled(Recommender, Samples)
-    parts = result["breakdown"]
-    assert parts.shape == (STEPS - 2, 2, len(PART_NAMES))
-    added = sum(column(parts, name) for name in ADDENDS)
-    np.testing.assert_allclose(added, parts[:, :, 0], rtol=1e-9)
+@timing
+def test_delays_come_back_and_are_reported(tmp_path: Path) -> None:
+    report, files, logged = run_distributed(_recommended, 2, Slow("adagrad"), tmp_path)[0]
+    found = {"data_wait": (1, 0), "host_overhead": (1, 1), "straggler_wait": (1, 0), "transfer": (0, 0), "wait": (0, 0)}
+    assert delayed(report, compute=(0, 2), **found) == []
+    # every step in full
+    parts = report.breakdown
+    assert parts.shape == (STEPS - 2, 2, len(PART_NAMES)) and (report.samples == 4).all()
+    np.testing.assert_allclose(sum(column(parts, name) for name in ADDENDS), parts[:, :, 0], rtol=1e-9)
     assert np.abs(column(parts, "unexplained")).max() < 1e-6, "nothing is left unexplained"
-    assert (parts > -1e-9).all()
-    assert (column(parts, "transfer") > 0).all(), "every step exchanges something"
-    assert (result["samples"] == 4).all()
-    assert "rank 1" in result["text"]
-    for name in ("fraction", "straggler_wait", "forward", "hidden", "samples_per_s", "step_s"):
-        assert f"freescale/bubble/{name}" in result["metrics"].splitlines()[0].split(",")
-    assert {"embedding rows", "dense gradients"} <= set(result["exchanges"])
-    assert any("background" in name for name in result["exchanges"]), "the lane's exchanges run behind compute"
-
-
-def test_the_files_are_there_and_readable(profiled: Profiled) -> None:
-    files = profiled(Recommender, Samples)["files"]
-    assert {name: path.name for name, path in files.items()} == {
-        "report": "report.json", "page": "report.html", "trace": "trace.json",
-    }  # fmt: skip
-    assert {path.parent.name for path in files.values()} == {"bubbles"}
-    document = read(files["report"])
-    assert document["status"]["complete"]
-    assert document["run"]["world_size"] == len(document["ranks"]) == 2
-    assert document["median_step"] is not None
-    assert {case["name"] for case in document["what_if"]} >= {
-        "perfect balance",
-        "full overlap",
-        "balance + overlap",
-        "no contention",
+    assert (parts > -1e-9).all() and (column(parts, "transfer") > 0).all(), "every step exchanges something"
+    # validation is no part of the step after it; the median, as a single step may be slow for reasons of the machine
+    wall, after = parts[:, :, 0], np.isin(report.steps, (3, 6, 9))
+    assert after.sum() == 3 and np.median(wall[after]) < np.median(wall[~after]) + DELAY / 2
+    # the slow rank is the cause, not the data
+    assert report.imbalance.method == "cost model", "the data module knows the lengths"
+    assert list(report.imbalance.slow) == [1]
+    assert report.imbalance.hardware > 0.3 * DELAY > abs(report.imbalance.data)
+    gains = {case.name: case.speed_up for case in report.what_if}
+    assert gains["no data wait"] < 1.2 and gains.keys() >= {
+        *("perfect balance", "full overlap", "balance + overlap", "no contention")
     }
-    assert problems(json.loads(files["trace"].read_text())) == []
-    events = read_trace(files["trace"])
-    assert {"forward", "backward", "optimizer", "fetch", "embedding rows"} <= {event.get("name") for event in events}
-    assert packed(files["page"])[0][0]["run"] == document["run"]
+    exchanges = {figures.name for figures in report.exchanges}
+    assert {"embedding rows", "dense gradients"} <= exchanges and any("background" in name for name in exchanges)
+    # loggers and files
+    header = Path(logged, "metrics.csv").read_text().splitlines()[0].split(",")
+    scalars = ("fraction", "straggler_wait", "forward", "hidden", "samples_per_s", "step_s")
+    assert {f"freescale/bubble/{name}" for name in scalars} <= set(header)
+    names = {"report": "report.json", "page": "report.html", "trace": "trace.json"}
+    assert files == {name: Path(logged, "bubbles", file) for name, file in names.items()}
+    document = read(files["report"])
+    assert document["status"]["complete"] and document["run"]["world_size"] == len(document["ranks"]) == 2
+    assert document["median_step"] is not None and packed(files["page"])[0][0]["run"] == document["run"]
+    shown = {event.get("name") for event in read_trace(files["trace"])}
+    assert {"forward", "backward", "optimizer", "fetch", "embedding rows"} <= shown
+
+
+@timing
+@pytest.mark.slow
+def test_no_data_wait_is_worth_what_the_loader_takes(tmp_path: Path) -> None:
+    """Also where the rows of a step are on their way while the rank waits for its data."""
+    report, *_ = run_distributed(_recommended, 2, Recommender("adagrad"), tmp_path)[0]
+    assert delayed(report, data_wait=(1, 0), straggler_wait=(0, 1)) == []
+    assert next(case.speed_up for case in report.what_if if case.name == "no data wait") > 3
+
+
+class Counting(L.Callback):
+    """How many collectives the default group has had, after each batch."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.counts.append(dist.group.WORLD._get_sequence_number_for_group())
+
+
+def test_profiling_changes_no_number_and_adds_no_collective_to_the_default_group(tmp_path: Path) -> None:
+    def run(watched: bool) -> tuple[list[float], list[int]]:
+        torch.manual_seed(0)
+        module, counting = Recommender("adagrad"), Counting()
+        callbacks = [profiler(tmp_path, every_n_steps=3, torch_profiler_steps=2)] if watched else []
+        trainer(devices=2, callbacks=callbacks).fit(module, _loader(Samples(8 * STEPS)))
+        fit(Plain(), [counting, *callbacks])
+        return module.losses, np.diff(counting.counts).tolist()
+
+    for with_it, (losses, counts) in run_distributed(lambda: (run(True), run(False)), 2):
+        assert with_it == (losses, counts)
+        assert min(counts) > 0, "or the count does not count"
 
 
 @pytest.mark.slow
-def test_validation_is_not_part_of_a_step(tmp_path: Path) -> None:
-    result = run_distributed(_profile, 2, SlowValidation, Samples, str(tmp_path), val_check_interval=3)[0]
-    wall, after = result["breakdown"][:, :, 0], np.isin(result["steps"], (3, 6, 9))  # it comes after every third step
-    assert after.sum() == 3
-    # the median, as a single step may be slow for reasons of the machine
-    assert np.median(wall[after]) < np.median(wall[~after]) + DELAY / 2
+def test_calibration_alone_does_not_take_waits_for_compute() -> None:
+    class Patched(L.Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.seen = dist.all_reduce is not original
+
+    original, patched = dist.all_reduce, Patched()
+
+    def run() -> tuple[bool, bool]:
+        strategy = FreeScaleStrategy(overlap=False)
+        fitted = trainer(devices=2, strategy=strategy, callbacks=[patched])
+        fitted.fit(Recommender(), _loader(Samples(64), balance=BalanceOptions(calibrate=True)))
+        return patched.seen, dist.all_reduce is original
+
+    assert run_distributed(run, 2) == [(True, True)] * 2
 
 
-def _losses() -> list[float]:
-    torch.manual_seed(0)
-    module, data = Recommender("adagrad"), Samples(8 * STEPS)
-    loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate)
-    trainer(devices=3).fit(module, loader)
-    return module.losses
+# -- under strategies that know nothing of it
 
 
-def _profiled_losses(folder: str) -> list[float]:
-    torch.manual_seed(0)
-    module, data = Recommender("adagrad"), Samples(8 * STEPS)
-    loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate)
-    trainer(devices=3, callbacks=[BubbleProfiler(folder, verbose=False, every_n_steps=3, torch_profiler_steps=2)]).fit(
-        module, loader
-    )
-    return module.losses
+class SlowStart(IterableDataset):
+    """Takes a while until the first sample comes."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        time.sleep(DELAY)
+        yield from torch.ones(4, 4)
 
 
-def test_profiling_does_not_change_the_numbers(tmp_path: Path) -> None:
-    assert run_distributed(_profiled_losses, 3, str(tmp_path)) == run_distributed(_losses, 3)
+class Normed(Plain):
+    """With buffers, which DDP broadcasts before each forward; rank 0 is late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        time.sleep(DELAY * (1 - self.global_rank))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layer(self.norm(batch)).square().mean()
 
 
-@pytest.mark.parametrize("argument", ["every_n_steps", "max_steps", "warmup_steps", "trace_steps", "torch_profiler_steps"])
-def test_bad_argument(argument: str) -> None:
-    with pytest.raises(ValueError, match=rf"{argument}=-1"):
-        BubbleProfiler(**{argument: -1})
+LOOPS: dict[str, tuple[L.LightningModule, dict[str, Any]]] = {
+    "a late rank": (Plain(DELAY), {}),
+    "accumulation": (Plain(), {"accumulate_grad_batches": 2}),
+    "validation between": (Plain(0.0, 2 * DELAY), {"val_check_interval": 3, "validation_rows": SlowStart()}),
+    "two epochs": (Plain(0.0, 5 * DELAY), {"max_epochs": 2, "steps": 7}),
+    "an object, clipping": (Plain(), {"strategy": DDPStrategy(find_unused_parameters=True), "gradient_clip_val": 1.0}),
+    "few steps": (Plain(), {"limit_val_batches": 0, "steps": 3}),
+    "buffers": (Normed(), {"limit_val_batches": 0}),
+    "kineto": (Plain(), {"profiling": {"torch_profiler_steps": 3}}),
+    "logged": (Plain(), {"limit_val_batches": 0, "steps": 7, "profiler": SimpleProfiler()}),
+}
+COUNTS = {"few steps": 2, "kineto": 13 - 3, "logged": 6}
+VALIDATED = {"validation between": [3, 6, 9, 12], "two epochs": [7]}
 
 
-def _resumed_report(path: str) -> int:
-    data, steps = Samples(8 * STEPS), []
-    for stop, ckpt in ((3, None), (STEPS, path)):
-        profiler = BubbleProfiler(f"{path}.bubbles", verbose=False, warmup_steps=1, trace_steps=0)
-        fit = trainer(devices=2, max_steps=stop, callbacks=[profiler, _Save(path)])
-        fit.fit(Recommender(), FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate), ckpt_path=ckpt)
-        steps.append(0 if profiler.report is None else len(profiler.report.breakdown))
-    return steps[1]
+def _looped(folder: Path) -> dict[str, BubbleReport]:
+    reports = {}
+    for name, (module, options) in LOOPS.items():
+        logger = CSVLogger(folder, name="", version="") if name == "logged" else False
+        original, strategy = dist.all_reduce, options.get("strategy")
+        reports[name] = profiled(folder / name, module, logger=logger, **options)
+        assert strategy is None or "training_step" not in vars(strategy), "the strategy is as it was"
+        assert dist.all_reduce is original and dist.all_reduce.__module__.startswith("torch"), "and so is torch.distributed"
+        assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("freescale")]
+    return reports
 
 
-class _Save(L.Callback):
-    """Saves in the middle of the epoch."""
+@timing
+def test_any_loop_under_ddp(tmp_path: Path) -> None:
+    reports, nothing = run_distributed(_looped, 2, tmp_path)
+    assert set(nothing.values()) == {None}
+    for name, report in reports.items():
+        parts, count = report.breakdown, COUNTS.get(name, 13)
+        assert (len(report.steps), parts.shape[:2]) == (count, (count, 2)), name
+        np.testing.assert_allclose(parts[..., 1:-1].sum(axis=-1), parts[..., 0], rtol=1e-9, err_msg=name)
+        assert column(parts, "unexplained").max() < 1e-6, name
+        per_step = 0.5 if name == "accumulation" else 1.0
+        assert named(report, "dense gradients").per_step == pytest.approx(per_step, abs=0.1), name
+        for part in ("straggler_wait", "transfer"):
+            told = sum(getattr(figures, part) for figures in report.exchanges)
+            assert told == pytest.approx(column(parts, part).mean(), rel=1e-6), f"{name}: exchanges are those of the steps"
+    for name, steps in VALIDATED.items():  # the median, as a single step may be slow for reasons of the machine
+        walls = column(reports[name].breakdown, "wall")[np.isin(reports[name].steps, steps)]
+        assert walls.shape == (len(steps), 2) and np.median(walls) < DELAY, f"{name}: it is no part of a step"
+    late, buffers = reports["a late rank"], reports["buffers"]
+    assert delayed(late, straggler_wait=(1, 0), compute=(0, 1)) == []
+    assert (late.run.strategy, late.run.parameters, list(late.imbalance.slow)) == ("DDPStrategy", 5, [1])
+    assert list(late.steps) == list(range(1, 14)) and (late.samples == 2).all()
+    assert named(late, "all_reduce").per_step >= 1, "what the module logs over all ranks is an exchange, too"
+    assert named(buffers, "buffers").per_step == 1
+    assert 0.8 * DELAY < medians(buffers, "straggler_wait")[1] < 1.5 * DELAY and medians(buffers, "compute")[1] < 0.5 * DELAY
+    # a window of torch.profiler is in the trace and not in the report
+    events = read_trace(tmp_path / "kineto" / "trace.json")
+    assert any(event["args"]["name"].startswith("kineto: ") for event in events if event["name"] == "thread_name")
+    assert "aten::linear" in {event["name"] for event in events}
+    assert len([event for event in events if event["name"] == "step 8"]) == 2, "its steps are there on both ranks"
+    windows = sorted(path.name for path in (tmp_path / "kineto" / "torch_profiler").iterdir())
+    assert windows == ["rank_0.json.gz", "rank_1.json.gz"]
+    header, *rows = [line.split(",") for line in (tmp_path / "metrics.csv").read_text().splitlines()]
+    assert [row for row in rows if row[header.index("freescale/bubble/fraction")]], "the last step is exchanged, and logged"
 
-    def __init__(self, path: str) -> None:
-        self.path = path
 
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        if trainer.global_step == 3:
-            trainer.save_checkpoint(self.path)
-
-
-@pytest.mark.slow
-def test_profiles_a_run_that_resumed_inside_an_epoch(tmp_path: Path) -> None:
-    assert run_distributed(_resumed_report, 2, str(tmp_path / "x.ckpt"))[0] >= STEPS - 3 - 2
-
-
-class Stateful:
-    """A loader with a state of its own."""
-
-    worker_init_fn: Any = None
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": 2}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.loaded = state
+def test_one_device(tmp_path: Path) -> None:
+    report = profiled(tmp_path, Plain(), devices=1, strategy="auto")
+    assert report is not None and report.wait_attribution.aligned
+    assert report.breakdown.shape[:2] == (13, 1) and not column(report.breakdown, "straggler_wait").any()
+    assert read(tmp_path / "report.json")["status"]["complete"]
+    assert problems(json.loads((tmp_path / "trace.json").read_text())) == []
+    callback = profiler(tmp_path)
+    after = fit(Plain(), [callback], devices=1, strategy="auto", limit_train_batches=0)
+    assert "training_step" not in vars(after.strategy) and callback.report is None, "of a fit without a step"
 
 
-def test_the_observed_loader_looks_like_the_loader() -> None:
-    loader = Stateful()
-    observed = ObservedLoader(loader, Timeline())
-    observed.worker_init_fn = print
-    assert loader.worker_init_fn is print
-    assert isinstance(observed, _Stateful)
-    observed.load_state_dict(observed.state_dict())
-    assert loader.loaded == {"at": 2}
-    assert list(observed) == [0, 1, 2]
-    assert not hasattr(ObservedLoader([1], Timeline()), "state_dict")
+# -- what is refused, and what fails
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    for argument in ("every_n_steps", "max_steps", "warmup_steps", "trace_steps", "torch_profiler_steps"):
+        with pytest.raises(ValueError, match=rf"{argument}=-1"):
+            BubbleProfiler(**{argument: -1})
+    with pytest.raises(ValueError, match="BubbleProfilers"):
+        fit(Plain(), [profiler(tmp_path), profiler(tmp_path)], devices=1, strategy="auto")
+    own = PyTorchProfiler(dirpath=str(tmp_path))
+    with pytest.raises(ValueError, match="torch_profiler_steps=2"):
+        fit(Plain(), [profiler(tmp_path, torch_profiler_steps=2)], devices=1, strategy="auto", profiler=own)
+    own.profiler = None  # whose finalizer fails where nothing was profiled
+
+
+class Vanishing(L.Callback):
+    """The folder is gone when the report is to be written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and trainer.is_global_zero:
+            self.folder.rmdir()
+            self.folder.touch()
+
+
+class Fails(Plain):
+    """Cannot be validated."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        raise ValueError("bad metric")
+
+
+def test_a_folder_that_cannot_be_written_and_a_failure_after_the_fit(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    def run() -> list[bool]:
+        original = dist.all_reduce
+        with pytest.raises(OSError, match="dirpath="):
+            fit(Plain(), [profiler(tmp_path / "file" / "bubbles")])
+        found = [dist.all_reduce is original]
+        # a disk that fails later is a warning
+        vanishes, kept = profiler(tmp_path / "vanishes"), profiler(tmp_path / "kept")
+        if dist.get_rank():
+            fit(Plain(), [vanishes, Vanishing(tmp_path / "vanishes")])
+        else:
+            with pytest.warns(UserWarning, match="vanishes"):
+                fit(Plain(), [vanishes, Vanishing(tmp_path / "vanishes")])
+        # a failure after the fit leaves its report
+        module = Fails()
+        after = fit(module, [kept], limit_val_batches=0)
+        after.limit_val_batches = 1
+        with pytest.raises(ValueError, match="bad metric"):
+            after.validate(module, DataLoader(torch.ones(4, 4), batch_size=2), verbose=False)
+        return [*found, vanishes.report is not None, len(vanishes.files) > 0, kept.report is not None]
+
+    assert run_distributed(run, 2, timeout=60) == [[True, True, False, True], [True, False, False, False]]
+    assert read(tmp_path / "kept" / "report.json")["status"]["complete"]

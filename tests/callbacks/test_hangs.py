@@ -12,107 +12,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule
 from lightning_freescale.testing import run_distributed
-from tests.helpers.plain_modules import Plain, Rows, profiler
+from tests.helpers.plain_modules import Plain, Rows, fit, profiler
 from tests.helpers.recommender import Recommender, Samples, collate, trainer
 
 STEPS, HANGS_AT = 10, 6
 
 
-def _told(folder: str) -> Callable[[], None]:
-    """What waits until the hang has been told of."""
-
-    def wait() -> None:
-        until = time.monotonic() + 60
-        while not _reports(Path(folder)):
-            assert time.monotonic() < until, "nobody has told of the hang"
-            time.sleep(0.05)
-
-    return wait
-
-
-def _stopped(folder: str) -> None:
-    """Freeze this process until a report has been written."""
-    told = f"grep -qs '\"step\": {HANGS_AT}' {folder}/hang.json"
-    wait = f"for i in $(seq 600); do {told} && break; sleep 0.1; done; kill -CONT {os.getpid()}"
-    subprocess.Popen(["bash", "-c", wait])
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def _signals_rank_zero(folder: str) -> None:
-    """Ask rank 0 until it stands in a collective."""
-    until, path = time.monotonic() + 60, Path(folder, "rank 0 is here")
-    while not path.exists() or not path.read_text():
-        assert time.monotonic() < until
+def _until(ready: Callable[[], Any], seconds: float = 60) -> None:
+    until = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < until, "no report came"
         time.sleep(0.05)
-    reports: list[dict[str, Any]] = []
-    while not reports or not reports[-1]["exchanges"]:
-        os.kill(int(path.read_text()), signal.SIGUSR2)
-        told = len(reports)
-        while len(reports) == told:
-            assert time.monotonic() < until, "nobody has told where the ranks stand"
-            time.sleep(0.05)
-            reports = _reports(Path(folder))
-
-
-class SlowRows(Rows):
-    """Rows of which one comes late on rank 1."""
-
-    def __init__(self, count: int, folder: str) -> None:
-        super().__init__(count)
-        self.folder, self.read = folder, 0
-
-    def __getitem__(self, index: int) -> Tensor:
-        self.read += 1
-        if os.environ["RANK"] == "1" and self.read == 2 * HANGS_AT + 1:
-            _told(self.folder)()  # the loader hangs here
-        return super().__getitem__(index)
-
-
-class Hanging(Plain):
-    """Some rank does in a step what it should not."""
-
-    def __init__(self, how: Callable[[], None] | None, ranks: tuple[int, ...], folder: str) -> None:
-        super().__init__()
-        self.how, self.ranks, self.folder, self.losses = how, ranks, folder, []
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if batch_idx == HANGS_AT and self.how is not None:
-            if self.global_rank in self.ranks:
-                self.how()  # the step hangs here
-            else:
-                Path(self.folder, "rank 0 is here").write_text(str(os.getpid()))
-        loss = super().training_step(batch, batch_idx)
-        self.losses.append(loss.item())
-        return loss
-
-
-def _watched_threads() -> list[str]:
-    return [one.name for one in threading.enumerate() if one.name.startswith("freescale")]
-
-
-def _train(folder: str, how: str, ranks: tuple[int, ...] = (1,), **options: Any) -> dict[str, Any]:
-    torch.manual_seed(0)
-    hows = {"forward": _told(folder), "stop": lambda: _stopped(folder), "signal": lambda: _signals_rank_zero(folder)}
-    module = Hanging(hows.get(how), ranks, folder)
-    callback = profiler(folder, **{"hang_timeout": 1.5, **options})
-    size = int(os.environ["WORLD_SIZE"])
-    data = SlowRows(2 * STEPS * size, folder) if how == "loader" else Rows(2 * STEPS * size)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    fitted = L.Trainer(strategy="ddp", accelerator="cpu", devices=size, max_epochs=1, callbacks=[callback], **quiet)
-    fitted.fit(module, DataLoader(data, batch_size=2), DataLoader(Rows(4), batch_size=2))
-    return {"losses": module.losses, "threads": _watched_threads(), "files": callback.files, "handler": _handler()}
-
-
-def _handler() -> str:
-    return str(signal.getsignal(signal.SIGUSR2))
 
 
 def _reports(folder: Path) -> list[dict[str, Any]]:
@@ -124,108 +40,160 @@ def _reports(folder: Path) -> list[dict[str, Any]]:
     return [report for report in document["reports"] if any(rank.get("step") == HANGS_AT for rank in report["ranks"])]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
-    """Losses of a run that does not hang."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    results = run_distributed(_train, 2, str(folder), "", hang_timeout=None, hang_signal=None, init=False)
-    assert not (folder / "hang.json").exists()
-    return [result["losses"] for result in results]
+def _waits(folder: Path) -> None:
+    """Wait for a report of the hang."""
+    _until(lambda: _reports(folder))
 
 
-@pytest.mark.parametrize(
-    ("how", "stage", "code"),
-    [("loader", "data wait: fetch", "_told(self.folder)()"), ("forward", "forward", "self.how()")],
-)
-def test_one_rank_is_late(how: str, stage: str, code: str, undisturbed: Any, tmp_path: Path, capfd: Any) -> None:
-    results = run_distributed(_train, 2, str(tmp_path), how, init=False)
-    assert [result["losses"] for result in results] == undisturbed
-    assert [result["threads"] for result in results] == [[], []]
-    assert [result["handler"] for result in results] == [str(signal.SIG_DFL)] * 2
-    assert results[0]["files"]["hang"] == tmp_path / "hang.json" and "hang" not in results[1]["files"]
-    report = _reports(tmp_path)[0]
-    assert "has ended no step for" in report["why"]
-    waits, late = report["ranks"]
-    assert waits["step"] == late["step"] == HANGS_AT
-    assert len(waits["last_steps_s"]) == 5
-    assert waits["exchange"]["group"] == "world" and waits["since_s"] > 0.5
-    assert late["exchange"] is None and late["stage"] == stage and "wait" in late["place"]
-    (exchange,) = report["exchanges"]
-    assert exchange["waiting"] == [0] and exchange["missing"] == [1] and exchange["unknown"] == []
-    assert exchange["step"] == HANGS_AT
+def _stops(folder: Path) -> None:
+    """Freeze this process until a report has been written."""
+    told = f"grep -qs '\"step\": {HANGS_AT}' '{folder}/hang.json'"
+    wait = f"for i in $(seq 600); do {told} && break; sleep 0.1; done; kill -CONT {os.getpid()}"
+    subprocess.Popen(["bash", "-c", wait])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _signals(folder: Path) -> None:
+    """Ask rank 0 until it stands in a collective."""
+    path = folder / "rank 0 is here"
+    _until(lambda: path.exists() and path.read_text())
+    reports: list[dict[str, Any]] = []
+    while not reports or not reports[-1]["exchanges"]:
+        told = len(reports)
+        os.kill(int(path.read_text()), signal.SIGUSR2)
+        _until(lambda: len(_reports(folder)) > told)  # noqa: B023
+        reports = _reports(folder)
+
+
+class SlowRows(Rows):
+    """Rows of which one comes late on rank 1."""
+
+    def __init__(self, count: int, folder: Path) -> None:
+        super().__init__(count)
+        self.folder, self.read = folder, 0
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.read += 1
+        if os.environ["RANK"] == "1" and self.read == 2 * HANGS_AT + 1:
+            _waits(self.folder)  # the loader hangs here
+        return super().__getitem__(index)
+
+
+class Hanging(Plain):
+    """Some rank does in a step what it should not."""
+
+    def __init__(self, how: Callable[[Path], None] | None, rank: int, folder: Path) -> None:
+        super().__init__()
+        self.how, self.hanging, self.folder, self.losses = how, rank, folder, []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == HANGS_AT and self.how is not None:
+            if self.global_rank == self.hanging:
+                self.how(self.folder)  # the step hangs here
+            else:
+                (self.folder / "rank 0 is here").write_text(str(os.getpid()))
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss.item())
+        return loss
+
+
+def _no_thread_is_left() -> bool:
+    return not [one.name for one in threading.enumerate() if one.name.startswith("freescale")]
+
+
+def _trained(folder: Path, how: Any = None, rank: int = 1, **options: Any) -> tuple[list[float], dict[str, Path]]:
+    """Losses, and files; ``how`` a rank hangs, ``"loader"`` where its data come late."""
+    options = {"hang_timeout": 1.5, **options}
+    folder.mkdir(exist_ok=True)
+    torch.manual_seed(0)
+    size = int(os.environ["WORLD_SIZE"])
+    module, callback = Hanging(None if how == "loader" else how, rank, folder), profiler(folder, **options)
+    rows = SlowRows(2 * STEPS * size, folder) if how == "loader" else Rows(2 * STEPS * size)
+    fit(module, [callback], devices=size, rows=rows)
+    assert _no_thread_is_left() and signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+    return module.losses, callback.files
+
+
+HANGS = {
+    "calm": (None, None),
+    "loader": ("loader", 1.5),
+    "forward": (_waits, 1.5),
+    "stopped": (_stops, 1.5),
+    "asked": (_signals, None),
+}
+
+
+def test_a_late_rank_is_named_and_the_run_goes_on_undisturbed(tmp_path: Path, capfd: Any) -> None:
+    def run() -> dict[str, Any]:
+        return {name: _trained(tmp_path / name, how, hang_timeout=timeout) for name, (how, timeout) in HANGS.items()}
+
+    ranks = run_distributed(run, 2, init=False)
+    assert not (tmp_path / "calm" / "hang.json").exists()
+    reports = {name: _reports(tmp_path / name) for name in HANGS if name != "calm"}
+    for name in reports:
+        assert [rank[name][0] for rank in ranks] == [rank["calm"][0] for rank in ranks], name
+        assert ranks[0][name][1]["hang"] == tmp_path / name / "hang.json" and "hang" not in ranks[1][name][1], name
+    for name, stage in (("loader", "data wait: fetch"), ("forward", "forward")):
+        waits, late = reports[name][0]["ranks"]
+        assert waits["step"] == late["step"] == HANGS_AT and len(waits["last_steps_s"]) == 5
+        assert waits["exchange"]["group"] == "world" and waits["since_s"] > 0.5
+        assert late["exchange"] is None and late["stage"] == stage and "_until" in late["place"], name
+        (exchange,) = reports[name][0]["exchanges"]
+        assert exchange.items() >= {"waiting": [0], "missing": [1], "unknown": [], "step": HANGS_AT}.items(), name
+    stopped, asked = reports["stopped"][0], reports["asked"][-1]
+    assert "kill -CONT" in stopped["ranks"][1]["silent"]
+    assert stopped["exchanges"][0]["waiting"] == [0] and stopped["exchanges"][0]["unknown"] == [1]
+    # a signal to one rank asks all, also where its main thread waits in a collective, in which no handler of Python's runs
+    assert "rank 0" in asked["why"] and "SIGUSR2" in asked["why"] and asked["next_s"] is None
+    assert [rank["step"] for rank in asked["ranks"]] == [HANGS_AT, HANGS_AT] and asked["exchanges"][0]["missing"] == [1]
     told = capfd.readouterr().err
-    reports = json.loads((tmp_path / "hang.json").read_text())["reports"]
-    assert told.count("BubbleProfiler: rank") == len(reports), "one rank tells for all"
-    assert f"rank 1 has not come to {waits['exchange']['name']}" in told
-    assert "test_hangs.py" in told
-
-
-def test_a_rank_that_is_stopped(undisturbed: Any, tmp_path: Path, capfd: Any) -> None:
-    results = run_distributed(_train, 2, str(tmp_path), "stop", init=False)
-    assert [result["losses"] for result in results] == undisturbed
-    assert [result["threads"] for result in results] == [[], []]
-    report = _reports(tmp_path)[0]
-    assert "is stopped; kill -CONT" in report["ranks"][1]["silent"]
-    assert report["exchanges"][0]["waiting"] == [0] and report["exchanges"][0]["unknown"] == [1]
-    assert "rank 1 cannot be asked, and rank 0 waits in" in capfd.readouterr().err
+    written = [json.loads((tmp_path / name / "hang.json").read_text())["reports"] for name in reports]
+    assert told.count("BubbleProfiler: rank") == sum(map(len, written)), "one rank tells for all"
+    assert f"rank 1 has not come to {waits['exchange']['name']}" in told and "test_hangs.py" in told
+    assert "rank 1 cannot be asked, and rank 0 waits in" in told
 
 
 @pytest.mark.slow
-def test_the_rank_that_holds_the_store_is_stopped(undisturbed: Any, tmp_path: Path) -> None:
-    """The others can ask nobody, and tell of themselves."""
-    results = run_distributed(_train, 2, str(tmp_path), "stop", (0,), init=False)
-    assert [result["losses"] for result in results] == undisturbed
-    assert [result["threads"] for result in results] == [[], []]
+def test_the_rank_that_holds_the_store_is_stopped(tmp_path: Path) -> None:
+    """The others can ask no rank, and tell of themselves."""
+    run_distributed(_trained, 2, tmp_path, _stops, 0, init=False)
     report = _reports(tmp_path)[0]
-    assert "store" in report["ranks"][0]["silent"] and "frozen" in report["ranks"][0]["silent"]
-    assert report["exchanges"][0]["waiting"] == [1]
-
-
-def test_a_signal_to_one_rank_asks_all(undisturbed: Any, tmp_path: Path) -> None:
-    """Also where its main thread waits in a collective, in which no handler of Python's runs."""
-    results = run_distributed(_train, 2, str(tmp_path), "signal", hang_timeout=None, init=False)
-    assert [result["losses"] for result in results] == undisturbed
-    report = _reports(tmp_path)[-1]
-    assert report["why"] == "rank 0 was asked by SIGUSR2" and report["next_s"] is None
-    assert [rank["step"] for rank in report["ranks"]] == [HANGS_AT, HANGS_AT]
-    assert report["exchanges"][0]["missing"] == [1]
+    assert "store" in report["ranks"][0]["silent"] and report["exchanges"][0]["waiting"] == [1]
 
 
 def test_one_rank_alone(tmp_path: Path, capfd: Any) -> None:
-    (result,) = run_distributed(_train, 1, str(tmp_path), "forward", (0,), init=False)
-    assert result["threads"] == [] and len(result["losses"]) == STEPS
+    ((losses, _),) = run_distributed(_trained, 1, tmp_path, _waits, 0, init=False)
     report = _reports(tmp_path)[0]
-    assert report["exchanges"] == [] and report["ranks"][0]["stage"] == "forward"
-    assert "self.how()" in capfd.readouterr().err or report["ranks"][0]["code"]
+    assert len(losses) == STEPS and report["exchanges"] == [] and report["ranks"][0]["stage"] == "forward"
+    assert "_until" in capfd.readouterr().err or report["ranks"][0]["code"]
 
 
 class Late(Recommender):
     """Rank 1 comes late to its forward, until that has been told of."""
 
-    folder = ""
+    folder: Path | None = None
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         if batch_idx == HANGS_AT and self.folder and self.global_rank == 1:
-            _told(self.folder)()
+            _waits(self.folder)
         return super().training_step(batch, batch_idx)
 
 
-def _recommend(folder: str, hangs: bool) -> tuple[list[float], list[str]]:
-    torch.manual_seed(0)
-    module, data = Late("adagrad"), Samples(8 * STEPS)
-    module.folder = folder if hangs else ""
-    callback = BubbleProfiler(folder, every_n_steps=4, hang_timeout=1.5, verbose=False)
-    fitted = trainer(devices=2, callbacks=[callback])
-    fitted.fit(module, FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate))
-    return module.losses, _watched_threads()
-
-
 def test_under_freescale_the_exchange_thread_says_where_it_stands(tmp_path: Path) -> None:
+    def losses(folder: Path, hangs: bool) -> list[float]:
+        torch.manual_seed(0)
+        module, data = Late("adagrad"), Samples(8 * STEPS)
+        module.folder = folder if hangs else None
+        callback = BubbleProfiler(folder, every_n_steps=4, hang_timeout=1.5, verbose=False)
+        loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate)
+        trainer(devices=2, callbacks=[callback]).fit(module, loader)
+        assert _no_thread_is_left()
+        return module.losses
+
     calm, hangs = tmp_path / "calm", tmp_path / "hangs"
-    undisturbed = run_distributed(_recommend, 2, str(calm), False)
-    results = run_distributed(_recommend, 2, str(hangs), True)
-    assert results == undisturbed and not (calm / "hang.json").exists()
-    assert [threads for _, threads in results] == [[], []]
+    for undisturbed, disturbed in run_distributed(lambda: (losses(calm, False), losses(hangs, True)), 2):
+        assert disturbed == undisturbed
+    assert not (calm / "hang.json").exists()
     report = _reports(hangs)[0]
     waits, late = report["ranks"]
     assert late["stage"] == "forward" and report["exchanges"][0]["missing"] == [1]

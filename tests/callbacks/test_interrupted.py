@@ -46,11 +46,20 @@ def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _run(folder: str, how: Any, after: int, ranks: tuple[int, ...] = (0, 1)) -> str:
-    strategy = DDPStrategy(timeout=timedelta(seconds=5))
-    began = time.monotonic()
+def _terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _run(folder: Path, how: Any, after: int, ranks: tuple[int, ...] = (0, 1), freescale: bool = False) -> str:
+    ends, began = Ends(how, after, ranks), time.monotonic()
     try:
-        fit(Plain(), [profiler(folder), Ends(how, after, ranks)], strategy=strategy)
+        if freescale:
+            torch.manual_seed(0)
+            data = Samples(8 * 14)
+            loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate)
+            trainer(devices=2, callbacks=[profiler(folder), ends]).fit(Recommender(), loader)
+        else:
+            fit(Plain(), [profiler(folder), ends], strategy=DDPStrategy(timeout=timedelta(seconds=5)))
     except BaseException as error:
         ended = type(error).__name__
     else:
@@ -59,117 +68,70 @@ def _run(folder: str, how: Any, after: int, ranks: tuple[int, ...] = (0, 1)) -> 
     return ended
 
 
-@pytest.mark.parametrize("how", [_raise, _interrupt])
-def test_after_exchanges(how: Any, tmp_path: Path) -> None:
-    run_distributed(_run, 2, str(tmp_path), how, 12, init=False)
-    document = read(tmp_path / "report.json")
+def _is_incomplete(folder: Path, reason: str, steps: int = 8) -> bool:
+    """Whether all files say so; the report has ``steps`` at least."""
+    document = read(folder / "report.json")
     status = document["status"]
-    assert not status["complete"]
-    assert ("the model broke" if how is _raise else "KeyboardInterrupt") in status["reason"]
-    assert len(document["ranks"]) == 2
-    assert document["series"]["step"] == list(range(1, 9)), "two exchanges of four steps"
-    assert status["not_exchanged"] == 12 - 1 - 8
-    assert packed(tmp_path / "report.html")[0][0]["status"] == status
+    assert not status["complete"] and reason in status["reason"] and summary(document).startswith("INCOMPLETE: ")
+    assert packed(folder / "report.html")[0][0]["status"] == status
+    return len(document["ranks"]) == 2 and len(document["series"]["step"]) >= steps
 
 
-@pytest.mark.slow
-def test_before_any_exchange_the_steps_are_rank_0s(tmp_path: Path) -> None:
-    run_distributed(_run, 2, str(tmp_path), _raise, 4, init=False)
-    document = read(tmp_path / "report.json")
-    assert [rank["rank"] for rank in document["ranks"]] == [0]
-    assert document["run"]["world_size"] == 2
+def test_all_ranks_end_at_once_and_the_next_fit_is_not_bothered(tmp_path: Path) -> None:
+    def run() -> list[int]:
+        _run(tmp_path / "raised", _raise, 12)
+        _run(tmp_path / "interrupted", _interrupt, 12)
+        _run(tmp_path / "alone", _raise, 4)
+        _run(tmp_path / "nothing", _raise, 1)
+        callback, steps = profiler(tmp_path / "again"), []
+        for _ in range(2):
+            fit(Plain(), [callback])
+            steps.append(0 if callback.report is None else len(callback.report.steps))
+        return steps
+
+    assert run_distributed(run, 2, init=False) == [[13, 13], [0, 0]]
+    assert read(tmp_path / "again" / "report.json")["status"]["complete"]
+    for name, reason in (("raised", "the model broke"), ("interrupted", "KeyboardInterrupt")):
+        assert _is_incomplete(tmp_path / name, reason), name
+        document = read(tmp_path / name / "report.json")
+        assert document["series"]["step"] == list(range(1, 9)), "two exchanges of four steps"
+        assert document["status"]["not_exchanged"] == 12 - 1 - 8
+    # before any exchange the steps are those of rank 0, before the first step there are none
+    document = read(tmp_path / "alone" / "report.json")
+    assert [rank["rank"] for rank in document["ranks"]] == [0] and document["run"]["world_size"] == 2
     assert document["series"]["step"] == [1, 2, 3]
-    assert not document["wait_attribution"]["aligned"]
-    assert "rank 0 alone" in document["wait_attribution"]["reason"]
+    assert not document["wait_attribution"]["aligned"] and "rank 0" in document["wait_attribution"]["reason"]
+    assert list((tmp_path / "nothing").iterdir()) == []
 
 
-def test_before_the_first_step_there_is_nothing(tmp_path: Path) -> None:
-    run_distributed(_run, 2, str(tmp_path), _raise, 1, init=False)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_one_rank_raises(tmp_path: Path) -> None:
-    """The others learn of it from the collective in which they wait; rank 0 writes what it knows."""
-    ended = run_distributed(_run, 2, str(tmp_path), _raise, 12, (1,), init=False)
-    assert "finished" not in ended
-    document = read(tmp_path / "report.json")
-    assert len(document["series"]["step"]) == 8
-    assert not document["status"]["complete"]
-
-
-@pytest.mark.slow
-def test_a_killed_run_leaves_the_report_so_far(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="died"):
-        run_distributed(_run, 2, str(tmp_path), _kill, 12, init=False)
-    document = read(tmp_path / "report.json")
-    assert document["status"]["reason"] == "still running"
-    assert len(document["series"]["step"]) >= 4
-
-
-def _terminate() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _recommend(folder: str, ranks: tuple[int, ...]) -> str:
-    torch.manual_seed(0)
-    data = Samples(8 * 14)
-    run = trainer(devices=2, callbacks=[profiler(folder), Ends(_terminate, 12, ranks)])
-    try:
-        run.fit(Recommender(), FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate))
-    except BaseException as error:
-        return type(error).__name__
-    return "finished"
-
-
-@pytest.mark.parametrize(
-    ("strategy", "ranks"),
-    [
-        ("ddp", (0, 1)),
-        pytest.param("ddp", (0,), marks=pytest.mark.slow),
-        ("freescale", (1,)),
-        pytest.param("freescale", (0,), marks=pytest.mark.slow),
-        pytest.param("freescale", (0, 1), marks=pytest.mark.slow),
-    ],
-)
-def test_a_run_that_is_told_to_stop(strategy: str, ranks: tuple[int, ...], tmp_path: Path) -> None:
+def test_a_run_that_is_told_to_stop(tmp_path: Path) -> None:
     """By its scheduler, say, all ranks or the one that it knows: the report has the steps until then, and says so."""
-    if strategy == "ddp":
-        ended = run_distributed(_run, 2, str(tmp_path), _terminate, 12, ranks, init=False)
-    else:
-        ended = run_distributed(_recommend, 2, str(tmp_path), ranks)
-    assert ended == ["SIGTERMException"] * 2
-    document = read(tmp_path / "report.json")
-    status = document["status"]
-    assert not status["complete"] and "SIGTERM" in status["reason"]
-    assert len(document["ranks"]) == 2 and len(document["series"]["step"]) >= 8
-    assert packed(tmp_path / "report.html")[0][0]["status"]["reason"] == status["reason"]
-    assert summary(document).startswith("INCOMPLETE: SIGTERM")
+    told = ((False, (0, 1)), (True, (1,)), (True, (0,)), (True, (0, 1)))
+    cases = {f"{freescale} {ranks}": (_terminate, 12, ranks, freescale) for freescale, ranks in told}
+
+    def run() -> dict[str, str]:
+        return {name: _run(tmp_path / name, *case) for name, case in cases.items()}
+
+    assert run_distributed(run, 2) == [dict.fromkeys(cases, "SIGTERMException")] * 2
+    assert [name for name in cases if not _is_incomplete(tmp_path / name, "SIGTERM")] == []
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("patient")
-def test_another_rank_than_0_alone_is_told_to_stop_under_ddp(tmp_path: Path) -> None:
-    """Lightning broadcasts from rank 0, which knows of nothing and fails; the steps until then are in the report."""
-    ended = run_distributed(_run, 2, str(tmp_path), _terminate, 12, (1,), init=False)
+def test_ranks_that_end_without_the_others(tmp_path: Path) -> None:
+    """The others learn of it from the collective in which they wait; rank 0 writes what it knows."""
+    assert "finished" not in run_distributed(_run, 2, tmp_path / "raised", _raise, 12, (1,), init=False)
+    # Lightning broadcasts signals from rank 0; that of rank 1 alone it does not know, and fails
+    ended = run_distributed(_run, 2, tmp_path / "told", _terminate, 12, (0,), init=False)
+    assert ended == ["SIGTERMException"] * 2
+    ended = run_distributed(_run, 2, tmp_path / "other", _terminate, 12, (1,), init=False)
     assert ended[1] == "SIGTERMException" and ended[0] != "finished"
-    document = read(tmp_path / "report.json")
-    assert not document["status"]["complete"] and len(document["series"]["step"]) >= 8
-
-
-def _twice(folder: str) -> list[int]:
-    callback, steps = profiler(folder), []
-    _run(folder, _raise, 12)
-    for _ in range(2):
-        fit(Plain(), [callback])
-        steps.append(0 if callback.report is None else len(callback.report.steps))
-    return steps
-
-
-@pytest.mark.slow
-def test_the_next_fit_is_not_bothered(tmp_path: Path) -> None:
-    assert run_distributed(_twice, 2, str(tmp_path), init=False)[0] == [13, 13]
-    assert read(tmp_path / "report.json")["status"]["complete"]
+    reasons = {"raised": "", "told": "SIGTERM", "other": ""}
+    assert [name for name, reason in reasons.items() if not _is_incomplete(tmp_path / name, reason)] == []
+    with pytest.raises(Exception, match="died"):
+        run_distributed(_run, 2, tmp_path / "killed", _kill, 12, init=False)
+    document = read(tmp_path / "killed" / "report.json")
+    assert not document["status"]["complete"] and len(document["series"]["step"]) >= 4
 
 
 class _DiesAtTheEnd(L.Callback):
@@ -181,16 +143,14 @@ class _DiesAtTheEnd(L.Callback):
             _kill()
 
 
-def _lost_at_the_end(folder: str) -> None:
-    strategy = DDPStrategy(timeout=timedelta(seconds=3))
-    fit(Plain(), [_DiesAtTheEnd(), profiler(folder)], strategy=strategy, limit_val_batches=0)
-
-
 @pytest.mark.usefixtures("patient")
 def test_a_rank_that_is_lost_at_the_end_does_not_take_the_report_along(tmp_path: Path) -> None:
+    def run() -> None:
+        strategy = DDPStrategy(timeout=timedelta(seconds=3))
+        fit(Plain(), [_DiesAtTheEnd(), profiler(tmp_path)], strategy=strategy, limit_val_batches=0)
+
     with pytest.raises(Exception, match="died"):
-        run_distributed(_lost_at_the_end, 2, str(tmp_path), init=False)
+        run_distributed(run, 2, init=False)
     document = read(tmp_path / "report.json")
     assert len(document["series"]["step"]) == 8, "two exchanges of four"
-    assert document["status"]["not_exchanged"] == 14 - 1 - 8
-    assert not document["status"]["complete"]
+    assert document["status"]["not_exchanged"] == 14 - 1 - 8 and not document["status"]["complete"]

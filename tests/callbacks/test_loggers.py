@@ -23,7 +23,7 @@ def _trained(folder: Path, logger: Any, **options: Any) -> dict[str, Path]:
     return callback.files
 
 
-def test_wandb_has_the_page_as_a_panel_and_the_files_as_an_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_has_the_page_as_a_panel_and_the_files_as_an_artifact(tmp_path: Path, monkeypatch: Any) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))  # where artifacts wait to be uploaded
@@ -40,7 +40,7 @@ def test_wandb_has_the_page_as_a_panel_and_the_files_as_an_artifact(tmp_path: Pa
     assert sorted(waiting) == sorted(path.read_bytes() for path in files.values())
 
 
-def test_mlflow_has_the_files_and_the_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_has_the_files_and_the_verdict(tmp_path: Path, monkeypatch: Any) -> None:
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     logger = MLFlowLogger(tracking_uri=f"file:{tmp_path}/runs")
@@ -103,13 +103,11 @@ class Full(TensorBoardLogger):
     log_hyperparams = log_graph = finalize = save = log_metrics  # type: ignore[assignment]
 
 
-def test_a_logger_that_fails_is_a_warning_and_the_next_one_gets_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_logger_that_fails_is_a_warning_and_the_next_one_gets_its_files(tmp_path: Path, monkeypatch: Any) -> None:
     pytest.importorskip("tensorboard")
     monkeypatch.setattr("lightning_freescale.callbacks.loggers.find_spec", lambda name: None)
     full = Full(tmp_path, name="full")
-    with pytest.warns(UserWarning, match=r"Full did not take the report: OSError: no space left.*report\.html") as told:
+    with pytest.warns(UserWarning, match=r"Full.*OSError: no space left.*report\.html") as told:
         files = _trained(tmp_path, [full, TensorBoardLogger(tmp_path, name="runs")])
     assert "log_files=False" in str([str(one.message) for one in told])
     assert read(files["report"])["status"]["complete"]

@@ -8,29 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.fsdp import fully_shard
 
-from lightning_freescale.profiling import Timeline, collectives_on
 from lightning_freescale.profiling.analysis.breakdown import column
 from lightning_freescale.profiling.reporting.report import BubbleReport
 from lightning_freescale.testing import run_distributed
-from tests.helpers.plain_modules import Plain, fit, named, profiler
+from tests.helpers.plain_modules import DELAY, Plain, delayed, fit, medians, named, profiled, profiler
 
-DELAY = 0.2
-
-
-def _medians(report: BubbleReport, name: str) -> list[float]:
-    return np.median(column(report.breakdown, name), axis=0).tolist()
-
+pytestmark = pytest.mark.xdist_group("timing")
 
 # -- who waits for whom
 
@@ -60,119 +52,45 @@ def _functional() -> None:
 
 
 class Talking(Plain):
-    """The ranks talk in every step, after ``seconds`` of forward, twice as many on rank 1."""
+    """The ranks talk in every step, after one DELAY of forward on rank 0 and two on rank 1."""
 
     def __init__(self, talk: Callable[[], None]) -> None:
-        super().__init__(DELAY)
+        super().__init__()
         self.talk = talk
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        time.sleep(self.seconds * (1 + self.global_rank))
+        time.sleep(DELAY * (1 + self.global_rank))
         self.talk()
         return self.layer(batch).square().mean()
 
 
-def _talking(folder: str, talk: Callable[[], None]) -> BubbleReport | None:
-    callback = profiler(folder)
-    fit(Talking(talk), [callback], steps=10)
-    return callback.report
+TALKS = {  # and the exchange as which it is seen
+    _messages: "recv",
+    _batch_of_messages: "recv",
+    _coalesced: "all_reduce (coalesced)",
+    _functional: "all_reduce",
+}
 
 
-@pytest.mark.parametrize(
-    ("talk", "name"),
-    [
-        (_messages, "recv"),
-        (_batch_of_messages, "recv"),
-        (_coalesced, "all_reduce (coalesced)"),
-        (_functional, "all_reduce"),
-    ],
-    ids=["messages", "batch of messages", "coalesced", "functional"],
-)
-def test_a_late_rank_is_waited_for(talk: Callable[[], None], name: str, tmp_path: Path) -> None:
-    report, _ = run_distributed(_talking, 2, str(tmp_path), talk)
-    waits, transfers = _medians(report, "straggler_wait"), _medians(report, "transfer")
-    assert 0.8 * DELAY < waits[0] < 1.5 * DELAY and waits[1] < 0.3 * DELAY
-    assert max(transfers) < 0.3 * DELAY
-    assert _medians(report, "compute") == pytest.approx([DELAY, 2 * DELAY], rel=0.3), "the wait is no compute"
-    seen = named(report, name)
-    both = seen.straggler_wait + (named(report, "send").straggler_wait if name == "recv" else 0.0)
-    assert both == pytest.approx(DELAY / 2, rel=0.4), "mean over the two ranks"
-    balanced = next(case.speed_up for case in report.what_if if case.name == "perfect balance")
-    assert balanced == pytest.approx(2 / 1.5, rel=0.1), "the replay knows who waited for whom"
+def test_a_late_rank_is_waited_for(tmp_path: Path) -> None:
+    def run() -> dict[Any, BubbleReport]:
+        return {talk: profiled(tmp_path / talk.__name__, Talking(talk), steps=8) for talk in TALKS}
+
+    reports = run_distributed(run, 2)[0]
+    wrong = {}
+    for talk, report in reports.items():
+        name = talk.__name__
+        wrong[name] = delayed(report, straggler_wait=(1, 0), transfer=(0, 0))
+        assert medians(report, "compute") == pytest.approx([DELAY, 2 * DELAY], rel=0.3), f"{name}: the wait is no compute"
+        waited = named(report, TALKS[talk]).straggler_wait
+        waited += named(report, "send").straggler_wait if TALKS[talk] == "recv" else 0.0
+        assert waited == pytest.approx(DELAY / 2, rel=0.4), f"{name}: the mean over the two ranks"
+        balanced = next(case.speed_up for case in report.what_if if case.name == "perfect balance")
+        assert balanced == pytest.approx(2 / 1.5, rel=0.1), f"{name}: the replay knows who waited for whom"
+    assert not any(wrong.values()), wrong
 
 
-_KEPT: list[dist.Work | None] = []
-
-
-class Unanswered(Plain):
-    """Rank 1 sends late, and never asks whether what it sent has arrived."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if self.global_rank:
-            time.sleep(DELAY)
-            _KEPT.append(dist.isend(torch.ones(4), 0))
-        else:
-            dist.recv(torch.zeros(4), 1)
-        return self.layer(batch).square().mean()
-
-
-def _unanswered(folder: str) -> BubbleReport | None:
-    callback = profiler(folder)
-    fit(Unanswered(), [callback], steps=8)
-    return callback.report
-
-
-def test_a_message_that_one_end_never_waits_for_is_transfer(tmp_path: Path) -> None:
-    report, _ = run_distributed(_unanswered, 2, str(tmp_path))
-    assert 0.8 * DELAY < _medians(report, "transfer")[0] < 1.5 * DELAY
-    assert _medians(report, "straggler_wait")[0] < 0.3 * DELAY
-
-
-# -- DDP
-
-
-class SlowBackward(torch.autograd.Function):
-    """Takes ``DELAY`` on its way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        time.sleep(DELAY)
-        return gradient
-
-
-class SlowInBackward(Plain):
-    """Backward of the last layer, whose gradients DDP can exchange meanwhile, then a pause, then that of the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.last(SlowBackward.apply(self.layer(batch))).square().mean()
-
-
-def _hiding(folder: str) -> BubbleReport | None:
-    callback = profiler(folder)
-    fit(SlowInBackward(), [callback], steps=8, strategy=DDPStrategy(bucket_cap_mb=1e-5))
-    return callback.report
-
-
-def test_what_ddp_hides_behind_backward_is_told_as_a_bound(tmp_path: Path) -> None:
-    report, _ = run_distributed(_hiding, 2, str(tmp_path))
-    behind = named(report, "dense gradients (behind backward, at most)")
-    assert behind.per_step > 0.8, "in all steps but the first"
-    assert 0.8 * DELAY < behind.hidden / behind.per_step < 1.3 * DELAY
-    assert behind.moved == int((4 + 16 + 16) * behind.per_step), "all but the weight of the first layer"
-    assert behind.transfer == behind.straggler_wait == 0
-    assert min(_medians(report, "backward")) > 0.8 * DELAY
-    assert max(_medians(report, "hidden")) < 0.3 * DELAY, "a bound is no measurement"
-
-
-# -- FSDP2
+# -- strategies
 
 
 class Sharded(Plain):
@@ -194,73 +112,21 @@ class Sharded(Plain):
         return self.layer(batch).square().mean()
 
 
-def _sharded(folder: str, profiled: bool) -> tuple[BubbleReport | None, list[Tensor]]:
+def _sharded(folder: Path, seconds: float | None) -> tuple[BubbleReport | None, list[Tensor]]:
     L.seed_everything(0)
-    callback, module = profiler(folder), Sharded(DELAY if profiled else 0.0)
-    fit(
-        module,
-        [callback] if profiled else [],
-        steps=10,
-        strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
-    )
+    module, callback = Sharded(seconds or 0.0), profiler(folder)
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    fit(module, [] if seconds is None else [callback], steps=8, strategy=strategy)
     return callback.report, [parameter.full_tensor().detach() for parameter in module.parameters()]
 
 
-def test_fully_sharded_data_parallel(tmp_path: Path) -> None:
-    (report, watched), _ = run_distributed(_sharded, 2, str(tmp_path), True)
-    waits = _medians(report, "straggler_wait")
-    assert 0.8 * DELAY < waits[0] < 1.5 * DELAY and waits[1] < 0.3 * DELAY
+def test_sharded_layers(tmp_path: Path) -> None:
+    (report, watched), (_, alone) = run_distributed(lambda: (_sharded(tmp_path, DELAY), _sharded(tmp_path, None)), 2)[0]
+    assert delayed(report, straggler_wait=(1, 0)) == []
     assert named(report, "all_gather_single").per_step >= 2, "forward"
     assert named(report, "reduce_scatter_single").per_step == pytest.approx(2, abs=0.5)
     assert column(report.breakdown, "unexplained").max() < 1e-6
-    _, alone = run_distributed(_sharded, 2, str(tmp_path), False)[0]
-    assert all(torch.equal(one, other) for one, other in zip(watched, alone, strict=True))
-
-
-class Split(Sharded):
-    """Its layers are split over the ranks, which all have the same samples; torch's DTensor talks for them."""
-
-    def configure_model(self) -> None:
-        plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
-        parallelize_module(self.layer, self.device_mesh["tensor_parallel"], plan)
-
-
-def _split(folder: str) -> BubbleReport | None:
-    callback = profiler(folder)
-    fit(Split(DELAY), [callback], steps=8, strategy=ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2))
-    return callback.report
-
-
-def test_tensor_parallel(tmp_path: Path) -> None:
-    report, _ = run_distributed(_split, 2, str(tmp_path))
-    waits = _medians(report, "straggler_wait")
-    assert 0.8 * DELAY < waits[0] < 1.5 * DELAY and waits[1] < 0.3 * DELAY
-    assert named(report, "all_reduce").straggler_wait == pytest.approx(DELAY / 2, rel=0.3)
-
-
-def _wrapped() -> list[tuple[str, float]]:
-    """Lightning's FSDPStrategy refuses CPUs, torch's FullyShardedDataParallel does not."""
-    model = FullyShardedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), device_id=torch.device("cpu"))
-    timeline = Timeline()
-    timeline.enable(torch.device("cpu"))
-    with collectives_on(timeline):
-        for _ in range(2):
-            dist.barrier()
-            timeline.open_step()
-            time.sleep(DELAY * dist.get_rank())
-            model(torch.randn(2, 4)).sum().backward()
-            record = timeline.close_step()
-    assert record is not None
-    return [(collective.name, collective.end - collective.start) for collective in record.collectives]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_the_first_fsdp() -> None:
-    early, late = run_distributed(_wrapped, 2)
-    assert [name for name, _ in early] == [name for name, _ in late]
-    assert any(name.startswith("all_gather") for name, _ in early)
-    assert any(name.startswith("reduce_scatter") for name, _ in early)
-    assert early[0][1] > 0.8 * DELAY > 0.4 * DELAY > late[0][1]
+    assert all(torch.equal(one, other) for one, other in zip(watched, alone, strict=True)), "watching changes no number"
 
 
 # -- resuming, saving
@@ -284,43 +150,29 @@ class SlowToSave(L.Callback):
         time.sleep(3 * DELAY)
 
 
-def _resumed(folder: str, at: int) -> tuple[BubbleReport | None, BubbleReport | None]:
-    saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=at, save_top_k=-1)
-    first, second = (profiler(Path(folder, name), warmup_steps=0) for name in ("first", "second"))
-    fit(Uneventful(), [first, saving, SlowToSave()], steps=9, enable_checkpointing=True, limit_val_batches=0)
-    options = {"steps": 9, "limit_val_batches": 0, "max_epochs": 2 if at == 9 else 1}
-    trainer = fit_from(Uneventful(), [second], str(Path(folder, f"step={at}.ckpt")), **options)
-    assert trainer.global_step == 9 * options["max_epochs"]
-    return first.report, second.report
+def test_a_resumed_run_has_all_of_its_steps_and_no_spike(tmp_path: Path) -> None:
+    """Inside an epoch, at its end, and with warm-up steps, which count from the resume."""
+    options: dict[str, Any] = {"steps": 9, "limit_val_batches": 0}
 
+    def resumed(at: int, warmup: int) -> BubbleReport:
+        second, folder = profiler(tmp_path / f"{at} {warmup}", warmup_steps=warmup), tmp_path / f"step={at}.ckpt"
+        fit(Uneventful(), [second], max_epochs=2 if at == 9 else 1, ckpt_path=str(folder), **options)
+        return second.report
 
-def fit_from(module: L.LightningModule, callbacks: list[L.Callback], checkpoint: str, **options: Any) -> L.Trainer:
-    """Go on where a checkpoint was saved."""
-    return fit(module, callbacks, ckpt_path=checkpoint, **options)
+    def run() -> Any:
+        saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
+        first = profiler(tmp_path / "first", warmup_steps=0)
+        fit(Uneventful(), [first, saving, SlowToSave()], enable_checkpointing=True, **options)
+        return first.report, {at: resumed(at, 0) for at in (3, 9)}, resumed(3, 2)
 
-
-@pytest.mark.parametrize("at", [3, 9], ids=["inside an epoch", "at its end"])
-def test_a_resumed_run_has_all_of_its_steps_and_no_spike(at: int, tmp_path: Path) -> None:
-    first, second = run_distributed(_resumed, 2, str(tmp_path), at)[0]
+    first, reports, warmed_up = run_distributed(run, 2)[0]
     assert list(first.steps) == list(range(9)), "saving is no step"
-    walls = column(first.breakdown, "wall")
-    assert walls.max() < 2 * DELAY, "nor part of one"
-    left = 9 if at == 9 else 9 - at
-    assert list(second.steps) == list(range(left)), "the first step after the resume is there"
-    assert (second.samples == 2).all()
-    for name in ("wall", "data_wait", "host_overhead", "straggler_wait"):
-        assert column(second.breakdown, name).max() < 2 * DELAY, name
-    assert column(second.breakdown, "data_wait").max() < DELAY / 2
-    assert column(second.breakdown, "unexplained").max() < 1e-6
-
-
-def _warmed_up(folder: str) -> int:
-    saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)
-    fit(Plain(), [saving], steps=9, enable_checkpointing=True, limit_val_batches=0)
-    again = profiler(Path(folder, "again"), warmup_steps=2)
-    fit_from(Plain(), [again], str(Path(folder, "step=3.ckpt")), steps=9, limit_val_batches=0)
-    return 0 if again.report is None else int(again.report.steps[0])
-
-
-def test_warm_up_counts_from_the_resume(tmp_path: Path) -> None:
-    assert run_distributed(_warmed_up, 2, str(tmp_path))[0] == 2
+    assert column(first.breakdown, "wall").max() < 2 * DELAY, "nor part of one"
+    for at, report in reports.items():
+        assert list(report.steps) == list(range(9 if at == 9 else 9 - at)), "the first step after the resume is there"
+        assert (report.samples == 2).all()
+        for name in ("wall", "host_overhead", "straggler_wait"):
+            assert column(report.breakdown, name).max() < 2 * DELAY, (at, name)
+        assert column(report.breakdown, "data_wait").max() < DELAY / 2, at
+        assert column(report.breakdown, "unexplained").max() < 1e-6, at
+    assert list(warmed_up.steps) == list(range(2, 6))

@@ -1,25 +1,29 @@
-"""A run that stops and resumes is bitwise the run that did not stop."""
+"""A run that stops and resumes is the run that did not stop: bitwise on the same ranks, with every sample once on others."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_freescale import FreeScaleDataModule
-from lightning_freescale.data import BalanceOptions
+from lightning_freescale.checkpoint.bucket_order import lay_out_buckets, noting_order
+from lightning_freescale.data import BalanceOptions, StreamOptions
 from lightning_freescale.testing import RankFailed, run_distributed
-from tests.helpers.recommender import OPTIMIZERS, REPEATS, Recommender, Samples, StopAt, collate, trainer
+from tests.checkpoint.fits import EPOCHS, STEPS, Fitted, Seen, assert_continued, fit, samples_by_step
+from tests.helpers.overlap_training import assert_same
+from tests.helpers.recommender import REPEATS, Recommender, Samples, StopAt, collate, trainer
 
 
-class SaveAtEpochEnd(L.pytorch.callbacks.ModelCheckpoint):
+class SaveAtEpochEnd(ModelCheckpoint):
     """Lightning's own checkpoint at the end of the first epoch, where training stops."""
 
     def __init__(self, step: int, path: str) -> None:
@@ -30,279 +34,281 @@ class SaveAtEpochEnd(L.pytorch.callbacks.ModelCheckpoint):
         trainer.should_stop = True
 
 
-class Seen(Recommender):
-    """Also keeps which samples it saw, and trains with dropout."""
+class InAnotherOrder(Seen):
+    """Uses its layers in another order than it has them, so that DDP lays its buckets out anew after the first step."""
 
-    def __init__(self, optimizer: str) -> None:
-        super().__init__(optimizer)
-        self.dropout = 0.2
-        self.seen: list[list[int]] = []
+    def __init__(self) -> None:
+        super().__init__("sgd", dropout=0.0)
+        self.last, self.first, self.wide = nn.Linear(64, 1), nn.Linear(1, 16), nn.Linear(16, 64)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
-        self.seen.append(batch["index"].tolist())
-        return super().training_step(batch, batch_idx)
-
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        assert self.trainer.estimated_stepping_batches  # builds the loader early, before the checkpoint is read
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        loss = super().training_step(batch, batch_idx)
+        beside = self.last(self.wide(self.first(batch["label"][:, None]).relu()).relu())
+        return loss + (beside - batch["label"][:, None]).square().mean()
 
 
-def _fit(optimizer: str, workers: int, stop: L.Callback | None = None, resume: str | None = None) -> dict[str, Any]:
-    torch.manual_seed(0 if resume is None else 7)
-    module, data = Seen(optimizer), Samples(64)  # 8 steps an epoch
-    loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, num_workers=workers, balance=REPEATS)
-    fit = trainer(
-        devices=2, max_epochs=3, callbacks=[stop] if stop else [], enable_checkpointing=isinstance(stop, SaveAtEpochEnd)
-    )
-    fit.fit(module, loader, ckpt_path=resume)
-    state = fit._checkpoint_connector.dump_checkpoint(weights_only=False)
-    return {"losses": module.losses, "seen": module.seen, "weights": state["state_dict"], "states": state["optimizer_states"]}
+ROWWISE, ADAM, WORKERS, SHARDED = (
+    partial(Seen, "rowwise_adagrad"),
+    partial(Seen, "adam"),
+    {"num_workers": 2},
+    {"checkpoint": "sharded"},
+)
+RUNS: dict[str, tuple[int, type[L.Callback], int, dict[str, Any]]] = {
+    "adagrad": (2, StopAt, 8, {}),
+    "sharded buckets": (3, StopAt, 4, {"make": InAnotherOrder, "strategy": SHARDED}),
+    "tokens": (2, StopAt, 9, {"samples": 64, "batch_size": 4, "data": {"batch_tokens": 100}}),
+    "buckets": (4, SaveAtEpochEnd, 6, {"make": InAnotherOrder}),
+    "rowwise": (1, StopAt, 8, {"make": ROWWISE, "data": WORKERS}),
+    "adam": (3, SaveAtEpochEnd, 6, {"make": ADAM, "data": WORKERS}),
+    "sharded adagrad": (2, SaveAtEpochEnd, 6, {"data": WORKERS, "strategy": SHARDED}),
+    "sharded adam": (1, StopAt, 4, {"make": ADAM, "strategy": SHARDED}),
+    "sharded rowwise": (2, StopAt, 6, {"make": ROWWISE, "strategy": SHARDED}),
+    "micro-batches": (
+        3,
+        StopAt,
+        4,
+        {"make": InAnotherOrder, "data": {"micro_batches": 2}, "strategy": {"gradient_as_bucket_view": True}},
+    ),
+    "split": (3, StopAt, 4, {"make": InAnotherOrder, "strategy": {"split_backward": True, "bucket_cap_mb": 0.001}}),
+    "window": (3, StopAt, 3, {"make": InAnotherOrder, "accumulate_grad_batches": 2}),
+    "unused": (3, StopAt, 4, {"make": InAnotherOrder, "strategy": {"overlap": False, "find_unused_parameters": True}}),
+}
+"""Ranks, how and after which step the run stops, options of the fit: pairs of optimizer, ranks, checkpoint, workers and stop.
+
+With three ranks and more, gloo adds an element's parts up in an order that depends on its place in the bucket.
+"""
+FAST = ("adagrad", "sharded buckets", "tokens")
+
+
+@pytest.mark.parametrize("run", [pytest.param(run, marks=[] if run in FAST else pytest.mark.slow) for run in RUNS])
+def test_resume_is_bitwise(run: str, tmp_path: Path) -> None:
+    ranks, stop, step, options = RUNS[run]
+    path = tmp_path / "half.ckpt"
+    both = run_distributed(lambda: (fit(**options), fit(callbacks=[stop(step, str(path))], **options)), ranks)
+    whole, first = ([pair[part] for pair in both] for part in range(2))
+    assert path.is_dir() == ("sharded" in run)
+    second = run_distributed(fit, ranks, resume=path, **options)
+    assert_continued(first, second, whole)
+    assert first[0].steps == step and second[0].steps == whole[0].steps
+
+
+# -- a fit that ended inside an epoch
+
+
+class Stops(L.Callback):
+    """As early stopping does, in the middle of an epoch."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, index: int) -> None:
+        trainer.should_stop = trainer.should_stop or index + 1 == 3
+
+
+STREAM = {"data": {"stream": StreamOptions(stream_balancing="global")}}
+KINDS: dict[str, dict[str, Any]] = {
+    "map-style": {},
+    "stream": STREAM,
+    "no overlap": {"strategy": {"overlap": False}},
+    "workers": {"data": WORKERS},
+    "accumulation": {"accumulate_grad_batches": 2},
+    "micro-batches": {"data": {"micro_batches": 2}},
+    "own stream": {"data": {"stream": StreamOptions(stream_balancing="local")}},
+    "stream without overlap": STREAM | {"strategy": {"overlap": False}},
+    "stream with workers": {"data": STREAM["data"] | WORKERS},
+}
+ENDED = [
+    ("map-style", "max_steps", "hand"),
+    ("map-style", "should_stop", "epoch"),
+    ("stream", "max_steps", "epoch"),
+    ("stream", "should_stop", "hand"),
+    ("map-style", "max_steps", "epoch"),
+    ("map-style", "should_stop", "hand"),
+    ("no overlap", "max_steps", "hand"),
+    ("workers", "should_stop", "epoch"),
+    ("accumulation", "max_steps", "hand"),
+    ("accumulation", "should_stop", "epoch"),
+    ("micro-batches", "should_stop", "hand"),
+    ("own stream", "max_steps", "epoch"),
+    ("stream without overlap", "should_stop", "hand"),
+    ("stream with workers", "max_steps", "epoch"),
+]
 
 
 @cache
-def _run_without_a_stop(optimizer: str, workers: int) -> list[dict[str, Any]]:
-    """What three ways to stop are compared with."""
-    return run_distributed(_fit, 2, optimizer, workers)
-
-
-Stopped = Callable[..., tuple[str, list[dict[str, Any]]]]
-
-
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
-    """The checkpoint of a run that stops, and what its ranks know; one run for all tests."""
-
-    @cache
-    def run(optimizer: str, workers: int, stop: Any, step: int) -> tuple[str, list[dict[str, Any]]]:
-        path = str(tmp_path_factory.mktemp("stopped") / "half.ckpt")
-        return path, run_distributed(_fit, 2, optimizer, workers, stop=stop(step, path))
-
-    return run
+def _uninterrupted(kind: str) -> list[Fitted]:
+    return run_distributed(fit, 2, **KINDS[kind])
 
 
 @pytest.mark.parametrize(
-    ("stop", "step"),
-    [(StopAt, 10), pytest.param(StopAt, 8, marks=pytest.mark.slow), pytest.param(SaveAtEpochEnd, 8, marks=pytest.mark.slow)],
+    ("kind", "ended_by", "saved_by"),
+    [pytest.param(*case, marks=[] if k < 3 else pytest.mark.slow) for k, case in enumerate(ENDED)],
 )
-@pytest.mark.parametrize(
-    ("optimizer", "workers"),
-    [
-        pytest.param("sgd", 0, marks=pytest.mark.slow),
-        ("adagrad", 0),
-        pytest.param("adagrad", 2, marks=pytest.mark.slow),
-        pytest.param("rowwise_adagrad", 0, marks=pytest.mark.slow),
-    ],
-)
-def test_resume_is_bitwise(optimizer: str, stop: Any, step: int, workers: int, stopped: Stopped) -> None:
-    whole = _run_without_a_stop(optimizer, workers)
-    path, first = stopped(optimizer, workers, stop, step)
-    second = run_distributed(_fit, 2, optimizer, workers, resume=path)
-    for rank in range(2):
-        assert first[rank]["seen"] + second[rank]["seen"] == whole[rank]["seen"]
-        assert first[rank]["losses"] + second[rank]["losses"] == whole[rank]["losses"]
-    assert len(first[0]["losses"]) == step and len(second[0]["losses"]) == 24 - step
-    _equal(second[0]["weights"], whole[0]["weights"])
-    _equal(second[0]["states"][0]["state"], whole[0]["states"][0]["state"])
+def test_a_fit_that_ended_inside_an_epoch_goes_on_there(kind: str, ended_by: str, saved_by: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    kept = ModelCheckpoint(path.parent, filename=path.stem, save_on_train_epoch_end=True, every_n_epochs=1)
+    callbacks = [*([kept] if saved_by == "epoch" else []), *([Stops()] if ended_by == "should_stop" else [])]
+    limit = {"max_steps": 2 if kind == "accumulation" else 3} if ended_by == "max_steps" else {}
+    first = run_distributed(fit, 2, callbacks=callbacks, save=path if saved_by == "hand" else None, **{**KINDS[kind], **limit})
+    assert first[0].steps < STEPS
+    assert_continued(first, run_distributed(fit, 2, resume=path, **KINDS[kind]), _uninterrupted(kind))
+
+
+# -- other ranks, other batches
 
 
 class Plain(Seen):
     """Without tables: Lightning then reads the checkpoint before the strategy's set-up."""
 
-    def __init__(self, optimizer: str) -> None:
-        super().__init__(optimizer)
-        self.net = nn.Linear(1, 1)
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__("sgd")
+        self.net, self.fails = nn.Linear(1, 1), fails
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        if self.fails and len(self.seen) == 1:
+            raise KeyError("the needle")
         self.seen.append(batch["index"].tolist())
         return self.net(batch["label"][:, None]).mean()
 
 
-def _fit_plain(path: str, batch_size: int, stop_at: int | None = None) -> dict[str, Any]:
-    module, data = Plain("sgd"), Samples(80)
-    loader = FreeScaleDataModule(data, data.lengths, batch_size, collate_fn=collate, balance=REPEATS)
-    fit = trainer(devices=1, max_epochs=3, callbacks=[StopAt(stop_at, path)] if stop_at else [])
-    fit.fit(module, loader, ckpt_path=None if stop_at else path)
-    return {"seen": module.seen, "reload": fit.reload_dataloaders_every_n_epochs}
+TOKENS = {"samples": 64, "data": {"batch_tokens": 100}}
+OTHERS: dict[str, tuple[int, int, int, dict[str, Any], dict[str, Any]]] = {
+    "more ranks": (2, 3, 4, {}, {}),
+    "another budget": (2, 2, 3, TOKENS, {"data": {"batch_tokens": 70}}),
+    "fewer ranks": (3, 2, 8, {"data": WORKERS}, {}),
+    "one rank, a smaller batch": (2, 1, 12, {}, {"batch_size": 3}),
+    "larger steps without tables": (1, 1, 25, {"make": Plain, "samples": 80}, {"batch_size": 16}),
+}
+"""Ranks before and after, after how many steps the run stops, options of both fits, and those that change."""
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[] if k < 2 else pytest.mark.slow) for k, case in enumerate(OTHERS)])
+def test_resume_on_other_ranks_or_with_other_batches_has_every_sample_once(case: str, tmp_path: Path) -> None:
+    then, now, stop_at, options, changed = OTHERS[case]
+    path, before = str(tmp_path / "half.ckpt"), {"samples": 70, "batch_size": 4, **options}
+    after = before | changed
+    first = run_distributed(fit, then, callbacks=[StopAt(stop_at, path)], **before)
+    second = run_distributed(fit, now, resume=path, **after)
+    done, rest, size = samples_by_step(first), samples_by_step(second), after["samples"]
+    assert len(done) == stop_at
+    seen = [sample for step in done + rest for sample in step]
+    for epoch in range(EPOCHS):
+        assert sorted(seen[size * epoch : size * (epoch + 1)]) == list(range(size))
+    assert len(seen) == size * EPOCHS
+    if "data" not in after or "batch_tokens" not in after["data"]:
+        full = now * after["batch_size"]
+        assert max(map(len, rest)) < full + now and sum(len(step) != full for step in rest) <= EPOCHS
+    told = [text for text in second[0].warned if "random states" in text]
+    assert len(told) == (then != now) and all(f"{then} ranks" in text and str(now) in text for text in told)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop_at", [25, 38])
-def test_larger_steps_after_a_resume_without_tables(stop_at: int, tmp_path: Path) -> None:
-    """20 steps an epoch before, 5 after, and the loader is asked for before the Trainer knows its epoch."""
-    path = str(tmp_path / "half.ckpt")
-    first = run_distributed(_fit_plain, 1, path, 4, stop_at=stop_at)[0]
-    second = run_distributed(_fit_plain, 1, path, 16)[0]
-    seen = [sample for step in first["seen"] + second["seen"] for sample in step]
-    for epoch in range(3):
-        assert sorted(seen[80 * epoch : 80 * (epoch + 1)]) == list(range(80))
-    assert len(seen) == 240 and second["reload"] == 0
+def test_the_number_of_ranks_changes_twice(tmp_path: Path) -> None:
+    """From two to three in the first epoch, to one in the second; with the same global batches, from a folder and a file."""
+    paths, make = [tmp_path / "a.ckpt", tmp_path / "b.ckpt"], partial(Seen, "rowwise_adagrad", 0.0)
+    whole = run_distributed(fit, 2, make)
+    on_two = run_distributed(fit, 2, make, strategy=SHARDED, callbacks=[StopAt(4, str(paths[0]))])
+    on_three = run_distributed(fit, 3, make, resume=paths[0], callbacks=[StopAt(9, str(paths[1]))])
+    on_one = run_distributed(fit, 1, make, resume=paths[1])
+    steps = [sorted(step) for run in (on_two, on_three, on_one) for step in samples_by_step(run)]
+    assert steps == [sorted(step) for step in samples_by_step(whole)]
+    assert_same(on_one[0].weights, whole[0].weights, rtol=1e-6, atol=1e-6)
+    assert_same(on_one[0].states[0]["state"], whole[0].states[0]["state"], rtol=1e-6, atol=1e-6)
 
 
-class Breaks(Plain):
-    """Fails in its second step."""
-
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
-        if len(self.seen) == 1:
-            raise KeyError("the needle")
-        return super().training_step(batch, batch_idx)
+def _with_other_costs(path: str, cost: Any) -> None:
+    balance = BalanceOptions(outlier_window=8)
+    fit(Plain, resume=path, max_epochs=1, samples=80, batch_size=4, data={"cost": cost, "balance": balance})
 
 
-def _resume_twice(path: str) -> tuple[list[int], list[int]]:
-    _fit_plain(path, 16, stop_at=2)
+@pytest.mark.slow
+def test_what_would_lose_samples_inside_an_epoch_is_refused(tmp_path: Path) -> None:
+    """A number of samples after a budget, and outliers pooled by other costs."""
+    by_budget, by_cost = str(tmp_path / "budget.ckpt"), str(tmp_path / "cost.ckpt")
+    run_distributed(fit, 2, callbacks=[StopAt(3, by_budget)], batch_size=4, **TOKENS)
+    with pytest.raises(RankFailed, match=r"ValueError: .*budget"):
+        run_distributed(fit, 2, resume=by_budget, samples=64, batch_size=4)
+    pooled = {"cost": "auto", "balance": BalanceOptions(outlier_window=8)}
+    run_distributed(fit, 1, Plain, callbacks=[StopAt(5, by_cost)], samples=80, batch_size=4, data=pooled)
+    run_distributed(_with_other_costs, 1, by_cost, "auto")
+    with pytest.raises(RankFailed, match=r"ValueError: .*costs="):
+        run_distributed(_with_other_costs, 1, by_cost, lambda lengths: lengths)
+
+
+def _resume_twice(path: str) -> tuple[list[int], bool]:
+    """The samples of a resume after one that failed; and whether a fit from the start has its own order after both."""
+    fit(Plain, callbacks=[StopAt(2, path)], samples=80, batch_size=16)
     data = Samples(80)
     loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, seed=5, balance=REPEATS)
     with pytest.raises(KeyError, match="the needle"):
-        trainer(devices=1, max_epochs=2).fit(Breaks("sgd"), loader, ckpt_path=path)
-    module = Plain("sgd")
+        trainer(devices=1, max_epochs=2).fit(Plain(fails=True), loader, ckpt_path=path)
+    module, anew = Plain(), Plain()
     trainer(devices=1, max_epochs=2).fit(module, loader, ckpt_path=path)
-    anew = Plain("sgd")
     trainer(devices=1, max_epochs=1).fit(anew, loader)
-    flat = [[sample for step in net.seen for sample in step] for net in (module, anew)]
-    return flat[0], [flat[1] == loader.sampler(0, 1)._batches.order(0).tolist(), loader.train.seed]
+    expected = fit(Plain, max_epochs=1, samples=80, batch_size=4, data={"seed": 5}).seen
+    return [sample for step in module.seen for sample in step], anew.seen == expected
 
 
 @pytest.mark.slow
 def test_a_failed_fit_leaves_nothing_to_the_next(tmp_path: Path) -> None:
-    resumed, (own_order, seed) = run_distributed(_resume_twice, 1, str(tmp_path / "half.ckpt"))[0]
-    assert len(resumed) == 48 + 80
-    assert sorted(resumed[48:]) == list(range(80))
-    assert own_order and seed == 5, "a fit from the start has its own seed again"
+    resumed, own_order = run_distributed(_resume_twice, 1, str(tmp_path / "half.ckpt"))[0]
+    assert len(resumed) == 48 + 80 and sorted(resumed[48:]) == list(range(80))
+    assert own_order
 
 
-def _resume_pooled(path: str, cost: Any, stop_at: int | None = None) -> None:
-    data = Samples(80)
-    loader = FreeScaleDataModule(data, data.lengths, 4, cost=cost, collate_fn=collate, balance=BalanceOptions(outlier_window=8))
-    fit = trainer(devices=1, max_epochs=1, callbacks=[StopAt(stop_at, path)] if stop_at else [])
-    fit.fit(Plain("sgd"), loader, ckpt_path=None if stop_at else path)
+# -- the plain module and other strategies
 
 
-@pytest.mark.slow
-def test_pooled_outliers_resume_with_the_same_costs_only(tmp_path: Path) -> None:
-    path = str(tmp_path / "half.ckpt")
-    run_distributed(_resume_pooled, 1, path, "auto", 5)
-    run_distributed(_resume_pooled, 1, path, "auto")
-    with pytest.raises(RankFailed, match=r"inside an epoch with costs=.*samples would be lost or repeated"):
-        run_distributed(_resume_pooled, 1, path, lambda lengths: lengths)
+def _halves(optimizer: str, folder: Path) -> list[Fitted]:
+    make = partial(Seen, optimizer, 0.0)
+    return [fit(make, strategy=name, callbacks=[StopAt(8, f"{folder}/{name}.ckpt")]) for name in ("freescale", "ddp")]
 
 
-def _fit_on(world: int, workers: int, path: str, batch_size: int = 4, stop_at: int | None = None) -> dict[str, Any]:
-    """70 samples, so that the last step is uneven."""
-    torch.manual_seed(0)
-    module, data = Seen("sgd"), Samples(70)
-    loader = FreeScaleDataModule(data, data.lengths, batch_size, collate_fn=collate, num_workers=workers, balance=REPEATS)
-    fit = trainer(devices=world, max_epochs=3, callbacks=[StopAt(stop_at, path)] if stop_at else [])
-    fit.fit(module, loader, ckpt_path=None if stop_at else path)
-    epochs = [loader.sampler(0, world)._batches.order(epoch).tolist() for epoch in range(3)]
-    return {"seen": module.seen, "epochs": epochs, "steps": fit.global_step, "reload": fit.reload_dataloaders_every_n_epochs}
-
-
-FURTHER = [(3, 2, 2, 0, 4), (2, 1, 12, 0, 4), (2, 3, 12, 2, 4), (2, 2, 4, 0, 3)]
-
-
-@pytest.mark.parametrize(
-    ("then", "now", "stop_at", "workers", "batch_size"),
-    [(2, 3, 4, 0, 4), *(pytest.param(*case, marks=pytest.mark.slow) for case in FURTHER)],
-)
-def test_resume_inside_an_epoch_on_other_ranks(
-    then: int, now: int, stop_at: int, workers: int, batch_size: int, tmp_path: Path
-) -> None:
-    """The rest of the epoch in the same order, no sample lost or repeated, and whole epochs after it."""
-    path = str(tmp_path / "half.ckpt")
-    first = run_distributed(_fit_on, then, then, workers, path, stop_at=stop_at)
-    second = run_distributed(_fit_on, now, now, workers, path, batch_size)
-    epoch, inside = divmod(stop_at, -(-70 // (4 * then)))
-    trained = [_by_step(result) for result in (first, second)]
-    assert len(trained[0]) == stop_at
-    done = sorted(sample for step in trained[0][stop_at - inside :] for sample in step)
-    order, steps = first[0]["epochs"], iter(trained[1])
-    assert done == sorted(order[epoch][: inside * 4 * then])
-    expected = [order[epoch][inside * 4 * then :], *order[epoch + 1 :]]
-    for rest in expected:
-        while rest:
-            step = next(steps)
-            assert now * batch_size == len(step) or len(rest) < now * batch_size + now
-            assert sorted(step) == sorted(rest[: len(step)])
-            rest = rest[len(step) :]
-    assert next(steps, None) is None
-    assert second[0]["reload"] == 0, "the Trainer's own setting is put back"
-
-
-def _by_step(results: list[dict[str, Any]]) -> list[list[int]]:
-    """Samples of all ranks, step by step."""
-    return [[sample for rank in step for sample in rank] for step in zip(*(result["seen"] for result in results), strict=True)]
-
-
-def _equal(a: Any, b: Any) -> None:
-    assert a.keys() == b.keys()
-    for key in a:
-        _equal(a[key], b[key]) if isinstance(a[key], dict) else torch.testing.assert_close(a[key], b[key], rtol=0, atol=0)
+def _goes_on(optimizer: str, path: str) -> list[list[float]]:
+    return [fit(partial(Seen, optimizer, 0.0), strategy=name, resume=path).losses for name in ("freescale", "ddp")]
 
 
 @pytest.mark.parametrize(
     "optimizer",
-    [pytest.param("sgd", marks=pytest.mark.slow), "adagrad", pytest.param("rowwise_adagrad", marks=pytest.mark.slow)],
+    ["adagrad", pytest.param("sgd", marks=pytest.mark.slow), pytest.param("rowwise_adagrad", marks=pytest.mark.slow)],
 )
-def test_checkpoint_is_that_of_the_plain_module(optimizer: str, stopped: Stopped) -> None:
-    """It loads strictly into the unsharded module and its optimizer, and training goes on under "ddp" as under "freescale"."""
-    path, first = stopped(optimizer, 0, StopAt, 10)
-    checkpoint = torch.load(path, weights_only=True)
+def test_checkpoints_are_those_of_the_plain_module(optimizer: str, tmp_path: Path) -> None:
+    """One loads strictly into the unsharded module and its optimizer; training goes on under "ddp" as under "freescale"."""
+    folder = tmp_path / "new"
+    mine, _ = run_distributed(_halves, 2, optimizer, folder)[0]
+    assert sorted(entry.name for entry in folder.iterdir()) == ["ddp.ckpt", "freescale.ckpt"]
+    checkpoint = torch.load(folder / "freescale.ckpt", weights_only=True)
+    assert all(type(value) is torch.Tensor for value in checkpoint["state_dict"].values())
     module = Recommender(optimizer)
     module.load_state_dict(checkpoint["state_dict"], strict=True)
-    _equal(dict(module.state_dict()), first[0]["weights"])
+    assert_same(dict(module.state_dict()), dict(mine.weights))
     module.configure_optimizers().load_state_dict(checkpoint["optimizer_states"][0])
-    for mine, ddp in run_distributed(_goes_on, 2, optimizer, path):
-        assert len(mine) == 14 and ddp == pytest.approx(mine, rel=1e-5)
+    for name in ("freescale", "ddp"):
+        for ours, ddp in run_distributed(_goes_on, 2, optimizer, str(folder / f"{name}.ckpt")):
+            assert len(ours) == STEPS * EPOCHS - 8 and ours == pytest.approx(ddp, rel=1e-5), name
 
 
-def _goes_on(optimizer: str, path: str) -> tuple[list[float], list[float]]:
-    """Losses after a resume under "freescale" and under "ddp"."""
-    return _fit_without_dropout("freescale", optimizer, path), _fit_without_dropout("ddp", optimizer, path)
-
-
-def _fit_without_dropout(strategy: str, optimizer: str, resume: str) -> list[float]:
-    module, data = Seen(optimizer), Samples(64)
-    module.dropout = 0.0
-    loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, balance=REPEATS)
-    trainer(strategy=strategy, devices=2, max_epochs=3).fit(module, loader, ckpt_path=resume)
-    return module.losses
-
-
-def _test_with_checkpoint(path: str) -> float:
+def _fit_then_test(path: str) -> float:
+    """The loss of a checkpoint from inside an epoch in a test with other batches; and checkpoints of a fit and a test."""
+    fit(callbacks=[StopAt(8, f"{path}.half")])
     data = Samples(64)
     loader = FreeScaleDataModule(data, data.lengths, 8, collate_fn=collate, test_dataset=Samples(32), balance=REPEATS)
-    return trainer(devices=2).test(Recommender("adagrad"), loader, ckpt_path=path, verbose=False)[0]["test"]
+    loss = trainer(devices=2).test(Recommender("adagrad"), loader, ckpt_path=f"{path}.half", verbose=False)[0]["test"]
+    module, run = Seen(), trainer(devices=2)
+    run.fit(module, loader)
+    run.save_checkpoint(f"{path}.fit")
+    run.test(module, loader, verbose=False)
+    run.save_checkpoint(f"{path}.test")
+    return loss
 
 
 @pytest.mark.slow
-def test_mid_epoch_checkpoint_serves_test_with_another_batch_size(stopped: Stopped) -> None:
-    path, _ = stopped("adagrad", 0, StopAt, 10)
-    module, samples = Recommender("adagrad"), Samples(32)
-    module.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
-    batch = collate([samples[index] for index in range(32)])
-    expected = torch.nn.functional.mse_loss(module.net(batch["features"]), batch["label"]).item()
-    for loss in run_distributed(_test_with_checkpoint, 2, path):
-        assert loss == pytest.approx(expected, rel=1e-5)
-
-
-def _fit_then_test(path: str) -> None:
-    module, data = Seen("adagrad"), Samples(64)
-    loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, test_dataset=Samples(16), balance=REPEATS)
-    fit = trainer(devices=2)
-    fit.fit(module, loader)
-    fit.save_checkpoint(f"{path}.fit")
-    fit.test(module, loader, verbose=False)
-    fit.save_checkpoint(f"{path}.test")
-
-
-@pytest.mark.slow
-def test_checkpoint_after_test_keeps_the_optimizer_states(tmp_path: Path) -> None:
+def test_a_test_reads_a_checkpoint_and_keeps_the_optimizer_states(tmp_path: Path) -> None:
     path = str(tmp_path / "x")
-    run_distributed(_fit_then_test, 2, path)
-    fit, test = (torch.load(f"{path}.{stage}", weights_only=True)["optimizer_states"][0] for stage in ("fit", "test"))
-    assert fit["param_groups"] == test["param_groups"]
-    _equal(test["state"], fit["state"])
+    losses = run_distributed(_fit_then_test, 2, path)
+    module, samples = Recommender("adagrad"), Samples(32)
+    module.load_state_dict(torch.load(f"{path}.half", weights_only=True)["state_dict"])
+    batch = collate([samples[index] for index in range(32)])
+    expected = nn.functional.mse_loss(module.net(batch["features"]), batch["label"]).item()
+    assert losses == pytest.approx([expected] * 2, rel=1e-5)
+    assert_same(*(torch.load(f"{path}.{stage}", weights_only=True)["optimizer_states"][0] for stage in ("fit", "test")))
 
 
 class Shared(Recommender):
@@ -313,70 +319,61 @@ class Shared(Recommender):
         self.tower = self.net
 
 
-def _fit_shared(path: str) -> None:
-    data, fit = Samples(32), trainer(devices=2)
-    fit.fit(Shared(), FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, balance=REPEATS))
-    fit.save_checkpoint(path)
-    again = trainer(devices=2, max_epochs=2)
-    again.fit(Shared(), FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, balance=REPEATS), ckpt_path=path)
-
-
 @pytest.mark.slow
 def test_tables_with_two_names(tmp_path: Path) -> None:
     path = str(tmp_path / "shared.ckpt")
-    run_distributed(_fit_shared, 2, path)
+    run_distributed(lambda: (fit(Shared, max_epochs=1, save=path), fit(Shared, resume=path))[0].losses, 2)
     state = torch.load(path, weights_only=True)["state_dict"]
     Shared().load_state_dict(state, strict=True)
     name = "embeddings.embeddings.item.weight"
     assert torch.equal(state[f"net.{name}"], state[f"tower.{name}"])
 
 
-def _resume_other_world(path: str) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        module, data = Seen("adagrad"), Samples(64)
-        trainer(devices=3, max_epochs=2).fit(
-            module, FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, balance=REPEATS), ckpt_path=path
-        )
-    return [str(w.message) for w in caught if "random states" in str(w.message)]
-
-
-def test_epoch_end_checkpoint_resumes_on_another_world_size(stopped: Stopped) -> None:
-    path, _ = stopped("adagrad", 0, SaveAtEpochEnd, 8)
-    warned = run_distributed(_resume_other_world, 3, path)[0]
-    assert len(warned) == 1
-    assert "2 ranks, this run has 3" in warned[0]
-
-
 class Grows(L.Callback):
     """Adds a parameter group while training, as Lightning's finetuning callbacks do."""
 
     def on_train_epoch_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        trainer.optimizers[0].add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
-
-
-def _fit_growing() -> list[int]:
-    data, fit = Samples(32), trainer(devices=2, callbacks=[Grows()])
-    fit.fit(Recommender("adagrad"), FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, balance=REPEATS))
-    state = fit._checkpoint_connector.dump_checkpoint(weights_only=False)["optimizer_states"][0]
-    return [len(group["params"]) for group in state["param_groups"]]
+        trainer.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
 
 def test_parameter_groups_added_later_are_saved() -> None:
-    assert run_distributed(_fit_growing, 2)[0] == [4, 1]
+    found = run_distributed(fit, 2, partial(Recommender, "adagrad"), callbacks=[Grows()], max_epochs=1, samples=24)[0]
+    assert [len(group["params"]) for group in found.states[0]["param_groups"]] == [4, 1]
 
 
-def _save_half(strategy: str, optimizer: str, path: str) -> None:
-    module, data = Seen(optimizer), Samples(64)
-    module.dropout = 0.0
-    fit = trainer(strategy=strategy, devices=2, max_epochs=3, callbacks=[StopAt(10, path)])
-    fit.fit(module, FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, balance=REPEATS))
+# -- the order of DDP's buckets
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_checkpoint_of_ddp_resumes_sharded(optimizer: str, tmp_path: Path) -> None:
-    path = str(tmp_path / "ddp.ckpt")
-    run_distributed(_save_half, 2, "ddp", optimizer, path)
-    for mine, ddp in run_distributed(_goes_on, 2, optimizer, path):
-        assert len(mine) == 14 and mine == pytest.approx(ddp, rel=1e-5)
+def _noted(hooked: bool, **options: Any) -> tuple[list[str], bool, bool, Any]:
+    """Of two backwards the order that is noted; whether buckets are laid out by it, and by that of another module."""
+    net = nn.ModuleDict({"used_last": nn.Linear(2, 1), "used_first": nn.Linear(1, 2)})
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return net["used_last"](net["used_first"](x)).sum()
+
+    model, order = DistributedDataParallel(Model(), **options), []
+    if hooked:
+        model.register_comm_hook(None, allreduce_hook)
+    with model.no_sync(), noting_order(model, order):
+        model(torch.ones(1, 1)).backward()
+    assert order == [], "nothing is reduced"
+    for _ in range(2):
+        loss = model(torch.ones(1, 1))
+        with noting_order(model, order):
+            loss.backward()
+    model.zero_grad()
+    laid_out = lay_out_buckets(model, order), lay_out_buckets(model, ["another.weight"])
+    return order, *laid_out, net["used_first"].weight.grad
+
+
+def test_the_first_backward_that_is_reduced_is_noted_where_buckets_change() -> None:
+    order, laid_out, by_another, gradient = run_distributed(_noted, 2, hooked=False)[0]
+    assert [name.split(".")[1] for name in order] == ["used_last"] * 2 + ["used_first"] * 2
+    assert laid_out and not by_another and gradient is None
+    for options in ({"hooked": True}, {"hooked": False, "find_unused_parameters": True}):
+        assert run_distributed(_noted, 2, **options)[0][:3] == ([], False, False), options

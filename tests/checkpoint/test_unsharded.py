@@ -19,25 +19,13 @@ def _dense() -> dict:
     return optimizer.state_dict()
 
 
-def test_merge_numbers_parameters_as_the_user_gave_them() -> None:
-    full = merge(_dense(), LAYOUT, TABLES, {"table": {"sum": torch.full((3, 2), 7.0)}}, {"table": 4})
-    assert [group["params"] for group in full["param_groups"]] == [[0, 1, 2], [3]]
-    assert full["param_groups"][1]["lr"] == 0.5
-    assert {index: float(state["sum"].flatten()[0]) for index, state in full["state"].items()} == {0: 0, 1: 7, 2: 1}
-    assert full["state"][1]["step"] == 4.0
-
-
-def test_split_is_the_inverse() -> None:
+def test_parameters_are_numbered_as_the_user_gave_them_and_back() -> None:
     dense = _dense()
     full = merge(dense, LAYOUT, TABLES, {"table": {"sum": torch.full((3, 2), 7.0)}}, {"table": 4})
+    assert [group["params"] for group in full["param_groups"]] == [[0, 1, 2], [3]] and full["param_groups"][1]["lr"] == 0.5
+    assert {index: float(state["sum"].flatten()[0]) for index, state in full["state"].items()} == {0: 0, 1: 7, 2: 1}
     back, states, step = split(full, LAYOUT, TABLES)
-    assert back["param_groups"] == dense["param_groups"]
+    assert back["param_groups"] == dense["param_groups"] and step == 4 and list(states) == ["table"]
     assert {i: float(s["sum"][0]) for i, s in back["state"].items()} == {0: 0.0, 1: 1.0}
-    assert step == 4
-    assert list(states) == ["table"]
-    assert torch.equal(states["table"]["sum"], torch.full((3, 2), 7.0))
-
-
-def test_other_groups_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"groups of \[2, 0\] parameters, .* \[3, 1\]"):
-        split(_dense(), LAYOUT, TABLES)
+    with pytest.raises(ValueError, match=r"\[2, 0\].*\[3, 1\]"):
+        split(dense, LAYOUT, TABLES)

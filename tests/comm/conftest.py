@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_freescale.testing import RankFailed, run_distributed
+from tests.helpers.fake_gpu import end_streams
 
 
 @pytest.fixture
@@ -30,3 +31,10 @@ def survivors(patient: None, tmp_path: Path) -> Callable[..., dict[int, Any]]:
         return {int(path.name[4:]): pickle.loads(path.read_bytes()) for path in sorted(tmp_path.glob("rank*"))}
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def streams_ended() -> Iterator[None]:
+    """Let the threads of all fake streams end with the test."""
+    yield
+    end_streams()

@@ -33,11 +33,7 @@ def _meet(port: int, attempt: int, late: int | None) -> tuple[str, float]:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Where a store listens, in a process of its own, as torchrun's.
-
-    Its thread asks the resolver for the name of whoever connects; a rank forked from the same process at that moment would
-    wait for the resolver's lock for ever.
-    """
+    """Where a store listens, in another process: a rank forked from the store's could wait for a lock of the resolver."""
     here, there = mp.get_context("fork").Pipe()
     process = mp.get_context("fork").Process(target=_lend_store, args=(there,))
     process.start()
@@ -52,26 +48,10 @@ def _lend_store(end: Connection) -> None:
     time.sleep(600)
 
 
-@pytest.mark.parametrize("late", [None, 0, 2])
-def test_an_attempt_has_a_store_of_its_own(late: int | None, port: int) -> None:
+def test_an_attempt_has_a_store_of_its_own(port: int) -> None:
     """Also where rank 0, or another, comes when the others have found what the attempt before has left."""
-    for attempt in range(3):
-        found = run_distributed(_meet, 3, port, attempt, late if attempt else None, init=False)
-        assert found == [(str(attempt), 3.0)] * 3
-
-
-def test_torch_alone_finds_what_an_earlier_attempt_has_left(port: int) -> None:
-    """The reason for all this: addresses, for instance. Once it is none any more, neither is ours."""
-
-    def finds_own_key() -> bool:
-        os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
-        store, rank, _ = next(dist.rendezvous("env://"))
-        found = store.check([f"of rank {rank}"])
-        store.set(f"of rank {rank}", "")
-        return found
-
-    assert run_distributed(finds_own_key, 2, init=False) == [False, False]
-    assert run_distributed(finds_own_key, 2, init=False) == [True, True]
+    for attempt, late in enumerate((None, 0, 2)):
+        assert run_distributed(_meet, 3, port, attempt, late, init=False) == [(str(attempt), 3.0)] * 3
 
 
 def _waits_for_the_other(port: int) -> None:
@@ -83,7 +63,5 @@ def _waits_for_the_other(port: int) -> None:
 
 @pytest.mark.usefixtures("patient")
 def test_a_rank_that_does_not_come_is_named(port: int) -> None:
-    with pytest.raises(
-        RankFailed, match=r"rank 0: (?s:.*)RuntimeError: rank 2 did not come to the store of torchrun within 2 s"
-    ):
+    with pytest.raises(RankFailed, match=r"rank 0: (?s:.*)RuntimeError: rank 2 .* 2 s"):
         run_distributed(_waits_for_the_other, 3, port, timeout=15)

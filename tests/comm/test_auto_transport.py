@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,14 +25,14 @@ CUDA = torch.device("cuda", 0)
 
 
 class _SlowNative(proof.Proof):
-    """Whatever the machine has to do beside the test, torch's own backend takes 20 s longer."""
+    """torch's own backend takes 20 s longer than measured."""
 
     def _measure(self) -> dict[str, float]:
         milliseconds = super()._measure()
         return milliseconds | {"native": milliseconds["native"] + 20_000}
 
 
-def _settled(group: Any, candidates: tuple[str, ...] = ("host",), native_is_slow: bool = False) -> str:
+def _settled(group: Any, candidates: tuple[str, ...] = ("host",), native_is_slow: bool = True) -> str:
     """Settle as if the group had GPUs."""
     auto_transport.auto_candidates = lambda topology: list(candidates)
     kind = _SlowNative if native_is_slow else proof.Proof
@@ -43,7 +42,7 @@ def _settled(group: Any, candidates: tuple[str, ...] = ("host",), native_is_slow
     return "native" if group._executor.transport is None else type(group._executor.transport).__name__
 
 
-def _on_trial(trouble: Callable[[Any], None]) -> None:
+def _on_trial(trouble: Callable[[Any], object]) -> None:
     """Lanes on trial have trouble on this rank, with every transfer that they have moved."""
     start = HostTransport.start_transfer
 
@@ -69,103 +68,58 @@ def _raise(transfer: Any) -> None:
     raise OSError("no memory to pin")
 
 
-def test_what_wins_is_taken_and_told_once() -> None:
+def test_what_wins_is_taken_and_told_once_and_what_cannot_be_set_up_is_not_taken() -> None:
+    """Here "peer" cannot, which needs a GPU."""
+
     def run() -> Any:
         told, group = messages_of("lightning_freescale"), make_group(chunk_bytes=1000)
-        took = _settled(group, native_is_slow=True)
-        return took, told, everyone_sends(group), len(lane_threads())
+        took = _settled(group, ("peer", "host"))
+        return took, everyone_sends(group), len(lane_threads()) <= 1, told
 
     results = run_distributed(run, 2)
-    assert [result[0] for result in results] == ["HostTransport"] * 2
-    assert all(result[2] for result in results) and all(result[3] <= 1 for result in results)
-    (line,) = results[0][1]
-    assert line.startswith("transport='auto' takes 'host' for ranks 0, 1; exchange and compute beside it, slowest rank: gloo 2")
-    assert ", host " in line and results[1][1] == []
+    assert [result[:3] for result in results] == [("HostTransport", True, True)] * 2
+    warning, line = results[0][3]
+    assert "'peer'" in warning and "'host'" in line and "ranks 0, 1" in line and "gloo 2" in line and ", host " in line
+    assert results[1][3] == []
 
 
-def test_what_does_not_win_is_not_taken() -> None:
-    def run() -> Any:
-        _on_trial(lambda transfer: time.sleep(0.2))
-        told, group = messages_of("lightning_freescale"), make_group(chunk_bytes=1000)
-        return _settled(group), told
-
-    results = run_distributed(run, 2)
-    assert [result[0] for result in results] == ["native"] * 2
-    assert results[0][1][-1].startswith("transport='auto' takes gloo for ranks 0, 1")
-
-
-@pytest.mark.parametrize(
-    ("trouble", "why"),
-    [
-        (_corrupt, "rank 1: 1 of "),
-        (_hang, "rank 1: its exchanges did not end within 4 s in all"),
-        (_raise, "no memory to pin"),
-    ],
-)
+@pytest.mark.parametrize(("trouble", "why"), [(_corrupt, "rank 1: 1 "), (_hang, "4 s"), (_raise, "no memory to pin")])
 def test_what_is_wrong_or_hangs_or_raises_on_one_rank_is_taken_on_none(trouble: Any, why: str) -> None:
     def run() -> Any:
         if dist.get_rank() == 1:
             _on_trial(trouble)
         told, group = messages_of("lightning_freescale"), make_group(chunk_bytes=1000, timeout=8.0)
-        return _settled(group, native_is_slow=True), told, everyone_sends(group)
+        return _settled(group), told, everyone_sends(group)
 
     results = run_distributed(run, 2)
     assert [(result[0], result[2]) for result in results] == [("native", True)] * 2
     warning, line = results[0][1]
-    assert warning.startswith("transport='auto' does not take 'host', which failed its trial: ") and why in warning
+    assert "'host'" in warning and "rank 1" in warning and why in warning
     assert "takes gloo for ranks 0, 1" in line and "not measured" in line
 
 
-def test_what_cannot_be_set_up_is_told() -> None:
-    """Here "peer", which needs a GPU; the others are tried nevertheless."""
-
-    def run() -> Any:
-        told, group = messages_of("lightning_freescale"), make_group(chunk_bytes=1000)
-        return _settled(group, ("peer", "host"), native_is_slow=True), told
-
-    results = run_distributed(run, 2)
-    assert [result[0] for result in results] == ["HostTransport"] * 2
-    assert "does not take 'peer', which failed its trial: transport='peer' moves CUDA tensors, and torch" in results[0][1][0]
-
-
-def test_the_verdict_is_kept_for_the_same_ranks_and_sizes() -> None:
+def test_the_verdict_is_kept_for_the_same_ranks_and_sizes_and_left_where_it_cannot_be_set_up() -> None:
     def run() -> Any:
         proofs = []
         prove = auto_transport._prove
         auto_transport._prove = lambda *args: proofs.append(1) or prove(*args)
-        groups = [make_group(chunk_bytes=size) for size in (1000, 1000, 2000, 1000)]
-        took = [_settled(group, native_is_slow=True) for group in groups[:3]]
+        told, groups = messages_of("lightning_freescale"), [make_group(chunk_bytes=size) for size in (1000, 1000, 2000, 1000)]
+        took = [_settled(group) for group in groups[:3]]
         if dist.get_rank() == 1:  # it has forgotten: so all measure again
             auto_transport._verdicts.clear()
-        took.append(_settled(groups[3], native_is_slow=True))
-        return took, len(proofs), all(everyone_sends(group) for group in groups)
-
-    assert run_distributed(run, 2) == [(["HostTransport"] * 4, 3, True)] * 2
-
-
-def test_what_has_won_and_cannot_be_set_up_again_is_left() -> None:
-    def run() -> Any:
-        told, (first, second) = messages_of("lightning_freescale"), [make_group(chunk_bytes=1000) for _ in range(2)]
-        _settled(first, native_is_slow=True)
+        took.append(_settled(groups[3]))
+        lines, later = len(told), make_group(chunk_bytes=1000)
 
         def refuse(kind: str) -> None:
             raise TransportRefused("no memory")
 
-        second._executor.set_up_transport = refuse
-        return _settled(second), told[1:]
+        later._executor.set_up_transport = refuse
+        took.append(_settled(later))
+        return took, len(proofs), all(everyone_sends(group) for group in groups), told[lines:]
 
-    results = run_distributed(run, 2)
-    assert [result[0] for result in results] == ["native"] * 2
-    assert results[0][1] == ["transport='auto' leaves this lane to torch's own backend: no memory"] and not results[1][1]
-
-
-def test_on_the_cpu_nothing_is_tried() -> None:
-    def run() -> Any:
-        process_group.settle_transport = None
-        group = make_group()
-        return group._executor.transport, everyone_sends(group)
-
-    assert run_distributed(run, 2) == [(None, True)] * 2
+    (*first, told), (*second, nothing) = run_distributed(run, 2)
+    assert first == second == [["HostTransport"] * 4 + ["native"], 3, True]
+    assert len(told) == 1 and "no memory" in told[0] and not nothing
 
 
 def test_groups_with_gpus_try_and_hidden_gpus_are_told() -> None:
@@ -193,8 +147,8 @@ def test_groups_with_gpus_try_and_hidden_gpus_are_told() -> None:
     results = run_distributed(run, 2)
     assert results[0][0] == ["device", "ProcessGroupGloo", "ProcessGroupGloo", "FakeNccl", "FakeNccl"]
     warning, line = results[0][1]
-    assert "because ranks 0, 1 of " in warning and "see one GPU each: let every process see all" in warning
-    assert "takes NCCL for ranks 0, 1; " in line and "NCCL 1.00 ms, host 2.00 ms; 'peer' needs" in line
+    assert "ranks 0, 1 of " in warning and "torch.cuda.set_device" in warning
+    assert all(fact in line for fact in ("takes NCCL", "ranks 0, 1", "NCCL 1.00 ms, host 2.00 ms", "'peer'", "'two-level'"))
     assert results[1][1] == []
 
 
@@ -205,17 +159,3 @@ def test_long_texts_are_cut_and_numbers_are_not() -> None:
 
     for said in run_distributed(run, 2):
         assert [(len(each["error"]), each["value"]) for each in said] == [(256, 1 / 3)] * 2
-
-
-def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout() -> None:
-    def run() -> Any:
-        group = make_group(timeout=2.0)
-        if dist.get_rank() == 1:
-            time.sleep(5)
-            return 0.0
-        begun = time.monotonic()
-        with pytest.raises(RuntimeError):
-            _settled(group)
-        return time.monotonic() - begun
-
-    assert run_distributed(run, 2)[0] < 5

@@ -1,216 +1,312 @@
-"""Where a rank is gone, late or elsewhere, every rank gets an error that names it, soon, and the lane ends there."""
+"""A rank is gone, late or at another collective: every rank gets an error that names it, soon, and the lane ends there."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.comm import executor as executor_room
-from lightning_freescale.comm import p2p as p2p_room
+from lightning_freescale.comm import executor as executor_module
+from lightning_freescale.comm import p2p as p2p_module
+from lightning_freescale.comm.handshake import _check_header
+from lightning_freescale.comm.header import Header
 from lightning_freescale.comm.priority import PRIORITY_GATE
+from lightning_freescale.comm.transfer import Transfer
 from lightning_freescale.testing import run_distributed
 from tests.helpers.comm_groups import AT_ONCE, SOON, Outcome, everyone_sends, make_group, nothing_left, outcome
 
 Survivors = Callable[..., dict[int, Any]]
-LARGE = 2_000_000
-"""Rows; hundreds of chunks of the size below."""
+SHORT, LONG = 4, 2_000_000
+"""Bytes for every rank: one message, and hundreds of chunks."""
 CHUNK = 16 * 1024
+TIMEOUT = 1.5
 CUT = 10.0
-"""Seconds: the timeout where a message may be cut in the middle, as gloo tells who waits for it no sooner."""
+"""Seconds: the timeout where a message may be cut in the middle, which gloo reports no sooner."""
 
 
-def _all_to_all(group: Any, async_op: bool, sent: list[int], received: list[int]) -> Any:
-    out = torch.empty(sum(received), dtype=torch.uint8)
-    return dist.all_to_all_single(out, torch.ones(sum(sent), dtype=torch.uint8), received, sent, group, async_op)
+def _all_to_all(group: Any, part: int = SHORT, *, missing: int = 0, async_op: bool = False, dtype: Any = torch.uint8) -> Any:
+    """Send every rank a part. Rank 1 sends rank 0 some elements less than rank 0 expects."""
+    n = group.size()
+    sent = [part - missing * (group.rank() == 1 and peer == 0) for peer in range(n)]
+    given, out = torch.ones(sum(sent), dtype=dtype), torch.empty(part * n, dtype=dtype)
+    return dist.all_to_all_single(out, given, [part] * n, sent, group, async_op)
 
 
-def _misfit(group: Any, async_op: bool, rows: int) -> Any:
-    """Rank 1 is to send rank 0 a row less than rank 0 expects."""
+def _exchange(group: Any, part: int = SHORT, slot: int | None = None, dtype: Any = torch.uint8, **options: Any) -> None:
+    """Exchange a part with every rank, in slots that are as long or of another length."""
     rank, n = group.rank(), group.size()
-    return _all_to_all(group, async_op, [rows - (rank == 1 and k == 0) for k in range(n)], [rows] * n)
+    gives, gets = ([0 if peer == rank else length for peer in range(n)] for length in (part, part if slot is None else slot))
+    group.exchange(torch.empty(sum(gets), dtype=dtype), torch.ones(sum(gives), dtype=dtype), gets, gives, **options)
 
 
-def _gather_on_one(group: Any, async_op: bool) -> Any:
-    if group.rank() != 1:
-        return dist.all_to_all_single(torch.empty(6), torch.ones(6), group=group, async_op=async_op)
-    parts = [torch.empty(6 // group.size()) for _ in range(group.size())]
-    return dist.all_gather(parts, torch.ones_like(parts[0]), group, async_op)
-
-
-def _other_dtype_on_one(group: Any, async_op: bool) -> Any:
-    dtype = torch.int32 if group.rank() == 1 else torch.float32
-    return dist.all_to_all_single(torch.empty(6, dtype=dtype), torch.ones(6, dtype=dtype), group=group, async_op=async_op)
-
-
-AGREED: dict[str, tuple[Callable[[Any, bool], Any], str]] = {
-    "small parts that do not fit": (lambda group, async_op: _misfit(group, async_op, 9), "split sizes that fit"),
-    "large parts that do not fit": (lambda group, async_op: _misfit(group, async_op, LARGE), "split sizes that fit"),
-    "one row where none is expected": (lambda group, async_op: _misfit(group, async_op, 1), "split sizes that fit"),
-    "another collective on one rank": (_gather_on_one, "all_gather"),
-    "another dtype on one rank": (_other_dtype_on_one, "torch.int32"),
+CALLS: dict[str, Callable[..., Any]] = {
+    "sync": _all_to_all,
+    "async": partial(_all_to_all, async_op=True),
+    "exchange": _exchange,
 }
 
 
-def _end_of_lane(case: str, async_op: bool) -> list[Outcome]:
-    with nothing_left():
-        group = make_group(chunk_bytes=CHUNK)
-        assert everyone_sends(group)
-        seen = [outcome(AGREED[case][0], group, async_op)]
-        seen += [outcome(everyone_sends, group, async_op=again) for again in (False, True, False)]
-        dist.barrier()  # nobody has its error from a group that is destroyed
-        dist.destroy_process_group(group)
-        del group
+def _assert_ended(seen: list[Outcome], *words: str, late: bool = False) -> None:
+    """All calls fail for one reason, the later ones at once. ``late``: the first may have succeeded, without the bad rank."""
+    failed = seen[1:] if late and not seen[0].kind else seen
+    assert all(each.kind == "DistBackendError" and each.text == failed[0].text for each in failed), seen
+    assert failed[0].text.startswith("freescale ") and "lane 'rows'" in failed[0].text, failed
+    assert all(word in failed[0].text for word in words), (words, failed)
+    assert failed[0].seconds < SOON and all(each.seconds < AT_ONCE for each in failed[1:]), failed
+
+
+def _gather_on_rank_1(group: Any, async_op: bool) -> Any:
+    parts = [torch.empty(SHORT) for _ in range(group.size())]
+    if group.rank() == 1:
+        return dist.all_gather(parts, parts[0], group, async_op)
+    return _all_to_all(group, async_op=async_op)
+
+
+def _int_on_rank_1(call: Callable[..., Any], group: Any, async_op: bool) -> Any:
+    return call(group, dtype=torch.int32 if group.rank() == 1 else torch.float32)
+
+
+def _one_way(one: int, other: int, group: Any, async_op: bool) -> Any:
+    """Rank 0 sends rank 1 so many bytes; rank 1 expects another number of them."""
+    n, rank = group.size(), group.rank()
+    sent, expected = ([length * (rank == of and peer == 1 - of) for peer in range(n)] for of, length in ((0, one), (1, other)))
+    tensors = (torch.empty(sum(sizes), dtype=torch.uint8) for sizes in (expected, sent))
+    return dist.all_to_all_single(*tensors, expected, sent, group, async_op)
+
+
+def _misfit(part: int, group: Any, async_op: bool) -> Any:
+    return _all_to_all(group, part, missing=1, async_op=async_op)
+
+
+def _overflow(part: int, group: Any, async_op: bool) -> None:
+    """Rank 1 sends one element more than the slots hold."""
+    _exchange(group, part + (group.rank() == 1), part)
+
+
+def _left_out_by_rank_0(group: Any, async_op: bool) -> None:
+    _exchange(group, 0 if group.rank() == 0 else SHORT)
+
+
+# what the ranks do, what identifies the error, and the ranks whose first call fails
+DISAGREEMENTS: dict[str, tuple[Callable[[Any, bool], Any], Sequence[str], Sequence[int], dict[str, Any]]] = {
+    "short parts do not fit": (partial(_misfit, 9), ("9", "8"), (0, 1), {}),
+    "long parts do not fit": (partial(_misfit, LONG), (str(LONG), str(LONG - 1)), (0, 1), {}),
+    "one row where none is expected": (partial(_one_way, 1, 0), ("1",), (0, 1), {}),
+    **{
+        f"{one} and {other} bytes, whose tags are alike": (partial(_one_way, one, other), (str(one), str(other)), (0, 1), {})
+        for one, other in [(2_605_024, 952), (952, 2_605_024), (2**20 + 1000, 1000), (3 * 2**20, 2**20)]
+    },
+    "another collective": (_gather_on_rank_1, ("all_gather",), (0, 1), {}),
+    "another dtype": (partial(_int_on_rank_1, _all_to_all), ("torch.int32",), (0, 1), {}),
+    "another dtype in an exchange": (partial(_int_on_rank_1, _exchange), ("torch.int32",), (0, 1), {}),
+    **{
+        f"{part} bytes too long for their slots, {transport}": (
+            *(partial(_overflow, part), ("rank 1", str(part + 1), str(part)), (0, 2)),
+            {"transport": transport},
+        )
+        for part in (SHORT, LONG)
+        for transport in ("auto", "native")
+    },
+    "left out of an exchange on one side": (_left_out_by_rank_0, ("exchange",), (1,), {"timeout": TIMEOUT}),
+}
+
+
+def _disagree(async_op: bool) -> dict[str, list[Outcome]]:
+    seen = {}
+    for case, (act, _, _, options) in DISAGREEMENTS.items():
+        with nothing_left():
+            group = make_group(chunk_bytes=CHUNK if "tags" not in case else 2**20, **options)
+            seen[case] = [outcome(act, group, async_op)]
+            again = [_exchange] * 2 if "exchange" in case or "slots" in case else CALLS.values()
+            seen[case] += [outcome(call, group) for call in again]
+            dist.barrier()  # no rank has its error from a group that is destroyed
+            dist.destroy_process_group(group)
+            del group
     return seen
 
 
-def _assert_ended(seen: list[Outcome], words: str, first: int = 0) -> None:
-    """From the first or, where that was none of this rank's business, the next collective on, for one reason, at once."""
-    failed = seen[first:]
-    assert all(each.kind == "DistBackendError" for each in failed), seen
-    assert all(each.text.startswith("freescale all_") and "lane 'rows'" in each.text for each in failed), failed
-    assert all(words in each.text for each in failed), failed
-    assert failed[0].seconds < SOON
-    assert all(each.seconds < AT_ONCE and each.text == failed[0].text for each in failed[1:]), failed
+@pytest.mark.parametrize(("size", "async_op"), [(2, True), pytest.param(3, False, marks=pytest.mark.slow)])
+def test_ranks_that_do_not_agree_all_fail_and_the_lane_ends(size: int, async_op: bool) -> None:
+    for rank, seen in enumerate(run_distributed(_disagree, size, async_op, timeout=100)):
+        for case, (_, words, at_once, _) in DISAGREEMENTS.items():
+            _assert_ended(seen[case], *words, late=rank not in at_once)
+            assert rank or at_once[0] != 0 or "rank 1 " in seen[case][0].text, seen[case]
 
 
-@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", AGREED)
-def test_ranks_that_do_not_agree_all_fail_and_the_lane_ends(case: str, size: int, async_op: bool) -> None:
-    for rank, seen in enumerate(run_distributed(_end_of_lane, size, case, async_op, timeout=60)):
-        _assert_ended(seen, AGREED[case][1], first=int(rank == 2 and not seen[0].kind))
-        if rank == 0:
-            assert seen[0].kind and "rank 1 " in seen[0].text
+def test_tensors_on_cpu_and_gpu_are_not_one_collective() -> None:
+    nothing = [torch.empty(0, dtype=torch.uint8)] * 2
+    transfer = Transfer("all_gather", nothing, nothing, 0, torch.device("cpu"), 0, timedelta(seconds=1), 0)
+    with pytest.raises(dist.DistBackendError, match=r"rank 1 .*CUDA.*CPU"):
+        _check_header(transfer, Header("all_gather", 0, 0, 0, 0, 0, on_gpu=True), 1, 1)
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _assert_gone(by_survivor: list[list[Outcome]], victim: int) -> None:
-    """All name it; but rank 0 takes the store with it, so a rank may know only who gave up because of it."""
+    """All name it; but rank 0 takes the store with it, so that a rank may know only which rank gave up because of it."""
     for seen in by_survivor:
-        _assert_ended(seen, " is gone" if victim == 0 else f"rank {victim} is gone")
+        _assert_ended(seen, "gone" if victim == 0 else f"rank {victim} is gone")
     assert any(f"rank {victim} is gone" in seen[0].text for seen in by_survivor)
 
 
-def _dies_before(victim: int) -> list[list[Outcome]]:
+def _ends_before(victim: int, end: Callable[[], Any]) -> list[list[Outcome]]:
     with nothing_left():
-        groups = [make_group(), make_group()]
+        groups = [make_group() for _ in CALLS]
         assert all(everyone_sends(group) for group in groups)
+        groups[-1].exchange(torch.empty(0), torch.empty(0), [0] * groups[-1].size(), [0] * groups[-1].size())
+        _exchange(groups[-1])
         if dist.get_rank() == victim:
-            os.kill(os.getpid(), signal.SIGKILL)
-        seen = [
-            [outcome(everyone_sends, group, async_op=async_op) for _ in range(3)]
-            for group, async_op in zip(groups, (False, True))
-        ]
+            end()
+        seen = [[outcome(call, group) for _ in range(3)] for group, call in zip(groups, CALLS.values())]
         for group in groups:
             dist.destroy_process_group(group)
         del groups, group
     return seen
 
 
-@pytest.mark.parametrize(("size", "victim"), [(2, 1), pytest.param(3, 1, marks=pytest.mark.slow), (3, 0)])
-def test_a_killed_rank_is_an_error_for_all_others(survivors: Survivors, size: int, victim: int) -> None:
-    alive = survivors(_dies_before, size, victim)
+def _raise_in_user_code() -> None:
+    raise KeyError("on purpose")
+
+
+@pytest.mark.parametrize(
+    ("size", "victim", "end"),
+    [(2, 1, _die), (3, 0, _die), (3, 1, _raise_in_user_code), pytest.param(3, 1, _die, marks=pytest.mark.slow)],
+)
+def test_a_rank_that_ends_is_an_error_for_all_others(survivors: Survivors, size: int, victim: int, end: Any) -> None:
+    alive = survivors(_ends_before, size, victim, end)
     assert set(alive) == set(range(size)) - {victim}
     for seen in zip(*alive.values()):
         _assert_gone(list(seen), victim)
 
 
 def _after_chunks(act: Callable[[], Any], chunks: int = 5) -> None:
-    """``act`` while this process is in the middle of a transfer."""
-    gone, yield_to_higher = iter(range(chunks)), PRIORITY_GATE.yield_to_higher
+    """Let this process do ``act`` once, in the middle of a transfer."""
+    left, yield_to_higher = iter(range(chunks)), PRIORITY_GATE.yield_to_higher
 
     def instead(*args: Any) -> None:
-        if next(gone, None) is None:
+        if next(left, None) == chunks - 1:
             act()
         yield_to_higher(*args)
 
     PRIORITY_GATE.yield_to_higher = instead
 
 
-def _dies_within(victim: int, async_op: bool, die: Callable[[], Any], last: Callable[[], Any] = bool) -> list[Outcome]:
-    rank, n = dist.get_rank(), dist.get_world_size()
+def _ends_within(kind: str, timeout: float, act: Callable[[], Any], last: Callable[[], Any] = bool) -> list[Outcome]:
+    """Rank 1 does ``act`` within a long transfer, or rank 0 where that is the victim."""
     with nothing_left():
-        group = make_group(chunk_bytes=CHUNK, timeout=CUT)
+        group = make_group(chunk_bytes=CHUNK, timeout=timeout)
         assert everyone_sends(group)
-        if rank == victim:
-            _after_chunks(die)
-        seen = [outcome(_all_to_all, group, async_op, [LARGE] * n, [LARGE] * n)]
-        seen += [outcome(everyone_sends, group)]
+        act()
+        seen = [outcome(CALLS[kind], group, LONG), outcome(CALLS[kind], group)]
         last()
         dist.destroy_process_group(group)
         del group
     return seen
 
 
-@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize(("size", "victim"), [(2, 1), pytest.param(3, 1, marks=pytest.mark.slow), (3, 0)])
-def test_a_rank_killed_within_a_large_transfer_is_an_error_for_all_others(
-    survivors: Survivors, size: int, victim: int, async_op: bool
+def _on(victim: int, act: Callable[[], Any]) -> Callable[[], None]:
+    return lambda: _after_chunks(act) if dist.get_rank() == victim else None
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "victim"),
+    [
+        *(("sync", 2, 1), ("async", 3, 0), ("exchange", 2, 1)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("async", 3, 1), ("exchange", 3, 1), ("exchange", 3, 0)]),
+    ],
+)
+def test_a_rank_killed_within_a_long_transfer_is_an_error_for_all_others(
+    survivors: Survivors, kind: str, size: int, victim: int
 ) -> None:
-    alive = survivors(_dies_within, size, victim, async_op, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    alive = survivors(_ends_within, size, kind, CUT, _on(victim, _die))
     assert set(alive) == set(range(size)) - {victim}
     _assert_gone(list(alive.values()), victim)
 
 
-def _dies_with_a_message_half_sent() -> list[Outcome]:
-    group, message = make_group(timeout=3.0), torch.ones(800_000_000, dtype=torch.uint8)
+def _dies_with_a_message_half_sent() -> Outcome:
+    group, message = make_group(timeout=3.0), torch.ones(400_000_000, dtype=torch.uint8)
     p2p, tag = group._executor.p2p, 1001
     receive = p2p.receive(message, 1, tag) if dist.get_rank() == 0 else None
     dist.barrier()
     if receive is None:
         send = p2p.send(message, 0, tag)
-        os.kill(os.getpid(), signal.SIGKILL)
+        _die()
         del send
     seen = outcome(lambda: p2p.wait(receive, 1, timedelta(seconds=3.0)))
     dist.destroy_process_group(group)
-    return [seen]
+    return seen
 
 
 def test_a_rank_killed_with_a_message_half_sent_is_gone_not_late(survivors: Survivors) -> None:
-    (seen,) = survivors(_dies_with_a_message_half_sent, 2)[0]
+    seen = survivors(_dies_with_a_message_half_sent, 2)[0]
     assert seen.kind == "DistBackendError" and seen.text.startswith("rank 1 is gone") and seen.seconds < SOON
 
 
-def _raises(async_op: bool) -> list[Outcome]:
-    group = make_group()
-    assert everyone_sends(group)
-    if dist.get_rank() == 1:
-        raise KeyError("on purpose")
-    return [outcome(everyone_sends, group, async_op=async_op) for _ in range(2)]
+def _fail() -> None:
+    raise MemoryError("the chunk of rank 1")
 
 
-@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
-def test_a_rank_that_raises_in_user_code_and_exits_is_an_error_for_all_others(survivors: Survivors, async_op: bool) -> None:
-    alive = survivors(_raises, 3, async_op)
-    assert set(alive) == {0, 2}
-    for seen in alive.values():
-        _assert_ended(seen, "rank 1 is gone")
+@pytest.mark.parametrize(("kind", "size"), [("sync", 2), ("async", 2), pytest.param("async", 3, marks=pytest.mark.slow)])
+def test_an_error_of_one_rank_within_a_transfer_reaches_all_with_its_reason(kind: str, size: int) -> None:
+    for rank, seen in enumerate(run_distributed(_ends_within, size, kind, CUT, _on(1, _fail), dist.barrier, timeout=60)):
+        _assert_ended(seen, "the chunk of rank 1", "MemoryError", *(["rank 1 has given up"] if rank != 1 else []))
 
 
-def _error_within(async_op: bool) -> list[Outcome]:
-    def fail() -> None:
-        raise MemoryError("no room for a chunk")
+def _assert_gave_up(seen: list[Outcome], rank: int, waited: bool = True) -> None:
+    _assert_ended(seen, "rank 1 did not come", f"{TIMEOUT:g} s")
+    assert seen[0].seconds > TIMEOUT / 2 or rank == 1 or not waited
+    assert rank != 1 or "has given up" in seen[0].text
 
-    return _dies_within(1, async_op, fail, last=dist.barrier)
+
+def _comes_late() -> list[list[Outcome]]:
+    """Rank 1 comes once all others have given up."""
+    with nothing_left():
+        groups = [make_group(timeout=TIMEOUT) for _ in CALLS]
+        assert all(everyone_sends(group) for group in groups)
+        if dist.get_rank() == 1:
+            dist.barrier()
+        work = _all_to_all(groups[1], async_op=True)
+        firsts = [outcome(_all_to_all, groups[0]), outcome(work.wait), outcome(_exchange, groups[2])]
+        seen = [[first, outcome(call, group)] for first, call, group in zip(firsts, CALLS.values(), groups)]
+        if dist.get_rank() != 1:
+            dist.barrier()
+        for group in groups:
+            dist.destroy_process_group(group)
+        del groups, group, work
+    return seen
 
 
-@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_an_error_of_one_rank_within_a_transfer_reaches_all_with_its_reason(size: int, async_op: bool) -> None:
-    for rank, seen in enumerate(run_distributed(_error_within, size, async_op, timeout=60)):
-        _assert_ended(seen, "no room for a chunk" if rank == 1 else "rank 1 has given up: ")
-        assert "no room for a chunk" in seen[0].text
+def test_a_rank_that_does_not_come_is_named_after_the_timeout_and_hears_of_it_when_it_comes(size: int) -> None:
+    for rank, (sync, later, exchange) in enumerate(run_distributed(_comes_late, size, timeout=60)):
+        _assert_gave_up(sync, rank)
+        _assert_gave_up(later, rank, waited=False)  # while the first call waited
+        _assert_gave_up(exchange, rank)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("sync", 2), pytest.param("sync", 3, marks=pytest.mark.slow)])
+def test_a_rank_that_stops_within_a_transfer_is_named_after_the_timeout(kind: str, size: int) -> None:
+    def all_meet() -> None:
+        if dist.get_rank() != 1:
+            dist.barrier()
+
+    stopping = run_distributed(_ends_within, size, kind, TIMEOUT, _on(1, dist.barrier), all_meet, timeout=60)
+    for rank, seen in enumerate(stopping):
+        _assert_gave_up(seen, rank)
 
 
 def _ends_with_a_message_posted() -> str:
-    executor_room.GRACE_SECONDS = 30.0
+    executor_module.GRACE_SECONDS = 30.0
     group = make_group()
     executor, tag, message = group._executor, 1001, torch.zeros(1, dtype=torch.uint8)
     assert everyone_sends(group)
@@ -233,9 +329,8 @@ def test_what_has_been_posted_arrives_before_a_lane_is_closed() -> None:
 
 
 def _late_for_a_reason() -> str:
-    p2p_room._MAY_KNOW_BETTER = timedelta(seconds=30)
-    group, message = make_group(), torch.zeros(1, dtype=torch.uint8)
-    p2p = group._executor.p2p
+    p2p_module._MAY_KNOW_BETTER = timedelta(seconds=30)
+    p2p, message = make_group()._executor.p2p, torch.zeros(1, dtype=torch.uint8)
     if dist.get_rank() == 1:
         time.sleep(1.0)
         p2p.abort("it waited for another one")
@@ -243,5 +338,54 @@ def _late_for_a_reason() -> str:
     return outcome(p2p.wait, p2p.receive(message, 1, 1001), 1, timedelta(seconds=0.2)).text
 
 
-def test_who_waits_for_a_late_rank_hears_why_it_is_late() -> None:
+def test_a_rank_that_waits_for_a_late_rank_hears_why_it_is_late() -> None:
     assert "it waited for another one" in run_distributed(_late_for_a_reason, 2)[0]
+
+
+def _interrupted() -> Outcome:
+    group = make_group()
+    assert everyone_sends(group)
+    if dist.get_rank() == 1:
+
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        group._executor._handshake.exchange_headers = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            everyone_sends(group)
+    return outcome(everyone_sends, group)
+
+
+def test_an_interrupt_ends_the_lane_on_all_ranks() -> None:
+    assert all("KeyboardInterrupt" in seen.text for seen in run_distributed(_interrupted, 2, timeout=60))
+
+
+def _misuse() -> dict[str, list[Outcome]]:
+    two, seen = torch.ones(2), {}
+    wrong: dict[str, tuple[Any, ...]] = {
+        "gets=[2]": (torch.empty(2), two, [2], [2, 0]),
+        "own rank 1": (torch.empty(2), two, [2, 0], [1, 1]),
+        "gives=[3, -1]": (torch.empty(2), two, [2, 0], [3, -1]),
+        "length 3": (torch.empty(3), two, [2, 0], [2, 0]),
+        "(2, 1)": (torch.empty(2, 1), two, [2, 0], [2, 0]),
+        "received=": (torch.empty(4)[::2], two, [2, 0], [2, 0]),
+        "meta": (torch.empty(2), torch.ones(2, device="meta"), [2, 0], [2, 0]),
+        "complex64": (torch.empty(2, dtype=torch.complex64), torch.ones(2, dtype=torch.complex64).conj(), [2, 0], [2, 0]),
+        "negated": (torch.empty(2), torch.ones(2, dtype=torch.complex64).conj().imag, [2, 0], [2, 0]),
+        "torch.int32": (torch.empty(2), torch.ones(2, dtype=torch.int32), [2, 0], [2, 0]),
+    }
+    for case, arguments in wrong.items():
+        group = make_group()
+        _exchange(group)
+        arguments = arguments if group.rank() == 1 else (two, two.clone(), [0, 2], [0, 2])
+        seen[case] = [outcome(group.exchange, *arguments), outcome(_exchange, group)]
+    return seen
+
+
+def test_a_wrong_argument_of_an_exchange_is_an_error_on_every_rank() -> None:
+    other, own = run_distributed(_misuse, 2, timeout=60)
+    for case, (first, after) in own.items():
+        assert first.kind == "ValueError" and after.kind == "DistBackendError", case
+        word = "send=" if case == "negated" else case
+        assert all(word in each.text for each in (first, after, *other[case])), (case, first, other[case])
+        assert all(each.kind == "DistBackendError" and "rank 1" in each.text for each in other[case]), case

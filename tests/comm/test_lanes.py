@@ -1,169 +1,204 @@
-"""Lanes of one process: a higher one goes first, a lower one still moves, none waits for another in a circle."""
+"""A lane lets a higher one go first, but not without end; calls keep their order, also under torch's profiler."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, schedule
 
+from lightning_freescale.comm import LaneOptions
+from lightning_freescale.comm import priority as module
+from lightning_freescale.comm.priority import PRIORITY_GATE, Activity, PriorityGate
 from lightning_freescale.testing import run_distributed
-from tests.helpers.comm_groups import everyone_sends, lane_threads, make_group
+from tests.helpers.comm_groups import TIMEOUT, everyone_sends, lane_threads, make_group
 
-Options = dict[str, Any]
-CHUNK = 1024
-LOW_ROUNDS, HIGH_ROUNDS = 1000, 50
-ON_THEIR_WAY = 64
-"""The most chunks that may be posted before the lane looks again whether to pause."""
+MAX_PAUSE = 1.0
 
 
-class Counted:
-    """A group whose chunks are counted as they are posted, and a message of so many rounds over it."""
+class Clock:
+    """Time that passes only during a wait, one moment at a time; also the condition that a lane waits for."""
 
-    def __init__(self, **options: Any) -> None:
-        self.group = make_group(chunk_bytes=CHUNK, **options)
-        self.posted = 0
-        self.before: Callable[[], None] = lambda: None
-        p2p = self.group._executor.p2p
-        self._send, p2p.send = p2p.send, self._counted
+    def __init__(self) -> None:
+        self.now, self.moments = 1000.0, 0
+        self.meanwhile: Callable[[], None] = lambda: None
 
-    def _counted(self, message: torch.Tensor, peer: int, tag: int) -> Any:
-        if tag % 2:  # a chunk, not a header
-            self.before()
-            self.posted += 1
-        return self._send(message, peer, tag)
+    def monotonic(self) -> float:
+        return self.now
 
-    def issue(self, rounds: int) -> tuple[Any, Callable[[], bool]]:
-        """The Work, and whether the right bytes have come."""
-        n, rank = self.group.size(), self.group.rank()
-        given = torch.full((rounds * CHUNK * n,), rank + 1, dtype=torch.uint8)
-        out = torch.zeros_like(given)
-        work = dist.all_to_all_single(out, given, group=self.group, async_op=True)
-        return work, lambda: torch.equal(out, torch.arange(1, n + 1, dtype=torch.uint8).repeat_interleave(rounds * CHUNK))
+    def wait(self, timeout: float) -> None:
+        assert 0 < timeout <= MAX_PAUSE + 1e-9
+        self.now += min(timeout, 0.1) + 1e-9
+        self.moments += 1
+        self.meanwhile()
 
+    def notify_all(self) -> None:
+        pass
 
-def _until(true: Callable[[], bool], seconds: float = 10.0) -> bool:
-    end = time.monotonic() + seconds
-    while not true() and time.monotonic() < end:
-        time.sleep(0.0005)
-    return true()
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *args: object) -> None:
+        pass
 
 
-def _both(low_options: Options, high_options: Options, before: Callable[[Counted], None]) -> tuple[int, bool, bool]:
-    """Chunks that a low lane posts while a high one is at work; whether the low one was still at work after it; the bytes."""
-    low, high = Counted(name="low", **low_options), Counted(name="high", **high_options)
-    at: list[int] = []
-    began = threading.Event()
-    low.before = lambda: began.wait(30 if low.posted == 20 else 0)
-    low_work, low_right = low.issue(LOW_ROUNDS)
-    assert _until(lambda: low.posted == 20)
+class Collectives:
+    """Collectives under way."""
 
-    def look() -> None:
-        began.set()
-        before(low)
-        at.append(low.posted)
+    def __init__(self, clock: Clock) -> None:
+        self.gate, self.clock, self.stack = PriorityGate(), clock, ExitStack()
+        self.gate._changed = clock
 
-    high.before = look
-    high_work, high_right = high.issue(HIGH_ROUNDS)
-    # told by the thread that ends it: this one may be late to look
-    unfinished = high_work.get_future().then(lambda _: not low_work.is_completed())
-    high_work.wait()
-    low_work.wait()
-    return at[-1] - 20, unfinished.wait(), high_right() and low_right()
+    def begin(self, priority: int, total: int = 100, idle: float = 0.0, **options: Any) -> Activity:
+        activity = self.stack.enter_context(self.gate.track(LaneOptions(priority=priority, **options), total))
+        activity.last_progress = self.clock.now - idle
+        return activity
+
+    def pause(self, activity: Activity) -> float:
+        """Return the seconds that a lane pauses."""
+        start = self.clock.now
+        self.gate.yield_to_higher(activity, MAX_PAUSE)
+        assert activity.last_progress == self.clock.now
+        return self.clock.now - start
 
 
-def _some_time(low: Counted) -> None:
-    time.sleep(0.002)
-
-
-def _a_chunk(low: Counted) -> None:
-    """Lets the low lane go on, for as long as it needs to if it does not pause."""
-    posted = low.posted
-    _until(lambda: low.posted > posted or low.posted == LOW_ROUNDS, 1.0)
-
-
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_low_lane_pauses_while_a_high_one_is_at_work(size: int) -> None:
-    options = {"priority": 0, "max_pause_seconds": 30.0}, {"priority": 5}
-    for posted, unfinished, right in run_distributed(_both, size, *options, _some_time, timeout=60):
-        assert posted <= ON_THEIR_WAY
-        assert unfinished
-        assert right
+@pytest.fixture
+def lanes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collectives]:
+    lanes = Collectives(Clock())
+    monkeypatch.setattr(module, "time", lanes.clock)
+    yield lanes
+    lanes.stack.close()
+    assert not lanes.gate._activities
 
 
 @pytest.mark.parametrize(
-    ("low", "high"),
+    ("own", "others", "seconds"),
     [
-        ({"priority": 1}, {"priority": 1}),
-        ({"priority": 2}, {"priority": 1}),
-        ({"priority": 0}, {"priority": 1, "preempt_below_bytes": 2 * CHUNK * HIGH_ROUNDS}),
-        ({"priority": 0, "max_pause_seconds": 0.0}, {"priority": 1}),
+        (0, [], 0),
+        (0, [(1, 0.0)], MAX_PAUSE),
+        (-2, [(-1, 0.0)], MAX_PAUSE),
+        (0, [(0, 0.0)], 0),
+        (1, [(0, 0.0)], 0),
+        # a higher lane without progress holds a lower one up until the limit
+        *((0, [(1, idle)], seconds) for idle, seconds in [(0.3, 0.7), (0.95, 0.05), (1.0, 0.0), (50.0, 0.0)]),
+        (0, [(1, 50.0), (3, 0.4), (2, 20.0)], 0.6),  # of several the one that moves counts
     ],
-    ids=["same priority", "lower priority", "large collective", "no pause"],
 )
-def test_a_lane_goes_on_where_it_need_not_pause(low: Options, high: Options) -> None:
-    low = {"max_pause_seconds": 30.0, **low}
-    for posted, _, right in run_distributed(_both, 2, low, high, _a_chunk, timeout=60):
-        assert posted >= HIGH_ROUNDS - 1
-        assert right
+def test_a_lane_pauses_for_higher_ones_that_make_progress(
+    lanes: Collectives, own: int, others: list[tuple[int, float]], seconds: float
+) -> None:
+    activity = lanes.begin(own)
+    for priority, idle in others:
+        lanes.begin(priority, idle=idle)
+    assert lanes.pause(activity) == pytest.approx(seconds, abs=1e-6)
+    assert lanes.pause(activity) == 0  # still without progress
 
 
-def test_a_lane_pauses_for_a_collective_just_small_enough() -> None:
-    options = {"max_pause_seconds": 30.0}, {"priority": 1, "preempt_below_bytes": 2 * CHUNK * HIGH_ROUNDS + 1}
-    for posted, unfinished, right in run_distributed(_both, 2, *options, _some_time, timeout=60):
-        assert posted <= ON_THEIR_WAY and unfinished and right
+def test_it_pauses_no_longer_than_its_limit_for_a_lane_that_is_always_busy(lanes: Collectives) -> None:
+    activity, busy = lanes.begin(0), lanes.begin(1)
+    lanes.clock.meanwhile = lambda: setattr(busy, "last_progress", lanes.clock.now)
+    for _ in range(3):
+        assert lanes.pause(activity) == pytest.approx(MAX_PAUSE)
 
 
-def _busy() -> tuple[int, bool]:
-    """The high lane has chunks, and posts them without a break, until this thread has seen the low one get on."""
-    low, high = Counted(name="low", max_pause_seconds=0.03), Counted(name="high", priority=1)
-    enough, looked = 12, threading.Event()
-
-    def busy() -> None:
-        if not looked.is_set():
-            time.sleep(0.001)
-
-    high.before = busy
-    high_work, high_right = high.issue(6000)
-    assert _until(lambda: high.posted > 5)
-    low_work, low_right = low.issue(2 * enough)
-    assert _until(lambda: low.posted >= enough, 30)
-    at_work = not high_work.is_completed()
-    looked.set()
-    high_work.wait()
-    low_work.wait()
-    return at_work, low_right() and high_right()
+@pytest.mark.parametrize(("total", "limit", "pauses"), [(99, 100, True), (100, 100, False), (10**9, None, True), (0, 0, False)])
+def test_only_for_small_collectives_where_the_higher_lane_says_so(
+    lanes: Collectives, total: int, limit: int | None, pauses: bool
+) -> None:
+    activity = lanes.begin(0, total=5, preempt_below_bytes=0)
+    lanes.begin(1, total=total, preempt_below_bytes=limit)
+    assert lanes.pause(activity) == (pytest.approx(MAX_PAUSE) if pauses else 0)
 
 
-@pytest.mark.slow
-def test_a_high_lane_that_is_always_busy_does_not_starve_a_low_one() -> None:
-    assert run_distributed(_busy, 2, timeout=100) == [(True, True)] * 2
+def test_lanes_are_counted_by_priority_and_a_collective_that_fails_is_no_longer_tracked() -> None:
+    gate = PriorityGate()
+    gate.lanes.update({1: 1, 2: 0})
+    assert gate.has_higher_lane(0) and not gate.has_higher_lane(1)
+    with pytest.raises(KeyError), gate.track(LaneOptions(), 1):
+        raise KeyError
+    assert not gate._activities
 
 
-def _crossed(rounds: int) -> tuple[bool, bool]:
-    """Rank 0 waits in the high lane for rank 1, which waits in the low one for rank 0."""
-    low, high = Counted(name="low", max_pause_seconds=0.1), Counted(name="high", priority=1)
-    if dist.get_rank() == 0:
-        high_work, high_right = high.issue(rounds)
-        assert _until(lambda: len(lane_threads()) == 1)
-        low_work, low_right = low.issue(rounds)
-        high_work.wait()
-        low_work.wait()
-    else:
-        for lane in (low, high):
-            work, right = lane.issue(rounds)
-            work.wait()
-            low_right, high_right = (right, lambda: True) if lane is low else (low_right, right)
-    return low_right(), high_right()
+def test_a_paused_thread_wakes_up_when_the_higher_lane_ends() -> None:
+    gate, passed = PriorityGate(), threading.Event()
+
+    def low() -> None:
+        with gate.track(LaneOptions(), 1) as activity:
+            gate.yield_to_higher(activity, 60.0)
+        passed.set()
+
+    with gate.track(LaneOptions(priority=1), 1):
+        thread = threading.Thread(target=low, daemon=True)
+        thread.start()
+        assert not passed.wait(0.2)
+    assert passed.wait(10)
 
 
-def test_lanes_that_wait_for_each_other_crosswise_come_to_an_end() -> None:
-    """And soon: 2000 chunks with a pause each would take 200 seconds."""
-    assert run_distributed(_crossed, 2, 2000, timeout=60) == [(True, True)] * 2
+LENGTH = 5_000_000
+
+
+def _all_to_all(group: Any, out: torch.Tensor, given: torch.Tensor) -> None:
+    dist.all_to_all_single(out, given, group=group)
+
+
+def _exchange(group: Any, out: torch.Tensor, given: torch.Tensor) -> None:
+    group.exchange(out, given, [len(out) // 2] * 2, [len(given) // 2] * 2)
+
+
+def _paused(move: Callable[..., None], options: dict[str, Any], total_bytes: int) -> tuple[bool, bool]:
+    """Whether a long transfer comes to its end beside a collective of a higher lane, and whether it brought all bytes."""
+    group = make_group(chunk_bytes=4096, **{"max_pause_seconds": 30.0, **options})
+    out, given = torch.empty(2 * LENGTH, dtype=torch.uint8), torch.ones(2 * LENGTH, dtype=torch.uint8)
+    thread = threading.Thread(target=move, args=(group, out, given))
+    with PRIORITY_GATE.track(LaneOptions(priority=1, preempt_below_bytes=100), total_bytes) as activity:
+        thread.start()
+        end = time.monotonic() + (0.5 if total_bytes < 100 and not options else TIMEOUT)
+        while time.monotonic() < end and thread.is_alive():
+            activity.last_progress = time.monotonic()
+            time.sleep(0.01)
+        beside = not thread.is_alive()
+        dist.barrier()
+    thread.join(TIMEOUT)
+    return beside, bool(out.all())
+
+
+@pytest.mark.parametrize(
+    ("move", "options", "total_bytes", "beside"),
+    [
+        (_all_to_all, {}, 99, False),
+        (_exchange, {}, 99, False),
+        (_all_to_all, {}, 100, True),  # for which the higher lane lets lower ones go on
+        (_all_to_all, {"priority": 1}, 99, True),
+        (_all_to_all, {"max_pause_seconds": 0.0}, 99, True),
+        (_exchange, {"transport": "native"}, 99, True),  # which has no priority
+    ],
+)
+def test_a_long_transfer_pauses_for_a_higher_lane_that_is_at_work(
+    move: Any, options: dict[str, Any], total_bytes: int, beside: bool
+) -> None:
+    assert run_distributed(_paused, 2, move, options, total_bytes, timeout=60) == [(beside, True)] * 2
+
+
+def _tracked() -> tuple[list[tuple[int, int]], list[int]]:
+    """Return the priority and size of what a lane has others see, and the number of lanes while it is there and after."""
+    seen, track = [], PRIORITY_GATE.track
+    PRIORITY_GATE.track = lambda options, total: seen.append((options.priority, total)) or track(options, total)
+    group = make_group(priority=3)
+    assert everyone_sends(group, rows=100)
+    group.exchange(torch.empty(LENGTH), torch.ones(LENGTH), *([0, LENGTH] if group.rank() == 0 else [LENGTH, 0] for _ in "ab"))
+    lanes = [PRIORITY_GATE.lanes[3]]
+    dist.destroy_process_group(group)
+    return seen, [*lanes, PRIORITY_GATE.lanes[3]]
+
+
+def test_other_lanes_see_what_a_lane_runs() -> None:
+    assert run_distributed(_tracked, 2) == [([(3, 800), (3, 4 * LENGTH)], [1, 0])] * 2
 
 
 def _order() -> tuple[list[int], list[str], bool]:
@@ -189,13 +224,38 @@ def _order() -> tuple[list[int], list[str], bool]:
         assert work.is_completed()  # they came before the others
         sound.append(torch.equal(out, torch.tensor([0.0, 10.0]).repeat_interleave(rows) + dist.get_rank()))
     assert not threads
+    after = issued[0][0].get_future().then(lambda _: sound.append(everyone_sends(group)))  # a callback may use the lane
+    after.wait()
     numbers, names = zip(*moved)
-    return list(numbers), list(names), all(sound)
+    return list(numbers), list(names), all(sound) and len(sound) == 7
 
 
-def test_a_lane_keeps_the_order_of_sync_and_async_calls_and_who_waits_does_the_work() -> None:
+def test_a_lane_keeps_the_order_of_calls_and_a_caller_that_waits_does_the_work() -> None:
     for numbers, names, sound in run_distributed(_order, 2):
-        assert numbers == [0, 1, 2, 3, 4, 5]
+        assert numbers == [0, 1, 2, 3, 4, 5, 6]
         assert names[0] == "MainThread"
         assert names[1:4] == ["freescale lane rows"] * 3
         assert sound
+
+
+def _profiled() -> list[int]:
+    group, windows = make_group(), []
+    exchanged = torch.empty(2000), torch.ones(2000)
+    for call in (
+        lambda: everyone_sends(group, 1000),
+        lambda: everyone_sends(group, 1000, True),
+        lambda: _exchange(group, *exchanged) is None,
+    ):
+        opened: list[Any] = []
+        plan = schedule(wait=1, warmup=1, active=2)
+        with profile(activities=[ProfilerActivity.CPU], schedule=plan, on_trace_ready=opened.append) as profiler:
+            for _ in range(20):
+                assert call()
+                profiler.step()
+        windows.append(len(opened))
+    dist.barrier()
+    return windows
+
+
+def test_a_profiler_with_a_schedule() -> None:
+    assert run_distributed(_profiled, 2) == [[5, 5, 5]] * 2

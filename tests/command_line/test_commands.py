@@ -1,21 +1,27 @@
-"""Each command as a user types it."""
+"""Each command as a user types it, in this process or in forked ranks."""
 
 from __future__ import annotations
 
 import json
-import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from lightning_freescale._version import __version__
-from lightning_freescale.command_line.main import main
+from lightning_freescale.balance import CostModel
+from lightning_freescale.command_line.main import COMMANDS, main
+from lightning_freescale.simulator.quantity import WORDS
+from lightning_freescale.testing import run_distributed
+from tests.helpers.reports import report_of, step
 
+Fails = Callable[..., str]
 MODEL = """
 from typing import Any
 
@@ -48,24 +54,21 @@ data:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A user's folder: a model, a config, a file of interactions."""
+def folder(tmp_path: Path, monkeypatch: Any) -> Path:
+    """A user's folder, which is the current one: a model, a config, a file of interactions."""
     (tmp_path / "shop.py").write_text(MODEL)
     (tmp_path / "config.yaml").write_text(CONFIG)
     rows = [(user, (user * 7 + time) % 40, time) for user in range(24) for time in range(5 + user % 9)]
     (tmp_path / "visits.csv").write_text("user,item,time\n" + "".join(f"{u},{i},{t}\n" for u, i, t in rows))
-    return tmp_path
-
-
-def _freescale(folder: Path, *words: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lightning_freescale", *map(str, words)]
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["freescale"])
+    yield tmp_path
+    sys.modules.pop("shop", None)
 
 
 @pytest.fixture
-def fails(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def fails(capsys: Any) -> Fails:
     """Runs a command that exits with 2; returns what it says."""
 
     def run(*words: Any) -> str:
@@ -77,61 +80,57 @@ def fails(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return run
 
 
-def test_without_a_command_it_tells_which_there_are(capsys: pytest.CaptureFixture[str], fails: Callable[..., str]) -> None:
-    main([])
+def test_without_a_command_it_tells_which_there_are(capsys: Any, fails: Fails, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["freescale"])
+    runpy.run_module("lightning_freescale", run_name="__main__")
     told = capsys.readouterr().out
-    assert all(f"\n  {name} " in told for name in ("fit", "validate", "test", "predict", "simulate", "balance", "profile"))
+    assert all(f"\n  {name} " in told for name in COMMANDS)
     main(["--version"])
     assert f"lightning-freescale {__version__}" in capsys.readouterr().out
-    assert "did you mean 'simulate'?" in fails("simulat")
-    assert "choose from fit, validate" in fails("xyz")
+    assert "'simulate'?" in fails("simulat") and "fit, validate" in fails("xyz")
 
 
-@pytest.mark.slow
-def test_fit_and_test_from_a_config(folder: Path) -> None:
+def test_fit_and_test_from_a_config(folder: Path, capfd: Any) -> None:
     """Two ranks with the package's strategy; the weights of the checkpoint load into the plain module."""
-    keep = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.dirpath=kept", "--trainer.callbacks.filename=last"]
-    fitted = _freescale(folder, "fit", "--config", "config.yaml", *keep)
-    assert fitted.returncode == 0, fitted.stderr[-3000:]
-    assert "strategy 'freescale'" in fitted.stderr + fitted.stdout
-    tested = _freescale(folder, "test", "--config", "config.yaml", "--ckpt_path", "kept/last.ckpt")
-    assert tested.returncode == 0, tested.stderr[-3000:]
-    assert "24.0" in tested.stdout, "every user once"
-    taken = _freescale(folder, "consolidate", "kept/last.ckpt", "weights.pt")
-    assert taken.returncode == 0 and "wrote 3 tensors" in taken.stdout, taken.stderr
-    assert torch.load(folder / "weights.pt")["items.weight"].shape == (40, 4)
+
+    def run() -> None:
+        keep = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.dirpath=kept", "--trainer.callbacks.filename=last"]
+        main(["fit", "--config", "config.yaml", *keep])
+        main(["test", "--config", "config.yaml", "--ckpt_path", "kept/last.ckpt"])
+
+    run_distributed(run, 2, init=False)
+    assert "24.0" in capfd.readouterr().out, "the test has seen every user once"
+    assert "strategy: freescale\n" in Path("run_config.yaml").read_text()
+    main(["consolidate", "kept/last.ckpt", "weights.pt"])
+    assert torch.load("weights.pt")["items.weight"].shape == (40, 4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("right", "wrong", "said"),
-    [
-        ("model:", "modell:", "did you mean 'model'?"),
-        ("devices:", "devcies:", "did you mean 'devices'?"),
-        ("dim: 4", "dimm: 4", "did you mean 'dim'?"),
-        ("batch_size:", "batchsize:", "did you mean 'batch_size'?"),
-        ("source:", "micro_batch: 2, source:", "did you mean 'micro_batches'?"),
-    ],
-)
-def test_a_wrong_key_is_told_with_the_nearest(folder: Path, right: str, wrong: str, said: str) -> None:
+def test_a_wrong_key_is_told_with_the_nearest(folder: Path, fails: Fails) -> None:
     path = folder / "config.yaml"
-    path.write_text(path.read_text().replace(right, wrong, 1))
-    refused = _freescale(folder, "fit", "--config", "config.yaml")
-    assert refused.returncode == 2 and said in refused.stderr
+    config = path.read_text()
+    missed = []
+    for right, wrong, nearest in (
+        ("model:", "modell:", "model"),
+        ("devices:", "devcies:", "devices"),
+        ("dim: 4", "dimm: 4", "dim"),
+        ("batch_size:", "batchsize:", "batch_size"),
+        ("source:", "micro_batch: 2, source:", "micro_batches"),
+    ):
+        path.write_text(config.replace(right, wrong, 1))
+        said = fails("fit", "--config", "config.yaml")
+        missed += [] if f"did you mean {nearest!r}?" in said else [(wrong, said)]
+    assert missed == []
 
 
-def test_balance_writes_each_sample_of_an_epoch_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], fails: Callable[..., str]
-) -> None:
+def test_balance_writes_each_sample_of_an_epoch_once(tmp_path: Path, capsys: Any, fails: Fails) -> None:
     lengths, plan = tmp_path / "lengths.txt", tmp_path / "plan.jsonl"
     lengths.write_text("\n".join(str(1 + 37 * n % 200) for n in range(48)))
     words = ["balance", "--lengths", str(lengths), "--ranks", "4", "--batch-size", "3", "--epochs", "2", "--plan", str(plan)]
     main(words)
     told = capsys.readouterr().out
-    assert told.startswith("lengths.txt: 48 samples; lengths: mean ")
-    assert "predicted, not measured: 4 ranks; cost 320 L + 1 L²; tokens: L" in told
+    assert told.startswith("lengths.txt: 48 samples") and "4 ranks; cost 320 L + 1 L²; tokens: L" in told
     assert [told.count(f"\n{row}  ") for row in ("compute", "tokens ")] == [2, 2]
-    assert "epoch 1: imbalance over 4 steps" in told and f"wrote {plan}" in told
+    assert "epoch 1: imbalance over 4 steps" in told and str(plan) in told
     steps = [json.loads(line) for line in plan.read_text().splitlines()]
     for epoch in (0, 1):
         of_epoch = [step for step in steps if step["epoch"] == epoch]
@@ -139,33 +138,179 @@ def test_balance_writes_each_sample_of_an_epoch_once(
         assert all(len(samples) == 3 for step in of_epoch for samples in step["ranks"])
         assert sorted(sample for step in of_epoch for samples in step["ranks"] for sample in samples) == list(range(48))
     assert "batch_size" in fails("balance", "--lengths", lengths, "--ranks", 4, "--batch-size", 0)
+    tokens = ["balance", "--lengths", str(lengths), "--ranks", "4", "--batch-tokens", "600", "--plan", str(plan)]
+    main(tokens)
+    ranks = [samples for line in plan.read_text().splitlines() for samples in json.loads(line)["ranks"]]
+    assert all(sum(1 + 37 * n % 200 for n in samples) <= 600 for samples in ranks) and len({*map(len, ranks)}) > 1
 
 
-def test_balance_simulate_and_profile_are_the_modules_own(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, said in (
-        (["balance", "simulate", "--help"], "freescale balance simulate"),
-        (["profile", "compare", "--help"], "freescale profile compare"),
-    ):
+def test_balance_simulate_and_profile_are_the_modules_own(capsys: Any) -> None:
+    for words in (["balance", "simulate", "--help"], ["profile", "compare", "--help"]):
         with pytest.raises(SystemExit):
             main(words)
-        assert f"usage: {said} " in capsys.readouterr().out
+        assert f"usage: freescale {' '.join(words[:2])} " in capsys.readouterr().out
 
 
-def test_consolidate_leaves_out_what_is_not_weights(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], fails: Callable[..., str]
-) -> None:
+def test_consolidate_leaves_out_what_is_not_weights(tmp_path: Path, capsys: Any, fails: Fails) -> None:
     kept, weights = tmp_path / "a.ckpt", tmp_path / "weights.pt"
     torch.save({"state_dict": {"w": torch.arange(3.0)}, "optimizer_states": [1], "path": tmp_path}, kept)
-    assert "--trust for the command line" in fails("consolidate", kept, weights)
+    assert "--trust" in fails("consolidate", kept, weights)
     main(["consolidate", str(kept), str(weights), "--trust"])
-    assert "wrote 1 tensors" in capsys.readouterr().out
-    assert torch.load(weights).keys() == {"w"}
-    assert "is there already" in fails("consolidate", kept, weights, "--trust")
-    assert "is there already" not in fails("consolidate", tmp_path / "none.ckpt", weights)
+    assert "1 tensors" in capsys.readouterr().out and torch.load(weights).keys() == {"w"}
+    assert f"{weights} is there" in fails("consolidate", kept, weights, "--trust")
+    main(["consolidate", str(kept), str(weights), "--trust", "--force"])
+    assert "none.ckpt" in fails("consolidate", tmp_path / "none.ckpt", weights)
     torch.save([1], tmp_path / "list.pt")
-    assert "holds a list" in fails("consolidate", tmp_path / "list.pt", weights)
     torch.save({"w": 1}, tmp_path / "bare.pt")
-    assert "and has no state_dict" in fails("consolidate", tmp_path / "bare.pt", weights)
-    assert "has no freescale.json" in fails("consolidate", tmp_path, weights)
     (tmp_path / "cut.ckpt").write_bytes(kept.read_bytes()[:100])
-    assert "is damaged or incomplete" in fails("consolidate", tmp_path / "cut.ckpt", weights)
+    for name, said in (("list.pt", "a list"), ("bare.pt", "state_dict"), ("", "freescale.json"), ("cut.ckpt", "cut.ckpt")):
+        assert said in fails("consolidate", tmp_path / name, tmp_path / "new.pt")
+
+
+# -- what a shell completes once it has read the script
+
+LINES = {
+    "con": {"consolidate"},
+    "fit --trainer.max_e": {"--trainer.max_epochs"},
+    "fit --config sh": {"shop.yaml"},
+    "balance simulate --assignment-mode s": {"slack"},
+    "simulate --coll": {"--collision-rate"},
+    "balance --ra": {"--ranks"},
+    "profile co": {"compare"},
+    "profile page --la": {"--label"},
+    "profile run --every": {"--every-n-steps"},
+    "consolidate sh": {"shop.yaml"},
+    "completion z": {"zsh"},
+    "fit --no_such": set(),
+}
+
+
+def test_every_command_is_in_the_script_of_a_shell(tmp_path: Path, capsys: Any) -> None:
+    for shell in ("zsh", "tcsh", "bash"):
+        main(["completion", shell])
+        printed = capsys.readouterr().out
+        assert all(command in printed for command in COMMANDS)
+    (tmp_path / "freescale.bash").write_text(printed)
+    (tmp_path / "shop.yaml").touch()
+    code = "source freescale.bash\ncall=$(complete -p freescale | sed 's/.*-F \\([^ ]*\\) .*/\\1/')\n"
+    for line in (*LINES, ""):
+        words = ["freescale", *line.split(" ")]
+        quoted = " ".join(f"'{word}'" for word in words)
+        code += f"COMPREPLY=(); COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; COMP_TYPE=9\n"
+        code += f"$call freescale '{words[-1]}' '{words[-2]}'\n" + 'echo "> ${COMPREPLY[*]}"\n'
+    done = subprocess.run(["bash", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    *found, commands = (set(line[1:].split()) for line in done.stdout.splitlines() if line.startswith(">"))
+    assert dict(zip(LINES, found, strict=True)) == LINES, done.stderr
+    assert commands >= set(COMMANDS)
+
+
+def test_another_shell_and_a_missing_package_are_refused(fails: Fails, monkeypatch: Any) -> None:
+    told = fails("completion", "fish")
+    assert all(shell in told for shell in ("bash", "zsh", "tcsh"))
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    error = fails("completion", "bash")
+    assert "shtab" in error and "lightning-freescale[cli]" in error
+
+
+# -- simulate
+
+
+@pytest.fixture
+def told(capsys: Any, tmp_path: Path) -> Callable[..., str]:
+    """What the command prints; of what it refuses, the error."""
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("\n".join(map(str, np.random.default_rng(0).lognormal(4, 1, 300).round() + 1)))
+
+    def run(*words: Any, fails: bool = False) -> str:
+        line = ["simulate", "--lengths", lengths, "--ranks", "4,16", "--batch-size", "8", "--steps", 4, "--draws", 2, *words]
+        if not fails:
+            main([str(word) for word in line])
+            return capsys.readouterr().out
+        with pytest.raises(SystemExit) as stopped:
+            main([str(word) for word in line])
+        assert stopped.value.code == 2
+        return capsys.readouterr().err
+
+    return run
+
+
+def test_a_table_of_all_techniques_what_it_rests_on_and_files(told: Callable[..., str], tmp_path: Path) -> None:
+    files = {kind: tmp_path / f"found.{kind}" for kind in ("json", "png", "html")}
+    out = told("--compute-ms", "50:100:200", "--json", files["json"], "--plot", files["png"], "--page", files["html"])
+    assert out.startswith("lengths.txt: 300 samples") and "4 steps of 8 histories" in out
+    for line in ("   16  plain ", "       balance + overlap ", "       + two levels "):
+        assert f"\n{line}" in out
+    assert "assumed: --compute-ms" in out and "rows: 10,000,000 of 1024 bytes" in out
+    assert not any(line != line.rstrip() for line in out.splitlines())
+    found = json.loads(files["json"].read_text())
+    assert {each["ranks"] for each in found["predicted"]} == {4, 16}
+    assert all(each["step"]["word"] == "predicted" for each in found["predicted"])
+    assert {each["word"] for each in found["known"].values()} <= set(WORDS)
+    assert files["png"].stat().st_size > 10_000 and "<title>Predicted steps</title>" in files["html"].read_text()
+
+
+def test_techniques_are_added_one_by_one(told: Callable[..., str], tmp_path: Path) -> None:
+    out = told("--compute-ms", 100, "--techniques", "overlap,dedup,micro_batches=2", "--json", tmp_path / "found.json")
+    names = [each["name"] for each in json.loads((tmp_path / "found.json").read_text())["predicted"]][:4]
+    assert names == ["plain", "overlap", "+ dedup", "+ micro_batches=2"] and "balance" not in out
+
+
+def test_what_is_told_takes_the_place_of_what_is_assumed(told: Callable[..., str], tmp_path: Path) -> None:
+    network = tmp_path / "network.json"
+    network.write_text('{"bandwidth": {"value": 1e9, "word": "measured", "source": "nccl-tests"}, "ranks_per_node": 2}')
+    others = ("--host-ms", 3, "--dense-mb", "10:20:40", "--collision-rate", "0.3@8", "--rows", 100000, "--network", network)
+    out = told("--compute-ms", 100, "--attention", 0.2, "--contention", 0.07, "--late-weights", 0.4, *others)
+    for line in (
+        "3 ms, assumed: --host-ms",
+        "20 (10 - 40) MB, assumed: --dense-mb",
+        "0.07, assumed: --contention",
+        "0.4, assumed: --late-weights",
+        "1 GB/s, measured: nccl-tests",
+        "from a collision rate of 0.300, --collision-rate, at 8 ranks",
+        "rows: 100,000 of 1024 bytes for an item; 2 ranks per node",
+    ):
+        assert line in out
+    assert "0.7, assumed: --exponent" in told("--compute-ms", 100, "--exponent", 0.7)
+
+
+def test_compute_that_a_run_has_measured(told: Callable[..., str], tmp_path: Path) -> None:
+    """Every rank's step takes 2 ms, and 30 us for an item: that is what the fit to the report's series finds."""
+    rng, report = np.random.default_rng(1), tmp_path / "report.json"
+    histories = rng.lognormal(4, 1, (30, 2, 8)).round() + 1
+    seconds = 0.002 + CostModel(linear=3e-5, quadratic=2e-8)(histories).sum(axis=2)
+    parts = np.array([[step(0.1, forward=each, host_overhead=0.004) for each in ranks] for ranks in seconds])
+    made = report_of(parts).document()
+    sums = np.stack([np.ones_like(histories), histories, histories**2, 0 * histories], axis=-1).sum(axis=2)
+    made["series"]["features"] = sums.tolist()
+    report.write_text(json.dumps(made))
+    told("--report", report, "--json", tmp_path / "found.json")
+    known = json.loads((tmp_path / "found.json").read_text())["known"]
+    for name, value in (("linear", 3e-5), ("quadratic", 2e-8), ("base", 0.002)):
+        assert known[name]["word"] == "measured" and known[name]["source"] == "report.json", name
+        assert known[name]["value"] == pytest.approx(value, rel=0.15), name
+        assert known[name]["low"] < known[name]["value"] < known[name]["high"], name
+    assert known["host"]["word"] == "measured" and known["host"]["value"] == pytest.approx(0.004)
+    report.write_text("{")
+    assert "report.json" in told("--report", report, fails=True)
+
+
+def test_what_a_simulation_refuses(told: Callable[..., str]) -> None:
+    missed = []
+    for words, said in (
+        ((), "--compute-ms --report"),
+        (("--compute-ms", "fast"), "'fast'"),
+        (("--compute-ms", "3:2:1"), "'3:2:1'"),
+        (("--compute-ms", "1:2"), "'1:2'"),
+        (("--compute-ms", "-1"), "-1"),
+        (("--compute-ms", 1, "--ranks", "4,0"), "'0'"),
+        (("--compute-ms", 1, "--collision-rate", "0.3"), "'0.3'"),
+        (("--compute-ms", 1, "--collision-rate", "0.3@x"), "'0.3@x'"),
+        (("--compute-ms", 1, "--steps", 1), "'1'"),
+        (("--compute-ms", 1, "--techniques", "balanced"), "'balanced'"),
+        (("--compute-ms", 1, "--techniques", "split_backward"), "overlap=True"),
+        (("--compute-ms", 1, "--collision-rate", "0.999@4", "--rows", 100000000), "number of rows"),
+        (("--compute-ms", 1, "--network", "none.json"), "none.json"),
+    ):
+        error = told(*words, fails=True)
+        missed += [] if said in error else [(words, error)]
+    assert missed == []

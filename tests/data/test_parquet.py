@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,10 +14,7 @@ import pytest
 import torch
 
 from lightning_freescale import FreeScaleDataModule
-from lightning_freescale.balance import BlockShuffle
 from lightning_freescale.data import ParquetHistories
-from lightning_freescale.testing import run_distributed
-from tests.helpers.recommender import REPEATS
 
 USERS, FILES, ROWS = 960, 4, 20
 ROW_GROUPS, WINDOW = USERS // ROWS, 4
@@ -87,40 +83,19 @@ def _epochs(data: FreeScaleDataModule, rank: int, ranks: int) -> list[list[list[
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_an_epoch_reads_every_row_group_once_and_holds_a_window(folder: Path, ranks: int) -> None:
+    seen: list[list[int]] = [[], []]
     for rank in range(ranks):
         data = _data(folder)
         dataset: Any = data.train.dataset
         for epoch, batches in enumerate(_epochs(data, rank, ranks), 1):
             for indices in batches:
+                seen[epoch - 1] += indices
                 samples = dataset.__getitems__(indices)
                 assert [sample["user"] for sample in samples] == IDS[dataset.users[indices]].tolist()
                 assert sum(map(dataset.histories.holds, range(ROW_GROUPS))) <= WINDOW
             # those of the window that the epoch before has ended with may still be there
             assert (ROW_GROUPS - WINDOW) * epoch < dataset.histories.reads <= ROW_GROUPS * epoch
-
-
-def test_steps_cut_by_tokens_are_refused(folder: Path) -> None:
-    """Each has long and short histories from all over the order: row groups would be read again and again."""
-    with pytest.raises(ValueError, match=r"shuffle=BlockShuffle.*batch_tokens.*pass shuffle=True or False"):
-        _data(folder, batch_tokens=200)
-    assert len(_data(folder, batch_tokens=200, shuffle=False).sampler(0, 2)) > 10
-
-
-def test_shuffled_all_over_would_read_many_times_as_much(folder: Path) -> None:
-    data = _data(folder)
-    dataset: Any = data.train.dataset
-    sampler = FreeScaleDataModule(dataset, data.train.lengths, 8).sampler(0, 1)
-    for indices in sampler:
-        dataset.__getitems__(indices)
-    assert dataset.histories.reads > 8 * ROW_GROUPS
-
-
-def test_every_history_once_per_epoch_and_in_another_order(folder: Path) -> None:
-    ranks = [_epochs(_data(folder), rank, 3) for rank in range(3)]
-    kept = int((LENGTHS >= 4).sum())
-    epochs = [[index for rank in ranks for step in rank[epoch] for index in step] for epoch in range(2)]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(kept))
-    assert epochs[0] != epochs[1]
+    assert sorted(seen[0]) == sorted(seen[1]) == list(range(int((LENGTHS >= 4).sum()))) and seen[0] != seen[1]
 
 
 def test_workers_load_the_same(folder: Path) -> None:
@@ -140,34 +115,23 @@ def test_goes_on_inside_an_epoch_on_other_ranks(folder: Path) -> None:
         left += [index for step in rest.train.resumed_sampler(rank, 3, 1) for index in step]
     assert sorted(seen + left) == list(range(len(rest.train.dataset)))
     for other in (_data(folder, row_group_window=5), _data(folder, shuffle=False)):
-        with pytest.raises(ValueError, match=r"with shuffle=BlockShuffle\(window=4\) of blocks \w+, this run has shuffle="):
+        with pytest.raises(ValueError, match=r"shuffle=BlockShuffle\(window=4\).* shuffle="):
             other.train.load_state_dict(state, 0, 2)
 
 
-def test_lengths_come_from_the_smaller_column_alone(tmp_path: Path) -> None:
-    """The values of the other may be anything then."""
+@pytest.mark.parametrize("smaller", ["item", "time"])
+def test_lengths_come_from_the_smaller_column_alone(smaller: str, tmp_path: Path) -> None:
     path = tmp_path / "histories.parquet"
-    pq.write_table(_table(item=_lists(np.zeros_like(ITEMS))), path, row_group_size=ROWS, compression="none")
-    asked: list[Any] = []
-
-    class Watched(ParquetHistories):
-        def _column(self, number: int, name: str) -> Any:
-            asked.append(name)
-            return super()._column(number, name)
-
-    histories = Watched(str(path))
-    np.testing.assert_array_equal(histories.lengths, LENGTHS)
-    assert asked == ["item"] * ROW_GROUPS
-    assert histories.reads == 0
+    pq.write_table(_table(**{smaller: pa.array([[1]] * USERS)}), path, row_group_size=ROWS, compression="none")
+    histories = ParquetHistories(str(path))
+    assert histories.lengths.tolist() == [1] * USERS and histories.reads == 0
 
 
 def test_a_copy_for_another_process_holds_nothing(folder: Path) -> None:
     histories = ParquetHistories([folder / "1.parquet", folder / "0.parquet"])
-    assert histories.user_ids[3] == IDS[3]
-    assert histories.holds(0)
+    assert histories.user_ids[3] == IDS[3] and histories.holds(0)
     other = pickle.loads(pickle.dumps(histories))
-    assert not other.holds(0)
-    assert other.user_ids[300] == IDS[300]
+    assert not other.holds(0) and other.user_ids[300] == IDS[300]
 
 
 def _swapped() -> np.ndarray:
@@ -185,12 +149,12 @@ def _read_two_row_groups(path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        (lambda: {"item": pa.array([[1]] * USERS)}, r"column 'time' of row group 0 of .*: row 0 has another number of values"),
-        (lambda: {"time": _lists(_swapped())}, r"column 'time' of row group 1 of .*: row 5 goes back in time: sort"),
-        (lambda: {"item": _lists(ITEMS.astype(float))}, r"column 'item' of row group 0 of .* holds double, not integers"),
-        (lambda: {"item": IDS}, r"column 'item' of .* holds int64, not lists: .* there is from_interactions"),
-        (lambda: {"user": pa.array([None, *IDS[1:]])}, r"column 'user' of row group 0 of .* has 1 missing values"),
-        (lambda: {"item": pa.array([None] * USERS, pa.list_(pa.int64()))}, r"column 'item' of .* has 20 missing values"),
+        (lambda: {"item": pa.array([[1]] * USERS)}, "'time' of row group 0 .* row 0"),
+        (lambda: {"time": _lists(_swapped())}, "'time' of row group 1 .* row 5"),
+        (lambda: {"item": _lists(ITEMS.astype(float))}, "'item' of row group 0 .* double"),
+        (lambda: {"item": IDS}, "'item' .* int64"),
+        (lambda: {"user": pa.array([None, *IDS[1:]])}, "'user' of row group 0 .* 1 missing values"),
+        (lambda: {"item": pa.array([None] * USERS, pa.list_(pa.int64()))}, "'item' of .* 20 missing values"),
     ],
 )
 def test_what_does_not_fit_is_named(columns: Callable[[], dict[str, Any]], message: str, tmp_path: Path) -> None:
@@ -201,60 +165,18 @@ def test_what_does_not_fit_is_named(columns: Callable[[], dict[str, Any]], messa
 
 
 def test_missing_files_and_columns(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no Parquet file is at .*absent.*: pass a path, or a pattern"):
+    with pytest.raises(FileNotFoundError, match="absent"):
         ParquetHistories(tmp_path / "absent*.parquet")
-    with pytest.raises(ValueError, match=r"0.parquet has no column 'when', only"):
+    with pytest.raises(ValueError, match=r"0\.parquet.*'when'"):
         ParquetHistories(folder / "0.parquet", time="when")
     (tmp_path / "cut.parquet").write_bytes((folder / "0.parquet").read_bytes()[:1000])
-    with pytest.raises(ValueError, match=r"cut.parquet cannot be read"):
+    with pytest.raises(ValueError, match=r"cut\.parquet"):
         ParquetHistories(tmp_path / "cut.parquet")
     pq.write_table(_table(0, 0), tmp_path / "none.parquet")
-    with pytest.raises(ValueError, match=r"none.parquet holds no history"):
+    with pytest.raises(ValueError, match=r"none\.parquet"):
         ParquetHistories(tmp_path / "none.parquet")
-    with pytest.raises(ValueError, match="held_row_groups=0: pass"):
+    with pytest.raises(ValueError, match="held_row_groups=0"):
         ParquetHistories(folder / "0.parquet", held_row_groups=0)
     pq.write_table(_table(0, 3), tmp_path / "short.parquet")
-    with pytest.raises(ValueError, match=r"no user of .*short.parquet has 4 interactions or more"):
+    with pytest.raises(ValueError, match=r"short\.parquet.* 4 interactions"):
         FreeScaleDataModule.from_parquet(tmp_path / "short.parquet")
-
-
-def test_blocks_of_another_data_set() -> None:
-    with pytest.raises(ValueError, match=r"BlockShuffle\(sizes=...\) has 5 samples in all, the data set 4"):
-        FreeScaleDataModule(range(4), [1] * 4, shuffle=BlockShuffle([2, 3])).sampler(0, 1)
-
-
-class _NextItem(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.items, self.head, self.losses = torch.nn.Embedding(7, 4), torch.nn.Linear(4, 7), []
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        found = self.head(self.items(batch["features"].values()))
-        loss = torch.nn.functional.cross_entropy(found, batch["target"])
-        self.losses.append(loss.item())
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def _fit(folder: str, workers: int) -> tuple[list[float], int]:
-    options = {"num_workers": workers, "persistent_workers": False, "balance": REPEATS}
-    model, data = _NextItem(), _data(Path(folder), **options)
-    trainer = L.Trainer(
-        strategy="freescale", accelerator="cpu", devices=2, max_epochs=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(model, data)
-    dataset: Any = data.train.dataset
-    return model.losses, dataset.histories.reads
-
-
-def test_two_ranks_train_on_files(folder: Path) -> None:
-    """Both take part in every step, and learn; what workers load is the same."""
-    (one, reads), (other, _) = run_distributed(_fit, 2, str(folder), 0)
-    assert len(one) == len(other) == 2 * -(-int((LENGTHS >= 4).sum()) // 16)
-    assert np.mean(one[-20:]) < np.mean(one[:20])
-    assert ROW_GROUPS < reads <= 2 * ROW_GROUPS
-    assert [losses for losses, _ in run_distributed(_fit, 2, str(folder), 1)] == [one, other]

@@ -1,4 +1,4 @@
-"""Every block of code of every page is run.
+"""Every block of code of every page and docstring is run, and the site builds.
 
 Pages that teach are followed as they stand: titled blocks are saved, commands run, other Python runs as a script. Text that
 stands behind a command is what it prints, up to figures and to how lines are broken. The other pages show excerpts, which run
@@ -7,15 +7,20 @@ inside what the scripts in ``excerpts/`` put around them.
 
 from __future__ import annotations
 
+import doctest
 import os
 import re
 import subprocess
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.docs.pages import DOCS, PAGES, ROOT, RUN, blocks, save_files
+
+pytestmark = pytest.mark.slow
 
 LANGUAGES = {"python", "bash", "text", "sbatch"}
 """An sbatch file is saved and not run: there is no SLURM here."""
@@ -64,13 +69,11 @@ def _with_marks(page: Path) -> object:
     return pytest.param(page, id=page.stem, marks=[pytest.mark.third_party] if page.stem in NEEDS_OTHERS else [])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("page", map(_with_marks, RUN))
 def test_a_reader_who_pastes_every_block_gets_what_the_page_says(page: Path, tmp_path: Path) -> None:
     _follow(page, tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("script", EXCERPTS)
 def test_every_excerpt_runs_in_its_place(script: str, tmp_path: Path) -> None:
     save_files(DOCS / "quick_start.md", tmp_path)
@@ -82,15 +85,32 @@ def test_no_page_with_code_is_left_out() -> None:
     assert sorted(page.stem.lower() for page in code if page not in RUN) == EXCERPTS
 
 
-def test_what_is_not_printed_is_noticed() -> None:
+def test_what_is_not_printed_and_what_fails_is_noticed(tmp_path: Path) -> None:
     printed = "bubble b = 31.0%: removing it all\nrank 0  12.0%\n"
     assert _unsaid("bubble b = 37.8%: removing\n  broken otherwise\nrank 0  50%", printed) == []
     assert _unsaid("bubbles 37.8%\nrank 0", printed) == ["bubbles"]
     assert _unsaid("Verdict: this\nNext:    that", "Verdict: Nothing worth doing") == ["Next:"]
-
-
-def test_a_block_that_fails_is_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text('```python title="raises.py"\nraise ValueError("no")\n```\n\n```bash\npython raises.py\n```\n')
     with pytest.raises(AssertionError, match="ValueError: no"):
         _follow(page, tmp_path)
+
+
+def test_examples_in_docstrings_give_what_they_say() -> None:
+    files = [file for file in (ROOT / "lightning_freescale").rglob("*.py") if ">>>" in file.read_text()]
+    modules = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
+    results = {module: doctest.testmod(import_module(module)) for module in modules}
+    assert [module for module, result in results.items() if result.failed or not result.attempted] == []
+    assert modules
+
+
+@pytest.mark.skipif(not all(map(find_spec, ("mkdocs", "material", "mkdocstrings"))), reason="the extra docs is not installed")
+def test_the_site_builds(tmp_path: Path) -> None:
+    """With this interpreter; ``-o``: it is set up already."""
+    command = ["make", "-o", "setup", "docs", f"BIN={Path(sys.executable).parent}", f"SITE={tmp_path}"]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert made.returncode == 0, made.stdout + made.stderr
+    strategy = (tmp_path / "api" / "index.html").read_text()
+    assert 'id="lightning_freescale.FreeScaleStrategy"' in strategy and "split_backward" in strategy
+    assert ":class:`" not in strategy, "roles are links"
+    assert (tmp_path / "index.html").exists() and (tmp_path / "repository" / "examples" / "sasrec.py").exists()

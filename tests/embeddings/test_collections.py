@@ -1,15 +1,24 @@
-"""Which collections of a module are found, and where."""
+"""Which collections and nn.Embeddings of a module are found and sharded, and which are refused by name."""
 
 from __future__ import annotations
 
-from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from lightning_freescale.embeddings.collections import find_collections, unsupported_collections
+from lightning_freescale.embeddings.embedding_choice import LARGE_EMBEDDING, choose_embeddings
 from tests.helpers.managed_tables import managed_collection
 from tests.helpers.recommender import tables
+
+ROWS = LARGE_EMBEDDING // 8
 
 
 class Own(EmbeddingCollection):
@@ -36,18 +45,14 @@ class Root(nn.Module):
 
 
 def test_every_collection_is_found_once_with_all_its_places() -> None:
-    found = {collection.path: collection for collection, _ in find_collections(Root())}
+    root = Root()
+    found = {collection.path: collection for collection, _ in find_collections(root)}
     assert list(found) == ["items", "bags", "managed"]
     assert found["items"].names("embeddings") == ("items.embeddings", "again.0.embeddings")
-    assert [table.key for table in found["managed"].tables] == [
-        f"managed._embedding_module.embeddings.{name}.weight" for name in ("item", "user")
-    ]
-    told = [(c.pooled, c.managed, c.need_indices) for c in found.values()]
-    assert told == [(False, False, True), (True, False, False), (False, True, False)]
-
-
-def test_what_stays_replicated_is_listed() -> None:
-    root = Root()
+    managed = [f"managed._embedding_module.embeddings.{name}.weight" for name in ("item", "user")]
+    assert [table.key for table in found["managed"].tables] == managed
+    kinds = [(c.pooled, c.managed, c.need_indices) for c in found.values()]
+    assert kinds == [(False, False, True), (True, False, False), (False, True, False)]
     assert unsupported_collections(root, find_collections(root)) == ["own", "processed._embedding_bag_collection"]
 
 
@@ -55,3 +60,110 @@ def test_a_collection_by_itself_has_names_without_a_path() -> None:
     ((collection, module),) = find_collections(EmbeddingCollection(tables=tables()))
     assert [table.key for table in collection.tables] == ["embeddings.item.weight", "embeddings.cat.weight"]
     assert set(module.state_dict()) == set(collection.blueprint().state_dict())
+
+
+class Module(nn.Module):
+    """Large and small embeddings, TorchRec's own and something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = EmbeddingConfig(name="t", num_embeddings=ROWS, embedding_dim=8, feature_names=["f"])
+        self.collection = EmbeddingCollection(tables=[config], device=torch.device("meta"))
+        self.tower = nn.Module()
+        self.tower.item_emb = nn.Embedding(ROWS, 8, padding_idx=0, device="meta")
+        self.user_emb = nn.Embedding(ROWS - 1, 8, device="meta")
+        self.bag = nn.EmbeddingBag(ROWS, 8, device="meta")
+        self.head = nn.Linear(8, 8)
+
+
+def test_only_those_named_are_collections() -> None:
+    root = Module()
+    root.again = root.tower.item_emb
+    choice = choose_embeddings(root, ["again", "user_emb"])
+    assert choice.chosen == {"tower.item_emb": root.tower.item_emb, "user_emb": root.user_emb}
+    found = {collection.path: collection for collection, _ in find_collections(root, set(choice.chosen.values()))}
+    assert found.keys() == {"collection", "tower.item_emb", "user_emb"}
+    item = found["tower.item_emb"]
+    (table,) = item.tables
+    assert item.embedding and item.names("weight") == ("tower.item_emb.weight", "again.weight")
+    assert (table.key, table.rows, table.dim, table.padding_row) == ("tower.item_emb.weight", ROWS, 8, 0)
+    assert {collection.path for collection, _ in find_collections(root)} == {"collection"}
+
+
+def test_auto_takes_the_large_ones_that_can_be_sharded() -> None:
+    root = Module()
+    assert choose_embeddings(root, "auto").chosen.keys() == {"tower.item_emb"}
+    assert choose_embeddings(root, None).left.keys() == {"tower.item_emb"} and not choose_embeddings(root, None).chosen
+    root.tower.item_emb.max_norm = 1.0
+    choice = choose_embeddings(root, "auto")
+    assert choice.chosen == {} and "max_norm=1.0" in choice.unshardable["tower.item_emb"]
+    assert choose_embeddings(root, None).left == {}
+
+
+class OwnInit(nn.Embedding):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 0.5)
+
+
+class OwnForward(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return 2 * super().forward(ids)
+
+
+def _changed(act: Callable[[Any], Any]) -> nn.Embedding:
+    embedding = nn.Embedding(10, 8)
+    act(embedding)
+    return embedding
+
+
+MADE: dict[str, tuple[Callable[[], nn.Embedding], str]] = {
+    "max_norm": (lambda: nn.Embedding(10, 8, max_norm=2.0), "max_norm=2.0"),
+    "by frequency": (lambda: nn.Embedding(10, 8, scale_grad_by_freq=True), "scale_grad_by_freq=True"),
+    "own forward": (lambda: OwnForward(10, 8), r"OwnForward.*\['forward'\]"),
+    "patched": (lambda: _changed(lambda emb: setattr(emb, "forward", lambda ids: ids)), r"\['forward'\]"),
+    "own init, on meta": (lambda: OwnInit(10, 8, device="meta"), "meta.*reset_parameters"),
+    "width": (lambda: nn.Embedding(10, 6), "embedding_dim=6"),
+    "type": (lambda: nn.Embedding(10, 8, dtype=torch.float64), "torch.float64"),
+    "hooks": (lambda: _changed(lambda emb: emb.register_forward_hook(lambda *args: None)), "hooks"),
+    "parametrized": (
+        lambda: _changed(lambda emb: parametrize.register_parametrization(emb, "weight", nn.Tanh())),
+        "ParametrizedEmbedding",
+    ),
+    "tied": (lambda: nn.Embedding(10, 8), "'head.weight'"),
+    "own init": (lambda: OwnInit(10, 8), ""),
+    "sparse": (lambda: nn.Embedding(10, 8, sparse=True), ""),
+}
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_embeddings_that_would_not_be_the_same_are_refused(kind: str) -> None:
+    make, reason = MADE[kind]
+    root: Any = nn.Module()
+    root.emb = make()
+    if kind == "tied":
+        root.head = nn.Linear(8, 10, bias=False)
+        root.emb.weight = root.head.weight
+    if reason:
+        with pytest.raises(ValueError, match=rf"shard=\['emb'\].*'emb'.*{reason}.*'emb'"):
+            choose_embeddings(root, ["emb"])
+    else:
+        assert choose_embeddings(root, ["emb"]).chosen == {"emb": root.emb}
+
+
+@pytest.mark.parametrize(
+    ("path", "parts"),
+    [
+        ("tower.item_embs", r"'tower.item_embs'.*'tower.item_emb'\?"),
+        ("zzz", r"'zzz'.*\['tower.item_emb', 'user_emb'\]"),
+        ("head", "'head' is a Linear"),
+        ("bag", "'bag' is a EmbeddingBag"),
+        ("collection", "'collection' is a EmbeddingCollection"),
+        ("collection.embeddings.t", "'collection.embeddings.t' belongs to a module of TorchRec"),
+    ],
+)
+def test_paths_without_an_embedding_are_refused(path: str, parts: str) -> None:
+    with pytest.raises(ValueError, match=parts):
+        choose_embeddings(Module(), [path])

@@ -13,21 +13,16 @@ from tests.helpers.pretended_gpu import GPU, PretendedGPU
 from tests.helpers.recommender import tables
 
 
-def test_the_device_side_check_finds_the_same_ids() -> None:
-    root = nn.ModuleDict({"tables": EmbeddingCollection(tables=tables())})
-    ((collection, _),) = find_collections(root)
+def test_on_a_gpu_ids_are_checked_there_and_the_host_does_not_wait() -> None:
+    """On a pretended one, where the assertion is raised at once."""
+    ((collection, _),) = find_collections(nn.ModuleDict({"tables": EmbeddingCollection(tables=tables())}))
+    checks, gpu = LookupChecks(collection, {}), PretendedGPU()
     features = KeyedJaggedTensor(
         keys=["history", "other", "category"],
         values=torch.tensor([49, 50, 10**9, -1, 12, 13]),
         lengths=torch.tensor([2, 0, 1, 0, 1, 2]),
     )
     assert LookupChecks(collection, {}).in_range(features).tolist() == [True, False, True, False, True, False]
-
-
-def test_on_a_gpu_ids_are_checked_there_and_the_host_does_not_wait() -> None:
-    """On a pretended one, where the assertion is raised at once."""
-    ((collection, _),) = find_collections(nn.ModuleDict({"tables": EmbeddingCollection(tables=tables())}))
-    checks, gpu = LookupChecks(collection, {}), PretendedGPU()
     with gpu.active():
         for category, sound in ((12, True), (13, False)):
             values, lengths = torch.tensor([49, category], device=GPU), torch.tensor([1, 1], device=GPU)

@@ -1,22 +1,16 @@
-"""Hashed rows in TorchRec's own lookups: each table has its positions, and the caller's ids stay as they are."""
+"""Sharded collections in TorchRec's own lookups: each table has its positions, and the caller's ids stay as they are."""
 
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-    JaggedTensor,
-    KeyedJaggedTensor,
-)
+from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import (
@@ -31,29 +25,28 @@ from torchrec.distributed.types import ShardingPlan
 from lightning_freescale.embeddings.collections import Table
 from lightning_freescale.embeddings.optimizer import TableOptimizer
 from lightning_freescale.embeddings.overlap import OverlapEngine
-from lightning_freescale.embeddings.placement import _hashed
+from lightning_freescale.embeddings.placement import row_orders
 from lightning_freescale.embeddings.sharding import TableSharding
 from lightning_freescale.embeddings.shards import ShardedTables
 from lightning_freescale.testing import run_distributed
 
-FEATURES = ["a", "b", "shared"]
-TABLES = {"first": (50, ["a"]), "second": (31, ["b", "shared"]), "third": (67, ["shared"]), "whole": (20, ["b"])}
+FEATURES, OTHER_ORDER = ["a", "b", "shared"], ["shared", "other", "a", "b"]
+TABLES = {"first": (50, 8, ["a"]), "second": (31, 4, ["b", "shared"]), "third": (67, 16, ["shared"]), "whole": (20, 8, ["b"])}
 KINDS = {"first": row_wise(), "second": row_wise(), "third": row_wise(), "whole": table_wise(rank=1)}
 SGD = TableOptimizer(torch.optim.SGD, {"lr": 1.0}, group=0)
 
 
 class Module(nn.Module):
-    """A collection whose features look up one table or two, of different sizes."""
+    """A collection whose features look up one table or two, of different sizes; bags are of several widths."""
 
     def __init__(self, pooled: bool) -> None:
         super().__init__()
         kind, config = (EmbeddingBagCollection, EmbeddingBagConfig) if pooled else (EmbeddingCollection, EmbeddingConfig)
-        options = {} if pooled else {"need_indices": True}
         configs = [
-            config(name=name, num_embeddings=rows, embedding_dim=8, feature_names=features)
-            for name, (rows, features) in TABLES.items()
+            config(name=name, num_embeddings=rows, embedding_dim=dim if pooled else 8, feature_names=features)
+            for name, (rows, dim, features) in TABLES.items()
         ]
-        self.tables = kind(tables=configs, **options)
+        self.tables = kind(tables=configs, **{} if pooled else {"need_indices": True})
 
     def weights(self) -> dict[str, nn.Parameter]:
         """The unsharded tables by name."""
@@ -65,14 +58,8 @@ def shard(module: Module, kinds: dict[str, Any], pooled: bool, placement: Any = 
     """Shard it as told, in place."""
     sharder = EmbeddingBagCollectionSharder() if pooled else EmbeddingCollectionSharder()
     world = dist.get_world_size()
-    plan = construct_module_sharding_plan(
-        module.tables,
-        {name: kinds[name] for name in TABLES},
-        sharder=sharder,
-        local_size=world,
-        world_size=world,
-        device_type="cpu",
-    )
+    sizes = {"local_size": world, "world_size": world, "device_type": "cpu"}
+    plan = construct_module_sharding_plan(module.tables, {name: kinds[name] for name in TABLES}, sharder=sharder, **sizes)
     for each in plan.values():
         each.compute_kernel = "fused"
     sharding = TableSharding(module, torch.device("cpu"))
@@ -95,7 +82,16 @@ def ids_of(dtype: torch.dtype, order: list[str]) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(order, torch.cat(values), lengths=torch.cat([lengths[name] for name in order]))
 
 
-def _lookup(pooled: bool, dtype: torch.dtype, order: list[str], overlap: bool) -> tuple[Any, Any, Any, Any, bool]:
+def _parts(found: Any, pooled: bool) -> dict[str, Tensor]:
+    """All that a lookup has returned."""
+    if pooled:
+        return {" ".join(found.keys()): found.values()}
+    parts = {name: (each.values(), each.lengths(), each.weights()) for name, each in found.items()}
+    return {f"{kind} of {name}": part for name, of in parts.items() for kind, part in zip(("rows", "lengths", "ids"), of)}
+
+
+def _lookup(pooled: bool, dtype: torch.dtype, order: list[str], overlap: bool) -> list[str]:
+    """What is not as in the plain module, of a lookup and of the update that follows."""
     torch.manual_seed(0)
     plain = Module(pooled)
     model = copy.deepcopy(plain)
@@ -105,9 +101,10 @@ def _lookup(pooled: bool, dtype: torch.dtype, order: list[str], overlap: bool) -
     before = ids.values().clone()
     if engine is not None:
         engine.begin_step({})
-    expected, found = plain.tables(ids), model.tables(ids)
-    _weighed(expected).backward()
-    _weighed(found).backward()
+    expected, found = (_parts(module.tables(ids), pooled) for module in (plain, model))
+    for parts in (expected, found):
+        rows = [part for part in parts.values() if part.requires_grad]
+        sum((row * torch.linspace(1, 2, row.numel()).view_as(row)).sum() for row in rows).backward()
     if engine is not None:
         engine.end_backward()
         engine.drain()
@@ -116,59 +113,34 @@ def _lookup(pooled: bool, dtype: torch.dtype, order: list[str], overlap: bool) -
         gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad.clone()
         dist.all_reduce(gradient)
         weight.data -= gradient / dist.get_world_size()
-    rows = [(shard.weight.clone(), plain.weights()[shard.table.name][shard.ids].detach()) for shard in tables.shards()]
-    held = {shard.table.name: shard.ids.tolist() for shard in tables.shards()}
-    return _as_plain(expected), _as_plain(found), rows, held, torch.equal(before, ids.values())
+    expected |= {f"table {each.table.name}": plain.weights()[each.table.name][each.ids] for each in tables.shards()}
+    found |= {f"table {each.table.name}": each.weight for each in tables.shards()}
+    wrong = [name for name, part in expected.items() if not torch.allclose(found[name], part, rtol=1e-5, atol=1e-6)]
+    held = {each.table.name: each.ids.tolist() for each in tables.shards()}
+    blocks = [name for name in held.keys() - {"whole"} if held[name] == list(range(min(held[name]), max(held[name]) + 1))]
+    wrong += [f"{name} is a block of rows" for name in blocks] + ["whole"] * (("whole" in held) != (dist.get_rank() == 1))
+    return wrong + ["ids of the caller"] * (not torch.equal(before, ids.values()))
 
 
-def _weighed(found: Any) -> torch.Tensor:
-    values = [each.values() if isinstance(each, JaggedTensor) else each for each in _parts(found)]
-    return sum((value * (index + 1)).sum() for index, value in enumerate(values))
+LOOKUPS = {
+    "sequences": (False, torch.int64, FEATURES, False),
+    "sequences, 32 bits": (False, torch.int32, OTHER_ORDER, False),
+    "sequences, overlapped": (False, torch.int32, OTHER_ORDER, True),
+    "bags": (True, torch.int64, OTHER_ORDER, False),
+    "bags, 32 bits": (True, torch.int32, FEATURES, False),
+}
 
 
-def _parts(found: Any) -> list[Any]:
-    found = found if isinstance(found, dict) else found.to_dict()
-    return [found[name] for name in sorted(found)]
+def _lookups() -> dict[str, list[str]]:
+    return {name: _lookup(*case) for name, case in LOOKUPS.items()}
 
 
-def _as_plain(found: Any) -> list[Any]:
-    return [
-        (each.values().detach(), each.lengths(), each.weights()) if isinstance(each, JaggedTensor) else (each.detach(),)
-        for each in _parts(found)
-    ]
+def test_lookups_and_updates_are_those_of_the_plain_module() -> None:
+    assert run_distributed(_lookups, 2) == [{name: [] for name in LOOKUPS}] * 2
 
 
-@pytest.mark.parametrize(
-    ("pooled", "dtype", "order", "overlap"),
-    [
-        (False, torch.int64, FEATURES, False),
-        (False, torch.int32, ["shared", "other", "a", "b"], False),
-        (False, torch.int32, ["shared", "other", "a", "b"], True),
-        (True, torch.int64, ["shared", "other", "a", "b"], False),
-        pytest.param(True, torch.int32, FEATURES, False, marks=pytest.mark.slow),
-        pytest.param(False, torch.int64, FEATURES, True, marks=pytest.mark.slow),
-    ],
-)
-def test_lookups_and_updates_are_those_of_the_plain_module(
-    pooled: bool, dtype: torch.dtype, order: list[str], overlap: bool
-) -> None:
-    for rank, (expected, found, rows, held, untouched) in enumerate(run_distributed(_lookup, 2, pooled, dtype, order, overlap)):
-        assert untouched, "the ids are the caller's"
-        for one, other in zip(found, expected):
-            for mine, wanted in zip(one, other):
-                if mine.is_floating_point():
-                    torch.testing.assert_close(mine, wanted, rtol=1e-6, atol=1e-6)
-                else:
-                    assert torch.equal(mine, wanted), "lengths, and the ids that the user gave"
-        for mine, wanted in rows:
-            torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-6)
-        assert ("whole" in held) == (rank == 1)
-        for name in ("first", "second", "third"):
-            block = list(range(min(held[name]), min(held[name]) + len(held[name])))
-            assert held[name] != block, "not a block of rows"
-
-
-def _loaded(pooled: bool, placement: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _loaded(pooled: bool, placement: str) -> list[str]:
+    """What a plain state dict does not load into."""
     model, other = Module(pooled), Module(pooled)
     tables = shard(model, {**KINDS, "first": column_wise(ranks=[1, 1])} if pooled else KINDS, pooled, placement)
     with torch.no_grad():
@@ -179,39 +151,34 @@ def _loaded(pooled: bool, placement: str) -> list[tuple[torch.Tensor, torch.Tens
     model.load_state_dict(given, strict=True)
     assert all(torch.equal(given[name], kept[name]) for name in kept), "it is the caller's"
     model.load_state_dict(model.state_dict())  # TorchRec's own shards go where they came from
-    return [(tables.full_weight(table.key), kept[table.key]) for table in tables.tables]
+    return [table.name for table in tables.tables if not torch.equal(tables.full_weight(table.key), kept[table.key])]
 
 
-@pytest.mark.parametrize(("pooled", "placement"), [(False, "hash"), (True, "hash"), (False, "blocks")])
-def test_a_plain_state_dict_loads_into_the_sharded_module(pooled: bool, placement: str) -> None:
-    for loaded in run_distributed(_loaded, 2, pooled, placement):
-        for found, expected in loaded:
-            assert torch.equal(found, expected)
+def _loaded_in_all_ways() -> list[list[str]]:
+    return [_loaded(False, "hash"), _loaded(True, "hash"), _loaded(False, "blocks")]
 
 
-def _held(kinds: dict[str, Any], placement: str) -> dict[str, list[int]]:
-    tables = shard(Module(pooled=True), kinds, True, placement)
-    return {shard.table.name: shard.ids.tolist() for shard in tables.shards()}
+def test_a_plain_state_dict_loads_into_the_sharded_module() -> None:
+    assert run_distributed(_loaded_in_all_ways, 2) == [[[], [], []]] * 2
+
+
+def _held(kinds: dict[str, Any]) -> list[dict[str, list[int]]]:
+    return [
+        {each.table.name: each.ids.tolist() for each in shard(Module(pooled=True), kinds, True, placement).shards()}
+        for placement in ("hash", "blocks")
+    ]
 
 
 def test_other_shardings_stay_as_they_are() -> None:
-    others = {
-        "first": column_wise(ranks=[0, 1]),
-        "second": table_row_wise(host_index=0),
-        "third": row_wise(),
-        "whole": table_wise(rank=0),
-    }
-    kept, again = run_distributed(_held, 2, others, "hash"), run_distributed(_held, 2, others, "blocks")
-    for mine, blocks in zip(kept, again):
-        assert mine.pop("third") != blocks.pop("third") and mine == blocks
+    others = {"first": column_wise(ranks=[0, 1]), "second": table_row_wise(host_index=0), "third": row_wise()}
+    for hashed, blocks in run_distributed(_held, 2, {**others, "whole": table_wise(rank=0)}):
+        assert hashed.pop("third") != blocks.pop("third") and hashed == blocks
+    ((hashed, _),) = run_distributed(_held, 1, {**KINDS, "whole": table_wise(rank=0)})
+    assert hashed == {name: list(range(rows)) for name, (rows, *_) in TABLES.items()}, "one rank has all rows in order"
 
 
 def test_a_table_that_is_too_large_is_named() -> None:
     table = Table("huge", "huge.weight", 2**32, 8, ("a",), nn.init.zeros_)
-    with pytest.raises(ValueError, match=r"table 'huge': a table of 4294967296 rows is too large.*pass placement='blocks'"):
-        _hashed(table)
-
-
-def test_one_rank_has_all_rows_in_order() -> None:
-    (held,) = run_distributed(_held, 1, {**KINDS, "whole": table_wise(rank=0)}, "hash")
-    assert held == {name: list(range(rows)) for name, (rows, _) in TABLES.items()}
+    plan = {"huge": SimpleNamespace(sharding_type="row_wise")}
+    with pytest.raises(ValueError, match=r"'huge'.*4294967296 rows.*placement='blocks'"):
+        row_orders(SimpleNamespace(tables=[table], managed=False), plan, 2, "hash")

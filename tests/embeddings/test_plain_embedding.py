@@ -32,8 +32,7 @@ def test_ids_of_any_shape_are_one_sample(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_the_result_may_be_changed_and_the_padding_row_has_no_gradient(whole: bool) -> None:
-    ids = torch.tensor([[1, 2], [1, 4]])
-    weight = WEIGHT.clone().requires_grad_()
+    ids, weight = torch.tensor([[1, 2], [1, 4]]), WEIGHT.clone().requires_grad_()
     found = _look_up(ids, weight, 1, whole)
     found *= 2
     found[0, 0] = float("inf") * found[0, 0]
@@ -41,26 +40,20 @@ def test_the_result_may_be_changed_and_the_padding_row_has_no_gradient(whole: bo
     found.sum().backward()
     assert weight.grad is not None
     assert weight.grad.tolist() == [[0.0] * 4, [0.0] * 4, [2.0] * 4, [0.0] * 4, [2.0] * 4]
-    with torch.no_grad():
-        assert torch.equal(_look_up(torch.tensor([1]), weight, 1, whole)[0], WEIGHT[1])
-
-
-@pytest.mark.parametrize("path", ["items", "keys", "type", "training", "net.items", "item_emb"])
-def test_an_embedding_may_have_any_name(path: str) -> None:
-    collection = as_collection(path, nn.Embedding(5, 4, device="meta"))
-    assert collection.embedding_configs()[0].feature_names == [path]
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_the_result_is_no_view(whole: bool) -> None:
-    """Rows of a frozen embedding, or looked up without gradients, take what is trained on top of them in place."""
     trained = torch.ones(4, requires_grad=True)
-    with torch.no_grad():
-        found = _look_up(torch.tensor([[1, 2]]), WEIGHT.clone().requires_grad_(), 1, whole)
+    with torch.no_grad():  # no view: what is trained may be added in place
+        found = _look_up(torch.tensor([[1, 2]]), weight, 1, whole)
+        assert torch.equal(found[0], WEIGHT[[1, 2]])
     found += trained
     found.sum().backward()
     assert trained.grad is not None and trained.grad.tolist() == [2.0] * 4
-    _look_up(torch.tensor([[1, 2]]), WEIGHT.clone().requires_grad_(), 1, whole).detach_()
+    _look_up(torch.tensor([[1, 2]]), weight, 1, whole).detach_()
+
+
+@pytest.mark.parametrize("path", ["items", "keys", "type", "training", "net.items"])
+def test_an_embedding_may_have_any_name(path: str) -> None:
+    collection = as_collection(path, nn.Embedding(5, 4, device="meta"))
+    assert collection.embedding_configs()[0].feature_names == [path]
 
 
 def test_a_change_of_the_result_does_not_reach_what_torchrec_has_returned() -> None:

@@ -1,8 +1,10 @@
-"""The planner believes in the memory that is there; with TorchRec told that the device is a GPU, as there is none here."""
+"""Which plans are made and taken; with TorchRec told that the device is a GPU, as there is none here."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,13 +12,24 @@ import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.planner.types import PlannerError
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_freescale.embeddings import planning
 from lightning_freescale.embeddings.collections import find_collections
-from lightning_freescale.embeddings.planning import memory_for_tables, row_wise_planner
+from lightning_freescale.embeddings.optimizer import TableOptimizer
+from lightning_freescale.embeddings.planning import check_plan, memory_for_tables, row_wise_planner
+from lightning_freescale.embeddings.sharding import TableSharding
 from lightning_freescale.testing import run_distributed
+from tests.helpers.gpu_random_state import gpu_random_states
+from tests.helpers.managed_tables import managed_collection
+from tests.helpers.recommender import tables
+from tests.helpers.sequences import Sequences
 
 GIB, RANKS, DIM = 2**30, 8, 128
+GPU = torch.device("cuda", 1)
+ADAM = TableOptimizer(torch.optim.Adam, sparse_adam=True)
+BY_ROW = TableOptimizer(RowWiseAdagrad)
+FROZEN = TableOptimizer(torch.optim.SGD)
 
 
 class Tables(nn.Module):
@@ -30,43 +43,112 @@ class Tables(nn.Module):
         self.register_buffer("seen", torch.zeros(10))
 
 
-def _plan(gib_per_rank: int, memory: int | None) -> None:
-    module = Tables(gib_per_rank)
-    found = [collection for collection, _ in find_collections(module)]
-    planner = row_wise_planner(found, torch.device("cuda"), RANKS, RANKS, memory)
-    planner.plan(module, [collection.sharder for collection in found])
-
-
 def test_what_fits_the_gpu_is_planned_and_nothing_else() -> None:
-    _plan(100, 141 * GIB)
-    with pytest.raises(PlannerError):
-        _plan(100, 80 * GIB)
-    with pytest.raises(PlannerError):  # what TorchRec takes for granted
-        _plan(100, None)
+    module = Tables(100)
+    found = [collection for collection, _ in find_collections(module)]
+    for memory in (141 * GIB, 80 * GIB, None):  # None: what TorchRec takes for granted
+        planner = row_wise_planner(found, torch.device("cuda"), RANKS, RANKS, memory)
+        if memory == 141 * GIB:
+            planner.plan(module, [collection.sharder for collection in found])
+        else:
+            with pytest.raises(PlannerError):
+                planner.plan(module, [collection.sharder for collection in found])
 
 
-def _memory(on_gpu: bool) -> int | None:
-    total = (80 if dist.get_rank() else 141) * GIB
-    planning.torch.cuda.get_device_properties = lambda device: SimpleNamespace(total_memory=total)
-    module, tensor = Tables(1), torch.tensor
+def _gpu_of(total_bytes: int) -> None:
+    planning.torch.cuda.get_device_properties = lambda device: SimpleNamespace(total_memory=total_bytes)
+    tensor = torch.tensor
     planning.torch.tensor = lambda value, device: tensor(value)  # no such device here
-    device = torch.device("cuda" if on_gpu else "cpu")
-    return memory_for_tables(module, module.items.parameters(), device, dist.group.WORLD)
+
+
+def _memory() -> list[int | None]:
+    _gpu_of((80 if dist.get_rank() else 141) * GIB)
+    module = Tables(1)
+    return [
+        memory_for_tables(module, module.items.parameters(), torch.device(kind), dist.group.WORLD) for kind in ("cuda", "cpu")
+    ]
 
 
 def test_the_smallest_gpu_counts_and_the_dense_part_has_its_place() -> None:
-    assert run_distributed(_memory, 2, True) == [80 * GIB - 5 * 4 * 1000**2 - 40] * 2
-    assert run_distributed(_memory, 2, False) == [None, None]
+    assert run_distributed(_memory, 2) == [[80 * GIB - 5 * 4 * 1000**2 - 40, None]] * 2
 
 
-def _too_large() -> str:
-    planning.torch.cuda.get_device_properties = lambda device: SimpleNamespace(total_memory=10**7)
-    tensor = torch.tensor
-    planning.torch.tensor = lambda value, device: tensor(value)
-    with pytest.raises(ValueError, match="leaves no memory for embedding tables") as error:
-        memory_for_tables(Tables(1), (), torch.device("cuda"), dist.group.WORLD)
-    return str(error.value)
+def _planned(total_bytes: int) -> None:
+    _gpu_of(total_bytes)
+    TableSharding._shard_collection = lambda *args: (_ for _ in ()).throw(InterruptedError("planned"))
+    gpu_random_states(2)
+    sharding = TableSharding(Sequences(), torch.device("cpu"))
+    sharding.device = GPU
+    expected: Any = {10**9: InterruptedError, 20_000: PlannerError, 10**3: ValueError}[total_bytes]
+    with pytest.raises(expected, match="plan=" if expected is ValueError else ""):
+        sharding.shard(group=dist.group.WORLD, local_world_size=1)
 
 
-def test_a_dense_part_that_fills_the_gpu_is_refused() -> None:
-    assert "pass FreeScaleStrategy(plan=...)" in run_distributed(_too_large, 1)[0]
+@pytest.mark.parametrize("total_bytes", [10**9, 20_000, 10**3])
+def test_tables_are_planned_with_the_memory_of_the_gpu(total_bytes: int) -> None:
+    """The second GPU has memory for the dense part, and none for the tables; the third has not even that."""
+    run_distributed(_planned, 1, total_bytes)
+
+
+def _sharded() -> tuple[dict[int, list[int]], bool]:
+    states, shard_collection = gpu_random_states(2), TableSharding._shard_collection
+    drawn: list[str] = []
+
+    def draw(self: TableSharding, collection: Any, *args: Any) -> Any:
+        states[0] = states[1] = torch.ones(1, dtype=torch.uint8)
+        drawn.append(collection.path)
+        self.device = torch.device("cpu")  # TorchRec makes its shards here
+        return shard_collection(self, collection, *args)
+
+    TableSharding._shard_collection = draw
+    sharding = TableSharding(Sequences(), torch.device("cpu"))
+    planner = row_wise_planner([collection for collection, *_ in sharding._replaced], torch.device("cpu"), 1, 1)
+    sharding.device = GPU
+    sharding.shard(group=dist.group.WORLD, local_world_size=1, planner=planner)
+    return {index: state.tolist() for index, state in states.items()}, drawn == ["items", "tags"]
+
+
+def test_the_rank_draws_on_its_own_gpu_what_it_would_without_sharding() -> None:
+    assert run_distributed(_sharded, 1) == [({0: [1], 1: [0]}, True)]
+
+
+@pytest.mark.parametrize(
+    ("managed", "kind", "kernel", "first", "parts"),
+    [
+        (True, "table_wise", "fused", FROZEN, "'user'.*'table_wise'.*row_wise"),
+        (True, "row_wise", "fused_uvm_caching", FROZEN, "'user'.*'fused_uvm_caching'"),
+        (False, "data_parallel", "dense", FROZEN, "'cat'.*'data_parallel'.*'dense'"),
+        (False, "data_parallel", "fused", FROZEN, "'cat'.*'data_parallel'"),
+        (False, "row_wise", "dense", FROZEN, "'cat'.*'dense'"),
+        (False, "column_wise", "fused", ADAM, "'cat'.*'column_wise'.*Adam of 'x.embeddings.item.weight'"),
+        (False, "row_wise", "fused_uvm_caching", ADAM, "'cat'.*'fused_uvm_caching'.*Adam of 'x.embeddings.item.weight'"),
+        (False, "grid_shard", "fused", BY_ROW, "'cat'.*'grid_shard'.*RowWiseAdagrad"),
+        (False, "column_wise", "fused", BY_ROW, "'cat'.*'column_wise'.*RowWiseAdagrad"),
+        (False, "column_wise", "fused_uvm_caching", FROZEN, ""),
+        (False, "table_wise", "fused_uvm", ADAM, ""),
+        (True, "row_wise", "fused_uvm", FROZEN, ""),
+    ],
+)
+def test_plans_that_cannot_be_trained_are_refused(
+    managed: bool, kind: str, kernel: str, first: TableOptimizer, parts: str
+) -> None:
+    """The plan of the second table; ``first`` is the optimizer of the first one, or of both if it keeps a state per row."""
+    module = nn.ModuleDict({"x": managed_collection() if managed else EmbeddingCollection(tables=tables())})
+    ((collection, _),) = find_collections(module)
+    one, other = collection.tables
+    fine = SimpleNamespace(sharding_type="row_wise", compute_kernel="fused")
+    plan = {one.name: fine, other.name: SimpleNamespace(sharding_type=kind, compute_kernel=kernel)}
+    optimizers = {one.key: first, other.key: first if first is BY_ROW else FROZEN}
+    with pytest.raises(ValueError, match=parts) if parts else nullcontext():
+        check_plan(collection, plan, optimizers)
+
+
+def test_small_tables_are_whole_or_refused() -> None:
+    ((plain, module),) = find_collections(EmbeddingCollection(tables=tables()))
+    planner = row_wise_planner([plain], torch.device("cpu"), 10, 10)
+    plan = planner.plan(module, [plain.sharder]).plan[""]
+    assert {name: each.sharding_type for name, each in plan.items()} == {"item": "row_wise", "cat": "table_wise"}
+    ((managed, _),) = find_collections(nn.ModuleDict({"x": managed_collection()}))
+    row_wise_planner([managed], torch.device("cpu"), 5, 5)
+    with pytest.raises(ValueError, match=r"'user'.*'x'.*num_embeddings=20.*6 ranks"):
+        row_wise_planner([managed], torch.device("cpu"), 6, 6)

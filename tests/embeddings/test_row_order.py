@@ -7,10 +7,8 @@ import torch
 
 from lightning_freescale.embeddings.row_order import RowOrder
 
-SIZES = [1, 2, 3, 4, 5, 6, 7, 12, 30, 64, 97, 1000, 30030, 65536]
 
-
-@pytest.mark.parametrize("rows", SIZES)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 12, 30, 64, 97, 1000, 30030, 65536])
 def test_every_row_has_a_position_of_its_own(rows: int) -> None:
     order, ids = RowOrder.hashed(rows), torch.arange(rows)
     positions = order.positions(ids)
@@ -19,15 +17,7 @@ def test_every_row_has_a_position_of_its_own(rows: int) -> None:
     assert torch.equal(order.ids(rows // 3, rows), order.ids(0, rows)[rows // 3 :])
 
 
-def test_it_is_a_function_of_the_number_of_rows() -> None:
-    """Checkpoints of a window and other versions depend on it."""
-    assert RowOrder.hashed(5_000_000) == RowOrder(5_000_000, 3_090_171, 4_715_853)
-
-
-@pytest.mark.parametrize(
-    ("rows", "owners"),
-    [(rows, owners) for rows in (1000, 65536, 5_000_000, 2**31 - 1) for owners in (2, 8, 64) if owners**2 <= rows],
-)
+@pytest.mark.parametrize(("rows", "owners"), [(1000, 8), (65536, 2), (5_000_000, 64), (2**31 - 1, 64)])
 def test_any_run_of_ids_is_spread_evenly(rows: int, owners: int) -> None:
     order, block = RowOrder.hashed(rows), -(-rows // owners)
     for first in (0, rows // 7, rows // 2):
@@ -37,20 +27,18 @@ def test_any_run_of_ids_is_spread_evenly(rows: int, owners: int) -> None:
             assert held.max() <= count // owners + 3
 
 
-def test_the_largest_tables_do_not_overflow() -> None:
+def test_it_is_a_function_of_the_number_of_rows_and_does_not_overflow() -> None:
+    """Checkpoints of a window and other versions depend on it."""
+    assert RowOrder.hashed(5_000_000) == RowOrder(5_000_000, 3_090_171, 4_715_853)
     rows = 3_037_000_499
     order = RowOrder.hashed(rows)
     for at in (0, 1, rows // 2, rows - 2, rows - 1):
         expected = (at * order.multiplier + order.offset) % rows
         assert int(order.positions(torch.tensor([at]))) == expected
         assert int(order.ids(expected, expected + 1)) == at
-    with pytest.raises(ValueError, match=r"a table of 3037000500 rows is too large.*pass placement='blocks'"):
+    with pytest.raises(ValueError, match=r"3037000500.*placement='blocks'"):
         RowOrder.hashed(rows + 1)
-
-
-def test_ids_of_32_bits_do_not_overflow() -> None:
-    order = RowOrder.hashed(2**31 - 1)
-    ids = torch.tensor([0, 1, 2**31 - 2])
+    order, ids = RowOrder.hashed(2**31 - 1), torch.tensor([0, 1, 2**31 - 2])
     assert torch.equal(order.positions(ids.int()), order.positions(ids))
 
 

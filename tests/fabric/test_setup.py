@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from torch.utils.data import DataLoader
 from lightning_freescale import BalanceOptions, FreeScaleDataModule, FreeScaleFabricStrategy
 from lightning_freescale.balance import BalancedSampler
 from lightning_freescale.data import BalancedDataLoader
-from lightning_freescale.testing import RankFailed, run_distributed
-from tests.helpers.fabric_loop import fabric_for, loss_of, run_loop, set_up
+from lightning_freescale.testing import run_distributed
+from tests.fabric.test_parity import train
+from tests.helpers.fabric_loop import assert_refused, fabric_for, loss_of, run_all, run_loop, set_up
 from tests.helpers.recommender import OPTIMIZERS, Net, Samples, collate, fixed_loader
 
 
@@ -50,44 +52,37 @@ def _plain_embedding(strategy: str, **options: Any) -> tuple[list[float], list[f
 
 
 def test_plain_embeddings_and_schedulers() -> None:
-    mine = run_distributed(_plain_embedding, 2, "freescale", shard=["items"])
-    for (losses, rows), (expected, whole) in zip(mine, run_distributed(_plain_embedding, 2, "ddp")):
+    plain = partial(_plain_embedding, "freescale")
+    sharded, without_collections, ddp = run_all(2, partial(plain, shard=["items"]), plain, partial(_plain_embedding, "ddp"))
+    for (losses, rows), (expected, whole) in zip(sharded, ddp):
         assert losses == pytest.approx(expected, rel=1e-5)
         assert rows == pytest.approx(whole, rel=1e-5, abs=1e-6)
+    assert without_collections == ddp
 
 
-def test_without_collections_it_is_ddp() -> None:
-    assert run_distributed(_plain_embedding, 2, "freescale") == run_distributed(_plain_embedding, 2, "ddp")
-
-
-def _in_init_module() -> tuple[str, set[str]]:
+def _in_init_module() -> tuple[set[str], int]:
     fabric = fabric_for()
     with fabric.init_module():
         net = Net(device=torch.device("meta"))
     where = {parameter.device.type for parameter in net.hidden.parameters()}
-    model, optimizer, loader = set_up(fabric, steps=2, net=net)
-    assert len(run_loop(fabric, model, optimizer, loader)) == 2
-    return loader.batch_size, where
+    return where, len(run_loop(fabric, *set_up(fabric, steps=2, net=net)))
 
 
 def test_tables_may_be_on_the_meta_device() -> None:
-    assert run_distributed(_in_init_module, 2) == [(None, {"cpu"})] * 2
+    assert run_distributed(_in_init_module, 2) == [({"cpu"}, 2)] * 2
 
 
 def _compiled(compiles: bool) -> tuple[list[float], float]:
     fabric = fabric_for()
     torch.manual_seed(0)
-    net = Net()
-    compiled = torch.compile(net, backend="eager") if compiles else net
-    model, optimizer = fabric.setup(compiled, OPTIMIZERS["adagrad"](net.parameters()))
-    loader = fabric.setup_dataloaders(fixed_loader(fabric.global_rank, 4), use_distributed_sampler=False)
-    losses = run_loop(fabric, model, optimizer, loader)
+    net = torch.compile(Net(), backend="eager") if compiles else Net()
+    losses = run_loop(fabric, *set_up(fabric, steps=4, net=net))
     return losses, fabric.strategy._steps.engine.statistics()["predicted_lookups"]
 
 
 @pytest.mark.slow
 def test_a_compiled_module_has_the_same_numbers() -> None:
-    compiled, plain = (run_distributed(_compiled, 2, compiles) for compiles in (True, False))
+    plain, compiled = run_all(2, partial(_compiled, False), partial(_compiled, True))
     assert compiled == plain
     assert len(set(plain[0][0])) == 4 and plain[0][1] > 0
 
@@ -95,16 +90,13 @@ def test_a_compiled_module_has_the_same_numbers() -> None:
 # -- balanced data
 
 
-def _balanced(strategy: str, how: str) -> dict[str, torch.Tensor]:
+def _balanced() -> dict[str, torch.Tensor]:
     """One SGD step of a global batch that the ranks share unequally."""
-    fabric = fabric_for(strategy)
+    fabric, data = fabric_for(), Samples(13)
     torch.manual_seed(0)
-    net, data = Net(), Samples(13)
+    net = Net()
     model, optimizer = fabric.setup(net, OPTIMIZERS["sgd"](net.parameters()))
-    if how == "data module":
-        sampler = FreeScaleDataModule(data, data.lengths, 13, collate_fn=collate).sampler(fabric.global_rank, fabric.world_size)
-    else:
-        sampler = BalancedSampler(data.lengths, 13, num_replicas=fabric.world_size, rank=fabric.global_rank)
+    sampler = BalancedSampler(data.lengths, 13, num_replicas=fabric.world_size, rank=fabric.global_rank)
     for batch in fabric.setup_dataloaders(BalancedDataLoader.from_sampler(data, sampler, collate)):
         fabric.backward(loss_of(model, batch))
         optimizer.step()
@@ -112,10 +104,8 @@ def _balanced(strategy: str, how: str) -> dict[str, torch.Tensor]:
     return fabric.strategy.get_module_state_dict(model._forward_module)
 
 
-@pytest.mark.parametrize("how", ["data module", "sampler"])
-def test_losses_of_unequal_batches_are_weighed(how: str) -> None:
-    shared = run_distributed(_balanced, 2, "freescale", how)[0]
-    alone = run_distributed(_balanced, 1, "freescale", "sampler")[0]
+def test_losses_of_unequal_batches_are_weighed() -> None:
+    alone, shared = run_distributed(_balanced, 1)[0], run_distributed(_balanced, 2)[0]
     torch.manual_seed(0)
     initial = Net().state_dict()
     for name, weight in shared.items():
@@ -126,14 +116,10 @@ def test_losses_of_unequal_batches_are_weighed(how: str) -> None:
 # -- what is refused
 
 
-def _two_optimizers(fabric: Any) -> None:
-    net = Net()
-    fabric.setup(net, *(OPTIMIZERS["sgd"](part.parameters()) for part in (net.embeddings, net.hidden)))
-
-
-def _twice(fabric: Any) -> None:
-    for _ in range(2):
-        set_up(fabric)
+def _set_up(fabric: Any, optimizers: Callable[[Net], list[Any]], device: str = "cpu") -> None:
+    with torch.device(device):
+        net = Net()
+    fabric.setup(net, *optimizers(net))
 
 
 def _apart(fabric: Any) -> None:
@@ -147,100 +133,60 @@ def _without_optimizer(fabric: Any) -> None:
     fabric.backward(loss_of(model, next(iter(fixed_loader(0, 1)))))
 
 
-def _trained_before(fabric: Any) -> None:
-    net = Net()
+def _trained_before(net: Net) -> list[Any]:
     optimizer = OPTIMIZERS["adagrad"](net.parameters())
     loss_of(net, next(iter(fixed_loader(0, 1)))).backward()
     optimizer.step()
-    fabric.setup(net, optimizer)
+    return [optimizer]
 
 
-def _unknown_optimizer(fabric: Any) -> None:
-    net = Net()
-    fabric.setup(net, torch.optim.RMSprop(net.parameters()))
-
-
-def _meta(fabric: Any) -> None:
-    with torch.device("meta"):
-        net = Net()
-    fabric.setup(net, OPTIMIZERS["sgd"](net.parameters()))
-
-
-def _load(fabric: Any, **options: Any) -> None:
+def _load(fabric: Any, sampler: Any = None, **options: Any) -> None:
     data = Samples(16)
     module = FreeScaleDataModule(data, data.lengths, 8, collate_fn=collate, **options)
-    sampler = module.sampler(fabric.global_rank, fabric.world_size)
+    sampler = sampler or module.sampler(fabric.global_rank, fabric.world_size)
     fabric.setup_dataloaders(BalancedDataLoader.from_sampler(data, sampler, collate))
 
 
-def _micro_batches(fabric: Any) -> None:
-    _load(fabric, micro_batches=2)
+def test_what_cannot_be_set_up_is_refused() -> None:
+    def sgd(part: nn.Module) -> Any:
+        return OPTIMIZERS["sgd"](part.parameters())
 
-
-def _calibrating(fabric: Any) -> None:
-    _load(fabric, balance=BalanceOptions(calibrate=True))
-
-
-def _other_ranks(fabric: Any) -> None:
-    data = Samples(16)
-    fabric.setup_dataloaders(FreeScaleDataModule(data, data.lengths, 8, collate_fn=collate).train_dataloader())
-
-
-REFUSED = {
-    _two_optimizers: r"with 2 optimizers: pass one, with a parameter group",
-    _twice: r"a module with embedding collections was set up before",
-    _apart: r"Call model, optimizer = fabric.setup\(model, optimizer\), in place of both",
-    _without_optimizer: r"set up without its optimizer",
-    _trained_before: r"Adagrad has done 1 updates of embedding tables before they are sharded",
-    _unknown_optimizer: r"RMSprop holds the embedding table 'embeddings.embeddings.item.weight'",
-    _meta: r"parameters \['hidden.0.weight', 'hidden.2.weight'\] are on the meta device",
-    _micro_batches: r"FreeScaleDataModule\(micro_batches=...\) needs Trainer",
-    _calibrating: r"BalanceOptions\(calibrate=True\) needs Trainer",
-    _other_ranks: r"plans for num_replicas=1, Fabric has 2 ranks: .*data.sampler\(fabric.global_rank, fabric.world_size\)",
-}
-
-
-def _refused(misuse: Callable[[Any], None]) -> None:
-    misuse(fabric_for())
-
-
-@pytest.mark.parametrize("misuse", REFUSED, ids=lambda misuse: misuse.__name__)
-def test_what_cannot_be_set_up_is_refused(misuse: Callable[[Any], None]) -> None:
-    with pytest.raises(RankFailed, match=REFUSED[misuse]):
-        run_distributed(_refused, 2, misuse)
+    assert_refused(
+        {
+            r"2 optimizers": lambda fabric: _set_up(fabric, lambda net: [sgd(part) for part in (net.embeddings, net.hidden)]),
+            r"fabric\.setup\(model\)": lambda fabric: (set_up(fabric), set_up(fabric)),
+            r"fabric\.setup_optimizers\(optimizer\).*fabric\.setup\(model, optimizer\)": _apart,
+            r"fabric\.backward\(loss\).*fabric\.setup\(model, optimizer\)": _without_optimizer,
+            r"Adagrad.* 1 updates": lambda fabric: _set_up(fabric, _trained_before),
+            r"RMSprop.*'embeddings\.embeddings\.item\.weight'": lambda fabric: _set_up(
+                fabric, lambda net: [torch.optim.RMSprop(net.parameters())]
+            ),
+            r"hidden\.0\.weight.*hidden\.2\.weight.*meta": lambda fabric: _set_up(fabric, lambda net: [sgd(net)], "meta"),
+            r"micro_batches=": lambda fabric: _load(fabric, micro_batches=2),
+            r"calibrate=True": lambda fabric: _load(fabric, balance=BalanceOptions(calibrate=True)),
+            r"num_replicas=1,.* 2 ranks": lambda fabric: _load(fabric, BalancedSampler([1.0] * 16, 8, num_replicas=1, rank=0)),
+            r"precision='bf16-true'": lambda fabric: set_up(fabric_for(precision="bf16-true")),
+        }
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"target_bubble_reduction": 0.9}, r"FreeScaleFabricStrategy\(target_bubble_reduction=...\) is not there in Fabric"),
-        ({"lookahead": "trial_run"}, r"FreeScaleFabricStrategy\(lookahead=...\) is not there in Fabric: .*ids_of="),
-        ({"clip": "all"}, r"clip_gradients=True"),
-        ({"dedupe": True}, r"FreeScaleFabricStrategy\(dedupe=...\): there is no such option, did you mean dedup="),
-        ({"overlap": False, "clip_gradients": True}, r"FreeScaleFabricStrategy\(overlap=False, clip_gradients=True\)"),
-        ({"placement": "random"}, r"FreeScaleFabricStrategy\(placement='random'\)"),
-        ({"start_method": "spawn"}, r"FreeScaleFabricStrategy\(start_method='spawn'\)"),
+        ({"target_bubble_reduction": 0.9}, "target_bubble_reduction="),
+        ({"lookahead": "trial_run"}, "lookahead=.*ids_of="),
+        ({"clip": "all"}, "clip=.*clip_gradients=True"),
+        ({"dedupe": True}, "dedupe=.* dedup="),
+        ({"overlap": False, "clip_gradients": True}, "overlap=False, clip_gradients=True"),
+        ({"placement": "random"}, "placement='random'"),
+        ({"start_method": "spawn"}, "start_method='spawn'"),
     ],
 )
 def test_options_are_refused_by_name(options: dict[str, Any], told: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=told):
+    with pytest.raises((TypeError, ValueError), match=rf"FreeScaleFabricStrategy\({told}"):
         FreeScaleFabricStrategy(**options)
 
 
-def _half_precision() -> None:
-    set_up(fabric_for(precision="bf16-true"))
-
-
-def test_other_precisions_are_refused() -> None:
-    with pytest.raises(RankFailed, match=r"Fabric\(precision='bf16-true'\): the tables take part in"):
-        run_distributed(_half_precision, 2)
-
-
-def _bfloat16(strategy: str) -> list[float]:
-    fabric = fabric_for(strategy, precision="bf16-mixed")
-    return run_loop(fabric, *set_up(fabric))
-
-
 def test_bfloat16_by_autocast() -> None:
-    mine, ddp = (run_distributed(_bfloat16, 2, strategy) for strategy in ("freescale", "ddp"))
-    assert mine[0] == pytest.approx(ddp[0], rel=1e-2)
+    mine, ddp = run_all(2, *(partial(train, strategy, precision="bf16-mixed") for strategy in ("freescale", "ddp")))
+    assert mine[0]["losses"] == pytest.approx(ddp[0]["losses"], rel=1e-2)

@@ -6,5 +6,3 @@ import sys
 from pathlib import Path
 
 sys.path += [str(Path(__file__).parents[2] / "benchmarks" / folder) for folder in ("", "gpu")]
-
-from tests.gpu_benchmarks.made_up_wheels import machine, wheels  # noqa: F401 (fixtures)

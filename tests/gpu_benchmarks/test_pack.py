@@ -1,96 +1,158 @@
-"""What is refused before anything is packed, and which wheels are found."""
+"""Wheels lose the GPU code of other architectures, and come out of the archive as they were, on the machine they are for."""
 
 from __future__ import annotations
 
 import json
+import os
+import struct
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
+import fatbin
 import pack
 import pytest
 
-from tests.gpu_benchmarks.made_up_wheels import elf, packed, wheel
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(pack.__file__).with_name("unpack_site.py")
+PYTHON = ".".join(map(str, sys.version_info[:2]))
+PTX, CUBIN = fatbin.PTX, fatbin.CUBIN
+CUDART = b"\0libcudart.so.13\0"
 
 
-def refusal(wheels: Path, capsys: pytest.CaptureFixture, *more: str) -> str:
-    with pytest.raises(SystemExit) as stop:
-        packed(wheels, *more)
-    assert stop.value.code not in (0, None)
-    assert not (wheels.parent / "site.tar.xz").exists() and not list(wheels.parent.glob("pack-*"))
-    return str(stop.value.code) + capsys.readouterr().err
+def image(kind: int, arch: int, size: int, header: int = 64) -> tuple[bytes, bytes]:
+    """An entry of a fat binary: its header, and code that is like no other's."""
+    fields = struct.pack("<HHIQIIHHI", kind, 0x101, header, size, 0, 0, 8, 1, arch)
+    return fields.ljust(header, b"h"), bytes((arch + kind + byte * byte) % 255 + 1 for byte in range(size))
 
 
-def test_an_archive_above_the_limit_is_refused(wheels: Path, capsys: pytest.CaptureFixture) -> None:
-    assert "the archive is larger than --limit-mib 0.001" in refusal(wheels, capsys, "--limit-mib", "0.001")
+def zeros(entry: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
+    return entry[0], bytes(len(entry[1]))
 
 
-def test_a_library_without_code_for_the_gpu_is_refused(wheels: Path, capsys: pytest.CaptureFixture) -> None:
-    assert "kernels.so: the fat binary at byte 96 has no sm_70 machine code" in refusal(wheels, capsys, "--arch", "70")
+def fat(*entries: tuple[bytes, bytes]) -> bytes:
+    body = b"".join(header + code for header, code in entries)
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
 
 
-def test_wheels_for_another_cuda_are_refused(wheels: Path, capsys: pytest.CaptureFixture) -> None:
-    said = refusal(wheels, capsys, "--cuda", "12.8")
-    assert "fbgemm_gpu/kernels.so links libcudart.so.13, and --cuda 12.8 has libcudart.so.12" in said
+def elf(gpu: bytes, section: bytes = b".nv_fatbin", host: bytes = CUDART) -> bytes:
+    """A 64-bit ELF file with two sections: the GPU code, at byte 96, and the sections' names."""
+    host = host.ljust(len(host) + -len(host) % 16, b"\0")
+    names = b"\0" + section + b"\0.shstrtab\0"
+    parts = {"start": bytes(64), "host": host, "gpu": gpu, "names": names, "table": bytes(3 * 64)}
+    at = {name: sum(map(len, list(parts.values())[:number])) for number, name in enumerate(parts)}
+    result = bytearray(b"".join(parts.values()))
+    result[:6] = b"\x7fELF\x02\x01"
+    struct.pack_into("<Q", result, 0x28, at["table"])
+    struct.pack_into("<HHH", result, 0x3A, 64, 3, 2)
+    struct.pack_into("<IIQQQQ", result, at["table"] + 64, 1, 1, 2, 0, at["gpu"], len(gpu))
+    struct.pack_into("<IIQQQQ", result, at["table"] + 128, 2 + len(section), 3, 0, 0, at["names"], len(names))
+    return bytes(result)
 
 
-def test_wheels_without_gpu_code_are_refused(wheels: Path, capsys: pytest.CaptureFixture) -> None:
-    fbgemm = next(wheels.glob("fbgemm_gpu-*.whl"))
-    fbgemm.unlink()
-    with zipfile.ZipFile(fbgemm, "w") as archive:
-        archive.writestr("fbgemm_gpu/host.so", elf(b"text", section=b".text"))
-    assert "no library has GPU code for sm_90" in refusal(wheels, capsys)
+SM80, SM90, SM100 = image(CUBIN, 80, 48), image(CUBIN, 90, 80), image(CUBIN, 100, 112, header=112)
+TEXT = image(PTX, 90, 24)
+LARGE = image(CUBIN, 90, 40_000)  # more than what tarfile reads at once
+TWO = fat(SM80, SM90, SM100, TEXT) + bytes(8) + fat(LARGE, image(PTX, 80, 16))
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--torch", "2.5.0"], "--torch 2.5.0: only for 2.11, 2.13 is known"),
-        (["--with", "iopath"], "--with iopath: write NAME==VERSION"),
-        (["--out", "site.zip"], "--out site.zip: end it with .tar.xz"),
-    ],
-)
-def test_wrong_arguments_are_refused(wheels: Path, capsys: pytest.CaptureFixture, flags: list[str], message: str) -> None:
-    assert message in refusal(wheels, capsys, *flags)
+def test_all_but_one_architecture_becomes_zeros_and_the_rest_stays(tmp_path: Path) -> None:
+    library = tmp_path / "kernels.so"
+    library.write_bytes(elf(TWO))
+    kept, zeroed = fatbin.prune(library, 90)
+    first = fat(zeros(SM80), SM90, zeros(SM100), zeros(TEXT))
+    second = fat(LARGE, zeros(image(PTX, 80, 16)))
+    assert library.read_bytes() == elf(first + bytes(8) + second)
+    assert [str(one) for one in kept] == ["sm_90", "sm_90"] and [one.end - one.start for one in kept] == [80, 40_000]
+    assert [str(one) for one in zeroed] == ["sm_80", "sm_100", "PTX_90", "PTX_80"]
+    library.write_bytes(elf(fat(SM80, SM90), section=b"__nv_relfatbin"))
+    fatbin.prune(library, 80)
+    assert library.read_bytes() == elf(fat(SM80, zeros(SM90)), section=b"__nv_relfatbin")
+    for content in (b"", b"not a library", elf(b""), elf(b"text", section=b".text")):
+        library.write_bytes(content)
+        assert fatbin.prune(library, 90) == ([], []) and library.read_bytes() == content
 
 
-def test_two_wheels_with_one_file_are_refused(wheels: Path, capsys: pytest.CaptureFixture) -> None:
-    wheel(wheels, "other==1.0", {"torchrec/__init__.py": b""})
-    assert "torchrec/__init__.py is in another wheel too" in refusal(wheels, capsys, "--with", "other==1.0")
+# -- the archive
 
 
-def test_a_wheel_that_is_more_than_a_folder_is_refused(wheels: Path, capsys: pytest.CaptureFixture) -> None:
-    wheel(wheels, "other==1.0", {"other-1.0.data/scripts/run": b""})
-    assert "other-1.0.data/scripts/run belongs outside of site-packages" in refusal(wheels, capsys, "--with", "other==1.0")
+def _wheel(folder: Path, pin: str, files: dict[str, bytes], tags: str = "py3-none-any") -> None:
+    path = folder / f"{pin.replace('-', '_').replace('==', '-')}-{tags}.whl".replace("__", "_")
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in files.items():
+            info = zipfile.ZipInfo(name)
+            info.external_attr = (0o100755 if name.endswith(".so") else 0o100644) << 16
+            archive.writestr(info, content)
 
 
-@pytest.mark.parametrize(
-    ("file", "python", "found"),
-    [
-        ("fbgemm_gpu-1.6.0-cp312-cp312-manylinux_2_28_x86_64.whl", "3.12", True),
-        ("fbgemm_gpu-1.6.0-cp312-cp312-manylinux_2_28_x86_64.whl", "3.11", False),
-        ("fbgemm_gpu-1.6.0-cp312-cp312-manylinux_2_28_aarch64.whl", "3.12", False),
-        ("fbgemm_gpu-1.6.0.post1-cp312-cp312-manylinux_2_28_x86_64.whl", "3.12", False),
-        ("fbgemm_gpu_cpu-1.6.0-cp312-cp312-manylinux_2_28_x86_64.whl", "3.12", False),
-        ("FBGEMM.gpu-1.6.0-1-py2.py3-none-any.whl", "3.12", True),
-        ("fbgemm_gpu-1.6.0-py312-none-any.whl", "3.12", True),
-        ("fbgemm_gpu-1.6.0-cp39-abi3-manylinux2014_x86_64.whl", "3.12", True),
-    ],
-)
-def test_finds_the_wheel_that_fits(tmp_path: Path, file: str, python: str, found: bool) -> None:
-    (tmp_path / file).write_bytes(b"")
-    assert (pack._lying_in(tmp_path, "fbgemm-gpu==1.6.0", python) is not None) == found
+@pytest.fixture
+def wheels(tmp_path: Path) -> Path:
+    """Every wheel that pack.py wants for torch 2.11, so that it downloads none; and beside it a torch, and one H200."""
+    folder, tag = tmp_path / "wheels", f"cp{PYTHON.replace('.', '')}"
+    folder.mkdir()
+    for pin in [*pack.RELEASES["2.11"], *pack.NEEDS]:
+        package = pin.partition("==")[0].replace("-", "_")
+        files, tags = {f"{package}/__init__.py": f"name = {package!r}\n".encode()}, "py3-none-any"
+        if package == "fbgemm_gpu":
+            files |= {f"{package}/kernels.so": elf(TWO), f"{package}/more/host.so": elf(b"text", section=b".text")}
+            tags = f"{tag}-{tag}-manylinux_2_28_x86_64"
+        _wheel(folder, pin, files, tags)
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('importing torch takes seconds')\n")
+    (tmp_path / "torch" / "version.py").write_text("__version__ = '2.11.0+cu130'\ncuda = '13.0'\n")
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 9.0\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    return folder
 
 
-def test_what_pip_has_not_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(ValueError, match=r"pip has no wheel of torchrec==1\.6\.1 for Python 3\.12 on x86_64: .*No matching"):
-        pack.find_wheel("torchrec==1.6.1", "3.12", tmp_path)
+def _packed(wheels: Path, *more: str) -> Path:
+    out = wheels.parent / "site.tar.xz"
+    flags = ["--torch", "2.11.0", "--cuda", "13.0", "--python", PYTHON, "--arch", "90", "--wheels", str(wheels)]
+    pack.main([*flags, "--out", str(out), *more])
+    return out
 
 
-def test_figures_are_of_what_was_packed(wheels: Path, tmp_path: Path) -> None:
-    archive = packed(wheels, "--json", str(tmp_path / "figures.json"), "--require", "archive_mib<=1")
-    figures = json.loads((tmp_path / "figures.json").read_text())["figures"]
+def _unpack(archive: Path, target: Path) -> tuple[int, str]:
+    machine = os.environ | {"PYTHONPATH": str(archive.parent), "PATH": f"{archive.parent}:{os.environ['PATH']}"}
+    command = [sys.executable, str(SCRIPT), str(archive), str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=machine)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_what_is_unpacked_is_what_was_in_the_wheels(wheels: Path, tmp_path: Path) -> None:
+    archive, target = _packed(wheels, "--json", str(tmp_path / "f.json"), "--require", "archive_mib<=1"), tmp_path / "site"
+    figures = json.loads((tmp_path / "f.json").read_text())["figures"]
     assert figures["archive_mib"] == archive.stat().st_size / 2**20
-    assert figures["wheels_mib"] == sum(each.stat().st_size for each in wheels.glob("*.whl")) / 2**20
     assert 0 < figures["kept_mib"] + figures["zeroed_mib"] < figures["files_mib"]
-    assert 0 < figures["kernels.so_mib"] < figures["archive_mib"]
+    (tmp_path / "site.partial").mkdir()
+    (tmp_path / "site.partial" / "half").write_text("")
+    code, printed = _unpack(archive, target)
+    assert code == 0, printed
+    found = {str(path.relative_to(target)): path.read_bytes() for path in target.rglob("*") if path.is_file()}
+    library = tmp_path / "kernels.so"
+    library.write_bytes(elf(TWO))
+    fatbin.prune(library, 90)
+    assert found["fbgemm_gpu/kernels.so"] == library.read_bytes() and "half" not in found
+    assert found["fbgemm_gpu/more/host.so"] == elf(b"text", section=b".text")
+    assert found["torchrec/__init__.py"] == b"name = 'torchrec'\n"
+    assert os.access(target / "fbgemm_gpu/kernels.so", os.X_OK) and not os.access(target / "torchrec/__init__.py", os.X_OK)
+    before = {path: path.stat().st_mtime_ns for path in target.rglob("*")}
+    assert _unpack(archive, target)[0] == 0 and {path: path.stat().st_mtime_ns for path in target.rglob("*")} == before
+    (target / "torchrec/__init__.py").write_text("other")
+    code, told = _unpack(archive, target)
+    assert code == 1 and str(target / "torchrec/__init__.py") in told
+    for flags in (["--limit-mib", "0.001"], ["--arch", "70"], ["--cuda", "12.8"]):
+        with pytest.raises(SystemExit) as stop:
+            _packed(wheels, *flags)
+        assert stop.value.code, flags
+
+
+def test_a_damaged_archive_is_refused(wheels: Path, tmp_path: Path) -> None:
+    archive = _packed(wheels)
+    content, at = archive.read_bytes(), archive.stat().st_size // 2
+    for damaged in (content[:at], content[:at] + bytes([content[at] ^ 0xFF]) + content[at + 1 :]):
+        archive.write_bytes(damaged)
+        code, told = _unpack(archive, tmp_path / "site")
+        assert code == 1 and f"{archive}: " in told and "Traceback" not in told and not (tmp_path / "site").exists()

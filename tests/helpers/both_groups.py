@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -12,20 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import lightning_freescale  # noqa: F401 (registers the backend)
-from lightning_freescale.comm import LaneOptions
 from lightning_freescale.testing import run_distributed
+from tests.helpers.comm_groups import make_group
 
 TIMEOUT = timedelta(seconds=30)
 UNTOUCHED = 77
 SMALL = {"chunk_bytes": 1000}
 """Options with which small tensors travel in many chunks, whose ends are not those of elements."""
-
-
-def make_group(ranks: Sequence[int] | None = None, **options: Any) -> Any:
-    """A freescale group. Collective over all ranks."""
-    chosen = LaneOptions(**options) if options else None
-    return dist.new_group(None if ranks is None else list(ranks), backend="freescale", timeout=TIMEOUT, pg_options=chosen)
 
 
 @dataclass
@@ -34,7 +27,6 @@ class Side:
 
     group: Any
     draws: int = 0
-    extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:

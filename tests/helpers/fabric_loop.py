@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,15 +12,43 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from lightning_freescale import FreeScaleFabricStrategy
+from lightning_freescale.testing import run_distributed
 from tests.helpers.recommender import OPTIMIZERS, Net, fixed_loader
+
+_in_use: list[Fabric] = []
 
 
 def fabric_for(strategy: Any = "freescale", precision: Any = None, **options: Any) -> Fabric:
-    """On the ranks of ``run_distributed``; ``options`` are those of FreeScaleFabricStrategy."""
+    """On the ranks of ``run_distributed``; ``options`` are those of FreeScaleFabricStrategy. Ends the one before."""
+    while _in_use:
+        _in_use.pop().strategy.teardown()
     chosen = FreeScaleFabricStrategy(**options) if options else strategy
     fabric = Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=chosen, precision=precision)
     fabric.launch()
+    _in_use.append(fabric)
     return fabric
+
+
+def run_all(ranks: int, *calls: Callable[[], Any]) -> list[tuple[Any, ...]]:
+    """Call functions one after the other on the same ranks; return the results of all ranks for each."""
+    return list(zip(*run_distributed(lambda: [call() for call in calls], ranks)))
+
+
+def assert_refused(misuses: Mapping[str, Callable[[Fabric], None]]) -> None:
+    """Assert that each misuse of a new Fabric raises an error with its pattern, on two ranks."""
+
+    def run() -> dict[str, str]:
+        told = dict[str, str]()
+        for pattern, misuse in misuses.items():
+            try:
+                misuse(fabric_for())
+                told[pattern] = "no error"
+            except (RuntimeError, ValueError) as error:
+                told[pattern] = str(error)
+        return told
+
+    for told in run_distributed(run, 2):
+        assert {pattern: error for pattern, error in told.items() if not re.search(pattern, error)} == {}
 
 
 def set_up(fabric: Fabric, optimizer: str = "adagrad", steps: int = 12, net: nn.Module | None = None) -> tuple[Any, Any, Any]:
@@ -36,12 +65,7 @@ def loss_of(model: Any, batch: dict[str, Any]) -> torch.Tensor:
 
 
 def run_loop(
-    fabric: Fabric,
-    model: Any,
-    optimizer: Any,
-    loader: Any,
-    accumulate: int = 1,
-    clip: Callable[[Any, Any], Any] | None = None,
+    fabric: Fabric, model: Any, optimizer: Any, loader: Any, accumulate: int = 1, clip: Callable[[Any, Any], Any] | None = None
 ) -> list[float]:
     """Losses of one pass."""
     losses = []

@@ -53,13 +53,15 @@ class FakeEvent:
     def wait(self) -> None:
         self._done.wait()
 
+    synchronize = wait
+
 
 class FakeStream:
-    """``hold`` set, it stops before the next operation."""
+    """``hold`` set, it stops before the next operation. ``delay`` is before a copy of a tensor."""
 
-    def __init__(self) -> None:
-        self.hold, self.pending = threading.Event(), 0
-        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+    def __init__(self, delay: float = 0.0) -> None:
+        self.hold, self.pending, self._delay = threading.Event(), 0, delay
+        self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self.ended = False
         _streams.append(self)
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -70,7 +72,7 @@ class FakeStream:
         self.hold.clear()
         self.put(None)
 
-    def put(self, operation: Callable[[], None] | None) -> None:
+    def put(self, operation: Callable[[], object] | None) -> None:
         self.pending += 1
         self._queue.put(operation)
 
@@ -82,6 +84,15 @@ class FakeStream:
 
     def idle(self) -> bool:
         return self.record_event()._done.wait(5)
+
+    def synchronize(self) -> None:
+        self.record_event().wait()
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.put(event.wait)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        self.put(lambda: (time.sleep(self._delay), target.copy_(source)))
 
     def _run(self) -> None:
         while (operation := self._queue.get()) is not None:

@@ -16,7 +16,7 @@ from lightning_freescale.embeddings.overlap.exchange_worker import ExchangeWorke
 from lightning_freescale.embeddings.overlap.local_rows import TableKernel
 from lightning_freescale.embeddings.shards import ShardedTables, kernels
 from tests.helpers.pretended_gpu import GPU, PretendedGPU
-from tests.helpers.sequences import Batch, NextIds, Run, known, result_of, sharded
+from tests.helpers.sequences import Batch, NextIds, Run, result_of, sharded
 from tests.helpers.stream_clocks import Accesses, install
 
 Modes = Callable[[], AbstractContextManager[Any]]
@@ -77,7 +77,7 @@ def train(
     on_gpu: bool,
     dedup: bool = False,
     holds: bool = False,
-    told: NextIdsOf = lambda step, following: known(following),
+    told: NextIdsOf,
     watches: Sequence[Callable[[], AbstractContextManager[Any]]] = (),
     accesses: Accesses | None = None,
     **options: Any,
@@ -91,7 +91,7 @@ def train(
         dedup: as :class:`OverlapEngine`.
         holds: clip the gradients.
         told: which ids the engine is told of the next batch.
-        watches: modes that watch, too, on the training thread and the engine's.
+        watches: modes that watch the pretended GPU, on the training thread and the engine's.
         accesses: of the streams.
         **options: others of :class:`OverlapEngine`.
     """
@@ -100,16 +100,15 @@ def train(
 
         def modes() -> AbstractContextManager[Any]:
             stack = ExitStack()
-            for each in (*watches, gpu.active) if on_gpu else watches:
+            for each in (*watches, gpu.active):
                 stack.enter_context(each())
             return stack
 
         if on_gpu:
             put_on_gpu(gpu, model, tables)
             install(accesses)
-        if on_gpu or watches:
             enter_in_jobs(modes)
-        inside: Modes = modes if on_gpu or watches else nullcontext
+        inside: Modes = modes if on_gpu else nullcontext
         with gpu.active() if on_gpu else nullcontext():  # what is made now is kept for good
             batches = [{name: each.to(GPU) for name, each in batch.items()} for batch in data] if on_gpu else data
             engine = OverlapEngine(tables, dedup=dedup, hold_gradients=holds, transport="native", **options)

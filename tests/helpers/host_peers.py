@@ -13,7 +13,7 @@ import torch
 from lightning_freescale.comm.transfer import Transfer
 from lightning_freescale.comm.transports.peer.symmetric_buffer import SymmetricBuffer
 from lightning_freescale.comm.transports.peer.transport import PeerTransport
-from tests.helpers.fake_gpu import FakeDriver, FakeEvent, keep, signed
+from tests.helpers.fake_gpu import FakeDriver, FakeEvent, keep, on_ranks, signed
 
 UNTOUCHED = 255
 
@@ -84,3 +84,20 @@ def wrong(rank: int, done: Transfer, table: list[list[int]], seed: int) -> list[
     """Sources whose bytes are not what they sent."""
     expected = [part(source, rank, table[source][rank], seed) for source in range(len(table))]
     return [source for source, each in enumerate(expected) if not torch.equal(done.incoming[source], each)]
+
+
+def moved(ranks: list[Any], tables: list[list[list[int]]], **options: Any) -> list[Any]:
+    """Move what the tables say between transports, one per rank, one table after the other.
+
+    Return by rank and table the sources whose bytes are wrong, or the error of the rank.
+    """
+
+    def run(rank: int) -> list[list[int]]:
+        found = []
+        for seed, table in enumerate(tables):
+            mine = transfer(rank, table, seed, **options)
+            ranks[rank].move(mine, lambda: None)
+            found.append(wrong(rank, mine, table, seed))
+        return found
+
+    return on_ranks(len(ranks), run)

@@ -6,7 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec import (
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
 
 from tests.helpers.overlap_training import Batch, CountingModel, Record
 from tests.helpers.recommender import DIM, FEATURES, ITEMS
@@ -15,11 +19,6 @@ from tests.helpers.recommender import DIM, FEATURES, ITEMS
 class OfRecords(CountingModel):
     def training_step(self, batch: Record, batch_idx: int) -> Tensor:
         return super().training_step({"features": batch.features, "label": batch.label}, batch_idx)
-
-
-class OfTuples(CountingModel):
-    def training_step(self, batch: tuple[Tensor, list[KeyedJaggedTensor]]) -> Tensor:
-        return super().training_step({"features": batch[1][0], "label": batch[0]}, 0)
 
 
 class OfTensors(CountingModel):
@@ -79,10 +78,10 @@ class TwoCollections(CountingModel):
         self.tags = EmbeddingCollection(tables=[config])
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
         found = self.tags(batch["tags"])["tag"].values()
-        self.losses[-1] = (loss + (found.mean(dim=1) - batch["label"]).square().mean()).item()
-        return loss + (found.mean(dim=1) - batch["label"]).square().mean()
+        loss = super().training_step(batch, batch_idx) + (found.mean(dim=1) - batch["label"]).square().mean()
+        self.losses[-1] = loss.item()
+        return loss
 
 
 def with_tags(batch: Batch) -> Batch:
@@ -126,9 +125,7 @@ class OfSeveralLoaders(CountingModel):
 class ChangesInPlace(OfTensors):
     """Its hooks change the batch in place, and count."""
 
-    def __init__(self, optimizer: str = "adagrad") -> None:
-        super().__init__(optimizer)
-        self.seen = 0
+    seen = 0
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         self.seen += 1
@@ -162,11 +159,10 @@ class LooksUpMore(TwoCollections):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         with torch.no_grad():
-            before = self.net(batch["features"])
+            self.losses.append(float(self.net(batch["features"]).sum()))
         loss = super().training_step(batch, batch_idx) if batch_idx % 3 else CountingModel.training_step(self, batch, batch_idx)
         with torch.no_grad():
-            after = self.net(batch["features"])
-        self.losses += [float(before.sum()), float(after.sum())]
+            self.losses.append(float(self.net(batch["features"]).sum()))
         return loss
 
 
@@ -180,19 +176,15 @@ class DiffersByRank(DrawsUnforeseen):
 
 
 class Evaluates(CountingModel):
-    """Looks up between steps."""
+    """Looks up between steps, maybe with gradients: TorchRec would update the tables if backward was called."""
 
-    gradients = False
+    def __init__(self, gradients: bool = False) -> None:
+        super().__init__()
+        self.gradients = gradients
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         with torch.set_grad_enabled(self.gradients):
             self.losses.append(float(self.net(batch["features"]).sum()))
-
-
-class TrainsBetween(Evaluates):
-    """TorchRec would update the tables if somebody called backward."""
-
-    gradients = True
 
 
 class Freezes(CountingModel):

@@ -1,4 +1,4 @@
-"""A LightningModule of plain ``nn.Embedding`` modules, written by somebody who has not heard of TorchRec, and its batches."""
+"""A LightningModule of plain ``nn.Embedding`` modules, without any of TorchRec, and its batches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from tests.helpers.recommender import DIM, OPTIMIZERS
 
@@ -69,24 +69,18 @@ class PlainModel(L.LightningModule):
             self.statistics = controller.engine.statistics()
 
 
-class PlainBatches(Dataset):
+class PlainBatches(list):
     """This rank's batches, with padding."""
 
     def __init__(self, steps: int, rank: int, size: int = 4) -> None:
+        super().__init__()
         draw = torch.Generator().manual_seed(100 + rank)
-        self.batches = []
         for _ in range(steps):
             items = torch.randint(1, ITEMS, (size, LENGTH), generator=draw)
             lengths = torch.randint(1, LENGTH + 1, (size, 1), generator=draw)
             kind = torch.randint(0, KINDS, (size,), generator=draw, dtype=torch.int32)
             padded = torch.where(torch.arange(LENGTH) < lengths, items, 0)
-            self.batches.append({"items": padded, "kind": kind, "label": torch.rand(size, generator=draw)})
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return self.batches[index]
+            self.append({"items": padded, "kind": kind, "label": torch.rand(size, generator=draw)})
 
 
 def plain_loader(steps: int) -> DataLoader:

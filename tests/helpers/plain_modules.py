@@ -1,4 +1,4 @@
-"""A plain LightningModule without embedding collections, whose steps take as long as they are told."""
+"""A plain LightningModule without embedding collections, whose steps take a known time, and what its reports say of that."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_freescale import BubbleProfiler
+from lightning_freescale.profiling.analysis.breakdown import column
 from lightning_freescale.profiling.reporting.report import BubbleReport
+
+DELAY = 0.2
+"""Seconds; long beside all that a step takes by itself."""
 
 
 class Rows(Dataset):
@@ -56,14 +61,37 @@ def profiler(folder: str | Path, **options: Any) -> BubbleProfiler:
 
 
 def fit(module: L.LightningModule, callbacks: list[L.Callback], steps: int = 14, devices: int = 2, **options: Any) -> L.Trainer:
-    """One epoch of ``steps`` batches per rank under ``"ddp"``, perhaps from ``ckpt_path`` on."""
+    """One epoch of ``steps`` batches per rank under ``"ddp"``, perhaps from ``ckpt_path`` on, or of other ``rows``."""
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     given = {"strategy": "ddp", "accelerator": "cpu", "devices": devices, "max_epochs": 1, **quiet, **options}
     resumed_from = given.pop("ckpt_path", None)
+    rows = given.pop("rows", Rows(2 * steps * devices)), given.pop("validation_rows", Rows(4))
     trainer = L.Trainer(**given, callbacks=callbacks)
-    loaders = (DataLoader(Rows(2 * steps * devices), batch_size=2), DataLoader(Rows(4), batch_size=2))
-    trainer.fit(module, *loaders, ckpt_path=resumed_from)
+    trainer.fit(module, *(DataLoader(each, batch_size=2) for each in rows), ckpt_path=resumed_from)
     return trainer
+
+
+def profiled(folder: str | Path, module: L.LightningModule, profiling: dict[str, Any] | None = None, **options: Any) -> Any:
+    """The report on rank 0 of such a fit."""
+    callback = profiler(folder, **(profiling or {}))
+    fit(module, [callback], **options)
+    return callback.report
+
+
+def medians(report: BubbleReport, name: str) -> list[float]:
+    """Of a part of the steps, in seconds, for each rank."""
+    return np.median(column(report.breakdown, name), axis=0).tolist()
+
+
+def delayed(report: BubbleReport, **parts: tuple[float, ...]) -> list[str]:
+    """Parts whose medians are not as many ``DELAY`` as given for each rank: 0.8 to 1.5 of them, or below 0.3 for none."""
+    wrong = []
+    for name, expected in parts.items():
+        found = [seconds / DELAY for seconds in medians(report, name)]
+        for rank, (times, delays) in enumerate(zip(expected, found, strict=True)):
+            if not (0.8 * times < delays < 1.5 * times if times else delays < 0.3):
+                wrong.append(f"{name} of rank {rank}: {delays:.2f} delays, not {times}")
+    return wrong
 
 
 def named(report: BubbleReport, name: str) -> Any:

@@ -67,4 +67,13 @@ class _CostTable:
             terminalreporter.write_line(f"{seconds:8.2f} s {case}")
         terminalreporter.write_line(f"{sum(self._seconds.values()):8.2f} s in {len(costs)} cases, child processes included")
         if self._file:
-            self._file.write_text(json.dumps(dict(costs), indent=0) + "\n")
+            self._file.write_text(_by_file(self._seconds))
+
+
+def _by_file(seconds: dict[str, float]) -> str:
+    """Return JSON with one line per test file, so that a change of few tests is a change of few lines."""
+    files: dict[str, dict[str, float]] = {}
+    for case, taken in sorted(seconds.items()):
+        file, name = case.split("::", 1)
+        files.setdefault(file, {})[name] = taken
+    return "{\n" + ",\n".join(f"{json.dumps(file)}: {json.dumps(cases)}" for file, cases in files.items()) + "\n}\n"

@@ -71,33 +71,23 @@ def run_segments(steps: Sequence[Sequence[ResolvedStep]]) -> list[list[RankSegme
     return made
 
 
-def random_run(seed: int, ranks: int, steps: int, simple: bool = False) -> list[list[ResolvedStep]]:
-    """Ranks of different speed, late data, subgroups, pauses, exchanges issued steps ahead, clocks that disagree.
-
-    ``simple``: ranks that differ in nothing but their compute.
-    """
+def random_run(seed: int, ranks: int, steps: int) -> list[list[ResolvedStep]]:
+    """Ranks of different speed, late data, subgroups, pauses, exchanges issued steps ahead, clocks that disagree."""
     rng = np.random.default_rng(seed)
-    crew = [Rank(0.0 if simple else rng.uniform(0, 2), 0.0 if simple else rng.uniform(-0.1, 0.1)) for _ in range(ranks)]
+    crew = [Rank(rng.uniform(0, 2), rng.uniform(-0.1, 0.1)) for _ in range(ranks)]
     run, ahead = [], [rank.now for rank in crew]
     for step in range(steps):
-        pause = not simple and rng.random() < 0.2
-        share = rng.random()
+        pause = rng.random() < 0.2
         for rank in crew:
             if pause:
                 rank.work("pause", rng.uniform(0, 3))
-            rank.work("data", 0.1 if simple else rng.exponential(0.3))
-            compute = rng.lognormal()
-            rank.work("forward", compute * share)
-            rank.work("gap", 0.02 if simple else rng.exponential(0.05))
-            if simple:
-                rank.work("backward", compute * (1 - share))
-        if simple:
-            meet(crew, f"all {step}", [0.3] * ranks)
-        else:
-            _exchanges(rng, crew, step, ahead)
-            ahead = [rank.now - rng.uniform(0, 1) * (rank.now - rank.start) for rank in crew]
-            for rank in crew:
-                rank.work("optimizer", rng.exponential(0.1))
+            rank.work("data", rng.exponential(0.3))
+            rank.work("forward", rng.lognormal())
+            rank.work("gap", rng.exponential(0.05))
+        _exchanges(rng, crew, step, ahead)
+        ahead = [rank.now - rng.uniform(0, 1) * (rank.now - rank.start) for rank in crew]
+        for rank in crew:
+            rank.work("optimizer", rng.exponential(0.1))
         run.append([rank.step() for rank in crew])
     return run
 

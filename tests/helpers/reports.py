@@ -19,6 +19,11 @@ VERSIONS = {"lightning_freescale": "0.1.0", "torch": "2.13.0"}
 RUN = RunInfo("freescale", "HSTU", 123456, 2, "freescale", "cpu", 1, "2026-11-21T08:00:00+00:00", VERSIONS)
 
 
+def run_info(**changes: Any) -> RunInfo:
+    """``RUN`` with some fields changed."""
+    return RunInfo(**{**vars(RUN), **changes})
+
+
 def step(wall: float, **parts: float) -> list[float]:
     """A row of parts; the rest of ``wall`` is unexplained."""
     named = sum(seconds for name, seconds in parts.items() if name != "hidden")
@@ -30,7 +35,7 @@ def report_of(parts: NDArray[np.float64], samples: NDArray[np.int64] | None = No
     """With nothing that may be left out."""
     steps, ranks, _ = parts.shape
     rest: dict[str, Any] = {
-        "run": RunInfo(**{**vars(RUN), "world_size": ranks}),
+        "run": run_info(world_size=ranks),
         "wait_attribution": WaitAttribution(True, 5e-5),
         "overhead": Overhead(8e-5, 4e-5),
         **changes,
@@ -50,7 +55,7 @@ def run_of(label: str = "freescale", wall: float = 0.1, compute: float = 0.07, c
     """Four steps of two ranks, all alike; ``count`` samples of both ranks."""
     parts = np.array([[step(wall, forward=compute)] * 2] * 4)
     samples = np.array([[count - count // 2, count // 2]] * 4)
-    return report_of(parts, samples, run=RunInfo(**{**vars(RUN), "label": label, **run}))
+    return report_of(parts, samples, run=run_info(label=label, **run))
 
 
 def full_report(**changes: Any) -> BubbleReport:

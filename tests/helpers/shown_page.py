@@ -8,7 +8,8 @@ from base64 import b64decode
 
 from PIL import Image
 
-from tests.helpers.documents import PART_NAMES, document
+from lightning_freescale.profiling.analysis.breakdown import PART_NAMES
+from tests.helpers.documents import document
 
 DRAWN = "body:not([aria-busy])"
 

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -86,14 +85,11 @@ def stream_threads() -> int:
     return sum(thread.name != "QueueFeederThread" for thread in threading.enumerate())
 
 
-def run_streams(sizes: list[int], count: int | None = None, **options: Any) -> dict[str, Any]:
+def run_streams(sizes: list[int], **options: Any) -> dict[str, Any]:
     """The batches of this rank, and what the loader says of the steps."""
     loader = loader_of(sizes, **options)
-    batches = list(islice(loader, count))
-    steps = range(len(batches))
-    told = {
-        name: [getattr(loader, name)(step) for step in steps] for name in ("counts", "costs", "unbalanced_costs", "loss_weight")
-    }
+    batches, names = list(loader), ("counts", "costs", "unbalanced_costs", "loss_weight")
+    told = {name: [getattr(loader, name)(step) for step in range(len(batches))] for name in names}
     return {"batches": batches, "bound": loader.stream_bound(), "threads": stream_threads(), **told}
 
 

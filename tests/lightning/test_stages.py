@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
+from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
-from lightning_freescale._lightning.stages import stages_on
+from lightning_freescale._lightning.stages import ObservedLoader, stages_on
 from lightning_freescale.profiling.recording.records import StepRecord
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.testing import run_distributed
 from tests.helpers.plain_modules import Plain, Rows, fit
+
+STAGES = ["fetch", "batch to device", "forward", "backward", "optimizer"]
 
 
 class Watch(L.Callback):
@@ -42,44 +44,37 @@ class Watch(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         self.stack.close()
-        self.model = trainer.strategy.model  # as it is before the teardown
+        assert "_sync_buffers" not in vars(trainer.strategy.model)  # as it is before the teardown
         methods = ("process_dataloader", "batch_to_device", "training_step", "backward", "optimizer_step")
         assert not [name for name in methods if name in vars(trainer.strategy)]
 
 
-def _watched(module: L.LightningModule, steps: int = 3, **options: Any) -> Watch:
+def _watched(module: L.LightningModule, steps: int = 4, **options: Any) -> list[StepRecord]:
     watch = Watch()
     fit(module, [watch], steps=steps, **{"devices": 1, "strategy": "auto", **options})
-    return watch
+    return watch.steps
 
 
-def _names(step: StepRecord) -> list[str]:
+def _names(step: StepRecord, *among: str) -> list[str]:
     assert all(span.end is not None and span.end >= span.start for span in step.spans)
-    return [span.name for span in step.spans]
+    return [span.name for span in step.spans if span.name in (among or STAGES)]
 
 
-def _in_a_row(step: StepRecord) -> bool:
-    return all(before.end <= after.start for before, after in zip(step.spans, step.spans[1:]))
-
-
-STAGES = ["fetch", "batch to device", "forward", "backward", "optimizer"]
+def _in_a_row(spans: Any) -> bool:
+    return all(before.end <= after.start for before, after in zip(spans, spans[1:]))
 
 
 def test_the_stages_of_a_step_one_after_the_other() -> None:
-    watch = _watched(Plain(), steps=4)
-    assert len(watch.steps) == 4
-    for step in watch.steps:
-        assert [name for name in _names(step) if name != "fetch"] == STAGES[1:]
-        assert _in_a_row(step)
-    kinds = {span.name: span.kind for step in watch.steps for span in step.spans}
-    assert kinds == {"fetch": "data", "batch to device": "data", **{name: name for name in STAGES[2:]}}
-    assert sum(_names(step).count("fetch") for step in watch.steps) >= 4
-
-
-def test_only_the_training_loader_is_observed() -> None:
-    """Validation comes in a step that is open: two batches after each."""
-    steps = _watched(Plain(), steps=4, val_check_interval=1).steps
-    assert 3 <= sum(_names(step).count("fetch") for step in steps) <= 5
+    """Validation comes in a step that is open, two batches after each: only the training loader is observed."""
+    for options in ({}, {"val_check_interval": 1}):
+        steps = _watched(Plain(), **options)
+        assert len(steps) == 4
+        for step in steps:
+            assert _names(step, *STAGES[2:]) == STAGES[2:] and (options or _names(step, *STAGES[1:]) == STAGES[1:])
+            assert options or _in_a_row(step.spans)
+        kinds = {span.name: span.kind for step in steps for span in step.spans}
+        assert kinds == {"fetch": "data", "batch to device": "data", **{name: name for name in STAGES[2:]}}
+        assert 3 + (not options) <= sum(_names(step).count("fetch") for step in steps) <= 5
     watch = Watch()
     watch.timeline.enable(torch.device("cpu"))
     L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, callbacks=[watch]).validate(
@@ -96,10 +91,8 @@ class Skipping(Plain):
 
 
 def test_a_training_step_that_returns_nothing_has_no_backward() -> None:
-    steps = _watched(Skipping(), steps=4).steps
-    assert [[name for name in _names(step) if name in ("forward", "backward")] for step in steps] == [
-        ["forward", "backward"], ["forward"],
-    ] * 2  # fmt: skip
+    found = [_names(step, "forward", "backward") for step in _watched(Skipping())]
+    assert found == [["forward", "backward"], ["forward"]] * 2
 
 
 class Searching(Plain):
@@ -116,14 +109,18 @@ class Searching(Plain):
 
 def test_every_closure_is_a_forward_and_a_backward_and_what_follows_the_optimizer() -> None:
     module = Searching()
-    steps = _watched(module, steps=2).steps
+    steps = _watched(module, steps=2)
     for step in steps:
-        names = [name for name in _names(step) if name in STAGES[2:]]
-        closures = len(names) // 3
-        assert closures > 1
-        assert names == STAGES[2:] * closures
-        assert _in_a_row(step)
+        names = _names(step, *STAGES[2:])
+        assert len(names) > 3 and names == STAGES[2:] * (len(names) // 3) and _in_a_row(step.spans)
     assert sum(_names(step).count("forward") for step in steps) == module.evaluations
+    weights = []
+    for callbacks in ([Watch()], [Watch(recording=False)], []):
+        torch.manual_seed(0)
+        module = Searching()
+        fit(module, callbacks, steps=3, devices=1, strategy="auto")
+        weights.append(module.layer.weight.tolist())
+    assert weights[0] == weights[1] == weights[2], "what is computed stays the same"
 
 
 class Manual(Plain):
@@ -145,27 +142,17 @@ class Manual(Plain):
 
 
 def test_manual_optimization_is_seen_inside_the_training_step() -> None:
-    for step in _watched(Manual()).steps:
+    for step in _watched(Manual()):
         stages = [span for span in step.spans if span.kind != "data"]
         assert [span.name for span in stages] == ["forward", "backward", "optimizer", "backward", "optimizer"]
         assert all(span.start >= stages[0].start and span.end <= stages[0].end for span in stages[1:])
-        assert all(before.end <= after.start for before, after in zip(stages[1:], stages[2:]))
-
-
-def test_what_is_computed_stays_the_same() -> None:
-    weights = []
-    for callbacks in ([Watch()], [Watch(recording=False)], []):
-        torch.manual_seed(0)
-        module = Searching()
-        fit(module, callbacks, steps=3, devices=1, strategy="auto")
-        weights.append(module.layer.weight.tolist())
-    assert weights[0] == weights[1] == weights[2]
+        assert _in_a_row(stages[1:])
 
 
 def test_the_strategys_own_methods_come_back_whatever_happens() -> None:
     strategy = SingleDeviceStrategy(torch.device("cpu"))
     own = strategy.backward
-    strategy.backward = own  # somebody's own, on the instance
+    strategy.backward = own  # a user's own, on the instance
     before = dict(vars(strategy))
     with stages_on(Timeline(), strategy):
         assert len(vars(strategy)) == len(before) + 4
@@ -176,58 +163,70 @@ def test_the_strategys_own_methods_come_back_whatever_happens() -> None:
     assert strategy.training_step.__func__ is SingleDeviceStrategy.training_step
 
 
+class Stateful:
+    """A loader with a state of its own."""
+
+    worker_init_fn: Any = None
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": 2}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded = state
+
+
+def test_the_observed_loader_looks_like_the_loader() -> None:
+    loader = Stateful()
+    observed = ObservedLoader(loader, Timeline())
+    observed.worker_init_fn = print
+    assert loader.worker_init_fn is print and isinstance(observed, _Stateful)
+    observed.load_state_dict(observed.state_dict())
+    assert loader.loaded == {"at": 2} and list(observed) == [0, 1, 2]
+    assert not hasattr(ObservedLoader([1], Timeline()), "state_dict")
+
+
+# -- what is waited for under DDP
+
+
 class Wide(Plain):
     """Another layer that is frozen, and one whose gradients fill more than a bucket."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.more = torch.nn.Linear(4, 1000, bias=False)
-        self.frozen = torch.nn.Linear(4, 1000)
+        self.more, self.frozen = torch.nn.Linear(4, 1000, bias=False), torch.nn.Linear(4, 1000)
         self.frozen.requires_grad_(False)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         return self.layer(batch).square().mean() + self.more(batch).square().mean()
 
 
-def _waits(module: L.LightningModule, ddp: dict[str, Any], **options: Any) -> list[list[tuple[str, int, bool]]]:
-    steps = _watched(module, 4, devices=2, strategy=DDPStrategy(**ddp), **options).steps
-    assert dist.get_world_size() == 2
-    return [[(c.name, c.moved, c.start <= c.end) for c in step.collectives] for step in steps]
+UNUSED: dict[str, Any] = {"find_unused_parameters": True}
+CASES: dict[str, tuple[type[Plain], dict[str, Any], dict[str, Any]]] = {
+    "plain": (Plain, {}, {}),
+    "unused": (Plain, UNUSED, {}),
+    "static": (Plain, {"static_graph": True}, {}),
+    "accumulation": (Plain, {}, {"accumulate_grad_batches": 2}),
+    "wide": (Wide, {}, {}),
+    "manual": (Manual, {}, {}),
+}
 
 
-@pytest.mark.parametrize("ddp", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-def test_ddps_wait_for_its_gradients_is_seen_once_per_backward(ddp: dict[str, Any]) -> None:
-    first, second = run_distributed(_waits, 2, Plain(), ddp)
-    assert first == second == [[("dense gradients", 20, True)]] * 4, "two ranks exchange five floats: each sends them once"
+def test_ddps_waits_for_gradients_and_buffers_are_collectives() -> None:
+    def run() -> dict[str, list[list[tuple[str, int]]]]:
+        found = {}
+        for name, (module, ddp, options) in CASES.items():
+            steps = _watched(module(), devices=2, strategy=DDPStrategy(**ddp), **options)
+            assert all(c.start <= c.end for step in steps for c in step.collectives)
+            found[name] = [[(c.name, c.moved) for c in step.collectives] for step in steps]
+        return found
 
-
-class Normed(Plain):
-    """Running statistics are buffers, which DDP takes from rank 0 in every forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
-
-
-def _buffers() -> tuple[list[list[str]], bool]:
-    watch = _watched(Normed(), 3, devices=2, strategy=DDPStrategy(), num_sanity_val_steps=0)
-    return [[c.name for c in step.collectives] for step in watch.steps], "_sync_buffers" in vars(watch.model)
-
-
-def test_ddps_broadcast_of_buffers_is_a_collective() -> None:
-    assert run_distributed(_buffers, 2) == [([["buffers", "dense gradients"]] * 3, False)] * 2
-
-
-def test_not_in_a_backward_that_only_accumulates() -> None:
-    waits = run_distributed(_waits, 2, Plain(), {}, accumulate_grad_batches=2)[0]
-    assert [len(step) for step in waits] == [0, 1, 0, 1]
-
-
-def test_the_bytes_of_the_last_bucket_and_of_what_is_trained() -> None:
-    """Another limit changes nothing: DDP lets its first bucket hold 1 MB."""
-    for ddp in ({}, {"bucket_cap_mb": 0.01}):
-        assert run_distributed(_waits, 2, Wide(), ddp)[0][0][0][1] == 4 * (5 + 4000)
-
-
-def test_manual_optimization_under_ddp(tmp_path: Path) -> None:
-    assert [len(step) for step in run_distributed(_waits, 2, Manual(), {})[0]] == [2] * 4
+    first, second = run_distributed(run, 2)
+    assert first == second
+    # two ranks exchange five floats: each sends them once per backward that does not only accumulate
+    once = [("dense gradients", 20)]
+    assert [first[name] for name in ("plain", "unused", "static")] == [[once] * 4] * 3
+    assert first["accumulation"] == [[], once] * 2 and first["manual"] == [once * 2] * 4
+    assert first["wide"][0][0][1] == 4 * (5 + 4000), "the bytes of the last bucket, of what is trained"

@@ -3,209 +3,158 @@
 from __future__ import annotations
 
 import os
-from functools import cache
+from functools import partial
 from typing import Any
 
-import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.data import BalanceOptions
 from lightning_freescale.testing import run_distributed
-from tests.helpers.recommender import Recommender, Samples, collate, fixed_loader, trainer
-
-WORLD = {"devices": 2}
-
-
-def _losses(strategy: str, optimizer: str) -> list[float]:
-    torch.manual_seed(0)
-    module = Recommender(optimizer)
-    trainer(strategy=strategy, **WORLD).fit(module, fixed_loader(int(os.environ["RANK"]), 20))
-    return module.losses
+from tests.helpers.overlap_training import Case, CountingModel, compared
+from tests.helpers.recommender import OPTIMIZERS, Recommender, Samples, collate, trainer
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [pytest.param("sgd", marks=pytest.mark.slow), "adagrad", pytest.param("rowwise_adagrad", marks=pytest.mark.slow)],
-)
-def test_same_losses_as_ddp(optimizer: str) -> None:
-    ddp = run_distributed(_losses, 2, "ddp", optimizer)
-    mine = run_distributed(_losses, 2, "freescale", optimizer)
-    for rank in range(2):
-        assert mine[rank] == pytest.approx(ddp[rank], rel=1e-5)
-    assert max(ddp[0]) / min(ddp[0]) > 1.5, "the loss must move, or equality means nothing"
-
-
-def _losses_of_other_starts(strategy: str) -> list[float]:
-    """Every rank draws weights of its own: DDP trains with those of the first."""
-    torch.manual_seed(int(os.environ["RANK"]))
-    module = Recommender("sgd")
-    trainer(strategy=strategy, **WORLD).fit(module, fixed_loader(int(os.environ["RANK"]), 6))
-    return module.losses
-
-
-def test_ranks_begin_with_the_weights_of_the_first() -> None:
-    ddp, mine = (run_distributed(_losses_of_other_starts, 2, strategy) for strategy in ("ddp", "freescale"))
-    for rank in range(2):
-        assert mine[rank] == pytest.approx(ddp[rank], rel=1e-5)
-
-
-def _after_one_step(strategy: str, samples: int, batch_size: int, **options: Any) -> dict[str, torch.Tensor]:
-    """Weights after one SGD step: they differ from the initial ones by the gradient alone."""
-    torch.manual_seed(0)
-    module, data = Recommender("sgd"), Samples(samples)
-    loader = FreeScaleDataModule(data, data.lengths, batch_size, collate_fn=collate, **options)
-    fit = trainer(strategy=strategy, max_steps=1, **WORLD)
-    fit.fit(module, loader)
-    return fit._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"]
-
-
-@pytest.mark.parametrize("samples", [16, 15])
-def test_balancing_keeps_the_gradient(samples: int) -> None:
-    """Also for a global batch that the ranks cannot share equally, against one rank that computes it alone."""
-    balanced, dealt = (
-        run_distributed(_after_one_step, 2, "freescale", samples, 8, balance=balance)[0] for balance in (True, False)
-    )
-    alone = run_distributed(_alone, 1, samples)[0]
-    torch.manual_seed(0)
-    initial = Recommender("sgd").state_dict()
-    for name, weight in balanced.items():
-        torch.testing.assert_close(weight, dealt[name], rtol=1e-6, atol=1e-7)
-        torch.testing.assert_close(weight, alone[name], rtol=1e-6, atol=1e-7)
-        assert not torch.equal(weight, initial[name])
-
-
-@cache
-def _plain(loss_reduction: str) -> dict[str, torch.Tensor]:
-    return run_distributed(_after_one_step, 2, "freescale", 16, 8, loss_reduction=loss_reduction, balance=True)[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"assignment_mode": "slack"},
-        {"assignment_mode": "free"},
-        {"rank_speeds": [1.0, 0.4], "assignment_mode": "free"},
-    ],
-)
-@pytest.mark.parametrize("loss_reduction", ["sample_mean", "target_mean"])
-def test_unequal_counts_keep_the_gradient(options: dict[str, Any], loss_reduction: str) -> None:
-    plain = _plain(loss_reduction)
-    balance = BalanceOptions(**options)
-    unequal = run_distributed(_after_one_step, 2, "freescale", 16, 8, loss_reduction=loss_reduction, balance=balance)[0]
-    if loss_reduction == "target_mean":  # the test module means over samples, which target_mean then weighs by their lengths
-        assert any(not torch.equal(weight, unequal[name]) for name, weight in plain.items())
-        return
-    for name, weight in plain.items():
-        torch.testing.assert_close(weight, unequal[name], rtol=1e-6, atol=1e-7)
-
-
-def _alone(samples: int) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    module, data = Recommender("sgd"), Samples(samples)
-    loader = FreeScaleDataModule(data, data.lengths, samples, collate_fn=collate)
-    fit = trainer(strategy="freescale", max_steps=1, devices=1)
-    fit.fit(module, loader)
-    return fit._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"]
-
-
-class Draws(Recommender):
+class Draws(CountingModel):
     """Draws random numbers while it trains, as dropout does."""
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.losses[-1] = float(torch.rand(()))
         return loss
 
 
-def _draws(strategy: str) -> list[float]:
-    torch.manual_seed(0)
-    module = Draws("sgd")
-    trainer(strategy=strategy, **WORLD).fit(module, fixed_loader(int(os.environ["RANK"]), 3))
-    return module.losses
+def _starts_elsewhere() -> CountingModel:
+    """Every rank draws weights of its own: DDP trains with those of the first."""
+    torch.manual_seed(int(os.environ["RANK"]))
+    return CountingModel("sgd")
 
 
-def test_random_state_is_that_of_ddp() -> None:
-    assert run_distributed(_draws, 2, "freescale") == run_distributed(_draws, 2, "ddp")
+CASES = {
+    **{name: Case(partial(CountingModel, name)) for name in OPTIMIZERS},
+    "other weights on every rank": Case(_starts_elsewhere),
+    "random numbers": Case(partial(Draws, "sgd")),
+}
+
+
+def test_same_numbers_as_ddp() -> None:
+    found = compared(2, CASES, "ddp", "freescale", losses=(1e-5, 1e-12), weights=(1e-4, 1e-6), states=(1e-4, 1e-6), moves=1.5)
+    assert found == []
+
+
+# -- shared out among ranks and micro-batches, a step has the gradient of its whole batch
 
 
 class TargetMean(Recommender):
     """A loss that means over targets: every sample has as many as its history is long."""
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         error = (self.net(batch["features"]) - batch["label"]) ** 2
         targets = batch["features"]["history"].lengths()
         return (error * targets).sum() / targets.sum()
 
 
 class Sum(Recommender):
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         return ((self.net(batch["features"]) - batch["label"]) ** 2).sum() / 16
 
 
-def _after_one_window(kind: type[Recommender], batches: int, batch_size: int, devices: int, **options: Any) -> dict[str, Any]:
-    """Weights after one optimizer step over 32 samples, and which samples the rank had in each batch."""
+REDUCTIONS = {"sample_mean": Recommender, "target_mean": TargetMean, "sum": Sum}
+
+
+def _one_step(reduction: str, samples: int, batch_size: int, window: int = 1, **options: Any) -> dict[str, Any]:
+    """Weights after one SGD step, which differ from the initial ones by the gradient alone; and the order of samples."""
     torch.manual_seed(0)
-    module, data = kind("sgd"), Samples(32)
-    loader = FreeScaleDataModule(data, data.lengths, batch_size, collate_fn=collate, **options)
-    fit = trainer(strategy="freescale", max_steps=1, devices=devices, accumulate_grad_batches=batches)
+    module, data = REDUCTIONS[reduction]("sgd"), Samples(samples)
+    loader = FreeScaleDataModule(data, data.lengths, batch_size, collate_fn=collate, loss_reduction=reduction, **options)
+    devices = int(os.environ["WORLD_SIZE"])
+    fit = trainer(strategy="freescale", max_steps=1, devices=devices, accumulate_grad_batches=window)
     fit.fit(module, loader)
     sampler = fit.train_dataloader.sampler
-    order = [sampler.global_batch(0, step).tolist() for step in range(len(sampler))]
+    order = [sorted(sampler.global_batch(0, step).tolist()) for step in range(len(sampler))]
     return {"weights": fit._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"], "order": order}
 
 
-@pytest.mark.parametrize(("kind", "reduction"), [(Recommender, "sample_mean"), (TargetMean, "target_mean"), (Sum, "sum")])
-def test_a_window_has_the_gradient_of_one_batch(kind: type[Recommender], reduction: str) -> None:
-    """Whichever micro-batch a sample is computed in, also where the mean of micro-batches' means would be another."""
-    told = run_distributed(_after_one_window, 2, kind, 4, 4, 2, loss_reduction=reduction, balance=BalanceOptions(window=True))[
-        0
-    ]
-    as_drawn = run_distributed(
-        _after_one_window, 2, kind, 4, 4, 2, loss_reduction=reduction, balance=BalanceOptions(window=False)
-    )[0]
-    assert [sorted(batch) for batch in told["order"]] != [sorted(batch) for batch in as_drawn["order"]], (
-        "nothing was shared out"
-    )
-    whole = (
-        as_drawn if reduction == "sum" else run_distributed(_after_one_window, 1, kind, 1, 32, 1, loss_reduction=reduction)[0]
-    )
-    for name, weight in told["weights"].items():
-        torch.testing.assert_close(weight, whole["weights"][name], rtol=1e-6, atol=1e-7)
+def _balanced(reduction: str, samples: int = 16, **options: Any) -> tuple[Any, Any]:
+    return partial(_one_step, reduction, samples, 8, **options), partial(_one_step, reduction, samples, samples)
 
 
-def _budgeted(kind: type[Recommender], reduction: str) -> dict[str, Any]:
-    """Weights after an epoch of steps cut by tokens, and how many samples each rank had."""
+def _windows(reduction: str, window: bool) -> tuple[Any, Any]:
+    balance = BalanceOptions(window=window)
+    return partial(_one_step, reduction, 32, 4, 4, balance=balance), partial(_one_step, reduction, 32, 32)
+
+
+SHARED_OUT = {
+    "balanced": _balanced("sample_mean", balance=True),
+    "dealt": _balanced("sample_mean", balance=False),
+    "balanced, unequal counts": _balanced("sample_mean", 15, balance=True),
+    "dealt, unequal counts": _balanced("sample_mean", 15, balance=False),
+    "slack": _balanced("sample_mean", balance=BalanceOptions(assignment_mode="slack")),
+    "free": _balanced("target_mean", balance=BalanceOptions(assignment_mode="free")),
+    "speeds": _balanced("sample_mean", balance=BalanceOptions(rank_speeds=[1.0, 0.4], assignment_mode="free")),
+    **{f"window, {reduction}": _windows(reduction, True) for reduction in REDUCTIONS},
+    **{f"as drawn, {reduction}": _windows(reduction, False) for reduction in REDUCTIONS},
+}
+
+
+def _run_all(which: int) -> dict[str, Any]:
+    return {name: pair[which]() for name, pair in SHARED_OUT.items()}
+
+
+def _differ(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return not all(torch.allclose(weight, other[name], rtol=1e-6, atol=1e-7) for name, weight in one.items())
+
+
+def test_a_step_has_the_gradient_of_its_whole_batch_on_one_rank() -> None:
+    """Also where the ranks cannot share samples equally, and where the mean of micro-batches' means would be another."""
+    mine, whole = run_distributed(_run_all, 2, 0)[0], run_distributed(_run_all, 1, 1)[0]
+    whole["window, sum"] = mine["as drawn, sum"]  # sums are means over ranks
+    expected = [name for name in SHARED_OUT if name not in ("as drawn, sum", "as drawn, target_mean")]
+    assert [name for name in expected if _differ(mine[name]["weights"], whole[name]["weights"])] == []
     torch.manual_seed(0)
-    module, data = kind("sgd"), Samples(64)
-    loader = FreeScaleDataModule(data, data.lengths, batch_tokens=90, collate_fn=collate, loss_reduction=reduction)
-    fit = trainer(strategy="freescale", **WORLD)
-    fit.fit(module, loader)
-    sampler = fit.train_dataloader.sampler
-    steps = range(len(sampler))
-    told = {"counts": [sampler.counts(step) for step in steps], "steps": fit.global_step}
-    told["batches"] = [sampler.global_batch(0, step).tolist() for step in steps]
-    return {"weights": fit._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"], **told}
+    initial = Recommender("sgd").state_dict()
+    assert not any(torch.equal(weight, initial[name]) for name, weight in mine["balanced"]["weights"].items())
+    assert _differ(mine["as drawn, target_mean"]["weights"], whole["window, target_mean"]["weights"])
+    for reduction in REDUCTIONS:
+        assert mine[f"window, {reduction}"]["order"] != mine[f"as drawn, {reduction}"]["order"], "nothing was shared out"
 
 
-def _whole_batches(kind: type[Recommender], batches: list[list[int]]) -> dict[str, torch.Tensor]:
+def _budgeted() -> dict[str, dict[str, Any]]:
+    """Weights after an epoch of steps cut by tokens, and which samples each of them had."""
+    found = {}
+    for reduction, kind in REDUCTIONS.items():
+        torch.manual_seed(0)
+        module, data = kind("sgd"), Samples(64)
+        loader = FreeScaleDataModule(data, data.lengths, batch_tokens=90, collate_fn=collate, loss_reduction=reduction)
+        fit = trainer(strategy="freescale", devices=2)
+        fit.fit(module, loader)
+        sampler = fit.train_dataloader.sampler
+        batches = [sampler.global_batch(0, step).tolist() for step in range(len(sampler))]
+        uneven = any(max(counts) > min(counts) + 1 for counts in map(sampler.counts, range(len(sampler))))
+        weights = fit._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"]
+        found[reduction] = {"uneven": uneven, "steps": fit.global_step, "batches": batches, "weights": weights}
+    return found
+
+
+def _whole_batches(batches: dict[str, list[list[int]]]) -> dict[str, dict[str, Tensor]]:
     """Weights after the same global batches, each on one rank at once, under "ddp"."""
-    torch.manual_seed(0)
-    module, data = kind("sgd"), Samples(64)
-    fit = trainer(strategy="ddp", devices=1)
-    whole = DataLoader([collate([data[index] for index in batch]) for batch in batches], batch_size=None)  # type: ignore[arg-type]
-    fit.fit(module, whole)
-    return module.state_dict()
+    found = {}
+    for reduction, kind in REDUCTIONS.items():
+        torch.manual_seed(0)
+        module, data = kind("sgd"), Samples(64)
+        whole: Any = [collate([data[index] for index in batch]) for batch in batches[reduction]]
+        trainer(strategy="ddp", devices=1).fit(module, DataLoader(whole, batch_size=None))
+        found[reduction] = module.state_dict()
+    return found
 
 
-@pytest.mark.parametrize(("kind", "reduction"), [(Recommender, "sample_mean"), (TargetMean, "target_mean"), (Sum, "sum")])
-def test_steps_cut_by_tokens_have_the_gradient_of_the_whole(kind: type[Recommender], reduction: str) -> None:
-    ranks = run_distributed(_budgeted, 2, kind, reduction)
-    assert any(max(counts) > min(counts) + 1 for counts in ranks[0]["counts"]), "equal counts need no weights"
-    assert ranks[0]["steps"] == ranks[1]["steps"] == len(ranks[0]["batches"]) > 4
-    assert sorted(index for batch in ranks[0]["batches"] for index in batch) == list(range(64))
-    whole = run_distributed(_whole_batches, 1, kind, ranks[0]["batches"])[0]
-    for name, weight in ranks[0]["weights"].items():
-        torch.testing.assert_close(weight, whole[name], rtol=1e-6, atol=1e-7)
+def test_steps_cut_by_tokens_have_the_gradient_of_the_whole() -> None:
+    first, second = run_distributed(_budgeted, 2)
+    (whole,) = run_distributed(_whole_batches, 1, {name: mine["batches"] for name, mine in first.items()})
+    for reduction, mine in first.items():
+        assert mine["uneven"], "equal counts need no weights"
+        assert mine["steps"] == second[reduction]["steps"] == len(mine["batches"]) > 4
+        assert sorted(index for batch in mine["batches"] for index in batch) == list(range(64))
+        assert not _differ(mine["weights"], whole[reduction]), reduction

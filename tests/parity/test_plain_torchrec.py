@@ -1,9 +1,9 @@
-"""Strategy "freescale" against a hand-written loop of plain TorchRec and DDP: bitwise the same."""
+"""Strategy "freescale" against hand-written loops of plain TorchRec and DDP: bitwise the same, managed collisions as well."""
 
 from __future__ import annotations
 
 import os
-from functools import cache
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,50 +11,87 @@ import torch
 
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.testing import run_distributed
-from tests.helpers import plain_torchrec
-from tests.helpers.recommender import Net, RankBatches, Recommender, fixed_loader, trainer
+from tests.helpers import plain_managed, plain_torchrec
+from tests.helpers.managed_tables import IDS, MANAGED, ROWS, ManagedBatches, ManagedNet, ManagedRecommender
+from tests.helpers.overlap_training import PLAIN, Case, CountingModel, Run, my_loader
+from tests.helpers.recommender import OPTIMIZERS, Net, RankBatches, trainer
 
-STEPS = 20
+STEPS, MANAGED_STEPS = 20, 14
 
 
-def _with_freescale(optimizer: str, **options: Any) -> dict[str, Any]:
-    rank = int(os.environ["RANK"])
+def _both(optimizer: str) -> tuple[dict[str, Any], list[Run]]:
+    case = Case(partial(CountingModel, optimizer), lambda: my_loader(STEPS), {"max_epochs": 1})
+    runs = [case.fit(way) for way in ({"dedup": False}, PLAIN)]
     torch.manual_seed(0)
-    module = Recommender(optimizer)
-    fit = trainer(devices=int(os.environ["WORLD_SIZE"]), strategy=FreeScaleStrategy(**options))
-    fit.fit(module, fixed_loader(rank, STEPS))
-    state = fit._checkpoint_connector.dump_checkpoint(weights_only=False)
-    return {"losses": module.losses, "weights": state["state_dict"], "optimizer": state["optimizer_states"][0]}
+    return plain_torchrec.train(Net(), optimizer, RankBatches(int(os.environ["RANK"]), STEPS)), runs
 
 
-def _by_hand(optimizer: str) -> dict[str, Any]:
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_bitwise_equal(optimizer: str, ranks: int) -> None:
+    results = run_distributed(_both, ranks, optimizer)
+    for plain, runs in results:
+        assert all(run.losses == plain["losses"] for run in runs)
+        assert len(set(plain["losses"])) == STEPS, "the loss must move, or equality means nothing"
+    plain, runs = results[0]
+    for run in runs:
+        for name, weight in plain["weights"].items():
+            assert torch.equal(run.weights[f"net.{name}"], weight), name
+        for index, table in enumerate(("item", "cat")):
+            state, momentum = run.states[0]["state"].get(index, {}), plain["states"].get(f"{table}.momentum1")
+            assert ("sum" in state) == (optimizer != "sgd")
+            assert momentum is None or torch.equal(state["sum"].flatten(), momentum.flatten())
+
+
+# -- managed collisions, with evictions
+
+
+class Seeded(ManagedRecommender):
+    """The strategy keeps random draws of its own out of training, the loop by hand does not: both seed after set-up."""
+
+    def on_train_start(self) -> None:
+        torch.manual_seed(self.global_rank)
+
+
+def _managed(optimizer: str) -> dict[str, Any]:
     torch.manual_seed(0)
-    return plain_torchrec.train(Net(), optimizer, RankBatches(int(os.environ["RANK"]), STEPS))
+    module = Seeded(optimizer)
+    fit = trainer(strategy=FreeScaleStrategy(dedup=False), devices=int(os.environ["WORLD_SIZE"]))
+    fit.fit(module, ManagedBatches(int(os.environ["RANK"]), MANAGED_STEPS))
+    saved = fit._checkpoint_connector.dump_checkpoint(weights_only=False)
+    return {
+        "losses": module.losses,
+        "remapped": module.net.remapped,
+        "weights": saved["state_dict"],
+        "optimizer": saved["optimizer_states"][0],
+    }
 
 
-@cache
-def _plain(ranks: int, optimizer: str) -> list[dict[str, Any]]:
-    """What both ways to exchange are compared with."""
-    return run_distributed(_by_hand, ranks, optimizer)
+def _managed_by_hand(optimizer: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    return plain_managed.train(ManagedNet(), optimizer, ManagedBatches(int(os.environ["RANK"]), MANAGED_STEPS))
 
 
-@pytest.mark.parametrize("options", [{"dedup": False}, pytest.param({"overlap": False}, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "optimizer",
     [pytest.param("sgd", marks=pytest.mark.slow), "adagrad", pytest.param("rowwise_adagrad", marks=pytest.mark.slow)],
 )
-def test_bitwise_equal(optimizer: str, ranks: int, options: dict[str, Any]) -> None:
-    mine = run_distributed(_with_freescale, ranks, optimizer, **options)
-    plain = _plain(ranks, optimizer)
+def test_managed_collisions_are_bitwise_equal(optimizer: str, ranks: int) -> None:
+    mine, plain = (run_distributed(how, ranks, optimizer) for how in (_managed, _managed_by_hand))
     for rank in range(ranks):
         assert mine[rank]["losses"] == plain[rank]["losses"]
-    assert len(set(mine[0]["losses"])) == STEPS, "the loss must move, or equality means nothing"
+        assert mine[rank]["remapped"] == plain[rank]["remapped"]
+    assert len(set(mine[0]["losses"])) == MANAGED_STEPS, "the loss must move, or equality means nothing"
+    assert plain[0]["weights"].keys() == {name.removeprefix("net.") for name in mine[0]["weights"]}
     for name, weight in plain[0]["weights"].items():
         assert torch.equal(mine[0]["weights"][f"net.{name}"], weight), name
-    tables = [mine[0]["optimizer"]["state"].get(index, {}) for index in (0, 1)]
-    expected = [plain[0]["states"].get(f"{table}.momentum1") for table in ("item", "cat")]
-    for state, momentum in zip(tables, expected):
-        assert ("sum" in state) == (optimizer != "sgd")
-        if "sum" in state:
-            assert torch.equal(state["sum"].flatten(), momentum.flatten())
+    tables = {f"{name.split('.')[-2]}.momentum1": index for index, (name, _) in enumerate(ManagedNet().named_parameters())}
+    assert len(plain[0]["states"]) == (0 if optimizer == "sgd" else 3)
+    for name, momentum in plain[0]["states"].items():
+        assert torch.equal(mine[0]["optimizer"]["state"][tables[name]]["sum"].flatten(), momentum.flatten())
+    seen = torch.cat([b["features"]["history"].values() for r in range(2) for b in ManagedBatches(r, MANAGED_STEPS).batches])
+    raw = plain[0]["weights"][f"{MANAGED}.item._mch_sorted_raw_ids"]
+    first = torch.cat([ManagedBatches(r, 1).batches[0]["features"]["history"].values() for r in range(2)])
+    assert len(seen.unique()) > 3 * ROWS["item"], "most ids must find no row"
+    assert not torch.isin(first * 1237 % IDS, raw[raw < IDS]).all(), "ids of the first step must have lost their rows"

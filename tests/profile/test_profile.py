@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,11 +69,31 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _run(folder: Path, command: list[str], *words: Any) -> subprocess.CompletedProcess[str]:
+def _run(folder: Path, command: list[str], *words: Any, code: int = 0) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
     line = [*command, *map(str, words)]
-    return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == code, done.stderr[-3000:]
+    return done
+
+
+@pytest.fixture
+def profile(folder: Path, monkeypatch: Any) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs the command in this process until it gives way to the script, which has a process of its own."""
+
+    def run(*words: Any, code: int = 0) -> subprocess.CompletedProcess[str]:
+        started: list[list[str]] = []
+        with monkeypatch.context() as patch:
+            patch.chdir(folder)
+            patch.setenv(VARIABLE, "")  # and so it is unset afterwards
+            patch.setattr(sys, "path", [*sys.path])
+            patch.setattr(tempfile, "tempdir", str(folder))
+            patch.setattr(os, "execv", lambda path, command: started.append(command))
+            main([*map(str, words)])
+            return _run(folder, *started, code=code)
+
+    return run
 
 
 def _script(folder: Path, text: str) -> str:
@@ -80,23 +101,9 @@ def _script(folder: Path, text: str) -> str:
     return "script.py"
 
 
-@pytest.fixture
-def fails(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a command that exits with 2; returns what it says."""
-
-    def run(call: Callable[[list[str]], None], *words: str) -> str:
-        with pytest.raises(SystemExit) as stopped:
-            call([*words])
-        assert stopped.value.code == 2
-        return capsys.readouterr().err
-
-    return run
-
-
 def test_ranks_that_lightning_starts_are_profiled(folder: Path) -> None:
     """Lightning starts rank 1 as ``python train.py 2 ddp``."""
     done = _run(folder, COMMAND, "--dirpath", "bubbles", "--label", "mine", "--warmup-steps", 2, "train.py", 2, "ddp")
-    assert done.returncode == 0, done.stderr[-3000:]
     assert [f"rank {rank} {SEEN.format('ddp')}" in done.stdout for rank in (0, 1)] == [True, True]
     document = read(folder / "bubbles" / "report.json")
     assert (document["run"]["world_size"], len(document["ranks"]), document["run"]["strategy"]) == (2, 2, "DDPStrategy")
@@ -112,22 +119,19 @@ def test_ranks_that_lightning_starts_are_profiled(folder: Path) -> None:
     [
         ([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", *COMMAND[2:]], ["train.py"], "ddp"),
         (COMMAND, ["train.py"], "ddp_spawn"),
-        (COMMAND, ["-m", "train"], "ddp"),
-        ([*COMMAND[:2], "lightning_freescale", "profile", "run"], ["train.py"], "freescale"),
+        ([*COMMAND[:2], "lightning_freescale", "profile", "run"], ["-m", "train"], "freescale"),
     ],
-    ids=["torchrun", "spawned", "a module", "freescale profile run"],
+    ids=["torchrun", "spawned", "freescale profile run, a module"],
 )
 def test_any_launcher(folder: Path, launcher: list[str], words: list[str], strategy: str) -> None:
     (folder / "train.py").write_text("import lightning_freescale\n" * (strategy == "freescale") + MODEL + TRAIN.split(MODEL)[1])
     done = _run(folder, launcher, "--dirpath", "bubbles", *words, 2, strategy)
-    assert done.returncode == 0, done.stderr[-3000:]
     assert SEEN.format(strategy) in done.stdout
     assert len(read(folder / "bubbles" / "report.json")["ranks"]) == 2
 
 
-@pytest.mark.slow
-def test_every_trainer_is_profiled_and_the_scripts_own_profiler_stays(folder: Path) -> None:
-    """Each Trainer has a folder of its own; a list of callbacks may be given to two of them."""
+def test_every_fit_of_every_trainer_is_profiled_and_the_scripts_own_profiler_stays(folder: Path, profile: Any) -> None:
+    """Each fit has a folder of its own; a list of callbacks may be given to two Trainers."""
     script = _script(
         folder,
         MODEL
@@ -138,123 +142,89 @@ for callbacks in (shared, [BubbleProfiler("own", verbose=False)], shared):
     trainer = L.Trainer(**QUIET, devices=1, callbacks=callbacks)
     trainer.fit(Net())
     print([type(callback).__name__ for callback in trainer.callbacks])
+trainer.fit_loop.max_epochs = 3
+trainer.fit(Net())
 """,
     )
-    done = _run(folder, COMMAND, "--every-n-steps", 4, "--live", "--hang-timeout", 30, script)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = profile("--every-n-steps", 4, "--warmup-steps", 0, "--live", "--hang-timeout", 30, script)
     assert "bubble: " in done.stderr, "there is no bar to stand beside"
-    assert {path.parent.name for path in folder.glob("*/report.json")} == {"bubbles", "own", "bubbles_3"}
-    assert done.stdout.count("['Callback', 'BubbleProfiler', 'AddedProfiler']") == 2, done.stdout
-    assert done.stderr.count("the script's own BubbleProfiler profiles this fit") == 1
-
-
-def test_each_fit_of_a_trainer_has_a_folder(folder: Path) -> None:
-    fits = "trainer = L.Trainer(**QUIET, devices=1)\nfor epochs in (1, 3):\n    trainer.fit_loop.max_epochs = epochs\n"
-    done = _run(folder, COMMAND, "--warmup-steps", 0, _script(folder, MODEL + f"{fits}    trainer.fit(Net())\n"))
-    assert done.returncode == 0, done.stderr[-3000:]
     steps = {path.parent.name: read(path)["status"]["steps"] for path in folder.glob("*/report.json")}
-    assert steps == {"bubbles": 16, "bubbles_2": 32}
-    assert done.stdout.count("Verdict:") == 2
+    assert steps == {"bubbles": 16, "own": 11, "bubbles_3": 16, "bubbles_4": 32}
+    assert done.stdout.count("['Callback', 'BubbleProfiler', 'AddedProfiler']") == 2, done.stdout
+    assert done.stderr.count("own BubbleProfiler") == 1 and done.stdout.count("Verdict:") == 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("profiled_by", ["the command", "the command line of the script"])
-def test_a_script_with_lightnings_command_line(folder: Path, profiled_by: str) -> None:
+def test_a_script_with_lightnings_command_line(folder: Path, profile: Any) -> None:
+    """Profiled by the command, and by the command line of the script."""
     script = _script(folder, MODEL + "\nfrom lightning.pytorch.cli import LightningCLI\nLightningCLI(Net)\n")
     told = ["fit", "--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.max_epochs=1"]
-    if profiled_by == "the command":
-        done = _run(folder, COMMAND, "--dirpath=bubbles", script, *told)
-    else:
-        callback = ["--trainer.callbacks+=lightning_freescale.BubbleProfiler", "--trainer.callbacks.dirpath=bubbles"]
-        done = _run(folder, [sys.executable], script, *told, *callback, "--trainer.callbacks.every_n_steps=4")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert len(read(folder / "bubbles" / "report.json")["ranks"]) == 2
+    profile("--dirpath=first", script, *told)
+    callback = ["--trainer.callbacks+=lightning_freescale.BubbleProfiler", "--trainer.callbacks.dirpath=second"]
+    _run(folder, [sys.executable], script, *told, *callback, "--trainer.callbacks.every_n_steps=4")
+    assert [len(read(folder / name / "report.json")["ranks"]) for name in ("first", "second")] == [2, 2]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("end", "code", "said"),
-    [
-        ("raise KeyError('mine')", 1, "KeyError: 'mine'"),
-        ("sys.exit(7)", 7, ""),
-        ("sys.exit('no disk')", 1, "no disk"),
-        ("sys.exit()", 0, ""),
-    ],
-)
-def test_it_ends_as_the_script_does(folder: Path, end: str, code: int, said: str) -> None:
-    script = _script(folder, MODEL + f"\nL.Trainer(**QUIET, devices=1).fit(Net())\n{end}\n")
-    done = _run(folder, COMMAND, script)
-    assert done.returncode == code, done.stderr[-3000:]
-    assert said in done.stderr
-    assert f'script.py", line {(folder / script).read_text().count(chr(10))}' in done.stderr or not said.startswith("KeyError")
-    assert (folder / "bubbles" / "report.json").exists()
-
-
-@pytest.mark.slow
-def test_a_script_that_stops_itself_inside_a_fit_is_reported(folder: Path) -> None:
-    stop = "class Stop(L.Callback):\n    def on_train_batch_end(self, trainer, *rest):\n        "
-    stop += "if trainer.global_step == 9: raise ValueError('inside')\n"
-    script = _script(folder, MODEL + stop + "L.Trainer(**QUIET, devices=1, callbacks=[Stop()]).fit(Net())\n")
-    done = _run(folder, COMMAND, script)
-    assert done.returncode == 1 and "ValueError: inside" in done.stderr
-    assert read(folder / "bubbles" / "report.json")["status"]["reason"] == "ValueError: inside"
-
-
-def test_a_script_that_never_fits_is_told(folder: Path) -> None:
-    done = _run(folder, COMMAND, _script(folder, "import sys\nprint('ended', sys.argv[1:])\n"), "--dirpath", "mine")
-    assert done.returncode == 2
-    assert "script.py has ended, and nothing was profiled, because no Trainer of lightning.pytorch" in done.stderr
+def test_it_ends_as_the_script_does(folder: Path, profile: Any) -> None:
+    """A line in the file of fits stands for a fit."""
+    fits = f"import json, os, sys\nopen(json.loads(os.environ[{VARIABLE!r}])['fits'], 'a').write('0\\n')\n"
+    ends = (("raise KeyError('mine')", 1, "KeyError: 'mine'"), ("sys.exit(7)", 7, ""), ("sys.exit('no disk')", 1, "no disk"))
+    for end, code, said in (*ends, ("sys.exit()", 0, ""), ("pass", 0, "")):
+        error = profile(_script(folder, fits + end + "\n"), code=code).stderr
+        assert said in error and ('script.py", line 3' in error) == said.startswith("KeyError"), end
+    done = profile(_script(folder, "import sys\nprint('ended', sys.argv[1:])\n"), "--dirpath", "mine", code=2)
+    assert "script.py" in done.stderr and "nothing was profiled" in done.stderr
     assert done.stdout == "ended ['--dirpath', 'mine']\n", "what stands behind the script is the script's"
-    assert _run(folder, COMMAND, _script(folder, "raise SystemExit(3)")).returncode == 3
+    assert {path.name for path in folder.iterdir()} == {"train.py", "script.py"}, "nothing else is left"
 
 
+@pytest.mark.slow
 def test_the_flags_of_the_interpreter_hold_for_the_script(folder: Path) -> None:
-    script = _script(folder, "import sys\nprint(sys.flags.optimize, sys.warnoptions, sys._xoptions)\n")
+    script = _script(folder, "import sys\nprint(sys.flags.optimize, sys.warnoptions, sys._xoptions)\nsys.exit(3)\n")
     flags = ["-O", "-W", "ignore::ImportWarning", "-X", "utf8"]
-    plain = _run(folder, [sys.executable, *flags], script).stdout
+    plain = _run(folder, [sys.executable, *flags], script, code=3).stdout
     assert plain == "1 ['ignore::ImportWarning'] {'utf8': True}\n"
-    assert _run(folder, [sys.executable, *flags, *COMMAND[1:]], script).stdout == plain
+    assert _run(folder, [sys.executable, *flags, *COMMAND[1:]], script, code=3).stdout == plain
 
 
-def test_a_package_is_imported_once(folder: Path) -> None:
+def test_a_script_or_a_package_sees_of_itself_what_it_sees_under_python(folder: Path, profile: Any) -> None:
+    shown = "sys.argv, __file__, __name__, __spec__, sys.path[0], sys.modules['__main__'].Mine is Mine, f.__annotations__"
     (folder / "pkg").mkdir()
     (folder / "pkg" / "__init__.py").write_text("print('imported')\n")
-    (folder / "pkg" / "train.py").write_text("print('run', __name__, __package__)\n")
-    assert _run(folder, COMMAND, "-m", "pkg.train").stdout == "imported\nrun __main__ pkg\n"
-    missing = _run(folder, COMMAND, "-m", "pkg.none")
-    assert missing.returncode == 1 and "No module named pkg.none" in missing.stderr
+    (folder / "pkg" / "train.py").write_text(f"import sys\nclass Mine: pass\ndef f(x: 1): pass\nprint(__package__, {shown})\n")
+    plain = _run(folder, [sys.executable], "pkg/train.py", 1).stdout
+    assert profile("pkg/train.py", 1, code=2).stdout == plain and "'pkg/train.py', '1'" in plain and "{'x': 1}" in plain
+    as_module = profile("-m", "pkg.train", code=2).stdout
+    assert as_module.startswith("imported\npkg ") and as_module.count("imported") == 1 and " __main__ " in as_module
+    assert "pkg.none" in profile("-m", "pkg.none", code=1).stderr
 
 
-def test_a_script_sees_of_itself_what_it_sees_under_python(folder: Path) -> None:
-    shown = "sys.argv, __file__, __name__, __spec__, sys.path[0], sys.modules['__main__'].Mine is Mine, f.__annotations__"
-    (folder / "inside").mkdir()
-    (folder / "inside" / "train.py").write_text(f"import sys\nclass Mine: pass\ndef f(x: 1): pass\nprint({shown})\n")
-    plain = _run(folder, [sys.executable], "inside/train.py", 1)
-    profiled = _run(folder, COMMAND, "inside/train.py", 1)
-    assert profiled.stdout == plain.stdout and "'inside/train.py', '1'" in plain.stdout and "{'x': 1}" in plain.stdout
-    assert "nothing was profiled" in profiled.stderr
+@pytest.fixture
+def fails(capsys: Any) -> Callable[..., str]:
+    """Runs a command that exits with 2; returns what it says."""
 
+    def run(call: Callable[[list[str]], None], *words: str) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            call([*words])
+        assert stopped.value.code == 2
+        return capsys.readouterr().err
 
-@pytest.mark.slow
-def test_the_trainer_of_the_other_package_is_refused(folder: Path) -> None:
-    """Its callbacks are of other classes."""
-    done = _run(folder, COMMAND, _script(folder, "import pytorch_lightning as pl\npl.Trainer(accelerator='cpu')\n"))
-    assert done.returncode == 1
-    assert "import lightning.pytorch as pl, and nothing of pytorch_lightning" in done.stderr
+    return run
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["none.py"], "there is no file 'none.py': pass the script"),
-        (["-m", "no_such_module"], "-m no_such_module: there is no such module"),
-        (["-m", "no_such.module"], "-m no_such.module: there is no such module"),
-        (["--max-steps", "0", "train.py"], "max_steps=0: pass a whole number, 1 or more"),
-        (["--dirpath", "bubbles"], "the following arguments are required: train.py"),
+        (["none.py"], "'none.py'"),
+        (["-m", "no_such_module"], "-m no_such_module: "),
+        (["-m", "no_such.module"], "-m no_such.module: "),
+        (["--max-steps", "0", "train.py"], "max_steps=0"),
+        (["--hang-timeout", "-1", "train.py"], "hang_timeout=-1"),
+        (["--dirpath", "bubbles"], "required: train.py"),
     ],
 )
 def test_what_cannot_be_run_is_told(
-    words: list[str], said: str, fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    words: list[str], said: str, fails: Callable[..., str], monkeypatch: Any, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -262,18 +232,21 @@ def test_what_cannot_be_run_is_told(
     assert said in fails(freescale, "profile", "run", *words)
 
 
-def test_an_installation_without_the_entry_point_is_told(
-    folder: Path, fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lightning_freescale.profile.__main__._HOOK", "nobody.asks")
+def test_an_installation_without_the_entry_point_is_told(folder: Path, fails: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("lightning_freescale.profile.__main__._HOOK", "no.such_group")
     assert "pip install -e ." in fails(main, str(folder / "train.py"))
 
 
-def test_other_trainers_get_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_other_trainers_get_nothing(monkeypatch: Any, tmp_path: Path) -> None:
     def added() -> list[str]:
         callbacks = L.Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path).callbacks
         return [type(callback).__name__ for callback in callbacks if isinstance(callback, (AddedProfiler, BubbleProfiler))]
 
+    import pytorch_lightning as pl  # whose callbacks are of other classes
+
     assert added() == []
+    pl.Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path)
     monkeypatch.setenv(VARIABLE, json.dumps({"options": {}, "fits": str(tmp_path / "fits")}))
     assert added() == ["AddedProfiler"], "Lightning asks for it"
+    with pytest.raises(ValueError, match="pytorch_lightning"):
+        pl.Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing
 import os
 import re
 import sys
 import threading
 import time
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from lightning_freescale.profiling.reporting.document import read
 from lightning_freescale.profiling.reporting.report import BubbleReport
 from lightning_freescale.testing import RankFailed, run_distributed
 
+pytestmark = pytest.mark.xdist_group("timing")
 DELAY = 0.1
 STEPS = 30
 GUIDE = Path(__file__).parents[2] / "docs" / "profiler.md"
@@ -72,9 +75,8 @@ def _guide(folder: str, loader: str, hours: float = 0.0, too_uncertain: float = 
     return names["report"], [thread.name for thread in threading.enumerate()]
 
 
-@pytest.mark.parametrize("hours", [pytest.param(0, marks=pytest.mark.slow), 3], ids=["clocks alike", "clocks hours apart"])
-def test_the_plain_loop_of_the_guide(hours: float, tmp_path: Path) -> None:
-    (report, threads), (nothing, _) = run_distributed(_guide, 2, str(tmp_path), "batches_on(timeline, loader)", hours)
+def test_the_plain_loop_of_the_guide(tmp_path: Path) -> None:
+    (report, threads), (nothing, _) = run_distributed(_guide, 2, str(tmp_path), "batches_on(timeline, loader)", 3)
     assert nothing is None
     assert list(report.steps) == list(range(5, STEPS))
     assert (report.samples == 2).all()
@@ -97,30 +99,28 @@ def test_the_plain_loop_of_the_guide(hours: float, tmp_path: Path) -> None:
 def test_clocks_that_disagree_and_a_loader_that_is_not_observed(tmp_path: Path) -> None:
     report = run_distributed(_guide, 2, str(tmp_path), "loader", too_uncertain=1e-9)[0][0]
     assert not report.wait_attribution.aligned
-    assert "agreed only within" in report.wait_attribution.reason
-    assert "agreed only within" in read(tmp_path / "bubbles" / "report.json")["wait_attribution"]["reason"]
+    assert read(tmp_path / "bubbles" / "report.json")["wait_attribution"]["reason"] == report.wait_attribution.reason != ""
     assert _medians(report, "wait")[0] > 0.8 * DELAY
     assert not column(report.breakdown, "straggler_wait").any() and not column(report.breakdown, "transfer").any()
-    assert {case.name for case in report.what_if if "clocks" in (case.note or "")} == {
-        "perfect balance",
-        "full overlap",
-        "balance + overlap",
-    }
+    unknown = {case.name for case in report.what_if if case.speed_up is None}
+    assert {"perfect balance", "full overlap", "balance + overlap"} <= unknown
     assert not column(report.breakdown, "data_wait").any() and column(report.breakdown, "unexplained").any()
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("every_n_steps", 2.5), ("every_n_steps", "50"), ("every_n_steps", 0), ("max_steps", True), ("warmup_steps", None)],
+    ("name", "value"), [("every_n_steps", 2.5), ("every_n_steps", 0), ("max_steps", True), ("warmup_steps", None)]
 )
 def test_options_are_whole_numbers(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}: pass a whole number, ")):
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}")):
         ProfilerOptions(**{name: value})
-    assert ProfilerOptions(every_n_steps=np.int64(3)).every_n_steps == 3
+    assert ProfilerOptions(every_n_steps=np.int64(3), warmup_steps=0).every_n_steps == 3
+
+
+# -- one rank
 
 
 @contextmanager
-def _profiled(folder: str | Path, group: Any = None, fit_costs: Any = None, **options: Any) -> Any:
+def _profiled(folder: str | Path, group: Any = None, fit_costs: Any = None, **options: Any) -> Iterator[StepProfiler]:
     timeline, device = Timeline(), torch.device("cpu")
     timeline.enable(device)
     given = ProfilerOptions(**{"every_n_steps": 3, "warmup_steps": 0, **options})
@@ -131,43 +131,19 @@ def _profiled(folder: str | Path, group: Any = None, fit_costs: Any = None, **op
     timeline.disable()
 
 
-def _subgroups(folder: str) -> Any:
-    rank_exchange._TOO_UNCERTAIN = 1.0  # however busy the machine is
-    pair, own, rank = dist.new_group([0, 1]), dist.new_group(backend="gloo"), dist.get_rank()
-    with _profiled(folder, own) as profile:
-        for _ in range(8):
-            time.sleep((0, DELAY, 3 * DELAY)[rank])
-            if rank < 2:
-                dist.all_reduce(torch.ones(4), group=pair)
-            profile.end_step()
-        return profile.write_report()
-
-
-def test_nobody_waits_for_ranks_outside_of_a_subgroup(tmp_path: Path) -> None:
-    report = run_distributed(_subgroups, 3, str(tmp_path))[0]
-    waits = _medians(report, "straggler_wait")
-    assert 0.7 * DELAY < waits[0] < 1.8 * DELAY
-    assert waits[1] < 0.5 * DELAY and waits[2] == 0
-    assert report.last[2] == 0 and sum(report.last) == 8
-    assert report.exchanges[0].per_step == pytest.approx(2 / 3)
-
-
-# -- one rank
-
-
-def _rank_alone(profile: StepProfiler, steps: int, between: Any = None) -> list[dict[str, float]]:
-    news = []
+def _run(profile: StepProfiler, steps: int, between: Callable[[], Any] = lambda: None) -> list[dict[str, float]]:
+    """Some steps of one rank, of 1, 2, ... samples; return the scalars of exchanges."""
+    scalars = []
     for step in range(steps):
-        scalars = profile.end_step(samples=step + 1)
-        news += [] if scalars is None else [scalars]
-        if between is not None:
-            between()
-    return news
+        scalars.append(profile.end_step(samples=step + 1, features=[step, 2.0]))
+        between()
+    return [each for each in scalars if each is not None]
 
 
 def test_steps_after_the_warm_up_are_in_the_report(tmp_path: Path) -> None:
-    with _profiled(tmp_path, warmup_steps=2, trace_steps=4) as profile:
-        _rank_alone(profile, 13)
+    seen: list[Any] = []
+    with _profiled(tmp_path, warmup_steps=2, trace_steps=4, fit_costs=lambda given, _: seen.append(given.tolist())) as profile:
+        _run(profile, 13)
         report = profile.write_report()
         steps = list(profile._buffer.recent)
     assert [after.start for after in steps[1:]] == [before.end for before in steps[:-1]], "without a gap"
@@ -176,53 +152,39 @@ def test_steps_after_the_warm_up_are_in_the_report(tmp_path: Path) -> None:
     assert report.samples[:, 0].tolist() == list(range(3, 14))
     assert (report.status.complete, report.status.warmup, report.status.not_exchanged) == (True, 2, 0)
     assert sorted(profile.files) == ["page", "report", "trace"]
+    assert seen[-1] == [[[step, 2.0]] for step in range(2, 13)], "features reach the cost model"
 
 
-def test_what_the_page_will_lack_is_told_when_it_can_be_helped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_plotly_is_a_warning_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "plotly", None)  # as if it were not installed
-    lacks = {"expected_warning": UserWarning, "match": "no pictures without the package plotly"}
-    with ExitStack() as stack:
-        with pytest.warns(**lacks):
-            profile = stack.enter_context(_profiled(tmp_path))
-        _rank_alone(profile, 5)
-        with pytest.warns(**lacks):
-            profile.write_report()
-    assert sorted(profile.files) == ["page", "report", "trace"]
+    with pytest.warns(UserWarning, match="plotly"), _profiled(tmp_path):
+        pass
 
 
 def test_no_more_than_warm_up_is_nothing_to_report(tmp_path: Path) -> None:
     with _profiled(tmp_path / "new", warmup_steps=5) as profile:
-        _rank_alone(profile, 5)
-        assert profile.write_report() is None
-        assert profile.write_interrupted_report("too early") is None
+        profile.timeline.close_step()
+        assert profile.end_step() is None and profile.timeline.recording, "the first call may be before any step"
+        _run(profile, 5)
+        assert profile.write_report() is profile.write_interrupted_report("too early") is None
     assert not list(tmp_path.rglob("*.*"))
 
 
-def test_the_first_call_may_be_before_any_step(tmp_path: Path) -> None:
-    with _profiled(tmp_path) as profile:
-        profile.timeline.close_step()
-        assert profile.end_step() is None
-        assert profile.timeline.recording
-        _rank_alone(profile, 2)
-        assert len(profile.write_report().steps) == 2
-
-
-@pytest.mark.parametrize("between", [None, lambda: time.sleep(0.02)], ids=["exchanges lag", "steps take long"])
-def test_news_of_every_exchange(between: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("pause", [0.0, 0.02], ids=["exchanges lag", "steps take long"])
+def test_scalars_of_every_exchange(pause: float, tmp_path: Path) -> None:
     with _profiled(tmp_path, every_n_steps=1) as profile:
-        news = _rank_alone(profile, 12, between)
+        found = _run(profile, 12, lambda: time.sleep(pause))
         profile.write_report()
-    assert len(news) in (9, 10), "an exchange from the third step on, and the last one may be under way"
-    assert [one["freescale/bubble/samples_per_s"] * one["freescale/bubble/step_s"] for one in news][:5] == pytest.approx(
-        [1, 2, 3, 4, 5]
-    )
+    assert len(found) in (9, 10), "an exchange from the third step on, and the last one may be under way"
+    samples = [one["freescale/bubble/samples_per_s"] * one["freescale/bubble/step_s"] for one in found]
+    assert samples[:5] == pytest.approx([1, 2, 3, 4, 5])
 
 
 def test_an_exchange_that_failed_is_heard_of_though_the_next_is_due(tmp_path: Path) -> None:
     with _profiled(tmp_path, every_n_steps=1) as profile:
         profile._exchange.exchange_steps = lambda *args: (_ for _ in ()).throw(RuntimeError("a rank is gone"))
         with pytest.raises(RuntimeError, match="a rank is gone"):
-            _rank_alone(profile, 4, lambda: time.sleep(0.02))
+            _run(profile, 4, lambda: time.sleep(0.02))
         profile.write_interrupted_report("a rank is gone")
 
 
@@ -230,94 +192,88 @@ def test_waiting_for_an_exchange_is_no_part_of_a_step(tmp_path: Path) -> None:
     with _profiled(tmp_path, every_n_steps=2) as profile:
         exchange_steps = profile._exchange.exchange_steps
         profile._exchange.exchange_steps = lambda *args: (time.sleep(0.3), exchange_steps(*args))[1]
-        _rank_alone(profile, 12)
+        _run(profile, 12)
         report = profile.write_report()
     assert column(report.breakdown, "wall").sum() < 0.6, "four of them had to be waited for"
 
 
-def test_a_report_while_it_runs(tmp_path: Path) -> None:
+def test_reports_while_it_runs_and_when_it_is_interrupted(tmp_path: Path) -> None:
     with _profiled(tmp_path) as profile:
-        _rank_alone(profile, 5)
+        _run(profile, 5)
         profile.end_epoch()
         document = read(tmp_path / "report.json")
         assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
-        profile.write_report()
-    assert document["series"]["step"] == [0, 1, 2]
-    assert document["status"] == {
-        "complete": False, "reason": "still running", "steps": 3, "first_step": 0, "warmup": 0, "not_exchanged": 2,
-    }  # fmt: skip
-    assert document["what_if"] == []
-
-
-def test_interrupted_after_an_exchange(tmp_path: Path) -> None:
-    with _profiled(tmp_path) as profile:
-        _rank_alone(profile, 7)
-        profile.end_epoch()
+        _run(profile, 2)
         report = profile.write_interrupted_report("Ctrl-C")
+    status = document["status"]
+    assert (status["complete"], status["reason"], status["steps"], status["not_exchanged"]) == (False, "still running", 3, 2)
+    assert document["series"]["step"] == [0, 1, 2] and document["what_if"] == []
     assert list(report.steps) == [0, 1, 2]
     assert (report.status.complete, report.status.reason, report.status.not_exchanged) == (False, "Ctrl-C", 4)
     assert report.median_step is not None
     assert sorted(profile.files) == ["page", "report", "trace"]
 
 
-def test_what_the_profiler_takes_is_told_per_step(tmp_path: Path) -> None:
+def test_overhead_is_per_step(tmp_path: Path) -> None:
     with _profiled(tmp_path) as profile:
         profile._stamp_cost = 1.0
-        _rank_alone(profile, 10)
-        profile._exchange.spent = 5.0
-        profile._worker.cpu_seconds = 20.0
-        report = profile.write_report()
-        stamps = profile.timeline.stamps
-    assert report.overhead.stamps == stamps / 10
-    assert report.overhead.exchange > 0
-
-
-def test_what_exchanges_take_is_told(tmp_path: Path) -> None:
-    with _profiled(tmp_path) as profile:
-        _rank_alone(profile, 10)
+        _run(profile, 10)
         profile._pending.result()
         profile._worker.cpu_seconds = 50.0
-        _rank_alone(profile, 3)
+        _run(profile, 3)
         report = profile.write_report()
-    assert report.overhead.exchange == pytest.approx(50.0 / 13)
+        stamps = profile.timeline.stamps
+    assert (report.overhead.stamps, report.overhead.exchange) == pytest.approx((stamps / 13, 50.0 / 13))
 
 
-def test_features_reach_the_one_who_explains(tmp_path: Path) -> None:
-    seen = []
+# -- memory, from the ranks' processes into the report, its text and the loggers' scalars
 
-    def fit_costs(features: Any, compute: Any) -> None:
-        seen.append(features.tolist())
+HELD, LEAK = 400 * 10**6, 6 * 10**6
+WINDOW, WINDOWS = 3, 14
 
-    with _profiled(tmp_path, every_n_steps=2, fit_costs=fit_costs) as profile:
-        for step in range(5):
-            profile.end_step(1, [step, 2.0])
-        profile.write_report()
-    assert seen[-1] == [[[step, 2.0]] for step in range(5)]
+
+def _leaks(folder: Path) -> Any:
+    """Rank 1 holds ``HELD`` bytes from the start, and leaks ``LEAK`` per window."""
+    rank = dist.get_rank()
+    kept: list[Any] = [torch.ones(HELD * rank, dtype=torch.uint8)]
+    with _profiled(folder, dist.new_group(backend="gloo"), every_n_steps=WINDOW, trace_steps=0) as profile:
+        logged = []
+        for _ in range(WINDOW * WINDOWS):
+            if rank == 1:  # from the kernel, as malloc may take it from what the process has given back before
+                kept.append(mmap.mmap(-1, LEAK // WINDOW, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+                kept[-1].write(b"1" * (LEAK // WINDOW))
+            logged.append(profile.end_step())
+        report = profile.write_report()
+    return None if report is None else str(report), [one for one in logged if one is not None]
+
+
+def test_a_leak_is_flagged_and_its_rank_is_named(tmp_path: Path) -> None:
+    (text, logged), _ = run_distributed(_leaks, 2, tmp_path)
+    memory = read(tmp_path / "report.json")["memory"]
+    innocent, leaky = memory["ranks"]
+    assert (innocent["grows"], leaky["grows"]) == (False, True)
+    assert leaky["growth_bytes"] == pytest.approx(LEAK, rel=0.2)
+    line = next(line for line in text.splitlines() if line.startswith("MEMORY GROWS"))
+    assert "rank 1" in line and "rank 0" not in line
+    assert 'id="memory"' in (tmp_path / "report.html").read_text()
+    assert memory["step"][-1] == WINDOW * WINDOWS - 1
+    current = np.array(memory["current_bytes"])
+    assert len(current) == len(memory["step"]) >= WINDOWS - 1
+    assert current[-1].tolist() == [rank["current_bytes"] for rank in memory["ranks"]]
+    own, more = current.mean(axis=0)
+    assert more - own == pytest.approx(HELD + LEAK * WINDOWS / 2, rel=0.15)
+    assert memory["imbalance"] == pytest.approx(2 * more / (own + more), rel=0.02)
+    assert f"on rank 1, {memory['peak_imbalance']:.2f}x" in text
+    scalars = {name.removeprefix("freescale/bubble/"): value for name, value in logged[-1].items()}
+    assert logged[0]["freescale/bubble/memory_bytes"] < scalars["memory_bytes"]
+    assert scalars["memory_peak_bytes"] <= max(rank["peak_bytes"] for rank in memory["ranks"])
+    assert 1.2 <= scalars["memory_imbalance"] <= 2
 
 
 # -- a rank that is gone
 
 
-def _leave(how: str, outcome: Path) -> None:
-    if how == "dies":
-        os._exit(9)
-    while not outcome.exists():
-        time.sleep(0.01)
-    raise KeyboardInterrupt
-
-
-def _steps_until_it_raises(profile: StepProfiler) -> tuple[int, float, str]:
-    began = time.monotonic()
-    for step in range(10_000):
-        try:
-            profile.end_step()
-        except RuntimeError as error:
-            return step, time.monotonic() - began, type(error).__name__
-        time.sleep(0.001)
-    raise AssertionError("it never raised")
-
-
-def _lost(folder: str, how: str, steps: int, timeout: float, go_on: bool) -> None:
+def _lost(folder: Path, dies: bool, steps: int, timeout: float, go_on: bool) -> None:
     """Rank 1 leaves after some steps, while an exchange is due; what becomes of rank 0 is written."""
     own, rank = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)), dist.get_rank()
     with _profiled(folder, own) as profile:
@@ -325,33 +281,42 @@ def _lost(folder: str, how: str, steps: int, timeout: float, go_on: bool) -> Non
             profile.end_step()
         profile._pending.result()
         if rank == 1:
-            _leave(how, Path(folder, "outcome"))
-        raised = _steps_until_it_raises(profile) if go_on else [profile.end_step() for _ in range(3)]
+            if dies:
+                os._exit(9)
+            while not (folder / "outcome").exists():
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+        began = time.monotonic()
+        if go_on:
+            with pytest.raises(RuntimeError):
+                _run(profile, 10_000, lambda: time.sleep(0.001))
+            found: Any = time.monotonic() - began
+        else:
+            found = [profile.end_step() is None for _ in range(3)]
         began = time.monotonic()
         report = profile.write_interrupted_report("rank 1 is gone")
         took = time.monotonic() - began
-    alive = [thread for thread in threading.enumerate() if thread.name.startswith("freescale")]
-    assert all(thread.daemon for thread in alive)
-    (Path(folder) / "outcome").write_text(repr((raised, took, len(report.steps), report.status.not_exchanged, len(alive))))
+    alive = [thread.daemon for thread in threading.enumerate() if thread.name.startswith("freescale")]
+    (folder / "outcome").write_text(repr((found, took, len(report.steps), report.status.not_exchanged, alive)))
     raise KeyboardInterrupt  # the other ranks have nothing to say
 
 
 def _outcome(folder: Path, *args: Any) -> Any:
     with pytest.raises(RankFailed):
-        run_distributed(_lost, 2, str(folder), *args)
+        run_distributed(_lost, 2, folder, *args)
     return eval((folder / "outcome").read_text())
 
 
 @pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize(("how", "timeout", "least", "most"), [("dies", 20, 0, 10), ("is silent", 2.5, 2, 15)])
+@pytest.mark.parametrize(("dies", "timeout", "least", "most"), [(True, 20, 0, 10), (False, 2.5, 2, 15)])
 def test_a_lost_rank_is_heard_of_within_the_timeout(
-    how: str, timeout: float, least: float, most: float, tmp_path: Path
+    dies: bool, timeout: float, least: float, most: float, tmp_path: Path
 ) -> None:
-    (_, seconds, _), took, steps, left, alive = _outcome(tmp_path, how, 7, timeout, True)
+    seconds, took, steps, left, alive = _outcome(tmp_path, dies, 7, timeout, True)
     assert least < seconds < most
     assert took < 2, "not the timeout once more"
     assert steps == 3, "the first exchange was fine"
-    assert left >= 4 and alive == 0
+    assert left >= 4 and alive == []
     status = read(tmp_path / "report.json")["status"]
     assert (status["complete"], status["reason"], status["not_exchanged"]) == (False, "rank 1 is gone", left)
 
@@ -359,23 +324,20 @@ def test_a_lost_rank_is_heard_of_within_the_timeout(
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(("steps", "kept"), [(7, 3), (4, 7)], ids=["the second", "the first"])
 def test_interrupted_while_an_exchange_waits_for_a_lost_rank(steps: int, kept: int, tmp_path: Path) -> None:
-    news, took, found, left, alive = _outcome(tmp_path, "is silent", steps, 60, False)
-    assert [scalars is None for scalars in news] == [steps == 4, True, True], "of the first exchange"
+    no_scalars, took, found, left, alive = _outcome(tmp_path, False, steps, 60, False)
+    assert no_scalars == [steps == 4, True, True], "of the first exchange"
     assert took < 20, "not the group's timeout"
     assert (found, left) == (kept, steps + 3 - kept)
-    assert alive == 1, "it still waits, and keeps nobody from ending"
+    assert alive == [True], "it still waits, and keeps no process from ending"
     document = read(tmp_path / "report.json")
     assert ("rank 0 alone" in str(document["wait_attribution"]["reason"])) == (kept == 7)
     assert document["series"]["step"] == list(range(kept))
     assert {path.name for path in tmp_path.iterdir()} >= {"report.json", "report.html", "trace.json"}
 
 
-def _leaves_a_thread() -> None:
-    WorkerThread("waits").submit(time.sleep, 60)
-
-
 def test_a_thread_that_waits_keeps_no_process_from_ending() -> None:
-    process = multiprocessing.get_context("fork").Process(target=_leaves_a_thread)
+    fork = multiprocessing.get_context("fork")
+    process = fork.Process(target=lambda: WorkerThread("waits").submit(time.sleep, 60))
     process.start()
     process.join(40)
     assert process.exitcode == 0

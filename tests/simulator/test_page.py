@@ -41,7 +41,7 @@ def _assign(costs: Any, ranks: int) -> Any:
 @pytest.fixture
 def page(open_page: Callable[..., Any], tmp_path: Path) -> Any:
     """The page of these lengths; it must not complain, nor ask for anything."""
-    path = write_page(tmp_path / "page.html", LENGTHS, RANKS, LOAD, NET, _assign, "lengths <b>of</b> no data")
+    path = write_page(tmp_path / "page.html", LENGTHS, RANKS, LOAD, NET, _assign, "no data")
     shown, watch = open_page(path)
     yield shown
     assert (watch.console, watch.requests) == ([], [])
@@ -91,6 +91,7 @@ def test_the_page_computes_what_the_package_does(page: Any, monkeypatch: pytest.
             assert shown == pytest.approx(digits, rel=5e-3, abs=0.06), (str(techniques), row)
 
 
+@pytest.mark.slow
 def test_sliders_change_what_is_assumed(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network_room, "EXACT_RANKS", 0)
     before = _rows(page)
@@ -109,9 +110,7 @@ def test_sliders_change_what_is_assumed(page: Any, monkeypatch: pytest.MonkeyPat
     page.locator("#reset").click()
     _switch(page, Techniques(balance=True, overlap=True, dedup=True))
     assert _rows(page) == before
-
-
-def test_what_needs_another_technique_is_off_without_it(page: Any) -> None:
+    # what needs another technique is off without it
     page.locator("#on-split_backward").check()
     page.locator("#micro_batches").select_option("4")
     page.locator("#on-overlap").uncheck()
@@ -120,16 +119,16 @@ def test_what_needs_another_technique_is_off_without_it(page: Any) -> None:
         assert float(row[3].split()[0]) == pytest.approx(step * 1e3, rel=5e-3)
 
 
-def test_every_figure_says_what_it_is_and_strings_stay_text(page: Any) -> None:
-    assert "predicted" in page.title().lower() and "Nothing here was measured" in page.locator("header").inner_text()
-    assert "lengths <b>of</b> no data" in page.locator("header").inner_text() and page.locator("header b").count() == 0
-    said = page.locator(".slider small").all_inner_texts()
-    assert len(said) >= 12 and all(text.startswith(("measured", "assumed")) for text in said)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "dark"), [(1000, True), (390, False)])
-def test_the_page_fits_the_screen(open_page: Callable[..., Any], tmp_path: Path, width: int, dark: bool) -> None:
-    path = write_page(tmp_path / "page.html", LENGTHS, RANKS, LOAD, NET, _assign, "no data")
+def test_the_page_fits_the_screen_and_strings_stay_text(
+    open_page: Callable[..., Any], tmp_path: Path, width: int, dark: bool
+) -> None:
+    path = write_page(tmp_path / "page.html", LENGTHS, RANKS, LOAD, NET, _assign, "lengths <b>of</b> no data")
     shown, watch = open_page(path, width, dark)
     assert shown.evaluate("document.documentElement.scrollWidth") <= width
+    assert "lengths <b>of</b> no data" in shown.locator("header").inner_text() and shown.locator("header b").count() == 0
+    assert "predicted" in shown.title().lower()
+    said = shown.locator(".slider small").all_inner_texts()
+    assert len(said) >= 12 and all(text.startswith(("measured", "assumed")) for text in said)
     assert (watch.console, watch.requests) == ([], [])

@@ -1,4 +1,4 @@
-"""What the autopilot tries, keeps and undoes, by a clock that is told what steps take."""
+"""Which settings the autopilot tries, keeps and undoes, by a clock that the test advances."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 
 from lightning_freescale.balance import MicroBatchSchedule
-from lightning_freescale.strategy import autopilot as autopilot_room
+from lightning_freescale.strategy import autopilot
 from lightning_freescale.strategy.autopilot import Autopilot
 from lightning_freescale.strategy.setting_trial import LONGEST, MEASURED
 
 Seconds = Callable[[bool, int], float]
 SPLIT = {"split_backward": [False, True]}
-BOTH = {**SPLIT, "micro_batches": [1, 2, 4]}
+PARTS = {"micro_batches": [1, 2, 4]}
+BOTH = {**SPLIT, **PARTS}
 
 
 class Clock:
-    """Goes on when it is told to."""
+    """Advances only when a test says so."""
 
     now = 0.0
 
@@ -34,171 +35,174 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(autopilot_room, "clock_for", lambda device: clock)
+    monkeypatch.setattr(autopilot, "clock_for", lambda device: clock)
     return clock
 
 
 class Run:
-    """Steps whose times follow from their settings; ``compute`` of each is compute."""
+    """Steps whose seconds follow from their settings, ``compute`` of them compute; validation follows some of them."""
 
     def __init__(
-        self, clock: Clock, seconds: Seconds, settings: dict[str, Any] = BOTH, target: float = 0.9, compute: float = 1.0
+        self,
+        clock: Clock,
+        seconds: Seconds,
+        settings: dict[str, Any] = BOTH,
+        target: float | None = 0.9,
+        compute: float = 1.0,
+        epoch_of: int = 10_000,
+        validates: Callable[[int], bool] = lambda step: False,
     ) -> None:
-        self.clock, self.seconds, self.epoch_of = clock, seconds, 10_000
+        self.clock, self.seconds, self.epoch_of, self.validates = clock, seconds, epoch_of, validates
         self.schedule = MicroBatchSchedule("auto", 4)
+        if target is not None:
+            self.schedule.settle(1)
         self.controller = SimpleNamespace(split_backward=False, overlapped=["bags", "items"])
-        self.schedule.settle(1)
         self.logged: list[dict[str, float]] = []
         logger = SimpleNamespace(log_metrics=lambda scalars, step: self.logged.append(scalars))
         strategy = SimpleNamespace(root_device="cpu")
         trainer: Any = SimpleNamespace(strategy=strategy, loggers=[logger], global_step=0, world_size=1)
-        times: Any = SimpleNamespace(step=0, later=lambda step: lambda: compute)
-        self.times = times
+        self.times: Any = SimpleNamespace(step=0, later=lambda step: lambda: compute)
         self.autopilot = Autopilot(
             trainer,
             settings,
             {name: values[0] for name, values in settings.items()},
             schedule=self.schedule,
             controller=self.controller,
-            times=times,
+            times=self.times,
             target=target,
         )
         self.seen: list[tuple[bool, int]] = []
+        self.trials: list[tuple[dict[str, Any], ...]] = []
+        self.decided_after = 0
 
-    def train(self, most: int = 3000, validates: bool = False, goes_on: bool = False) -> int:
-        """Return the steps until all was decided, unless training ``goes_on``, or so many."""
-        for done in range(len(self.seen), most):
+    def train(self, steps: int = 400) -> None:
+        """Train so many steps in all."""
+        for done in range(len(self.seen), steps):
             epoch, step = divmod(done, self.epoch_of)
             self.schedule.count(epoch, step + 2)  # a loader reads ahead
-            count = self.schedule._turns.candidate(epoch, step)
+            count = self.schedule.count(epoch, step)
             self.times.step = done
+            self.decided_after += not self.autopilot.frozen
             self.autopilot.start_step(epoch, step, 0.0)
-            if self.autopilot.frozen and self._has_begun(done) and not goes_on:
-                return done
+            last = self.autopilot._turns.last
+            if not self.trials or last is not self.trials[-1]:
+                self.trials.append(last)
             self.seen.append((self.controller.split_backward, count))
             self.clock.now += self.seconds(self.controller.split_backward, count)
-            if validates:
+            if self.validates(step):
                 self.autopilot.pause()
-        return most
-
-    def _has_begun(self, done: int) -> bool:
-        return self.schedule._turns._phases[-1][0] <= divmod(done, self.epoch_of)
+            if self.validates(step) or step == self.epoch_of - 1:
+                self.clock.now += 1000.0  # not the time of a step
 
     @property
-    def changes(self) -> list[set[tuple[bool, int]]]:
-        """What took turns, trial by trial: sets of (split_backward, micro_batches)."""
-        return [
-            set(zip((each["split_backward"] for each in phase), (each.get("micro_batches", 1) for each in phase)))
-            for _, phase in self.autopilot._turns._phases
-        ]
+    def tried(self) -> list[set[tuple[bool, int]]]:
+        """What took turns, trial by trial, each as (split_backward, micro_batches); the last is what was chosen."""
+        return [{(each["split_backward"], each.get("micro_batches", 1)) for each in trial} for trial in self.trials]
+
+    def resumed(self, settings: dict[str, Any] = BOTH, **changed: Any) -> Run:
+        """Return a run that goes on with the state of this one, of which some items have changed."""
+        again = Run(self.clock, self.seconds, settings)
+        again.schedule.settle(self.autopilot.values.get("micro_batches", 1))  # as the strategy does before the loader is read
+        again.autopilot.load_state_dict({**self.autopilot.state_dict(), **changed})
+        return again
 
 
 def test_what_helps_is_kept_one_change_at_a_time(clock: Clock) -> None:
     run = Run(clock, lambda split, parts: 1.0 + {1: 4.0, 2: 1.5, 4: 2.0}[parts] - 0.5 * split)
-    assert run.train() < 3000
-    assert run.autopilot.values == {"split_backward": True, "micro_batches": 2}
-    assert run.changes == [
-        {(False, 1)},
+    run.train()
+    assert run.autopilot.frozen and run.autopilot.values == {"split_backward": True, "micro_batches": 2}
+    assert run.tried == [
         {(False, 1), (True, 1)},
         {(True, 1), (True, 2), (True, 4)},
         {(False, 1), (True, 2)},  # all of it against the beginning
         {(True, 2)},
     ]
-    assert (run.controller.split_backward, run.schedule.chosen, run.schedule.measured) == (True, 2, 2)
+    assert run.seen[-1] == (True, 2)
+    assert (run.schedule.chosen, run.schedule.measured) == (2, 2)
     assert run.logged[-1]["freescale/autopilot/reduction"] == pytest.approx(0.75)
 
 
 def test_what_harms_is_tried_once_and_refused(clock: Clock) -> None:
     run = Run(clock, lambda split, parts: 5.0 + split + parts)
-    assert run.train() < 3000
-    assert run.autopilot.values == {"split_backward": False, "micro_batches": 1}
-    assert run.changes == [
-        {(False, 1)},
-        {(False, 1), (True, 1)},
-        {(False, 1), (False, 2), (False, 4)},
-        {(False, 1)},
-    ]
+    run.train()
+    assert run.autopilot.frozen and run.autopilot.values == {"split_backward": False, "micro_batches": 1}
+    assert run.tried == [{(False, 1), (True, 1)}, {(False, 1), (False, 2), (False, 4)}, {(False, 1)}]
     assert run.logged[-1]["freescale/autopilot/reduction"] == 0.0
 
 
 def test_it_stops_when_the_target_is_met(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(clock, lambda split, parts: 1.0 + 1.0 / parts - 0.6 * split, target=0.5)
     with caplog.at_level(logging.INFO):
-        assert run.train() < 3000
-    assert run.autopilot.values == {"split_backward": True, "micro_batches": 1}
-    assert {parts for _, parts in run.seen} == {1}, "nobody has asked for more"
-    assert "the bubble was 50.0% before, is 28.6%; of the time lost at the beginning 60.0% is gone" in caplog.text
-    assert "Final, as the target is met: split_backward=True, micro_batches=1" in caplog.text
+        run.train()
+    assert run.autopilot.frozen and run.autopilot.values == {"split_backward": True, "micro_batches": 1}
+    assert {parts for _, parts in run.seen} == {1}
+    for fact in (
+        "50.0%",
+        "28.6%",
+        "60.0%",
+        "split_backward=True, micro_batches=1",
+    ):  # the bubble before and after, what is gone
+        assert fact in caplog.text
 
 
 def test_a_setting_that_was_refused_is_tried_again_beside_another(clock: Clock) -> None:
     """Gradients of the weights at the end help only where there are micro-batches."""
     run = Run(clock, lambda split, parts: {1: 5.0, 2: 4.0, 4: 3.0}[parts] + (split if parts == 1 else -split))
-    assert run.train() < 3000
-    assert run.autopilot.values == {"split_backward": True, "micro_batches": 4}
-    trials = run.changes[1:-2]
-    assert len(trials) == 3
-    assert trials[-1] == {(False, 4), (True, 4)}
+    run.train()
+    assert run.autopilot.frozen and run.autopilot.values == {"split_backward": True, "micro_batches": 4}
+    assert run.tried[2] == {(False, 4), (True, 4)} and len(run.tried) == 5
 
 
 def test_what_seemed_to_help_and_does_not_is_undone(clock: Clock) -> None:
-    run = Run(clock, lambda split, parts: 5.0 - split * (1 if len(run.changes) < 3 else -1), SPLIT)
-    assert run.train() < 3000
-    assert run.autopilot.values == {"split_backward": False}
-    assert run.changes[1:] == [{(False, 1), (True, 1)}, {(False, 1), (True, 1)}, {(False, 1)}]
-    assert run.controller.split_backward is False
-    assert run.logged[-2]["freescale/autopilot/reduction"] > 0.2
-    assert run.logged[-1]["freescale/autopilot/reduction"] == 0.0
+    run = Run(clock, lambda split, parts: 5.0 - split * (1 if len(run.trials) < 2 else -1), SPLIT)
+    run.train()
+    assert run.autopilot.frozen and run.autopilot.values == {"split_backward": False}
+    assert run.tried == [{(False, 1), (True, 1)}, {(False, 1), (True, 1)}, {(False, 1)}]
+    assert run.seen[-1] == (False, 1)
+    assert [scalars["freescale/autopilot/reduction"] > 0.2 for scalars in run.logged] == [True, False]
 
 
 def test_compute_that_a_setting_adds_is_lost(clock: Clock) -> None:
     """It hides all of the exchange, and takes longer."""
-    run = Run(clock, lambda split, parts: 3.5 if split else 3.0, SPLIT, compute=1.0)
+    run = Run(clock, lambda split, parts: 3.5 if split else 3.0, SPLIT)
     run.train()
-    assert run.autopilot.values == {"split_backward": False}
+    assert run.autopilot.frozen and run.autopilot.values == {"split_backward": False}
 
 
 @pytest.mark.parametrize("epoch_of", [9, 40])
 def test_in_short_epochs(clock: Clock, epoch_of: int) -> None:
-    run = Run(clock, lambda split, parts: 1.0 + 4.0 / parts - 0.5 * split)
-    run.epoch_of = epoch_of
-    assert run.train() < 3000
-    assert run.autopilot.values == {"split_backward": True, "micro_batches": 4}
+    run = Run(clock, lambda split, parts: 1.0 + 4.0 / parts - 0.5 * split, epoch_of=epoch_of)
+    run.train(1200)
+    assert run.autopilot.frozen and run.autopilot.values == {"split_backward": True, "micro_batches": 4}
 
 
 def test_steps_that_cannot_be_timed_end_it(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    run = Run(clock, lambda split, parts: 1.0 + 4.0 / parts)
+    run = Run(clock, lambda split, parts: 1.0 + 4.0 / parts, validates=lambda step: True)
     with caplog.at_level(logging.INFO):
-        assert run.train(validates=True) <= 2 * LONGEST + 20
-    assert run.autopilot.values == {"split_backward": False, "micro_batches": 1}
+        run.train(2 * LONGEST + 20)
+    assert run.autopilot.frozen and run.autopilot.values == {"split_backward": False, "micro_batches": 1}
     assert run.schedule.measured is None
-    assert run.autopilot.frozen
-    again = _resumed(run, clock)
-    again.train(goes_on=True)
+    assert f"of {2 * LONGEST} steps not {MEASURED} of each" in caplog.text
+    again = run.resumed()
+    again.train()
     assert again.autopilot.values == {"split_backward": False, "micro_batches": 4}, "it may have steps that can be timed"
-    assert f"unmeasured: of {2 * LONGEST} steps not {MEASURED} of each candidate could be timed" in caplog.text
 
 
-def _resumed(run: Run, clock: Clock, **changed: Any) -> Run:
-    again = Run(clock, run.seconds)
-    again.schedule.settle(run.autopilot.values["micro_batches"])  # as the strategy does before the loader is read
-    again.autopilot.load_state_dict({**run.autopilot.state_dict(), **changed})
-    return again
+# -- resuming
 
 
 def test_a_run_that_resumes_goes_on_where_it_was(clock: Clock) -> None:
-    seconds: Seconds = lambda split, parts: 1.0 + 4.0 / parts - 0.5 * split  # noqa: E731
-    run = Run(clock, seconds)
-    run.train(most=60)
+    run = Run(clock, lambda split, parts: 1.0 + 4.0 / parts - 0.5 * split)
+    run.train(60)
     assert run.autopilot.values["split_backward"] and not run.autopilot.frozen
-    again = _resumed(run, clock)
+    again = run.resumed()
     again.train()
     assert again.seen[0] == (True, 1)
-    assert again.changes[1] == {(True, 1), (True, 2), (True, 4)}, "what was under way is tried anew, what is kept is not"
-    assert again.autopilot.values == {"split_backward": True, "micro_batches": 4}
-    third = _resumed(again, clock)
+    assert again.tried[0] == {(True, 1), (True, 2), (True, 4)}, "the trial under way begins anew, what is kept stays"
+    assert again.autopilot.frozen and again.autopilot.values == {"split_backward": True, "micro_batches": 4}
+    third = again.resumed()
     assert third.autopilot.frozen
-    third.train(most=100, goes_on=True)
+    third.train(100)
     assert set(third.seen) == {(True, 4)}, "nothing is tried"
 
 
@@ -206,10 +210,8 @@ def test_a_run_that_resumes_goes_on_where_it_was(clock: Clock) -> None:
 def test_what_another_run_has_found_counts_for_nothing(clock: Clock, changed: dict[str, Any]) -> None:
     run = Run(clock, lambda split, parts: 4.0 - split, SPLIT)
     run.train()
-    again = Run(clock, run.seconds)
-    again.autopilot.load_state_dict({**run.autopilot.state_dict(), **changed})
-    assert again.autopilot.values == {"split_backward": False, "micro_batches": 1}
-    assert not again.autopilot.frozen
+    again = run.resumed(SPLIT if "kept" not in changed else BOTH, **changed)
+    assert not again.autopilot.frozen and not again.autopilot.values["split_backward"]
 
 
 # -- bags that are left to TorchRec meanwhile
@@ -219,9 +221,9 @@ def _run_in_which_bags_are_left(clock: Clock, step: int, overlapped: list[str]) 
     """Before a step begins some bags are left; until then the split backward helps, and afterwards it harms."""
 
     def seconds(split: bool, parts: int) -> float:
-        if len(run.seen) == step:  # those begun so far
+        if len(run.seen) - 1 == step:
             run.controller.overlapped = overlapped
-        return 9.0 + 2 * split if len(run.seen) > step else 5.0 - 2 * split
+        return 9.0 + 2 * split if len(run.seen) - 1 > step else 5.0 - 2 * split
 
     run = Run(clock, seconds, SPLIT)
     return run
@@ -232,53 +234,79 @@ def test_it_measures_anew_when_bags_are_left(clock: Clock, caplog: pytest.LogCap
     """In the first trial, near its end, and in the last one, when the split backward has been kept."""
     run = _run_in_which_bags_are_left(clock, step, ["items"])
     with caplog.at_level(logging.INFO):
-        assert run.train() < 3000
-    assert run.autopilot.values == {"split_backward": False}
-    assert run.autopilot._progress.tried == {"split_backward": 1}, "what was tried before counts for nothing"
-    *_, (begin, candidates), (_, last) = run.autopilot._turns._phases
-    assert begin == (0, step + 1) and len(candidates) == 2
-    assert last == ({"split_backward": False},)
-    why = "as the exchange of ['items'] is overlapped now, and was of ['bags', 'items'] in what"
-    assert caplog.text.count(f"begins anew from step {step + 1} of epoch 0 on, {why}") == 1
-    last_told = [record.getMessage() for record in caplog.records][-1]
-    assert "9000.0 ms with split_backward=False, 11000.0 ms with split_backward=True" in last_told
+        run.train()
+    assert run.autopilot.frozen and run.autopilot.values == {"split_backward": False}
+    assert run.autopilot.state_dict()["tried"] == {"split_backward": 1}, "what was tried before counts for nothing"
+    assert run.tried[-2:] == [{(False, 1), (True, 1)}, {(False, 1)}]
+    assert caplog.text.count("exchange of ['items']") == 1 and "['bags', 'items']" in caplog.text
+    assert "9000.0 ms" in caplog.messages[-1] and "11000.0 ms" in caplog.messages[-1]
 
 
 def test_without_any_exchange_there_is_no_split_backward(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     run = _run_in_which_bags_are_left(clock, 25, [])
     with caplog.at_level(logging.INFO):
-        run.train(most=100, goes_on=True)
-    assert {split for split, _ in run.seen[:25]} == {False, True}
-    assert {split for split, _ in run.seen[25:]} == {False}
-    assert run.autopilot.frozen and run.autopilot.values == {}
-    assert run.autopilot.state_dict()["kept"] == {}
-    assert caplog.text.count("there is nothing to choose from, because no exchange is overlapped any more") == 1
+        run.train(100)
+    assert {split for split, _ in run.seen[:26]} == {False, True}
+    assert {split for split, _ in run.seen[26:]} == {False}
+    assert run.autopilot.frozen and run.autopilot.values == run.autopilot.state_dict()["kept"] == {}
+    assert caplog.text.count("nothing to choose from") == 1
 
 
-def test_what_was_kept_goes_with_the_exchange(clock: Clock) -> None:
-    run = _run_in_which_bags_are_left(clock, 200, [])
-    run.train(most=190, goes_on=True)
-    assert run.autopilot.frozen and run.autopilot.values == {"split_backward": True}
-    run.train(most=210, goes_on=True)
-    assert run.autopilot.values == {} and not run.controller.split_backward
-
-
-def test_what_is_final_is_not_tried_again(clock: Clock) -> None:
-    run = _run_in_which_bags_are_left(clock, 200, ["items"])
-    run.train(most=300, goes_on=True)
-    assert run.autopilot.frozen and run.autopilot.values == {"split_backward": True}
-    assert {split for split, _ in run.seen[190:]} == {True}
+def test_a_final_choice_stays_unless_there_is_no_exchange(clock: Clock) -> None:
+    for overlapped, kept in ([], {}), (["items"], {"split_backward": True}):
+        run = _run_in_which_bags_are_left(clock, 200, overlapped)
+        run.train(190)
+        assert run.autopilot.frozen and run.autopilot.values == {"split_backward": True}
+        run.train(300)
+        assert run.autopilot.values == kept
+        assert {split for split, _ in run.seen[201:]} == {bool(kept)}
 
 
 @pytest.mark.parametrize(("overlapped", "first"), [(["items"], True), (["bags", "items"], False)])
 def test_a_run_that_resumes_goes_on_if_the_same_is_overlapped(clock: Clock, overlapped: list[str], first: bool) -> None:
-    """Bags that the run before has left are left in the first step, before the autopilot hears of it."""
+    """Bags that the run before has left are left in the first step, before the autopilot starts it."""
     run = Run(clock, lambda split, parts: 5.0 - 2 * split, SPLIT)
     run.controller.overlapped = ["items"]
-    run.train(most=50)
+    run.train(50)
     assert run.autopilot.values == {"split_backward": True} and not run.autopilot.frozen
-    again = Run(clock, run.seconds, SPLIT)
-    again.autopilot.load_state_dict(run.autopilot.state_dict())
+    again = run.resumed(SPLIT)
     again.controller.overlapped = overlapped
-    again.train(most=5)
+    again.train(5)
     assert again.autopilot.values == {"split_backward": first}
+
+
+# -- without a target: FreeScaleDataModule(micro_batches="auto")
+
+OF_PARTS = {1: 4.0, 2: 2.0, 4: 3.0}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen", "epoch_of", "validates"),
+    [
+        (OF_PARTS, 2, 1000, lambda step: False),
+        (OF_PARTS, 2, 7, lambda step: False),
+        (OF_PARTS, 2, 3, lambda step: False),
+        (OF_PARTS, 2, 40, lambda step: step % 3 == 0),
+        ({1: 4.0, 2: 3.99, 4: 3.98}, 1, 1000, lambda step: False),  # not worth it
+    ],
+)
+def test_the_quickest_micro_batches_are_chosen(
+    clock: Clock, seconds: dict[int, float], chosen: int, epoch_of: int, validates: Any
+) -> None:
+    run = Run(clock, lambda split, parts: seconds[parts], PARTS, None, epoch_of=epoch_of, validates=validates)
+    run.train(LONGEST * 3)
+    assert run.autopilot.frozen
+    assert (run.schedule.chosen, run.schedule.measured) == (chosen, chosen)
+
+
+@pytest.mark.parametrize(("epoch_of", "validates"), [(2, False), (50, True)])
+def test_a_trial_that_can_time_nothing_ends_with_one(
+    clock: Clock, caplog: pytest.LogCaptureFixture, epoch_of: int, validates: bool
+) -> None:
+    run = Run(clock, lambda split, parts: OF_PARTS[parts], PARTS, None, epoch_of=epoch_of, validates=lambda step: validates)
+    with caplog.at_level(logging.INFO):
+        run.train(LONGEST * 4)
+    assert run.decided_after == LONGEST * 3
+    assert run.schedule.chosen == 1
+    assert run.schedule.measured is None, "a run that goes on may have longer epochs"
+    assert f"{LONGEST * 3} steps" in caplog.text

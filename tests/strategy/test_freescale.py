@@ -1,23 +1,26 @@
-"""fit, validate, test, predict, and several of them in one process."""
+"""fit, validate, test and predict under FreeScaleStrategy, compared with "ddp", for modules of all kinds."""
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.types import ShardedModule
 from torchrec.models.dlrm import SparseArch
-from torchrec.modules.embedding_configs import PoolingType
 
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.embeddings.shards import kernels
-from lightning_freescale.testing import RankFailed, run_distributed
-from tests.helpers.recommender import REPEATS, Net, Recommender, Samples, collate, tables, trainer
+from lightning_freescale.testing import run_distributed
+from tests.helpers.overlap_training import assert_same
+from tests.helpers.recommender import REPEATS, Net, Recommender, Samples, collate, fixed_loader, tables, trainer
 
 
 def _data(samples: int = 37, **options: Any) -> FreeScaleDataModule:
@@ -26,54 +29,182 @@ def _data(samples: int = 37, **options: Any) -> FreeScaleDataModule:
     return FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, **stages, **{"balance": REPEATS, **options})
 
 
+class Keeps(Recommender):
+    """Keeps the samples it trains on."""
+
+    def __init__(self) -> None:
+        super().__init__("adagrad")
+        self.seen: list[int] = []
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        self.seen += batch["index"].tolist()
+        return super().training_step(batch, batch_idx)
+
+
 def _all_stages() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for strategy in ("freescale", "ddp"):
+        torch.manual_seed(0)
+        found[strategy] = torch.cat(trainer(strategy=strategy, devices=2).predict(Recommender(), _data()))
     torch.manual_seed(0)
-    module, fit = Recommender("adagrad"), trainer(devices=2, max_epochs=2)
+    module, fit = Keeps(), trainer(devices=2, max_epochs=2)
     fit.fit(module, _data())
     assert isinstance(module.net.embeddings, ShardedModule)
-    validated = fit.validate(module, _data(), verbose=False)[0]["val"]
-    tested = fit.test(module, _data(), verbose=False)[0]["test"]
-    return {"validated": validated, "tested": tested, "predicted": fit.predict(module, _data())}
+    found["validated"] = fit.validate(module, _data(), verbose=False)[0]["val"]
+    found["tested"] = fit.test(module, _data(), verbose=False)[0]["test"]
+    return found | {"predicted": fit.predict(module, _data()), "seen": module.seen}
 
 
-@pytest.mark.slow
-def test_stages_after_fit() -> None:
+def test_prediction_before_a_fit_and_all_stages_after_it() -> None:
     """Validation sees what training left; every sample once, uneven last batch or not."""
-    results = run_distributed(_all_stages, 2)
-    assert results[0]["validated"] == results[1]["validated"] == pytest.approx(results[0]["tested"])
-    assert sum(len(batch) for rank in results for batch in rank["predicted"]) == 37
+    ranks = run_distributed(_all_stages, 2)
+    for found in ranks:
+        assert_same(found["freescale"], found["ddp"])
+        assert found["validated"] == ranks[0]["validated"] == pytest.approx(found["tested"])
+    assert sorted(index for found in ranks for index in found["seen"]) == sorted([*range(37)] * 2)
+    assert sum(len(batch) for found in ranks for batch in found["predicted"]) == 37
 
 
-def _predict_alone(strategy: str, world: int) -> torch.Tensor:
+# -- the same numbers as "ddp"
+
+
+class Groups(Recommender):
+    """Tables in parameter groups of their own with learning-rate schedules of their own, one of them frozen at last."""
+
+    def configure_optimizers(self) -> Any:
+        item, cat = self.net.embeddings.embeddings["item"], self.net.embeddings.embeddings["cat"]
+        optimizer = torch.optim.Adagrad(
+            [
+                {"params": self.net.hidden.parameters(), "lr": 0.1},
+                {"params": item.parameters(), "lr": 0.2, "initial_accumulator_value": 0.0},
+                {"params": cat.parameters(), "lr": 0.2},
+            ],
+            initial_accumulator_value=0.1,
+        )
+        factors = [lambda step: 0.9**step, lambda step: 0.8**step, lambda step: float(step < 3)]  # equal at first
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Alone(Recommender):
+    """All parameters sit in tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = EmbeddingCollection(tables=tables())
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        loss = self.net(batch["features"])["history"].values().pow(2).mean()
+        self.losses.append(loss.item())
+        return loss
+
+
+class OneRow(Recommender):
+    """Its table has one row, so row-wise sharding would leave a rank without; and it is called by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__("adagrad")
+        self.net = EmbeddingCollection(
+            tables=[EmbeddingConfig(name="one", num_embeddings=1, embedding_dim=8, feature_names=["history"])]
+        )
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        lengths = batch["features"]["history"].lengths()
+        values = torch.zeros(int(lengths.sum()), dtype=torch.int64)
+        features = KeyedJaggedTensor(keys=["history"], values=values, lengths=lengths)
+        loss = self.net(features=features)["history"].values().pow(2).mean()
+        self.losses.append(loss.item())
+        return loss
+
+
+class InModel(Recommender):
+    """Its collection sits in one of TorchRec's own models."""
+
+    def __init__(self) -> None:
+        super().__init__("adagrad")
+        configs = [EmbeddingBagConfig(name="bag", num_embeddings=50, embedding_dim=8, feature_names=["history"])]
+        self.sparse = SparseArch(EmbeddingBagCollection(tables=configs))
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        loss = self.sparse(batch["features"]).pow(2).mean()
+        self.losses.append(loss.item())
+        return loss
+
+
+class OwnCollection(EmbeddingCollection):
+    """A collection that TorchRec does not know how to shard."""
+
+
+class OwnKind(Recommender):
+    def __init__(self) -> None:
+        super().__init__("adagrad")
+        self.net.embeddings = OwnCollection(tables=tables())
+
+
+class Dense(L.LightningModule):
+    """No embedding collection at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.losses = nn.Linear(1, 1), []
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        loss = self.layer(batch["label"][:, None]).pow(2).mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+CLOSE, SAME = {"rtol": 1e-5, "atol": 1e-6}, {"rtol": 0.0, "atol": 0.0}
+CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, float]]] = {
+    "groups": (Groups, {}, CLOSE),
+    "no dense parameters": (Alone, {}, CLOSE),
+    "fewer rows than ranks": (OneRow, {}, CLOSE),
+    "in a model of TorchRec": (InModel, {"max_steps": 3}, CLOSE),
+    "another collection": (OwnKind, {}, SAME),
+    "no collection": (Dense, {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}, SAME),
+    "a second fit": (lambda: Recommender("adagrad"), {"fits": 2}, CLOSE),
+    "a second fit of the same Trainer": (lambda: Recommender("adagrad"), {"fits": 2, "again": True}, CLOSE),
+}
+
+
+def _fit(strategy: str, make: Callable[[], Any], fits: int = 1, again: bool = False, **options: Any) -> Any:
     torch.manual_seed(0)
-    return torch.cat(trainer(strategy=strategy, devices=world).predict(Recommender(), _data()))
+    module, run = make(), None
+    for _ in range(fits):
+        if run is None or not again:
+            run = trainer(strategy=strategy, devices=2, limit_val_batches=0, **options)
+        else:
+            run.fit_loop.max_epochs = 2
+        run.fit(module, _data(64))
+    return module.losses, run._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"]
 
 
-def test_predict_without_fit_is_sharded_and_equals_ddp() -> None:
-    mine, ddp = (run_distributed(_predict_alone, 2, strategy, 2) for strategy in ("freescale", "ddp"))
-    for rank in range(2):
-        torch.testing.assert_close(mine[rank], ddp[rank], rtol=0, atol=0)
+def _all_cases() -> Any:
+    found: dict[str, Any] = {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for name, (make, options, _) in CASES.items():
+            ddp = "ddp_find_unused_parameters_true"
+            found[name] = _fit("freescale", make, **options), _fit(ddp, make, **options)
+    return found, [str(each.message) for each in caught if "cannot be sharded" in str(each.message)]
 
 
-def _fit_twice(fresh_trainer: bool, strategy: str) -> list[float]:
-    torch.manual_seed(0)
-    module, options = Recommender("adagrad"), {"devices": 2, "strategy": strategy}
-    fit = trainer(**options)
-    fit.fit(module, _data(32))
-    if fresh_trainer:
-        fit = trainer(**options)
-    else:
-        fit.fit_loop.max_epochs = 2
-    fit.fit(module, _data(32))
-    return module.losses
+def test_trains_as_ddp() -> None:
+    for rank, (found, warned) in enumerate(run_distributed(_all_cases, 2)):
+        for name, ((losses, weights), (expected, expected_weights)) in found.items():
+            tolerance = CASES[name][2]
+            assert losses == pytest.approx(expected, rel=tolerance["rtol"], abs=0), name
+            assert len(set(losses)) > 1, f"{name}: the loss must move, or equality means nothing"
+            if rank == 0:
+                for key, weight in weights.items():
+                    torch.testing.assert_close(weight, expected_weights[key], **tolerance, msg=f"{name}: {key}")
+        assert len(warned) == (rank == 0) and all("'net.embeddings'" in text for text in warned)
 
 
-@pytest.mark.parametrize("fresh_trainer", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_two_fits_in_one_process(fresh_trainer: bool) -> None:
-    """The second fit starts from the first one's weights with a new optimizer, as under "ddp"."""
-    mine, ddp = (run_distributed(_fit_twice, 2, fresh_trainer, strategy) for strategy in ("freescale", "ddp"))
-    assert len(mine[0]) == 8
-    assert mine[0] == pytest.approx(ddp[0], rel=1e-5)
+# -- set-up
 
 
 class Late(Recommender):
@@ -100,173 +231,23 @@ class LateEven(Late):
         pass
 
 
-def _meta(module_class: type[Late], stage: str) -> dict[str, torch.Tensor]:
+def _meta(module: Late, stage: str) -> dict[str, torch.Tensor]:
     L.seed_everything(0, verbose=False)
-    run, module = trainer(devices=2), module_class()
+    run = trainer(devices=2)
     getattr(run, stage)(module, datamodule=_data(32))
     return run.strategy.lightning_module_state_dict()
 
 
 def test_meta_device() -> None:
-    state = run_distributed(_meta, 2, Late, "fit")[0]
-    assert all(value.isfinite().all() and value.std() > 0.01 for value in state.values())
-
-
-def test_shards_on_the_meta_device_are_no_copies_of_each_other() -> None:
-    """They would be if every rank drew with the seed of the run."""
-    item = run_distributed(_meta, 2, LateEven, "validate")[0]["net.embeddings.item.weight"]
-    assert item.std() > 0.01
-    assert not torch.equal(item[:25], item[25:])
-
-
-class Bags(Recommender):
-    """An EmbeddingBagCollection beside the EmbeddingCollection."""
-
-    def __init__(self, optimizer: str) -> None:
-        super().__init__(optimizer)
-        configs = [EmbeddingBagConfig(name="bag", num_embeddings=50, embedding_dim=8, feature_names=["history"])]
-        configs[0].pooling = PoolingType.MEAN
-        self.bags, self.out = EmbeddingBagCollection(tables=configs), torch.nn.Linear(8, 1, bias=False)
-
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
-        features = batch["features"]
-        pooled = self.out(self.bags(features)["history"]).squeeze(1)
-        loss = torch.nn.functional.mse_loss(self.net(features) + pooled, batch["label"])
-        self.losses.append(loss.item())
-        return loss
-
-
-def _fit_bags(strategy: str, optimizer: str) -> list[float]:
-    torch.manual_seed(0)
-    module = Bags(optimizer)
-    trainer(strategy=strategy, devices=2).fit(module, _data(64))
-    return module.losses
-
-
-@pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.slow), "adagrad"])
-def test_several_collections(optimizer: str) -> None:
-    mine, ddp = (run_distributed(_fit_bags, 2, strategy, optimizer) for strategy in ("freescale", "ddp"))
-    assert mine[0] == pytest.approx(ddp[0], rel=1e-5)
-
-
-class Groups(Recommender):
-    """Tables in parameter groups of their own with learning-rate schedules of their own, one of them frozen."""
-
-    def configure_optimizers(self) -> Any:
-        item, cat = self.net.embeddings.embeddings["item"], self.net.embeddings.embeddings["cat"]
-        optimizer = torch.optim.Adagrad(
-            [
-                {"params": self.net.hidden.parameters(), "lr": 0.1},
-                {"params": item.parameters(), "lr": 0.2, "initial_accumulator_value": 0.0},
-                {"params": cat.parameters(), "lr": 0.2},
-            ],
-            initial_accumulator_value=0.1,
-        )
-        factors = [lambda step: 0.9**step, lambda step: 0.8**step, lambda step: float(step < 3)]  # equal at first
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-def _fit_groups(strategy: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    torch.manual_seed(0)
-    module, fit = Groups(), trainer(strategy=strategy, devices=2)
-    fit.fit(module, _data(64))
-    return module.losses, fit._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"]
-
-
-def test_schedules_reach_every_table() -> None:
-    (mine, weights), (ddp, expected) = (run_distributed(_fit_groups, 2, s)[0] for s in ("freescale", "ddp"))
-    assert mine == pytest.approx(ddp, rel=1e-5)
-    for name, weight in weights.items():
-        torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6)
-
-
-class Alone(Recommender):
-    """All parameters sit in tables."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = EmbeddingCollection(tables=tables())
-
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
-        loss = self.net(batch["features"])["history"].values().pow(2).mean()
-        self.losses.append(loss.item())
-        return loss
-
-
-def _fit_alone() -> list[float]:
-    module = Alone()
-    trainer(devices=2, limit_val_batches=0).fit(module, _data(64))
-    return module.losses
-
-
-def test_without_dense_parameters() -> None:
-    losses = run_distributed(_fit_alone, 2)[0]
-    assert losses[-1] != losses[0]
-
-
-class Dense(L.LightningModule):
-    """No embedding collection at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
-        return self.layer(batch["label"][:, None]).pow(2).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters())
-
-
-def _fit_dense(strategy: str) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    module, fit = Dense(), trainer(strategy=strategy, devices=2, accumulate_grad_batches=2, gradient_clip_val=1.0)
-    fit.fit(module, _data(64))
-    return {name: value.detach() for name, value in module.state_dict().items()}
-
-
-def test_module_without_collection_trains_as_ddp() -> None:
-    mine, ddp = (run_distributed(_fit_dense, 2, strategy)[0] for strategy in ("freescale", "ddp"))
-    for name, value in ddp.items():
-        torch.testing.assert_close(mine[name], value, rtol=0, atol=0)
-
-
-class PartlyUnused(Recommender):
-    """Has parameters that no loss reaches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused = torch.nn.Linear(2, 2)
-
-
-def _fit_partly_unused(strategy: str) -> list[float]:
-    torch.manual_seed(0)
-    module = PartlyUnused()
-    trainer(strategy=strategy, devices=2, max_epochs=1).fit(module, _data(32))
-    return module.losses
-
-
-def test_unused_parameters_are_found_where_it_is_asked_for() -> None:
-    losses = run_distributed(_fit_partly_unused, 2, "freescale_find_unused_parameters_true")[0]
-    assert len(losses) == 4
-    told = r"'freescale_find_unused_parameters_true'.*FreeScaleStrategy\(find_unused_parameters=True"
-    with pytest.raises(RankFailed, match=told):
-        run_distributed(_fit_partly_unused, 2, "freescale")
-
-
-def _environment_after_a_fit() -> str | None:
-    del os.environ["LOCAL_WORLD_SIZE"]  # torchrun sets it, Lightning's launcher does not
-    trainer(devices=2, max_epochs=1).fit(Recommender(), _data())
-    return os.environ.get("LOCAL_WORLD_SIZE")
-
-
-def test_the_next_trainer_finds_the_environment_as_it_was() -> None:
-    assert run_distributed(_environment_after_a_fit, 2) == [None, None]
+    fitted, even = run_distributed(lambda: [_meta(Late(), "fit"), _meta(LateEven(), "validate")], 2)[0]
+    for weights in (fitted, even):
+        assert all(value.isfinite().all() and value.std() > 0.01 for value in weights.values())
+    item = even["net.embeddings.item.weight"]
+    assert not torch.equal(item[:25], item[25:]), "they would be if every rank drew with the seed of the run"
 
 
 class Counting(Recommender):
-    """Keeps FBGEMM's count of updates during every step."""
+    """Keeps FBGEMM's count of updates during every step, and the environment."""
 
     def __init__(self) -> None:
         super().__init__("rowwise_adagrad")
@@ -277,90 +258,37 @@ class Counting(Recommender):
         self.counts += [int(kernel.emb_module.iter) for _, module in modules for kernel in kernels(module)]
 
 
-def _update_counts() -> list[int]:
+def _counts_and_environment() -> Any:
+    del os.environ["LOCAL_WORLD_SIZE"]  # torchrun sets it, Lightning's launcher does not
     module = Counting()
     trainer(devices=2, max_epochs=2, strategy=FreeScaleStrategy(overlap=False)).fit(module, _data(32))
-    return module.counts
+    return module.counts, os.environ.get("LOCAL_WORLD_SIZE")
 
 
-def test_validation_does_not_count_as_an_update() -> None:
+def test_validation_does_not_count_as_an_update_and_the_environment_stays() -> None:
     """FBGEMM counts every forward; Adam's bias correction would be off after validation."""
-    assert run_distributed(_update_counts, 2)[0] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert run_distributed(_counts_and_environment, 2) == [([1, 2, 3, 4, 5, 6, 7, 8], None)] * 2
 
 
-class OwnKind(EmbeddingCollection):
-    """A collection that TorchRec does not know how to shard."""
+class AdamFor(Recommender):
+    """One table is trained, with Adam or Adagrad, the other one is frozen."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def configure_optimizers(self) -> Any:
+        return self.kind([p for name, p in self.named_parameters() if "cat" not in name], lr=0.1)
 
 
-def _fit_own_kind(strategy: str) -> tuple[list[float], list[str]]:
-    torch.manual_seed(0)
-    module = Recommender("adagrad")
-    module.net.embeddings = OwnKind(tables=tables())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer(strategy=strategy, devices=2).fit(module, _data(64))
-    return module.losses, [str(w.message) for w in caught if "cannot be sharded" in str(w.message)]
+def test_tables_that_adam_updates_lazily_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
 
+    def messages(kind: Any) -> list[str]:
+        caplog.clear()
+        trainer(devices=2).fit(AdamFor(kind), fixed_loader(int(os.environ["RANK"]), 2))
+        return [text for text in caplog.messages if "looks up" in text]
 
-def test_unknown_collection_is_replicated_with_one_warning() -> None:
-    (mine, warned), (ddp, _) = (run_distributed(_fit_own_kind, 2, strategy)[0] for strategy in ("freescale", "ddp"))
-    assert mine == ddp
-    assert len(warned) == 1
-    assert "'net.embeddings'" in warned[0]
-
-
-class OneRow(Recommender):
-    """Its table has one row, so row-wise sharding would leave a rank without; and it is called by keyword."""
-
-    def __init__(self) -> None:
-        super().__init__("adagrad")
-        config = EmbeddingConfig(name="one", num_embeddings=1, embedding_dim=8, feature_names=["history"])
-        self.net = EmbeddingCollection(tables=[config])
-
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
-        lengths = batch["features"]["history"].lengths()
-        values = torch.zeros(int(lengths.sum()), dtype=torch.int64)
-        features = KeyedJaggedTensor(keys=["history"], values=values, lengths=lengths)
-        loss = self.net(features=features)["history"].values().pow(2).mean()
-        self.losses.append(loss.item())
-        return loss
-
-
-def _fit_one_row(strategy: str) -> list[float]:
-    torch.manual_seed(0)
-    module = OneRow()
-    trainer(strategy=strategy, devices=2, limit_val_batches=0).fit(module, _data(64))
-    return module.losses
-
-
-def test_table_with_fewer_rows_than_ranks() -> None:
-    mine, ddp = (run_distributed(_fit_one_row, 2, strategy)[0] for strategy in ("freescale", "ddp"))
-    assert mine == pytest.approx(ddp, rel=1e-5)
-
-
-class InModel(Recommender):
-    """Its collection sits in one of TorchRec's own models."""
-
-    def __init__(self) -> None:
-        super().__init__("adagrad")
-        configs = [EmbeddingBagConfig(name="bag", num_embeddings=50, embedding_dim=8, feature_names=["history"])]
-        self.sparse = SparseArch(EmbeddingBagCollection(tables=configs))
-
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
-        loss = self.sparse(batch["features"]).pow(2).mean()
-        self.losses.append(loss.item())
-        return loss
-
-
-def _fit_in_model(strategy: str) -> tuple[list[float], bool]:
-    torch.manual_seed(0)
-    module = InModel()
-    trainer(strategy=strategy, devices=2, limit_val_batches=0, max_steps=3).fit(module, _data(64))
-    return module.losses, isinstance(module.sparse.embedding_bag_collection, ShardedModule)
-
-
-def test_collection_in_a_torchrec_model_is_sharded() -> None:
-    options = ("freescale", "ddp_find_unused_parameters_true")
-    (mine, sharded), (ddp, _) = (run_distributed(_fit_in_model, 2, strategy)[0] for strategy in options)
-    assert sharded
-    assert mine == pytest.approx(ddp, rel=1e-5)
+    first, second = run_distributed(lambda: [messages(kind) for kind in (torch.optim.AdamW, torch.optim.Adagrad)], 2)
+    assert second == [[], []] and first[1] == []
+    assert len(first[0]) == 1 and "Adam" in first[0][0] and "['net.embeddings.embeddings.item.weight']" in first[0][0]

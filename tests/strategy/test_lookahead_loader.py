@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import copy
 import gc
+import multiprocessing
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import lightning as L
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_freescale._lightning.stages import ObservedLoader
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.strategy.lookahead_loader import ENDED, UNKNOWN, LookaheadLoader
+from tests.helpers.recommender import trainer
 
 
 class Counting:
@@ -66,28 +72,23 @@ def test_the_same_batches_each_fetched_one_early() -> None:
 
 
 def test_upcoming_is_the_next_batch_until_the_end() -> None:
-    loader = LookaheadLoader([10, 11, 12])
-    assert loader.next_batch is UNKNOWN
-    for _ in range(2):  # a new iteration starts anew
-        upcoming = []
-        for _ in loader:
-            upcoming.append(loader.start_batch())
-        assert upcoming == [11, 12, ENDED]
-        iter(loader)
+    for prefetch in range(3):  # of the consumer, which then is as many batches ahead
+        loader = LookaheadLoader(list(range(6)))
         assert loader.next_batch is UNKNOWN
-
-
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_in_step_with_a_consumer_that_prefetches(prefetch: int) -> None:
-    loader = LookaheadLoader(list(range(6)))
-    batches, held, upcoming = iter(loader), [], []
-    for _ in range(prefetch):
-        held.append(next(batches))
-    for _ in range(6):
-        held.extend([batch for batch in [next(batches, None)] if batch is not None])
-        held.pop(0)
-        upcoming.append(loader.start_batch())
-    assert upcoming == [1, 2, 3, 4, 5, ENDED]
+        for _ in range(2):  # a new iteration starts anew
+            batches, held, upcoming = iter(loader), [], []
+            assert loader.next_batch is UNKNOWN
+            for _ in range(prefetch):
+                held.append(next(batches))
+            for _ in range(6):
+                held.extend([batch for batch in [next(batches, None)] if batch is not None])
+                held.pop(0)
+                upcoming.append(loader.start_batch())
+            assert upcoming == [1, 2, 3, 4, 5, ENDED]
+    old, new = iter(loader), iter(loader)
+    next(new)
+    next(old)  # an abandoned iteration says nothing about the new one
+    assert loader.start_batch() == 1
 
 
 def test_batches_that_are_none_are_passed_over() -> None:
@@ -96,6 +97,7 @@ def test_batches_that_are_none_are_passed_over() -> None:
     for batch in loader:
         if batch is not None:
             upcoming.append(loader.start_batch())
+            loader.start_batch()  # one too many
     assert upcoming == [UNKNOWN, 4, ENDED]
 
 
@@ -125,15 +127,6 @@ def test_a_limit_that_grows() -> None:
     assert loader.next_batch is UNKNOWN, "the next one is None, and what follows it was not fetched"
 
 
-def test_one_begin_too_many_loses_no_batch() -> None:
-    loader = LookaheadLoader([0, 1, 2])
-    batches = iter(loader)
-    next(batches)
-    loader.start_batch()
-    loader.start_batch()
-    assert loader.next_batch == 1 and list(batches) == [1, 2]
-
-
 def test_an_error_comes_with_its_own_batch() -> None:
     inner = Counting(4, bad={2: ValueError("broken batch")})
     loader = LookaheadLoader(inner)
@@ -158,8 +151,7 @@ def test_an_interrupt_passes_at_once_and_loses_no_batch() -> None:
     assert loader.state_dict() == {"next": 1}
 
 
-@pytest.mark.parametrize("begins", [False, True])
-@pytest.mark.parametrize("observed", [False, True])
+@pytest.mark.parametrize(("begins", "observed"), [(False, False), (True, False), (True, True)])
 def test_the_state_is_that_without_looking_ahead(begins: bool, observed: bool) -> None:
     plain, inner = Resumable(3), Resumable(3)
     timeline = Timeline()
@@ -189,26 +181,6 @@ def test_a_batch_that_waits_to_be_trained_on_is_loaded_again() -> None:
     assert list(loader) == [1, 2, 3, 4, 5]
 
 
-def test_the_state_does_not_stand_still_if_nobody_begins_any_more() -> None:
-    plain, loader = Resumable(20), LookaheadLoader(Resumable(20))
-    expected, batches = iter(plain), iter(loader)
-    next(batches)
-    loader.start_batch()
-    next(expected)
-    for _ in range(9):
-        assert next(batches) == next(expected)
-    assert loader.state_dict() == plain.state_dict() and loader.next_batch is UNKNOWN
-
-
-def test_an_abandoned_iteration_says_nothing_about_the_new_one() -> None:
-    loader = LookaheadLoader([1, 2, 3, 4])
-    old, new = iter(loader), iter(loader)
-    next(new)
-    next(old)
-    loader.start_batch()
-    assert loader.next_batch == 2
-
-
 @pytest.mark.parametrize("observed", [False, True])
 def test_looks_like_the_loader(observed: bool) -> None:
     inner = DataLoader(torch.arange(6), batch_size=2)
@@ -218,12 +190,8 @@ def test_looks_like_the_loader(observed: bool) -> None:
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
     with pytest.raises(TypeError, match="len"):
         len(LookaheadLoader(Counting(3)))
-
-
-def test_what_is_set_on_it_is_set_on_the_loader() -> None:
-    inner = Counting(1)
-    LookaheadLoader(inner).worker_init_fn = print
-    assert inner.worker_init_fn is print
+    loader.worker_init_fn = print
+    assert inner.worker_init_fn is print, "what is set on it is set on the loader"
 
 
 def test_fetches_are_on_the_timeline() -> None:
@@ -250,26 +218,31 @@ def test_the_workers_seed_is_drawn_when_it_would_be_without() -> None:
 
 
 class Batch:
-    """Something that can be watched going away."""
+    """A test sees when it goes away."""
 
 
 @pytest.mark.parametrize("begins", [False, True])
 def test_keeps_one_batch_more_and_no_other(begins: bool) -> None:
+    """Where no step begins, it stops following after a few."""
     alive: weakref.WeakSet[Batch] = weakref.WeakSet()
 
-    def batches() -> Iterator[Batch]:
-        for _ in range(12):
-            batch = Batch()
-            alive.add(batch)
-            yield batch
-            del batch
+    class Batches(Resumable):
+        def __iter__(self) -> Iterator[Batch]:
+            for _ in super().__iter__():
+                batch = Batch()
+                alive.add(batch)
+                yield batch
+                del batch
 
-    loader, most = LookaheadLoader(batches()), 0
-    for _ in loader:
-        if begins:
+    plain, most = Resumable(20), 0
+    loader, expected = LookaheadLoader(Batches(20)), iter(plain)
+    for number, _ in enumerate(loader):
+        next(expected)
+        if begins or not number:
             loader.start_batch()
         most = max(most, len(alive))
-    assert most <= (2 if begins else 6)  # nobody who begins: a few, then it stops following
+        assert loader.state_dict() == plain.state_dict() or 0 < number < 6, "the state does not stand still"
+    assert most <= (2 if begins else 6)
     assert begins or loader.next_batch is UNKNOWN
 
 
@@ -283,22 +256,148 @@ def test_dropping_the_iteration_drops_the_loaders() -> None:
             finally:
                 closed.append(True)
 
-    loader = LookaheadLoader(Inner())
     gc.disable()  # at once, not some time
     try:
-        batches = iter(loader)
-        next(batches)
-        del batches
+        for loader in (Inner(), DataLoader(torch.arange(40), batch_size=2, num_workers=1)):
+            batches = iter(LookaheadLoader(loader))
+            next(batches)
+            workers = multiprocessing.active_children()
+            del batches
         assert closed == [True]
+        assert workers and not any(worker.is_alive() for worker in workers)
     finally:
         gc.enable()
 
 
-def test_dropping_the_iteration_ends_the_workers() -> None:
-    loader = LookaheadLoader(DataLoader(torch.arange(40), batch_size=2, num_workers=1))
-    batches = iter(loader)
-    next(batches)
-    workers = batches._batches._workers
-    assert all(worker.is_alive() for worker in workers)
-    del batches
-    assert not any(worker.is_alive() for worker in workers)
+# -- in Lightning's training loop
+
+
+class Lookahead(SingleDeviceStrategy):
+    """Keeps what it trains on, and what comes next."""
+
+    def __init__(self) -> None:
+        super().__init__(device="cpu")
+        self.loader: LookaheadLoader | None = None
+        self.trained: list[list[float]] = []
+        self.upcoming: list[Any] = []
+
+    def process_dataloader(self, dataloader: object) -> object:
+        trainer = self.lightning_module.trainer
+        if trainer.training:
+            self.loader = dataloader = LookaheadLoader(dataloader, limit=lambda: trainer.num_training_batches)
+        return dataloader
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.trained.append(batch.flatten().tolist())
+        upcoming = self.loader.start_batch()
+        self.upcoming.append(upcoming.flatten().tolist() if isinstance(upcoming, Tensor) else upcoming)
+
+
+class Model(L.LightningModule):
+    """Trains a layer that does not move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layer(batch).mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.layer(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from torch.arange(14.0).view(-1, 1)
+
+
+class Resuming(Resumable):
+    """Yields tensors; Lightning leaves a sized one before it has ended."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.counts["next"] %= self.size
+        for number in super().__iter__():
+            yield torch.full((2, 1), float(number))
+
+
+class ResumingSized(Resuming):
+    def __len__(self) -> int:
+        return self.size
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "sized": lambda: DataLoader(torch.arange(14.0).view(-1, 1), batch_size=2, shuffle=True),
+    "workers": lambda: DataLoader(
+        torch.arange(14.0).view(-1, 1), batch_size=2, shuffle=True, num_workers=1, persistent_workers=True
+    ),
+    "stream": lambda: DataLoader(Stream(), batch_size=2),
+    "batches": lambda: DataLoader(torch.arange(14.0).view(-1, 2, 1), batch_size=None),
+    "resuming": lambda: Resuming(7),
+    "resuming sized": lambda: ResumingSized(7),
+}
+
+
+def _fit(loader: Any, *callbacks: L.Callback, ckpt_path: Any = None, make: Any = None, **options: Any) -> Lookahead:
+    torch.manual_seed(0)
+    strategy = options.pop("strategy", None) or Lookahead()
+    fitting = trainer(strategy=strategy, devices=1, max_epochs=2, callbacks=[*callbacks], **options)
+    fitting.fit((make or Model)(), loader, DataLoader(torch.arange(4.0).view(-1, 1)), ckpt_path=ckpt_path)
+    return strategy
+
+
+def _follows(trained: list[Any], steps: int) -> list[Any]:
+    """What comes after each batch, in epochs of that many."""
+    return [ENDED if (step + 1) % steps == 0 else trained[step + 1] for step in range(len(trained))]
+
+
+class Recorder(L.Callback):
+    def __init__(self) -> None:
+        self.trained: list[list[float]] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Tensor, batch_idx: int) -> None:
+        self.trained.append(batch.flatten().tolist())
+
+
+@pytest.mark.parametrize(("kind", "limit"), [*((kind, None) for kind in LOADERS), ("sized", 3), ("stream", 3), ("resuming", 3)])
+def test_the_training_loop_gets_the_same_batches_and_knows_the_next(kind: str, limit: int | None) -> None:
+    recorder, steps = Recorder(), limit or 7
+    given: dict[str, Any] = {"limit_train_batches": limit, "val_check_interval": 2}
+    _fit(LOADERS[kind](), recorder, strategy="auto", **given)
+    found = _fit(LOADERS[kind](), **given)
+    assert found.trained == recorder.trained and len(found.trained) == 2 * steps
+    assert found.upcoming == _follows(found.trained, steps)
+
+
+def test_an_epoch_that_is_cut_short() -> None:
+    class Stops(Model):
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 2 else None
+
+    found = _fit(LOADERS["batches"](), make=Stops)
+    assert found.trained == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]] * 2
+    assert found.upcoming == [[2.0, 3.0], [4.0, 5.0], [6.0, 7.0]] * 2
+
+
+class SaveAt(L.Callback):
+    """Saves a checkpoint after some steps, each in a file of its own."""
+
+    def __init__(self, steps: list[int], folder: Path) -> None:
+        self.steps, self.folder = steps, folder
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step in self.steps:
+            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+
+
+@pytest.mark.parametrize("kind", ["resuming", "resuming sized"])
+def test_resumes_with_the_batch_after_the_checkpoint(kind: str, tmp_path: Path) -> None:
+    steps = [3, 6, 7, 10]
+    whole = _fit(LOADERS[kind](), SaveAt(steps, tmp_path))
+    for step in steps:
+        rest = _fit(LOADERS[kind](), ckpt_path=tmp_path / f"{step}.ckpt")
+        assert rest.trained[: 14 - step] == whole.trained[step:]
+        assert rest.upcoming[: 14 - step] == whole.upcoming[step:]

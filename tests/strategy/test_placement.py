@@ -1,14 +1,15 @@
-"""FreeScaleStrategy(placement=...): which owner a row has changes no number, and nothing that the user sees."""
+"""FreeScaleStrategy(placement=...) changes which rank owns a row, no number, and nothing that the user sees."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.testing import run_distributed
@@ -21,7 +22,7 @@ ADAM = {**OPTIMIZERS, "adam": lambda params: torch.optim.Adam(params, lr=0.05)}
 
 
 class Model(CountingModel):
-    """Also knows Adam, and notes which rows this rank holds."""
+    """Also knows Adam, and keeps which rows this rank holds."""
 
     def __init__(self, optimizer: str = "adagrad") -> None:
         super().__init__(optimizer)
@@ -36,17 +37,6 @@ class Model(CountingModel):
             self.first_ids = {shard.table.name: shard.ids[:3].tolist() for shard in self.trainer.strategy.tables.shards()}
 
 
-class SaveAt(L.Callback):
-    """Saves after some steps."""
-
-    def __init__(self, step: int, path: str) -> None:
-        self.step, self.path = step, path
-
-    def on_train_batch_end(self, trainer: L.Trainer, *others: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-
-
 def _fit(
     optimizer: str, strategy: Any, save: str | None = None, resume: str | None = None, epochs: int = EPOCHS
 ) -> dict[str, Any]:
@@ -58,7 +48,8 @@ def _fit(
         max_epochs=epochs,
         val_check_interval=2,
         num_sanity_val_steps=1,
-        callbacks=[] if save is None else [SaveAt(7, save)],
+        callbacks=[] if save is None else [ModelCheckpoint(Path(save).parent, Path(save).stem, every_n_train_steps=7)],
+        enable_checkpointing=save is not None,
     )
     data, validation = Samples(4 * STEPS * 2), Samples(4 * 2 * 2, seed=1)
     loader = FreeScaleDataModule(data, data.lengths, 4, val_dataset=validation, collate_fn=collate, balance=REPEATS)
@@ -85,9 +76,6 @@ def _train_in_all_ways(optimizer: str) -> dict[Any, dict[str, Any]]:
     [
         ("adagrad", 2),
         pytest.param("adam", 2, marks=pytest.mark.slow),
-        pytest.param("sgd", 2, marks=pytest.mark.slow),
-        pytest.param("rowwise_adagrad", 2, marks=pytest.mark.slow),
-        pytest.param("adagrad", 4, marks=pytest.mark.slow),
         pytest.param("rowwise_adagrad", 4, marks=pytest.mark.slow),
     ],
 )
@@ -116,59 +104,48 @@ def test_placement_changes_no_number(optimizer: str, ranks: int) -> None:
 
 
 def _save_and_resume(path: Path, optimizer: str) -> dict[str, dict[str, Any]]:
+    strategies: dict[str, Callable[[], Any]] = {
+        "hash": lambda: FreeScaleStrategy(placement="hash"),
+        "blocks": lambda: FreeScaleStrategy(placement="blocks"),
+        "ddp": lambda: "ddp",
+    }
     runs = {}
-    for placement in ("hash", "blocks"):
-        file = str(path / f"{placement}.ckpt")
-        runs[placement] = _fit(optimizer, FreeScaleStrategy(placement=placement), save=file)
+    for name, strategy in strategies.items():
+        runs[name] = _fit(optimizer, strategy(), save=str(path / f"{name}.ckpt"))
         torch.distributed.barrier()
-    for saved in ("hash", "blocks"):
-        for placement in ("hash", "blocks"):
-            strategy = FreeScaleStrategy(placement=placement)
-            runs[f"{saved}, {placement}"] = _fit(optimizer, strategy, resume=str(path / f"{saved}.ckpt"))
-    if optimizer != "adam":
-        runs["ddp"] = _fit(optimizer, "ddp", save=str(path / "ddp.ckpt"))
-        torch.distributed.barrier()
-        runs["ddp, hash"] = _fit(optimizer, FreeScaleStrategy(placement="hash"), resume=str(path / "ddp.ckpt"))
-        runs["hash, ddp"] = _fit(optimizer, "ddp", resume=str(path / "hash.ckpt"))
-    return runs
+    for saved, resumed in (("hash", "blocks"), ("blocks", "hash"), ("hash", "hash"), ("ddp", "hash"), ("hash", "ddp")):
+        runs[f"{saved}, {resumed}"] = _fit(optimizer, strategies[resumed](), resume=str(path / f"{saved}.ckpt"))
+    return {name: run["seen"] for name, run in runs.items()}
 
 
 def _load(path: str, optimizer: str, strategy: dict[str, Any]) -> dict[str, Any]:
-    """What is there where a fit resumes and takes no step: the first epoch was the last."""
+    """Return the state where a fit resumes and takes no step: the first epoch was the last."""
     return _fit(optimizer, FreeScaleStrategy(**strategy), resume=path, epochs=1)["seen"]
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    ["adagrad", pytest.param("adam", marks=pytest.mark.slow), pytest.param("rowwise_adagrad", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("optimizer", ["adagrad", pytest.param("rowwise_adagrad", marks=pytest.mark.slow)])
 def test_a_checkpoint_is_that_of_the_plain_module(tmp_path: Path, optimizer: str) -> None:
-    ranks = run_distributed(_save_and_resume, 2, tmp_path, optimizer)
-    for runs in ranks:
-        whole = runs["hash"]["seen"]
-        assert_same(runs["blocks"]["seen"], whole)
+    for runs in run_distributed(_save_and_resume, 2, tmp_path, optimizer):
+        whole = runs["hash"]
+        assert_same(runs["blocks"], whole)
         for name, run in runs.items():
-            if "ddp" not in name and "," in name:
-                assert run["seen"]["losses"] == whole["losses"][7:]
-                assert_same({**run["seen"], "losses": 0}, {**whole, "losses": 0})
+            if "," in name and "ddp" not in name:
+                assert_same(run, {**whole, "losses": whole["losses"][7:]})
             elif "," in name:
-                assert run["seen"]["losses"] == pytest.approx(whole["losses"][7:], rel=1e-5)
-    hashed, blocks = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("hash", "blocks"))
-    assert_same(hashed["state_dict"], blocks["state_dict"])
-    assert_same(hashed["optimizer_states"], blocks["optimizer_states"])
-    if optimizer != "adam":
-        ddp = torch.load(tmp_path / "ddp.ckpt", weights_only=True)
-        assert_same(hashed["state_dict"], ddp["state_dict"], rtol=1e-5, atol=1e-6)
-        assert_same(hashed["optimizer_states"][0]["state"], ddp["optimizer_states"][0]["state"], rtol=1e-5, atol=1e-6)
+                assert run["losses"] == pytest.approx(whole["losses"][7:], rel=1e-5)
+    hashed, blocks, ddp = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("hash", "blocks", "ddp"))
+    for key in ("state_dict", "optimizer_states"):
+        assert_same(hashed[key], blocks[key])
+    assert_same(hashed["state_dict"], ddp["state_dict"], rtol=1e-5, atol=1e-6)
+    assert_same(hashed["optimizer_states"][0]["state"], ddp["optimizer_states"][0]["state"], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("optimizer", ["adam", pytest.param("adagrad", marks=pytest.mark.slow)])
-def test_a_checkpoint_loads_on_any_number_of_ranks(tmp_path: Path, optimizer: str) -> None:
+def test_a_checkpoint_loads_on_any_number_of_ranks(tmp_path: Path) -> None:
     path = str(tmp_path / "hash.ckpt")
-    run_distributed(_fit, 2, optimizer, FreeScaleStrategy(placement="hash"), save=path)
+    run_distributed(_fit, 2, "adam", FreeScaleStrategy(placement="hash"), save=path)
     saved = torch.load(path, weights_only=True)
     for ranks, placement in ((1, "hash"), (3, "hash"), (3, "blocks")):
-        found = run_distributed(_load, ranks, path, optimizer, {"placement": placement})[0]
+        found = run_distributed(_load, ranks, path, "adam", {"placement": placement})[0]
         assert found["losses"] == []
         assert_same(found["weights"], saved["state_dict"])
         assert_same(found["states"], saved["optimizer_states"])
@@ -191,9 +168,8 @@ def _written_and_read(shard: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [*pairs, (fitting.strategy.full_weight(name), other[f"{name}.weight"])]
 
 
-@pytest.mark.parametrize("shard", [None, ["encoder.item_emb"]])
-def test_tables_are_read_and_written_in_the_order_of_the_module(shard: Any) -> None:
-    for pairs in run_distributed(_written_and_read, 2, shard):
+def test_tables_are_read_and_written_in_the_order_of_the_module() -> None:
+    for pairs in run_distributed(lambda: [*_written_and_read(None), *_written_and_read(["encoder.item_emb"])], 2):
         for found, expected in pairs:
             assert_same(found, expected)
 
@@ -201,42 +177,33 @@ def test_tables_are_read_and_written_in_the_order_of_the_module(shard: Any) -> N
 # -- refusals
 
 
-def _error_of_wrong_id(overlap: bool) -> str:
-    class Wrong(Model):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            if batch_idx == 2:
-                batch["features"].values()[0] = 77
-            return super().training_step(batch, batch_idx)
+class Wrong(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 2:
+            batch["features"].values()[0] = 77
+        return super().training_step(batch, batch_idx)
 
-    fitting = trainer(strategy=FreeScaleStrategy(overlap=overlap), devices=2)
-    try:
-        fitting.fit(Wrong(), my_loader(STEPS))
-    except Exception as error:
-        return str(error)
-    return "nothing"
+
+def _error_of_wrong_id(overlap: bool) -> str:
+    with pytest.raises(ValueError, match="id 77") as error:
+        trainer(strategy=FreeScaleStrategy(overlap=overlap), devices=2).fit(Wrong(), my_loader(STEPS))
+    return str(error.value)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_errors_name_the_id_that_the_user_gave(overlap: bool) -> None:
     for text in run_distributed(_error_of_wrong_id, 2, overlap):
-        assert "holds id 77, but table 'item' has num_embeddings=50" in text
+        assert all(fact in text for fact in ("'history'", "id 77", "table 'item'", "num_embeddings=50"))
 
 
-def test_other_placements_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"FreeScaleStrategy\(placement='random'\): pass 'hash' or 'blocks'"):
-        FreeScaleStrategy(placement="random")
-
-
-def _fit_again() -> str:
+def _fit_again() -> None:
     torch.manual_seed(0)
     module = Model()
     trainer(strategy=FreeScaleStrategy(placement="blocks"), devices=2).fit(module, my_loader(2))
     trainer(strategy=FreeScaleStrategy(placement="hash"), devices=2).validate(module, my_loader(2), verbose=False)
-    with pytest.raises(ValueError, match="is sharded already") as error:
+    with pytest.raises(ValueError, match="placement='blocks'"):
         trainer(strategy=FreeScaleStrategy(placement="hash"), devices=2).fit(module, my_loader(2))
-    return str(error.value)
 
 
 def test_a_second_fit_cannot_place_rows_anew() -> None:
-    for text in run_distributed(_fit_again, 2):
-        assert "placement='blocks'" in text
+    run_distributed(_fit_again, 2)

@@ -42,16 +42,16 @@ def _run(script: str, folder: Path) -> str:
 
 
 @pytest.mark.third_party
-def test_trains_as_without_ray_and_its_checkpoint_is_ordinary(tmp_path: Path) -> None:
+def test_ray_trains_as_without_and_its_checkpoint_is_ordinary(tmp_path: Path) -> None:
+    """The page on Ray, against the same fit without it."""
     pytest.importorskip("ray")
     for page in (DOCS / "quick_start.md", DOCS / "how_to" / "ray.md"):
         save_files(page, tmp_path)
+    (tmp_path / "without_ray.py").write_text(WITHOUT_RAY)
     found = re.search(r"^checkpoint: (.+)$", _run("train_on_ray.py", tmp_path), re.MULTILINE)
     assert found
-    by_ray = torch.load(found[1], weights_only=False)
-    (tmp_path / "without_ray.py").write_text(WITHOUT_RAY)
     _run("without_ray.py", tmp_path)
-    without = torch.load(tmp_path / "without.ckpt", weights_only=False)
+    by_ray, without = (torch.load(path, weights_only=False) for path in (found[1], tmp_path / "without.ckpt"))
     assert by_ray["global_step"] == without["global_step"] == 20
     assert list(by_ray["state_dict"]) == list(without["state_dict"])
     assert all(torch.equal(by_ray["state_dict"][key], weight) for key, weight in without["state_dict"].items())
@@ -68,12 +68,12 @@ def test_ray_says_how_many_ranks_a_node_has(monkeypatch: pytest.MonkeyPatch) -> 
     strategy = RayFreeScaleStrategy()
     strategy.num_nodes = 1  # as the Trainer does
     assert (strategy.num_processes, strategy.num_nodes) == (3, 2)
-    with pytest.raises(ValueError, match=r"Trainer\(num_nodes=4\).*on 2 node"):
+    with pytest.raises(ValueError, match=r"num_nodes=4\).* 2 node"):
         strategy.num_nodes = 4
 
 
 def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "lightning_freescale.ray", raising=False)
-    with pytest.raises(ImportError, match=r"needs Ray Train .*pip install 'lightning-freescale\[ray\]'"):
+    with pytest.raises(ImportError, match=r"lightning-freescale\[ray\]"):
         import lightning_freescale.ray  # noqa: F401

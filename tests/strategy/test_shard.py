@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_freescale import FreeScaleStrategy
+from lightning_freescale.embeddings.embedding_choice import LARGE_EMBEDDING
 from lightning_freescale.testing import run_distributed
-from tests.helpers.overlap_training import assert_same, my_loader
+from tests.helpers.overlap_training import assert_same
 from tests.helpers.plain_embeddings import ITEMS, KEYS, SHARDED, PlainBatches, PlainModel, plain_loader
-from tests.helpers.recommender import DIM, Recommender, trainer
+from tests.helpers.recommender import DIM, trainer
 
 STEPS = 6
 
@@ -36,14 +37,14 @@ def _state(fitting: Any) -> tuple[dict[str, Tensor], Any]:
 WAYS = [["freescale"], ["ddp"], ["freescale", "freescale"], ["ddp", "freescale"], ["freescale", "ddp"]]
 
 
-def _changes_over(path: Path, optimizer: str) -> list[Any]:
+def _changes_over(path: Path) -> list[Any]:
     """Two epochs at once, and one after the other under other strategies."""
     results = []
     for index, strategies in enumerate(WAYS):
         file, losses = None, []
         for epochs, name in zip([2] if len(strategies) == 1 else [1, 2], strategies):
             torch.manual_seed(0)
-            module = PlainModel(optimizer)
+            module = PlainModel("adagrad")
             fitting = _trainer("ddp" if name == "ddp" else None, max_epochs=epochs)
             fitting.fit(module, plain_loader(STEPS), ckpt_path=file)
             losses += module.losses
@@ -53,9 +54,8 @@ def _changes_over(path: Path, optimizer: str) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("optimizer", ["adagrad", pytest.param("sgd", marks=pytest.mark.slow)])
-def test_a_checkpoint_is_that_of_the_plain_module(tmp_path: Path, optimizer: str) -> None:
-    ranks = run_distributed(_changes_over, 2, tmp_path, optimizer)
+def test_a_checkpoint_is_that_of_the_plain_module(tmp_path: Path) -> None:
+    ranks = run_distributed(_changes_over, 2, tmp_path)
     for whole, ddp, resumed, *changed in ranks:
         assert resumed[0] == whole[0]
         for losses, *_ in (*changed, ddp):
@@ -64,55 +64,40 @@ def test_a_checkpoint_is_that_of_the_plain_module(tmp_path: Path, optimizer: str
     assert_same(resumed[1:], whole[1:])
     for _, *state in (*changed, ddp):
         assert_same(state, [*whole[1:]], rtol=1e-5, atol=1e-6)
-    plain = PlainModel(optimizer)
-    for file in ("0.ckpt", "4.ckpt"):
-        loaded = PlainModel.load_from_checkpoint(tmp_path / file)
-        assert type(loaded.kind_emb) is nn.Embedding
-        assert loaded.state_dict().keys() == plain.state_dict().keys()
-    checkpoint = torch.load(tmp_path / "0.ckpt", weights_only=True)
-    plain.load_state_dict(checkpoint["state_dict"], strict=True)
-    plain.configure_optimizers().load_state_dict(checkpoint["optimizer_states"][0])
-    assert not torch.equal(checkpoint["state_dict"][KEYS[0]], PlainModel().state_dict()[KEYS[0]])
+    loaded = PlainModel.load_from_checkpoint(tmp_path / "0.ckpt")
+    assert type(loaded.kind_emb) is nn.Embedding
+    assert not torch.equal(loaded.state_dict()[KEYS[0]], PlainModel().state_dict()[KEYS[0]])
 
 
 # -- all entry points, and a second fit
 
 
-def _everything() -> Any:
+def _everything(strategy: Any = None) -> Any:
     torch.manual_seed(0)
-    module, batches = PlainModel(), PlainBatches(2, int(os.environ["RANK"]))
+    module = PlainModel()
+    results = [_trainer(strategy).validate(module, plain_loader(2), verbose=False)[0]["val"]]
+    fitting = _trainer(strategy, max_epochs=2)
+    fitting.fit(module, plain_loader(STEPS), plain_loader(2))
+    results.append(float(fitting.callback_metrics["val"]))
+    results += [_trainer(strategy).test(module, plain_loader(2), verbose=False)[0]["val"], *module.losses]
+    again = _trainer(strategy or FreeScaleStrategy(), max_epochs=1)  # sharded it stays, whatever the next strategy says
+    again.fit(module, plain_loader(STEPS))
+    return results + module.losses, _state(again)[0]
+
+
+def _compared_with_ddp() -> Any:
     torch.manual_seed(0)
     plain = PlainModel()
     with torch.no_grad():
-        expected = [plain.scores(batch) for batch in batches]
-    found = _trainer().predict(module, plain_loader(2))
+        expected = [plain.scores(batch) for batch in PlainBatches(2, int(os.environ["RANK"]))]
+    found = _trainer().predict(plain, plain_loader(2))
     assert_same(found, expected, rtol=1e-6, atol=1e-6)
     assert not any(row.requires_grad for row in found)
-    results = [_trainer().validate(module, plain_loader(2), verbose=False)[0]["val"]]
-    fitting = _trainer(max_epochs=2)
-    fitting.fit(module, plain_loader(STEPS), plain_loader(2))
-    results.append(float(fitting.callback_metrics["val"]))
-    results += [_trainer().test(module, plain_loader(2), verbose=False)[0]["val"], *module.losses]
-    again = _trainer(FreeScaleStrategy(), max_epochs=1)  # sharded it stays, whatever the next strategy says
-    again.fit(module, plain_loader(STEPS))
-    return results + module.losses, _state(again)[0]
+    return _everything(), _everything("ddp")
 
 
-def _everything_unsharded() -> Any:
-    torch.manual_seed(0)
-    module = PlainModel()
-    results = [_trainer("ddp").validate(module, plain_loader(2), verbose=False)[0]["val"]]
-    fitting = _trainer("ddp", max_epochs=2)
-    fitting.fit(module, plain_loader(STEPS), plain_loader(2))
-    results.append(float(fitting.callback_metrics["val"]))
-    results += [_trainer("ddp").test(module, plain_loader(2), verbose=False)[0]["val"], *module.losses]
-    again = _trainer("ddp", max_epochs=1)
-    again.fit(module, plain_loader(STEPS))
-    return results + module.losses, _state(again)[0]
-
-
-def test_validation_prediction_and_a_second_fit() -> None:
-    for (mine, weights), (ddp, expected) in zip(run_distributed(_everything, 2), run_distributed(_everything_unsharded, 2)):
+def test_all_stages_and_a_second_fit() -> None:
+    for (mine, weights), (ddp, expected) in run_distributed(_compared_with_ddp, 2):
         assert mine == pytest.approx(ddp, rel=1e-5)
         assert_same({key: value for key, value in weights.items() if key in expected}, weights)
         if KEYS[0] in weights:  # whole, on rank 0
@@ -126,39 +111,36 @@ class Looks(PlainModel):
     """Looks at its embeddings in all sorts of ways, where the strategy has set them up."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__("adagrad")
         self.again, self.seen = self.encoder.item_emb, {}
 
     def on_train_start(self) -> None:
-        item = self.encoder.item_emb
-        seen = self.seen
-        seen["attributes"] = (item.num_embeddings, item.embedding_dim, item.padding_idx, repr(item))
-        seen["same"] = self.again is item
-        seen["names"] = [name for name, _ in self.named_parameters(remove_duplicate=False) if "emb" in name or "again" in name]
-        seen["state"] = {key: type(value).__name__ for key, value in self.state_dict().items() if key in seen["names"]}
+        item, strategy = self.encoder.item_emb, self.trainer.strategy
+        assert (item.num_embeddings, item.embedding_dim, item.padding_idx) == (ITEMS, DIM, 0) and self.again is item
+        self.names = [name for name, _ in self.named_parameters(remove_duplicate=False) if "emb" in name or "again" in name]
+        self.kinds = {key: type(value).__name__ for key, value in self.state_dict().items() if key in self.names}
         torch.manual_seed(0)
         whole = Looks()
-        for shape in ((), (0,), (3,), (2, 3), (2, 0, 3), (2, 3, 2)):
-            for dtype in (torch.int32, torch.int64):
-                ids = torch.randint(0, ITEMS, shape, dtype=dtype)
-                found = item(ids)
-                assert torch.equal(found, whole.encoder.item_emb(ids)) and found.shape == (*shape, DIM)
-                found += 1
-        ids = torch.randint(0, ITEMS, (3, 4)).T
-        assert torch.equal(item(ids), whole.encoder.item_emb(ids))
-        looks = {"weight": lambda: item.weight, "list": lambda: item([1]), "id": lambda: item(torch.tensor([77]))}
+        ids = [torch.randint(0, ITEMS, shape) for shape in ((), (0,), (3,), (2, 3), (2, 0, 3), (2, 3, 2))]
+        for each in (*ids, ids[3].int(), ids[3].T):
+            found = item(each)
+            assert torch.equal(found, whole.encoder.item_emb(each)) and found.shape == (*each.shape, DIM)
+            found += 1
+        looks = {
+            "weight": lambda: item.weight,
+            "list": lambda: item([1]),
+            "id": lambda: item(torch.tensor([77])),
+            "unknown": lambda: strategy.full_weight("encoder.items"),
+        }
         for error, look in looks.items():
-            try:
+            with pytest.raises((RuntimeError, TypeError, ValueError)) as raised:
                 look()
-            except (RuntimeError, TypeError, ValueError) as raised:
-                seen[error] = f"{type(raised).__name__}: {raised}"
-        copies = [self.trainer.strategy.full_weight(path) for path in ("encoder.item_emb", "again.weight", "kind_emb")]
-        assert torch.equal(copies[0], whole.encoder.item_emb.weight) and torch.equal(copies[1], copies[0])
-        assert torch.equal(copies[2], whole.kind_emb.weight)
-        try:
-            self.trainer.strategy.full_weight("encoder.items")
-        except ValueError as raised:
-            seen["unknown"] = str(raised)
+            self.seen[error] = str(raised.value)
+        for path, embedding in (("encoder.item_emb", whole.again), ("again.weight", whole.again), ("kind_emb", whole.kind_emb)):
+            assert torch.equal(strategy.full_weight(path), embedding.weight)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.full = self.trainer.strategy.full_weight("encoder.item_emb")
 
 
 def _looks() -> Any:
@@ -166,40 +148,23 @@ def _looks() -> Any:
     module = Looks()
     fitting = _trainer(max_epochs=1, enable_model_summary=True)
     fitting.fit(module, plain_loader(STEPS))
-    return module.seen, _state(fitting)[0]
+    return module.names, module.kinds, module.seen, module.full, _state(fitting)[0]
 
 
 def test_it_is_called_and_named_as_before() -> None:
     ranks = run_distributed(_looks, 2)
-    for seen, _ in ranks:
-        assert seen["attributes"] == (ITEMS, DIM, 0, "ShardedEmbedding(50, 8, padding_idx=0)")
-        assert seen["same"]
-        assert seen["names"] == ["encoder.item_emb.weight", "encoder.pos_emb.weight", "kind_emb.weight", "again.weight"]
-        assert seen["state"] == {name: "Tensor" if "pos" in name else "ShardedTensor" for name in seen["names"]}
-        assert "RuntimeError: encoder.item_emb.weight is sharded" in seen["weight"]
-        assert "full_weight('encoder.item_emb')" in seen["weight"] and "FreeScaleStrategy(shard=...)" in seen["weight"]
-        assert "TypeError: embedding 'encoder.item_emb' is given a list" in seen["list"]
-        assert "id 77, but table 'encoder/item_emb' has num_embeddings=50" in seen["id"]
-        assert "full_weight('encoder.items'): no sharded table" in seen["unknown"] and "'encoder.item_emb'?" in seen["unknown"]
-    assert ranks[0][1].keys() == Looks().state_dict().keys()
-
-
-class OfCollections(Recommender):
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.full = self.trainer.strategy.full_weight("net.embeddings.embeddings.item")
-
-
-def _full_weight() -> Any:
-    torch.manual_seed(0)
-    module = OfCollections("adagrad")
-    fitting = _trainer(FreeScaleStrategy(), max_steps=3)
-    fitting.fit(module, my_loader(3))
-    return module.full, _state(fitting)[0].get("net.embeddings.embeddings.item.weight")
-
-
-def test_full_weight_has_all_updates_on_every_rank() -> None:
-    (full, saved), (other, _) = run_distributed(_full_weight, 2)
-    assert torch.equal(full, saved) and torch.equal(other, saved)
+    for names, kinds, seen, full, _ in ranks:
+        assert names == ["encoder.item_emb.weight", "encoder.pos_emb.weight", "kind_emb.weight", "again.weight"]
+        assert kinds == {name: "Tensor" if "pos" in name else "ShardedTensor" for name in names}
+        for look, facts in {
+            "weight": ("encoder.item_emb.weight", "full_weight('encoder.item_emb')", "shard="),
+            "list": ("'encoder.item_emb'", "list"),
+            "id": ("id 77", "'encoder/item_emb'", "num_embeddings=50"),
+            "unknown": ("full_weight('encoder.items')", "'encoder.item_emb'?"),
+        }.items():
+            assert all(fact in seen[look] for fact in facts)
+        assert torch.equal(full, ranks[0][4]["encoder.item_emb.weight"]), "all updates are in it, on every rank"
+    assert ranks[0][4].keys() == Looks().state_dict().keys()
 
 
 # -- built on the meta device, frozen
@@ -234,59 +199,6 @@ def test_on_the_meta_device_it_is_drawn_as_torch_draws_it() -> None:
     assert torch.equal(after["kind_emb.weight"], before["kind"]), "a frozen one does not move"
 
 
-# -- Adam
-
-
-def _global_batch(step: int, world: int) -> dict[str, Tensor]:
-    parts = [PlainBatches(STEPS, rank)[step] for rank in range(world)]
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-class WithAdam(PlainModel):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=0.02, betas=(0.8, 0.95))
-
-
-def _with_adam() -> Any:
-    torch.manual_seed(0)
-    module = WithAdam()
-    fitting = _trainer()
-    fitting.fit(module, plain_loader(STEPS))
-    return module.losses, _state(fitting)[0]
-
-
-def _undo_rows(module: Any, optimizer: Any, batch: dict[str, Tensor], before: Any) -> None:
-    """Torch's Adam moves every row; put those back that no id of the batch names, and their moments."""
-    for index, (name, weight) in enumerate(module.named_parameters()):
-        if name in KEYS:
-            others = torch.ones(len(weight), dtype=torch.bool)
-            others[batch["items" if name == KEYS[0] else "kind"].long().flatten()] = False
-            weight.data[others] = before[0][name][others]
-            for moment in ("exp_avg", "exp_avg_sq"):
-                optimizer.state[weight][moment][others] = before[1][index][moment][others] if before[1] else 0.0
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_adam_is_that_of_the_rows_looked_up(world: int) -> None:
-    torch.manual_seed(0)
-    module, losses = WithAdam(), []
-    optimizer = module.configure_optimizers()
-    for step in range(STEPS):
-        batch = _global_batch(step, world)
-        loss = nn.functional.mse_loss(module.scores(batch) / DIM, batch["label"])
-        optimizer.zero_grad()
-        loss.backward()
-        before = copy.deepcopy((module.state_dict(), optimizer.state_dict()["state"]))
-        optimizer.step()
-        _undo_rows(module, optimizer, batch, before)
-        losses.append(loss.item())
-    ranks = run_distributed(_with_adam, world)
-    mean = [sum(of_ranks) / world for of_ranks in zip(*(mine for mine, _ in ranks))]
-    assert mean == pytest.approx(losses, rel=1e-5)
-    assert max(losses) / min(losses) > 1.2, "the loss must move, or equality means nothing"
-    assert_same(ranks[0][1], module.state_dict(), rtol=1e-4, atol=1e-6)
-
-
 # -- what the next ids are
 
 
@@ -316,17 +228,77 @@ def _looked_ahead(make: Any, **options: Any) -> tuple[list[int], list[list[float
     return [int(module.statistics[f"{how}predicted_lookups"]) for how in ("", "un", "mis")], losses
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "known"),
-    [
-        (PlainModel, {}, 2 * (STEPS - 2)),
-        (Computes, {}, STEPS - 2),
-        (Tells, {}, STEPS - 1 + STEPS - 2),
-        (Computes, {"shard": ["encoder.item_emb"], "ids_of": tell}, STEPS - 1),
-        (Computes, {"lookahead": "trial_run"}, 2 * (STEPS - 2)),
-    ],
-)
-def test_the_next_ids_are_found_or_told(make: Any, options: dict[str, Any], known: int) -> None:
-    for counts, (ddp, mine) in run_distributed(_looked_ahead, 2, make, **options):
-        assert counts[0] == known and counts[2] == 0
-        assert mine == pytest.approx(ddp, rel=1e-5)
+NEXT_IDS: list[tuple[Any, dict[str, Any], int]] = [
+    (PlainModel, {}, 2 * (STEPS - 2)),
+    (Computes, {}, STEPS - 2),
+    (Tells, {}, STEPS - 1 + STEPS - 2),
+    (Computes, {"shard": ["encoder.item_emb"], "ids_of": tell}, STEPS - 1),
+    (Computes, {"lookahead": "trial_run"}, 2 * (STEPS - 2)),
+]
+
+
+def test_the_next_ids_are_found_or_told() -> None:
+    ranks = run_distributed(lambda: [_looked_ahead(make, **options) for make, options, _ in NEXT_IDS], 2)
+    for found in ranks:
+        for (counts, (ddp, mine)), (make, options, known) in zip(found, NEXT_IDS):
+            assert (counts[0], counts[2]) == (known, 0), (make, options)
+            assert mine == pytest.approx(ddp, rel=1e-5), (make, options)
+
+
+# -- which embeddings are sharded, and what is refused
+
+
+class Large(PlainModel):
+    """With tables as ``shard="auto"`` takes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.word_emb = nn.Embedding(LARGE_EMBEDDING // 8, 8)
+        self.renorm_emb = nn.Embedding(LARGE_EMBEDDING // 4, 4, max_norm=1.0).requires_grad_(False)
+
+    def scores(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().scores(batch) + self.word_emb(batch["kind"]).sum(dim=1)
+
+
+class WithMomentum(PlainModel):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Tied(PlainModel):
+    """Scores against all kinds, by their embeddings."""
+
+    def scores(self, batch: dict[str, Tensor]) -> Tensor:
+        return (self.encoder(batch["items"]) @ self.kind_emb.weight.T).logsumexp(dim=1)
+
+
+def _messages(caplog: pytest.LogCaptureFixture, make: Any, shard: Any) -> tuple[str, list[str]]:
+    """Return what is said, the error with it, and which embeddings the module has afterwards."""
+    caplog.clear()
+    module, error = make(), ""
+    try:
+        _trainer(FreeScaleStrategy(shard=shard)).fit(module, plain_loader(2))
+    except (ValueError, TypeError, RuntimeError) as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    return caplog.text + error, sorted(type(each).__name__ for each in module.modules() if "Embedding" in type(each).__name__)
+
+
+def test_large_embeddings_are_told_or_taken(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    given = [(Large, ["word_emb"]), (Large, "auto"), (PlainModel, "auto"), (Large, None)]
+    ((named, auto, none, left),) = run_distributed(lambda: [_messages(caplog, *each) for each in given], 1)
+    assert "whole on every rank" not in named[0] and "shard='auto'" not in named[0]
+    assert "shards 'word_emb' (125000 x 8)" in auto[0] and "'renorm_emb' has max_norm=1.0" in auto[0]
+    assert named[1] == auto[1] == [*["Embedding"] * 4, "ShardedEmbedding"]
+    assert f"shard='auto' finds no nn.Embedding of {LARGE_EMBEDDING}" in none[0]
+    assert left[0].count("'word_emb' (125000 x 8)") == 1 and "shard=['word_emb']" in left[0]
+    assert set(left[1]) == {"Embedding"}
+
+
+def test_refused(caplog: pytest.LogCaptureFixture) -> None:
+    given = [(WithMomentum, SHARDED), (PlainModel, ["kind_embs"]), (Tied, SHARDED)]
+    for momentum, unknown, tied in run_distributed(lambda: [_messages(caplog, *each) for each in given], 2):
+        assert "ValueError" in momentum[0] and "momentum=0.9" in momentum[0] and "'encoder.item_emb.weight'" in momentum[0]
+        assert "'kind_embs'" in unknown[0] and "'kind_emb'?" in unknown[0]
+        assert momentum[1] == unknown[1] == ["Embedding"] * 3, "the module is as it was"
+        assert "kind_emb.weight is sharded" in tied[0] and "full_weight('kind_emb')" in tied[0]

@@ -1,78 +1,42 @@
-"""Every bad input is refused before training starts, by an error that names argument, value and fix."""
+"""FreeScaleStrategy refuses what it cannot train exactly, by an error that names the argument, its value and the fix."""
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning_utilities.core import rank_zero
 from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, data_parallel, row_wise
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim import LAMB
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
+from lightning_freescale import FreeScaleDataModule, FreeScaleFabricStrategy, FreeScaleStrategy
 from lightning_freescale.data import BalanceOptions
-from lightning_freescale.testing import RankFailed, run_distributed
+from lightning_freescale.strategy.validation import refuse_options
+from lightning_freescale.testing import run_distributed
 from tests.helpers.recommender import Recommender, Samples, collate, trainer
 
 DATA = Samples(8)
 
 
-def _fit(module: L.LightningModule | None = None, samples: int = 16, data: Any = None, **options: Any) -> None:
-    samples_ = Samples(samples)
-    data = data or FreeScaleDataModule(samples_, samples_.lengths, 2, collate_fn=collate)
-    trainer(devices=int(os.environ["WORLD_SIZE"]), **options).fit(module or Recommender(), data)
+def _data(samples: int = 16, **options: Any) -> FreeScaleDataModule:
+    data = Samples(samples)
+    return FreeScaleDataModule(data, data.lengths, 2, collate_fn=collate, **options)
 
 
-def test_fewer_samples_than_ranks() -> None:
-    with pytest.raises(RankFailed, match="1 samples for 2 ranks"):
-        run_distributed(_fit, 2, samples=1)
-
-
-def _fit_with_few_to_validate() -> None:
-    samples = Samples(16)
-    data = FreeScaleDataModule(samples, samples.lengths, 2, collate_fn=collate, val_dataset=Samples(1))
-    trainer(devices=int(os.environ["WORLD_SIZE"])).fit(Recommender(), data)
-
-
-def test_fewer_samples_to_validate_than_ranks() -> None:
-    with pytest.raises(RankFailed, match=r"FreeScaleDataModule\(val_dataset=...\): 1 samples for 2 ranks"):
-        run_distributed(_fit_with_few_to_validate, 2)
-
-
-class DecayedAdagrad(Recommender):
-    """Its optimizer has states from the beginning, of tables that have no memory yet."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adagrad(self.parameters(), 0.1, weight_decay=0.1)
-
-
-def test_a_refused_optimizer_is_what_the_run_ends_with() -> None:
-    with pytest.raises(RankFailed, match=r"Adagrad\(weight_decay=0.1\) holds the embedding table") as error:
-        run_distributed(lambda: _fit(DecayedAdagrad()), 1)
-    assert "meta" not in str(error.value)
-
-
-def test_drop_last_leaves_nothing() -> None:
-    with pytest.raises(ValueError, match=r"drop_last=True leaves no step: 8 samples"):
-        FreeScaleDataModule(DATA, DATA.lengths, 16, drop_last=True).sampler(0, 2)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"precision": "64-true"}, r"precision='64-true'"),
-        ({"overfit_batches": 1}, r"overfit_batches=1.*limit_train_batches"),
-    ],
-)
-def test_trainer_arguments(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(RankFailed, match=message):
-        run_distributed(_fit, 2, **options)
+def _fit(module: L.LightningModule | None = None, data: Any = None, **options: Any) -> None:
+    trainer(devices=int(os.environ["WORLD_SIZE"]), **options).fit(module or Recommender(), data or _data())
 
 
 class Manual(Recommender):
@@ -92,182 +56,9 @@ class With(Recommender):
         return self.make(self.parameters())
 
 
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        (Manual, "automatic_optimization=False"),
-        (lambda: With(torch.optim.RMSprop), r"RMSprop holds .*apply_optimizer_in_backward"),
-        (lambda: With(lambda p: torch.optim.SGD(p, momentum=0.9)), r"momentum=0.9.*momentum=0"),
-        (lambda: With(lambda p: torch.optim.Adagrad(p, weight_decay=0.1)), r"weight_decay=0.1.*weight_decay=0"),
-        (lambda: With(lambda p: torch.optim.Adagrad(p, lr_decay=0.1)), r"lr_decay=0.1.*lr_decay=0"),
-    ],
-)
-def test_module(module: Any, message: str) -> None:
-    with pytest.raises(RankFailed, match=message):
-        run_distributed(lambda: _fit(module()), 2)
-
-
-def _fit_plain(**options: Any) -> None:
-    _fit(strategy=FreeScaleStrategy(overlap=False), **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"module": With(torch.optim.Adam)},
-            r"Adam holds .*'net.embeddings.embeddings.item.weight'.* no Adam on CPU.*overlap=True.*RowWiseAdagrad",
-        ),
-        ({"accumulate_grad_batches": 2}, r"accumulate_grad_batches=2.*overlap=True.*larger batch_size"),
-        ({"callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})]}, "GradientAccumulationScheduler"),
-    ],
-)
-def test_what_plain_torchrec_cannot_do(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(RankFailed, match=message):
-        run_distributed(_fit_plain, 2, **options)
-
-
-def _refit_after_error() -> bool:
-    torch.manual_seed(0)
-    module = With(torch.optim.RMSprop)
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    with pytest.raises(ValueError, match="RMSprop holds"):
-        _fit(module)
-    kept = all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-    module.make = torch.optim.SGD
-    _fit(module)
-    return kept
-
-
-def test_module_survives_the_error() -> None:
-    assert all(run_distributed(_refit_after_error, 2))
-
-
-class FarIds(Samples):
-    """One sample looks up an id that no row exists for."""
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        sample = super().__getitem__(index)
-        return {**sample, "candidate": torch.tensor(50)} if index == 3 else sample
-
-
-def _fit_far_ids() -> None:
-    data = FarIds(16)
-    _fit(data=FreeScaleDataModule(data, data.lengths, 8, collate_fn=collate))
-
-
-def test_id_beyond_the_table() -> None:
-    with pytest.raises(RankFailed, match=r"feature 'candidate' holds id 50, but table 'item' has num_embeddings=50"):
-        run_distributed(_fit_far_ids, 2)
-
-
-def _fit_needing_rows() -> None:
-    data = FreeScaleDataModule(DATA, DATA.lengths, 2, collate_fn=collate)
-    data.feature_rows = {"history": 51}
-    _fit(data=data)
-
-
-def test_table_smaller_than_the_data() -> None:
-    with pytest.raises(RankFailed, match=r"51 different ids of feature 'history'.*num_embeddings=51 or more"):
-        run_distributed(_fit_needing_rows, 2)
-
-
-def test_strategy_arguments() -> None:
-    with pytest.raises(ValueError, match=r"clip='tables'.*'all' or 'dense'"):
-        FreeScaleStrategy(clip="tables")
-
-
-def _fit_with_plan() -> None:
-    _fit(strategy=FreeScaleStrategy(plan=ShardingPlan({})))
-
-
-def test_plan_without_the_collection() -> None:
-    with pytest.raises(RankFailed, match=r"no entry for collection 'net.embeddings' with tables \['item', 'cat'\]"):
-        run_distributed(_fit_with_plan, 2)
-
-
-def _resume_after_change(changed: dict[str, int]) -> None:
-    data = FreeScaleDataModule(DATA, DATA.lengths, 2, collate_fn=collate)
-    fit = trainer(devices=2, max_epochs=2, max_steps=1)
-    fit.fit(Recommender(), data)
-    fit.state.fn = "fit"
-    data.load_state_dict({**data.state_dict(), "batches": 1, **changed})
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"balance": {"assignment_mode": "slack"}}, r"mode='slack'\) needs Trainer\(strategy='freescale'\)"),
-        ({"loss_reduction": "target_mean"}, r"loss_reduction='target_mean'.*loss_reduction='unweighted'"),
-        ({"balance": {"calibrate": True}}, r"calibrate=True\) needs Trainer\(strategy='freescale'\)"),
-        ({"balance": {"outlier_window": 0}}, r"outlier_window=0"),
-        ({"balance": {"assignment_mode": "best"}}, r"mode='best'"),
-        ({"balance": {"rank_speeds": [1.0]}}, r"rank_speeds=\[1.0\].*shape \[2\]"),
-        ({"balance": {"max_tokens_per_rank": 1}}, r"max_tokens_per_rank=1"),
-    ],
-)
-def test_plans_that_do_not_go_with_ddp_or_at_all(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(RankFailed, match=message):
-        run_distributed(_fit_under_ddp, 2, options)
-
-
-def _fit_under_ddp(options: dict[str, Any]) -> None:
-    if "balance" in options:
-        options = {**options, "balance": BalanceOptions(**options["balance"])}
-    data = FreeScaleDataModule(DATA, DATA.lengths, 2, collate_fn=collate, **options)
-    trainer(strategy="ddp", devices=2, max_steps=1).fit(Recommender(), data)
-
-
-def test_unweighted_scales_no_loss() -> None:
-    free = BalanceOptions(assignment_mode="free")
-    for reduction, scaled in (("sample_mean", True), ("unweighted", False)):
-        data = FreeScaleDataModule(Samples(60), Samples(60).lengths, 4, balance=free, loss_reduction=reduction)
-        sampler = data.sampler(0, 3)
-        weights = {sampler.loss_weight(step) for step in range(len(sampler))}
-        assert (weights != {1.0}) == scaled
-
-
-def test_unweighted_goes_with_ddp() -> None:
-    run_distributed(_fit_under_ddp, 2, {"balance": {"assignment_mode": "slack"}, "loss_reduction": "unweighted"})
-
-
-@pytest.mark.parametrize(("name", "value"), [("samples", 7), ("shuffle", 0), ("outlier_window", 4)])
-def test_mid_epoch_resume_with_another_plan(name: str, value: int) -> None:
-    with pytest.raises(RankFailed, match=rf"stopped inside an epoch with {name}={value}, this run has {name}="):
-        run_distributed(_resume_after_change, 2, {name: value})
-
-
-def _fit_with(plan: Any, in_backward: Any = None) -> None:
-    module = Recommender()
-    if in_backward is not None:
-        apply_optimizer_in_backward(in_backward, module.net.embeddings.parameters(), {"lr": 0.1})
-    if plan is not None:
-        world = int(os.environ["WORLD_SIZE"])
-        tables = {config.name: plan for config in module.net.embeddings.embedding_configs()}
-        entry = construct_module_sharding_plan(
-            module.net.embeddings, tables, local_size=world, world_size=world, device_type="cpu"
-        )
-        _fit(module, strategy=FreeScaleStrategy(plan=ShardingPlan({"net.embeddings": entry})))
-    _fit(module)
-
-
-@pytest.mark.parametrize(
-    ("plan", "in_backward", "message"),
-    [
-        (data_parallel(), None, r"table 'item' sharding_type='data_parallel'.*compute_kernel=\"fused\""),
-        (row_wise(), None, r"compute_kernel='dense'.*compute_kernel=\"fused\""),
-        (
-            column_wise(ranks=[0, 1], compute_kernel="fused"),
-            RowWiseAdagrad,
-            r"splits the columns of table 'item'.*RowWiseAdagrad",
-        ),
-        (None, LAMB, r"LAMB, applied in backward to table 'net.embeddings.embeddings.item.weight', .* on CPU"),
-        (None, torch.optim.NAdam, r"NAdam, applied in backward to table .* has no fused form"),
-    ],
-)
-def test_plan_and_in_backward_optimizer(plan: Any, in_backward: Any, message: str) -> None:
-    with pytest.raises(RankFailed, match=message):
-        run_distributed(_fit_with, 2, plan, in_backward)
+class TwoOptimizers(Recommender):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net.embeddings, self.net.hidden)]
 
 
 class Skips(Recommender):
@@ -280,53 +71,257 @@ class Skips(Recommender):
             closure()
 
 
-def test_accumulation_by_hand() -> None:
-    with pytest.raises(RankFailed, match="second backward without an optimizer step"):
-        run_distributed(lambda: _fit(Skips()), 2)
+class PartlyUnused(Recommender):
+    """Has parameters that no loss reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = torch.nn.Linear(2, 2)
+
+
+def _fit_plain(module: Any = None, **options: Any) -> None:
+    _fit(module, strategy=FreeScaleStrategy(overlap=False), **options)
+
+
+def _fit_with_ddp(balance: dict[str, Any], **options: Any) -> None:
+    _fit(data=_data(8, balance=BalanceOptions(**balance), **options), strategy="ddp", max_steps=1)
+
+
+def _fit_needing_rows() -> None:
+    data = _data()
+    data.feature_rows = {"history": 51}
+    _fit(data=data)
+
+
+def _resume_with_another_plan(**changed: int) -> None:
+    data = _data(8)
+    fit = trainer(devices=2, max_epochs=2, max_steps=1)
+    fit.fit(Recommender(), data)
+    fit.state.fn = "fit"
+    data.load_state_dict({**data.state_dict(), "batches": 1, **changed})
+
+
+def _fit_planned(plan: Any) -> None:
+    module = Recommender()
+    tables = {config.name: plan for config in module.net.embeddings.embedding_configs()}
+    entry = construct_module_sharding_plan(module.net.embeddings, tables, local_size=2, world_size=2, device_type="cpu")
+    if plan is COLUMNS:
+        apply_optimizer_in_backward(RowWiseAdagrad, module.net.embeddings.parameters(), {"lr": 0.1})
+    _fit(module, strategy=FreeScaleStrategy(plan=ShardingPlan({"net.embeddings": entry})))
+
+
+def _fit_in_backward(optimizer: Any) -> None:
+    module = Recommender()
+    apply_optimizer_in_backward(optimizer, module.net.embeddings.parameters(), {"lr": 0.1})
+    _fit(module)
+
+
+COLUMNS = column_wise(ranks=[0, 1], compute_kernel="fused")
+REFUSED_ON_RANKS: list[tuple[Callable[[], Any], str]] = [
+    (lambda: _fit(data=_data(1)), "1 samples for 2 ranks"),
+    (lambda: _fit(data=_data(val_dataset=Samples(1))), r"val_dataset=...\): 1 samples for 2 ranks"),
+    (lambda: _fit(precision="64-true"), "precision='64-true'"),
+    (lambda: _fit(overfit_batches=1), "overfit_batches=1.*limit_train_batches"),
+    (lambda: _fit(callbacks=[StochasticWeightAveraging(0.1)]), "StochasticWeightAveraging"),
+    (lambda: _fit(data=_data().train_dataloader()), "num_replicas=1.* 2 ranks.*datamodule=data"),
+    (lambda: _fit(strategy=FreeScaleStrategy(model_averaging_period=2)), "model_averaging_period=2"),
+    (lambda: _fit(Manual()), "automatic_optimization=False"),
+    (lambda: _fit(TwoOptimizers()), "TwoOptimizers.configure_optimizers.*parameter group.*apply_optimizer_in_backward"),
+    (lambda: _fit(With(torch.optim.RMSprop)), "RMSprop.*apply_optimizer_in_backward"),
+    (lambda: _fit(With(lambda p: torch.optim.SGD(p, momentum=0.9))), "momentum=0.9.*momentum=0"),
+    (lambda: _fit(With(lambda p: torch.optim.Adagrad(p, weight_decay=0.1))), "weight_decay=0.1.*weight_decay=0"),
+    (lambda: _fit(With(lambda p: torch.optim.Adagrad(p, lr_decay=0.1))), "lr_decay=0.1.*lr_decay=0"),
+    (lambda: _fit(Skips()), "second backward"),
+    (
+        lambda: _fit_plain(With(torch.optim.Adam)),
+        "Adam .*'net.embeddings.embeddings.item.weight'.*overlap=True.*RowWiseAdagrad",
+    ),
+    (lambda: _fit_plain(accumulate_grad_batches=2), "accumulate_grad_batches=2.*overlap=True.*larger batch_size"),
+    (lambda: _fit_plain(callbacks=[GradientAccumulationScheduler({0: 1, 1: 2})]), "GradientAccumulationScheduler"),
+    (_fit_needing_rows, "51 .*'history'.*num_embeddings=51"),
+    (lambda: _fit(strategy=FreeScaleStrategy(plan=ShardingPlan({}))), r"'net.embeddings' with tables \['item', 'cat'\]"),
+    (lambda: _fit_planned(data_parallel()), "table 'item' sharding_type='data_parallel'.*compute_kernel=\"fused\""),
+    (lambda: _fit_planned(row_wise()), "compute_kernel='dense'.*compute_kernel=\"fused\""),
+    (lambda: _fit_planned(COLUMNS), "columns of table 'item'.*RowWiseAdagrad"),
+    (lambda: _fit_in_backward(LAMB), "LAMB.*'net.embeddings.embeddings.item.weight'.*CPU"),
+    (lambda: _fit_in_backward(torch.optim.NAdam), "NAdam"),
+    (lambda: _fit_with_ddp({"assignment_mode": "slack"}), r"mode='slack'\).*strategy='freescale'"),
+    (lambda: _fit_with_ddp({"calibrate": True}), r"calibrate=True\).*strategy='freescale'"),
+    (lambda: _fit_with_ddp({"outlier_window": 0}), "outlier_window=0"),
+    (lambda: _fit_with_ddp({"assignment_mode": "best"}), "mode='best'"),
+    (lambda: _fit_with_ddp({"rank_speeds": [1.0]}), r"rank_speeds=\[1.0\]"),
+    (lambda: _fit_with_ddp({"max_tokens_per_rank": 1}), "max_tokens_per_rank=1"),
+    (lambda: _fit_with_ddp({}, loss_reduction="target_mean"), "loss_reduction='target_mean'.*'unweighted'"),
+    (lambda: _resume_with_another_plan(samples=7), "samples=7.*samples="),
+    (lambda: _resume_with_another_plan(shuffle=0), "shuffle=0.*shuffle="),
+    (lambda: _resume_with_another_plan(outlier_window=4), "outlier_window=4.*outlier_window="),
+    (  # last: it fails during training, and DDP stays behind
+        lambda: _fit(PartlyUnused()),
+        r"'freescale_find_unused_parameters_true'.*FreeScaleStrategy\(find_unused_parameters=True",
+    ),
+]
+
+
+def _messages() -> list[str]:
+    """Return what each fit in ``REFUSED_ON_RANKS`` ends with."""
+    found = []
+    for fit, _ in REFUSED_ON_RANKS:
+        try:
+            fit()
+        except (ValueError, RuntimeError) as error:
+            found.append(str(error))
+        else:
+            found.append("nothing")
+    return found
+
+
+def test_refused_before_training() -> None:
+    for messages in run_distributed(_messages, 2):
+        unlike = {
+            pattern: message
+            for (_, pattern), message in zip(REFUSED_ON_RANKS, messages)
+            if not re.search(pattern, message, re.DOTALL) or "meta" in message
+        }
+        assert not unlike
+
+
+def _accepted() -> bool:
+    """Fit what is accepted, and a module whose optimizer was refused before; return whether it kept its weights."""
+    _fit_with_ddp({"assignment_mode": "slack"}, loss_reduction="unweighted")
+    _fit(PartlyUnused(), strategy="freescale_find_unused_parameters_true")
+    torch.manual_seed(0)
+    module = With(torch.optim.RMSprop)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(ValueError, match="RMSprop"):
+        _fit(module)
+    kept = all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    module.make = torch.optim.SGD
+    _fit(module)
+    return kept and len(module.losses) > 0
+
+
+def test_accepted_after_a_refused_fit() -> None:
+    assert run_distributed(_accepted, 2) == [True, True]
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "error", "message"),
     [
-        ({"callbacks": [StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging copies the unsharded module"),
-        ({"strategy": FreeScaleStrategy(start_method="fork")}, "start_method='fork'"),
-        ({"strategy": FreeScaleStrategy(model_averaging_period=2)}, "model_averaging_period=2"),
+        ({"clip": "tables"}, ValueError, "clip='tables'"),
+        ({"placement": "random"}, ValueError, "placement='random'"),
+        ({"shard": "kind_emb"}, TypeError, r"shard='kind_emb'.*\['kind_emb'\]"),
+        *(({"target_bubble_reduction": target}, ValueError, f"_reduction={target}") for target in (0, -0.5, 1.5)),
+        ({"overlp": True}, TypeError, "overlp=.* overlap="),
+        ({"find_unused_params": True}, TypeError, "find_unused_params=.* find_unused_parameters="),
+        ({"zzz": True}, TypeError, "zzz="),
     ],
 )
-def test_callbacks_and_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(RankFailed, match=message):
-        run_distributed(_fit_refused, 2, options)
+def test_refused_by_the_constructor(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        FreeScaleStrategy(**options)
 
 
-def _fit_refused(options: dict[str, Any]) -> None:
-    from lightning_freescale.strategy.validation import refuse_options
-
-    if "strategy" in options:  # Lightning would launch processes of its own
-        refuse_options(options["strategy"]._start_method, options["strategy"]._model_averaging_period)
-    _fit(**options)
-
-
-def _fit_loader_of_one_rank() -> None:
-    trainer(devices=2).fit(Recommender(), FreeScaleDataModule(DATA, DATA.lengths, 2, collate_fn=collate).train_dataloader())
-
-
-def test_loader_made_without_a_trainer() -> None:
-    with pytest.raises(RankFailed, match=r"num_replicas=1, the Trainer has 2 ranks: .*datamodule=data"):
-        run_distributed(_fit_loader_of_one_rank, 2)
-
-
-@pytest.mark.parametrize(
-    ("option", "meant"),
-    [
-        ("overlp", "did you mean overlap="),
-        ("find_unused_params", "did you mean find_unused_parameters="),
-        ("zzz", "see its docstring and DistributedDataParallel's"),
-    ],
-)
-def test_an_unknown_option_is_refused_at_once(option: str, meant: str) -> None:
-    with pytest.raises(TypeError, match=rf"FreeScaleStrategy\({option}=...\): there is no such option, {meant}"):
-        FreeScaleStrategy(**{option: True})
-
-
-def test_options_of_ddp_are_taken() -> None:
+def test_options_of_ddp() -> None:
     FreeScaleStrategy(find_unused_parameters=True, gradient_as_bucket_view=True, process_group_backend="gloo")
+    with pytest.raises(ValueError, match="start_method='fork'"):
+        refuse_options("fork", None)
+
+
+def test_drop_last_leaves_no_step() -> None:
+    with pytest.raises(ValueError, match=r"drop_last=True.*8 samples"):
+        FreeScaleDataModule(DATA, DATA.lengths, 16, drop_last=True).sampler(0, 2)
+
+
+def test_unweighted_scales_no_loss() -> None:
+    for reduction, scaled in (("sample_mean", True), ("unweighted", False)):
+        data = _data(60, balance=BalanceOptions(assignment_mode="free"), loss_reduction=reduction)
+        sampler = data.sampler(0, 3)
+        assert ({sampler.loss_weight(step) for step in range(len(sampler))} != {1.0}) == scaled
+
+
+# -- Fabric, and the other namespaces of Lightning
+
+
+def _fabric(strategy: Any) -> Any:
+    return Fabric(accelerator="cpu", devices=1, strategy=strategy).strategy
+
+
+def _lightning_fabric(strategy: Any) -> Any:
+    return pytest.importorskip("lightning_fabric").Fabric(accelerator="cpu", strategy=strategy)
+
+
+def _pytorch_lightning(strategy: Any) -> Any:
+    return pytest.importorskip("pytorch_lightning").Trainer(accelerator="cpu", strategy=strategy)
+
+
+def _trainer(strategy: Any) -> Any:
+    return L.Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False).strategy
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy", "message"),
+    [
+        (_lightning_fabric, lambda: "freescale", "import lightning as L"),
+        (_lightning_fabric, FreeScaleFabricStrategy, "from lightning.fabric import Fabric, not lightning_fabric"),
+        (_pytorch_lightning, lambda: "freescale", "import lightning as L"),
+        (_pytorch_lightning, FreeScaleStrategy, "import lightning as L, not pytorch_lightning"),
+        (_fabric, FreeScaleStrategy, "lightning_freescale.FreeScaleFabricStrategy"),
+        (_trainer, FreeScaleFabricStrategy, "lightning.fabric"),
+    ],
+)
+def test_the_other_libraries_refuse_it(
+    make: Callable[[Any], Any], strategy: Callable[[], Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_zero, "log", rank_zero.log)  # which the others' import replaces globally
+    with pytest.raises(ValueError, match=message):
+        make(strategy())
+
+
+def test_its_name_is_registered() -> None:
+    for strategy in ("freescale", FreeScaleStrategy()):
+        assert isinstance(_trainer(strategy), FreeScaleStrategy)
+    for name, unused in (("freescale", False), ("freescale_find_unused_parameters_true", True)):
+        strategy = _fabric(name)
+        assert isinstance(strategy, FreeScaleFabricStrategy)
+        assert strategy.ddp_options.get("find_unused_parameters", False) == unused
+
+
+def test_the_data_module_refuses_a_trainer_of_pytorch_lightning() -> None:
+    other = pytest.importorskip("pytorch_lightning")
+    trainer = other.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    with pytest.raises(TypeError, match=r"pytorch_lightning.*import lightning as L"):
+        trainer.fit(other.LightningModule(), datamodule=FreeScaleDataModule([0, 1, 2], lambda sample: 1))
+
+
+# -- several ranks on one GPU
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("NCCL error\nDuplicate GPU detected : rank 0 and rank 1 both on CUDA device 1a000", 'process_group_backend="gloo"'),
+        ("the store is gone", "^the store is gone$"),
+    ],
+)
+def test_an_error_of_nccl_on_a_shared_gpu_names_the_fix(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(strategy: Any) -> None:
+        raise dist.DistBackendError(text)
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr(L.pytorch.strategies.DDPStrategy, "setup_environment", fail)
+    strategy = FreeScaleStrategy(parallel_devices=[torch.device("cpu")], cluster_environment=LightningEnvironment())
+    with pytest.raises(RuntimeError, match=message):
+        strategy.setup_environment()
+
+
+def _losses_over(backend: str | None) -> list[float]:
+    torch.manual_seed(0)
+    module = Recommender("adagrad")
+    _fit(module, strategy=FreeScaleStrategy(process_group_backend=backend))
+    assert dist.get_backend(module.trainer.strategy.tables.group) == "freescale"
+    return module.losses
+
+
+def test_trains_over_gloo_where_it_is_named() -> None:
+    for named, default in run_distributed(lambda: [_losses_over(backend) for backend in ("gloo", None)], 2):
+        assert named == default

@@ -35,7 +35,7 @@ def take(source: Tensor, starts: Sequence[int], counts: Sequence[int]) -> Tensor
 def put(target: Tensor, starts: Sequence[int], counts: list[int], values: Tensor) -> None:
     """Write ``values`` to where :func:`take` would read them."""
     if len(counts) > _FEW_RANKS:
-        target[ranges(starts, counts, target.device)] = values
+        target[ranges(starts, counts, target.device)] = values.to(target.dtype)  # an index does not convert, as a slice does
         return
     for start, count, part in zip(starts, counts, values.split_with_sizes(counts)):
         target[start : start + count] = part

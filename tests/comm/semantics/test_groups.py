@@ -1,23 +1,27 @@
-"""Subgroups and the default group."""
+"""Methods of a group by every name that c10d has for them, subgroups, the default group, and Lightning's DDP on it."""
 
 from __future__ import annotations
 
 import os
-from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch._C._distributed_c10d import AllgatherOptions
 
 from lightning_freescale.comm import LaneOptions
-from lightning_freescale.comm.process_group import FreeScaleGroup
+from lightning_freescale.comm.process_group import _DELEGATED, FreeScaleGroup
 from lightning_freescale.testing import _reserved_port, run_distributed
-from tests.helpers.both_groups import SMALL, TIMEOUT, Side, differs, make_group
+from tests.helpers.both_groups import SMALL, TIMEOUT, Case, Side, assert_same_as_gloo, differs, named
+from tests.helpers.comm_groups import make_group
+from tests.helpers.plain_modules import Plain, fit
 
 
 def _in_subgroup(group: Any, first: int) -> Any:
-    """Roots and peers by global and by group rank; ``first`` is the global rank of the group's rank 0."""
+    """Call with roots and peers by global and by group rank; ``first`` is the global rank of the group's rank 0."""
     side = Side(group)
     told, retold, given = side.numbers(3), side.numbers(400), side.numbers(600 * side.size)
     dist.broadcast(told, src=first, group=group)
@@ -25,9 +29,6 @@ def _in_subgroup(group: Any, first: int) -> Any:
     out, gathered = side.blank(600 * side.size), side.blank(600 * side.size * side.size)
     dist.all_to_all_single(out, given, group=group)
     dist.all_gather_into_tensor(gathered, given, group=group)
-    summed, parts = side.numbers(2), [side.blank(5) for _ in range(side.size)]
-    dist.all_reduce(summed, group=group)
-    dist.gather(side.numbers(5), parts if side.rank == 0 else None, dst=first, group=group)
     objects: list[Any] = [None] * side.size
     dist.all_gather_object(objects, dist.get_rank(), group=group)
     passed = torch.full((1,), float(side.rank))
@@ -35,24 +36,25 @@ def _in_subgroup(group: Any, first: int) -> Any:
         dist.send(passed, dst=dist.get_global_rank(group, side.size - 1), group=group)
     elif side.rank == side.size - 1:
         assert dist.recv(passed, src=first, group=group) == first
-    return told, retold, out, gathered, summed, parts, objects, passed
+    return told, retold, out, gathered, passed, objects
 
 
 def _subgroups(memberships: list[list[int]]) -> list[str]:
     found, mine = [], dist.get_rank()
     for ranks in memberships:
-        group, gloo = make_group(ranks, **SMALL), dist.new_group(ranks, backend="gloo", timeout=TIMEOUT)
+        group, gloo = make_group(ranks=ranks, **SMALL), dist.new_group(ranks, backend="gloo", timeout=TIMEOUT)
         assert (group is dist.GroupMember.NON_GROUP_MEMBER) == (mine not in ranks)
         if mine in ranks:
             assert dist.get_process_group_ranks(group) == ranks and dist.get_rank(group) == ranks.index(mine)
             assert dist.get_world_size(group) == len(ranks) == group.size()
             found.append(differs(_in_subgroup(group, ranks[0]), _in_subgroup(gloo, ranks[0])))
-            assert found[-1] or int(_in_subgroup(group, ranks[0])[6][-1]) == ranks[-1]
+            assert found[-1] or _in_subgroup(group, ranks[0])[-1] == ranks
     return [difference for difference in found if difference]
 
 
 @pytest.mark.parametrize(
-    ("size", "memberships"), [(2, [[0, 1]]), (3, [[1, 2], [0, 1], [0, 2]]), (4, [[0, 2], [1, 3], [1, 2, 3], [2, 3], [0, 1]])]
+    ("size", "memberships"),
+    [(3, [[1, 2], [0, 1], [0, 2]]), pytest.param(4, [[0, 2], [1, 3], [1, 2, 3], [2, 3], [0, 1]], marks=pytest.mark.slow)],
 )
 def test_subgroups_are_those_of_gloo(size: int, memberships: list[list[int]]) -> None:
     assert run_distributed(_subgroups, size, memberships, timeout=60) == [[]] * size
@@ -74,6 +76,9 @@ def _default(ports: list[int]) -> list[Any]:
         group = dist.group.WORLD
         assert isinstance(group, FreeScaleGroup) and group.options.chunk_bytes == SMALL["chunk_bytes"]
         told.append((dist.get_backend(), group.name(), dist.get_rank(), dist.get_world_size(), bool(group.group_name)))
+        # torch takes tensors on the host of a backend that it takes for gloo
+        assert group._get_backend_name() == group._get_backend(torch.device("cpu")).name() == "gloo"
+        assert group.getBackendName() == "freescale" and {device.type for device in group._device_types} == {"cpu"}
         gloo = dist.new_group(backend="gloo", timeout=TIMEOUT)
         half = dist.new_group([0, 1])  # of the default group's backend
         assert isinstance(half, FreeScaleGroup) == (dist.get_rank() < 2)
@@ -87,41 +92,151 @@ def _default(ports: list[int]) -> list[Any]:
     return told
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_as_default_group(size: int) -> None:
+def test_as_default_group() -> None:
     with _reserved_port() as first, _reserved_port() as second:
-        of_ranks = run_distributed(_default, size, [first, second], init=False, timeout=60)
+        of_ranks = run_distributed(_default, 3, [first, second], init=False, timeout=60)
     for rank, told in enumerate(of_ranks):
-        assert told == [("freescale", "freescale", rank, size, True), "", [float(size)] * 2] * 2
+        assert told == [("freescale", "freescale", rank, 3, True), "", [3.0] * 2] * 2
 
 
-def _described() -> None:
-    group = dist.new_group(backend="freescale", timeout=timedelta(seconds=9), group_desc="embeddings")
-    assert group.group_desc == "embeddings" and group.group_name != make_group().group_name
-    assert group.getBackendName() == "freescale" == group.name()
-    assert {device.type for device in group._device_types} == {"cpu"}
-    assert group._get_backend(torch.device("cpu")).name() == "gloo"
-    with pytest.raises(TypeError, match="LaneOptions"):
-        dist.new_group(backend="freescale", pg_options={"chunk_bytes": 5})
+def _fit(backend: str) -> Any:
+    torch.manual_seed(int(os.environ["RANK"]))  # other weights on every rank, which DDP makes those of the first
+    module, strategy = Plain(), DDPStrategy(process_group_backend=backend, timeout=TIMEOUT)
+    before = module.layer.weight.tolist()
+    fitted = fit(module, [], steps=6, devices=2, strategy=strategy, max_epochs=2)
+    assert isinstance(dist.group.WORLD, FreeScaleGroup) == (backend == "freescale")
+    logged = {name: value.item() for name, value in fitted.callback_metrics.items()}
+    assert module.layer.weight.tolist() != before and len(logged) == 2, "weights must move, or equality means nothing"
+    return logged, list(module.state_dict().values())
 
 
-def test_a_group_can_be_looked_up_like_others() -> None:
-    run_distributed(_described, 2)
+def test_lightnings_ddp_given_the_backends_name_trains_what_it_trains_over_gloo() -> None:
+    mine, gloo = (run_distributed(_fit, 2, backend, init=False, timeout=90) for backend in ("freescale", "gloo"))
+    assert [differs(*pair) for pair in zip(mine, gloo)] == ["", ""] and differs(gloo[0][1], gloo[1][1]) == ""
 
 
-def _evenly() -> list[Any]:
-    """Torch's own ways to make several subgroups."""
-    mine, all_of_them = dist.new_subgroups(2, backend="freescale", timeout=TIMEOUT)
-    crossed, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]], backend="freescale", timeout=TIMEOUT)
-    told = [len(all_of_them)]
-    for group in (mine, crossed):
-        assert isinstance(group, FreeScaleGroup)
-        out = torch.zeros(2, dtype=torch.int64)
-        dist.all_to_all_single(out, torch.full((2,), dist.get_rank()), group=group)
-        told.append(out.tolist())
-    return told
+METHODS: list[Case] = []
 
 
-def test_subgroups_made_by_torch() -> None:
-    pairs = {0: ([0, 1], [0, 2]), 1: ([0, 1], [1, 3]), 2: ([2, 3], [0, 2]), 3: ([2, 3], [1, 3])}
-    assert run_distributed(_evenly, 4) == [[2, *pairs[rank]] for rank in range(4)]
+def _present(side: Side, *names: str) -> list[Any]:
+    """Methods that torch's own group has under one of its names, old or new."""
+    found = [getattr(side.group, name) for name in names if hasattr(dist.ProcessGroup, name)]
+    assert found
+    return found
+
+
+@named(METHODS)
+def all_to_all(side: Side) -> Any:
+    results = []
+    incoming, outgoing = ([(a * k + b * side.rank) % 4 for k in range(side.size)] for a, b in ((3, 1), (1, 3)))
+    for method in _present(side, "alltoall_base", "all_to_all_single"):
+        for options in ((), (dist.AllToAllOptions(),), (TIMEOUT,)):
+            given, out = side.numbers(sum(outgoing), 3), side.blank(sum(incoming), 3)
+            method(out, given, incoming, outgoing, *options).wait()
+            results += [out, given]
+        out, given = side.blank(side.size), side.numbers(side.size)
+        method(output=out, input=given, output_split_sizes=[], input_split_sizes=[]).wait()
+        results.append(out)
+    for options in ((), (dist.AllToAllOptions(),)):
+        listed = [side.blank(4) for _ in range(side.size)]
+        side.group.alltoall(listed, [side.numbers(4) for _ in listed], *options).wait()
+        results += listed
+    return results
+
+
+@named(METHODS)
+def all_gather(side: Side) -> Any:
+    results = []
+    for method in _present(side, "_allgather_base", "all_gather_single"):
+        for options in ((), (AllgatherOptions(),)):
+            out, given = side.blank(2 * side.size, 3), side.numbers(2, 3)
+            method(out, given, *options).wait()
+            results += [out, given]
+    for method in _present(side, "allgather_into_tensor_coalesced", "all_gather_single_coalesced"):
+        outs = [side.blank(n * side.size) for n in (2, 500)]
+        method(outs, [side.numbers(n) for n in (2, 500)]).wait()
+        results += outs
+    lists = [[side.blank(4) for _ in range(side.size)] for _ in range(2)]
+    coalesced = [[side.blank(4), side.blank(500)] for _ in range(side.size)]
+    side.group.allgather([lists[0]], [side.numbers(4)]).wait()
+    side.group.allgather(lists[1], side.numbers(4), timeout=TIMEOUT).wait()  # the short form
+    side.group.allgather_coalesced(coalesced, [side.numbers(4), side.numbers(500)]).wait()
+    return results, lists, coalesced
+
+
+@named(METHODS)
+def by_keyword(side: Side) -> Any:
+    out, *lists = side.blank(side.size), *([side.blank(4) for _ in range(side.size)] for _ in range(3))
+    for method in _present(side, "all_to_all_single"):
+        method(out, side.numbers(side.size), [], [], timeout=TIMEOUT).wait()
+    side.group.alltoall(output_tensors=lists[0], input_tensors=[side.numbers(4) for _ in lists[0]]).wait()
+    side.group.allgather(output_tensors=[lists[1]], input_tensors=[side.numbers(4)]).wait()
+    side.group.allgather(output_tensors=lists[2], input_tensor=side.numbers(4)).wait()
+    outs = [side.blank(n * side.size) for n in (2, 500)]
+    for method in _present(side, "all_gather_single_coalesced"):
+        method(outputs=outs, inputs=[side.numbers(n) for n in (2, 500)]).wait()
+    coalesced = [[side.blank(4), side.blank(500)] for _ in range(side.size)]
+    side.group.allgather_coalesced(output_lists=coalesced, input_list=[side.numbers(4), side.numbers(500)]).wait()
+    return out, lists, outs, coalesced
+
+
+def test_methods_of_the_group_are_those_of_gloo() -> None:
+    assert_same_as_gloo(METHODS, 3, **SMALL)
+
+
+def test_other_collectives_are_those_of_torchs_own_backend() -> None:
+    called: list[Any] = []
+    group: Any = SimpleNamespace(_backends=SimpleNamespace(call=lambda *args, **options: called.append((args, options))))
+    offered = [name for name in _DELEGATED if hasattr(dist.ProcessGroup, name)]  # some came with torch 2.14
+    for name in offered:
+        getattr(FreeScaleGroup, name)(group, 1, opts=2)
+    assert called == [((name, 1), {"opts": 2}) for name in offered] and len(offered) >= 12
+
+
+NO_COLLECTIVES = {
+    *("BackendType", "CUSTOM", "GLOO", "MPI", "NCCL", "UCC", "UNDEFINED", "XCCL", "_backend_id", "_device_types"),
+    *("_get_backend", "_get_backend_name", "_has_hooks", "_id", "_pybind11_conduit_v1_", "_register_backend"),
+    *("_register_on_completion_hook", "_set_default_backend", "_set_group_desc", "_set_group_name", "bound_device_id"),
+    *("boxed", "unbox", "get_group_store", "group_desc", "group_name", "name", "rank", "size"),
+    *("_get_sequence_number_for_group", "_set_sequence_number_for_group", "_enable_collectives_timing"),
+    *("_wait_for_pending_works", "set_timeout", "use_pg_for_symm_mem_rendezvous"),
+    *("_start_coalescing", "_end_coalescing"),  # gloo has neither
+    *("get_backend", "_add_ephemeral_timeout", "supports_window"),  # from torch 2.14 on, as the next
+    *("unregister_pre_hook", "unregister_post_hook", "unregister_abort_hook"),
+}
+
+
+def test_every_collective_of_torch_is_overridden() -> None:
+    """One that is not runs in C++ while it holds the interpreter's lock, which deadlocks with gloo's own thread."""
+    offered = {name for name in vars(dist.ProcessGroup) if not name.startswith("__")}
+    overridden = {
+        name for kind in FreeScaleGroup.__mro__[: FreeScaleGroup.__mro__.index(dist.ProcessGroup)] for name in vars(kind)
+    }
+    assert {"broadcast", "all_to_all_single", "barrier"} <= offered - NO_COLLECTIVES  # the names are those of torch
+    assert offered - NO_COLLECTIVES - overridden == set()
+
+
+REFUSED = {
+    "split_group": ([0, 1],),
+    "merge_remote_group": (None, 2),
+    "new_window": (),
+    "get_reconfigure_handle": (),
+    "reconfigure": (None,),
+    "register_pre_hook": (1, print),
+    "register_post_hook": (1, print),
+    "register_abort_hook": (1, print),
+}
+
+
+def test_what_would_pass_by_the_lane_is_refused() -> None:
+    """Hooks would miss the lane's collectives, and groups that torch makes out of this one have no lane."""
+
+    def run() -> bool:
+        group = make_group()
+        for name in REFUSED:
+            if hasattr(dist.ProcessGroup, name):  # some came with torch 2.14
+                with pytest.raises(ValueError, match=f"freescale {name}: .*'gloo' or 'nccl'"):
+                    getattr(group, name)(*REFUSED[name])
+        return getattr(group, "supports_reconfigure", False)
+
+    assert run_distributed(run, 2) == [False, False]

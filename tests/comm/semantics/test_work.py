@@ -1,7 +1,10 @@
-"""What an asynchronous collective returns behaves as a Work of gloo does."""
+"""What an asynchronous collective returns behaves as a Work of gloo does, and happens whether a caller waits or not."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -9,10 +12,49 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.both_groups import SMALL, Case, Side, assert_same_as_gloo, named
-from tests.helpers.issued_collectives import KINDS, WITH_FUTURE, issue_broadcast, issue_gather, issue_reduce, issue_to_all
+from lightning_freescale.comm.work import TransferWork
+from lightning_freescale.testing import run_distributed
+from tests.helpers.both_groups import SMALL, Case, Side, assert_same_as_gloo, differs, named
+from tests.helpers.comm_groups import make_group
+from tests.helpers.pretended_gpu import GPU, PretendedGPU
 
 CASES: list[Case] = []
+Issued = tuple[Any, list[torch.Tensor]]
+
+
+def _to_all(side: Side, rows: int = 300) -> Issued:
+    given, out = side.numbers(rows * side.size), side.blank(rows * side.size)
+    return dist.all_to_all_single(out, given, group=side.group, async_op=True), [out]
+
+
+def _list_to_all(side: Side, rows: int = 300) -> Issued:
+    out = [side.blank(rows) for _ in range(side.size)]
+    return dist.all_to_all(out, [side.numbers(rows) for _ in out], group=side.group, async_op=True), out
+
+
+def _gather(side: Side, rows: int = 300) -> Issued:
+    out = side.blank(rows * side.size)
+    return dist.all_gather_into_tensor(out, side.numbers(rows), group=side.group, async_op=True), [out]
+
+
+def _list_gather(side: Side, rows: int = 300) -> Issued:
+    out = [side.blank(rows) for _ in range(side.size)]
+    return dist.all_gather(out, side.numbers(rows), group=side.group, async_op=True), out
+
+
+def _reduce(side: Side, rows: int = 300) -> Issued:
+    tensor = side.numbers(rows)
+    return dist.all_reduce(tensor, group=side.group, async_op=True), [tensor]
+
+
+def _scatter(side: Side, rows: int = 300) -> Issued:
+    out = side.blank(rows)
+    return dist.reduce_scatter_tensor(out, side.numbers(rows * side.size), group=side.group, async_op=True), [out]
+
+
+OURS: list[Callable[..., Issued]] = [_to_all, _list_to_all, _gather, _list_gather]
+WITH_FUTURE = [*OURS, _reduce]
+KINDS = [*WITH_FUTURE, _scatter]  # gloo's reduce-scatter has no future, and is done when it is waited for
 
 
 @named(CASES)
@@ -48,20 +90,8 @@ def futures(side: Side) -> Any:
         assert future.wait() is not None and future.done() and len(work.get_future().value()) > 0
         work.wait()
         assert work.get_future().done()
-    return told
-
-
-@named(CASES)
-def values_of_futures(side: Side) -> Any:
-    """DDP hooks take their result from there."""
-    works = [kind(side)[0] for kind in (issue_to_all, issue_reduce, issue_broadcast)]
-    return [torch.futures.wait_all([work.get_future()])[0] for work in works]
-
-
-@named(CASES)
-def results(side: Side) -> Any:
-    told = []
-    for kind in (issue_to_all, issue_reduce, issue_broadcast):
+    for kind in (_to_all, _reduce):  # DDP hooks take their result from there
+        told.append(torch.futures.wait_all([kind(side)[0].get_future()])[0])
         work, _ = kind(side)
         work.wait()
         told += work.result()
@@ -69,20 +99,88 @@ def results(side: Side) -> Any:
 
 
 @named(CASES)
-def sync_between_async(side: Side) -> Any:
-    """Collectives of a group run in the order they are issued, whether somebody waits or not."""
-    first, out = issue_to_all(side, 5000)
-    between = side.blank(side.size)
-    dist.all_to_all_single(between, side.numbers(side.size), group=side.group)
-    last, gathered = issue_gather(side, 5000)
-    summed = side.numbers(10)
-    dist.all_reduce(summed, group=side.group)
-    last.wait()
-    first.wait()
-    return between, out, gathered, summed
+def dropped_works_are_done_all_the_same(side: Side) -> Any:
+    outs = [out for kind in WITH_FUTURE for out in kind(side, 2000)[1]]
+    deadline = time.monotonic() + 30
+    for kind in WITH_FUTURE:  # later ones of the same kind
+        kind(side, 1)[0].wait()
+    while time.monotonic() < deadline and any((out[-3:] == 77).any() for out in outs):
+        time.sleep(0.01)
+    dist.barrier(side.group)
+    return outs
 
 
-@pytest.mark.parametrize("options", [{}, SMALL], ids=["whole", "chunks"])
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("size", "options"), [(3, SMALL), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(2, {}), (4, SMALL)])]
+)
 def test_works_are_those_of_gloo(size: int, options: dict[str, Any]) -> None:
     assert_same_as_gloo(CASES, size, **options)
+
+
+def _at_its_time() -> list[str]:
+    """Rank 0 issues everything before rank 1 comes: nothing blocks or is said to be done, and a wait may be too short."""
+    group, store, wrong = make_group(), dist.distributed_c10d._get_default_store(), []
+    side = Side(group)
+    if side.rank == 1:
+        store.get("go")
+    issued = [kind(side) for kind in KINDS]
+    if side.rank == 0:
+        time.sleep(0.05)
+        wrong = [str(index) for index, (work, _) in enumerate(issued) if work.is_completed()]
+        for work, _ in issued[: len(OURS)]:
+            with pytest.raises(RuntimeError):
+                work.wait(timedelta(milliseconds=50))
+        store.set("go", "go")
+    for work, _ in issued:
+        work.wait()
+    reference = Side(dist.group.WORLD)
+    for kind, (_, out) in zip(KINDS, issued):  # the collective went on
+        work, expected = kind(reference)
+        work.wait()
+        wrong.append(differs(out, expected))
+    return [each for each in wrong if each]
+
+
+def test_issuing_does_not_wait_for_the_others_and_a_wait_that_is_too_short_is_an_error_and_nothing_else() -> None:
+    assert run_distributed(_at_its_time, 2, timeout=60) == [[], []]
+
+
+def _coalesced() -> bool:
+    """A coalesced gather gives what it gathered, and is done when all of it is."""
+    group, rank, size = make_group(), dist.get_rank(), dist.get_world_size()
+    given = [torch.full((2,), float(rank)), torch.full((3,), 10.0 + rank)]
+    rows = [[torch.empty_like(each) for each in given] for _ in range(size)]
+    work = group.allgather_coalesced(rows, given)
+    results = work.get_future().wait()
+    assert work.wait() and work.is_completed() and work.is_success() and work.result() is results
+    return all(any(result is each for result in results) for row in rows for each in row)
+
+
+def test_a_coalesced_gather_gives_what_it_gathered() -> None:
+    assert run_distributed(_coalesced, 2) == [True, True]
+
+
+@pytest.mark.parametrize("device", [GPU, torch.device("cpu")])
+def test_a_future_knows_the_gpu_that_its_tensors_are_on(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """torch puts its callbacks in order on the streams of that GPU; here a stand-in."""
+    given: list[Any] = []
+    future: Any = torch.futures.Future
+    monkeypatch.setattr(torch.futures, "Future", lambda devices: given.append(devices) or future())
+    done: Future[None] = Future()
+    with PretendedGPU().active():
+        results = [torch.ones(2, device=device)]
+        told = TransferWork(done, results).get_future()
+    done.set_result(None)
+    assert told.value() is results and given == [[GPU] if device == GPU else []]
+
+
+def test_an_error_is_that_of_the_work_and_of_its_future() -> None:
+    done: Future[None] = Future()
+    work = TransferWork(done, [torch.ones(1)])
+    future = work.get_future()
+    assert not work.is_completed() and not work.is_success() and work.exception() is None
+    done.set_exception(OSError("no memory"))
+    assert work.is_completed() and not work.is_success() and isinstance(work.exception(), OSError)
+    for wait in (work.wait, work.synchronize, future.wait):
+        with pytest.raises((dist.DistBackendError, OSError, RuntimeError), match="no memory"):
+            wait()

@@ -1,9 +1,14 @@
-"""The host's transport brings every byte to its place, however uneven the parts, and no rank waits for another in a circle."""
+"""The host's transport brings every byte to its place, through pinned memory within its bound, and no ranks wait in a circle.
+
+There is no GPU here: streams are threads that copy late, so that code that does not wait for an event finds wrong bytes.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from unittest.mock import Mock
@@ -11,15 +16,19 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_freescale.comm import LaneOptions
 from lightning_freescale.comm.p2p import GlooP2P
 from lightning_freescale.comm.transfer import DTYPES, RankBuffers, Transfer
-from lightning_freescale.comm.transports.host.staging import HostStaging
+from lightning_freescale.comm.transports.host.staging import DeviceStaging, HostStaging, PinnedPool
 from lightning_freescale.comm.transports.host.transport import HostTransport
 from lightning_freescale.testing import run_distributed
+from tests.helpers.comm_groups import nothing_left, pinned_in_use
+from tests.helpers.fake_gpu import FakeStream
 
 Sizes = list[list[int]]
 """Bytes by source and target."""
@@ -103,62 +112,184 @@ def test_random_parts_in_random_chunks_arrive(size: int, cases: int) -> None:
     assert run_distributed(_random, size, 7 * size, cases, timeout=100) == [[]] * size
 
 
-def _case(sizes: Sizes, chunk: int, rounds: int) -> bool:
-    p2p, rank = make_p2p(), dist.get_rank()
-    host = make_host(p2p, chunk)
-    right = True
-    for number in range(rounds):
-        transfer = make_transfer(sizes, rank, number)
-        host.move(transfer, lambda: None)
-        right = right and all_arrived(transfer, sizes, rank, range(p2p.size))
-    return right
-
-
 UNEQUAL: dict[str, Sizes] = {
     "one gives much to all and gets from one": [[0, 900, 900, 900], [0, 0, 5, 0], [0, 0, 0, 5], [900, 0, 0, 0]],
     "a ring of long parts with short ones back": [[0, 900, 0, 1], [1, 0, 900, 0], [0, 1, 0, 900], [900, 0, 1, 0]],
-    "each has one long part for another": [[9, 5, 0, 900], [900, 9, 5, 0], [0, 900, 9, 5], [5, 0, 900, 9]],
     "all for one": [[3, 0, 0, 0], [900, 3, 0, 0], [901, 0, 3, 0], [1, 0, 0, 3]],
     "one for all": [[900, 901, 899, 1], [0] * 4, [0] * 4, [0] * 4],
     "stairs": [[10, 20, 40, 80], [160, 320, 640, 1280], [1280, 640, 320, 160], [80, 40, 20, 10]],
 }
 
 
-@pytest.mark.parametrize("case", UNEQUAL)
-def test_very_unequal_parts_do_not_hang(case: str) -> None:
-    assert run_distributed(_case, 4, UNEQUAL[case], 3, 3, timeout=60) == [True] * 4
-
-
-def _subsets() -> bool:
-    """First who is in the other pair, then the own pair; what is not asked for is not touched."""
-    p2p, rank, right = make_p2p(), dist.get_rank(), True
-    host = make_host(p2p, 10)
-    draw = random.Random(5)
+def _unequal() -> list[str]:
+    """Return the cases that went wrong. In the last, first the other pair's parts are moved, then the own pair's."""
+    p2p, rank, wrong = make_p2p(), dist.get_rank(), []
+    for case, sizes in UNEQUAL.items():
+        transfer = make_transfer(sizes, rank, 0)
+        make_host(p2p, 3).move(transfer, lambda: None)
+        wrong += [] if all_arrived(transfer, sizes, rank, range(4)) else [case]
+    host, draw, pair = make_host(p2p, 10), random.Random(5), {0, 1} if rank < 2 else {2, 3}
     for number in range(0, 60, 2):
         sizes = draw_sizes(draw, 4, 10)
-        transfer, pair = make_transfer(sizes, rank, number), {0, 1} if rank < 2 else {2, 3}
-        others = {0, 1, 2, 3} - pair
-        host.move(transfer, lambda: None, ranks=others)
-        right = right and all_arrived(transfer, sizes, rank, others)
-        host.move(transfer, lambda: None, ranks=pair)
-        right = right and all_arrived(transfer, sizes, rank, range(4))
-    return right
+        transfer, others = make_transfer(sizes, rank, number), {0, 1, 2, 3} - pair
+        for ranks, arrived in ((others, others), (pair, range(4))):  # what is not asked for is not touched
+            host.move(transfer, lambda: None, ranks=ranks)
+            wrong += [] if all_arrived(transfer, sizes, rank, arrived) else [f"some ranks, {number}"]
+    return wrong
 
 
-def test_some_ranks_only() -> None:
-    assert run_distributed(_subsets, 4, timeout=60) == [True] * 4
+def test_very_unequal_parts_do_not_hang_also_between_some_ranks_only() -> None:
+    assert run_distributed(_unequal, 4, timeout=60) == [[]] * 4
 
 
-def _in_place() -> Any:
-    """A part given and taken in the same memory, as in an all-gather into its own output."""
-    p2p, rank = make_p2p(), dist.get_rank()
-    sizes = [[40, 40], [40, 40]]
-    transfer = make_transfer(sizes, rank, 0)
-    transfer.outgoing = [content(rank, rank, 40, 0)] * 2
-    transfer.incoming[rank] = transfer.outgoing[rank]
-    make_host(p2p, 16).move(transfer, lambda: None)
-    return [torch.equal(part, content(peer, peer, 40, 0)) for peer, part in enumerate(transfer.incoming)]
+_CURRENT = threading.local()
 
 
-def test_an_own_part_may_be_where_it_is_to_go() -> None:
-    assert run_distributed(_in_place, 2) == [[True, True]] * 2
+class Api:
+    """As ``torch.cuda``. Its streams copy late."""
+
+    def __init__(self, delay: float = 0.0005) -> None:
+        self._delay, self.streams = delay, list[FakeStream]()
+
+    def Stream(self, device: Any) -> FakeStream:  # noqa: N802 (torch's name)
+        self.streams.append(FakeStream(self._delay))
+        return self.streams[-1]
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        _CURRENT.stream = stream
+        yield
+        _CURRENT.stream = None
+
+
+class Pinned(torch.Tensor):
+    """Memory to and from which copies that are not to block are queued on the current stream."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_ and (kwargs or {}).get("non_blocking"):
+            target, source = (each.as_subclass(torch.Tensor) for each in args)
+            _CURRENT.stream.copy(target, source)  # there must be one
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def _pinned(length: int) -> Tensor:
+    return torch.full((length,), 238, dtype=torch.uint8).as_subclass(Pinned)
+
+
+def _staging(api: Api, pinned_bytes: int) -> DeviceStaging:
+    return DeviceStaging(DEVICE, pinned_bytes, api=api, allocate=_pinned)
+
+
+def _staged(chunk: int, pinned_bytes: int, cases: int) -> tuple[int, int, int]:
+    """Wrong transfers; the most pinned bytes that were held; and those still in use."""
+    p2p, api, wrong, most = make_p2p(), Api(), 0, 0
+    draw, caller = random.Random(chunk), FakeStream(delay=0.002 + 0.01 * (p2p.rank == 1))  # chunks come before rank 1 is ready
+    staging = _staging(api, pinned_bytes)
+    host = make_host(p2p, chunk, staging, pinned_bytes=pinned_bytes)
+    for number in range(cases):
+        sizes = draw_sizes(draw, p2p.size, chunk)
+        given = make_transfer(sizes, p2p.rank, number)
+        transfer = make_transfer(sizes, p2p.rank, number)
+        for late, part in zip(given.outgoing, transfer.outgoing):  # the caller's stream is still at work on both
+            part.zero_()
+            caller.copy(part, late)
+        for part in transfer.incoming:
+            caller.copy(part, torch.full_like(part, 77))
+        transfer.issued = caller.record_event()
+
+        def look() -> None:
+            nonlocal most
+            most = max(most, staging._outgoing.held, staging._incoming.held)
+
+        host.move(transfer, look)
+        look()
+        wrong += not all_arrived(transfer, sizes, p2p.rank, range(p2p.size))
+    return wrong, most, pinned_in_use(host)
+
+
+@pytest.mark.parametrize(
+    ("size", "chunk", "pinned_bytes"),
+    [(2, 64, 64 * 40), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(3, 100, 100 * 40), (3, 16, 1 << 20)])],
+)
+def test_all_bytes_arrive_within_the_bound_and_all_memory_is_given_back(size: int, chunk: int, pinned_bytes: int) -> None:
+    for wrong, most, in_use in run_distributed(_staged, size, chunk, pinned_bytes, 20, timeout=100):
+        assert wrong == 0
+        assert 0 < most <= pinned_bytes // 2
+        assert in_use == 0
+
+
+def _fails() -> int:
+    """Memory in use after the peer has gone in the middle of a transfer."""
+    p2p, api, rank = make_p2p(), Api(), dist.get_rank()
+    host = make_host(p2p, 100, _staging(api, 1 << 16))
+    with nothing_left(host):
+        sizes = [[0, 40_000], [40_000, 0]]
+        transfer, chunks = make_transfer(sizes, rank, 0), iter(range(5))
+        transfer.issued = FakeStream().record_event()
+
+        def stop() -> None:
+            if rank == 1 and next(chunks, None) is None:
+                raise RuntimeError("enough")
+
+        with pytest.raises(RuntimeError):
+            host.move(transfer, stop)
+        in_use = pinned_in_use(host)
+        p2p.close_connections()
+        host.close()
+        del transfer
+    return in_use
+
+
+def test_closing_lets_go_of_what_a_failed_transfer_was_using() -> None:
+    _, stopped = run_distributed(_fails, 2, timeout=60)
+    assert stopped > 0  # or there is nothing to let go of
+
+
+def test_every_device_has_pinned_memory_and_streams_of_its_own_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device))
+    host = HostTransport(Mock(), LaneOptions(pinned_bytes=1000, chunk_bytes=10))
+    gpus = [torch.device("cuda", index) for index in (1, 0)]
+    first, other = map(host._staging, gpus)
+    assert first is not other and first is host._staging(gpus[0])
+    assert made == [gpus[0]] * 2 + [gpus[1]] * 2, "a stream for each direction"
+    assert first._outgoing.bound == first._incoming.bound == 500
+    assert isinstance(host._staging(torch.device("cpu")), HostStaging)
+
+
+def _pool(bound: int) -> tuple[PinnedPool, list[int]]:
+    """Return a pool, and the sizes of what it allocates."""
+    made: list[int] = []
+    return PinnedPool(bound, lambda length: made.append(length) or torch.empty(length, dtype=torch.uint8)), made
+
+
+def test_kept_buffers_of_other_sizes_are_freed_the_largest_first_and_those_in_use_are_not() -> None:
+    pool, made = _pool(256)
+    small, large = pool.acquire(64), pool.acquire(128)
+    assert pool.acquire(128) is None
+    pool.release(small)
+    pool.release(large)
+    buffers = [pool.acquire(32) for _ in range(3)]  # 64 + 128 + 3 * 32 are more than the bound
+    assert pool.acquire(64) is small
+    assert made == [64, 128, 32, 32, 32] and len(buffers) == 3
+
+
+@given(st.integers(1, 5000), st.lists(st.tuples(st.booleans(), st.integers(1, 3000)), max_size=60))
+def test_whatever_is_taken_and_given_the_bound_holds_and_the_count_is_right(bound: int, steps: list[tuple[bool, int]]) -> None:
+    pool, _ = _pool(bound)
+    taken: list[Tensor] = []
+    for takes, number in steps:
+        if takes:
+            buffer = pool.acquire(number)
+            size = 1 << (number - 1).bit_length()
+            assert (buffer is None) == (size + sum(map(len, taken)) > bound)
+            if buffer is not None:
+                assert all(buffer.data_ptr() != other.data_ptr() for other in taken)
+                taken.append(buffer)
+        elif taken:
+            pool.release(released := taken.pop(number % len(taken)))
+            assert pool.acquire(len(released)) is released
+            pool.release(released)
+        assert pool.in_use == sum(map(len, taken)) <= pool.held <= bound

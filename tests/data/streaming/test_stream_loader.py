@@ -1,21 +1,201 @@
-"""What the loader is given."""
+"""Streams of several ranks: nothing is lost, all ranks' batches cost nearly the same, and a resume changes nothing."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import logging
+import multiprocessing
+import os
+import time
+from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 from lightning_freescale.balance import MicroBatches, MicroBatchSchedule
+from lightning_freescale.balance.assign import assign
 from lightning_freescale.data.streaming.stream_loader import BalancedStreamLoader
-from lightning_freescale.testing import run_distributed
-from tests.helpers.streams import Part, loader_of, sample_cost
+from lightning_freescale.testing import RankFailed, run_distributed
+from tests.helpers.streams import (
+    COSTS,
+    Part,
+    SeekablePart,
+    SlowOnOne,
+    all_of,
+    check_told,
+    imbalance_of,
+    loader_of,
+    run_streams,
+    sample_cost,
+    samples_of,
+    stream_threads,
+)
+
+BALANCING = pytest.mark.parametrize("balancing", ["local", "global"])
 
 
-def test_summed_loss() -> None:
-    loader = loader_of([10], loss_is_sum=True)
+def test_global_balancing_loses_nothing_also_of_uneven_streams() -> None:
+    cases = [40, 40, 40], [41, 40, 40], [100, 9, 0], [3, 0, 0], [24, 26, 25]
+    weigh = {"stream_balancing": "global", "weight_fn": lambda sample: 1 + sample[1]}
+    runs = run_distributed(lambda: [run_streams(sizes, **weigh) for sizes in cases], 3)
+    for sizes, *ranks in zip(cases, *runs):
+        assert samples_of(ranks) == all_of(sizes)
+        check_told(ranks, weights=True)
+        counts = np.array(ranks[0]["counts"])
+        assert (counts[:-1] == 4).all(), sizes
+        assert counts[-1].max() - counts[-1].min() <= 1 and counts[-1].min() >= 1 and counts[-1].max() <= 5, sizes
+        assert {rank["threads"] for rank in ranks} == {1}
+
+
+def _reversed(costs: np.ndarray, ranks: int) -> Any:
+    given = assign(costs, ranks)
+    return dataclasses.replace(given, rank_of_sample=given.rank_of_sample[::-1])
+
+
+def test_global_balancing_assigns_as_a_map_style_set_or_as_it_is_asked_to() -> None:
+    given = {"stream_balancing": "global"}, {"stream_balancing": "global", "assign_fn": _reversed}
+    ranks, others = zip(*run_distributed(lambda: [run_streams([80, 80, 80], **options) for options in given], 3))
+    for step in range(20):
+        read = [(rank, number) for rank in range(3) for number in range(4 * step, 4 * step + 4)]
+        cost = np.array([COSTS[700 * rank + number] for rank, number in read])
+        for of_ranks, target in ((ranks, assign(cost, 3).rank_of_sample), (others, _reversed(cost, 3).rank_of_sample)):
+            for rank in range(3):
+                expected = [sample for sample, to in zip(read, target) if to == rank]
+                assert [sample[:2] for sample in of_ranks[rank]["batches"][step]] == expected
+        np.testing.assert_allclose(ranks[0]["unbalanced_costs"][step], cost.reshape(3, 4).sum(axis=1))
+    assert imbalance_of(ranks, "costs") < 0.8 * imbalance_of(ranks, "unbalanced_costs")
+
+
+@BALANCING
+def test_drop_last_gives_whole_steps(balancing: str) -> None:
+    ranks = run_distributed(lambda: run_streams([42, 43], stream_balancing=balancing, drop_last=True, pool_batches=3), 2)
+    assert ranks[0]["counts"] == [[4, 4]] * 10
+    check_told(ranks)
+
+
+def test_local_balancing_moves_no_sample_and_balances() -> None:
+    sizes = [400, 400, 401]
+    ranks = run_distributed(lambda: run_streams(sizes), 3)
+    assert samples_of(ranks) == all_of(sizes)
+    assert all(sample[0] == index for index, rank in enumerate(ranks) for batch in rank["batches"] for sample in batch)
+    check_told(ranks)
+    assert (np.array(ranks[0]["counts"])[:90] == 4).all()
+    assert imbalance_of(ranks, "costs") < 1 + 0.5 * (imbalance_of(ranks, "unbalanced_costs") - 1)
+    for index, rank in enumerate(ranks):
+        as_read = COSTS[(700 * index + np.arange(400)) % 2000].reshape(100, 4).sum(axis=1)
+        np.testing.assert_allclose(np.array(rank["unbalanced_costs"])[:100, index], as_read)
+    means = [COSTS[(700 * index + np.arange(size)) % 2000].mean() for index, size in enumerate(sizes)]
+    assert ranks[0]["bound"] == pytest.approx(max(means) / np.mean(means))
+    assert {rank["threads"] for rank in ranks} == {1}
+
+
+def test_local_balancing_at_the_end_of_streams() -> None:
+    def run() -> tuple[Any, Any, Any, list[str]]:
+        messages: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: messages.append(record.getMessage())
+        logging.getLogger("lightning_freescale.data").addHandler(handler)
+        uneven = run_streams([60, 43])
+        piled_up = run_streams([60, 60], cost_fn=lambda sample: 1.0 + 3 * sample[0] * (sample[1] % 2))
+        assert not messages
+        return uneven, piled_up, run_streams([8, 90], pool_batches=3), messages
+
+    uneven, piled_up, too_uneven, messages = zip(*run_distributed(run, 2))
+    assert samples_of(uneven) == all_of([60, 43]), "streams that end within a pool's content of each other lose nothing"
+    check_told(uneven)
+    assert max(map(max, uneven[0]["counts"])) == 4
+    last = np.array(piled_up[0]["costs"])[-7:, 1]
+    assert last.max() - last.min() <= 3, "one dear sample: what has piled up in a pool does not go in the very last step"
+    check_told(too_uneven)
+    left = 90 - sum(map(len, too_uneven[1]["batches"]))
+    assert left >= 12 and not messages[1]
+    assert "after 2 steps" in messages[0][0] and "at least 12 on rank 1" in messages[0][0]
+
+
+# -- resume
+
+
+@BALANCING
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_resume_gives_the_batches_that_were_to_come(balancing: str, workers: int) -> None:
+    def run(kind: type[Part]) -> None:
+        options = {"stream_balancing": balancing, "num_workers": workers, "kind": kind, "pool_batches": 3, "max_pool_age": 6}
+        whole = loader_of([70, 64], **options)
+        whole.set_epoch(1)
+        batches = list(whole)
+        assert len(batches) > 15
+        for consumed in (0, 1, 6, 13, len(batches) - 1, len(batches)):
+            state = json.loads(json.dumps(whole.state_after(consumed)))
+            resumed = loader_of([70, 64], **options)
+            resumed.load_state_dict(state)
+            resumed.set_epoch(1)
+            assert list(resumed) == batches[consumed:]
+            for step in range(consumed, len(batches)):
+                assert resumed.counts(step) == whole.counts(step)
+                assert resumed.costs(step).tolist() == whole.costs(step).tolist()
+                assert resumed.unbalanced_costs(step).tolist() == whole.unbalanced_costs(step).tolist()
+                assert resumed.loss_weight(step) == whole.loss_weight(step)
+            assert resumed.state_after(consumed) == state
+            if consumed < len(batches):
+                assert resumed.stream_bound() == whole.stream_bound()
+                assert resumed.state_after(len(batches)) == whole.state_after(len(batches))
+
+    run_distributed(lambda: (run(Part), run(SeekablePart)), 2)
+
+
+def test_state_counts_what_was_consumed_not_what_was_made() -> None:
+    loader, resumed = loader_of([100]), loader_of([100])
+    batches = iter(loader)
+    seen = [next(batches) for _ in range(3)]
+    resumed.load_state_dict(loader.state_after(2))
+    assert next(iter(resumed)) == seen[2]
+    with pytest.raises(ValueError, match=r"step=3 .*0 to 2"):
+        loader.state_after(4)
+
+
+def test_a_resume_is_for_its_epoch_and_a_stream_that_is_as_long() -> None:
+    loader, other, shorter = (loader_of([size], loss_is_sum=True) for size in (100, 100, 20))
+    assert len(list(loader)) == 25 and loader.loss_weight(24) == 1.0
+    other.load_state_dict(loader.state_after(5))
+    other.set_epoch(1)
+    assert len(list(other)) == 25
+    assert other.state_after(0)["stream"] is None
+    shorter.load_state_dict(loader.state_after(20))
+    with pytest.raises(ValueError, match="sample 99"):
+        list(shorter)
+
+
+@BALANCING
+def test_state_is_small_and_old_steps_are_forgotten(balancing: str) -> None:
+    loader = loader_of([4 * 300], kind=SeekablePart, stream_balancing=balancing)
     list(loader)
-    assert loader.loss_weight(0) == 1.0
+    state = loader.state_after(250)
+    assert len(json.dumps(state)) < 2000
+    assert state["stream"]["reader"]["first"] >= 4 * (250 - 33), "no more is read again than may still be held"
+    assert len(state["stream"].get("rounds", [])) <= 2
+    assert loader.counts(199) == [4]
+    with pytest.raises(ValueError, match="step=150"):
+        loader.state_after(151)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"batch_size": 5}, "batch_size=4.*batch_size=5"), ({"stream_balancing": "global"}, "stream_balancing='local'")],
+)
+def test_state_of_another_loader(change: dict[str, Any], message: str) -> None:
+    loader = loader_of([100])
+    list(islice(loader, 3))
+    other = BalancedStreamLoader(Part(0, 100), **{"batch_size": 4, "cost_fn": sample_cost, **change})
+    with pytest.raises(ValueError, match=message):
+        other.load_state_dict(loader.state_after(2))
+    other.load_state_dict(loader.state_after(0))  # nothing was consumed: nothing can be lost
+
+
+# -- arguments
 
 
 @pytest.mark.parametrize(
@@ -25,29 +205,15 @@ def test_summed_loss() -> None:
         ({"prefetch_batches": 0}, "prefetch_batches=0"),
         ({"stream_balancing": "all"}, "stream_balancing='all'"),
         ({"world_size": 2}, "world_size=2, group=None"),
-        ({"max_pool_age": 3}, "max_pool_age=3 cannot be kept with pool_batches=8"),
+        ({"max_pool_age": 3}, "max_pool_age=3.* pool_batches=8"),
         ({"dataset": [1]}, "dataset=list"),
+        ({"cost_fn": lambda sample: 17.0 - sample[1]}, r"cost_fn\(sample\)\[18\] is -1.0"),
+        ({"weight_fn": lambda sample: 17.0 - sample[1]}, r"weight_fn\(sample\)\[18\] is -1.0"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        BalancedStreamLoader(**{"dataset": Part(0, 9), "batch_size": 4, "cost_fn": sample_cost, **options})
-
-
-@pytest.mark.parametrize("name", ["cost_fn", "weight_fn"])
-def test_bad_numbers(name: str) -> None:
-    loader = loader_of([40], **{name: lambda sample: -1.0 if sample[1] == 17 else 1.0})
-    with pytest.raises(ValueError, match=rf"{name}\(sample\)\[17\] is -1.0"):
-        list(loader)
-
-
-@pytest.mark.parametrize("balancing", ["local", "global"])
-def test_too_few_samples(balancing: str) -> None:
-    def run() -> None:
-        with pytest.raises(ValueError, match=r"stream of rank 1 has 0 samples|streams have 1 samples"):
-            list(loader_of([1, 0], stream_balancing=balancing))
-
-    run_distributed(run, 2)
+        list(BalancedStreamLoader(**{"dataset": Part(0, 40), "batch_size": 4, "cost_fn": sample_cost, **options}))
 
 
 def _weight(sample: tuple[int, int, float]) -> float:
@@ -56,6 +222,8 @@ def _weight(sample: tuple[int, int, float]) -> float:
 
 def _divided(balancing: str) -> list[list[float]]:
     """Return of every step this rank's micro-batches, and what each weighs."""
+    with pytest.raises(ValueError, match="rank 1 has 0 samples" if balancing == "local" else "1 samples"):
+        list(loader_of([1, 0], stream_balancing=balancing))
     schedule = MicroBatchSchedule(4, 4)
     loader = loader_of([41, 36], stream_balancing=balancing, weight_fn=_weight, micro_batches=schedule)
     found = []
@@ -70,7 +238,7 @@ def _divided(balancing: str) -> list[list[float]]:
     return found
 
 
-@pytest.mark.parametrize("balancing", ["local", "global"])
+@BALANCING
 def test_every_micro_batch_weighs_something_and_all_ranks_have_as_many(balancing: str) -> None:
     counts = set()
     for ranks in zip(*run_distributed(_divided, 2, balancing), strict=True):
@@ -79,3 +247,105 @@ def test_every_micro_batch_weighs_something_and_all_ranks_have_as_many(balancing
         assert parts == min(4, *(int(sum(weights)) for weights in ranks)), "samples weigh 1 or nothing"
         assert all(map(all, ranks))
     assert len(counts) > 1
+
+
+# -- streams that stop early or fail: no thread is left, and no rank waits for another
+
+
+@pytest.mark.parametrize("balancing", ["local", "global"])
+def test_stopping_early_leaves_no_thread(balancing: str) -> None:
+    def run() -> tuple[list[list[Any]], int, int]:
+        loader, threads = loader_of([400, 400], kind=SlowOnOne, stream_balancing=balancing), []
+        batches = []
+        for step, batch in enumerate(loader):
+            threads.append(stream_threads())
+            batches.append(batch)
+            if step == 6:
+                time.sleep(0.1 * (dist.get_rank() == 0))  # its thread goes on, and needs that of rank 1 to finish
+                break
+        loader.set_epoch(1)  # the ranks' threads have done the same, so another epoch on the same group is in step
+        return batches + list(islice(loader, 3)), max(threads), stream_threads()
+
+    ranks = run_distributed(run, 2)
+    assert [len(rank[0]) for rank in ranks] == [10, 10]
+    assert {(most, last) for _, most, last in ranks} == {(2, 1)}
+
+
+def test_works_ahead_but_not_further() -> None:
+    """The data set is read for the batches that may be made, and for no others."""
+    read: list[int] = []
+    threads = stream_threads()
+
+    class Watched(Part):
+        def _sample(self, number: int) -> tuple[int, int, float]:
+            read.append(number)
+            return super()._sample(number)
+
+    loader = BalancedStreamLoader(
+        Watched(0, 400), 4, cost_fn=sample_cost, stream_balancing="global", collate_fn=list, prefetch_batches=3
+    )
+    batches = iter(loader)
+    for taken in range(1, 6):
+        next(batches)
+        done = 4 * (taken + 3 + 1)  # one global batch is read ahead of the last that may be made
+        deadline = time.monotonic() + 10
+        while len(read) < done and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.02)
+        assert len(read) == done
+    batches.close()
+    assert stream_threads() == threads
+
+
+@pytest.mark.parametrize(("balancing", "workers"), [("local", 1), ("global", 0)])
+def test_an_error_of_one_rank_ends_all(balancing: str, workers: int) -> None:
+    def run() -> tuple[str, int, int]:
+        loader, taken = loader_of([400, 400, 400], breaks_at=100, stream_balancing=balancing, num_workers=workers), 0
+        try:
+            for _ in loader:
+                taken += 1
+        except (KeyError, RuntimeError) as error:
+            left = stream_threads() + (len(multiprocessing.active_children()) if dist.get_rank() != 1 else 0)
+            return f"{type(error).__name__}: {error}", taken, left
+        return "no error", taken, stream_threads()
+
+    first, broken, last = run_distributed(run, 3)
+    assert "the needle" in broken[0] and broken[0].startswith("KeyError")
+    assert first[0] == last[0] and first[0].startswith("PeerFailed: rank 1")
+    assert first[1] == broken[1] == last[1] > 10
+    assert first[2] == broken[2] == last[2] == 1
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_killed_rank_ends_all() -> None:
+    def run() -> None:
+        for step, _ in enumerate(loader_of([400, 400])):
+            if step == 3 and dist.get_rank() == 1:
+                os._exit(3)
+
+    with pytest.raises(RankFailed, match=r"(?s)rank 0: .*PeerFailed.*rank 1: died"):
+        run_distributed(run, 2, timeout=60)
+
+
+def test_samples_that_cannot_be_sent() -> None:
+    class Unpicklable(Part):
+        def _sample(self, number: int) -> Any:
+            _, number, cost = super()._sample(number)
+            return (lambda: number) if self.rank == 1 and number == 41 else self.rank, number, cost
+
+    def run() -> str:
+        loader = loader_of([80, 80], kind=Unpicklable, stream_balancing="global", assign_fn=_swap)
+        with pytest.raises(Exception) as caught:  # noqa: PT011 (which one is the answer)
+            list(loader)
+        both = torch.ones(1)
+        dist.all_reduce(both, group=loader.group)
+        assert both == 2, "the ranks are still in step"
+        return f"{caught.type.__name__}: {caught.value}"
+
+    other, broken = run_distributed(run, 2)
+    assert other.startswith("PeerFailed: rank 1") and "lambda" in broken
+
+
+def _swap(costs: np.ndarray, ranks: int) -> Any:
+    given = assign(costs, ranks)
+    return dataclasses.replace(given, rank_of_sample=np.arange(len(costs))[::-1] * ranks // len(costs))

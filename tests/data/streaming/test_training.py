@@ -1,39 +1,62 @@
-"""Streams under the Trainer: every sample once, the gradient of the global batch, exact resume."""
+"""Streams under the Trainer: every sample once, the gradient of the global batch, and a resume that is exact."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-from collections.abc import Callable
-from functools import cache
+import threading
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from lightning_freescale import FreeScaleDataModule
-from lightning_freescale.data import BalanceOptions, StreamOptions
+from lightning_freescale.data import StreamOptions
 from lightning_freescale.testing import RankFailed, run_distributed
-from tests.checkpoint.test_resume import Seen, StopAt
-from tests.helpers.recommender import Recommender, Samples, collate, trainer
+from tests.checkpoint.fits import Seen
+from tests.helpers.recommender import Recommender, Samples, StopAt, collate, trainer
 
-BALANCING = ["local", "global"]
+SIZE = 50
+STREAM_OPTIONS = {
+    "local": StreamOptions(stream_balancing="local", pool_batches=2, max_pool_age=8),
+    "global": StreamOptions(stream_balancing="global"),
+}
+SLOW = pytest.mark.slow
 
 
-class Stream(IterableDataset):
-    """This rank's part of the samples, from where it was left."""
+class Rereading(IterableDataset):
+    """A rank's part of the samples, which always starts at its beginning."""
 
-    def __init__(self, size: int = 50) -> None:
-        self.samples, self.place, self.fresh = Samples(size), 0, True
+    def __init__(self, size: int = SIZE, rank: int | None = None, world_size: int | None = None) -> None:
+        self.samples, self.rank, self.world_size = Samples(size), rank, world_size
+
+    def own(self) -> range:
+        rank = int(os.environ["RANK"]) if self.rank is None else self.rank
+        world_size = int(os.environ["WORLD_SIZE"]) if self.world_size is None else self.world_size
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        return range(rank + worker * world_size, len(self.samples), workers * world_size)
+
+    def __iter__(self) -> Any:
+        yield from (self.samples[index] for index in self.own())
+
+    def for_rank(self, rank: int, world_size: int) -> Rereading:
+        return type(self)(len(self.samples), rank, world_size)
+
+
+class Stream(Rereading):
+    """The same, from where it was left."""
+
+    place, fresh = 0, True
 
     def __iter__(self) -> Any:
         self.place, self.fresh = (0 if self.fresh else self.place), True
-        mine = range(int(os.environ["RANK"]), len(self.samples), int(os.environ["WORLD_SIZE"]))
-        while self.place < len(mine):
+        own = self.own()
+        while self.place < len(own):
             self.place += 1
-            yield self.samples[mine[self.place - 1]]
+            yield self.samples[own[self.place - 1]]
 
     def state_dict(self) -> dict[str, int]:
         return {"place": self.place}
@@ -42,151 +65,145 @@ class Stream(IterableDataset):
         self.place, self.fresh = state["place"], False
 
 
+class Fixed(Rereading):
+    """Knows its own part alone."""
+
+    for_rank = property()  # type: ignore[assignment]
+
+
 def _length(sample: dict[str, Any]) -> int:
     return len(sample["history"])
 
 
-STREAM_OPTIONS = {
-    "local": StreamOptions(stream_balancing="local", pool_batches=2, max_pool_age=8),
-    "global": StreamOptions(stream_balancing="global"),
-}
+def _data(dataset: IterableDataset, balancing: str = "global", **options: Any) -> FreeScaleDataModule:
+    return FreeScaleDataModule(dataset, _length, 4, collate_fn=collate, stream=STREAM_OPTIONS[balancing], **options)
 
 
-def _data(balancing: str, **options: Any) -> FreeScaleDataModule:
-    return FreeScaleDataModule(Stream(), _length, 4, collate_fn=collate, stream=STREAM_OPTIONS[balancing], **options)
+def _fit(
+    balancing: str = "global",
+    path: Path | None = None,
+    stop: tuple[int, Path] | None = None,
+    kind: type[Rereading] = Stream,
+    **options: Any,
+) -> list[list[int]]:
+    """Two epochs from the start or a checkpoint, or up to a stop; return what this rank saw in each step."""
+    module, callbacks = Seen("sgd"), [] if stop is None else [StopAt(stop[0], str(stop[1]))]
+    fit = trainer(devices=int(os.environ["WORLD_SIZE"]), max_epochs=2, callbacks=callbacks)
+    fit.fit(module, _data(kind(), balancing, **options), ckpt_path=path)
+    return module.seen
 
 
-def _fit(balancing: str, path: str | None = None, stop_at: int | None = None, **options: Any) -> dict[str, Any]:
-    torch.manual_seed(0 if stop_at or path is None else 7)
-    module = Seen("sgd")
-    stop: list[L.Callback] = [StopAt(stop_at, str(path))] if stop_at else []
-    fit = trainer(devices=2, max_epochs=2, callbacks=stop)
-    fit.fit(module, _data(balancing, **options), ckpt_path=None if stop_at else path)
-    weights = fit._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"]
-    return {"seen": module.seen, "losses": module.losses, "weights": weights}
-
-
-@pytest.mark.parametrize("balancing", BALANCING)
+@pytest.mark.parametrize("balancing", ["local", "global"])
 def test_every_sample_once_per_epoch(balancing: str) -> None:
-    ranks = _run_without_a_stop(balancing, 0)
-    steps = len(ranks[0]["seen"])
-    assert steps == len(ranks[1]["seen"])
-    for first in (0, steps // 2):
-        epoch = [i for rank in ranks for step in rank["seen"][first : first + steps // 2] for i in step]
-        assert sorted(epoch) == list(range(50))
-    moved = {i for step in ranks[0]["seen"] for i in step if i % 2}
-    assert bool(moved) == (balancing == "global")
+    ranks = run_distributed(_fit, 2, balancing)
+    steps = len(ranks[0]) // 2
+    assert len(ranks[1]) == 2 * steps
+    assert sorted(_all(ranks, 0, steps)) == sorted(_all(ranks, steps)) == list(range(SIZE))
+    assert any(sample % 2 for step in ranks[0] for sample in step) == (balancing == "global")
 
 
-@cache
-def _run_without_a_stop(balancing: str, workers: int) -> list[dict[str, Any]]:
-    return run_distributed(_fit, 2, balancing, num_workers=workers)
+def _all(ranks: list[list[list[int]]], first: int = 0, last: int | None = None) -> list[int]:
+    return [sample for rank in ranks for step in rank[first:last] for sample in step]
 
 
-@pytest.mark.parametrize(
-    ("balancing", "workers"),
-    [pytest.param("local", 0, marks=pytest.mark.slow), ("global", 0), pytest.param("global", 2, marks=pytest.mark.slow)],
-)
-@pytest.mark.parametrize("stop_at", [4, pytest.param(9, marks=pytest.mark.slow)])
-def test_resume_is_bitwise(balancing: str, workers: int, stop_at: int, tmp_path: Path) -> None:
-    path = str(tmp_path / "half.ckpt")
-    whole = _run_without_a_stop(balancing, workers)
-    first = run_distributed(_fit, 2, balancing, path, stop_at, num_workers=workers)
-    second = run_distributed(_fit, 2, balancing, path, num_workers=workers)
-    for rank in range(2):
-        assert first[rank]["seen"] + second[rank]["seen"] == whole[rank]["seen"]
-        assert first[rank]["losses"] + second[rank]["losses"] == whole[rank]["losses"]
-    for name, weight in whole[0]["weights"].items():
-        torch.testing.assert_close(second[0]["weights"][name], weight, rtol=0, atol=0)
-    if stop_at == 4:
-        with pytest.raises(RankFailed, match=r"epoch of 2 streams, this run has 1 ranks"):
-            run_distributed(_fit_on_one, 1, balancing, path)
-
-
-def _validate_then_save(path: str) -> None:
-    fit = trainer(devices=2, max_epochs=1)
-    module, data = Recommender(), _data("global", val_dataset=Samples(8))
-    fit.fit(module, data)
-    fit.validate(module, data, verbose=False)
-    fit.save_checkpoint(path)
-
-
-def _fit_planned(path: str) -> None:
-    samples = Samples(50)
-    data = FreeScaleDataModule(samples, samples.lengths, 4, collate_fn=collate)
-    trainer(devices=2, max_epochs=2).fit(Recommender(), data, ckpt_path=path)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_made_after_validation_and_of_another_kind_of_data(tmp_path: Path) -> None:
-    path = str(tmp_path / "after.ckpt")
-    run_distributed(_validate_then_save, 2, path)
-    assert torch.load(path, weights_only=True)["FreeScaleDataModule"]["streams"][0]["batches"] == 0
-    with pytest.raises(RankFailed, match=r"made with an IterableDataset, this run has a map-style data set"):
-        run_distributed(_fit_planned, 2, path)
-
-
-def _fit_on_one(balancing: str, path: str) -> None:
-    trainer(devices=1).fit(Recommender(), _data(balancing), ckpt_path=path)
-
-
-def _one_step(devices: int, batch_size: int, balance: bool = True) -> dict[str, torch.Tensor]:
+def _one_step(batch_size: int, balance: bool = True) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     data = FreeScaleDataModule(Stream(16), _length, batch_size, collate_fn=collate, balance=balance)
-    fit = trainer(devices=devices, max_steps=1)
+    fit = trainer(devices=int(os.environ["WORLD_SIZE"]), max_steps=1)
     fit.fit(Recommender("sgd"), data)
     return fit._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"]
 
 
 def test_global_balancing_keeps_the_gradient() -> None:
     """Against one rank that computes the whole global batch alone, and against the ranks' batches as read."""
-    balanced = run_distributed(_one_step, 2, 2, 8)[0]
-    for other in (run_distributed(_one_step, 1, 1, 16)[0], run_distributed(_one_step, 2, 2, 8, False)[0]):
+    balanced = run_distributed(_one_step, 2, 8)[0]
+    for other in (run_distributed(_one_step, 1, 16)[0], run_distributed(_one_step, 2, 8, False)[0]):
         for name, weight in balanced.items():
             torch.testing.assert_close(weight, other[name], rtol=1e-6, atol=1e-7)
 
 
-LOCAL = StreamOptions(stream_balancing="local")
+def _validate_then_save(path: Path) -> None:
+    fit = trainer(devices=2, max_epochs=1)
+    module, data = Recommender(), _data(Stream(), val_dataset=Samples(8))
+    fit.fit(module, data)
+    fit.validate(module, data, verbose=False)
+    fit.save_checkpoint(path)
+
+
+def _fit_planned(path: Path) -> None:
+    samples = Samples(SIZE)
+    data = FreeScaleDataModule(samples, samples.lengths, 4, collate_fn=collate)
+    trainer(devices=2, max_epochs=2).fit(Recommender(), data, ckpt_path=path)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_made_after_validation_and_of_another_kind_of_data(tmp_path: Path) -> None:
+    run_distributed(_validate_then_save, 2, tmp_path / "after.ckpt")
+    assert torch.load(tmp_path / "after.ckpt", weights_only=True)["FreeScaleDataModule"]["streams"][0]["batches"] == 0
+    with pytest.raises(RankFailed, match=r"IterableDataset.* map-style"):
+        run_distributed(_fit_planned, 2, tmp_path / "after.ckpt")
+
+
+# -- on another number of ranks
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("before", "after", "kind", "workers"),
     [
-        (lambda: {"lengths": [1.0]}, r"lengths=list\).*pass a function"),
-        (lambda: {"lengths": None}, r"cannot balance a stream: pass lengths="),
-        (lambda: {"cost": [1.0]}, r"cost=list\).*pass a function"),
-        (lambda: {"balance": BalanceOptions(calibrate=True)}, r"calibrate=\.\.\.\) has no meaning for an IterableDataset"),
-        (lambda: {"balance": BalanceOptions(outlier_window=4)}, r"outlier_window=\.\.\.\) has no meaning"),
-        (lambda: {"balance": BalanceOptions(tokens=[1.0])}, r"tokens=\.\.\.\) has no meaning"),
-        (lambda: {"seed": 1}, r"seed=\.\.\.\) has no meaning"),
-        (lambda: {"shuffle": False}, r"shuffle=\.\.\.\) has no meaning"),
-        (lambda: {"pin_memory": True}, r"pin_memory=\.\.\.\) has no meaning for an IterableDataset.* num_workers="),
-        (
-            lambda: {"stream": LOCAL, "balance": BalanceOptions(assignment_mode="slack")},
-            r"assignment_mode=\.\.\.\) has no meaning for stream_balancing='local'",
-        ),
-        (lambda: {"stream": StreamOptions(stream_balancing="all")}, r"stream_balancing='all'"),
-        (
-            lambda: {"stream": StreamOptions(stream_balancing="local", max_pool_age=1)},
-            r"max_pool_age=1 cannot be kept with pool_batches=8",
-        ),
-        (
-            lambda: {"balance": BalanceOptions(count_slack=0.5)},
-            r"count_slack=\.\.\.\) has no meaning for assignment_mode='fixed'",
-        ),
-        (lambda: {"stream": StreamOptions(pool_batches=3)}, r"pool_batches=\.\.\.\) has no meaning for streams without a pool"),
-        (
-            lambda: {"balance": False, "stream": StreamOptions(stream_balancing="local", pool_batches=3)},
-            r"pool_batches=\.\.\.\) has no meaning for balance=False",
-        ),
-        (lambda: {"stream": "global"}, r"stream='global'\): pass StreamOptions"),
-        (
-            lambda: {"loss_reduction": "target_mean", "target_counts": [1.0]},
-            r"for a stream pass target_counts= or lengths=, a function",
-        ),
-        (lambda: {"balance": BalanceOptions(assignment_mode="best")}, r"mode='best'"),
+        (2, 3, Rereading, 0),
+        (3, 1, Stream, 0),
+        pytest.param(3, 2, Rereading, 2, marks=SLOW),
+        pytest.param(2, 1, Stream, 2, marks=SLOW),
     ],
 )
-def test_arguments(options: Callable[[], dict[str, Any]], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        FreeScaleDataModule(Stream(), **{"lengths": _length, **options()})
+def test_every_sample_comes_once(before: int, after: int, kind: type[Rereading], workers: int, tmp_path: Path) -> None:
+    options = {"kind": kind, "num_workers": workers}
+    first = run_distributed(_fit, before, stop=(3, tmp_path / "a.ckpt"), **options)
+    second = run_distributed(_fit, after, path=tmp_path / "a.ckpt", **options)
+    rest = SIZE - len(_all(first))
+    assert rest > 0
+    assert len(_all(second)) == rest + SIZE, "the rest of this epoch, and the next one"
+    steps = next(n for n in range(len(second[0])) if len(_all(second, 0, n)) == rest)
+    assert sorted(_all(first) + _all(second, 0, steps)) == list(range(SIZE))
+    assert sorted(_all(second, steps)) == list(range(SIZE))
+
+
+def test_what_is_read_on_may_be_interrupted_again(tmp_path: Path) -> None:
+    path, again = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
+    first = run_distributed(_fit, 2, stop=(2, path))
+    second = run_distributed(_fit, 3, path=path, stop=(4, again))
+    third = run_distributed(_fit, 3, path=again)
+    left = SIZE - len(_all(first)) - len(_all(second))
+    assert left > 0 and len(_all(third)) == left + SIZE
+    steps = next(n for n in range(len(third[0]) + 1) if len(_all(third, 0, n)) == left)
+    assert sorted(_all(first) + _all(second) + _all(third, 0, steps)) == list(range(SIZE))
+    with pytest.raises(RankFailed, match=r"2 ranks.* before"):
+        run_distributed(_fit, 2, path=again)
+
+
+@pytest.mark.parametrize(
+    ("kind", "balancing", "message"), [(Fixed, "global", r"Fixed\.for_rank"), (Stream, "local", "stream_balancing='local'")]
+)
+def test_what_no_rank_can_read_on_is_refused(kind: type[Rereading], balancing: str, message: str, tmp_path: Path) -> None:
+    run_distributed(_fit, 2, balancing, stop=(3, tmp_path / "a.ckpt"), kind=kind)
+    with pytest.raises(RankFailed, match=f"2 streams.* 3 ranks.*{message}"):
+        run_distributed(_fit, 3, balancing, tmp_path / "a.ckpt", kind=kind)
+
+
+def _forking_threads(path: Path) -> set[str]:
+    """Names of the threads in which workers were started."""
+    names, start = set(), multiprocessing.process.BaseProcess.start
+
+    def start_noted(process: Any) -> None:
+        names.add(threading.current_thread().name)
+        start(process)
+
+    multiprocessing.process.BaseProcess.start = start_noted  # type: ignore[method-assign]
+    _fit(path=path, kind=Rereading, num_workers=2)
+    return names
+
+
+def test_workers_are_forked_in_the_main_thread(tmp_path: Path) -> None:
+    """Else they may inherit a lock that it holds, and wait for it for ever."""
+    run_distributed(_fit, 3, stop=(3, tmp_path / "a.ckpt"), kind=Rereading, num_workers=2)
+    assert run_distributed(_forking_threads, 1, tmp_path / "a.ckpt") == [{"MainThread"}]

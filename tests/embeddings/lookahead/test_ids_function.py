@@ -22,13 +22,9 @@ def _ids(
     return IdsFunction(lambda batch: told, "my_function", overlapped, plain, embeddings)({"any": "batch"})
 
 
-def test_one_of_one_collection() -> None:
-    assert _ids(IDS) == {"net.items": [IDS]}
-    assert _ids(IDS, plain=("bags",)) == {"net.items": [IDS]}
+def test_ids_of_one_collection_or_of_some_by_path() -> None:
+    assert _ids(IDS) == _ids(IDS, plain=("bags",)) == {"net.items": [IDS]}
     assert _ids([IDS, IDS]) == _ids({"net.items": (IDS, IDS)}) == {"net.items": [IDS, IDS]}, "of two lookups"
-
-
-def test_some_of_several_by_path() -> None:
     assert _ids(OrderedDict(tags=IDS), ("net.items", "tags")) == {"tags": [IDS]}
     assert _ids({}, ("net.items", "tags")) == {}
     assert _ids({"tags": IDS, "bags": IDS}, ("tags",), ("bags",)) == {"tags": [IDS]}, "the others are exchanged by TorchRec"
@@ -43,39 +39,21 @@ def test_an_embedding_takes_a_tensor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "message"),
+    ("told", "kind", "parts"),
     [
-        ({"tags": torch.arange(3)}, "returned a Tensor for 'tags': return a KeyedJaggedTensor"),
-        ({"item_emb": IDS}, "returned a KeyedJaggedTensor for 'item_emb': return the tensor of ids"),
+        (IDS, ValueError, "without a path.*'item_emb', 'tags'"),
+        ([IDS], ValueError, "without a path.*'item_emb', 'tags'"),
+        (None, TypeError, "NoneType.*'item_emb', 'tags'"),
+        ({"net": IDS}, ValueError, "'net'.*'item_emb', 'tags'"),
+        ({"tags": None}, TypeError, "NoneType for 'tags'"),
+        ({"tags": [IDS, 3]}, TypeError, "int for 'tags'"),
+        ({"tags": torch.arange(3)}, TypeError, "Tensor for 'tags'.*KeyedJaggedTensor"),
+        ({"item_emb": IDS}, TypeError, "KeyedJaggedTensor for 'item_emb'.*tensor"),
     ],
 )
-def test_a_collection_takes_no_tensor_nor_an_embedding_another(told: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
+def test_refused(told: Any, kind: type[Exception], parts: str) -> None:
+    with pytest.raises(kind, match=f"my_function.*{parts}"):
         _ids(told, ("item_emb", "tags"), embeddings=("item_emb",))
-
-
-@pytest.mark.parametrize(
-    ("told", "kind", "message"),
-    [
-        (IDS, ValueError, "my_function returned ids without a path, but 2 collections .*'net.items', 'tags'"),
-        (
-            None,
-            TypeError,
-            "my_function returned a NoneType: return the KeyedJaggedTensor .* the paths are .'net.items', 'tags'",
-        ),
-        ([IDS], ValueError, "my_function returned ids without a path, but 2 collections"),
-        ({"tags": [IDS, 3]}, TypeError, "my_function returned a int for 'tags'"),
-        (
-            {"net": IDS},
-            ValueError,
-            "my_function returned ids for 'net', which is no embedding collection .*'net.items', 'tags'",
-        ),
-        ({"tags": None}, TypeError, "my_function returned a NoneType for 'tags'"),
-    ],
-)
-def test_refused(told: Any, kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message):
-        _ids(told, ("net.items", "tags"))
 
 
 def test_its_own_error_comes_with_its_traceback_and_a_note() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,13 +22,8 @@ from tests.helpers.bags import SUM, configs, layouts_of
 
 DIM, ROWS = 8, 400
 STEPS = DECIDING_STEPS + 5
-
-
-class _Place:
-    """As much of a transport as is asked without an exchange."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank, self.dim = rank, DIM
+SGD = TableOptimizer(torch.optim.SGD, {"lr": 0.5}, group=0)
+TWO_LEVEL = {"exchange": "two_level", "ranks_per_node": 2}
 
 
 @pytest.mark.parametrize(
@@ -39,16 +34,13 @@ def test_who_would_send_pooled_rows(row_wise: bool, rank: int, expected: list[in
     tables = {"first": (ROWS, DIM, ["a", "b"], SUM), "second": (ROWS, DIM, ["c"], SUM)}
     _, (layout,) = layouts_of(EmbeddingBagCollection(tables=configs(tables)), 4, row_wise)
     features = KeyedJaggedTensor(["c", "unused", "a", "b"], torch.arange(12), lengths=torch.ones(12, dtype=torch.int32))
-    assert BagTraffic(layout, _Place(rank), []).pooled_rows(features).tolist() == expected
+    assert BagTraffic(layout, SimpleNamespace(rank=rank, dim=DIM), []).pooled_rows(features).tolist() == expected
 
 
 def _features(ids_per_bag: int, bags: int) -> KeyedJaggedTensor:
     """Ids of a bag are different, and bags share none as long as there are rows."""
     lengths = torch.full((bags,), ids_per_bag, dtype=torch.int32)
     return KeyedJaggedTensor(["a"], torch.arange(bags * ids_per_bag) % ROWS, lengths=lengths)
-
-
-SGD = TableOptimizer(torch.optim.SGD, {"lr": 0.5}, group=0)
 
 
 def _overlapped(optimizer: TableOptimizer = SGD, **options: Any) -> tuple[Any, OverlapEngine]:
@@ -59,70 +51,35 @@ def _overlapped(optimizer: TableOptimizer = SGD, **options: Any) -> tuple[Any, O
     return root["bags"], OverlapEngine(tables, **options)
 
 
+class Left(NamedTuple):
+    """Steps in which bags were left to TorchRec, the reason, and whether they are left at the end."""
+
+    steps: list[int]
+    reason: str
+    plain: bool
+
+
 def _left(
-    ids_per_bag: int, bags: int = 4, lookups: Callable[[int], int] = lambda step: 1, **options: Any
-) -> tuple[list[dict[str, str]], list[str], list[str]]:
+    ids_per_bag: int = 100, bags: int = 4, lookups: Callable[[int], int] = lambda step: int(step > 0), **options: Any
+) -> Left:
     module, engine = _overlapped(**options)
-    features, left = _features(ids_per_bag, bags), []
+    features, steps, reason = _features(ids_per_bag, bags), [], ""
     for step in range(STEPS):
-        left.append(engine.leave_long_bags())
+        if left := engine.leave_long_bags():
+            steps.append(step)
+            reason = left["bags"]
         engine.begin_step({"bags": features})
-        if step:  # the first step looks nothing up
-            loss = sum(module(features).values().square().sum() for _ in range(lookups(step)))
-            if isinstance(loss, torch.Tensor):
-                loss.backward()
+        loss = sum(module(features).values().square().sum() for _ in range(lookups(step)))
+        if isinstance(loss, torch.Tensor):
+            loss.backward()
         engine.end_backward()
-    found = left, [*engine.modules], [*engine.plain]
+    assert [*engine.modules, *engine.plain] == ["bags"]
     engine.drain()
     engine.close()
-    return found
+    return Left(steps, reason, "bags" in engine.plain)
 
 
-def test_one_id_a_bag_is_overlapped() -> None:
-    for left, overlapped, plain in run_distributed(_left, 2, 1):
-        assert not any(left) and overlapped == ["bags"] and not plain
-
-
-def test_a_hundred_ids_a_bag_are_left_to_torchrec() -> None:
-    """Rows: 400 of one rank, 32 floats and an id each. Bags: 4, ids of 8 bytes."""
-    for left, overlapped, plain in run_distributed(_left, 2, 100):
-        assert [step for step, reasons in enumerate(left) if reasons] == [1 + DECIDING_STEPS + 1]
-        assert not overlapped and plain == ["bags"]
-        assert f"{400 * (8 * DIM + 4)} bytes" in left[2 + DECIDING_STEPS]["bags"]
-        assert f"sends them, {400 * 8 + 4 * (8 * DIM + 4)}" in left[2 + DECIDING_STEPS]["bags"]
-
-
-def test_long_bags_of_few_different_ids_are_overlapped() -> None:
-    for *_, plain in run_distributed(_left, 2, ids_per_bag=ROWS, bags=200):
-        assert not plain
-
-
-@pytest.mark.parametrize("options", [{"clip_value": 0.5}, {"hold_gradients": True}])
-def test_what_torchrec_could_not_do_is_overlapped(options: dict[str, float]) -> None:
-    for left, overlapped, _ in run_distributed(_left, 2, 100, **options):
-        assert not any(left) and overlapped == ["bags"]
-
-
-def _twice(step: int) -> int:
-    return 1 + (step == 3)
-
-
-def _on_one_rank(step: int) -> int:
-    return int(step != 3 or dist.get_rank() == 0)
-
-
-@pytest.mark.parametrize("lookups", [_twice, _on_one_rank])
-def test_what_torchrec_would_not_do_exactly_is_overlapped(lookups: Callable[[int], int]) -> None:
-    for left, overlapped, _ in run_distributed(_left, 2, 100, lookups=lookups):
-        assert not any(left) and overlapped == ["bags"]
-
-
-def test_steps_without_lookups_do_not_count() -> None:
-    for left, overlapped, _ in run_distributed(_left, 2, 100, lookups=lambda step: int(step != 3)):
-        assert [step for step, reasons in enumerate(left) if reasons] == [3 + DECIDING_STEPS] and not overlapped
-
-
-def _restored() -> tuple[dict[str, str], list[str], bool]:
+def _restored() -> tuple[dict[str, str], bool]:
     """Adam on CPU, where a checkpoint's run on a GPU had left the bags; and whether its rows move."""
     module, engine = _overlapped(TableOptimizer(torch.optim.Adam, {"lr": 0.5}, group=0, sparse_adam=True))
     engine.bag_decisions["bags"] = "its rows are more bytes"
@@ -132,14 +89,97 @@ def _restored() -> tuple[dict[str, str], list[str], bool]:
     module(features).values().square().sum().backward()
     engine.end_backward()
     engine.drain()
-    overlapped, moved = [*engine.modules], not torch.equal(engine.tables.full_weight("bags.embedding_bags.t"), before)
+    moved = not torch.equal(engine.tables.full_weight("bags.embedding_bags.t"), before)
     engine.close()
-    return left, overlapped, moved
+    return left, moved
 
 
-def test_what_a_checkpoint_says_does_not_take_tables_from_their_optimizer() -> None:
-    for left, overlapped, moved in run_distributed(_restored, 2):
-        assert not left and overlapped == ["bags"] and moved
+def _counted_steps() -> list[int | None]:
+    """Before a step, in it, after it; after the first micro-batch of the next, after its second."""
+    module, engine = _overlapped()
+    found = []
+
+    def note() -> None:
+        found.append(engine.bag_state()["counted"].get("bags", {}).get("steps"))
+
+    note()
+    for updates in (True, False, True):
+        engine.begin_step(updates=updates)
+        module(_features(2, 4)).values().sum().backward()
+        if len(found) == 1:
+            note()
+        engine.end_backward()
+        engine.drain()
+        note()
+    engine.close()
+    return found
+
+
+ON_TWO_RANKS: dict[str, Callable[[], Any]] = {
+    "one id": lambda: _left(1),
+    "a hundred ids": _left,
+    "few different ids": lambda: _left(ROWS, 200),
+    "clipped by value": lambda: _left(clip_value=0.5),
+    "held": lambda: _left(hold_gradients=True),
+    "looked up twice": lambda: _left(lookups=lambda step: int(step > 0) + (step == 3)),
+    "on one rank": lambda: _left(lookups=lambda step: int(step > 0 and (step != 3 or dist.get_rank() == 0))),
+    "a step without": lambda: _left(lookups=lambda step: int(step not in (0, 3))),
+    "restored": _restored,
+    "counted": _counted_steps,
+}
+ON_TWO_NODES: dict[str, Callable[[], Any]] = {
+    "a hundred ids": lambda: _left(**TWO_LEVEL),
+    "shared by a node, flat": lambda: _left(2, 200),
+    "shared by a node": lambda: _left(2, 200, **TWO_LEVEL),
+    "counted by another exchange": lambda: _counted_by_another(),
+}
+
+
+def _counted_by_another() -> list[int]:
+    """The steps that are counted when two have been by the flat exchange, and by this one."""
+    _, engine = _overlapped(**TWO_LEVEL)
+    state = engine.bag_state()
+    state["counted"]["bags"]["steps"] = 2
+    steps = []
+    for nodes in (1, 2):
+        engine.restore_bag_state({**state, "nodes": nodes})
+        steps.append(engine.bag_state()["counted"]["bags"]["steps"])
+    engine.close()
+    return steps
+
+
+def _each(cases: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+    return {name: case() for name, case in cases.items()}
+
+
+def _as_rank_0(results: list[dict[str, Any]]) -> dict[str, Any]:
+    assert all(found == results[0] for found in results), "all ranks alike"
+    return results[0]
+
+
+def test_bags_are_left_to_torchrec_where_their_rows_are_more_bytes() -> None:
+    found = _as_rank_0(run_distributed(_each, 2, ON_TWO_RANKS))
+    overlapped = ("one id", "few different ids", "clipped by value", "held", "looked up twice", "on one rank")
+    for name in overlapped:
+        assert found[name] == Left([], "", False), name
+    # rows: 400 of one rank, 32 floats and an id each; bags: 4, and ids of 8 bytes
+    left = found["a hundred ids"]
+    assert left.plain and left.steps == [1 + DECIDING_STEPS + 1]
+    assert f"{400 * (8 * DIM + 4)} bytes" in left.reason and f"{400 * 8 + 4 * (8 * DIM + 4)}" in left.reason
+    left = found["a step without"]
+    assert left.plain and left.steps == [3 + DECIDING_STEPS], "it does not count"
+    assert found["restored"] == ({}, True), "a checkpoint does not take tables from their optimizer"
+    assert found["counted"] == [0, None, 1, 1, 1], "neither inside a step nor micro-batches"
+
+
+def test_two_levels_count_what_crosses_between_nodes() -> None:
+    """One proxy fetches the 400 rows for its node. From TorchRec both of its ranks would get 4 bags each, for 400 ids."""
+    found = _as_rank_0(run_distributed(_each, 4, ON_TWO_NODES))
+    left = found["a hundred ids"]
+    assert left.plain and f"{400 * (8 * DIM + 4)} bytes between nodes" in left.reason
+    assert f"{2 * (400 * 8 + 4 * (8 * DIM + 4))}" in left.reason
+    assert found["shared by a node, flat"].plain and not found["shared by a node"].plain
+    assert found["counted by another exchange"] == [0, 2]
 
 
 class _FoundMeanwhile:
@@ -163,78 +203,3 @@ def test_a_total_that_is_found_meanwhile_decides_a_step_later() -> None:
     assert OverlappedCollection.bag_bytes(collection) is None
     jobs.current.number = 9
     assert OverlappedCollection.bag_bytes(collection) == BagBytes(3, 2, 0)
-
-
-def _saved_in_a_step() -> list[dict[str, Any]]:
-    module, engine = _overlapped()
-    states = [engine.bag_state()]
-    engine.begin_step()
-    module(_features(2, 4)).values().sum().backward()
-    states.append(engine.bag_state())
-    engine.end_backward()
-    engine.drain()
-    states.append(engine.bag_state())
-    engine.close()
-    return states
-
-
-def test_counts_are_kept_between_steps_only() -> None:
-    for before, inside, after in run_distributed(_saved_in_a_step, 2):
-        assert before["counted"]["bags"]["steps"] == 0 and after["counted"]["bags"]["steps"] == 1
-        assert inside["counted"] == {}
-
-
-def _in_parts() -> tuple[int, bool]:
-    """Two micro-batches a step, then undivided steps."""
-    module, engine = _overlapped()
-    counted = []
-    for updates in [False, True] * DECIDING_STEPS + [True, True]:
-        assert not engine.leave_long_bags()
-        engine.begin_step(updates=updates)
-        module(_features(100, 4)).values().sum().backward()
-        engine.end_backward()
-        engine.drain()
-        counted.append(engine.bag_state()["counted"]["bags"]["steps"])
-    engine.close()
-    return counted[-3:]
-
-
-def test_micro_batches_do_not_count() -> None:
-    assert run_distributed(_in_parts, 2) == [[0, 1, 2]] * 2
-
-
-TWO_LEVEL = {"exchange": "two_level", "ranks_per_node": 2}
-
-
-def test_two_levels_count_what_crosses_between_nodes() -> None:
-    """One proxy fetches the 400 rows for its node. Of TorchRec both of its ranks would get 4 bags each, for 400 ids."""
-    results = run_distributed(_left, 4, 100, **TWO_LEVEL)
-    (told,) = [reasons["bags"] for reasons in results[0][0] if reasons]
-    assert f"{400 * (8 * DIM + 4)} bytes between nodes in a step" in told
-    assert f"sends them, {2 * (400 * 8 + 4 * (8 * DIM + 4))}" in told
-    assert results == results[:1] * 4, "all ranks alike"
-
-
-def test_rows_that_a_node_shares_are_overlapped_in_two_levels() -> None:
-    """Straight to every rank these are more bytes than the bags; through proxies fewer."""
-    flat = run_distributed(_left, 4, ids_per_bag=2, bags=200)
-    assert [plain for *_, plain in flat] == [["bags"]] * 4
-    by_proxies = run_distributed(_left, 4, ids_per_bag=2, bags=200, **TWO_LEVEL)
-    assert [plain for *_, plain in by_proxies] == [[]] * 4
-
-
-def _counted_by_another(**options: Any) -> list[int]:
-    """The steps that are counted when two have been by the flat exchange."""
-    _, engine = _overlapped(**options)
-    state = engine.bag_state()
-    state["counted"]["bags"]["steps"] = 2
-    steps = []
-    for nodes in (1, 2):
-        engine.restore_bag_state({**state, "nodes": nodes})
-        steps.append(engine.bag_state()["counted"]["bags"]["steps"])
-    engine.close()
-    return steps
-
-
-def test_counts_of_another_exchange_are_no_use() -> None:
-    assert run_distributed(_counted_by_another, 4, **TWO_LEVEL) == [[0, 2]] * 4

@@ -6,6 +6,7 @@ import threading
 import time
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,49 +19,38 @@ from lightning_freescale.embeddings.overlap.exchange_worker import ExchangeWorke
 from lightning_freescale.embeddings.overlap.launch_order import LaunchOrder, refuse_one_queue
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
 from lightning_freescale.testing import run_distributed
-from tests.helpers.sequences import OPTIMIZERS, PATHS, Run, batches, train_overlapped, train_plain
+from tests.helpers.sequences import OPTIMIZERS, PATHS, batches, train_overlapped
 
-STEPS = 12
-HOW = OPTIMIZERS["rowwise_adagrad"]
-
-
-class Launches:
-    """What is launched on this rank, in its order; every rank is late with another collection."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        late, exchange = PATHS[dist.get_rank() % len(PATHS)], FreeScaleGroup.exchange
-
-        def launched(group: FreeScaleGroup, received: Tensor, send: Tensor, *args: Any, **kwargs: Any) -> None:
-            if send.dtype == torch.float32 and "timeout" not in kwargs:  # else from host to host: numbers, or the farewell
-                time.sleep(0.05 * (group.options.name == late and len(self.names) < 10))
-                self.names.append(group.options.name)
-            exchange(group, received, send, *args, **kwargs)
-
-        FreeScaleGroup.exchange = launched
+STEPS = 8
 
 
-def _trained(ordered: bool) -> tuple[list[str], Run, Run]:
-    id_exchange.heads_travel_apart = lambda device: True
-    FreeScaleGroup.moves_by_nccl, FreeScaleGroup.connect = ordered, lambda group: None
-    launches, data = Launches(), batches(dist.get_rank(), STEPS)
-    return launches.names, train_overlapped(HOW, data), train_plain(HOW, data)
+def _launched(ordered: bool) -> list[str]:
+    """What this rank launches, in its order; every rank is late with another collection."""
+    names: list[str] = []
+    late, exchange = PATHS[dist.get_rank() % len(PATHS)], FreeScaleGroup.exchange
+
+    def launched(group: FreeScaleGroup, received: Tensor, send: Tensor, *args: Any, **kwargs: Any) -> None:
+        if send.dtype == torch.float32 and "timeout" not in kwargs:  # else from host to host: numbers, or the farewell
+            time.sleep(0.05 * (group.options.name == late and len(names) < 10))
+            names.append(group.options.name)
+        exchange(group, received, send, *args, **kwargs)
+
+    with (
+        patch.object(id_exchange, "heads_travel_apart", lambda device: True),
+        patch.multiple(FreeScaleGroup, moves_by_nccl=ordered, connect=lambda group: None, exchange=launched),
+    ):
+        train_overlapped(OPTIMIZERS["rowwise_adagrad"], batches(dist.get_rank(), STEPS))
+    return names
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_all_ranks_launch_in_one_order(ranks: int) -> None:
-    results = run_distributed(_trained, ranks, True)
-    assert all(results[0][0].count(path) > 4 * (STEPS - 1) for path in ("items", "tags"))
-    for names, overlapped, plain in results:
-        assert names == results[0][0]
-        assert overlapped.losses == plain.losses
-        for name, value in plain.tables.items():
-            assert torch.equal(overlapped.tables[name], value), name
+def _both() -> tuple[list[str], list[str]]:
+    return _launched(True), _launched(False)
 
 
-def test_the_check_sees_other_orders() -> None:
-    first, second = (names for names, *_ in run_distributed(_trained, 2, False))
-    assert sorted(first) == sorted(second) and first != second
+def test_all_ranks_launch_in_one_order() -> None:
+    (first, first_unordered), (second, unordered) = run_distributed(_both, 2)
+    assert first == second and all(first.count(path) > 4 * (STEPS - 1) for path in PATHS)
+    assert sorted(first_unordered) == sorted(unordered) and first_unordered != unordered, "else the test could not fail"
 
 
 def test_turns_are_taken_by_number() -> None:
@@ -82,7 +72,7 @@ def test_turns_are_taken_by_number() -> None:
 
 def test_a_turn_that_does_not_come_is_an_error_in_time() -> None:
     order = LaunchOrder(timedelta(seconds=0.1))
-    with pytest.raises(RuntimeError, match=r"exchange 1 .* waited 0\.1 s for exchange 0, which has not"), order.turn(1):
+    with pytest.raises(RuntimeError, match=r"exchange 1 .* 0\.1 s .*exchange 0"), order.turn(1):
         pass
 
 
@@ -100,13 +90,12 @@ def test_who_waits_for_a_collection_that_has_failed_hears_of_it() -> None:
         raise OSError("no memory")
 
     waiting, failed = tags.submit(launch, order.draw()), items.submit(fail)
-    assert "no memory" in str(failed.exception(30))
-    assert "an exchange launched before this one has failed" in str(waiting.exception(30))
+    assert "no memory" in str(failed.exception(30)) and "no memory" in str(waiting.exception(30))
     assert items.stop(30) and tags.stop(30)
 
 
 def test_one_queue_of_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_one_queue()
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    with pytest.raises(ValueError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1 .*: unset it, or pass"):
+    with pytest.raises(ValueError, match="CUDA_DEVICE_MAX_CONNECTIONS=1"):
         refuse_one_queue()

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_freescale.embeddings.overlap import WeightGradientsLast, WindowGradients
 
 DIM = 8
+Make = Callable[[], nn.Module]
 
 
 class Layers(nn.Module):
@@ -39,6 +40,60 @@ class Layers(nn.Module):
         return self.head(flat + self.inner(flat)).logsumexp(-1).sum()
 
 
+def _frozen() -> nn.Module:
+    """Some of its weights and biases are not trained."""
+    module = Layers()
+    for parameter in (module.linear.weight, module.head.bias, module.mixed, module.attention.in_proj_weight):
+        parameter.requires_grad_(False)
+    return module
+
+
+def _accumulates() -> nn.Module:
+    """Its parameters have gradients already."""
+    module = Layers()
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return module
+
+
+def _used_once() -> nn.Module:
+    """Under autocast the numbers are the same, too, where each weight is used once."""
+    return nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU(inplace=True), nn.LayerNorm(DIM), nn.Linear(DIM, 1), _Mean())
+
+
+class _Mean(nn.Module):
+    def forward(self, values: Tensor) -> Tensor:
+        return values.float().square().mean()
+
+
+def _compiled() -> Any:
+    torch._dynamo.reset()
+    return torch.compile(Layers(), backend="aot_eager")
+
+
+class Checkpointed(Layers):
+    """Computes its forward again in backward."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return checkpoint(super().forward, rows, use_reentrant=False) + self.head(rows).sum()
+
+
+class Unusual(nn.Module):
+    """Complex and sparse operands, no outputs, an image of another layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.complex = nn.Parameter(torch.randn(DIM, DIM, dtype=torch.complex64))
+        self.weight, self.none, self.channels = nn.Parameter(torch.randn(DIM, 2)), nn.Linear(DIM, 0), nn.Linear(DIM, 3)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        flat = rows.flatten(0, 1)
+        waves = (flat.to(torch.complex64) @ self.complex).abs().square().mean()
+        image = rows[..., None].expand(-1, -1, -1, DIM).transpose(0, 2)
+        sparse = (flat.to_sparse() @ self.weight).square().mean()
+        return waves + sparse + self.none(flat).sum() + self.channels(image).square().mean()
+
+
 class Order:
     """What backward has come by, in its order."""
 
@@ -53,7 +108,7 @@ class Order:
         return seen
 
 
-def _gradients(make: Callable[[], nn.Module], block: Any, *shape: int, autocast: bool = False) -> tuple[list[Any], list[str]]:
+def _gradients(make: Make, block: Any, *shape: int, autocast: bool = False) -> tuple[list[Any], list[str]]:
     """Loss and gradients, and the order in which they came."""
     torch.manual_seed(0)
     module, rows = make(), torch.randn(*shape, DIM, requires_grad=True)
@@ -70,8 +125,7 @@ def _same(one: list[Any], other: list[Any]) -> None:
     assert [i for i, (a, b) in enumerate(zip(one, other)) if a is not None and not torch.equal(a, b)] == []
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("shape", [(3, 7), (0, 7)])
+@pytest.mark.parametrize(("shape", "autocast"), [((3, 7), False), ((3, 7), True), ((0, 7), False)])
 def test_same_bits_with_the_rows_first(shape: tuple[int, ...], autocast: bool) -> None:
     plain, before = _gradients(Layers, nullcontext, *shape, autocast=autocast)
     split, after = _gradients(Layers, WeightGradientsLast, *shape, autocast=autocast)
@@ -86,106 +140,38 @@ def test_same_bits_with_the_rows_first(shape: tuple[int, ...], autocast: bool) -
     assert not late.isdisjoint(before[: before.index("rows")]), "else the test could not fail"
 
 
-def test_same_bits_under_autocast_where_each_weight_is_used_once() -> None:
-    def make() -> nn.Module:
-        layers = nn.Linear(DIM, DIM), nn.ReLU(inplace=True), nn.LayerNorm(DIM), nn.Linear(DIM, 1)
-        return nn.Sequential(*layers, _Mean())
-
-    plain, _ = _gradients(make, nullcontext, 3, 7, autocast=True)
-    split, order = _gradients(make, WeightGradientsLast, 3, 7, autocast=True)
+@pytest.mark.parametrize(
+    ("make", "autocast"),
+    [(_frozen, False), (Checkpointed, False), (_accumulates, False), (Unusual, False), (_compiled, False), (_used_once, True)],
+)
+def test_same_bits_in_modules_as_people_write_them(make: Make, autocast: bool) -> None:
+    plain, _ = _gradients(make, nullcontext, 3, 7, autocast=autocast)
+    split, order = _gradients(make, WeightGradientsLast, 3, 7, autocast=autocast)
     _same(plain, split)
-    assert order.index("rows") < order.index("0.weight")
+    assert make is not _used_once or order.index("rows") < order.index("0.weight")
 
 
-class _Mean(nn.Module):
-    def forward(self, values: Tensor) -> Tensor:
-        return values.float().square().mean()
+def test_one_layer() -> None:
+    """Its gradient is laid out as the parameter; a second derivative and a change in place are errors."""
+    layer = nn.Linear(DIM, 3)
 
+    def recorded() -> tuple[Tensor, Tensor]:
+        rows = torch.randn(4, DIM, requires_grad=True) * 1.0
+        with WeightGradientsLast():
+            return rows, layer(rows).square().sum()
 
-class Frozen(Layers):
-    """Some of its weights and biases are not trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for parameter in (self.linear.weight, self.head.bias, self.mixed, self.attention.in_proj_weight):
-            parameter.requires_grad_(False)
-
-
-class Checkpointed(Layers):
-    """Computes its forward again in backward."""
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return checkpoint(super().forward, rows, use_reentrant=False) + self.head(rows).sum()
-
-
-class Accumulates(Layers):
-    """Its parameters have gradients already."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for parameter in self.parameters():
-            parameter.grad = torch.ones_like(parameter)
-
-
-class Unusual(nn.Module):
-    """Complex and sparse operands, no outputs, an image of another layout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.complex = nn.Parameter(torch.randn(DIM, DIM, dtype=torch.complex64))
-        self.weight, self.none, self.channels = nn.Parameter(torch.randn(DIM, 2)), nn.Linear(DIM, 0), nn.Linear(DIM, 3)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        flat = rows.flatten(0, 1)
-        waves = (flat.to(torch.complex64) @ self.complex).abs().square().mean()
-        image = rows[..., None].expand(-1, -1, -1, DIM).transpose(0, 2)
-        return (
-            waves
-            + (flat.to_sparse() @ self.weight).square().mean()
-            + self.none(flat).sum()
-            + self.channels(image).square().mean()
-        )
-
-
-@pytest.mark.parametrize("make", [Frozen, Checkpointed, Accumulates, Unusual])
-def test_same_bits_in_modules_as_people_write_them(make: Callable[[], nn.Module]) -> None:
-    _same(_gradients(make, nullcontext, 3, 7)[0], _gradients(make, WeightGradientsLast, 3, 7)[0])
-
-
-def test_a_compiled_module_is_as_ever() -> None:
-    def make() -> nn.Module:
-        torch._dynamo.reset()
-        compiled: Any = torch.compile(Layers(), backend="aot_eager")
-        return compiled
-
-    _same(_gradients(make, nullcontext, 3, 7)[0], _gradients(make, WeightGradientsLast, 3, 7)[0])
-
-
-def test_its_gradient_is_laid_out_as_the_parameter() -> None:
-    layer, rows = nn.Linear(DIM, 3), torch.randn(4, DIM, requires_grad=True)
-    with WeightGradientsLast():
-        loss = layer(rows).sum()
-    loss.backward()
-    assert layer.weight.grad is not None
-    assert layer.weight.grad.stride() == layer.weight.stride()
-
-
-def test_a_second_derivative_is_an_error() -> None:
-    layer, rows = nn.Linear(DIM, 1), torch.randn(4, DIM, requires_grad=True)
-    with WeightGradientsLast():
-        loss = layer(rows).square().sum()
+    recorded()[1].backward()
+    assert layer.weight.grad is not None and layer.weight.grad.stride() == layer.weight.stride()
+    rows, loss = recorded()
     (gradient,) = torch.autograd.grad(loss, rows, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
-
-
-def test_an_activation_that_was_changed_in_place_is_an_error() -> None:
-    layer, rows = nn.Linear(DIM, 1), torch.randn(4, DIM, requires_grad=True) * 1.0
-    with WeightGradientsLast():
-        loss = layer(rows).sum()
+    rows, loss = recorded()
     rows.mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+    with WeightGradientsLast(), torch.no_grad():
+        assert layer(torch.randn(4, DIM)).grad_fn is None
 
 
 class UsedOnce(nn.Module):
@@ -199,28 +185,6 @@ class UsedOnce(nn.Module):
     def forward(self, rows: Tensor, skip: bool = False) -> Tensor:
         hidden = F.relu_(self.first(rows))
         return (hidden if skip else self.last(hidden @ self.mixed)).square().mean()
-
-
-def _window(make: Callable[[], nn.Module], window: WindowGradients | None) -> tuple[list[Any], list[str]]:
-    torch.manual_seed(0)
-    module, parts = make(), [torch.randn(size, DIM, requires_grad=True) for size in (5, 1, 3)]
-    order = Order(module)
-    for number, rows in enumerate(parts):
-        with nullcontext() if window is None else WeightGradientsLast(window, last=number == 2):
-            loss = module(order.rows(rows))
-        with nullcontext() if window is None else window.backward():
-            loss.backward()
-    if window is not None:
-        window.close()
-    return [rows.grad for rows in parts] + [parameter.grad for parameter in module.parameters()], order.names
-
-
-def test_a_window_has_the_gradients_of_all_its_weights_at_its_end() -> None:
-    plain, _ = _window(UsedOnce, None)
-    split, order = _window(UsedOnce, WindowGradients())
-    _same(plain, split)
-    assert order[:3] == ["rows"] * 3
-    assert len(order) == 3 + len(list(UsedOnce().parameters()))
 
 
 class OneStorage(UsedOnce):
@@ -242,12 +206,11 @@ class Slices(UsedOnce):
         return self.last(hidden).square().mean()
 
 
-class Hooked(UsedOnce):
+def _hooked() -> nn.Module:
     """A hook that is not linear sees every gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mixed.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    module = UsedOnce()
+    module.mixed.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    return module
 
 
 class AsksInForward(UsedOnce):
@@ -259,9 +222,27 @@ class AsksInForward(UsedOnce):
         return loss + gradient.square().sum()
 
 
-@pytest.mark.parametrize("make", [OneStorage, Slices, Hooked, AsksInForward])
-def test_a_window_of_modules_as_people_write_them(make: Callable[[], nn.Module]) -> None:
-    _same(_window(make, None)[0], _window(make, WindowGradients())[0])
+def _window(make: Make, window: WindowGradients | None) -> tuple[list[Any], list[str]]:
+    torch.manual_seed(0)
+    module, parts = make(), [torch.randn(size, DIM, requires_grad=True) for size in (5, 1, 3)]
+    order = Order(module)
+    for number, rows in enumerate(parts):
+        with nullcontext() if window is None else WeightGradientsLast(window, last=number == 2):
+            loss = module(order.rows(rows))
+        with nullcontext() if window is None else window.backward():
+            loss.backward()
+    if window is not None:
+        window.close()
+    return [rows.grad for rows in parts] + [parameter.grad for parameter in module.parameters()], order.names
+
+
+@pytest.mark.parametrize("make", [UsedOnce, OneStorage, Slices, _hooked, AsksInForward])
+def test_a_window_has_the_gradients_of_all_its_weights_at_its_end(make: Make) -> None:
+    split, order = _window(make, WindowGradients())
+    _same(_window(make, None)[0], split)
+    if make is UsedOnce:
+        assert order[:3] == ["rows"] * 3
+        assert len(order) == 3 + len(list(UsedOnce().parameters()))
 
 
 def test_layers_that_the_last_of_a_window_leaves_out_are_an_error() -> None:
@@ -271,13 +252,10 @@ def test_layers_that_the_last_of_a_window_leaves_out_are_an_error() -> None:
             loss = module(torch.randn(4, DIM, requires_grad=True), skip=last)
         with window.backward():
             loss.backward()
-    with pytest.raises(RuntimeError, match=r"the last micro-batch has not used layers.*\(1, 24\)"):
+    with pytest.raises(RuntimeError, match=r"\(1, 24\)"):
         window.close()
     window.close()
-
-
-def test_a_batch_of_no_window_is_its_last() -> None:
-    with pytest.raises(ValueError, match="pass the window"):
+    with pytest.raises(ValueError, match="window=None, last=False"):
         WeightGradientsLast(last=False)
 
 
@@ -296,9 +274,3 @@ def test_what_torch_refuses_is_refused_in_its_words(rows: Tensor, weight: Tensor
     with WeightGradientsLast(), pytest.raises(RuntimeError) as split:
         F.linear(rows, weight)
     assert str(split.value) == str(plain.value)
-
-
-def test_nothing_is_recorded_without_gradients() -> None:
-    layer = nn.Linear(DIM, 1)
-    with WeightGradientsLast(), torch.no_grad():
-        assert layer(torch.randn(4, DIM)).grad_fn is None

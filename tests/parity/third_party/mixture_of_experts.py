@@ -25,7 +25,6 @@ class MixtureTraining(Training):
         self.experts = nn.ModuleList(
             nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.ReLU(), nn.Linear(2 * DIM, DIM)) for _ in range(EXPERTS)
         )
-        self.busy: list[list[bool]] = []
 
     def states(self, items: Tensor) -> Tensor:
         rows = self.item_embedding(items) + self.position_embedding.weight
@@ -36,8 +35,6 @@ class MixtureTraining(Training):
         for index, mine in enumerate(chosen):
             if mine.any():
                 found[mine] = found[mine] + share[mine][:, None] * self.computed(index, tokens[mine], items[mine])
-        if self.training:
-            self.busy.append([bool(mine.any()) for mine in chosen])
         return found
 
     def computed(self, expert: int, tokens: Tensor, items: Tensor) -> Tensor:
@@ -46,9 +43,6 @@ class MixtureTraining(Training):
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         states, there = self.states(batch["items"]), batch["items"] != 0
         return ranking_loss(states, self.item_embedding(batch["positive"]), self.item_embedding(batch["negative"]), there)
-
-    def scores(self, batch: dict[str, Tensor]) -> Tensor:
-        return (self.states(batch["items"]) * self.item_embedding(batch["positive"])).sum(dim=-1)
 
     @staticmethod
     def batches(seed: int, count: int) -> list[dict[str, Tensor]]:

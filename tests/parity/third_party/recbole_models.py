@@ -60,9 +60,6 @@ class RecBoleTraining(Training):
     def loss(self, batch: Interaction) -> Tensor:
         return self.model.calculate_loss(batch)
 
-    def scores(self, batch: Interaction) -> Tensor:
-        return self.model.predict(batch)
-
     @staticmethod
     def batches(seed: int, count: int) -> list[Interaction]:
         return [
@@ -120,17 +117,5 @@ class BERT4RecTraining(RecBoleTraining):
 
 class SASRecSoftmax(SASRecTraining):
     """RecBole's default loss: a softmax over the weight of all items."""
-
-    loss_type = "CE"
-
-
-class GRU4RecSoftmax(GRU4RecTraining):
-    """The same."""
-
-    loss_type = "CE"
-
-
-class BERT4RecSoftmax(BERT4RecTraining):
-    """The same."""
 
     loss_type = "CE"

@@ -44,9 +44,6 @@ class DLRMTraining(Training):
         loss, _ = self.model(batch)
         return loss
 
-    def scores(self, batch: Batch) -> Tensor:
-        return self.model.model(batch.dense_features, batch.sparse_features)
-
     @staticmethod
     def batches(seed: int, count: int) -> list[Batch]:
         """Up to four ids in a bag, or none."""

@@ -5,23 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
-from torch.optim.adam import adam
 from torch.utils.data import DataLoader
 
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.embeddings.embedding_choice import LARGE_EMBEDDING
 from tests.helpers.recommender import trainer
 
-DIM, LENGTH, SAMPLES, STEPS, EPOCHS = 8, 10, 8, 50, 2
+DIM, LENGTH, SAMPLES, STEPS = 8, 10, 8, 50
 ITEMS = LARGE_EMBEDDING // DIM + 1
 """The fewest rows that ``shard="auto"`` shards a table for: nothing of it is changed for these tests."""
 POPULAR = 1 + torch.randperm(ITEMS - 1, generator=torch.Generator().manual_seed(7))[:120]
@@ -39,8 +36,6 @@ class LazyAdam(torch.optim.Adam):
     def __init__(self, parameters: Iterable[Tensor], lr: float, tables: Sequence[nn.Embedding | nn.EmbeddingBag]) -> None:
         super().__init__(parameters, lr=lr)
         self._looked_up = {table.weight: torch.zeros(table.num_embeddings) for table in tables}
-        self._moments = {weight: (torch.zeros_like(weight), torch.zeros_like(weight)) for weight in self._looked_up}
-        self._steps = {weight: torch.zeros(()) for weight in self._looked_up}
         for table in tables:
             table.register_forward_pre_hook(self._record, with_kwargs=True)
 
@@ -52,31 +47,21 @@ class LazyAdam(torch.optim.Adam):
     @torch.no_grad()
     def step(self, closure: Any) -> Any:
         loss = torch.enable_grad()(closure)()
-        gradients = {weight: weight.grad for weight in self._looked_up}
-        for weight in gradients:
-            weight.grad = None  # Adam's own step leaves it alone
+        before = [[each.clone() for each in self._rows(weight)] for weight in self._looked_up]
         super().step()
-        for weight, gradient in gradients.items():
-            dist.all_reduce(self._looked_up[weight], dist.ReduceOp.MAX)
-            rows = self._looked_up[weight].nonzero().squeeze(1)
-            self._looked_up[weight].zero_()
-            if gradient is not None:
-                self._update(weight, gradient, rows)
+        for (weight, looked_up), old in zip(self._looked_up.items(), before):
+            dist.all_reduce(looked_up, dist.ReduceOp.MAX)
+            for each, was in zip(self._rows(weight), old):
+                each[looked_up == 0] = was[looked_up == 0]
+            looked_up.zero_()
         return loss
 
-    def _update(self, weight: Tensor, gradient: Tensor, rows: Tensor) -> None:
-        whole = (weight, *self._moments[weight])
-        updated, *moments = ([each[rows]] for each in whole)
-        names = ("lr", "weight_decay", "eps", "amsgrad", "maximize")
-        options = {name: self.defaults[name] for name in names}
-        beta1, beta2 = self.defaults["betas"]
-        adam(updated, [gradient[rows]], *moments, [], [self._steps[weight]], beta1=beta1, beta2=beta2, **options)
-        for each, (part,) in zip(whole, (updated, *moments)):
-            each[rows] = part
+    def _rows(self, weight: Tensor) -> list[Tensor]:
+        return [weight, *(self.state[weight].get(name, torch.zeros_like(weight)) for name in ("exp_avg", "exp_avg_sq"))]
 
 
 class Training(L.LightningModule):
-    """What a user writes around a model: its loss is trained and validated, its scores are predicted.
+    """What a user writes around a model to train its loss.
 
     Attributes:
         package: the distribution that the model comes from.
@@ -94,43 +79,27 @@ class Training(L.LightningModule):
 
     def __init__(self, optimizer: str) -> None:
         super().__init__()
-        self.save_hyperparameters()
-        self.losses: list[float] = []
-        self.validated: list[float] = []
+        self.optimizer, self.losses = optimizer, []
 
     def loss(self, batch: Any) -> Tensor:
         """Return the loss of a batch."""
         raise NotImplementedError
 
-    def scores(self, batch: Any) -> Tensor:
-        """Return the scores of a batch's samples."""
-        raise NotImplementedError
-
     @staticmethod
     def batches(seed: int, count: int) -> list[Any]:
         """Return that many batches."""
-        raise NotImplementedError
+        return sequences(seed, count)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
         self.losses.append(loss.item())
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", self.loss(batch), sync_dist=True, batch_size=SAMPLES)
-
-    def on_validation_epoch_end(self) -> None:
-        self.validated.append(self.trainer.callback_metrics["val"].item())
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.scores(batch)
-
     def configure_optimizers(self) -> Any:
-        optimizer = self.hparams["optimizer"]
-        if optimizer == "lazy adam":
+        if self.optimizer == "lazy adam":
             return LazyAdam(self.parameters(), self.rates["adam"], [self.get_submodule(path) for path in self.tables])
         kinds = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
-        return kinds[optimizer](self.parameters(), lr=self.rates[optimizer])
+        return kinds[self.optimizer](self.parameters(), lr=self.rates[self.optimizer])
 
 
 def sequences(seed: int, count: int) -> list[dict[str, Tensor]]:
@@ -163,7 +132,6 @@ class Fit:
     losses: list[float]
     weights: dict[str, Tensor]
     mispredicted: float = 0.0
-    unpredicted: float = 0.0
 
 
 def strategies(kind: type[Training], shard: Any = "auto") -> list[DDPStrategy]:
@@ -189,8 +157,8 @@ def fit(kind: type[Training], optimizer: str, strategy: DDPStrategy, rounding: f
     fitting.fit(module, loader(kind, STEPS))
     weights = fitting._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"]
     report = getattr(strategy, "overlap_report", None)
-    told = {} if report is None else {"mispredicted": report.mispredicted_lookups, "unpredicted": report.unpredicted_lookups}
-    return Fit(module.losses, weights if fitting.is_global_zero else {}, **told)
+    mispredicted = 0.0 if report is None else report.mispredicted_lookups
+    return Fit(module.losses, weights if fitting.is_global_zero else {}, mispredicted)
 
 
 def loader(kind: type[Training], count: int, seed: int = 0) -> DataLoader:
@@ -207,53 +175,3 @@ def largest_difference(fits: list[list[Fit]]) -> float:
     """Return the largest relative difference of any loss of any rank."""
     pairs = [pair for ddp, mine in fits for pair in zip(ddp.losses, mine.losses, strict=True)]
     return max(abs(mine - expected) / abs(expected) for expected, mine in pairs)
-
-
-@dataclass
-class WholeRun:
-    """What a run of all stages leaves behind on a rank.
-
-    Attributes:
-        losses: of all epochs.
-        validated: the metric after each epoch.
-        resumed: losses of a fit that began from the checkpoint after the first epoch.
-        predicted: by the Trainer after training.
-        loaded: predicted by the plain module, loaded from the last checkpoint.
-    """
-
-    losses: list[float]
-    validated: list[float]
-    resumed: list[float]
-    predicted: list[Tensor]
-    loaded: list[Tensor]
-
-
-def run_both(kind: type[Training], optimizer: str, folder: Path) -> list[WholeRun]:
-    """Train, validate, resume, predict and load on this rank of ``run_distributed``, under both strategies."""
-    return [_whole_run(kind, optimizer, which, folder / str(which)) for which in (0, 1)]
-
-
-def _whole_run(kind: type[Training], optimizer: str, which: int, folder: Path) -> WholeRun:
-    def all_stages(**options: Any) -> L.Trainer:
-        return trainer(
-            strategy=strategies(kind)[which],
-            devices=int(os.environ["WORLD_SIZE"]),
-            max_epochs=EPOCHS,
-            num_sanity_val_steps=0,
-            **options,
-        )
-
-    train, validate = loader(kind, STEPS // EPOCHS), loader(kind, 3, seed=1)
-    torch.manual_seed(0)
-    module = kind(optimizer)
-    keeper = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
-    fitting = all_stages(callbacks=[keeper], enable_checkpointing=True)
-    fitting.fit(module, train, validate)
-    predicted = fitting.predict(module, validate)
-    torch.manual_seed(1)
-    again = kind(optimizer)
-    all_stages().fit(again, train, validate, ckpt_path=folder / "epoch=0.ckpt")
-    plain = kind.load_from_checkpoint(folder / f"epoch={EPOCHS - 1}.ckpt", map_location="cpu").eval()
-    with torch.no_grad():
-        loaded = [plain.scores(batch) for batch in validate]
-    return WholeRun(module.losses, module.validated, again.losses, predicted, loaded)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
 
-from tests.parity.third_party.training import DIM, ITEMS, LENGTH, Training, ranking_loss, sequences
+from tests.parity.third_party.training import DIM, ITEMS, LENGTH, Training, ranking_loss
 
 SIZES = {
     "hidden_size": DIM,
@@ -39,13 +39,6 @@ class LlamaTraining(Training):
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         states, there = self.states(batch["items"]), batch["items"] != 0
         return ranking_loss(states, self.look_up(batch["positive"]), self.look_up(batch["negative"]), there)
-
-    def scores(self, batch: dict[str, Tensor]) -> Tensor:
-        return (self.states(batch["items"]) * self.look_up(batch["positive"])).sum(dim=-1)
-
-    @staticmethod
-    def batches(seed: int, count: int) -> list[dict[str, Tensor]]:
-        return sequences(seed, count)
 
 
 class LlamaOwnTable(LlamaTraining):

@@ -1,17 +1,23 @@
-"""The timeline sees every collective that goes through torch.distributed: when this rank arrived, and when it waited."""
+"""Exchanges of torch.distributed on a timeline: when this rank arrived at each, when it waited, and what it moved."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lightning_freescale.profiling.recording.collectives import NAMES, collectives_on
 from lightning_freescale.profiling.recording.observed_work import moved_bytes
@@ -20,380 +26,402 @@ from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.testing import run_distributed
 from tests.helpers.comm_groups import make_group, outcome
 
-LATE = 1.0
-"""Seconds, of which a busy machine hides little."""
-GROUPS = {"freescale": {"transport": "auto"}, "native": {"transport": "native"}}
+pytestmark = pytest.mark.xdist_group("timing")
+LATE = 0.6
+"""Seconds by which rank 1 is late: a busy machine adds less."""
 
 
-def _watched(stack: ExitStack, ignored_groups: Any = ()) -> Timeline:
+@contextmanager
+def _watched(ignored_groups: Collection[Any] = ()) -> Iterator[Timeline]:
     timeline = Timeline()
     timeline.enable(torch.device("cpu"))
-    stack.enter_context(collectives_on(timeline, ignored_groups))
-    dist.barrier()
-    timeline.open_step()
-    return timeline
+    with collectives_on(timeline, ignored_groups):
+        dist.barrier()
+        timeline.open_step()
+        yield timeline
 
 
 def _seen(timeline: Timeline) -> list[Collective]:
+    """The collectives of the step in progress; the next step begins."""
     step = timeline.close_step()
     assert isinstance(step, StepRecord)
+    timeline.open_step()
     return step.collectives
 
 
-def _group(name: str | None) -> Any:
-    return None if name is None else make_group(**GROUPS[name])
+def _check_on_ranks(*checks: Callable[[Timeline], Any]) -> None:
+    """Run the checks on two ranks, each on a new timeline; both ranks must return the same value."""
+
+    def run() -> None:
+        for check in checks:
+            with _watched() as timeline:
+                value = check(timeline)
+            everyone: list[Any] = [None, None]
+            dist.all_gather_object(everyone, value)
+            assert everyone == [value] * 2, check.__name__
+
+    run_distributed(run, 2)
 
 
-def _all_to_all(group: Any, async_op: bool) -> Any:
-    return dist.all_to_all_single(torch.empty(2), torch.ones(2), group=group, async_op=async_op)
+# -- collectives, one by one
 
 
-def _all_reduce(group: Any, async_op: bool) -> Any:
-    return dist.all_reduce(torch.ones(2), group=group, async_op=async_op)
+def _groups() -> dict[str, Any]:
+    return {"world": None, "freescale": make_group(transport="auto"), "native": make_group(transport="native")}
 
 
-ASYNC = [(name, call) for name in (None, *GROUPS) for call in (_all_to_all, _all_reduce)]
-
-
-def _late(async_op: bool, calls: list[tuple[str | None, Callable[..., Any]]]) -> list[dict[str, float]]:
-    """Rank 1 is late by ``LATE``; async, rank 0 does other things for twice as long."""
-    groups = [_group(name) for name, _ in calls]
-    with ExitStack() as stack:
-        timeline = _watched(stack)
-        time.sleep(LATE * dist.get_rank())
-        works = [call(group, async_op) for (_, call), group in zip(calls, groups)]
-        if async_op:
-            time.sleep(LATE * (0.2 if dist.get_rank() else 2))
-            for work in works:
-                work.wait()
-                work.wait()  # a second wait is no second collective
-        seen = _seen(timeline)
-    assert len(seen) == len(calls)
-    return [
-        {"ahead": c.start - c.arrive, "waited": c.end - c.start, "done": -1.0 if c.done is None else c.done - c.arrive}
-        for c in seen
-    ]
-
-
-@pytest.fixture(scope="module")
-def late_async() -> list[list[dict[str, float]]]:
-    """All of them at once: what takes time is to be late."""
-    return run_distributed(_late, 2, True, ASYNC)
-
-
-@pytest.mark.parametrize("index", range(len(ASYNC)), ids=[f"{call.__name__}-{name}" for name, call in ASYNC])
-def test_an_async_collective_arrives_when_issued_waits_when_waited_for_and_is_done_between(
-    index: int, late_async: list[list[dict[str, float]]]
-) -> None:
-    early, late = (rank[index] for rank in late_async)
-    assert early["ahead"] >= 2 * LATE and late["ahead"] >= 0.2 * LATE
-    assert early["waited"] < 0.5 * LATE and late["waited"] < 0.5 * LATE
-    assert 0.75 * LATE < early["done"] < 1.5 * LATE, "done when the late rank came, long before it was waited for"
-
-
-def test_a_sync_collective_waits_in_the_call() -> None:
-    (early,), (late,) = run_distributed(_late, 2, False, [("freescale", _all_to_all)])
-    assert early["ahead"] < 0.5 * LATE
-    assert early["waited"] > 0.5 * LATE > late["waited"] >= 0
-
-
-def _pair() -> list[torch.Tensor]:
+def _pair() -> list[Tensor]:
     return [torch.empty(2), torch.empty(2)]
 
 
-CALLS: dict[str, Callable[[Any, bool], Any]] = {
-    "all_to_all_single": _all_to_all,
-    "all_to_all": lambda group, a: dist.all_to_all(_pair(), _pair(), group, a),
-    "all_gather": lambda group, a: dist.all_gather(_pair(), torch.ones(2), group, a),
-    "all_gather_into_tensor": lambda group, a: dist.all_gather_into_tensor(torch.empty(4), torch.ones(2), group, a),
-    "all_reduce": _all_reduce,
-    "broadcast": lambda group, a: dist.broadcast(torch.ones(2), 0, group, a),
-    "reduce": lambda group, a: dist.reduce(torch.ones(2), 0, group=group, async_op=a),
-    "reduce_scatter_tensor": lambda group, a: dist.reduce_scatter_tensor(
-        torch.empty(2), torch.ones(4), group=group, async_op=a
-    ),
-    "all_gather_single": lambda group, a: dist.all_gather_single(torch.empty(4), torch.ones(2), group, a),
-    "reduce_scatter_single": lambda group, a: dist.reduce_scatter_single(
-        torch.empty(2), torch.ones(4), group=group, async_op=a
-    ),
-    "barrier": lambda group, a: dist.barrier(group, a),
-}
-MOVED = {
-    "all_to_all_single": 4,  # two floats, one of them to the other rank
-    "all_to_all": 8,
-    "all_gather": 8,
-    "all_gather_into_tensor": 8,
-    "all_reduce": 8,
-    "broadcast": 8,
-    "reduce": 8,
-    "reduce_scatter_tensor": 8,
-    "all_gather_single": 8,
-    "reduce_scatter_single": 8,
-    "barrier": 0,
+def _all_reduce(group: Any = None, async_op: bool = False) -> Any:
+    return dist.all_reduce(torch.ones(2), group=group, async_op=async_op)
+
+
+def _all_to_all(group: Any = None, async_op: bool = False) -> Any:
+    return dist.all_to_all_single(torch.empty(2), torch.ones(2), group=group, async_op=async_op)
+
+
+CALLS: dict[str, tuple[Callable[[Any, bool], Any], int]] = {
+    "all_to_all_single": (_all_to_all, 4),  # two floats, one of them to the other rank
+    "all_to_all": (lambda g, a: dist.all_to_all(_pair(), _pair(), g, a), 8),
+    "all_gather_single": (lambda g, a: dist.all_gather_single(torch.empty(4), torch.ones(2), g, a), 8),
+    "all_reduce": (_all_reduce, 8),
+    "broadcast": (lambda g, a: dist.broadcast(torch.ones(2), 0, g, a), 8),
+    "reduce_scatter_single": (lambda g, a: dist.reduce_scatter_single(torch.empty(2), torch.ones(4), group=g, async_op=a), 8),
+    "barrier": (lambda g, a: dist.barrier(g, a), 0),
 }
 
 
-def _names(async_op: bool, name: str | None) -> list[list[tuple[str, str, int | None]]]:
-    group, seen = _group(name), []
-    with ExitStack() as stack:
-        timeline = _watched(stack)
-        for call in CALLS.values():
-            work = call(group, async_op)
-            if async_op:
-                work.wait()
-            seen.append([(c.name, c.key, c.moved) for c in _seen(timeline)])
-            timeline.open_step()
-    return seen
-
-
-@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("group", [None, *GROUPS])
-def test_every_collective_is_seen_once_with_its_name_and_bytes(group: str | None, async_op: bool) -> None:
-    first, second = run_distributed(_names, 2, async_op, group)
-    assert first == second, "the ranks agree on names and keys"
-    for name, seen in zip(CALLS, first):
-        ((found, key, moved),) = seen
-        assert (found, moved) == (name, MOVED[name])
-        assert key.startswith("world:") == (group is None)
-    assert len({key for ((_, key, _),) in first}) == len(CALLS)
-
-
-def _unseen() -> dict[str, int]:
-    rank, mine, stock, counts = dist.get_rank(), make_group(), dist.new_group(), {}
-    originals = {name: getattr(dist, name) for name in NAMES}
-    with ExitStack() as stack:
-        timeline = _watched(stack, ignored_groups=[mine, stock])
-        for work in [dist.isend(torch.ones(1), group_dst=1 - rank, group=stock), dist.irecv(torch.ones(1), group=stock)]:
-            assert work is not None
+def _every_call_is_one_collective(timeline: Timeline) -> list[str]:
+    groups, keys = _groups(), []
+    _seen(timeline)
+    for (place, group), (name, (call, moved)), async_op in product(groups.items(), CALLS.items(), (False, True)):
+        work = call(group, async_op)
+        if async_op:
             work.wait()
-        _all_reduce(mine, False)
-        counts["groups left out"] = len(_seen(timeline))
-        _all_reduce(None, False)  # no step is open
-        timeline.open_step()
-        counts["between steps"] = len(_seen(timeline))
-        timeline.open_step()
-        with timeline.collective("mine"):
-            _all_reduce(None, False)
-        counts["inside another"] = len(_seen(timeline)) - 1
-    timeline.open_step()
-    _all_reduce(None, False)
-    counts["afterwards"] = len(_seen(timeline))
-    assert originals == {name: getattr(dist, name) for name in NAMES}
-    return counts
+        (one,) = _seen(timeline)
+        assert (one.name, one.moved, one.key.startswith("world:")) == (name, moved, group is None), (place, name, async_op)
+        keys.append(one.key)
+    return keys
 
 
-def test_what_is_nobodys_business_is_not_seen() -> None:
-    for counts in run_distributed(_unseen, 2):
-        assert len(counts) == 4
-        assert not any(counts.values()), counts
-
-
-def _in_a_thread() -> tuple[int, list[str], bool]:
-    with ExitStack() as stack:
-        timeline = _watched(stack)
-        thread = threading.Thread(target=_all_reduce, args=(None, False))
-        thread.start()
-        thread.join()
-        (seen,) = timeline.background
-        return len(_seen(timeline)), [seen.name], seen.arrive < seen.done
-
-
-def test_a_collective_of_another_thread_is_in_the_background() -> None:
-    assert run_distributed(_in_a_thread, 2) == [(0, ["all_reduce"], True)] * 2
-
-
-def _across_steps() -> list[int]:
-    with ExitStack() as stack:
-        timeline = _watched(stack)
-        work = _all_reduce(None, True)
-        first = _seen(timeline)
-        timeline.open_step()
+def _asynchronous(timeline: Timeline) -> None:
+    """A rank arrives when it issues a collective, and waits when it waits for the Work; the exchange is over in between."""
+    rank, calls = dist.get_rank(), list(product(_groups().items(), (_all_to_all, _all_reduce)))
+    dist.barrier()
+    _seen(timeline)
+    time.sleep(LATE * rank)
+    works = [call(group, True) for (_, group), call in calls]
+    meanwhile = LATE * (0.2 if rank else 2)
+    time.sleep(meanwhile)
+    for work in works:
         work.wait()
-        return [len(first), len(_seen(timeline))]
+        work.wait()  # a second wait is no second collective
+    for ((place, _), _), one in zip(calls, _seen(timeline), strict=True):
+        assert one.start - one.arrive >= meanwhile, (place, one.name)
+        assert one.end - one.start < 0.5 * LATE, (place, one.name)
+        if rank == 0:
+            assert 0.75 * LATE < one.done - one.arrive < 1.5 * LATE, (place, one.name)
 
 
-def test_a_collective_belongs_to_the_step_that_waits_for_it() -> None:
-    assert run_distributed(_across_steps, 2) == [[0, 1]] * 2
-
-
-def _failing() -> tuple[str, bool]:
-    group = make_group()
-    with ExitStack() as stack:
-        timeline = _watched(stack)
-        rows = 2 if dist.get_rank() else 4
-        failed = outcome(dist.all_to_all_single, torch.empty(rows), torch.ones(rows), group=group)
-        (collective,) = _seen(timeline)
-        return failed.kind, collective.end is not None
-
-
-def test_the_wait_for_a_collective_that_fails_has_an_end() -> None:
-    assert run_distributed(_failing, 2) == [("DistBackendError", True)] * 2
-
-
-def _left_alone() -> dict[str, int]:
-    rank, counts = dist.get_rank(), {}
-    first = dist.new_group([0])
-    with ExitStack() as stack:
-        timeline = _watched(stack)
-        dist.all_reduce(torch.ones(1), group=first)  # torch makes it a warning on rank 1
-        counts["another's group"] = len(_seen(timeline))
+def _what_is_not_recorded(_: Timeline) -> None:
+    rank, mine, stock = dist.get_rank(), make_group(), dist.new_group()
+    originals = {owner: dict(vars(owner)) for owner in (dist, funcol, dist.P2POp)}
+    assert originals[dist].keys() >= set(NAMES)
+    with _watched([mine, stock]) as timeline:
+        for work in [dist.isend(torch.ones(1), group_dst=1 - rank, group=stock), dist.irecv(torch.ones(1), group=stock)]:
+            work.wait()
+        _all_reduce(mine)
+        assert _sum(funcol.all_reduce(torch.ones(4), "sum", stock)) == 8
+        assert not _seen(timeline), "groups left out"
+        timeline.close_step()
+        _all_reduce()
+        pending = funcol.all_reduce(torch.ones(4), "sum", dist.group.WORLD)
         timeline.open_step()
-        total = torch.compile(_summed, fullgraph=True, backend="eager")(torch.full((1,), float(rank)))
-        assert total.item() == 1
-        counts["compiled"] = len(_seen(timeline))
-        timeline.open_step()
-        dist.all_reduce(torch.eye(2).to_sparse())
-        (sparse,) = _seen(timeline)
-        assert sparse.moved is None
-    return counts
+        assert _sum(pending) == 8 and funcol.wait_tensor(torch.ones(2)).tolist() == [1, 1]
+        assert not _seen(timeline), "called between steps, and nothing to wait for"
+        with timeline.collective("mine"):
+            _all_reduce()
+            _sum(funcol.all_reduce(torch.ones(4), "sum", dist.group.WORLD))
+        assert [one.name for one in _seen(timeline)] == ["mine"], "inside another"
+    for owner, before in originals.items():
+        assert {name for name, value in before.items() if vars(owner)[name] is not value} == set(), owner
 
 
-def _summed(x: torch.Tensor) -> torch.Tensor:
+def _in_other_threads_and_steps(timeline: Timeline) -> None:
+    thread = threading.Thread(target=_all_reduce)
+    thread.start()
+    thread.join()
+    (one,) = timeline.background
+    assert not _seen(timeline)
+    assert one.name == "all_reduce" and one.arrive < one.done
+    for wait in ("wait", "synchronize"):
+        work = _all_reduce(None, True)
+        assert not _seen(timeline)
+        getattr(work, wait)()
+        assert len(_seen(timeline)) == 1, "of the step that waits for it"
+
+
+def _unusual(timeline: Timeline) -> None:
+    """A group of others, a tensor of unknown size, and a collective that fails."""
+    first, group, rows = dist.new_group([0]), make_group(), 2 if dist.get_rank() else 4
+    _seen(timeline)
+    dist.all_reduce(torch.ones(1), group=first)  # torch makes it a warning on rank 1
+    assert len(_seen(timeline)) == 1 - dist.get_rank()
+    dist.all_reduce(torch.eye(2).to_sparse())
+    assert [one.moved for one in _seen(timeline)] == [None]
+    with pytest.raises(ZeroDivisionError), dist._coalescing_manager():
+        raise ZeroDivisionError
+    assert not _seen(timeline)
+    failed = outcome(dist.all_to_all_single, torch.empty(rows), torch.ones(rows), group=group)
+    assert failed.kind == "DistBackendError" and [one.end is not None for one in _seen(timeline)] == [True]
+
+
+def test_collectives() -> None:
+    _check_on_ranks(_every_call_is_one_collective, _asynchronous, _what_is_not_recorded, _in_other_threads_and_steps, _unusual)
+
+
+# -- ways to wait for a rank that is late
+
+
+def _wait(*works: Any) -> None:
+    for work in works:
+        work.wait()
+
+
+def _coalesced(call: Callable[[], Any], async_op: bool) -> None:
+    with dist._coalescing_manager(async_ops=async_op) as works:
+        call()
+        call()
+    if async_op:
+        works.wait()
+
+
+def _batch(got: Tensor) -> None:
+    peer = 1 - dist.get_rank()
+    _wait(*dist.batch_isend_irecv([dist.P2POp(dist.isend, ROW, peer), dist.P2POp(dist.irecv, got, peer)]))
+
+
+def _objects(got: Tensor) -> None:
+    objects: list[Any] = [None]
+    dist.recv_object_list(objects, 1)
+    got.copy_(objects[0])
+
+
+ROW = torch.arange(3.0)
+BLOCKING: dict[str, tuple[Callable[[], Any], int]] = {
+    "all_to_all_single": (_all_to_all, 4),
+    "all_reduce_coalesced": (lambda: dist.all_reduce_coalesced([torch.ones(2), torch.ones(2)]), 16),
+    "all_reduce (coalesced)": (lambda: _coalesced(_all_reduce, False), 16),
+    "all_gather_single (coalesced)": (
+        lambda: _coalesced(lambda: dist.all_gather_single(torch.empty(4), torch.ones(2)), True),
+        16,
+    ),
+}
+MESSAGES: dict[str, tuple[Callable[[], Any], Callable[[Tensor], Any]]] = {
+    "blocking": (lambda: dist.send(ROW, 0), lambda got: dist.recv(got, 1)),
+    "with a tag": (lambda: dist.send(ROW, 0, tag=7), lambda got: dist.recv(got, 1, tag=7)),
+    "ranks of the group": (lambda: dist.send(ROW, group_dst=0), lambda got: dist.recv(got, group_src=1)),
+    "asynchronous": (lambda: _wait(dist.isend(ROW, dst=0)), lambda got: _wait(dist.irecv(got, src=1))),
+    "from any rank": (lambda: dist.send(ROW, 0), lambda got: dist.recv(got)),
+    "from any rank, asynchronous": (lambda: _wait(dist.isend(ROW, dst=0)), lambda got: _wait(dist.irecv(got))),
+    "batch": (lambda: _batch(torch.zeros(3)), _batch),
+    "objects": (lambda: dist.send_object_list([ROW], 0), _objects),
+}
+"""How rank 1 sends, and how rank 0 receives into a tensor."""
+
+
+def _check_waits(timeline: Timeline, way: str) -> list[Collective]:
+    found = _seen(timeline)
+    for one in found:
+        waited = one.end - one.arrive
+        assert waited < 0.4 * LATE if dist.get_rank() else waited > 0.8 * LATE, way
+    dist.barrier()
+    _seen(timeline)
+    return found
+
+
+def _blocking(timeline: Timeline) -> list[str]:
+    keys = []
+    for name, (call, moved) in BLOCKING.items():
+        time.sleep(LATE * dist.get_rank())
+        call()
+        (one,) = _check_waits(timeline, name)
+        assert (one.name, one.moved) == (name, moved)
+        keys.append(one.key)
+    return keys
+
+
+def _messages(timeline: Timeline) -> list[set[str]]:
+    """Messages do not shift the order of collectives."""
+    rank, keys = dist.get_rank(), []
+    for way, (send, receive) in MESSAGES.items():
+        got = torch.zeros(3)
+        time.sleep(LATE * rank)
+        if rank:
+            send()
+        else:
+            receive(got)
+            assert torch.equal(got, ROW), way
+        found = _check_waits(timeline, way)
+        assert sorted(one.name for one in found) == (["recv", "send"] if way == "batch" else ["send" if rank else "recv"]), way
+        assert {one.moved for one in found} == {None if way == "objects" else 12}, way
+        keys.append({one.key for one in found})
+        assert all(" 1>0 " in key or " 0>1 " in key for key in keys[-1]), way
+    return keys
+
+
+def _torchs_operations_stay_equal_to_themselves(timeline: Timeline) -> None:
+    rank, peer = dist.get_rank(), 1 - dist.get_rank()
+    operation = dist.isend if rank else dist.irecv
+    assert dist.isend == dist.isend.__wrapped__ != dist.irecv and {dist.isend} == {dist.isend.__wrapped__}
+    during = dist.P2POp(operation, torch.ones(1), peer)
+    assert during.op is operation.__wrapped__
+    assert dist.P2POp(operation.__wrapped__, torch.ones(1), peer).op is operation.__wrapped__
+    with pytest.raises(ValueError, match="op"):
+        dist.P2POp(dist.all_reduce, torch.ones(1), peer)
+    with pytest.raises(ValueError, match="rank"):
+        dist.send(torch.ones(1), rank)
+    assert [one.end is not None for one in _seen(timeline)] == [True]
+    group = dist.new_group()
+    with collectives_on(timeline, [group]):  # around the other, which records it
+        (dist.send if rank else dist.recv)(torch.ones(1), peer, group=group)
+    assert len(_seen(timeline)) == 1
+
+
+# -- functional collectives, which wait where the tensor is used
+
+FUNCTIONAL: dict[str, tuple[Callable[[Any], Any], int]] = {
+    "all_reduce": (lambda group: funcol.all_reduce(_row(), "sum", group), 16),
+    "all_gather_single_coalesced": (lambda group: funcol.all_gather_single_coalesced([_row(), _row()], group), 32),
+    "broadcast": (lambda group: funcol.broadcast(_row(), 1, group), 16),
+    "reduce_scatter_single": (lambda group: funcol.reduce_scatter_tensor(_row(), "sum", 0, group), 8),
+    "all_to_all_single": (lambda group: funcol.all_to_all_single(_row(), None, None, group), 8),
+    "reduce_scatter_single_coalesced": (
+        lambda group: funcol.reduce_scatter_single_coalesced([_row(), _row()], "sum", [0, 0], group),
+        16,
+    ),
+}
+
+
+def _row() -> Tensor:
+    return torch.full((4,), float(dist.get_rank()))
+
+
+def _sum(result: Any) -> float:
+    return sum((each + 0).sum().item() for each in (result if isinstance(result, list) else [result]))
+
+
+def _functional(timeline: Timeline) -> list[tuple[str, str, Any]]:
+    warnings.simplefilter("ignore")
+    rank, agreed = dist.get_rank(), []
+    mesh = init_device_mesh("cpu", (2,))
+    rows = distribute_tensor(torch.arange(16.0).reshape(4, 4), mesh, [Shard(0)])
+    ways = {name: lambda call=call: call(dist.group.WORLD) for name, (call, _) in FUNCTIONAL.items()}
+    ways["mesh"] = lambda: funcol.all_reduce(_row(), "sum", mesh)
+    ways["dimension of a mesh"] = lambda: funcol.all_reduce(_row(), "sum", (mesh, 0))
+    ways["waits itself"] = lambda: funcol.all_gather_single(torch.ones(3, 4), 1, mesh)
+    ways["DTensor"] = lambda: rows.redistribute(mesh, [Replicate()]).to_local()
+    for index, (way, call) in enumerate(ways.items()):
+        expected = _sum(call())
+        dist.barrier()
+        _seen(timeline)
+        late = LATE * (index < 2 or way not in FUNCTIONAL)
+        time.sleep(late * rank)
+        result = call()
+        time.sleep(late / 3 * (1 - rank))
+        assert _sum(result) == expected == _sum(result), way  # the second time it is there: no second collective
+        (one,) = _check_waits(timeline, way) if late else _seen(timeline)
+        assert rank or one.start - one.arrive >= late / 3 or way in ("waits itself", "DTensor"), "not waited for before"
+        if way in FUNCTIONAL:
+            assert (one.name, one.moved, one.key.startswith("world:")) == (way, FUNCTIONAL[way][1], True)
+        agreed.append((one.name, one.key, one.moved))
+    return agreed
+
+
+def _backward(timeline: Timeline) -> list[tuple[str, str]]:
+    rank = dist.get_rank()
+    x = torch.ones(4, requires_grad=True)
+    loss = (funcol.all_reduce(x * 2, "sum", dist.group.WORLD) * (rank + 1)).sum()
+    time.sleep(LATE * rank)
+    loss.backward()
+    first, second = _seen(timeline)
+    assert (first.name, second.name, x.grad.tolist()) == ("all_reduce", "functional backward", [6.0] * 4)
+    waited = second.end - second.arrive
+    assert waited < 0.4 * LATE if rank else waited > 0.8 * LATE
+    return [(one.name, one.key) for one in (first, second)]
+
+
+def test_a_late_rank_is_waited_for() -> None:
+    _check_on_ranks(_blocking, _messages, _torchs_operations_stay_equal_to_themselves, _functional, _backward)
+
+
+# -- compiled code
+
+
+def _reduced(x: Tensor, rank: int) -> Tensor:
     dist.all_reduce(x)
     return x
 
 
+def _total(x: Tensor, rank: int) -> Tensor:
+    return funcol.all_reduce(x, "sum", dist.group.WORLD) * 1
+
+
+def _sent(x: Tensor, rank: int) -> Tensor:
+    work = dist.isend(x, 0) if rank else dist.irecv(x, 1)
+    assert work is not None
+    work.wait()
+    return x
+
+
+def _sent_together(x: Tensor, rank: int) -> Tensor:
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend if rank else dist.irecv, x, 1 - rank)]):
+        work.wait()
+    return x
+
+
+def _compiled(timeline: Timeline) -> None:
+    torch._dynamo.config.enable_p2p_compilation = True
+    rank = dist.get_rank()
+    for call in (_reduced, _total, _sent, _sent_together):
+        result = torch.compile(call, backend="eager", fullgraph=True)(torch.full((2,), float(rank)), rank)
+        assert result.tolist() == [1, 1] and not _seen(timeline), call.__name__
+
+
 @pytest.mark.slow
-def test_what_torch_does_in_its_own_way_works_as_without() -> None:
-    one, other = run_distributed(_left_alone, 2)
-    assert one == {"another's group": 1, "compiled": 0}
-    assert other == {"another's group": 0, "compiled": 0}
-
-
-def _synchronized() -> int:
-    with ExitStack() as stack:
-        timeline = _watched(stack)
-        _all_reduce(None, True).synchronize()
-        return len(_seen(timeline))
-
-
-def test_a_work_may_be_synchronized_instead() -> None:
-    assert run_distributed(_synchronized, 2) == [1, 1]
-
-
-# -- several at once
-
-TOGETHER: dict[str, tuple[Callable[[], Any], tuple[str, int]]] = {
-    "all_reduce": (lambda: dist.all_reduce(torch.ones(2)), ("all_reduce (coalesced)", 16)),
-    "all_gather": (
-        lambda: dist.all_gather_single(torch.empty(4), torch.ones(2)),
-        ("all_gather_single (coalesced)", 16),
-    ),
-    "reduce_scatter": (
-        lambda: dist.reduce_scatter_single(torch.empty(2), torch.ones(4)),
-        ("reduce_scatter_single (coalesced)", 16),
-    ),
-}
-
-
-def _coalesced(async_op: bool) -> dict[str, Any]:
-    """Rank 1 is late by ``LATE``, and nobody waits before it is."""
-    found = {}
-    with ExitStack() as stack:
-        timeline = _watched(stack)
-        for name, (call, _) in TOGETHER.items():
-            time.sleep(LATE * dist.get_rank())
-            with dist._coalescing_manager(async_ops=async_op) as works:
-                call()
-                call()
-            if async_op:
-                works.wait()
-            found[name] = [(c.name, c.key, c.moved, c.end - c.arrive) for c in _seen(timeline)]
-            timeline.open_step()
-    return found
-
-
-def _coalescing_fails() -> int:
-    with ExitStack() as stack:
-        timeline = _watched(stack)
-        with pytest.raises(ZeroDivisionError), dist._coalescing_manager():
-            raise ZeroDivisionError
-        return len(_seen(timeline))
-
-
-def test_what_fails_before_it_runs_is_no_collective() -> None:
-    assert run_distributed(_coalescing_fails, 2) == [0, 0]
-
-
-def _coalesced_by_function() -> list[Any]:
-    with ExitStack() as stack:
-        timeline = _watched(stack)
-        time.sleep(LATE * dist.get_rank())
-        dist.all_reduce_coalesced([torch.ones(2), torch.ones(2)])
-        return [(c.name, c.key, c.moved, c.end - c.arrive) for c in _seen(timeline)]
-
-
-@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("way", TOGETHER)
-def test_coalesced_collectives_are_one(way: str, async_op: bool, coalesced: Any) -> None:
-    ((name, key, moved, early),), ((other, other_key, _, late),) = (rank[way] for rank in coalesced[async_op])
-    assert (name, key) == (other, other_key)
-    assert (name, moved) == TOGETHER[way][1]
-    assert early > 0.8 * LATE > 0.4 * LATE > late
-
-
-@pytest.fixture(scope="module")
-def coalesced() -> dict[bool, list[dict[str, Any]]]:
-    return {async_op: run_distributed(_coalesced, 2, async_op) for async_op in (False, True)}
-
-
-def test_a_function_for_several_tensors_is_one() -> None:
-    ((name, key, moved, early),), ((_, other, _, late),) = run_distributed(_coalesced_by_function, 2)
-    assert (name, moved) == ("all_reduce_coalesced", 16) and key == other
-    assert early > 0.8 * LATE > 0.4 * LATE > late
+def test_compiled_exchanges_work_as_without() -> None:
+    _check_on_ranks(_compiled)
 
 
 # -- bytes over a rank's link, of four ranks
 
-RANKS = 4
-FOUR = SimpleNamespace(size=lambda: RANKS)
-ROW = torch.zeros(8, dtype=torch.float64)  # 64 bytes
-WHOLE = torch.zeros(RANKS * 8, dtype=torch.float64)
-ROWS = [ROW] * RANKS
+FOUR = SimpleNamespace(size=lambda: 4)
+SHARD = torch.zeros(8, dtype=torch.float64)  # 64 bytes
+WHOLE = torch.zeros(4 * 8, dtype=torch.float64)
 
 BYTES: dict[str, tuple[tuple[Any, ...], int | None]] = {
-    "_all_gather_base": ((WHOLE, ROW), 192),
-    "_reduce_scatter_base": ((ROW, WHOLE), 192),
-    "all_gather_coalesced": (([ROWS, ROWS], [ROW, ROW]), 384),
-    "all_gather_single": ((WHOLE, ROW), 192),
-    "all_reduce_coalesced": (([ROW, ROW],), 192),
-    "monitored_barrier": ((), 0),
-    "reduce_scatter_single": ((ROW, WHOLE), 192),
-    "all_gather": ((ROWS, ROW), 192),
-    "all_gather_into_tensor": ((WHOLE, ROW), 192),
-    "all_gather_object": (([None] * RANKS, ROW), None),
-    "all_reduce": ((ROW,), 96),
-    "all_to_all": ((ROWS, ROWS), 192),
-    "all_to_all_single": ((WHOLE, WHOLE), 192),
+    "all_gather": (([SHARD] * 4, SHARD), 192),
+    "all_gather_coalesced": (([[SHARD] * 4, [SHARD] * 4], [SHARD, SHARD]), 384),
+    "all_gather_into_tensor": ((WHOLE, SHARD), 192),
+    "all_gather_object": (([None] * 4, SHARD), None),
+    "all_reduce": ((SHARD,), 96),
+    "all_reduce_coalesced": (([SHARD, SHARD],), 192),
     "barrier": ((), 0),
-    "broadcast": ((ROW, 0), 64),
-    "broadcast_object_list": (([ROW], 0), None),
-    "gather": ((ROW, ROWS), 192),
-    "gather_object": ((ROW, None), None),
-    "reduce": ((ROW, 0), 64),
-    "reduce_scatter": ((ROW, ROWS), 192),
-    "reduce_scatter_tensor": ((ROW, WHOLE), 192),
-    "scatter": ((ROW, ROWS, 0), 192),
-    "scatter_object_list": (([None], [ROW], 0), None),
+    "broadcast": ((SHARD, 0), 64),
+    "broadcast_object_list": (([SHARD], 0), None),
+    "reduce": ((SHARD, 0), 64),
+    "reduce_scatter": ((SHARD, [SHARD] * 4), 192),
 }
 
 
-@pytest.mark.parametrize("name", BYTES)
-def test_bytes_of(name: str) -> None:
-    arguments, expected = BYTES[name]
-    assert moved_bytes(name, arguments, {"async_op": False, "group": None}, FOUR) == expected
-
-
-def test_uneven_splits_and_keywords() -> None:
+def test_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {name: moved_bytes(name, given, {"async_op": False, "group": None}, FOUR) for name, (given, _) in BYTES.items()}
+    assert found == {name: expected for name, (_, expected) in BYTES.items()}
     kwargs = {"output": torch.zeros(100), "input": torch.zeros(40), "output_split_sizes": [25] * 4}
     assert moved_bytes("all_to_all_single", (), kwargs, FOUR) == 300
     assert moved_bytes("gather", (torch.zeros(0),), {"gather_list": []}, FOUR) == 0
-
-
-def test_one_rank_moves_nothing() -> None:
-    assert moved_bytes("all_reduce", (ROW,), {}, SimpleNamespace(size=lambda: 1)) == 0
-
-
-def test_without_a_group_it_is_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert moved_bytes("all_reduce", (SHARD,), {}, SimpleNamespace(size=lambda: 1)) == 0
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    assert moved_bytes("all_gather_into_tensor", (WHOLE, ROW), {}, None) == 128
+    assert moved_bytes("all_gather_into_tensor", (WHOLE, SHARD), {}, None) == 128, "of the world"

@@ -17,49 +17,35 @@ from lightning_freescale.profiling.recording.records import Collective, StepReco
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.testing import run_distributed
 
+pytestmark = pytest.mark.xdist_group("timing")
 SLOW = 0.3
 WIDTH = 300
-"""Of layers with 361,200 bytes of parameters each."""
+BYTES = 4 * (WIDTH * WIDTH + WIDTH)
+"""Of a layer."""
 
 
-class SlowBackward(torch.autograd.Function):
-    """Takes ``SLOW`` seconds on its way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        time.sleep(SLOW)
-        return gradient
-
-
-class Layers(nn.Module):
-    """Three layers; backward is slow between the second and the first."""
+class Layers(nn.Sequential):
+    """Backward is slow between the second and the first of three layers."""
 
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        super().__init__(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
 
     def forward(self, x: Tensor) -> Tensor:
-        first, *others = self.layers
-        x = SlowBackward.apply(first(x))
-        for layer in others:
-            x = layer(x).relu()
-        return x.square().mean()
+        x = self[0](x)
+        x.register_hook(lambda _: time.sleep(SLOW))
+        return self[2](self[1](x).relu()).square().mean()
 
 
-def _trained(observed: bool, steps: int = 4, **options: Any) -> tuple[list[StepRecord], Sequence[Collective], list[Tensor]]:
-    """``options`` of DDP, which has one bucket per layer."""
+def _trained(observed: bool, **options: Any) -> tuple[list[StepRecord], Sequence[Collective], list[Tensor]]:
+    """``options`` of DDP, which has one bucket per layer by default."""
     torch.manual_seed(dist.get_rank())
     model = DistributedDataParallel(Layers(), **{"bucket_cap_mb": 0.3, **options})
     optimizer = torch.optim.Adam(model.parameters())
     timeline, records = Timeline(), []
     if observed:
         timeline.enable(torch.device("cpu"))
-    for _ in range(steps):
+    for _ in range(4):
         timeline.open_step()
         loss = model(torch.randn(4, WIDTH))
         with timeline.span("backward", "backward"), ddp_waits_on(timeline, model, loss):
@@ -67,49 +53,29 @@ def _trained(observed: bool, steps: int = 4, **options: Any) -> tuple[list[StepR
         optimizer.step()
         optimizer.zero_grad()
         records.append(timeline.close_step())
-    hooks = [p for p in model.parameters() if getattr(p, "_post_accumulate_grad_hooks", None)]
-    assert not hooks, "nothing is left on the parameters"
+    assert not [p for p in model.parameters() if getattr(p, "_post_accumulate_grad_hooks", None)], "left on the parameters"
     return records, list(timeline.background), [p.detach().clone() for p in model.parameters()]
 
 
-def _seen(**options: Any) -> list[dict[str, Any]]:
-    records, hidden, _ = _trained(True, **options)
-    steps = []
-    for record in records:
+def _check() -> None:
+    records, hidden, watched = _trained(True)
+    for step, record in enumerate(records):
         (backward,), (wait,) = record.spans, record.collectives
         mine = [one for one in hidden if backward.start <= one.arrive <= backward.end]
-        steps.append(
-            {
-                "before the end": [(one.done - one.arrive, wait.start - one.arrive, one.moved, one.at_most) for one in mine],
-                "wait": (wait.name, wait.moved),
-            }
-        )
-    return steps
+        if step != 1:  # DDP puts its buckets in order after the first backward
+            assert len(mine) == (step > 1)
+        for one in mine:  # the first bucket is there before backward gets slow, the last one after
+            assert SLOW <= wait.start - one.arrive <= one.done - one.arrive < 2 * SLOW
+            assert (one.moved, one.at_most) == (2 * BYTES, True), "all buckets but the last"
+        assert wait.name == "dense gradients" and (step < 2 or wait.moved == BYTES)
+    _, _, alone = _trained(False)
+    assert all(torch.equal(one, other) for one, other in zip(watched, alone, strict=True))
+    # buckets that DDP never puts in order, and one bucket, which is exchanged when backward is over
+    for options in ({"find_unused_parameters": True}, {"bucket_cap_mb": 25}):
+        records, hidden, _ = _trained(True, **options)
+        assert not hidden, options
+        assert [wait.name for record in records for wait in record.collectives] == ["dense gradients"] * 4, options
 
 
-def test_what_is_hidden_behind_backward_is_seen_once_the_buckets_are_in_order() -> None:
-    """The first bucket is there before backward gets slow, the last one after."""
-    layer = 4 * (WIDTH * WIDTH + WIDTH)
-    for steps in run_distributed(_seen, 2):
-        assert not steps[0]["before the end"]
-        for step in steps[2:]:
-            ((under_way, before_wait, moved, at_most),) = step["before the end"]
-            assert SLOW <= before_wait <= under_way < 2 * SLOW
-            assert (moved, at_most) == (2 * layer, True), "all buckets but the last"
-            assert step["wait"] == ("dense gradients", layer)
-
-
-@pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"bucket_cap_mb": 25, "steps": 3}], ids=str)
-def test_nothing_is_made_up(options: dict[str, Any]) -> None:
-    """Buckets that DDP never puts in order, and one bucket, which is exchanged when backward is over."""
-    for steps in run_distributed(_seen, 2, **options):
-        hidden = [one for step in steps for one in step["before the end"]]
-        assert not hidden
-        assert {step["wait"][0] for step in steps} == {"dense gradients"}
-
-
-def test_numbers_do_not_change() -> None:
-    for ranks in zip(run_distributed(_trained, 3, True, 3), run_distributed(_trained, 3, False, 3)):
-        (_, seen, watched), (_, nothing, alone) = ranks
-        assert seen and not nothing
-        assert all(torch.equal(one, other) for one, other in zip(watched, alone))
+def test_what_backward_hides_and_what_it_waits_for() -> None:
+    run_distributed(_check, 2)

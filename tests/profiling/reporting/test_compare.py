@@ -17,30 +17,12 @@ def _documents(*runs: dict[str, Any]) -> list[dict[str, Any]]:
     return [run_of(**run).document() for run in runs]
 
 
-def test_equal_compute_per_sample() -> None:
-    """30 ms of bubble become 10: r = 2/3, and 1/(1 - r*b) is the speed-up."""
-    (one,) = compare(_documents({}, {"wall": 0.08}))
-    assert one.base_bubble == pytest.approx(0.3) and one.bubble == pytest.approx(0.125)
-    assert one.removed == pytest.approx(2 / 3) and one.speed_up == pytest.approx(1.25)
-    assert one.from_bubbles == pytest.approx(1.25) and one.compute_change == pytest.approx(0.0, abs=1e-8)
-    assert one.limit == pytest.approx(1 / 0.7)
-    assert (one.per, one.base_rate, one.rate) == ("sample", pytest.approx(640), pytest.approx(800))
-
-
-def test_bubbles_count_per_sample_not_per_step() -> None:
-    """Twice the samples in steps twice as long, with a third of the bubble per sample gone."""
-    (one,) = compare(_documents({}, {"wall": 0.18, "compute": 0.14, "count": 128}), force=True)
-    assert one.removed == pytest.approx(1 / 3) and one.from_bubbles == pytest.approx(one.speed_up)
-    assert one.speed_up == pytest.approx(0.2 / 0.18)
-
-
 def test_unknown_samples_are_compared_per_step() -> None:
     for counts in ((0, 0), (0, 64), (64, 0)):
         documents = _documents({"count": counts[0]}, {"wall": 0.08, "count": counts[1], "label": "b"})
         (one,) = compare(documents)
         assert (one.per, one.base_rate) == ("step", pytest.approx(10)) and one.speed_up == pytest.approx(1.25)
-        unknown = sum(not count for count in counts)
-        assert len([line for line in remarks(*documents) if "unknown: compared per step" in line]) == unknown
+        assert len([line for line in remarks(*documents) if "samples" in line]) == sum(not count for count in counts)
         assert "compute/step" in table(documents[0], [one]) and "steps/s" in table(documents[0], [one])
 
 
@@ -64,49 +46,36 @@ def test_where_there_is_no_bubble_or_no_compute() -> None:
     (idle,) = compare(_documents({"compute": 0.0}, {"wall": 0.05, "compute": 0.05}))
     assert (idle.limit, idle.from_bubbles, idle.compute_change) == (None, None, None) and idle.removed == 1.0
     told = table(run_of().document(), [idle])
-    assert "speed-up 2.00x (r and b alone give -, the limit is -)" in told and "compute per sample" not in told
-    with pytest.raises(ValueError, match="base has no wall time: step_s is 0"):
+    assert "2.00x (r and b alone give -, the limit is -)" in told and "compute per sample" not in told
+    with pytest.raises(ValueError, match=r"base.*step_s is 0"):
         compare(_documents({"label": "base", "wall": 0.0, "compute": 0.0, "count": 0}, {}))
-    with pytest.raises(ValueError, match="two reports or more, not 1"):
+    with pytest.raises(ValueError, match="not 1"):
         compare(_documents({}))
 
 
-@pytest.mark.parametrize(
-    ("change", "difference"),
-    [
+def test_different_work_is_refused_and_every_difference_of_every_run_is_named() -> None:
+    for change, difference in (
         ({"model": "SASRec"}, "model of a and b: 'HSTU' and 'SASRec'"),
         ({"parameters": 7}, "parameters of a and b: 123456 and 7"),
         ({"world_size": 4}, "world_size of a and b: 2 and 4"),
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches of a and b: 1 and 2"),
         ({"count": 32}, "samples per step of a and b: 64 and 32"),
-    ],
-)
-def test_different_work_is_refused(change: dict[str, Any], difference: str) -> None:
-    documents = _documents({"label": "a"}, {"label": "b", **change})
-    assert differences(*documents) == [difference] and remarks(*documents) == []
-    with pytest.raises(DifferentWorkError) as refused:
-        compare(documents)
-    assert str(refused.value).splitlines()[1:] == [f"  {difference}"]
-    assert len(compare(documents, force=True)) == 1
-
-
-def test_every_difference_of_every_run_is_named() -> None:
+    ):
+        documents = _documents({"label": "a"}, {"label": "b", **change})
+        assert differences(*documents) == [difference] and remarks(*documents) == []
+        with pytest.raises(DifferentWorkError) as refused:
+            compare(documents)
+        assert str(refused.value).splitlines()[1:] == [f"  {difference}"]
+        assert len(compare(documents, force=True)) == 1
     documents = _documents(
         {"label": "a"}, {"label": "b"}, {"label": "c", "model": "X"}, {"label": "d", "count": 32, "model": "Y"}
     )
     with pytest.raises(DifferentWorkError) as refused:
         compare(documents)
-    assert [line.split(":")[0] for line in str(refused.value).splitlines()[1:]] == [
-        "  model of a and c",
-        "  model of a and d",
-        "  samples per step of a and d",
-    ]
-
-
-def test_last_batches_may_be_shorter() -> None:
-    assert not differences(*_documents({"count": 1000}, {"count": 1010}))
-    assert differences(*_documents({"count": 1000}, {"count": 1011}))
-    assert differences(*_documents({"count": 1000}, {"count": 989}))
+    named = [line.split(":")[0].strip() for line in str(refused.value).splitlines()[1:]]
+    assert named == ["model of a and c", "model of a and d", "samples per step of a and d"]
+    for count, same in ((1010, True), (1011, False), (989, False)):  # the last batch of an epoch may be shorter
+        assert bool(differences(*_documents({"count": 1000}, {"count": count}))) != same
 
 
 def test_remarks() -> None:
@@ -119,31 +88,23 @@ def test_remarks() -> None:
         "version of torch of a and b: '2.13.0' and '2.12.0'",
     ]
     cut = full_report(status=Status(False, "KeyboardInterrupt", 5, 2)).document()
-    assert "freescale did not come to its end: KeyboardInterrupt" in remarks(base, cut)
-    assert "freescale did not come to its end: KeyboardInterrupt" in remarks(cut, base)
-
-
-def test_a_run_whose_waits_are_not_divided_is_told() -> None:
-    documents = _documents({"label": "a"}, {"label": "b"})
-    documents[1]["wait_attribution"].update(aligned=False, reason="the ranks' clocks agreed only within 3.00 ms")
-    assert differences(*documents) == []
-    assert remarks(*documents) == [
-        "waits of b are not divided into straggler wait and transfer: the ranks' clocks agreed only within 3.00 ms"
-    ]
+    assert all(any("KeyboardInterrupt" in line for line in remarks(*pair)) for pair in ((base, cut), (cut, base)))
+    undivided = _documents({"label": "c"})[0]
+    undivided["wait_attribution"].update(aligned=False, reason="the clocks drift")
+    (remark,) = remarks(base, undivided)
+    assert "c " in remark and remark.endswith("the clocks drift") and differences(base, undivided) == []
 
 
 def test_table() -> None:
     documents = _documents(
-        {"label": "ddp"}, {"label": "balanced", "wall": 0.08}, {"label": "all of it", "wall": 0.08, "compute": 0.0714}
+        {"label": "ddp"}, {"label": "balanced", "wall": 0.08}, {"label": "all", "wall": 0.08, "compute": 0.0714}
     )
     head, base, *rows = table(documents[0], compare(documents)).splitlines()
     assert head.split("  ")[0] == "run" and base.split() == ["ddp", "640.0", "30.0%", "-", "-", "-", "-"]
     assert rows[0].split() == ["balanced", "800.0", "12.5%", "66.7%", "1.25x", "1.25x", "+0.0%"]
-    assert rows[1].split() == ["all", "of", "it", "800.0", "10.8%", "71.3%", "1.25x", "1.27x", "+2.0%"]
+    assert rows[1].split() == ["all", "800.0", "10.8%", "71.3%", "1.25x", "1.27x", "+2.0%"]
     assert len({len(line) for line in (head, base, *rows[:2])}) == 1, "columns are aligned"
-    assert rows[2:] == [
-        "balanced: r = 66.7% of the base's b = 30.0% removed, speed-up 1.25x (r and b alone give 1.25x, the limit is 1.43x)",
-        "  compute per sample is the same",
-        "all of it: r = 71.3% of the base's b = 30.0% removed, speed-up 1.25x (r and b alone give 1.27x, the limit is 1.43x)",
-        "  compute per sample changed by +2.0%: by this the two speed-ups differ",
-    ]
+    one, same, other, changed = rows[2:]
+    assert one.startswith("balanced: ") and all(figure in one for figure in ("66.7%", "30.0%", "1.25x", "1.43x"))
+    assert other.startswith("all: ") and all(figure in other for figure in ("71.3%", "30.0%", "1.25x", "1.27x", "1.43x"))
+    assert "same" in same and "+2.0%" in changed

@@ -40,11 +40,13 @@ def test_no_trace_without_steps(tmp_path: Path) -> None:
     files.write(lambda: REPORT, [])
     assert sorted(files) == ["page", "report"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "report.json"]
+    files.refresh(lambda: report_of(np.array([[step(0.1)]])))
+    assert len(read(files["report"])["ranks"]) == 2, "the last report is not overwritten by one on the way"
 
 
 @pytest.mark.parametrize("aligned", [True, False])
 def test_the_trace_has_the_kineto_events_and_divides_waits_as_the_report_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aligned: bool
+    tmp_path: Path, monkeypatch: Any, aligned: bool
 ) -> None:
     given: list[Any] = []
     monkeypatch.setattr(module, "write_trace", lambda *arguments, **named: given.append((arguments, named)) or arguments[0])
@@ -53,9 +55,7 @@ def test_the_trace_has_the_kineto_events_and_divides_waits_as_the_report_does(
     assert given == [((tmp_path / "trace.json", TRACED, ["events"]), {"aligned": aligned})]
 
 
-def test_the_report_alone_is_refreshed_as_often_as_costs_next_to_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_report_alone_is_refreshed_as_often_as_costs_next_to_nothing(tmp_path: Path, monkeypatch: Any) -> None:
     now, written = [500.0], []
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
@@ -74,35 +74,23 @@ def test_the_report_alone_is_refreshed_as_often_as_costs_next_to_nothing(
     assert files == {"report": tmp_path / "report.json"}
 
 
-def test_the_last_report_is_not_overwritten_by_one_on_the_way(tmp_path: Path) -> None:
-    files = ReportFiles(tmp_path)
-    files.write(lambda: REPORT, [])
-    files.refresh(lambda: report_of(np.array([[step(0.1)]])))
-    assert len(read(files["report"])["ranks"]) == 2
-
-
 def test_files_that_cannot_be_written_are_a_warning(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     files = ReportFiles(tmp_path / "taken")
     assert str(tmp_path / "taken") in files.problem()
-    with pytest.warns(UserWarning, match="could not write"):
+    with pytest.warns(UserWarning, match="taken"):
         files.refresh(lambda: REPORT)
-    with pytest.warns(UserWarning, match="could not write"):
+    with pytest.warns(UserWarning, match="taken"):
         files.write(lambda: REPORT, TRACED)
     assert files == {}
 
 
-def test_a_folder_that_can_be_written_is_made(tmp_path: Path) -> None:
+def test_the_folder_is_made_and_loses_windows_of_an_earlier_run_with_more_ranks(tmp_path: Path) -> None:
     files = ReportFiles(tmp_path / "new" / "one")
-    assert files.problem() is None
-    assert list(files.folder.iterdir()) == []
-
-
-def test_windows_of_an_earlier_run_with_more_ranks_go(tmp_path):
-    files = ReportFiles(tmp_path)
+    assert files.problem() is None and list(files.folder.iterdir()) == []
     for rank in range(3):
         files.window(rank).parent.mkdir(exist_ok=True)
         files.window(rank).touch()
-    (tmp_path / "torch_profiler" / "mine.json").touch()
+    (files.folder / "torch_profiler" / "mine.json").touch()
     assert files.problem() is None
-    assert [path.name for path in (tmp_path / "torch_profiler").iterdir()] == ["mine.json"]
+    assert [path.name for path in (files.folder / "torch_profiler").iterdir()] == ["mine.json"]

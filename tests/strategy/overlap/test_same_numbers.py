@@ -1,218 +1,304 @@
-"""What a Trainer can do, with the exchange overlapped and without: bit by bit the same."""
+"""All that a Trainer can do, with the exchange overlapped and as TorchRec has it: bitwise the same."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+import os
 from typing import Any
 
 import lightning as L
 import pytest
-import torch
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchrec import KeyedJaggedTensor
 
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.testing import run_distributed
 from tests.helpers import overlap_modules as modules
 from tests.helpers import overlap_training as training
+from tests.helpers.jagged import copy_of
 from tests.helpers.overlap_modules import with_tags
-from tests.helpers.overlap_training import (
-    EPOCHS,
-    KNOWN,
-    NEVER,
-    STEPS,
-    CountingModel,
-    Run,
-    Stream,
-    as_record,
-    as_tensors,
-    as_tuple,
-    assert_bitwise,
-    assert_same,
-    changed_loader,
-    fit,
-    my_loader,
-    notices,
-    strategies,
-)
+from tests.helpers.overlap_training import GIVEN, KNOWN, NEVER, PLAIN, STEPS, Batch, Case, changed_loader, compared, my_loader
+from tests.helpers.recommender import FEATURES, ITEMS
 
-UNKNOWN = "cannot be known ahead"
+UNKNOWN = "net.embeddings"  # is named in the notice
+WRONG = (0, 8, 4)
+OVERLAPPED = {"dedup": False}
+TRIALS = {"lookahead": "trial_run"}
 
 
 class DataWithHooks(L.LightningDataModule):
     """Changes the ids on their way."""
 
     def train_dataloader(self) -> DataLoader:
-        return changed_loader(STEPS, as_tensors)
+        return changed_loader(STEPS, training.as_tensors)
 
-    def on_before_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int) -> dict[str, Any]:
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         return {**batch, "ids": (batch["ids"] + 5) % 13}
 
 
-def _plain() -> DataLoader:
-    return my_loader(STEPS)
+class AsksEarly(training.CountingModel):
+    """Asks for the number of steps, so that Lightning makes the training loader before the strategy knows the tables."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
 
 
-def _tensors() -> DataLoader:
-    return changed_loader(STEPS, as_tensors)
+class AsksInSetup(training.CountingModel):
+    def setup(self, stage: str) -> None:
+        assert self.trainer.estimated_stepping_batches
 
 
-@dataclass
-class Case:
-    """One way to train.
+class MakesItsTablesLate(AsksInSetup):
+    """It has no tables yet when it asks."""
 
-    Attributes:
-        ahead: lookups that were predicted, not predicted, and mispredicted.
-        said: part of a warning that comes once, from one rank.
-        trial_runs: whether trial runs are asked for.
-    """
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.later = nn.Identity(), [self.net]  # no submodule
 
-    module: Callable[..., CountingModel] = CountingModel
-    loader: Callable[[], Any] = _plain
-    ahead: tuple[int, int, int] = KNOWN
-    options: dict[str, Any] = field(default_factory=dict)
-    validates: bool = False
-    said: str = ""
-    trial_runs: bool = False
+    def configure_model(self) -> None:
+        self.net = self.later[0]
 
 
-CASES = {
-    "validation in the middle": Case(options={"val_check_interval": 2}, validates=True),
-    "a learning rate for every step": Case(modules.Schedules),
-    "bf16-mixed": Case(options={"precision": "bf16-mixed"}),
-    "two collections": Case(modules.TwoCollections, lambda: changed_loader(STEPS, with_tags), (2 * KNOWN[0], 2 * KNOWN[1], 0)),
-    "batches are data classes": Case(modules.OfRecords, lambda: changed_loader(STEPS, as_record)),
-    "batches are tuples": Case(modules.OfTuples, lambda: changed_loader(STEPS, as_tuple)),
-    "ids of tensors in the batch": Case(modules.OfTensors, _tensors),
-    "ids that are computed": Case(modules.Computes, _tensors, NEVER, said=UNKNOWN),
-    "ids that are computed, trial runs": Case(modules.Computes, _tensors, trial_runs=True),
-    "ids that are computed, bf16-mixed": Case(modules.Computes, _tensors, options={"precision": "bf16-mixed"}, trial_runs=True),
-    "ids that are rewritten through numpy": Case(modules.RewritesThroughNumpy, _tensors, (0, 8, 4), said=UNKNOWN),
-    "a loader with one buffer": Case(modules.OfTensors, training.OneBuffer),
-    "ids that are drawn": Case(modules.Draws, _tensors, NEVER, said=UNKNOWN),
-    "ids that are drawn, trial runs": Case(modules.Draws, _tensors, trial_runs=True),
-    "draws that nobody foresees": Case(modules.DrawsUnforeseen, _tensors, (0, 8, 4), said=UNKNOWN, trial_runs=True),
-    "hooks that change the batch in place": Case(modules.ChangesInPlace, _tensors, (0, 8, 4), said=UNKNOWN),
-    "hooks that change the batch in place, trial runs": Case(modules.ChangesInPlace, _tensors, (5, 3, 4), trial_runs=True),
-    "hooks of the data module": Case(modules.OfTensors, DataWithHooks, (0, 8, 4), said=UNKNOWN),
-    "hooks of the data module, trial runs": Case(modules.OfTensors, DataWithHooks, (5, 3, 4), trial_runs=True),
+def tensors(make: Any, ahead: Any = KNOWN, overlap: Any = None, **rest: Any) -> Case:
+    """A case of a module that makes its KeyedJaggedTensor in the step."""
+    return Case(make, lambda: changed_loader(STEPS, training.as_tensors), ahead=ahead, overlap=overlap or {}, **rest)
+
+
+def two_tables(make: Any, ahead: Any, **rest: Any) -> Case:
+    """A case of a module with two collections."""
+    return Case(make, lambda: changed_loader(STEPS, with_tags), ahead=ahead, **rest)
+
+
+def stream() -> DataLoader:
+    """A loader without a length."""
+    return DataLoader(training.Stream(), batch_size=None)
+
+
+TRAINER = {
+    "validation in the middle": Case(options={"val_check_interval": 2}, validation=lambda: my_loader(2), ahead=KNOWN),
+    "a learning rate for every step": Case(modules.Schedules, ahead=KNOWN),
     "a limit of batches": Case(options={"limit_train_batches": STEPS - 2}, ahead=(KNOWN[0] - 4, KNOWN[1], 0)),
-    "a loader for every epoch": Case(options={"reload_dataloaders_every_n_epochs": 1}),
-    "a stream": Case(loader=lambda: DataLoader(Stream(), batch_size=None)),
-    "workers": Case(loader=lambda: DataLoader(_plain().dataset, batch_size=None, num_workers=2)),
-    "several loaders": Case(
-        modules.OfSeveralLoaders, lambda: {"main": _plain(), "other": my_loader(3)}, NEVER, said="use one DataLoader"
-    ),
-    "a step that takes the iterator": Case(modules.Iterates, ahead=NEVER, said=UNKNOWN),
-    "a step that takes the iterator, trial runs": Case(modules.Iterates, ahead=NEVER, said=UNKNOWN, trial_runs=True),
-    "a closure called before the step": Case(modules.StepsAfterClosure),
+    "an end in the middle of an epoch": Case(options={"max_epochs": 9, "max_steps": 9}, ahead=(9 - 2 - 1, 2 + 1, 0)),
+    "a loader for every epoch": Case(options={"reload_dataloaders_every_n_epochs": 1}, ahead=KNOWN),
+    "fast_dev_run": Case(options={"fast_dev_run": 3}, ahead=(1, 2, 0), validation=lambda: my_loader(2)),
+    "a closure called before the step": Case(modules.StepsAfterClosure, ahead=KNOWN),
     "epochs that are cut short": Case(modules.CutsShort, ahead=(5, 2, 1)),
-    "further lookups without gradients": Case(modules.LooksUpMore, lambda: changed_loader(STEPS, with_tags), (9 + 6, 3 + 2, 0)),
-    "evaluation between steps": Case(modules.Evaluates),
-    "lookups with gradients between steps": Case(modules.TrainsBetween, ahead=NEVER),
-    "a table that nobody trains": Case(modules.Freezes),
-    "fast_dev_run": Case(options={"fast_dev_run": 3}, ahead=(1, 2, 0), validates=True),
+    "evaluation between steps": Case(modules.Evaluates, ahead=KNOWN),
+    "lookups with gradients between steps": Case(lambda: modules.Evaluates(gradients=True), ahead=NEVER),
+    "a table that is not trained": Case(modules.Freezes, ahead=KNOWN),
+    "two collections": two_tables(modules.TwoCollections, (2 * KNOWN[0], 2 * KNOWN[1], 0)),
+    "further lookups without gradients": two_tables(modules.LooksUpMore, (9 + 6, 3 + 2, 0)),
+}
+LOADERS = {
+    "batches are data classes": Case(modules.OfRecords, lambda: changed_loader(STEPS, training.as_record), ahead=KNOWN),
+    "one buffer": Case(modules.OfTensors, training.OneBuffer, ahead=KNOWN),
+    "a stream": Case(loader=stream, ahead=KNOWN),
+    "workers": Case(
+        loader=lambda: DataLoader(my_loader(STEPS).dataset, batch_size=None, num_workers=2),
+        ahead=KNOWN,
+    ),
+    "several": Case(
+        modules.OfSeveralLoaders,
+        lambda: {"main": my_loader(STEPS), "other": my_loader(3)},
+        ahead=NEVER,
+        notice="DataLoader",
+    ),
+    "the step takes the iterator, trial runs": Case(modules.Iterates, ahead=NEVER, notice=UNKNOWN, overlap=TRIALS),
+    "made in configure_optimizers": Case(AsksEarly, ahead=KNOWN),
+    "a stream, made in setup": Case(AsksInSetup, stream, ahead=KNOWN),
+    "made before the tables": Case(MakesItsTablesLate, notice="configure_optimizers"),
+}
+IDS = {
+    "tensors in the batch": tensors(modules.OfTensors),
+    "computed": tensors(modules.Computes, NEVER, notice=UNKNOWN),
+    "computed, trial runs": tensors(modules.Computes, overlap=TRIALS),
+    "computed, trial runs, bf16-mixed": tensors(modules.Computes, overlap=TRIALS, options={"precision": "bf16-mixed"}),
+    "rewritten through numpy": tensors(modules.RewritesThroughNumpy, WRONG, notice=UNKNOWN),
+    "drawn": tensors(modules.Draws, NEVER, notice=UNKNOWN),
+    "drawn, trial runs": tensors(modules.Draws, overlap=TRIALS),
+    "drawn, and draws that no trial run foresees": tensors(modules.DrawsUnforeseen, WRONG, TRIALS, notice=UNKNOWN),
+    "changed in place by hooks": tensors(modules.ChangesInPlace, WRONG, notice=UNKNOWN),
+    "changed in place by hooks, trial runs": tensors(modules.ChangesInPlace, (5, 3, 4), TRIALS),
+    "changed by the data module": Case(modules.OfTensors, DataWithHooks, ahead=WRONG, notice=UNKNOWN),
+    "changed by the data module, trial runs": Case(modules.OfTensors, DataWithHooks, ahead=(5, 3, 4), overlap=TRIALS),
 }
 
 
-def _both(case: Case) -> tuple[Run, Run]:
-    runs = []
-    for strategy in strategies("trial_run" if case.trial_runs else "batch"):
-        torch.manual_seed(0)
-        validation = my_loader(2) if case.validates else None
-        options = {"max_epochs": EPOCHS, "strategy": strategy, **case.options}
-        runs.append(fit(case.module(), case.loader(), validation, **options))
-    return runs[0], runs[1]
+# -- ids that a function of the user returns
 
 
-FAST = ["validation in the middle", "two collections", "ids of tensors in the batch", "a stream"]
-FAST += ["ids that are rewritten through numpy", "a loader with one buffer"]
-FAST += ["ids that are computed, trial runs", "draws that nobody foresees", "a step that takes the iterator"]
+def computed_ids(batch: Batch) -> KeyedJaggedTensor:
+    """What Computes looks up."""
+    return KeyedJaggedTensor(FEATURES, modules.Computes.ids(None, batch), lengths=batch["lengths"])
 
 
-@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in FAST)])
-def test_bitwise(name: str) -> None:
-    case = CASES[name]
-    runs = run_distributed(_both, 2, case)
-    assert_bitwise(runs)
-    for _, overlapped in runs:
-        assert overlapped.looked_ahead() == case.ahead
-        told = notices(overlapped)
-        assert len(told) <= 1 and not overlapped.threads
-    told = [text for _, overlapped in runs for text in notices(overlapped)]
-    assert bool(told) == bool(case.said) and all(case.said in text for text in told)
+def wrong_ids(batch: Batch) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(FEATURES, (batch["ids"] + 1) % 13, lengths=batch["lengths"])
 
 
-@pytest.mark.slow
-def test_ranks_that_know_their_ids_in_different_ways() -> None:
-    runs = run_distributed(_both, 3, Case(modules.DiffersByRank, _tensors, trial_runs=True))
-    assert_bitwise(runs)
-    ahead = [overlapped.looked_ahead() for _, overlapped in runs]
-    assert ahead == [(4, 8, 0), (4, 8, 0), (0, 8, 4)], "no rank runs trials, or stops to, alone"
+def wrong_on_one(batch: Batch) -> KeyedJaggedTensor:
+    return wrong_ids(batch) if os.environ["RANK"] == "1" else computed_ids(batch)
 
 
-def _alone() -> tuple[Run, Run]:
-    runs = []
-    for strategy in strategies():
-        torch.manual_seed(0)
-        runs.append(fit(modules.Skips(), my_loader(STEPS), max_epochs=EPOCHS, strategy=strategy))
-    return runs[0], runs[1]
+def beyond_the_table(batch: Batch) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(FEATURES, batch["ids"] + ITEMS, lengths=batch["lengths"])
 
 
-def test_steps_without_a_loss() -> None:
-    """On one rank; on several, Lightning refuses them."""
-    runs = run_distributed(_alone, 1)
-    assert_bitwise(runs)
-    assert runs[0][1].looked_ahead() == KNOWN
+def only_items(batch: Batch) -> dict[str, KeyedJaggedTensor]:
+    return {"net.embeddings": batch["features"]}
 
 
-def _close(name: str) -> tuple[Run, Run]:
-    runs = []
-    case = CASES[name]
-    for strategy in (
-        FreeScaleStrategy(overlap=False),
-        FreeScaleStrategy(lookahead="trial_run" if case.trial_runs else "batch"),
-    ):
-        torch.manual_seed(0)
-        runs.append(fit(case.module(), case.loader(), max_epochs=EPOCHS, strategy=strategy))
-    return runs[0], runs[1]
+class HasAMethod(modules.Computes):
+    """A hook copies the batch on its way, and leaves its mark on the copy."""
+
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        return {**batch, "marked": True}
+
+    def embedding_ids(self, batch: Batch) -> KeyedJaggedTensor:
+        assert "marked" not in batch, "it is asked before hooks change the batch"
+        return computed_ids(batch)
 
 
-@pytest.mark.parametrize("name", ["two collections", pytest.param("ids that are drawn, trial runs", marks=pytest.mark.slow)])
-def test_each_row_once_differs_by_rounding_only(name: str) -> None:
-    runs = run_distributed(_close, 2, name)
-    for plain, overlapped in runs:
-        assert overlapped.losses == pytest.approx(plain.losses, rel=1e-5)
-        assert overlapped.statistics["rows"] < overlapped.statistics["tokens"]
-    assert_same(runs[0][1].weights, runs[0][0].weights, rtol=1e-4, atol=1e-6)
+class HasAnAttribute(training.CountingModel):
+    """Something of that name that is no method of the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding_ids = nn.Identity()
 
 
-def _twice(path: Path) -> list[tuple[Run, Run]]:
-    """Stops in the middle of an epoch, saves on the way, trains on with another Trainer."""
-    runs = []
-    for index, strategy in enumerate(strategies()):
-        torch.manual_seed(0)
-        module = CountingModel()
-        saving = L.pytorch.callbacks.ModelCheckpoint(path / str(index), every_n_train_steps=4, save_top_k=-1, save_last=True)
-        options = {"callbacks": [saving], "enable_checkpointing": True}
-        first = fit(module, my_loader(STEPS), max_epochs=9, max_steps=9, strategy=strategy, **options)
-        module.losses = []
-        runs.append((first, fit(module, my_loader(STEPS), strategy=strategies()[index])))
-    return runs
+class KnownInTheBatch(modules.TwoCollections):
+    """Makes the ids of one collection in the step; those of the other stand in the batch."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return super().training_step({**batch, "features": copy_of(batch["features"])}, batch_idx)
 
 
-@pytest.mark.slow
-def test_a_fit_that_ends_in_the_middle_saves_on_the_way_and_goes_on(tmp_path: Path) -> None:
-    ranks = run_distributed(_twice, 2, tmp_path)
-    for part in range(2):
-        assert_bitwise([(plain[part], overlapped[part]) for plain, overlapped in ranks])
-    for _, (first, second) in ranks:
-        assert first.looked_ahead() == (9 - 2 - 1, 2 + 1, 0)
-        assert second.looked_ahead() == (STEPS - 2, 2, 0)
-    saved = [sorted(path.name for path in (tmp_path / str(index)).iterdir()) for index in range(2)]
-    assert saved[0] == saved[1] and len(saved[0]) == 3
-    for name in saved[0]:
-        plain, overlapped = (torch.load(tmp_path / str(index) / name, weights_only=False) for index in range(2))
-        assert_same(overlapped["state_dict"], plain["state_dict"])
-        assert_same(overlapped["optimizer_states"], plain["optimizer_states"])
+def by_function(function: Any, make: Any = modules.Computes, ahead: Any = GIVEN, **rest: Any) -> Case:
+    """A case of ids that a function returns."""
+    return tensors(make, ahead, {"ids_of": function}, **rest)
+
+
+FUNCTIONS = {
+    "a function": by_function(computed_ids),
+    "a method": tensors(HasAMethod, GIVEN),
+    "an attribute that is no method": Case(HasAnAttribute, ahead=KNOWN),
+    "wrong ids": by_function(wrong_ids, ahead=WRONG, notice="ids_of=wrong_ids"),
+    "ids beyond the table": by_function(beyond_the_table, ahead=WRONG, notice="ids_of=beyond_the_table"),
+    "what it leaves out": two_tables(
+        KnownInTheBatch, (GIVEN[0] + KNOWN[0], GIVEN[1] + KNOWN[1], 0), overlap={"ids_of": only_items}
+    ),
+}
+
+
+THREE_RANKS = {
+    "ranks that know their ids in different ways": tensors(modules.DiffersByRank, [(1, 11, 0), NEVER, NEVER], notice=UNKNOWN),
+    "the same, trial runs": tensors(modules.DiffersByRank, [(4, 8, 0), (4, 8, 0), WRONG], TRIALS, notice=UNKNOWN),
+    "wrong ids on one rank": by_function(wrong_on_one, ahead=[(5, 7, 0), WRONG, (5, 7, 0)], notice="ids_of=wrong_on_one"),
+}
+# on several, Lightning refuses them
+ONE_RANK = {"steps without a loss": Case(modules.Skips, ahead=KNOWN)}
+
+IN_TIER_2 = {"a learning rate for every step", "a limit of batches", "fast_dev_run", "a closure called before the step"}
+IN_TIER_2 |= {"evaluation between steps", "a table that is not trained", "workers", "made in configure_optimizers"}
+IN_TIER_2 |= {"computed", "computed, trial runs, bf16-mixed", "drawn", "changed by the data module"}
+
+
+def _first(cases: dict[str, Case]) -> dict[str, Case]:
+    return {name: case for name, case in cases.items() if name not in IN_TIER_2}
+
+
+LATER = {name: case for name, case in {**TRAINER, **LOADERS, **IDS}.items() if name in IN_TIER_2}
+TABLES = [(2, _first(TRAINER)), (2, _first(LOADERS)), (2, _first(IDS)), (2, FUNCTIONS), (1, ONE_RANK)]
+TIER_2 = [(2, LATER), (3, THREE_RANKS)]
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [*TABLES, *(pytest.param(*each, marks=pytest.mark.slow) for each in TIER_2)])
+def test_bitwise_as_torchrec(ranks: int, cases: dict[str, Case]) -> None:
+    assert compared(ranks, cases, PLAIN, OVERLAPPED) == []
+
+
+# -- what is called to know ids, and how often
+
+CALLS: list[Any] = []
+
+
+class NotesCalls(modules.Computes):
+    """Writes down every call outside of itself, where nothing can take it back; its ids stand nowhere in the batch."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        CALLS.append(batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+class NotesKnown(NotesCalls):
+    """The same with ids in the batch."""
+
+    def ids(self, batch: Batch) -> Tensor:
+        return batch["ids"]
+
+
+def noting_ids(batch: Batch) -> KeyedJaggedTensor:
+    CALLS.append(batch["ids"].tolist())
+    return computed_ids(batch)
+
+
+def _calls() -> tuple[list[Any], list[Any]]:
+    trials, asked = {"lookahead": "trial_run"}, {"ids_of": noting_ids}
+    found = []
+    for make, way in ((NotesCalls, {}), (NotesKnown, {}), (NotesCalls, trials), (modules.Computes, asked)):
+        CALLS.clear()
+        run = tensors(make).fit(way)
+        found.append((CALLS[:], run.looked_ahead(), len(training.notices(run))))
+    return found, [batch["ids"].tolist() for batch in changed_loader(STEPS, training.as_tensors)]
+
+
+def test_training_step_runs_once_a_step_and_a_function_once_a_batch() -> None:
+    once = list(range(STEPS)) * training.EPOCHS
+    for rank, ((computed, known, trials, asked), batches) in enumerate(run_distributed(_calls, 2)):
+        assert computed == (once, NEVER, int(rank == 0))
+        assert known == (once, KNOWN, 0)
+        assert len(trials[0]) > len(once) and trials[1:] == (KNOWN, 0)
+        assert asked == (batches[1:] * training.EPOCHS, GIVEN, 0), "not for the first of an epoch"
+
+
+# -- refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lookahead": "dry_run"}, "lookahead='dry_run'"),
+        ({"lookahead": "trial_run", "overlap": False}, "overlap=False, lookahead='trial_run'"),
+        ({"ids_of": dict, "overlap": False}, "overlap=False, ids_of="),
+        ({"split_backward": True, "overlap": False}, "overlap=False, split_backward=True"),
+        ({"ids_of": dict, "lookahead": "trial_run"}, "lookahead='trial_run', ids_of="),
+        ({"ids_of": "ids"}, "ids_of='ids'"),
+        ({"exchange": "tree"}, "exchange='tree'"),
+        ({"exchange": "two_level", "dedup": False}, "exchange='two_level', dedup=False"),
+        ({"exchange": "two_level", "overlap": False}, "exchange='two_level', overlap=False"),
+    ],
+)
+def test_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError if options == {"ids_of": "ids"} else ValueError, match=message):
+        FreeScaleStrategy(**options)
+
+
+def wrong_type(batch: Batch) -> Any:
+    return batch["ids"]
+
+
+def broken(batch: Batch) -> Any:
+    return batch["no such key"]
+
+
+REFUSED = {
+    "type": by_function(wrong_type, error=["TypeError", "ids_of=wrong_type)", "Tensor", "'net.embeddings'"]),
+    "its own error": by_function(broken, error=["KeyError", "no such key", "ids_of=broken"]),
+    "trial runs with a method": tensors(HasAMethod, overlap={"lookahead": "trial_run"}, error=["HasAMethod.embedding_ids"]),
+}
+
+
+def test_wrong_functions_are_an_error_on_every_rank() -> None:
+    assert training.not_refused(2, REFUSED) == []

@@ -1,119 +1,242 @@
-"""A table that is looked up several times in a step has one update, as that of the unsharded module."""
+"""A table that is looked up several times in a step, as by SASRec, has one update, as that of the unsharded module."""
 
 from __future__ import annotations
 
 import os
-import warnings
+import sys
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.strategies import DDPStrategy
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+
+from random_model import lazily
 
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.testing import run_distributed
-from tests.helpers import several_lookups
-from tests.helpers.overlap_training import Run, assert_same
-from tests.helpers.recommender import trainer
-from tests.helpers.several_lookups import KINDS, loader
+from tests.helpers.overlap_training import Batch, Case, CountingModel, departures, fit_all, not_refused
 
+ITEMS, DIM, SAMPLES, LENGTH = 40, 4, 6, 5
 STEPS, EPOCHS = 9, 2
+DDP, UNUSED = "ddp_find_unused_parameters_true", {"find_unused_parameters": True}
+CLOSE = {"losses": (1e-5, 1e-7), "weights": (1e-5, 1e-6)}
+IN_TIME, NOT_IN_TIME = STEPS * EPOCHS - EPOCHS - 1, EPOCHS + 1
+"""Where ids stand is learned in the first step, and the first of an epoch has none before it."""
 
 
-def _fit(kind: str, optimizer: str, sharded: bool, window: int = 1, **options: Any) -> Run:
-    common: dict[str, Any] = {"find_unused_parameters": True}
-    if sharded:
-        strategy: Any = FreeScaleStrategy(**common, **options)
-    else:
-        strategy, optimizer = DDPStrategy(**common), "lazy_adam" if optimizer == "adam" else optimizer
-    module = getattr(several_lookups, kind)(optimizer)
-    fitting = trainer(
-        strategy=strategy, devices=int(os.environ["WORLD_SIZE"]), max_epochs=EPOCHS, accumulate_grad_batches=window
+def _loader() -> DataLoader:
+    """Histories of this rank, and a positive and a negative item for each of their items."""
+    found = []
+    for step in range(STEPS):
+        draw = torch.Generator().manual_seed(100 * step + int(os.environ["RANK"]))
+        lengths = torch.randint(0, LENGTH, (SAMPLES,), generator=draw)
+        names = ("history", "positive", "negative")
+        ids = {name: torch.randint(0, ITEMS, (int(lengths.sum()),), generator=draw) for name in names}
+        found.append({**{name: _jagged(each, lengths) for name, each in ids.items()}, "label": torch.rand(1, generator=draw)})
+    return DataLoader(found, batch_size=None)
+
+
+def _jagged(ids: Tensor, lengths: Tensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(keys=["item"], values=ids, lengths=lengths.clone())
+
+
+class ThreeLookups(CountingModel):
+    """History, positive and negative items, one after the other."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer)
+        config = EmbeddingConfig(name="item", num_embeddings=ITEMS, embedding_dim=DIM, feature_names=["item"])
+        self.net, self.items, self.query = nn.Identity(), EmbeddingCollection(tables=[config]), nn.Linear(DIM, DIM, bias=False)
+        self.items.embeddings["item"].weight.data.normal_(0, 0.5)
+
+    def look_up(self, ids: KeyedJaggedTensor) -> Tensor:
+        return self.items(ids)["item"].values()
+
+    def negatives(self, batch: Batch, batch_idx: int) -> KeyedJaggedTensor | None:
+        return batch["negative"]
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        hidden = torch.tanh(self.query(self.look_up(batch["history"])))
+        scores = (hidden * self.look_up(batch["positive"])).sum(dim=1)
+        loss = nn.functional.softplus(-scores).sum() + batch["label"].sum()
+        negative = self.negatives(batch, batch_idx)
+        if negative is not None:
+            loss = loss + nn.functional.softplus((hidden * self.look_up(negative)).sum(dim=1)).sum()
+        return self.kept(loss / SAMPLES)
+
+    def kept(self, loss: Tensor) -> Tensor:
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        kinds = {"sgd": (torch.optim.SGD, 0.1), "adagrad": (torch.optim.Adagrad, 0.05), "adam": (torch.optim.Adam, 0.02)}
+        kind, rate = {**kinds, "rowwise_adagrad": (RowWiseAdagrad, 0.05)}[self.optimizer]
+        if self.optimizer == "adam" and not isinstance(self.trainer.strategy, FreeScaleStrategy):
+            kind = lazily(kind)
+            kind.tables = [weight for weight in self.parameters() if weight.shape == (ITEMS, DIM)]
+        return kind(self.parameters(), lr=rate)
+
+
+class Conditional(ThreeLookups):
+    """Negatives in every third step only, first in the fourth one."""
+
+    def negatives(self, batch: Batch, batch_idx: int) -> KeyedJaggedTensor | None:
+        return batch["negative"] if batch_idx % 3 == 0 and batch_idx else None
+
+
+class Drawn(ThreeLookups):
+    """Negatives that stand nowhere in the batch."""
+
+    def negatives(self, batch: Batch, batch_idx: int) -> KeyedJaggedTensor:
+        count = batch["negative"].values().numel()
+        draw = torch.Generator().manual_seed(1000 + 10 * batch_idx + self.global_rank)
+        return _jagged(torch.randint(0, ITEMS, (count,), generator=draw), batch["negative"].lengths())
+
+
+class OnSomeRanks(ThreeLookups):
+    """Negatives on the first rank, in odd steps."""
+
+    def negatives(self, batch: Batch, batch_idx: int) -> KeyedJaggedTensor | None:
+        return batch["negative"] if self.global_rank == 0 and batch_idx % 2 else None
+
+
+class NothingOnSomeRanks(ThreeLookups):
+    """In odd steps only the first rank looks anything up."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if self.global_rank == 0 or batch_idx % 2 == 0:
+            return super().training_step(batch, batch_idx)
+        return self.kept(self.query(batch["label"].expand(DIM)).square().mean())
+
+
+class Detaches(ThreeLookups):
+    """In odd steps positives are looked up, and lead to no gradient."""
+
+    def look_up(self, ids: KeyedJaggedTensor) -> Tensor:
+        self.calls = getattr(self, "calls", -1) + 1
+        rows = super().look_up(ids)
+        return rows.detach() if self.calls % 6 == 4 else rows
+
+
+class TheSameTwice(ThreeLookups):
+    """Looks the same ids up again."""
+
+    def negatives(self, batch: Batch, batch_idx: int) -> KeyedJaggedTensor:
+        return batch["positive"]
+
+
+class Checkpointed(ThreeLookups):
+    """Does not keep what it has computed of the rows, but looks them up again in backward."""
+
+    def look_up(self, ids: KeyedJaggedTensor) -> Tensor:
+        scale = torch.ones(1, requires_grad=True)
+        look_up = super().look_up
+        return checkpoint(lambda factor: torch.sin(look_up(ids) * factor), scale, use_reentrant=False)
+
+
+class WrongLater(Drawn):
+    """On the second rank a later lookup holds an id that no row exists for."""
+
+    def negatives(self, batch: Batch, batch_idx: int) -> KeyedJaggedTensor:
+        ids = super().negatives(batch, batch_idx)
+        return _jagged(ids.values() + ITEMS, ids.lengths()) if self.global_rank and batch_idx == 4 else ids
+
+
+KINDS = [ThreeLookups, Conditional, Drawn, OnSomeRanks, NothingOnSomeRanks, Detaches, TheSameTwice, Checkpointed]
+
+
+def case(kind: Any, optimizer: str = "adagrad", ahead: Any = None, overlap: Any = None, **options: Any) -> Case:
+    """A case, whether or not the next batch's ids can be known."""
+    return Case(
+        partial(kind, optimizer),
+        _loader,
+        options,
+        {**UNUSED, **(overlap or {})},
+        ahead=ahead,
+        notice=None if ahead is None else "",
     )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fitting.fit(module, loader(int(os.environ["RANK"]), STEPS))
-    state = fitting._checkpoint_connector.dump_checkpoint(weights_only=False)
-    told = [str(one.message) for one in caught]
-    return Run(module.losses, state["state_dict"], [s["state"] for s in state["optimizer_states"]], module.statistics, told)
 
 
-def _assert_like_unsharded(ranks: int, kind: str, optimizer: str, **options: Any) -> list[Run]:
-    window = options.get("window", 1)
-    unsharded = run_distributed(_fit, ranks, kind, optimizer, False, window=window)
-    sharded = run_distributed(_fit, ranks, kind, optimizer, True, **options)
-    for mine, theirs in zip(sharded, unsharded):
-        assert len(set(theirs.losses)) > STEPS, "the loss must move, or equality means nothing"
-        assert mine.losses == pytest.approx(theirs.losses, rel=1e-5, abs=1e-7)
-    assert_same(sharded[0].weights, unsharded[0].weights, rtol=1e-5, atol=1e-6)
-    steps = [
-        {name: float(each["step"]) for name, each in run.states[0].items() if "step" in each}
-        for run in (sharded[0], unsharded[0])
-    ]
-    assert steps[0] == steps[1], "updates of each parameter"
-    return sharded
+def _updates(state: dict[int, Any]) -> dict[str, Any]:
+    steps = {index: {"step": float(each["step"])} for index, each in state.items() if "step" in each}
+    return {"param_groups": [], "state": steps}
 
 
-@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_update_as_in_the_unsharded_module(kind: str, optimizer: str) -> None:
-    _assert_like_unsharded(2, kind, optimizer)
-
-
-@pytest.mark.parametrize("kind", ["ThreeLookups", "Drawn"])
-@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
-def test_other_optimizers(kind: str, optimizer: str) -> None:
-    _assert_like_unsharded(3, kind, optimizer, dedup=False)
-
-
-@pytest.mark.parametrize("kind", ["ThreeLookups", "Conditional", "Drawn", "OnSomeRanks", "Detaches"])
-def test_windows_of_two_batches(kind: str) -> None:
-    _assert_like_unsharded(2, kind, "adagrad", window=2)
-
-
-def _counts(run: Run) -> tuple[int, int, int]:
-    names = ("predicted_lookups", "unpredicted_lookups", "mispredicted_lookups")
-    predicted, unpredicted, mispredicted = (int(run.statistics[name]) for name in names)
-    return predicted, unpredicted, mispredicted
-
-
-def test_all_lookups_are_known_ahead() -> None:
-    """Where they stand is learned in the first step, and the first of an epoch has none before it."""
-    for run in _assert_like_unsharded(2, "ThreeLookups", "adagrad"):
-        assert _counts(run) == (3 * (STEPS * EPOCHS - EPOCHS - 1), 3 * (EPOCHS + 1), 0)
-        assert not [text for text in run.warnings if "lookup" in text or "overlapped" in text]
-
-
-def test_lookups_that_come_later_are_known_from_then_on() -> None:
-    for run in _assert_like_unsharded(2, "Conditional", "adagrad"):
-        in_time, not_in_time = STEPS * EPOCHS - EPOCHS - 1, EPOCHS + 1
-        later = [step for step in range(STEPS) if step and step % 3 == 0]  # the first of them was not foreseen
-        assert _counts(run) == (2 * in_time + len(later) * EPOCHS - 1, 2 * not_in_time, 1)
-
-
-def test_a_trial_run_finds_all_of_them() -> None:
-    for run in _assert_like_unsharded(2, "Drawn", "adagrad", lookahead="trial_run"):
-        predicted, _, _ = _counts(run)
-        assert predicted == 3 * (STEPS * EPOCHS - EPOCHS - 1)
-
-
-def _known_ids(batch: Any) -> Any:
+def _known_ids(batch: Any) -> list[KeyedJaggedTensor]:
     return [batch["history"], batch["positive"], batch["negative"]]
 
 
-def test_a_function_tells_all_of_them() -> None:
-    for run in _assert_like_unsharded(2, "ThreeLookups", "adagrad", ids_of=_known_ids):
-        assert _counts(run) == (3 * (STEPS * EPOCHS - EPOCHS), 3 * EPOCHS, 0)
+LATER = sum(step and step % 3 == 0 for step in range(STEPS))  # steps of Conditional with a third lookup
+WITH_ADAM = {kind.__name__: case(kind, "adam") for kind in KINDS[::2]}
+WITH_ADAGRAD = {kind.__name__: case(kind) for kind in KINDS[1::2]}
+SWAPPED = {kind.__name__: case(kind, "adagrad" if index % 2 == 0 else "adam") for index, kind in enumerate(KINDS)}
+AHEAD = {
+    "all": case(ThreeLookups, ahead=(3 * IN_TIME, 3 * NOT_IN_TIME, 0)),
+    # the first of the later ones was not foreseen
+    "later ones from then on": case(Conditional, ahead=(2 * IN_TIME + LATER * EPOCHS - 1, 2 * NOT_IN_TIME, 1)),
+    "by trial runs": case(Drawn, ahead=(3 * IN_TIME, 3 * NOT_IN_TIME, 0), overlap={"lookahead": "trial_run"}),
+    "by a function": case(ThreeLookups, ahead=(3 * (STEPS * EPOCHS - EPOCHS), 3 * EPOCHS, 0), overlap={"ids_of": _known_ids}),
+}
 
 
-def _error(kind: str) -> str:
-    try:
-        _fit(kind, "adagrad", True)
-    except ValueError as error:
-        return str(error)
-    return "nothing"
+@pytest.mark.parametrize("cases", [WITH_ADAM, WITH_ADAGRAD, AHEAD, pytest.param(SWAPPED, marks=pytest.mark.slow)])
+def test_one_update_as_in_the_unsharded_module(cases: dict[str, Case]) -> None:
+    """Of updates of a parameter only their number is compared: Adam's states of rows that have none are others."""
+    results = run_distributed(fit_all, 2, cases, DDP, {})
+    for run in (run for runs in results for pair in runs.values() for run in pair):
+        run.states = [_updates(state["state"]) for state in run.states]
+    assert departures(cases, results, **CLOSE) == []
+
+
+# -- clipped
+
+
+class ClipsTwice(Drawn):
+    """It clips before its last lookup, which the loss does not use, is known to have no gradient; and once more."""
+
+    def negatives(self, batch: Any, batch_idx: int) -> KeyedJaggedTensor | None:
+        self.look_up(super().negatives(batch, batch_idx))
+        return None
+
+    def on_after_backward(self) -> None:
+        self.clip_gradients(self.optimizers().optimizer)
+
+
+CLIPPED = [
+    (ThreeLookups, "adam", {"gradient_clip_algorithm": "value"}),
+    (Conditional, "adam", {}),
+    (Drawn, "adagrad", {"accumulate_grad_batches": 2}),
+    (NothingOnSomeRanks, "adagrad", {"accumulate_grad_batches": 2}),
+    (Detaches, "adam", {}),
+    (ClipsTwice, "adagrad", {}),
+]
+
+
+def _clipped(limit: float) -> dict[str, Case]:
+    return {kind.__name__: case(kind, optimizer, gradient_clip_val=limit, **options) for kind, optimizer, options in CLIPPED}
+
+
+@pytest.mark.slow
+def test_clipped_as_in_the_unsharded_module() -> None:
+    cases, unclipped = _clipped(0.03), _clipped(1e6)
+    results = run_distributed(fit_all, 2, cases, DDP, {})
+    for run in (run for runs in results for pair in runs.values() for run in pair):
+        run.states = []
+    assert departures(cases, results, losses=(1e-6, 1e-6), weights=(1e-6, 1e-6)) == []
+    others, item = run_distributed(fit_all, 2, unclipped, DDP)[0], "items.embeddings.item.weight"
+    for name, (ddp, _) in results[0].items():
+        assert (ddp.weights[item] - others[name][0].weights[item]).abs().max() > 1e-4, f"nothing was clipped in {name}"
 
 
 def test_a_later_lookup_that_is_wrong_is_an_error_of_every_rank() -> None:
-    for told in run_distributed(_error, 2, "WrongLater"):
-        assert "rank 1: feature 'item' holds id" in told
-        assert "rank 0" not in told
+    wrong = case(WrongLater)
+    wrong.error = ["ValueError", "rank 1", "feature 'item'"]
+    assert not_refused(2, {"wrong": wrong}) == []

@@ -10,8 +10,8 @@ def show(open_page, tmp_path):  # noqa: F811
     """Opens pages of documents. When the test is over, none of them may have complained or asked for anything."""
     watches = []
 
-    def show(*documents, width=1200, dark=False):
-        page, watch = open_page(write_page(tmp_path / "report.html", documents), width, dark)
+    def show(*documents, width=1200):
+        page, watch = open_page(write_page(tmp_path / "report.html", documents), width)
         page.wait_for_selector(DRAWN)
         watches.append(watch)
         return page

@@ -1,0 +1,152 @@
+"""The arithmetic of the benchmarks, by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import balance_gaps
+import convergence
+import faults
+import ladder
+import numpy as np
+import overlap_workload
+import peers
+import pytest
+import what_if
+from balance_gaps import Case
+from contest import Contest
+from fault_kinds import Fault
+from fault_ranks import Attempt, RankEnd
+from lengths import LONGEST, SYNTHETIC, draw_lengths
+
+from lightning_freescale.embeddings.row_order import RowOrder
+
+pytestmark = pytest.mark.slow
+
+# -- balance
+
+
+def test_contest_weighs_batches_by_cost() -> None:
+    """With costs L**2 + 1280 L: the slowest rank's over the mean, each summed over two batches."""
+    played = Contest(2, [False], {"verl": lambda lengths, costs, ranks: [[3, 0], [2, 1]]})
+    short, long = np.array([1.0, 2, 4, 4]), np.array([100.0, 500, 900, 20])
+    for batch in (short, long):
+        played.play(batch)
+    cost = np.array([short, long]) ** 2 + 1280 * np.array([short, long])
+    halves = cost.reshape(2, 2, 2).sum(axis=2)
+    figures = played.figures()
+    assert figures["random"] == pytest.approx(halves.max(axis=1).sum() / halves.mean(axis=1).sum())
+    best = np.maximum(cost[:, [0, 2]].sum(axis=1), cost[:, [1, 3]].sum(axis=1))[0], cost[1, [2, 3]].sum()
+    assert figures["fixed"] == pytest.approx(sum(best) / halves.mean(axis=1).sum())
+    assert figures["dominated"] == 0.5 and figures["fixed_gap"] >= 1
+    crosswise = np.maximum(cost[:, [0, 3]].sum(axis=1), cost[:, [1, 2]].sum(axis=1))
+    assert figures["verl"] == pytest.approx(crosswise.sum() / halves.mean(axis=1).sum())
+
+
+def test_drawn_lengths_and_cases_of_gaps() -> None:
+    for family in SYNTHETIC:
+        drawn = draw_lengths(family, np.random.default_rng(0), 20_000)
+        assert (drawn == np.floor(drawn)).all() and drawn.min() >= 1 and drawn.max() <= LONGEST, family
+        assert (drawn == draw_lengths(family, np.random.default_rng(0), 20_000)).all(), family
+    case = Case.parse("short/4x8/linear/free/7")
+    assert str(case) == "short/4x8/linear/free/7" and case == Case("short", 4, 8, "linear", "free", 7)
+    lengths = balance_gaps.case_costs(case, {})
+    assert len(lengths) == 32 and (lengths == balance_gaps.case_costs(case._replace(mode="fixed"), {})).all()
+    assert (balance_gaps.case_costs(case._replace(cost="mixed"), {}) == lengths**2 + 1280 * lengths).all()
+    assert (balance_gaps.case_costs(case._replace(seed=8), {}) != lengths).any()
+    known = np.arange(1.0, 33)
+    assert sorted(balance_gaps.case_costs(case._replace(family="few"), {"few": known})) == known.tolist()
+
+
+# -- convergence
+
+
+def test_convergence_by_hand() -> None:
+    plain = [{"ndcg": 0.10}, {"ndcg": 0.14}, {"ndcg": 0.12}]  # deviation 0.02
+    freescale = [{"ndcg": 0.11}, {"ndcg": 0.13}, {"ndcg": 0.15}]  # differences 0.01, -0.01, 0.03: mean 0.01, deviation 0.02
+    expected = {"plain_ndcg": 0.12, "freescale_ndcg": 0.13, "ndcg_difference": 0.01}
+    deviations = {f"{name}_deviation": 0.02 for name in expected}
+    figures = convergence.summarize(plain, freescale)
+    assert figures == pytest.approx({**expected, **deviations, "ndcg_difference_in_deviations": 0.5})
+    curves = convergence.differences([4.0, 2.0, 1.0], [4.0, 2.1, 0.9])
+    assert curves["curve_absolute"] == pytest.approx(0.1) and curves["curve_relative"] == pytest.approx(0.1)
+    assert convergence.differences([4.0] * 10 + [2.0], [4.1] * 10 + [1.0])["curve_relative_within_10"] == pytest.approx(0.025)
+    with pytest.raises(SystemExit):
+        convergence.main(["--seeds", "3", "3"])
+
+
+def test_every_sample_is_in_one_part_of_a_peer() -> None:
+    assert peers.rank_of_sample([[2, 0], [1]], 3).tolist() == [0, 1, 0]
+    for parts in ([[0], [1]], [[0, 1], [1, 2]], [[0, 1], [2, 3]]):
+        with pytest.raises(ValueError, match="3"):
+            peers.rank_of_sample(parts, 3)
+
+
+# -- the overlap and the ladder
+
+
+def test_rows_and_collisions() -> None:
+    """Two ranks with rows 0 1 and 2 3. Of what they fetch in the step between, row 2 alone is needed in another, the last."""
+    found = overlap_workload.requests([np.array([0, 0, 2]), np.array([1, 2, 3])], RowOrder(4, 3, 1))  # the order 1 0 3 2
+    assert found.tolist() == [[2, 1], [1, 2]]
+    steps = [([0], [3]), ([0, 2, 2], [1, 1, 3]), ([2], [2])]
+    figures = overlap_workload.collisions(lambda step, rank: (np.array(steps[step][rank]), np.ones(1, int)), 3, 2, 4)
+    assert figures["collision_rate"] == 2 / 4
+    assert figures["tokens_per_rank"] == 10 / 6 and figures["unique_per_rank"] == 8 / 6
+    assert figures["predicted_reduction_vs_plain"] == 1 - 1 / 8 and figures["predicted_reduction_vs_dedup"] == 1 - 1 / 4
+    assert figures["predicted_busiest_vs_plain"] == 1 - 1 / 4 and figures["predicted_busiest_vs_dedup"] == 1 - 1 / 2
+
+
+def test_gains_of_the_ladder() -> None:
+    """A step of 200 ms, half of it lost; the floor loses 10; a rung that loses 19 of 119 has removed 81 of 90."""
+    seconds = {"floor": (0.110, 0.1), "plain": (0.2, 0.1), "split": (0.119, 0.1)}
+    figures: dict[str, float] = {}
+    for name, (wall, compute) in seconds.items():
+        figures |= ladder.summarize(name, np.full((2, 4), wall), np.full((2, 4), compute))
+    gained = ladder.compare(figures, "split")
+    assert gained["split_reduction"] == pytest.approx(0.9) and gained["split_reduction_with_floor"] == pytest.approx(0.81)
+    assert gained["split_speed_up"] == pytest.approx(200 / 119)
+    assert gained["split_of_allowed"] == pytest.approx(200 / 119 * (1 - 0.9 * 0.5))
+    other = ladder.compare({**figures, "split_lost_ms": 10.0, "split_step_ms": 110.0}, "split")
+    assert ladder.spread([gained, other])["split_reduction_least"] == pytest.approx(0.9)
+    assert ladder.spread([gained, other])["split_reduction_most"] == pytest.approx(1.0)
+
+
+def test_what_ifs_are_held_against_runs_without_the_cause() -> None:
+    cases = {"no data wait": 2.0, "perfect balance": 1.25, "no host overhead": 1.0, "full overlap": 1.6}
+    steps = {"as it is": 0.4, "no data wait": 0.2, "perfect balance": 0.32, "no host overhead": 0.4, "starved": 0.4}
+    steps |= {f"behind a worker: {run}": steps[run] for run in what_if.BEHIND} | {"behind a worker": 0.4}
+    steps["starved: no data wait"] = 0.1  # 4 times as fast, where 2 was predicted
+    slow = [{"setting": "ddp", "run": run, "step_s": step, "what_if": cases} for run, step in steps.items()]
+    figures = what_if._figures(slow, [{"setting": "ddp", "run": "as it is", "step_s": 0.25}])
+    assert (figures["combinations"], figures["within_5_percent"]) == (8, 7)
+    assert figures["worst"] == figures["ddp_no_data_wait_starved_off"] == pytest.approx(0.5)
+
+
+# -- faults
+
+RIGHT_END = {"digest": "right", "first_step": 10, "steps": 60}
+
+
+@pytest.mark.parametrize(
+    ("other", "more", "expected"),
+    [
+        ({}, {}, []),
+        ({"code": 0, "result": RIGHT_END}, {}, []),
+        ({"code": None}, {}, ["hangs"]),
+        ({"code": 0}, {}, ["silent_losses"]),
+        ({"code": 0, "result": {**RIGHT_END, "digest": "other"}}, {}, ["silent_losses"]),
+        ({"error": ""}, {}, ["unnamed_errors"]),
+        ({"error": "RuntimeError: Connection closed by peer [127.0.0.1]:1"}, {}, ["unnamed_errors"]),
+        ({}, {"processes": ["python (7)"], "memory": ["torch_7"]}, ["orphans", "shared_memory"]),
+        ({}, {"struck": False}, ["unstruck"]),
+    ],
+)
+def test_defects_after_a_fault(other: dict[str, Any], more: dict[str, Any], expected: list[str]) -> None:
+    """Rank 1 was killed, and rank 0 says so, or else."""
+    said = RankEnd(1, 0.1, "RuntimeError: rank 1 has ended: Connection closed by peer", None)
+    ends = [dataclasses.replace(said, **other), RankEnd(-9, 0.0, "", None)]
+    attempt = Attempt(ends, more.get("struck", True), 20, more.get("processes", []), more.get("memory", []))
+    fault = Fault("signal", "SIGKILL", (1,), 12, 0.0, 0.0, False)
+    assert [defect for defect, _ in faults.defects(fault, attempt, ["right", "right"])] == expected

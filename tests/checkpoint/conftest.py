@@ -1,0 +1,31 @@
+"""Checkpoints that several tests read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from lightning_freescale.testing import run_distributed
+from tests.checkpoint.fits import Fitted, Large, SaveAt, fit
+
+
+class Saved(NamedTuple):
+    """Checkpoints of two ranks after steps 4 and 5, ``single4.ckpt`` say, and what rank 0 knows after all steps."""
+
+    folder: Path
+    whole: Fitted
+
+
+def _save(folder: Path) -> Fitted:
+    for kind in ("sharded", "single"):
+        whole = fit(Large, strategy={"checkpoint": kind}, callbacks=[SaveAt(folder / f"{kind}{{step}}.ckpt", 4, 5)])
+    return whole
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Not to be changed."""
+    folder = tmp_path_factory.mktemp("saved")
+    return Saved(folder, run_distributed(_save, 2, folder)[0])

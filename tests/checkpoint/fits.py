@@ -1,0 +1,156 @@
+"""Fits of the tests of checkpoints: a run that stops, one that resumes, and one that does neither."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import IterableDataset
+from torchrec import EmbeddingCollection, EmbeddingConfig
+
+from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
+from tests.helpers.overlap_training import assert_same
+from tests.helpers.recommender import CATEGORIES, DIM, REPEATS, Recommender, Samples, collate, trainer
+
+SAMPLES, GLOBAL_BATCH, STEPS, EPOCHS = 72, 12, 6, 2
+"""By default a fit has two epochs of six steps, on any number of ranks."""
+TABLE = "net.embeddings.embeddings.item.weight"
+
+
+class Seen(Recommender):
+    """Also keeps which samples it saw, and trains with dropout and a schedule."""
+
+    def __init__(self, optimizer: str = "adagrad", dropout: float = 0.2) -> None:
+        super().__init__(optimizer)
+        self.dropout = dropout
+        self.seen: list[list[int]] = []
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        self.seen.append(batch["index"].tolist())
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters()) if self.optimizer == "adam" else super().configure_optimizers()
+        assert self.trainer.estimated_stepping_batches  # builds the loader early, before the checkpoint is read
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Large(Seen):
+    """Without dropout; its first table is a tensor of its own in any folder."""
+
+    def __init__(self) -> None:
+        super().__init__("rowwise_adagrad", dropout=0.0)
+        rows = {"item": 40_000, "cat": CATEGORIES}
+        of = {"item": ["history", "candidate"], "cat": ["category"]}
+        self.net.embeddings = EmbeddingCollection(
+            tables=[EmbeddingConfig(name=n, num_embeddings=rows[n], embedding_dim=DIM, feature_names=of[n]) for n in rows]
+        )
+
+
+class Stream(IterableDataset):
+    """This rank's part of the samples, from where it was left."""
+
+    def __init__(self, size: int) -> None:
+        self.samples, self.place, self.fresh = Samples(size), 0, True
+
+    def __iter__(self) -> Any:
+        self.place, self.fresh = (0 if self.fresh else self.place), True
+        mine = range(int(os.environ["RANK"]), len(self.samples), int(os.environ["WORLD_SIZE"]))
+        while self.place < len(mine):
+            self.place += 1
+            yield self.samples[mine[self.place - 1]]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place, self.fresh = state["place"], False
+
+
+@dataclass
+class Fitted:
+    """What a rank knows after a fit; weights and states are whole on rank 0."""
+
+    losses: list[float]
+    seen: list[list[int]]
+    weights: dict[str, Any]
+    states: list[Any]
+    steps: int
+    warned: list[str]
+
+
+def fit(
+    make: Callable[[], L.LightningModule] = Seen,
+    *,
+    samples: int = SAMPLES,
+    batch_size: int | None = None,
+    data: Mapping[str, Any] | None = None,
+    strategy: Mapping[str, Any] | str | None = None,
+    callbacks: Sequence[L.Callback] = (),
+    resume: str | Path | None = None,
+    save: str | Path | None = None,
+    **options: Any,
+) -> Fitted:
+    """Fit on the ranks of ``run_distributed``.
+
+    By default all ranks together have :data:`GLOBAL_BATCH` samples in a step. ``data`` has more options of the data module;
+    ``strategy`` has options, or is the name of another one; ``options`` are the Trainer's.
+    """
+    torch.manual_seed(0 if resume is None else 7)
+    module, ranks, given = make(), int(os.environ["WORLD_SIZE"]), {"collate_fn": collate, **(data or {})}
+    size = batch_size or GLOBAL_BATCH // ranks
+    if "stream" in given:
+        loader = FreeScaleDataModule(Stream(samples), lambda sample: len(sample["history"]), size, **given)
+    else:
+        dataset = Samples(samples)
+        loader = FreeScaleDataModule(dataset, dataset.lengths, size, **{"balance": REPEATS, **given})
+    fitting = trainer(
+        strategy=strategy if isinstance(strategy, str) else FreeScaleStrategy(**(strategy or {})),
+        callbacks=list(callbacks),
+        enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks),
+        **{"devices": ranks, "max_epochs": EPOCHS, **options},
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fitting.fit(module, loader, ckpt_path=resume)
+        if save is not None:
+            fitting.save_checkpoint(save)
+    assert fitting.reload_dataloaders_every_n_epochs == 0, "the Trainer's own setting is put back"
+    state = fitting._checkpoint_connector.dump_checkpoint(weights_only=False)
+    told = [str(each.message) for each in caught]
+    seen = getattr(module, "seen", [])
+    return Fitted(module.losses, seen, state["state_dict"], state["optimizer_states"], fitting.global_step, told)
+
+
+class SaveAt(L.Callback):
+    """Saves after some steps, without stopping; ``{step}`` in the path is the step."""
+
+    def __init__(self, path: str | Path, *steps: int) -> None:
+        self.path, self.steps = str(path), steps
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step in self.steps:
+            trainer.save_checkpoint(self.path.format(step=trainer.global_step))
+
+
+def assert_continued(first: list[Fitted], second: list[Fitted], whole: list[Fitted]) -> None:
+    """Both parts of a run, by rank, are bitwise the run that did not stop."""
+    for before, after, straight in zip(first, second, whole, strict=True):
+        assert before.losses and after.losses
+        assert before.seen + after.seen == straight.seen
+        assert before.losses + after.losses == straight.losses
+    assert_same(second[0].weights, whole[0].weights)
+    assert_same(second[0].states, whole[0].states)
+
+
+def samples_by_step(ranks: list[Fitted]) -> list[list[int]]:
+    """The samples of all ranks, step by step."""
+    return [[sample for rank in step for sample in rank] for step in zip(*(rank.seen for rank in ranks), strict=True)]

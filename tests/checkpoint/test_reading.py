@@ -1,0 +1,207 @@
+"""What is no whole checkpoint of this module is refused by name, and nothing of it is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_freescale.checkpoint.reading import check, read
+from lightning_freescale.testing import RankFailed, run_distributed
+from tests.checkpoint.conftest import Saved
+from tests.checkpoint.fits import EPOCHS, STEPS, TABLE, Large, Seen, fit
+from tests.helpers.recommender import Recommender, Samples
+
+
+def _flip(path: Path) -> None:
+    """A bit of the large table."""
+    if path.is_dir():
+        (path,) = path.glob("__1_*.distcp")
+        start = path.stat().st_size // 2
+    else:
+        table = torch.load(path, weights_only=True)["state_dict"][TABLE]
+        start = path.read_bytes().index(table.numpy().tobytes()) + 100
+    content = bytearray(path.read_bytes())
+    content[start] ^= 1
+    path.write_bytes(content)
+
+
+def _cut(path: Path) -> None:
+    if path.is_dir():
+        (path,) = path.glob("__1_*.distcp")
+    path.write_bytes(path.read_bytes()[:-2000])
+
+
+def _lose(name: str) -> Callable[[Path], None]:
+    return lambda path: (path / name).unlink()
+
+
+def _of_another_version(path: Path) -> None:
+    content = json.loads((path / "freescale.json").read_text())
+    (path / "freescale.json").write_text(json.dumps({**content, "format": 99, "lightning_freescale": "7.0"}))
+
+
+def _write_manifest(*change: str) -> Callable[[Path], None]:
+    """Replace a word by another, or all by one."""
+
+    def write(path: Path) -> None:
+        text = (path / "freescale.json").read_text()
+        (path / "freescale.json").write_text(text.replace(*change) if len(change) == 2 else change[0])
+
+    return write
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "flipped table": ("sharded", _flip, r"rank \d: [^;]*__1_0.distcp"),
+    "cut table": ("sharded", _cut, r"rank \d: [^;]*__1_0.distcp.* \d+ bytes"),
+    "lost table": ("sharded", _lose("__0_0.distcp"), r"rank \d: [^;]*__0_0.distcp"),
+    "lost manifest": ("sharded", _lose("freescale.json"), "rank 0: [^;]*freescale.json"),
+    "another version": ("sharded", _of_another_version, "rank 0: [^;]*99.*7.0"),
+    "edited manifest": ("sharded", _write_manifest('"float32"', '"float64"'), "rank 0: [^;]*freescale.json"),
+    "no manifest": ("sharded", _write_manifest("{}"), "rank 0: [^;]*freescale.json"),
+    "manifest of another kind": ("sharded", _write_manifest("[]"), "rank 0: [^;]*freescale.json"),
+    "flipped file": ("single", _flip, r"rank \d: .*CRC-32"),
+    "cut file": ("single", _cut, "rank 0: .*torch.save"),
+    "empty file": ("single", lambda path: path.write_bytes(b""), "rank 0: [^;]*empty"),
+    "text": ("single", lambda path: path.write_text("no checkpoint " * 100), "rank 0: [^;]*torch.save"),
+    "bare": ("single", lambda path: torch.save(Recommender().state_dict(), path), "load_state_dict"),
+    "no weights": ("single", lambda path: torch.save({"epoch": torch.ones(1), "step": 3}, path), "no state_dict"),
+    "list": ("single", lambda path: torch.save([1, 2], path), "list"),
+    "own class": ("single", lambda path: torch.save({"state_dict": {}, "data": Samples(2)}, path), "weights_only"),
+    "nothing": ("single", Path.unlink, ""),
+}
+"""Of a checkpoint of which kind, how it is damaged, and what names the damage."""
+
+
+def _errors(paths: list[Path], together: bool) -> dict[str, str]:
+    found = {}
+    for path in paths:
+        try:
+            check(path, together=together)
+            found[path.name] = read(path, True) and "nothing"
+        except (ValueError, OSError) as error:
+            found[path.name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def test_what_is_damaged_or_no_checkpoint_is_refused(saved: Saved, tmp_path: Path) -> None:
+    """By two ranks that share the work, alike, and by one process."""
+    for name, (kind, damage, _) in DAMAGE.items():
+        source = saved.folder / f"{kind}4.ckpt"
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
+        damage(tmp_path / name)
+    paths = [tmp_path / name for name in DAMAGE]
+    first, second = run_distributed(_errors, 2, paths, True)
+    assert first == second
+    for way in (first, _errors(paths, False)):
+        expected = {
+            name: f"{'FileNotFound' if name == 'nothing' else 'Value'}Error: .*{name}.*{told}"
+            for name, (*_, told) in DAMAGE.items()
+        }
+        assert {name: way[name] for name, told in expected.items() if not re.search(f"(?s){told}", way[name])} == {}
+
+
+def _error_of(path: Path, make: type[Seen] = Large, **strategy: Any) -> str:
+    try:
+        fit(make, resume=path, strategy=strategy)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize("kind", ["single", "sharded"])
+def test_a_damaged_checkpoint_ends_the_fit_on_every_rank(kind: str, saved: Saved, tmp_path: Path) -> None:
+    source, path = saved.folder / f"{kind}4.ckpt", tmp_path / "a.ckpt"
+    (shutil.copytree if source.is_dir() else shutil.copy)(source, path)
+    _flip(path)
+    for error in run_distributed(_error_of, 2, path):
+        assert error.startswith("ValueError: ") and str(path) in error
+
+
+class Larger(Large):
+    """Another model: a layer is missing, another one is new."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.added = self.net.hidden[2]
+        self.net.hidden = self.net.hidden[:1]
+
+
+def test_another_model_is_refused_by_the_names_of_its_parameters(saved: Saved) -> None:
+    with pytest.raises(RankFailed, match=r"(?s)Missing key\(s\).*added.weight.*Unexpected key\(s\).*net.hidden.2.weight"):
+        run_distributed(fit, 2, Larger, resume=saved.folder / "single4.ckpt")
+
+
+def _another_loop(folder: Path) -> list[list[str]]:
+    """What is told of the checkpoint of another strategy's run with a loader, and of one of this strategy."""
+    path = folder / "loader.ckpt"
+    loader_alone = {"strategy": "ddp", "max_epochs": 1}
+    fit(Seen, save=path, **loader_alone)
+    if int(os.environ["RANK"]) == 0:
+        content = torch.load(path, weights_only=False)
+        del content["FreeScaleDataModule"]
+        torch.save(content, path)
+    torch.distributed.barrier()
+    fit(Seen, save=folder / "ours.ckpt", max_epochs=1)
+    return [fit(Seen, resume=each).warned for each in (path, folder / "ours.ckpt")]
+
+
+def test_a_checkpoint_of_another_loop_is_told_what_starts_anew(tmp_path: Path) -> None:
+    told, ours = run_distributed(_another_loop, 2, tmp_path)[0]
+    for name in ("FreeScaleDataModule", "'freescale'"):
+        assert any(name in each and "checkpoint" in each for each in told), name
+        assert not any(name in each and "checkpoint" in each for each in ours), name
+
+
+class Malicious:
+    """Makes a file when it is read."""
+
+    def __init__(self, made: Path) -> None:
+        self.made = made
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.made,)
+
+
+@pytest.mark.parametrize("file", [".metadata", "meta.pt"])
+def test_code_in_a_folder_is_not_run(file: str, saved: Saved, tmp_path: Path) -> None:
+    path, made = tmp_path / "a.ckpt", tmp_path / "made"
+    shutil.copytree(saved.folder / "sharded4.ckpt", path)
+    if file == "meta.pt":
+        torch.save({"state_dict": Malicious(made)}, path / file)
+    else:
+        (path / file).write_bytes(pickle.dumps(Malicious(made)))
+    manifest, content = json.loads((path / "freescale.json").read_text()), (path / file).read_bytes()
+    manifest["files"][file] = {"bytes": len(content), "crc32": zlib.crc32(content)}
+    del manifest["crc32"]
+    manifest["crc32"] = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+    (path / "freescale.json").write_text(json.dumps(manifest))
+    check(path, together=False)
+    with pytest.raises(ValueError, match="weights_only"):
+        read(path, True)
+    assert not made.exists()
+
+
+@pytest.mark.parametrize("kind", ["single", "sharded"])
+def test_a_damaged_last_one_gives_way_to_the_newest_whole_one(kind: str, saved: Saved, tmp_path: Path) -> None:
+    """Which is after 4 of 12 steps."""
+    for age, (name, step) in enumerate({"last": 5, "torn": 5, "newer": 4, ".hidden": 5, "older": 5}.items()):
+        source, path = saved.folder / f"{kind}{step}.ckpt", tmp_path / f"{name}.ckpt"
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, path)
+        if name in ("last", "torn"):
+            _flip(path)
+        os.utime(path, (1e9 - age, 1e9 - age))
+    saving = ModelCheckpoint(tmp_path, save_last=True)
+    found = run_distributed(fit, 2, Large, callbacks=[saving], resume="last")[0]
+    assert len(found.losses) == STEPS * EPOCHS - 4
+    assert any("last.ckpt" in each and "newer.ckpt" in each for each in found.warned)

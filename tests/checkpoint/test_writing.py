@@ -1,0 +1,226 @@
+"""A checkpoint takes the place of the one before when it is whole, in one file or in a folder that all ranks write."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.distributed.checkpoint import filesystem
+
+from lightning_freescale.checkpoint import exchange_names, single_file
+from lightning_freescale.testing import RankFailed, run_distributed
+from tests.checkpoint.conftest import Saved
+from tests.checkpoint.fits import TABLE, Large, SaveAt, fit
+from tests.helpers.overlap_training import assert_same
+from tests.helpers.recommender import Recommender
+
+SHORT = {"max_epochs": 1, "samples": 24}
+
+
+# -- the folder
+
+
+@pytest.mark.parametrize(
+    ("ranks", "placement", "checkpoint"),
+    [(1, "hash", "sharded"), (3, "blocks", "sharded"), (1, "blocks", "single"), (3, "hash", "single")],
+)
+def test_another_number_of_ranks_resumes_from_a_folder(ranks: int, placement: str, checkpoint: str, saved: Saved) -> None:
+    """Also with rows placed otherwise, and tables cut otherwise."""
+    strategy = {"placement": placement, "checkpoint": checkpoint}
+    found = run_distributed(fit, ranks, Large, resume=saved.folder / "sharded4.ckpt", strategy=strategy)[0]
+    assert_same(found.weights, saved.whole.weights, rtol=1e-5, atol=1e-6)
+    assert_same(found.states[0]["state"], saved.whole.states[0]["state"], rtol=1e-5, atol=1e-6)
+
+
+def _save_over(path: Path) -> list[tuple[bool, list[str]]]:
+    """After each save under one name: whether it is a folder, and all names beside it."""
+    found = []
+    for kind in ("single", "single", "sharded", "sharded", "single"):
+        fit(save=path, strategy={"checkpoint": kind}, **SHORT)
+        torch.distributed.barrier()
+        found.append((path.is_dir(), sorted(entry.name for entry in path.parent.iterdir())))
+        torch.distributed.barrier()
+    fit(resume=path, samples=24)
+    return found
+
+
+def test_a_later_one_of_either_kind_takes_the_place_of_an_earlier_one(tmp_path: Path) -> None:
+    """A run that resumes with another ``checkpoint=`` saves under the same names."""
+    expected = [(folder, ["last.ckpt"]) for folder in (False, False, True, True, False)]
+    assert run_distributed(_save_over, 2, tmp_path / "last.ckpt") == [expected] * 2
+
+
+class _NoExchange:
+    """A system that cannot exchange two names."""
+
+    def renameat2(self, *_: Any) -> int:
+        return -1
+
+
+@pytest.mark.parametrize("in_one_step", [True, False])
+@pytest.mark.parametrize("was", ["file", "folder", "link to a file", "link to a folder", "nothing"])
+@pytest.mark.parametrize("new", ["file", "folder"])
+def test_what_is_new_takes_the_place_of_what_was_there(
+    new: str, was: str, in_one_step: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link gives way, and what it leads to stays."""
+    if not in_one_step:
+        monkeypatch.setattr(exchange_names.ctypes, "CDLL", lambda *_, **__: _NoExchange())
+    place = tmp_path / "place"
+    place.mkdir()
+    path, led_to, beside = place / "last.ckpt", tmp_path / "led to", place / "new"
+    there = led_to if "link" in was else path
+    if was.endswith("folder"):
+        there.mkdir()
+        (there / "kept").touch()
+    elif was != "nothing":
+        there.touch()
+    if "link" in was:
+        path.symlink_to(led_to)
+    beside.mkdir() if new == "folder" else beside.touch()
+    inode = beside.stat().st_ino
+    exchange_names.take_place(beside, path)
+    assert [entry.name for entry in place.iterdir()] == ["last.ckpt"]
+    assert path.lstat().st_ino == inode and led_to.exists() == ("link" in was)
+
+
+# -- interrupted
+
+
+class Interrupted:
+    """A file whose n-th write kills the process, or finds the disk full."""
+
+    def __init__(self, file: Any, how: str) -> None:
+        self.file, self.how, self.writes = file, how, 0
+
+    def write(self, data: Any) -> int:
+        self.writes += 1
+        if self.writes == 8:
+            self.file.write(bytes(data)[: len(data) // 2])
+            self.file.flush()
+            if self.how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self.file.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+def _save_twice(path: Path, how: str) -> None:
+    fit(save=path, **SHORT)
+    replacing = single_file.replacing
+
+    class Replacing:
+        def __init__(self, path: Path) -> None:
+            self.context = replacing(path)
+
+        def __enter__(self) -> Any:
+            return Interrupted(self.context.__enter__(), how)
+
+        def __exit__(self, *error: Any) -> Any:
+            return self.context.__exit__(*error)
+
+    single_file.replacing = Replacing  # type: ignore[assignment]
+    fit(save=path, **SHORT)
+
+
+def _save_where_one_cannot(path: Path) -> None:
+    sharded = {"strategy": {"checkpoint": "sharded"}, **SHORT}
+    fit(save=path, **sharded)
+
+    def full(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if int(os.environ["RANK"]) == 1:
+        filesystem._write_item = full
+    fit(save=path, **sharded)
+
+
+@pytest.mark.usefixtures("patient")
+def test_an_interrupted_save_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    killed, full, folder = (tmp_path / name / "last.ckpt" for name in ("killed", "full", "folder"))
+    with pytest.raises(RankFailed, match=r"rank 0: died with exit code -9"):
+        run_distributed(_save_twice, 2, killed, "killed")
+    with pytest.raises(RankFailed, match=r"(?s)rank 0: .*No space left.*rank 1: .*RuntimeError: rank 0 "):
+        run_distributed(_save_twice, 2, full, "full")
+    for path, left in ((killed, [".last.ckpt.part", "last.ckpt"]), (full, ["last.ckpt"])):
+        assert "state_dict" in torch.load(path, weights_only=True)
+        assert sorted(entry.name for entry in path.parent.iterdir()) == left
+    with pytest.raises(RankFailed, match=r"(?s)rank 0: .*No space left.*rank 1: .*No space left"):
+        run_distributed(_save_where_one_cannot, 2, folder)
+    run_distributed(fit, 2, resume=folder, samples=24)
+
+
+# -- what is in it
+
+
+class Looks(Recommender):
+    """Looks at a table when a checkpoint is saved."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if hasattr(self, "seen"):
+            return
+        table = checkpoint["state_dict"][TABLE]
+        self.seen = tuple(table.shape), table.dtype, table.dim(), table.device.type, repr(table)
+        with pytest.raises(RuntimeError, match=rf"(?s){TABLE}.*full_weight"):
+            table.sum()
+
+
+def test_a_hook_sees_the_shape_of_a_table_and_no_values(tmp_path: Path) -> None:
+    for found in run_distributed(fit, 2, Looks, save=tmp_path / "a.ckpt", **SHORT):
+        shape, dtype, dim, device, text = found.seen
+        assert shape == (50, 8) and dtype == torch.float32 and dim == 2 and device == "cpu"
+        assert TABLE in text and "(50, 8)" in text
+
+
+class Diverges(L.Callback):
+    """A weight becomes no number after the first step: a dense one on all ranks, or one of a table on the last."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
+        if self.where == "dense":
+            module.net.hidden[0].weight.data[0, 0] = float("inf")
+        elif trainer.global_rank == 1:
+            next(iter(trainer.strategy.tables.shards())).weight.data[0, 0] = float("nan")
+
+
+DIVERGED: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("net.hidden.0.weight", {"checkpoint": "sharded"}),
+    "dense later": ("net.hidden.0.weight", {"checkpoint": "sharded", "async_save": True}),
+    "table": (TABLE.rsplit(".", 2)[0], {"checkpoint": "single"}),
+    "table later": (TABLE.rsplit(".", 2)[0], {"checkpoint": "sharded", "async_save": True}),
+    "table asked for": ("", {"save_non_finite": True}),
+}
+"""Where, what names it, and how it is saved: in the background, it is said at the fit's end."""
+
+
+def _save_diverged(folder: Path) -> dict[str, str]:
+    found = {}
+    for case, (_, strategy) in DIVERGED.items():
+        saving = [Diverges(case.split()[0]), SaveAt(folder / f"{case}.ckpt", 1)]
+        try:
+            fit(Recommender, strategy={"overlap": False, **strategy}, callbacks=saving, max_steps=1)
+        except ValueError as error:
+            found[case] = str(error)
+    return found
+
+
+def test_what_has_diverged_is_not_saved_over_what_is_good(tmp_path: Path) -> None:
+    for case in DIVERGED:
+        (tmp_path / f"{case}.ckpt").write_bytes(b"good")
+    for errors in run_distributed(_save_diverged, 2, tmp_path):
+        for case, (name, _) in DIVERGED.items():
+            if name:
+                assert name in errors[case] and f"{case}.ckpt" in errors[case] and "save_non_finite" in errors[case], case
+                assert (tmp_path / f"{case}.ckpt").read_bytes() == b"good", case
+    weights = torch.load(tmp_path / "table asked for.ckpt", weights_only=True)["state_dict"]
+    assert any(value.isnan().any() for value in weights.values())

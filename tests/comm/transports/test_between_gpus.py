@@ -1,0 +1,352 @@
+"""Transports between GPUs: copy engines and waits in memory, two levels, and NCCL's; on devices made of threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_freescale.comm import LaneOptions
+from lightning_freescale.comm.p2p import GlooP2P
+from lightning_freescale.comm.transports.host.transport import HostTransport
+from lightning_freescale.comm.transports.nccl import ZeroCtaTransport
+from lightning_freescale.comm.transports.peer import transport as peer
+from lightning_freescale.comm.transports.peer.symmetric_buffer import SymmetricBuffer, allocate_symmetric_buffer
+from lightning_freescale.comm.transports.peer.transport import PeerTransport
+from lightning_freescale.comm.transports.two_level import TwoLevelTransport
+from lightning_freescale.testing import run_distributed
+from tests.helpers.fake_gpu import FakeDriver, FakeEvent, FakeStream, keep, on_ranks
+from tests.helpers.host_peers import lengths, moved, transfer, transports, wrong
+
+
+def _receiving(transport: PeerTransport) -> FakeStream:
+    """The second stream that a link makes."""
+    return transport._driver.streams[1]
+
+
+def _nothing() -> None:
+    """No lane wants to go first."""
+
+
+@pytest.mark.parametrize(
+    ("size", "chunk", "start", "serial"),
+    [
+        *((2, 1, 0, True), (3, 7, 2**32 - 5, False), (4, 16, 2**31 - 3, False)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(2, 64, 2**32 - 5, False), (3, 7, 0, True), (4, 16, 0, True)]
+        ),
+    ],
+)
+def test_all_bytes_arrive_over_peers(size: int, chunk: int, start: int, serial: bool) -> None:
+    ranks = transports(list(range(size)), chunk, start, seed=size, serial=serial)
+    tables = [lengths(size, 9 * chunk, seed) for seed in range(4)]
+    assert moved(ranks, tables) == [[[]] * len(tables)] * size
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_slow_reader_is_not_overwritten_and_a_slow_writer_is_waited_for(slow: int) -> None:
+    """The copies of one take longer than all of the other; every slot is used several times."""
+    pair = transports([0, 1], 8)
+    pair[slow]._driver._slow = 4e-3
+    assert moved(pair, [[[0, 100], [0, 0]]]) == [[[]], [[]]]
+
+
+def test_one_rank_copies_its_own_part_and_nothing_is_left_in_place() -> None:
+    (alone,), table = transports([0], 4), [[30]]
+    mine = transfer(0, table, 1)
+    alone.move(mine, _nothing)
+    assert wrong(0, mine, table, 1) == []
+    same = transfer(0, table, 2, late=False)
+    same.incoming[0] = same.outgoing[0]
+    alone.move(same, _nothing)
+    assert wrong(0, same, table, 2) == []
+
+
+def test_it_pauses_between_rounds_and_keeps_few_on_the_streams() -> None:
+    (alone,), table, seen = transports([0], 1), [[40]], []
+    with alone.start_transfer(mine := transfer(0, table, 1)) as progress:
+        alone.complete_transfer(progress, mine.timeout, lambda: seen.append(progress._started))
+    assert len(seen) >= 5 and seen[0] <= 8
+
+
+@pytest.mark.parametrize("start", [0, 2**32 - 2])
+def test_a_peer_that_does_not_come_is_named_and_the_streams_drain(start: int) -> None:
+    ranks, table = transports([0, 1, 2], 4, start), [[20] * 3] * 3
+
+    def run(rank: int) -> None:
+        ranks[rank].move(transfer(rank, table, 1, timeout=0.3), _nothing)
+
+    begun = time.monotonic()
+    errors = on_ranks(2, run)
+    assert time.monotonic() - begun < 15
+    assert all(isinstance(error, dist.DistBackendError) for error in errors)
+    assert "rank 102 did not come within the timeout of 0.3 s" in str(errors[0])
+    assert all(stream.idle() for rank in ranks for stream in rank._driver.streams)
+    assert not any(rank._stuck for rank in ranks)
+    with pytest.raises(dist.DistBackendError, match=r"closed: rank 10[12]"):
+        ranks[0].move(transfer(0, table, 2), _nothing)
+
+
+@pytest.mark.parametrize(("bytes_", "look"), [(16, 60.0), (60, 0.1)])
+def test_what_a_rank_copies_after_it_gave_up_is_not_taken_for_good(
+    bytes_: int, look: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 reads so late that rank 0 gives up and overwrites its slots; all that it expects comes, or not all."""
+    monkeypatch.setattr(peer, "_CHECK_AFTER", look)
+    pair, table = transports([0, 1], 4), [[0, bytes_], [0, 0]]
+    reader = _receiving(pair[1])
+    reader.hold.set()
+    threading.Timer(1.2, reader.hold.clear).start()
+
+    def run(rank: int) -> None:
+        pair[rank].move(transfer(rank, table, 1, timeout=(0.2, 20.0)[rank], late=False), _nothing)
+
+    writer, late = on_ranks(2, run)
+    assert "rank 101 did not come" in str(writer)
+    assert "given up" in str(late)
+    assert all(stream.idle() for rank in pair for stream in rank._driver.streams)
+
+
+def test_the_last_count_of_a_peer_that_dies_cannot_stop_the_streams_from_draining() -> None:
+    """It is below what has been written for it."""
+    pair, table = transports([0, 1], 1), [[0, 0], [4, 0]]
+    buffer = pair[0]._link.buffer
+    pair[0]._driver._slow = 0.05
+
+    def die() -> None:
+        while not int(buffer.failed(1)):
+            time.sleep(1e-3)
+        while int(buffer.arrived(0, 1)) < 4:
+            time.sleep(1e-5)
+        buffer.arrived(0, 1).fill_(1)
+
+    threading.Thread(target=die, daemon=True).start()
+    with pytest.raises(dist.DistBackendError, match="rank 101 did not come"):
+        pair[0].move(transfer(0, table, 1, timeout=0.1, late=False), _nothing)
+    assert not pair[0]._stuck
+
+
+def test_peers_are_told_before_their_slots_are_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 begins to read when the last chunk, which overwrote another, has arrived; it hears nothing more after that."""
+    pair, table = transports([0, 1], 4), [[0, 16], [0, 0]]
+    link, reader = pair[1]._link, _receiving(pair[1])
+    reader.hold.set()
+    release, urgent = pair[0]._link.release_streams, pair[0]._driver.streams[2]
+
+    def release_and_say_no_more() -> FakeEvent:
+        monkeypatch.undo()
+        event = release()
+        urgent.put(urgent.hold.set)
+        return event
+
+    def run(rank: int) -> None:
+        try:
+            pair[rank].move(transfer(rank, table, 1, (0.1, 20.0)[rank], late=False), _nothing)
+        finally:
+            if rank == 1:
+                urgent.hold.clear()
+
+    monkeypatch.setattr(pair[0]._link, "release_streams", release_and_say_no_more)
+
+    def read() -> None:
+        while int(link.buffer.arrived(1, 0)) < 4:
+            time.sleep(1e-4)
+        reader.hold.clear()
+
+    threading.Thread(target=read, daemon=True).start()
+    _, late = on_ranks(2, run)
+    assert "given up" in str(late)
+
+
+def test_closing_ends_what_is_in_flight() -> None:
+    first, _ = transports([0, 1], 4)
+    threading.Timer(0.2, first.close).start()
+    begun = time.monotonic()
+    with pytest.raises(dist.DistBackendError, match="closed"):
+        first.move(transfer(0, [[9, 9], [9, 9]], 1), _nothing)
+    assert time.monotonic() - begun < 15
+    first.close()
+    assert first._driver.closed
+    with pytest.raises(dist.DistBackendError, match="closed"):
+        first.move(transfer(0, [[9, 9], [9, 9]], 1), _nothing)
+
+
+def _fails_at(transport: PeerTransport, last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = []
+
+    def copy(*args: object) -> None:
+        copies.append(args)
+        if len(copies) == last:
+            raise RuntimeError("cuMemcpyBatchAsync failed")
+        FakeDriver.copy(transport._driver, *args)
+
+    monkeypatch.setattr(transport._driver, "copy", copy)
+
+
+@pytest.mark.parametrize("last", [5, 6, 7, 8])
+def test_a_gpu_that_fails_in_the_middle_is_drained_and_the_peer_told(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a chunk to the peer, its count, a chunk from the peer, its count."""
+    pair, table = transports([0, 1], 4), [[0, 40], [40, 0]]
+    _fails_at(pair[0], last, monkeypatch)
+    first, second = on_ranks(2, lambda rank: pair[rank].move(transfer(rank, table, 1, timeout=5), _nothing))
+    assert str(first) == "cuMemcpyBatchAsync failed"
+    assert "given up" in str(second)
+    assert not any(rank._stuck for rank in pair)
+    assert all(stream.pending == 0 for stream in pair[0]._driver.streams)  # nothing is touched after the error
+
+
+def test_tensors_of_another_device_are_refused() -> None:
+    (alone,) = transports([0], 4)
+    mine = transfer(0, [[4]], 1)
+    mine.device = torch.device("meta")
+    with pytest.raises(dist.DistBackendError, match=r"on meta.* on cpu.*torch.cuda.set_device"):
+        alone.move(mine, _nothing)
+
+
+@pytest.mark.parametrize(("ranks", "chunk"), [(1, 1), (2, 64), (3, 300), (8, 256)])
+def test_the_parts_of_a_symmetric_buffer_do_not_overlap(ranks: int, chunk: int) -> None:
+    buffer = SymmetricBuffer(
+        0, [torch.zeros(SymmetricBuffer.size_bytes(ranks, chunk), dtype=torch.uint8) for _ in range(ranks)], chunk
+    )
+    views = [word(0, rank).view(torch.uint8) for word in (buffer.arrived, buffer.consumed) for rank in range(ranks)]
+    views += [buffer.failed(0).view(torch.uint8)]
+    views += [buffer.slot(0, rank, number) for rank in range(1, ranks) for number in range(2)]
+    for view in views:
+        view += 1
+    assert buffer.buffers[0].max() == 1
+    assert buffer.buffers[0].sum() == 4 * (2 * ranks + 1) + 2 * (ranks - 1) * chunk
+    assert all(len(view) == chunk for view in views[2 * ranks + 1 :])
+
+
+def test_a_rank_alone_needs_no_symmetric_memory_and_others_fail_without_it() -> None:
+    buffer = allocate_symmetric_buffer(0, 1, 16, torch.device("cpu"), dist.HashStore())
+    assert len(buffer.buffers) == 1 and int(buffer.signal_pad(0).abs().sum()) == 0
+    if not torch.cuda.is_available():  # torch's build for CUDA has it and misses the driver
+        with pytest.raises(
+            RuntimeError, match="CUDA driver|NVIDIA driver" if torch.version.cuda else "symmetric memory .*None"
+        ):
+            allocate_symmetric_buffer(0, 2, 16, torch.device("cuda", 0), dist.HashStore())
+
+
+def _ranks(hosts: list[list[int]], chunk: int) -> list[TwoLevelTransport]:
+    size, store = sum(map(len, hosts)), dist.HashStore()
+    limit = timedelta(seconds=20)
+    near = {rank: peer for host in hosts for rank, peer in zip(host, transports(host, chunk))}
+    options = LaneOptions(chunk_bytes=chunk)
+
+    def one(rank: int) -> TwoLevelTransport:
+        p2p = GlooP2P(store, rank, size, limit, [100 + each for each in range(size)])
+        return TwoLevelTransport(near[rank], HostTransport(p2p, options), size)
+
+    made = on_ranks(size, one)
+    assert all(isinstance(each, TwoLevelTransport) for each in made), made
+    return made
+
+
+@pytest.mark.parametrize("hosts", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 2], [3]]])
+def test_all_bytes_arrive_on_two_levels(hosts: list[list[int]]) -> None:
+    tables = [lengths(4, 150, seed) for seed in range(4)]
+
+    def every_rank() -> list[Any]:
+        return moved(_ranks(hosts, 16), tables, late=False)
+
+    assert run_distributed(every_rank, 1, init=False) == [[[[]] * len(tables)] * 4]  # threads of gloo stay in that process
+
+
+def test_a_failure_of_the_far_part_releases_the_gpu_and_closing_closes_what_is_near() -> None:
+    pair, far = transports([0, 1], 4), Mock()
+    far.move.side_effect = dist.DistBackendError("rank 101 is gone")
+    two = TwoLevelTransport(pair[0], far, 3)
+    with pytest.raises(dist.DistBackendError, match="rank 101 is gone"):
+        two.move(transfer(0, [[9] * 3] * 3, 1), lambda: None)
+    assert all(stream.idle() for stream in pair[0]._driver.streams)
+    assert int(pair[1]._link.buffer.failed(1)) == 1 and two.far == [2]
+    two.close()
+    assert pair[0]._driver.closed
+
+
+class FakeNccl:
+    """The collective: equal parts, each rank's window only, and nobody's buffers touched before all are there."""
+
+    def __init__(self, size: int, slot: int) -> None:
+        self.windows = [keep(torch.zeros(2, size * slot, dtype=torch.uint8)) for _ in range(size)]
+        self.calls: list[list[int]] = [[] for _ in range(size)]
+        self.aborted = [0] * size
+        self._size, self._barrier = size, threading.Barrier(size)
+        self._inputs: dict[int, Tensor] = {}
+
+    def transport(self, rank: int) -> ZeroCtaTransport:
+        def all_to_all(stream: FakeStream, output: Tensor, input: Tensor) -> None:
+            for tensor, half in ((input, self.windows[rank][0]), (output, self.windows[rank][1])):
+                assert tensor.is_contiguous() and tensor.data_ptr() == half.data_ptr() and len(tensor) % self._size == 0
+            self.calls[rank].append(len(input) // self._size)
+            stream.put(lambda: self._run(rank, output, input))
+
+        def abort() -> None:
+            self.aborted[rank] += 1
+            self._barrier.abort()
+
+        communicator: Any = SimpleNamespace(window=self.windows[rank], all_to_all=all_to_all, abort=abort)
+        return ZeroCtaTransport(FakeDriver(rank), communicator, self._size)
+
+    def _run(self, rank: int, output: Tensor, input: Tensor) -> None:
+        try:
+            self._inputs[rank] = input
+            self._barrier.wait()
+            width = len(input) // self._size
+            assert all(len(other) == len(input) for other in self._inputs.values())
+            for source in range(self._size):
+                output[source * width : (source + 1) * width] = self._inputs[source][rank * width : (rank + 1) * width]
+            self._barrier.wait()
+        except threading.BrokenBarrierError:
+            return
+
+
+@pytest.mark.parametrize(("size", "slot", "most"), [(2, 16, 16), (2, 16, 100), (3, 48, 200), (4, 32, 31)])
+def test_all_bytes_arrive_by_nccl(size: int, slot: int, most: int) -> None:
+    nccl, tables = FakeNccl(size, slot), [lengths(size, most, seed) for seed in range(4)]
+    assert moved([nccl.transport(rank) for rank in range(size)], tables) == [[[]] * len(tables)] * size
+
+
+def test_rounds_are_no_wider_than_the_largest_part() -> None:
+    nccl, table = FakeNccl(2, 64), [[0, 70], [3, 0]]
+    assert moved([nccl.transport(rank) for rank in range(2)], [table, [[0, 0], [0, 0]]]) == [[[], []]] * 2
+    assert nccl.calls == [[64, 16]] * 2  # a multiple of 16 bytes; nothing to send is no collective
+
+
+def test_a_rank_that_does_not_come_ends_it() -> None:
+    nccl, table = FakeNccl(2, 16), [[9, 9], [9, 9]]
+    transport = nccl.transport(0)
+    with pytest.raises(dist.DistBackendError, match=r"0\.2 s"):
+        transport.move(transfer(0, table, 1, timeout=0.2), lambda: None)
+    with pytest.raises(dist.DistBackendError, match="closed"):
+        transport.move(transfer(0, table, 2), lambda: None)
+    transport.close()
+    assert nccl.aborted == [1, 0]
+
+
+def test_closing_ends_what_nccl_has_in_flight() -> None:
+    nccl, table = FakeNccl(2, 16), [[9, 9], [9, 9]]
+    transport = nccl.transport(0)
+
+    def close() -> None:
+        while not nccl.calls[0]:
+            time.sleep(1e-3)
+        transport.close()
+
+    threading.Thread(target=close, daemon=True).start()
+    with pytest.raises(dist.DistBackendError, match="closed"):
+        transport.move(transfer(0, table, 1), lambda: None)
+    end = time.monotonic() + 20
+    while not transport._driver.closed and time.monotonic() < end:
+        time.sleep(0.01)
+    assert transport._driver.closed and nccl.aborted == [1, 0]

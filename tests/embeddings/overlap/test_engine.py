@@ -1,0 +1,339 @@
+"""The overlap engine against plain TorchRec: the same numbers, whatever happens in its steps and between them."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import is_dataclass
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec import KeyedJaggedTensor
+
+from lightning_freescale.comm import FreeScaleGroup
+from lightning_freescale.embeddings.optimizer import TableOptimizer
+from lightning_freescale.embeddings.overlap import OverlapEngine, id_exchange, messages
+from lightning_freescale.embeddings.shards import ShardedTables
+from lightning_freescale.testing import run_distributed
+from tests.helpers.sequences import (
+    DIM,
+    OPTIMIZERS,
+    Batch,
+    Run,
+    Sequences,
+    batches,
+    differences,
+    ids_by_turns,
+    known,
+    sharded,
+    train_overlapped,
+    train_plain,
+)
+
+STEPS = 16
+HOW = OPTIMIZERS["rowwise_adagrad"]
+TWO_LEVEL = {"dedup": True, "exchange": "two_level", "ranks_per_node": 2}
+APART = patch.object(id_exchange, "heads_travel_apart", lambda device: True)
+"""As on a GPU, where the host would have to wait for heads that come to the device."""
+WAYS: dict[str, tuple[AbstractContextManager[Any], dict[str, Any]]] = {
+    "dedup": (nullcontext(), {"dedup": True}),
+    "late, wrong or unknown": (nullcontext(), {"submit": ids_by_turns}),
+    "heads apart": (APART, {"submit": ids_by_turns}),
+    "ids that do not fit": (patch.object(id_exchange, "_FEWEST_IDS", 1), {}),
+    "messages to many ranks": (patch.object(messages, "_FEW_RANKS", 0), {}),
+}
+WAYS_OF_ONE_LEVEL: dict[str, tuple[AbstractContextManager[Any], dict[str, Any]]] = {
+    "exact": (nullcontext(), {}),
+}
+
+
+@contextmanager
+def _counted_exchanges() -> Iterator[Counter[str]]:
+    """Count the exchanges of every thread."""
+    counts: Counter[str] = Counter()
+    exchange = FreeScaleGroup.exchange
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        counts[threading.current_thread().name] += 1
+        exchange(*args, **kwargs)
+
+    with patch.object(FreeScaleGroup, "exchange", counted):
+        yield counts
+
+
+def _in_all_ways(optimizer: str, options: dict[str, Any]) -> tuple[dict[str, list[str]], dict[str, dict[str, float]]]:
+    """What differs from plain TorchRec, and what was counted, by the way in which ids come."""
+    data = batches(dist.get_rank(), STEPS)
+    plain = train_plain(OPTIMIZERS[optimizer], data, rate=lambda step: 0.3 / (1 + step))
+    assert len(set(plain.losses)) > STEPS / 2, "the loss must move, or equality means nothing"
+    found, statistics = {}, {}
+    for name, (changed, way) in (WAYS if options else WAYS | WAYS_OF_ONE_LEVEL).items():
+        with changed, _counted_exchanges() as exchanges:
+            mine = train_overlapped(OPTIMIZERS[optimizer], data, rate=lambda step: 0.3 / (1 + step), **{**way, **options})
+        found[name] = differences(mine, plain, exact="dedup" not in {**way, **options})
+        statistics[name] = mine.statistics | {f"exchanges of {thread}": count for thread, count in exchanges.items()}
+    return found, statistics
+
+
+@pytest.mark.parametrize(
+    ("ranks", "optimizer", "options"),
+    [
+        (2, "rowwise_adagrad", {}),
+        (4, "sgd", TWO_LEVEL),
+        pytest.param(3, "adagrad", {}, marks=pytest.mark.slow),
+        pytest.param(4, "rowwise_adagrad", TWO_LEVEL, marks=pytest.mark.slow),
+    ],
+)
+def test_same_numbers_however_ids_come(ranks: int, optimizer: str, options: dict[str, Any]) -> None:
+    results = run_distributed(_in_all_ways, ranks, optimizer, options)
+    for found, statistics in results:
+        assert {name: differing for name, differing in found.items() if differing} == {}
+        for name in {"exact", "dedup"} & statistics.keys():
+            kinds = [statistics[name][f"{kind}predicted_lookups"] for kind in ("", "un")]
+            assert kinds == [2 * (STEPS - 1), 2] and statistics[name]["mispredicted_lookups"] == 0, name
+            most = 8 * STEPS + 9 if options else 4 * STEPS + 5
+            counts = [statistics[name][f"exchanges of freescale-{path}"] for path in ("items", "tags")]
+            assert max(counts) <= most, "four in a step, each over two hops with two levels, and those of both ends"
+    for kind in ("predicted_lookups", "unpredicted_lookups", "mispredicted_lookups"):
+        assert sum(statistics["late, wrong or unknown"][kind] for _, statistics in results) >= 3 * ranks, kind
+
+
+Train = Callable[..., Run]
+
+
+def _read_between(train: Train) -> Run:
+    """A state dict shows every update that was done before, with a drain and without."""
+    seen: dict[str, Tensor] = {}
+
+    def between(step: int, tables: ShardedTables, engine: OverlapEngine | None) -> None:
+        if step % 3 == 2:
+            if engine is not None and step % 2:
+                engine.drain()
+            states = [module.state_dict() for _, module in tables.modules]
+            seen.update({f"{name} in step {step}": v.local_tensor().clone() for state in states for name, v in state.items()})
+
+    run = train(HOW, batches(dist.get_rank(), 9), between=between)
+    run.tables |= seen
+    return run
+
+
+def _written_between(train: Train) -> Run:
+    def between(step: int, tables: ShardedTables, engine: OverlapEngine | None) -> None:
+        if step == 4:
+            with nullcontext() if engine is None else engine.writing():
+                for shard in tables.shards():
+                    shard.weight.mul_(0.5)
+
+    return train(HOW, batches(dist.get_rank(), 8), between=between)
+
+
+def _looked_up_outside(train: Train) -> Run:
+    """After the fourth step the candidates are trained on once more, outside of a step."""
+    data = batches(dist.get_rank(), 9)
+
+    def between(step: int, tables: ShardedTables, _: OverlapEngine | None) -> None:
+        if step == 4:
+            module = next(module for collection, module in tables.modules if collection.path == "items")
+            module(data[5]["ids"])["candidate"].values().square().sum().backward()
+
+    return train(HOW, data, between=between)
+
+
+def _with_forward(train: Train, forward: Callable[[Any, Batch, int], Tensor | None], optimizer: str, **options: Any) -> Run:
+    """``forward`` is given the number of the call, too; where it returns None, the usual forward runs."""
+    usual = Sequences.forward
+
+    def changed(self: Any, batch: Batch) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        loss = forward(self, batch, self.calls)
+        return usual(self, batch) if loss is None else loss
+
+    with patch.object(Sequences, "forward", changed):
+        return train(OPTIMIZERS[optimizer], batches(dist.get_rank(), 12), **options)
+
+
+def _looked_up_without_gradients(train: Train) -> Run:
+    usual = Sequences.forward
+
+    def forward(self: Any, batch: Batch, call: int) -> Tensor | None:
+        if call % 3:
+            return None
+        with torch.no_grad():
+            extra = self.items(batch["ids"])["history"].values().sum()
+        return usual(self, batch) + 0.01 * extra
+
+    return _with_forward(train, forward, "rowwise_adagrad", rate=lambda step: 0.3 / (1 + step))
+
+
+def _one_looked_up_in_every_other_step(train: Train) -> Run:
+    def forward(self: Any, batch: Batch, call: int) -> Tensor | None:
+        if call % 2:
+            return None
+        found = self.items(batch["ids"])
+        pooled = found["history"].to_padded_dense(12).mean(dim=1)
+        return (self.out(pooled) + self.query(pooled)).square().mean() + found["candidate"].values().square().sum()
+
+    return _with_forward(train, forward, "adagrad")
+
+
+SCENARIOS = (
+    _read_between,
+    _written_between,
+    _looked_up_outside,
+    _looked_up_without_gradients,
+    _one_looked_up_in_every_other_step,
+)
+
+
+def _scenarios() -> dict[str, list[str]]:
+    return {act.__name__: differences(act(train_overlapped), act(train_plain)) for act in SCENARIOS}
+
+
+def test_same_numbers_whatever_happens_around() -> None:
+    for found in run_distributed(_scenarios, 2):
+        assert {name: differing for name, differing in found.items() if differing} == {}
+
+
+def _unforeseen() -> dict[str, list[str]]:
+    """In every other step ranks 1 and 2 look up once more. With the flat exchange, as TorchRec would wait for the others."""
+    others, usual = batches(dist.get_rank() + 7, 12), Sequences.forward
+
+    def forward(self: Any, batch: Batch, call: int) -> Tensor | None:
+        if call % 2 or dist.get_rank() not in (1, 2):
+            return None
+        return usual(self, batch) + 0.1 * self.items(others[call - 1]["ids"])["candidate"].values().square().sum()
+
+    flat, found = _with_forward(train_overlapped, forward, "sgd"), {}
+    for name, changed in (("two levels", nullcontext()), ("heads apart", APART)):
+        with changed:
+            mine = _with_forward(train_overlapped, forward, "sgd", **TWO_LEVEL)
+        counted = [run.statistics["mispredicted_lookups"] for run in (flat, mine)]
+        found[name] = differences(mine, flat, exact=False) + [f"mispredicted {counted}"] * (counted[0] != counted[1])
+    return found
+
+
+def test_lookups_that_two_levels_do_not_foresee() -> None:
+    for found in run_distributed(_unforeseen, 4):
+        assert found == {"two levels": [], "heads apart": []}
+
+
+def _in_turns() -> dict[str, float]:
+    """A batch shares no row with the one before, and many with the one before that."""
+    data = batches(dist.get_rank(), 12)
+    for step, batch in enumerate(data):
+        for name, rows in (("ids", 20), ("tags", 1)):
+            old = batch[name]
+            batch[name] = KeyedJaggedTensor(old.keys(), old.values() % rows * 2 + step % 2, lengths=old.lengths())
+    return train_overlapped(HOW, data).statistics
+
+
+def _in_parts(parts: int) -> dict[str, float]:
+    """Every part of every step has the same rows."""
+    batch = batches(dist.get_rank(), 3)[2]
+    with sharded(HOW) as (_, ddp, tables, _):
+        engine, totals = OverlapEngine(tables), []
+        for steps in (4, 8):  # what the first step looks up was not known ahead, so not compared
+            for index in range(steps * parts):
+                engine.begin_step(known(batch), updates=index % parts == parts - 1)
+                ddp(batch).backward()
+                engine.end_backward()
+            engine.drain()
+            totals.append(engine.statistics())
+        engine.close()
+        return {name: total - totals[0][name] for name, total in totals[1].items()}
+
+
+def _counted() -> list[dict[str, float]]:
+    return [_in_turns(), _in_parts(1), _in_parts(2)]
+
+
+def test_rows_collide_with_those_of_the_batch_before_and_once_a_step() -> None:
+    for in_turns, *in_parts in run_distributed(_counted, 2):
+        assert in_turns["colliding_incoming_rows"] == 0 < in_turns["incoming_rows"]
+        for parts, statistics in enumerate(in_parts, start=1):
+            assert statistics["steps"] == 8
+            assert statistics["colliding_incoming_rows"] * parts == statistics["incoming_rows"] > 0
+
+
+def _memory(state: Any) -> dict[int, int]:
+    """Bytes by their address of all tensors in the state of a batch, whatever it is made of."""
+    if isinstance(state, Tensor):
+        return {state.untyped_storage().data_ptr(): state.untyped_storage().nbytes()}
+    parts = state if isinstance(state, (list, tuple)) else vars(state).values() if is_dataclass(state) else ()
+    return {address: size for part in parts for address, size in _memory(part).items()}
+
+
+def _most_held() -> tuple[int, int]:
+    """The most that is held, before backward or after it, and the largest batch of ids and rows."""
+    data, held = batches(dist.get_rank(), 8, samples=200), []
+    sizes = [(batch["ids"].values().numel() + batch["tags"].values().numel()) * (8 + 4 * DIM) for batch in data]
+    with sharded(OPTIMIZERS["sgd"]) as (_, ddp, tables, _):
+        engine = OverlapEngine(tables)
+        for batch, following in zip(data, [*data[1:], None]):
+            engine.begin_step(known(following))
+            loss = ddp(batch)
+            for ends in (False, True):
+                if ends:
+                    loss.backward()
+                    engine.end_backward()
+                collections = engine.collections.values()
+                for collection in collections:
+                    collection._worker.run(lambda: None)  # behind all that it has been given so far
+                states = [(each.jobs.current, each.jobs.following, each.jobs.unsent) for each in collections]
+                held.append(sum(_memory(states).values()))
+            assert all(len(each._exchange.row_updates.kept.rows) == 0 for each in collections)
+        engine.drain()
+        return max(held), max(sizes)
+
+
+def test_at_most_one_more_batch_is_held() -> None:
+    for most, batch in run_distributed(_most_held, 2):
+        assert 0 < most <= batch
+
+
+def _restarted() -> dict[str, bool]:
+    """Whether a window gives the same rows after a batch that no optimizer step has followed."""
+    data, found = batches(dist.get_rank(), 3), []
+    for first in (0, 1):
+        with sharded(OPTIMIZERS["adagrad"]) as (model, _, tables, _):
+            engine = OverlapEngine(tables)
+            for step in range(first, 3):
+                engine.begin_step({}, updates=step == 2, restart=step == 1)
+                model(data[step]).backward()
+                engine.end_backward()
+            engine.drain()
+            found.append({shard.table.name: shard.weight.clone() for shard in tables.shards()})
+            engine.close()
+    return {name: torch.equal(weight, found[1][name]) for name, weight in found[0].items()}
+
+
+def test_a_window_that_was_left_open_is_forgotten() -> None:
+    assert run_distributed(_restarted, 2) == [{"item": True, "category": True, "tag": True}] * 2
+
+
+def _two_rates() -> dict[str, float]:
+    """How far the rows of each table move: one has a learning rate of zero."""
+
+    def adam(key: str) -> TableOptimizer:
+        return TableOptimizer(torch.optim.Adam, {"lr": 0.05 * ("category" not in key)}, sparse_adam=True)
+
+    with sharded(adam, overlap=True) as (model, _, tables, _):
+        before = {shard.table.name: shard.weight.clone() for shard in tables.shards()}
+        engine = OverlapEngine(tables)
+        engine.begin_step()
+        model(batches(dist.get_rank(), 2)[1]).backward()
+        engine.end_backward()
+        engine.drain()
+        return {shard.table.name: float((shard.weight - before[shard.table.name]).abs().max()) for shard in tables.shards()}
+
+
+def test_tables_keep_their_own_adam() -> None:
+    moved = run_distributed(_two_rates, 2)[0]
+    assert moved["item"] == pytest.approx(0.05, rel=1e-3)
+    assert moved["category"] == 0.0

@@ -1,0 +1,145 @@
+"""The arithmetic of the parts, and that each finds what is wrong; test_first_hour.py runs them without a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import part_model
+import pytest
+import sm_free_measure
+import torch
+from hour_report import Report
+from one_rank_compare import bitwise, judge, relative
+from one_rank_fit import Fit
+from one_rank_recommender import Run
+from one_rank_trace import MARK, read
+from sm_free_running import Running
+
+pytestmark = pytest.mark.slow
+
+
+def _found(out: Path, part: str) -> dict[str, Any]:
+    return json.loads((out / f"part_{part}.json").read_text())
+
+
+# -- numbers
+
+ONE = torch.tensor([[1.0, -2.0]])
+
+
+def test_differences_by_hand() -> None:
+    assert bitwise({"weight": ONE}, {"weight": ONE.clone()})
+    others = [torch.nextafter(ONE, 2 * ONE), ONE.double(), ONE[0]]
+    for other in (*({"weight": each} for each in others), {"bias": ONE}, {"weight": ONE, "bias": ONE}, {}):
+        assert not bitwise({"weight": ONE}, other)
+    assert not bitwise({"weight": torch.tensor(0.0)}, {"weight": torch.tensor(-0.0)})
+    assert bitwise({"weight": torch.tensor(float("nan"))}, {"weight": torch.tensor(float("nan"))})
+    small, large = torch.tensor([0.0, 1.0]), torch.tensor([0.0, 100.0])
+    off = {"a": small + torch.tensor([0.03, 0.01]), "b": large + 0.1}
+    assert relative(off, {"a": small, "b": large}) == pytest.approx((0.03, 0.04))
+    assert relative({"a": small}, {"a": 0 * small}) == (float("inf"),) * 2 == relative({"a": small / 0}, {"a": small})
+    assert relative({"a": 0 * small}, {"a": 0 * small}) == (0.0, 0.0)
+    with pytest.raises(ValueError, match=r"'a'.*'b'"):
+        relative({"a": small}, {"b": small})
+
+
+@pytest.mark.parametrize(
+    ("where", "tolerance", "off", "ok"),
+    [
+        ("losses", 0.0, 0.0, True),
+        ("weights", 0.0, 1e-6, False),
+        ("states", 1e-5, 1e-6, True),
+        ("losses", 1e-5, 1e-4, False),
+        ("weights", 1e-5, float("nan"), False),
+    ],
+)
+def test_what_is_within_its_tolerance(tmp_path: Path, where: str, tolerance: float, off: float, ok: bool) -> None:
+    report = Report("numbers", tmp_path)
+    run, expected = (Run([1.0, 0.5], {"w": torch.ones(2)}, {"s": torch.ones(2)}) for _ in range(2))
+    if where == "losses":
+        run.losses[1] *= 1 + off
+    else:
+        getattr(run, where)[where[0]] *= 1 + off
+    judge(report, "case", "reference", run, expected, tolerance)
+    found = _found(tmp_path, "numbers")
+    assert found["rows"][0]["ok"] == ok == (not found["failed"])
+    judge(report, "case", "reference", Run([0.5, 0.5]), Run([0.5, 0.5]), 0.0)
+    assert not _found(tmp_path, "numbers")["rows"][1]["ok"], "losses that do not move prove nothing"
+
+
+# -- the host's time and a model's
+
+TRAINING, ENGINE, AUTOGRAD = 1, 2, 3
+
+
+def _event(category: str, name: str, start: float, end: float, thread: int = TRAINING, **args: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start, "tid": thread, "args": args}
+
+
+def _marks(*times: float) -> list[dict[str, Any]]:
+    return [_event("user_annotation", MARK, time, time) for time in times] + [_event("gpu_user_annotation", MARK, 0, 9_999)]
+
+
+def test_a_trace_by_hand() -> None:
+    busy = [
+        _event("kernel", "before and in the first step", 500, 1_200, thread=7),
+        _event("kernel", "beside it", 1_100, 1_400, thread=8),
+        _event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 1_900, 2_100, thread=8),
+        _event("gpu_memset", "Memset (Device)", 2_950, 3_500, thread=7),
+        _event("kernel", "behind the last step", 4_000, 4_500, thread=7),
+    ]
+    found = read([*_marks(1_000, 2_000, 3_000), *busy], {})
+    assert found.steps == 2 and found.ms == 1 and found.kernels == 0.5
+    assert found.idle == pytest.approx(1 - (400 + 200 + 50) / 2_000)
+    calls = [
+        _event("cuda_runtime", "cudaLaunchKernel", 10, 11),
+        _event("cuda_driver", "cuLaunchKernelEx", 12, 13, ENGINE),
+        _event("cuda_runtime", "cudaLaunchKernelExC", 14, 15, AUTOGRAD),
+        _event("cuda_runtime", "cudaStreamSynchronize", 20, 1_020, ENGINE),
+        _event("cuda_runtime", "cudaMemcpy", 40, 140),
+        _event("cuda_runtime", "cudaMemcpyAsync", 150, 250, correlation=5),
+        _event("cuda_runtime", "cudaMemcpyAsync", 260, 270, correlation=6),
+        _event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 200, 210, thread=7, correlation=5),
+        _event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 265, 268, thread=7, correlation=6),
+        _event("cpu_op", "aten::add", 300, 310),
+        _event("cpu_op", "aten::copy_", 303, 310),
+        _event("cpu_op", "aten::mul", 310, 311),
+        _event("cuda_runtime", "cudaDeviceSynchronize", 9_000, 9_500),
+    ]
+    threads = read([*_marks(0, 1_000, 2_000), *calls], {TRAINING: "training", ENGINE: "engine"}).threads
+    assert threads["training"] == {"launches": 0.5, "blocking copies": 1, "waited ms": pytest.approx(0.1), "operators": 1}
+    assert threads["engine"] == {"launches": 0.5, "cudaStreamSynchronize": 0.5, "waited ms": 0.5}
+    assert threads["others"] == {"launches": 0.5}
+    with pytest.raises(ValueError, match="1"):
+        read(_marks(0), {})
+
+
+def test_rounds_of_a_model_are_compared_with_plain_of_the_same_round(tmp_path: Path) -> None:
+    cpu = {"training": 0.5, "engine": 0.0, "others": 0.0}
+    plain = [Fit(ms, cpu) for ms in (1.0, 2.0, 4.0)]  # the machine slows down for both
+    overlapped = [Fit(ms, cpu, predicted=0.9) for ms in (1.1, 2.0, 3.6)]
+    report = Report("model", tmp_path)
+    part_model._compare(report, "hstu", {"plain": plain, "overlap": overlapped})
+    _, row = report.found()["rows"]
+    assert (row["step_ms"], row["low"], row["high"], row["rounds"]) == (2.0, 1.1, 3.6, 3)
+    assert (row["over_plain"], row["over_low"], row["over_high"]) == (1.0, 0.9, pytest.approx(1.1))
+    assert row["host_busy"] == 0.25 and not report.found()["failed"]
+    part_model._compare(report, "hstu", {"plain": plain[:1], "overlap": [Fit(1.0, cpu, predicted=0.0)]})
+    assert report.found()["failed"], "nothing was overlapped"
+
+
+# -- contention
+
+
+def test_contention_by_hand() -> None:
+    """The first round warms up; the machine slows down for all in the last two."""
+    taken = {("gemm", "alone"): [9.0, 1.0, 2.0, 2.0], ("gemm", "host"): [9.0, 1.1, 2.2, 2.4]}
+    figures = sm_free_measure.make_figures(taken, {("gemm_", "host"): [0.0, 1.0, 2.0, 3.0]})
+    assert figures["gemm_host_slowdown"] == pytest.approx(1.1)
+    assert figures["gemm_host_slowdown_high"] == pytest.approx(1.15)
+    assert figures["gemm_alone_ms"] == 2 and figures["gemm_host_gbps"] == 2
+    running = Running(lambda: 0)
+    running._marks = [(1.0, 0), (2.0, 10**9), (4.0, 5 * 10**9)]
+    assert running.gbps(1.5, 3.0) == pytest.approx((3 - 0.5) / 1.5)

@@ -1,0 +1,273 @@
+"""What is estimated from noisy measurements: why ranks differ, contention, growing memory, and what plans come to."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_freescale.balance.cost import CostModel, sample_features
+from lightning_freescale.profiling import PlannedStep
+from lightning_freescale.profiling.analysis.contention import contention
+from lightning_freescale.profiling.analysis.imbalance import Imbalance, split_imbalance
+from lightning_freescale.profiling.analysis.memory_growth import MemoryWindows
+from lightning_freescale.profiling.analysis.planned import planned_balance
+
+# -- why ranks compute longer than others
+
+
+def _lengths(rng: np.random.Generator, ranks: int, steps: int) -> np.ndarray:
+    """Heavy-tailed history lengths of 16 samples on each rank in each step."""
+    return np.clip(rng.lognormal(4.0, 1.5, (steps, ranks, 16)), 4, 4096).astype(int)
+
+
+def _compute(rng: np.random.Generator, lengths: np.ndarray, speed: np.ndarray) -> np.ndarray:
+    cost = (1e-4 + 4e-6 * lengths + 3e-9 * lengths.astype(float) ** 2).sum(axis=2) + 2e-3
+    return cost * speed * (1 + 0.05 * rng.standard_normal(cost.shape)).clip(0.5)
+
+
+def _split(lengths: np.ndarray, compute: np.ndarray) -> Imbalance:
+    """As the callback does it."""
+    steps, ranks = compute.shape
+    sums = sample_features(lengths).sum(axis=2).reshape(-1, 4)
+    fit = CostModel.fit(sums, compute.reshape(-1), np.tile(np.arange(ranks), steps))
+    coefficients = [fit.model.constant, fit.model.linear, fit.model.quadratic, fit.model.unique]
+    expected = (fit.base + sums @ coefficients).reshape(steps, ranks)
+    return split_imbalance(compute, expected, fit.slowness / np.quantile(fit.slowness, 0.5, method="lower"))
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_a_slow_rank_is_named_and_one_that_draws_the_longest_is_not(ranks: int) -> None:
+    rng = np.random.default_rng(ranks)
+    lengths, speed = _lengths(rng, ranks, 200), np.ones(ranks)
+    speed[1] = 1.3
+    lighter = lengths.copy()
+    lighter[:, 1] = (lengths[:, 1] / 1.4).astype(int)  # rebalanced: all ranks take equally long
+    assert list(_split(lighter, _compute(rng, lighter, speed)).slow) == [1]
+    found = _split(lengths, _compute(rng, lengths, speed))
+    assert found.slow == {1: pytest.approx(1.3, abs=0.05)} and found.scores[1] == found.slow[1]
+    assert found.method == "cost model" and found.hardware > 0 and found.data > 0
+    assert found.residual == pytest.approx(0.6745 * 0.05, rel=0.2)
+    for step, rank in enumerate(lengths.sum(axis=2).argmax(axis=1)):
+        lengths[step, [0, rank]] = lengths[step, [rank, 0]]
+    compute = _compute(rng, lengths, np.ones(ranks))
+    found = _split(lengths, compute)
+    assert found.slow == {} and found.scores[0] == pytest.approx(1.0, abs=0.05)
+    assert abs(found.hardware) < 0.1 * found.data and abs(found.jitter) < 0.15 * found.data
+    assert ranks == 2 or list(split_imbalance(compute).slow) == [0], "without a cost model there is no knowing"
+
+
+@given(st.integers(0, 10_000), st.integers(2, 9), st.booleans())
+@settings(max_examples=40)
+def test_causes_add_up(seed: int, ranks: int, known: bool) -> None:
+    rng = np.random.default_rng(seed)
+    compute, expected = rng.lognormal(0, 1, (20, ranks)), rng.lognormal(0, 1, (20, ranks))
+    found = split_imbalance(compute, expected, rng.uniform(0.9, 1.5, ranks)) if known else split_imbalance(compute)
+    excess = (compute.max(axis=1) - compute.mean(axis=1)).mean()
+    assert found.data + found.hardware + found.jitter == pytest.approx(excess)
+    assert np.isfinite(found.scores).all()
+
+
+def test_causes_of_known_size() -> None:
+    """Two ranks: samples cost 2 and 4, the second is half as fast, and takes 1 s more in every step."""
+    expected, slowness = np.tile([2.0, 4.0], (10, 1)), np.array([1.0, 2.0])
+    found = split_imbalance(expected * [1, 2] + [0, 1], expected, slowness)
+    assert (found.data, found.hardware, found.jitter) == (pytest.approx(1), pytest.approx(2), pytest.approx(0.5))
+    less = split_imbalance(np.full((10, 2), 4.0), expected[:, ::-1], slowness)
+    assert (less.data, less.hardware, less.jitter) == (1, -1, 0), "slowness takes away what less work would bring"
+    idle = np.tile([1.0, 0.0], (10, 1))  # without samples
+    found = split_imbalance(idle.copy(), idle, np.ones(2))
+    assert (found.data, found.hardware, found.jitter, found.slow) == (0.5, 0, 0, {})
+    assert split_imbalance(np.zeros((3, 2)), np.zeros((3, 2)), np.ones(2)).residual is None
+    assert np.isfinite(split_imbalance(np.zeros((3, 2))).scores).all()
+    for wrong in ({}, {"slowness": np.ones(3)}):
+        with pytest.raises(ValueError, match="slowness"):
+            split_imbalance(idle, idle, **wrong)
+
+
+def test_without_a_cost_model_what_persists_is_hardware() -> None:
+    rng = np.random.default_rng(0)
+    steps = rng.uniform(1, 3, (100, 1))
+    found = split_imbalance(steps * [1.0, 1.0, 1.5, 1.0])
+    assert found.hardware == pytest.approx((1.5 - 1.125) * steps.mean())
+    assert (found.method, found.data, found.jitter) == ("ranks", 0, pytest.approx(0))
+    assert found.slow == {2: pytest.approx(1.5)}
+    assert split_imbalance(steps * [1.5, 1.0]).scores == (pytest.approx(1.5), 1.0)
+    assert split_imbalance(steps * [1.0, 1.05, 1.0]).slow == {}
+    drawn = rng.lognormal(0, 0.5, (400, 4))
+    found = split_imbalance(drawn)
+    assert found.jitter > 0.7 * (drawn.max(axis=1) - drawn.mean(axis=1)).mean() and found.slow == {}
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_outlier_steps_name_no_rank(known: bool) -> None:
+    """A rank that hangs for a while now and then is not slow."""
+    rng = np.random.default_rng(0)
+    expected = rng.uniform(1, 2, (100, 8 if known else 1)) * np.ones((100, 8))
+    compute = expected * (1 + 0.05 * rng.standard_normal((100, 8)))
+    compute[::5, 3] *= 20
+    found = split_imbalance(compute, expected, np.ones(8)) if known else split_imbalance(compute)
+    assert found.slow == {} and found.jitter > 5 * (found.data + found.hardware)
+    assert found.residual is not None and found.residual < 0.06
+
+
+def test_noise_seldom_names_a_rank() -> None:
+    """Few steps and much noise make scores above 1.1 that mean nothing."""
+    named = above = 0
+    for seed in range(400):
+        rng = np.random.default_rng(seed)
+        compute = np.exp(rng.uniform(0.05, 0.6) * rng.standard_normal((12, rng.integers(2, 9))))
+        scores = np.median(compute, axis=0)
+        scores /= np.quantile(scores, 0.5, method="lower")
+        named += len(split_imbalance(compute, np.ones(compute.shape), scores).slow)
+        above += int((scores > 1.1).sum())
+    assert above > 300, "or there is nothing to see"
+    assert named < 0.1 * above
+
+
+def test_ranks_of_two_makes() -> None:
+    """Three of eight are slow: the others are the measure. Speeds that are spread evenly name no rank."""
+    even, speed = np.ones((50, 8)), np.array([1.3, 1, 1, 1.3, 1, 1.3, 1, 1])
+    compute = even * speed * (1 + 0.02 * np.random.default_rng(0).standard_normal((50, 8)))
+    assert set(split_imbalance(compute, even, speed).slow) == {0, 3, 5}
+    spread = np.linspace(1, 1.4, 8) / 1.17
+    assert split_imbalance(even * spread, even, spread).slow == {}
+
+
+# -- how much slower ranks compute beside exchanges
+
+
+def _run(share: float, seed: int = 0, flight: float = 1.0, noise: float = 0.05) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Exchanges of random length, which slow down compute as long as they last: compute, hidden and expected seconds."""
+    rng = np.random.default_rng(seed)
+    expected = rng.lognormal(0, 0.3, (300, 4))
+    alone = expected * rng.uniform(1, 1.5, 4) * (1 + noise * rng.standard_normal((300, 4)))
+    length = flight * rng.uniform(0.1, 1.0, (300, 4))
+    compute = np.where(alone / (1 - share) <= length, alone / (1 - share), alone + share * length)
+    return compute, np.minimum(length, compute), expected
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3])
+def test_contention_is_found_within_its_error(share: float) -> None:
+    found = [contention(*_run(share, seed)) for seed in range(20)]
+    assert all(one.reason is None and abs(one.share - share) < 4 * one.error for one in found)
+    assert np.mean([one.share for one in found]) == pytest.approx(share, rel=0.1)
+    assert np.std([one.share for one in found]) == pytest.approx(np.mean([one.error for one in found]), rel=0.6)
+    compute, hidden, expected = _run(share)
+    hiccups = np.random.default_rng(1).random(compute.shape) < 0.03
+    outliers = contention(np.where(hiccups, 20 * compute, compute), hidden, expected)
+    assert outliers.share == pytest.approx(share, abs=4 * outliers.error) and outliers.error < 0.03
+
+
+def test_contention_is_seldom_seen_where_there_is_none() -> None:
+    seen = [contention(*_run(0.0, seed)).share > 0 for seed in range(100)]
+    assert sum(seen) <= 6
+    assert "noise" in (contention(*_run(0.0, seen.index(False))).reason or "")
+    # exchanges as long as compute: hidden seconds follow compute there, not the other way round
+    assert contention(*_run(0.0, flight=20.0)).share == 0
+    for noise in (0.05, 0.3):
+        covered = contention(*_run(0.0, flight=1000.0, noise=noise))
+        assert (covered.share, covered.error) == (0, math.inf)
+        assert "cover" in (covered.reason or "")
+
+
+def test_steps_in_common_do_not_look_like_more_evidence() -> None:
+    """64 ranks that slow down together by chance are one observation a step."""
+    seen = 0
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        expected = rng.uniform(1, 2, (40, 64))
+        compute = expected * (1 + 0.1 * rng.standard_normal((40, 1)))
+        hidden = np.broadcast_to(rng.uniform(0.1, 0.5, (40, 1)), (40, 64)) * expected
+        seen += contention(compute, hidden, expected).share > 0
+    assert seen <= 8
+
+
+def test_why_contention_cannot_be_known() -> None:
+    compute, hidden, expected = _run(0.2)
+    nothing = contention(compute, np.zeros_like(hidden), expected)
+    assert (nothing.share, nothing.error) == (0.0, math.inf) and "hardly any" in (nothing.reason or "")
+    assert "cost model" in (contention(compute, hidden, None).reason or "")
+    assert "alike" in (contention(compute, np.full_like(hidden, 0.1), expected).reason or "")
+    assert "more than" in (contention(expected + 3 * hidden, hidden, expected).reason or "")
+    less = contention(expected - 0.2 * hidden, hidden, expected)
+    assert less.share == 0 and "no longer" in (less.reason or "")
+    idle = compute * [1, 1, 1, 0]
+    assert contention(idle, hidden, expected).share == pytest.approx(0.2, abs=0.05)
+
+
+# -- whose memory grows
+
+MB = 1e6
+
+
+def _held(*ranks: np.ndarray) -> MemoryWindows:
+    current = np.stack(ranks, axis=1)
+    return MemoryWindows(range(len(current)), current, np.maximum.accumulate(current))
+
+
+def _noise(seed: int, windows: int, size: float) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, size * MB, windows)
+
+
+@pytest.mark.parametrize("windows", [11, 12, 40, 300])
+def test_a_leak_is_told_from_noise(windows: int) -> None:
+    for seed, level in enumerate((300, 1000) * 20):
+        leak = level * MB + 4 * MB * np.arange(windows) + _noise(seed, windows, 1)
+        found = _held(level * MB + _noise(seed + 100, windows, 1), leak)
+        assert found.growing == [1] and found.slopes is not None
+        assert found.slopes[1] == pytest.approx(4 * MB, rel=0.2)
+    for noise in (0, 1, 30):
+        assert _held(*(300 * MB + _noise(seed, windows, noise) for seed in range(300))).growing == []
+
+
+@pytest.mark.parametrize("windows", [12, 40, 300])
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.2, 0.25])
+def test_memory_that_saturates_does_not_grow(windows: int, share: float) -> None:
+    """It fills up with a time constant of a share of the run."""
+    at = np.arange(windows)
+    ranks = (300 * MB + 200 * MB * (1 - np.exp(-at / (share * windows))) + _noise(seed, windows, 0.5) for seed in range(50))
+    assert _held(*ranks).growing == []
+
+
+def test_what_is_no_growth_and_what_is_imbalance() -> None:
+    at = np.arange(40)
+    for when in (1, 5, 10, 20, 30, 38):
+        more = (300 * MB + 200 * MB * (at >= when) + _noise(seed, 40, 1) for seed in range(50))
+        assert _held(*more).growing == [], f"one more buffer in window {when}"
+    saw = 300 * MB + 100 * MB * (at % 7) / 7
+    assert _held(saw, saw[::-1]).growing == [], "buffers that come back"
+    assert _held(300 * MB + 0.3 * MB * at).growing == [], "too little for its size"
+    first = np.full(12, 300 * MB)
+    first[0] = 10 * MB
+    assert (_held(first).growing, _held(first).slopes) == ([], [0.0]), "the first window says nothing"
+    few = _held(300 * MB + 50 * MB * np.arange(10))
+    assert (few.growing, few.slopes) == ([], None), "a few windows are not judged"
+    found = _held(*(np.full(3, size * MB) for size in (100, 100, 100, 300)))
+    assert found.imbalance == found.peak_imbalance == 2.0
+    assert _held(np.zeros(2), np.zeros(2)).imbalance == 1.0
+
+
+# -- what the plans of the steps come to
+
+ONE = PlannedStep(1.4, 1.1, 1.0, tokens_unbalanced=1.5, tokens_balanced=1.2, tokens_fullest=0.7)
+OTHER = PlannedStep(1.8, 1.5, 1.2, tokens_unbalanced=1.1, tokens_balanced=1.0, tokens_fullest=0.6, fitted=True)
+
+
+def test_plans_are_weighted_by_their_compute_as_the_measured_imbalance_is() -> None:
+    compute = np.array([[1.0, 1.0], [4.0, 2.0]])
+    found = planned_balance([ONE, OTHER], compute)
+    assert found is not None
+    assert (found.unbalanced, found.balanced, found.lower_bound) == pytest.approx((1.7, 1.4, 1.15))
+    assert found.gap == pytest.approx(1.4 / 1.15 - 1)
+    assert (found.tokens_unbalanced, found.tokens_balanced) == pytest.approx((1.2, 1.05))
+    assert (found.tokens_fullest, found.fitted_steps, found.steps) == (0.7, 1, 2)
+    alike = planned_balance([ONE, OTHER], np.zeros((2, 2)))
+    assert alike is not None and alike.unbalanced == pytest.approx(1.6), "without compute"
+    assert planned_balance([ONE, None], compute) is None and planned_balance([], compute[:0]) is None
+    drawn = planned_balance([ONE, PlannedStep(1.8, None, 1.2)], compute)
+    assert drawn is not None and drawn.balanced is drawn.gap is drawn.tokens_unbalanced is None
+    assert drawn.tokens_fullest == 0.7

@@ -1,0 +1,165 @@
+"""Tables, bars and remarks of the page's sections."""
+
+import pytest
+
+from tests.helpers.documents import REASON, bare, document
+from tests.helpers.reports import full_report
+from tests.helpers.shown_page import every, pixels, plain, rows, words
+
+PLAN = {
+    "compute": {"as_drawn": 1.4, "balanced": 1.1, "lower_bound": 1.05, "gap": 1.1 / 1.05 - 1},
+    "tokens": {"as_drawn": 1.3, "balanced": 1.02, "fullest": 0.973},
+    "fitted_steps": 0,
+}
+IDEAS = [
+    {"name": "perfect balance", "speed_up": 1.25, "limit": 1.5, "note": "a note"},
+    {"name": "no data wait", "speed_up": 1.0, "limit": 1.5, "note": None},
+    {"name": "no contention", "speed_up": 0.98, "limit": 1.5, "note": None},
+    {"name": "full overlap", "speed_up": None, "limit": None, "note": "the clocks were not aligned"},
+]
+CAUSES = {"data_s": 0.006, "hardware_s": 0.003, "jitter_s": 0.001, "slow_ranks": {"3": 1.3}, "residual": None}
+
+
+def _visible(page, section):
+    return page.evaluate(f"document.getElementById('{section}').checkVisibility()")
+
+
+def _legend(page, section):
+    return [" ".join(plain(line).split()) for line in every(page, f"#{section} .legend li", "e.innerText")]
+
+
+def test_tables_and_bars_of_a_run(show):
+    made = document(8, 30, summary={"step_s": 0.1, "compute_imbalance": 1.15, "predicted_imbalance": 1.1}, what_if=IDEAS)
+    made["ranks"][3]["shares"].update(compute=0.8, straggler_wait=0.015)
+    made["ranks"][3].update(step_s=0.1034, score=1.3, last=1234)
+    made["ranks"][4]["score"] = None
+    one = {
+        "name": "rows",
+        "per_step": 1.0,
+        "straggler_wait_s": 0.0123,
+        "transfer_s": 0.00456,
+        "wait_s": 0.0,
+        "hidden_s": 0.0,
+        "moved_bytes": 3_400_000,
+        "last": [1, 3],
+    }
+    made["exchanges"] = [one, {**one, "name": "gradients", "per_step": 0.5, "moved_bytes": None, "last": [0, 0]}]
+    made["host_s"] = {"small": 0.000004, "large": 0.002}
+    made["device_idle"] = {"steps": 3, "idle": [0.3, None], "compute": [0.6, None], "other": [0.1, None]}
+    page = show({**made, "balance": PLAN, "imbalance": {**made["imbalance"], **CAUSES, "method": "ranks"}})
+    table = rows(page, "ranks")
+    assert [line[0] for line in table] == ["0", "1", "2", "3 slow", "4", "5", "6", "7"]
+    third = table[3]
+    assert third[1] == "103 ms" and third[3:6] == ["20.0 %", "80.0 %", "1.5 %"] and third[-2:] == ["1.30", "1,234"]
+    assert table[4][-2] == "-" and every(page, "tr.slow", "e.dataset.rank") == ["3"]
+    assert rows(page, "exchanges") == [
+        ["rows", "1", "12.3 ms", "4.56 ms", "0 ms", "3.24 MiB", "rank 1, 75.0 %"],
+        ["gradients", "0.50", "12.3 ms", "4.56 ms", "0 ms", "-", "-"],
+    ]
+    assert rows(page, "host") == [["large", "2.00 ms", "2.0 %"], ["small", "4.00 µs", "0.00 %"]]
+    assert rows(page, "device") == [["0", "60.0 %", "10.0 %", "30.0 %"], ["1", "-", "-", "-"]]
+    assert "3 traced steps" in words(page, "#device .lead")
+    assert rows(page, "balance") == [
+        ["compute", "1.400", "1.100", "1.050", "4.8 %", "1.150", "-"],
+        ["tokens", "1.300", "1.020", "-", "-", "-", "97.3 %"],
+    ]
+    assert "1.10 predicted" in words(page, "[data-figure='compute imbalance']")
+    table = rows(page, "what-if")
+    assert [line[2:] for line in table] == [["1.25x", "1.50x"], ["1.00x", "1.50x"], ["0.98x", "1.50x"], ["-", "-"]]
+    assert table[0][0].endswith("; a note") and table[3][0].endswith(IDEAS[3]["note"]) and table[3][1] == "left out"
+    across = "/ e.getBoundingClientRect().width"
+    fills = every(page, ".gauge", f"e.querySelector('.fill').getBoundingClientRect().width {across}")
+    limits = "e.querySelector('.limit').getBoundingClientRect().right - e.getBoundingClientRect().left"
+    limits = every(page, ".gauge", f"({limits}) {across}")
+    assert (fills, limits) == (pytest.approx([0.5, 0, 0], abs=0.01), pytest.approx([1, 1, 1], abs=0.01))
+    assert _legend(page, "imbalance") == ["data 60.0 % 6.00 ms", "hardware 30.0 % 3.00 ms", "jitter 10.0 % 1.00 ms"]
+    text = words(page, "#imbalance .body")
+    assert "10.0 ms longer" in text and "rank 3 takes 1.30 times" in text and "ranks alone" in text
+    widths = every(page, "#imbalance .stack span", "e.getBoundingClientRect().width")
+    assert [w / sum(widths) for w in widths] == pytest.approx([0.6, 0.3, 0.1], abs=0.01)
+    assert "wait for peers" not in page.evaluate("document.querySelector('main').textContent")
+
+
+@pytest.mark.slow
+def test_what_a_report_does_not_have_is_left_out_or_said(show):
+    page = show(bare(2, 3))
+    assert not any(_visible(page, name) for name in ("device", "balance", "memory", "selector", "ablation"))
+    said = {name: words(page, f"#{name} .body") for name in ("host", "exchanges", "what-if", "imbalance", "waterfall")}
+    assert [name for name, text in said.items() if not text or rows(page, name)] == []
+    (nothing,) = {words(show(document(median_step={"step": 7, "ranks": [[], []]})), "#waterfall .body")}
+    assert nothing == said["waterfall"]
+
+
+@pytest.mark.slow
+def test_waits_that_are_not_divided_are_a_part_of_their_own(show):
+    page = show(document(divided=False))
+    certainty = words(page, "#certainty .body")
+    assert REASON in plain(certainty) and "±" not in certainty
+    legend = dict(every(page, "#shares .legend li", "[e.dataset.part, e.children[1].textContent]"))
+    assert plain(legend["wait"]) == f"wait for peers (not divided: {REASON})"
+    heads = {section: every(page, f"#{section} thead th", "e.textContent") for section in ("ranks", "exchanges")}
+    assert all("wait for peers" in head for head in heads.values())
+    cells = dict(zip(heads["exchanges"], rows(page, "exchanges")[0]))
+    assert (cells["straggler wait"], cells["transfer"]) == ("0 ms", "0 ms") and cells["wait for peers"] != "0 ms"
+    keys = every(page, "#waterfall .legendtext", "e.textContent")
+    assert "wait for peers" in keys and not {"straggler wait", "transfer"} & set(keys)
+    assert every(page, "#waterfall .waits li", "e.textContent") == []
+
+
+@pytest.mark.slow
+def test_memory_stands_in_a_table_and_a_rank_that_grows_stands_out(show):
+    page = show(full_report().document())
+    assert rows(page, "memory") == [
+        ["0", "286 MiB", "381 MiB", "477 MiB", "0 B"],
+        ["1 grows", "635 MiB", "731 MiB", "826 MiB", "5.72 MiB"],
+    ]
+    assert every(page, "#memory tr.slow", "e.dataset.rank") == ["1"]
+    assert "1.31 of the peaks" in words(page, "#memory .body")
+
+
+# -- several runs
+
+
+def run_of(label, step_s, bubble, run=(), summary=(), **changes):
+    figures = {"step_s": step_s, "bubble": bubble, "limit": 1 / (1 - bubble), "samples": 1280, "samples_per_s": 32 / step_s}
+    return document(2, 40, run={"label": label, **dict(run)}, summary={**figures, **dict(summary)}, **changes)
+
+
+def test_runs_are_compared_with_the_first(show):
+    # 100 ms with 50 of bubble, 62.5 with 12.5: three quarters are gone, and 1 / (1 - 0.75 * 0.5) = 1.6
+    page = show(
+        run_of("ddp", 0.1, 0.5), run_of("freescale", 0.0625, 0.2), run_of("worse", 0.125, 0.6, status={"complete": False})
+    )
+    assert rows(page, "ablation") == [
+        ["1. ddp", "", "100 ms", "320", "50.0 %", "-", "1.00x", "-"],
+        ["2. freescale", "", "62.5 ms", "512", "20.0 %", "75.0 %", "1.60x", "0.0 %"],
+        ["3. worse interrupted", "", "125 ms", "256", "60.0 %", "-50.0 %", "0.80x", "0.0 %"],
+    ]
+    assert every(page, "#ablation thead th", "e.innerText")[-1] == "compute per sample"
+    lengths = every(page, "#ablation .stack", "e.lastChild.getBoundingClientRect().right - e.getBoundingClientRect().left")
+    assert [length / lengths[2] for length in lengths] == pytest.approx([0.8, 0.5, 1.0], abs=0.02)
+    assert page.evaluate("document.querySelector('#ablation .warning')") is None
+
+
+@pytest.mark.slow
+def test_what_to_know_about_two_runs_is_told(show):
+    page = show(run_of("a", 0.1, 0.5), run_of("b", 0.1, 0.4, {"model": "SASRec", "parameters": 5}))
+    assert rows(page, "ablation")[1][5:] == ["20.0 %", "1.00x", "+20.0 %"]
+    differences = [plain(line) for line in every(page, "#ablation .warning li", "e.textContent")]
+    assert differences == ["model of a and b: 'HSTURecommender' and 'SASRec'", "parameters of a and b: 1234567 and 5"]
+    page = show(run_of("a", 0.1, 0.0), run_of("b", 0.1, 0.5, {"device": "cuda"}, {"samples": 0, "samples_per_s": None}))
+    assert len(every(page, "#ablation ul.note li", "e")) == 2 and "'cpu' and 'cuda'" in words(page, "#ablation .note")
+    assert every(page, "#ablation thead th", "e.innerText")[-1] == "compute per step"
+    assert rows(page, "ablation")[1][5] == "-", "the first run has no bubble"
+
+
+def test_the_selector_chooses_the_run(show):
+    page = show(run_of("first", 0.1, 0.5), {**bare(), "run": {**document()["run"], "label": "second", "world_size": 1}})
+    assert every(page, "option", "e.textContent") == ["1. first", "2. second"]
+    assert words(page, "#label") == "first" and len(rows(page, "ranks")) == 2
+    page.locator("select").select_option("1")
+    assert words(page, "#label") == "second" and len(rows(page, "ranks")) == 1 and len(rows(page, "ablation")) == 2
+    assert not rows(page, "waterfall") and not _visible(page, "device")
+    page.locator("select").select_option("0")
+    assert words(page, "#label") == "first" and _visible(page, "device")
+    assert pixels(page, "waterfall-picture", [(0.5, 0.25)])[0] != (255, 255, 255)

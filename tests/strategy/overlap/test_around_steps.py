@@ -1,0 +1,278 @@
+"""Around a fit's steps: tables read and written by the user's code, split backward, and how a fit ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_freescale.embeddings.overlap.local_rows import LocalRows
+from lightning_freescale.testing import RankFailed, run_distributed
+from tests.helpers import overlap_training as training
+from tests.helpers.micro_batch_training import data
+from tests.helpers.overlap_modules import TwoCollections, with_tags
+from tests.helpers.overlap_training import PLAIN, Case, CountingModel, Run, compared, departures, fit, my_loader
+
+STEPS, SOON = 5, 50.0
+OVERLAPPED = {"dedup": False}
+
+
+class Reads(CountingModel):
+    """Keeps this rank's part of every table, as the state dict shows it after each step."""
+
+    def __init__(self, write: Callable[[Any], None] = lambda strategy: None, after: int = 0) -> None:
+        super().__init__()
+        self.write, self.after = write, after
+        self.read: list[list[Tensor]] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.current_epoch == 0 and batch_idx == self.after:
+            self.write(self.trainer.strategy)
+        tables = [value for name, value in self.state_dict().items() if "embeddings" in name]
+        self.read.append([shard.tensor.clone() for table in tables for shard in table.local_shards()])
+
+
+def _halve(strategy: Any) -> None:
+    with torch.no_grad():
+        for shard in strategy.tables.shards():
+            shard.weight.mul_(0.5)
+
+
+def _announced(strategy: Any) -> None:
+    with strategy.writing_tables():
+        _halve(strategy)
+
+
+def _after_a_drain(strategy: Any) -> None:
+    strategy.drain()
+    _halve(strategy)
+
+
+def by_hand(make: Callable[[], Any], ahead: Any = None, **rest: Any) -> Case:
+    """A case of two short epochs."""
+    return Case(make, lambda: my_loader(STEPS), ahead=ahead, **rest)
+
+
+CASES = {
+    "reads": by_hand(Reads, (2 * STEPS - 3, 3, 0)),
+    # rows fetched ahead are thrown away
+    "writes in the middle": by_hand(partial(Reads, _announced, 2), (6, 4, 0)),
+    "writes at the end of an epoch": by_hand(partial(Reads, _announced, STEPS - 1), (7, 3, 0)),
+}
+
+
+def _fits(cases: dict[str, Case], seconds: float, at_the_end: float) -> dict[str, tuple[list[Run], list[Any]]]:
+    """Of updates that take their time."""
+    plain = LocalRows.update
+
+    def slow(self: LocalRows, rows: Tensor, gradients: Tensor, settings: Any) -> None:
+        time.sleep(at_the_end if settings[0].step == 2 * STEPS - 1 else seconds)
+        plain(self, rows, gradients, settings)
+
+    LocalRows.update = slow
+    found: dict[str, tuple[list[Run], list[Any]]] = {}
+    for name, case in cases.items():
+        runs, read = found.setdefault(name, ([], []))
+        for way in (PLAIN, OVERLAPPED):
+            torch.manual_seed(0)
+            module = case.make()
+            runs.append(by_hand(lambda made=module: made).fit(way))
+            read.append(getattr(module, "read", []))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("cases", "late"),
+    [
+        (CASES, (0.0, 0.0)),
+        pytest.param({"late for a reader": CASES["reads"]}, (0.05, 0.05), marks=pytest.mark.slow),
+        pytest.param({"late for the end of the fit": by_hand(CountingModel)}, (0.0, 2.0), marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_read_and_written(cases: dict[str, Case], late: tuple[float, float]) -> None:
+    ranks = run_distributed(_fits, 2, cases, *late)
+    assert departures(cases, [{name: runs for name, (runs, _) in found.items()} for found in ranks]) == []
+    for found in ranks:
+        for name, (_, (expected, read)) in found.items():
+            if cases[name].make is not CountingModel:
+                assert len(read) == len(expected) == 2 * STEPS and len(read[0]) == 2
+                assert not torch.equal(read[0][0], read[1][0]), "the tables must move, or equality means nothing"
+            assert all(torch.equal(*pair) for steps in zip(read, expected) for pair in zip(*steps)), name
+
+
+def test_writing_unannounced_is_an_error() -> None:
+    cases = {
+        write.__name__: by_hand(partial(Reads, write, 2), error=["RuntimeError", "writing_tables()", "'net.embeddings'"])
+        for write in (_halve, _after_a_drain)
+    }
+    assert training.not_refused(2, cases) == []
+
+
+class Halves(CountingModel):
+    """Also under "ddp", where there is no strategy to ask."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and hasattr(self.trainer.strategy, "writing_tables"):
+            _announced(self.trainer.strategy)
+        elif batch_idx == 2:
+            for weight in self.net.embeddings.parameters():
+                weight.data.mul_(0.5)
+
+
+def test_written_between_the_batches_of_one_step() -> None:
+    """The gradients that were there before stay."""
+    case = by_hand(partial(Halves, "sgd"), options={"accumulate_grad_batches": 2})
+    assert compared(2, {"halves": case}, "ddp", {}, losses=(1e-5, 1e-12), weights=(1e-4, 1e-6), states=(1e-4, 1e-6)) == []
+
+
+# -- split_backward=True: the rows' gradients are on their way before those of the weights are there
+
+SPLIT = {"split_backward": True}
+
+
+class NotesOrder(CountingModel):
+    """Notes at each weight's gradient whether the rows' had been handed over by then."""
+
+    def on_fit_start(self) -> None:
+        self.handed_over: list[bool] = []
+        for layer in (self.net.hidden[0], self.net.hidden[2]):
+            layer.weight.register_post_accumulate_grad_hook(self._note)
+
+    def _note(self, weight: Tensor) -> None:
+        strategy: Any = self.trainer.strategy
+        engine = strategy.overlap_controller.engine
+        self.handed_over.append(all(each.jobs.current.gradient_sent for each in engine.collections.values()))
+
+    def on_fit_end(self) -> None:
+        self.statistics["handed over"] = self.handed_over
+
+
+def split(loader: Any = lambda: my_loader(training.STEPS), **options: Any) -> Case:
+    """A case of one epoch."""
+    return Case(partial(NotesOrder, "rowwise_adagrad"), loader, {"max_epochs": 1, **options}, notice=None)
+
+
+SPLIT_CASES = {
+    "plain": split(),
+    "clipped": split(gradient_clip_val=0.1),
+    "windows": split(accumulate_grad_batches=2),
+    "bf16-mixed": split(precision="bf16-mixed"),
+    "micro-batches": split(lambda: data(2, val_dataset=None)),
+}
+UNUSED = {"micro-batches": split(lambda: data(2, val_dataset=None))}
+
+
+def test_same_bits_and_rows_first() -> None:
+    results = run_distributed(training.fit_all, 2, SPLIT_CASES, {}, SPLIT)
+    assert departures(SPLIT_CASES, results) == []
+    for runs in results:
+        for name, (plain, split) in runs.items():
+            before, after = plain.statistics["handed over"], split.statistics["handed over"]
+            if name == "micro-batches":  # the weights have their gradients at the end of the step
+                assert after == [True] * (len(before) // 2)
+            else:
+                assert before == [False] * 2 * training.STEPS
+                # nothing waits for a batch without an update
+                assert after == [number // 2 % 2 == 1 or name != "windows" for number in range(2 * training.STEPS)], name
+
+
+def test_micro_batches_where_ddp_looks_for_unused_parameters() -> None:
+    ways = [{"find_unused_parameters": True, **split} for split in ({}, SPLIT)]
+    results = run_distributed(training.fit_all, 2, UNUSED, *ways)
+    assert departures(UNUSED, results) == []
+    for runs in results:
+        before, after = (run.statistics["handed over"] for run in runs["micro-batches"])
+        assert len(after) == len(before) and any(after)
+
+
+# -- the end: with nothing left behind, or with an error on every rank and no hang
+
+
+class Normalizes(CountingModel):
+    """DDP copies its buffers to all ranks before every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(1)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        return super().training_step({**batch, "label": self.norm(batch["label"][:, None])[:, 0]}, batch_idx)
+
+
+class Fails(CountingModel):
+    """One rank raises or dies in its third step, before or after its lookup."""
+
+    def __init__(self, how: str, after_lookup: bool) -> None:
+        super().__init__()
+        self.how, self.after_lookup = how, after_lookup
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        if self.after_lookup:
+            loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2 and (self.global_rank == 1 or self.how == "raises everywhere"):
+            if self.how.startswith("raises"):
+                raise KeyError("the needle")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss if self.after_lookup else super().training_step(batch, batch_idx)
+
+
+def _uneven(extra: int, epochs: int, validates: bool, make: type[CountingModel] = CountingModel) -> None:
+    steps = 4 + (extra if os.environ["RANK"] == "1" else 0)
+    validation = my_loader(2) if validates else None
+    fit(make(), my_loader(steps), validation, max_epochs=epochs, num_sanity_val_steps=0)
+
+
+def _fails(how: str, after_lookup: bool) -> None:
+    fit(Fails(how, after_lookup), my_loader(8))
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize(
+    ("end", "ranks", "message"),
+    [
+        (partial(_uneven, 1, 1, False), 2, r"ranks \[0\]"),
+        (partial(_uneven, 2, 2, True), 2, r"ranks \[0\]"),
+        (partial(_uneven, -1, 1, True), 2, r"ranks \[1\]"),
+        pytest.param(partial(_uneven, 1, 1, False, Normalizes), 2, r"ranks \[0\]", marks=pytest.mark.slow),
+        (partial(_fails, "raises", False), 3, "rank 1: (?s:.*)the needle"),
+        (partial(_fails, "raises", True), 3, "rank 1: (?s:.*)the needle"),
+        (partial(_fails, "dies", True), 3, "rank 1: died with exit code -9"),
+        pytest.param(partial(_fails, "dies", False), 3, "rank 1: died with exit code -9", marks=pytest.mark.slow),
+    ],
+)
+def test_every_rank_ends_with_an_error_of_its_own(end: Any, ranks: int, message: str) -> None:
+    with pytest.raises(RankFailed, match=message) as failure:
+        run_distributed(end, ranks, timeout=SOON)
+    assert "did not finish" not in str(failure.value)
+    for rank in (0, 2) if ranks == 3 else ():
+        assert f"rank {rank}: Traceback" in str(failure.value)
+
+
+def _leaves_behind() -> tuple[set[int], list[list[float]]]:
+    """How many groups there are after fits of a module; and losses of fits after one that has raised, alike on all ranks."""
+    module, groups, losses = TwoCollections(), set(), []
+    for epochs in (1, 2, 1):
+        fit(module, training.changed_loader(4, with_tags), my_loader(2), max_epochs=epochs)
+        groups.add(len(dist.distributed_c10d._world.pg_map))
+        assert training.exchange_threads() == []
+    with pytest.raises(KeyError, match="the needle"):
+        fit(Fails("raises everywhere", False), my_loader(8))
+    assert training.exchange_threads() == []
+    for _ in range(2):
+        torch.manual_seed(0)
+        losses.append(fit(CountingModel(), my_loader(4)).losses)
+    return groups, losses
+
+
+def test_nothing_is_left_of_a_fit() -> None:
+    for groups, (first, second) in run_distributed(_leaves_behind, 2):
+        assert len(groups) == 1
+        assert first == second and len(first) == 4

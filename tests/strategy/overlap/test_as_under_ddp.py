@@ -1,0 +1,335 @@
+"""Windows of batches, clipping over the dense part and the tables together, and two levels: as under "ddp", or refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities import grad_norm
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
+from torchrec.optim import apply_optimizer_in_backward
+
+from lightning_freescale.strategy import module_setup
+from lightning_freescale.testing import run_distributed
+from tests.helpers import overlap_modules as modules
+from tests.helpers import overlap_training as training
+from tests.helpers.overlap_training import PLAIN, Case, CountingModel, Run, departures, fit_all, my_loader, not_refused
+from tests.helpers.recommender import DIM, ITEMS, OPTIMIZERS
+
+STEPS, WINDOWS = 5, 7  # the last window of an epoch of WINDOWS is shorter
+BY_NORM = {"gradient_clip_val": 0.05}
+BY_VALUE = {"gradient_clip_val": 0.005, "gradient_clip_algorithm": "value"}
+ACCUMULATED = {"losses": (1e-5, 1e-12), "weights": (1e-4, 1e-6), "states": (1e-4, 1e-6), "moves": 1.2}
+CLIPPED = {"losses": (1e-6, 1e-12), "weights": (1e-6, 1e-6), "states": (1e-5, 1e-7)}
+TRIALS = {"lookahead": "trial_run"}
+
+
+class SchedulesAndComputes(modules.Schedules, modules.Computes):
+    """A learning rate for every step, and ids that a trial run finds."""
+
+
+def windows(make: Any = CountingModel, loader: Any = lambda: my_loader(WINDOWS), **rest: Any) -> Case:
+    """A case with windows of several batches."""
+    options = {"accumulate_grad_batches": 3, **rest.pop("options", {})}
+    return Case(make, loader, options, ahead=rest.pop("ahead", (2 * WINDOWS - 3, 3, 0)), **rest)
+
+
+ACCUMULATING = {
+    **{name: windows(partial(CountingModel, name), options={"accumulate_grad_batches": 2}) for name in OPTIMIZERS},
+    "other windows in every epoch": windows(
+        partial(CountingModel, "rowwise_adagrad"),
+        options={"accumulate_grad_batches": 1, "callbacks": lambda: [GradientAccumulationScheduler({0: 3, 1: 2})]},
+    ),
+    "schedule and trial runs": windows(
+        SchedulesAndComputes,
+        lambda: training.changed_loader(WINDOWS, training.as_tensors),
+        options={"reload_dataloaders_every_n_epochs": 1},
+        overlap=TRIALS,
+    ),
+    "validation inside a window": windows(options={"val_check_interval": 2}, validation=lambda: my_loader(2)),
+    # Lightning forgets the gradients that wait for a step then
+    "an epoch cuts a window short": windows(modules.CutsShort, ahead=None),
+}
+
+
+def test_windows_as_under_ddp() -> None:
+    ranks = run_distributed(fit_all, 2, ACCUMULATING, "ddp", {})
+    assert departures(ACCUMULATING, ranks, **ACCUMULATED) == []
+    statistics = [dedup.statistics for runs in ranks for _, dedup in runs.values()]
+    assert all(counted["rows"] < counted["tokens"] for counted in statistics), "each row once"
+
+
+# -- clipping
+
+
+def _differ(one: Run, other: Run, part: str = "embeddings") -> bool:
+    names = [name for name in one.weights if part in name]
+    return bool(names) and all((one.weights[name] - other.weights[name]).abs().max() > 1e-4 for name in names)
+
+
+class WithLargeEps(CountingModel):
+    """Adagrad's eps is far above what is left of gradients that cancel: with less, their rounding moves a weight as any other.
+
+    Their rounding is some 1e-9, and moves a weight by lr / eps times as much: a tenth of the tolerance.
+    """
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        for group in optimizer.param_groups:
+            group.update({"eps": 1e-3} if isinstance(optimizer, torch.optim.Adagrad) else {})
+        return optimizer
+
+
+def clipping(make: Any, change: Any = dict, ahead: Any = (STEPS - 2, 2, 0), **options: Any) -> Case:
+    """A case of one short epoch, clipped."""
+    overlap = TRIALS if change is training.as_tensors else {}
+    loader = partial(training.changed_loader, STEPS, change)
+    return Case(make, loader, {"max_epochs": 1, **options}, overlap, ahead=ahead)
+
+
+def _every_optimizer(**options: Any) -> dict[str, Case]:
+    return {name: clipping(partial(WithLargeEps, name), **options) for name in OPTIMIZERS}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "clip", "accumulated"), [(1, BY_NORM, 1), (1, BY_VALUE, 2), (2, BY_NORM, 2), (2, BY_VALUE, 1)]
+)
+def test_as_under_ddp(ranks: int, clip: dict[str, Any], accumulated: int) -> None:
+    cases, unclipped = (_every_optimizer(**each, accumulate_grad_batches=accumulated) for each in (clip, {}))
+    runs = run_distributed(fit_all, ranks, cases, "ddp", {}, {"dedup": False})
+    assert departures(cases, runs, **CLIPPED) == []
+    others = run_distributed(fit_all, ranks, unclipped, "ddp")[0]
+    assert all(_differ(runs[0][name][0], others[name][0]) for name in cases), "nothing was clipped"
+
+
+class ByHook(CountingModel):
+    """Clips as it likes: by value, by norm, by both, or not at all; in every step by other limits."""
+
+    def configure_gradient_clipping(self, optimizer: Any, **_: Any) -> None:
+        if self.global_step % 4 in (0, 2):
+            self.clip_gradients(optimizer, 0.003 + 0.001 * self.global_step, "value")
+        if self.global_step % 4 in (1, 2):
+            self.clip_gradients(optimizer, 0.02 + 0.01 * self.global_step, "norm")
+
+
+class WithTags(modules.TwoCollections, modules.Schedules):
+    """Two collections, and a learning rate for every step."""
+
+
+def _frozen(make: type[CountingModel], optimizer: str = "adagrad") -> CountingModel:
+    """One of its tables is frozen at first."""
+    module = make(optimizer)
+    module.net.embeddings.embeddings["item"].weight.requires_grad_(False)
+    return module
+
+
+class FreezesBetween(CountingModel):
+    """One table is trained from the third step on, the other one until the fourth."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.net.embeddings.embeddings["item"].weight.requires_grad_(True)
+        if batch_idx == 3:
+            self.net.embeddings.embeddings["cat"].weight.requires_grad_(False)
+
+
+class Reads(CountingModel):
+    """Asks for the whole state between backward and the optimizer step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        state = self.trainer.strategy.lightning_module_state_dict()
+        if self.global_rank == 0:
+            self.losses.append(sum(float(value.double().square().sum()) for value in state.values()))
+
+
+class OwnOptimizers(CountingModel):
+    """Its tables are updated during backward, under any strategy, so before anything is clipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        apply_optimizer_in_backward(torch.optim.SGD, self.net.embeddings.parameters(), {"lr": 0.5})
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        clip_grad_norm_(self.parameters(), 0.04)
+
+
+class Acts(CountingModel):
+    """Does something in a hook: between backward and the optimizer step, if no other is named."""
+
+    def __init__(self, act: Callable[..., Any], hook: str = "on_before_optimizer_step") -> None:
+        super().__init__("sgd")
+        setattr(self, hook, partial(act, self))
+
+
+def _log_norms(module: L.LightningModule, optimizer: Any) -> None:
+    total = clip_grad_norm_(module.parameters(), math.inf)
+    assert float(grad_norm(module, 2)["grad_2.0_norm_total"]) == pytest.approx(float(total), abs=1e-3)
+
+
+def _add_noise(module: L.LightningModule, optimizer: Any) -> None:
+    for parameter in module.net.hidden.parameters():
+        parameter.grad.add_(0.01)
+    clip_grad_norm_([module.net.hidden[0].weight], 0.02)
+
+
+CLIPPING = {
+    "hook, windows": clipping(ByHook, accumulate_grad_batches=2),
+    "two collections by norm": clipping(WithTags, modules.with_tags, ahead=(2 * STEPS - 4, 4, 0), **BY_NORM),
+    "a frozen table": clipping(partial(_frozen, CountingModel), **BY_NORM),
+    "a step after the closure": clipping(modules.StepsAfterClosure, **BY_NORM),
+    "reads, windows": clipping(Reads, **BY_NORM, accumulate_grad_batches=2),
+    "cut short": clipping(modules.CutsShort, ahead=None, **BY_NORM, accumulate_grad_batches=3, max_epochs=2),
+    "trial runs": clipping(modules.Computes, training.as_tensors, **BY_NORM),
+    "a hook finds norms": clipping(partial(Acts, _log_norms)),
+    "a hook changes dense gradients": clipping(partial(Acts, _add_noise)),
+}
+# on several ranks DDP does not reduce what was frozen when it was made, and Lightning allows no step without a loss
+ON_ONE_RANK = {
+    "frozen for a time, by value": clipping(partial(_frozen, FreezesBetween, "sgd"), **BY_VALUE),
+    "steps without a loss": clipping(partial(modules.Skips, "sgd"), **BY_NORM),
+    "frozen for a time, by norm": clipping(partial(_frozen, FreezesBetween, "sgd"), **BY_NORM),
+    "tables in no optimizer, by value": clipping(OwnOptimizers, **BY_VALUE),
+}
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [(2, CLIPPING), (1, ON_ONE_RANK)])
+def test_in_all_ways_as_under_ddp(ranks: int, cases: dict[str, Case]) -> None:
+    assert training.compared(ranks, cases, "ddp" if ranks > 1 else "auto", {}, **CLIPPED) == []
+
+
+def _clip_hidden(module: L.LightningModule, optimizer: Any) -> None:
+    clip_grad_norm_(module.net.hidden.parameters(), 0.03)
+
+
+def test_the_dense_part_alone_on_request() -> None:
+    """It is what a hook does that clips the dense parameters by their names."""
+    cases = {
+        "by name": clipping(partial(Acts, _clip_hidden)),
+        "by option": clipping(partial(CountingModel, "sgd"), gradient_clip_val=0.03),
+    }
+    ranks = run_distributed(fit_all, 2, cases, "ddp", {"clip": "dense"}, {"clip": "dense", **PLAIN})
+    ddp, together = (ranks[0][name][0] for name in cases)
+    assert _differ(ddp, together) and _differ(ddp, together, "hidden")
+    for runs in ranks:
+        runs["by option"][0] = runs["by name"][0]
+    assert departures({name: replace(case, ahead=None) for name, case in cases.items()}, ranks, **CLIPPED) == []
+
+
+# -- refused
+
+
+class ChangesValue(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.gradient_clip_val = None
+
+
+def _look_up_between(module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    module.net(batch["features"]).sum().backward()
+
+
+class WeightedMean(CountingModel):
+    """Bags that only TorchRec pools."""
+
+    def __init__(self) -> None:
+        super().__init__("sgd")
+        config = EmbeddingBagConfig(name="bag", num_embeddings=ITEMS, embedding_dim=DIM, feature_names=["history"])
+        config.pooling = PoolingType.MEAN
+        self.bags = EmbeddingBagCollection(tables=[config], is_weighted=True)
+
+
+class SkipsSteps(CountingModel):
+    """Accumulates by hand."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+        if batch_idx % 2:
+            optimizer.step(closure)
+        else:
+            closure()
+
+
+def _with_norm(module: L.LightningModule, optimizer: Any) -> None:
+    parameters = list(module.parameters())
+    clip_grads_with_norm_(parameters, 1.0, get_total_norm([p.grad for p in parameters if p.grad is not None]))
+
+
+def refused(make: Any, *error: str, overlap: Any = None, **options: Any) -> Case:
+    """A case that ends with this ValueError."""
+    return Case(make, lambda: my_loader(STEPS), options, overlap=overlap or {}, error=["ValueError", *error])
+
+
+def by_torch(act: Any, function: str = "clip_grad_norm_", *hook: str, **options: Any) -> Case:
+    """Torch's function would clip the dense part alone, by a limit of 1."""
+    return refused(partial(Acts, act, *hook), f"{function}(parameters, 1.0)", "gradient_clip_val", "clip='dense'", **options)
+
+
+def later(make: Any, *error: str, **options: Any) -> Case:
+    """A case with windows of two batches."""
+    return refused(make, *error, accumulate_grad_batches=2, **options)
+
+
+AFTER = "on_after_backward"
+BETWEEN = partial(Acts, lambda module: module.clip_gradients(module.optimizers().optimizer), AFTER)
+NORM = partial(Acts, lambda module, optimizer: module.clip_gradients(optimizer, 1.0))
+VALUE = partial(Acts, lambda module, optimizer: module.clip_gradients(optimizer, 1.0, "value"))
+LOOKS_UP = partial(Acts, _look_up_between, "on_train_batch_end")
+SCHEDULER: dict[str, Any] = {"callbacks": lambda: [GradientAccumulationScheduler({1: 2})]}
+REFUSED = {
+    "norm": by_torch(lambda module, _: clip_grad_norm_(module.parameters(), 1.0)),
+    "value": by_torch(lambda module, _: clip_grad_value_(module.parameters(), 1.0), "clip_grad_value_"),
+    "with norm": by_torch(_with_norm, "clip_grads_with_norm_"),
+    "a group": by_torch(lambda _, optimizer: clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0), **BY_NORM),
+    "later": by_torch(lambda module: clip_grad_norm_(module.parameters(), 1.0), "clip_grad_norm_", AFTER, **BY_VALUE),
+    "Lightning's, norm": refused(NORM, "gradient_clip_val=1.0", "'norm'"),
+    "Lightning's, value": refused(VALUE, "gradient_clip_val=1.0", "'value'"),
+    "Lightning's, without overlap": refused(NORM, "gradient_clip_val=1.0", overlap=PLAIN),
+    "inside a window, norm": later(BETWEEN, "gradient_clip_val=0.05", **BY_NORM),
+    "inside a window, value": later(BETWEEN, "gradient_clip_val=0.005", **BY_VALUE),
+    "a limit that changes": refused(CountingModel, "gradient_clip_val=None", callbacks=lambda: [ChangesValue()], **BY_VALUE),
+    "a lookup between steps, norm": refused(LOOKS_UP, "'net.embeddings'", "clip", **BY_NORM),
+    "a lookup between steps, value": refused(LOOKS_UP, "'net.embeddings'", "clip", **BY_VALUE),
+    "TorchRec's bags": refused(WeightedMean, "gradient_clip_val=0.05", "['bags']", **BY_NORM),
+    "a hook without overlap": refused(ByHook, "ByHook.configure_gradient_clipping", "['net.embeddings']", overlap=PLAIN),
+    "windows of TorchRec's bags": later(WeightedMean, "accumulate_grad_batches=2", "['bags']"),
+    "windows without overlap": later(CountingModel, "accumulate_grad_batches=2", "['net.embeddings']", overlap=PLAIN),
+    "windows later": refused(CountingModel, "GradientAccumulationScheduler", "net.embed", overlap=PLAIN, **SCHEDULER),
+    "windows by hand": refused(SkipsSteps, "optimizer.step(closure)"),
+}
+
+
+def test_refused() -> None:
+    assert not_refused(2, REFUSED) == []
+
+
+def _torchs_own() -> list[Any]:
+    functions = clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
+    before = [function.__closure__ and function.__closure__[0].cell_contents for function in functions]
+    clipping(CountingModel, **BY_NORM).fit({})
+    return [function.__closure__[0].cell_contents is one for function, one in zip(functions, before)]
+
+
+def test_torchs_functions_are_their_own_again() -> None:
+    assert run_distributed(_torchs_own, 1) == [[True] * 3]
+
+
+# -- two levels; on several nodes they are in the random cases
+
+
+def _on_one_node() -> tuple[list[str], float]:
+    messages: list[str] = []
+    module_setup.rank_zero_info = messages.append
+    run = Case(options={"max_epochs": 1}).fit({"exchange": "two_level"})
+    return messages, run.statistics["cross_node_bytes"]
+
+
+def test_one_level_is_the_flat_exchange() -> None:
+    for messages, crossed in run_distributed(_on_one_node, 2):
+        assert sum("exchange='two_level'" in text and "num_nodes=1" in text for text in messages) == 1
+        assert crossed == 0
