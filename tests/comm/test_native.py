@@ -232,10 +232,13 @@ def test_messages_of_users_do_not_meet_those_of_the_lane_and_a_tag_is_refused_th
 
 
 def test_what_is_on_a_gpu_is_seen_in_every_argument() -> None:
-    barrier = dist.BarrierOptions()
-    assert not native._is_on_gpu(barrier) and not native._is_on_gpu([[torch.ones(1)], None, 3])
-    barrier.device = CUDA
-    assert native._is_on_gpu(barrier) and native._is_on_gpu([[torch.ones(1), cuda_tensor(1)]])
+    def run() -> list[bool]:
+        barrier = dist.BarrierOptions()
+        found = [native._is_on_gpu(barrier), native._is_on_gpu([[torch.ones(1)], None, 3])]
+        barrier.device = CUDA
+        return [*found, native._is_on_gpu(barrier), native._is_on_gpu([[torch.ones(1), cuda_tensor(1)]])]
+
+    assert run_distributed(run, 1) == [[False, False, True, True]]
 
 
 def test_a_lane_that_has_ended_says_so_of_gloos_collectives_too() -> None:

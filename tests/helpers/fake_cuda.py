@@ -57,7 +57,11 @@ def messages_of(logger: str) -> list[str]:
 
 
 def cuda_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A tensor that says it is on a GPU; it has no memory."""
+    """Return a tensor that says it is on a GPU; it has no memory.
+
+    Only ranks may call this. From then on torch counts a GPU in the process: autograd starts a thread for it, and processes
+    that are forked later cannot run a backward.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
