@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import hypothesis
 import pytest
@@ -28,6 +31,18 @@ def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves a process, a thread of this package or the default process group behind."""
     with no_leftovers():
         yield
+
+
+@pytest.fixture(autouse=True)
+def environment_and_log_levels_restored() -> Iterator[None]:
+    """Restore what scripts and Trainers set for the whole process, so that no test depends on the tests before it."""
+    loggers = [each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
+    levels = [(logger, logger.level, logger.disabled) for logger in loggers]
+    with patch.dict(os.environ):
+        yield
+    for logger, level, disabled in levels:
+        logger.setLevel(level)
+        logger.disabled = disabled
 
 
 @pytest.fixture

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,17 +14,6 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 Run = Callable[..., dict[str, float]]
-
-
-@pytest.fixture(autouse=True)
-def _as_it_was() -> Iterator[None]:
-    """What a benchmark sets for its process, the environment and how much is logged, goes again."""
-    loggers = [each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
-    levels = [each.level for each in loggers]
-    with patch.dict(os.environ):
-        yield
-    for logger, level in zip(loggers, levels):
-        logger.setLevel(level)
 
 
 @pytest.fixture
