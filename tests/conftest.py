@@ -26,6 +26,13 @@ hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine
 hypothesis.settings.load_profile("untimed")
 
 
+def pytest_collection_finish() -> None:
+    """Refuse a test module whose import makes this process look like a rank: every later Trainer would read it."""
+    left = {"RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
+    if left:
+        raise pytest.UsageError(f"importing the tests set {sorted(left)}: import the module that does it inside of its test")
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves a process, a thread of this package or the default process group behind."""
