@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch.distributed as dist
 from typing_extensions import override
@@ -138,7 +138,8 @@ class BubbleProfiler(Callback):
         # where the hook of another callback that fails on one rank would leave the others waiting for it
         self._group = None
         if trainer.world_size > 1:
-            self._group = dist.new_group(backend="gloo", timeout=process_group_timeout(trainer.strategy))
+            timeout = process_group_timeout(trainer.strategy)
+            self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
             self._observing.callback(dist.destroy_process_group, self._group)
 
     @override

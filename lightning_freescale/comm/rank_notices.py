@@ -54,7 +54,7 @@ class RankNotices:
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         self.rank, self.size = rank, size
         self._timeout = timeout.total_seconds()
-        self._store = dist.PrefixStore(f"freescale notices/{next(_RUNS)}", store.clone())  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore(f"freescale notices/{next(_RUNS)}", store.clone())
         self._main = threading.get_ident()
         self._jobs: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
         self._stop_requested = self._answered = self._alarmed = self._failed = self._lost = False

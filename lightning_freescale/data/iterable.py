@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
@@ -98,9 +98,8 @@ class IterableData:
         """Return the loader of a rank, from where a checkpoint left it on. Collective."""
         if world_size > 1 and self._group is None:
             # its own lane: its thread must not queue behind training's collectives, which come first
-            self._group = dist.new_group(
-                backend=BACKEND, timeout=timeout, pg_options=LaneOptions(name="samples", priority=-1, lazy_gloo=True)
-            )
+            lane = LaneOptions(name="samples", priority=-1, lazy_gloo=True)
+            self._group = cast("dist.ProcessGroup", dist.new_group(backend=BACKEND, timeout=timeout, pg_options=lane))
         loader = self._loader = self._make_loader(
             rank=rank, world_size=world_size, group=self._group, micro_batches=self.micro_batches
         )

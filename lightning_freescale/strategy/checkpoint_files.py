@@ -48,7 +48,7 @@ class CheckpointFiles:
     def set_up(self, timeout: timedelta | None) -> None:
         """Make the process group of folders, once. Collective."""
         if self.checkpoint == "sharded" and self._group is None:
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
+            self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
 
     # -- saving
 

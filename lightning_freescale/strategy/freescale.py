@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -250,7 +250,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self.set_up_stopping(trainer)
         if fitting and dist.is_initialized() and self.world_size > 1:
             # not where training starts: a hook of the user's that fails there would leave the others waiting here
-            self._monitor_group = dist.new_group(backend="gloo", timeout=self.group_timeout)
+            self._monitor_group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=self.group_timeout))
             self.at_teardown.callback(dist.destroy_process_group, self._monitor_group)
         if fitting and calibrated_data(trainer) is not None:
             self._record_steps()

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -144,7 +144,7 @@ def embedding_group(
     lane = LaneOptions("native" if native else transport, name="embedding", priority=1, lazy_gloo=True)
     group = earlier.group if earlier is not None else None
     if not isinstance(group, FreeScaleGroup) or group.options != lane:
-        group = dist.new_group(backend=BACKEND, timeout=timeout, pg_options=lane)
+        group = cast("dist.ProcessGroup", dist.new_group(backend=BACKEND, timeout=timeout, pg_options=lane))
     return group
 
 

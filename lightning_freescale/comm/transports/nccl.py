@@ -39,7 +39,7 @@ class NcclCommunicator:
         self._pool = torch.cuda.MemPool(self._nccl.mem_allocator)
         with torch.cuda.use_mem_pool(self._pool):
             self.window = torch.empty((2, size * align(chunk_bytes, _ALIGN)), dtype=torch.uint8, device=device)
-        self._nccl.register_mem_pool(self._pool, symm=True)  # type: ignore[call-arg]  # its stub lacks symm
+        self._nccl.register_mem_pool(self._pool, symm=True)
 
     def all_to_all(self, stream: Any, output: Tensor, input: Tensor) -> None:
         """Enqueue the all-to-all of uint8 of shape ``[size * width]``; splits would make NCCL launch kernels."""

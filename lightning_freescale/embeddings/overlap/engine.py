@@ -119,7 +119,7 @@ class OverlapEngine:
     ) -> OverlappedCollection:
         local = LocalRows.from_module(layout, collection, module, self.tables, self.clip_value)
         lane = LaneOptions(self._transport, name=collection.path, nccl_ctas=_NCCL_CTAS, lazy_gloo=True)
-        group = dist.new_group(backend=BACKEND, timeout=self._timeout, pg_options=lane)
+        group: Any = dist.new_group(backend=BACKEND, timeout=self._timeout, pg_options=lane)
         group.connect()  # now, not in a step
         proxies = self._proxy_groups(collection.path, order) if self._two_level else None
         if group.waits_on_device and group.size() > 1:
@@ -139,7 +139,7 @@ class OverlapEngine:
         for kind, sets in (("near", self._nodes.near), ("far", self._nodes.far)):
             for ranks in sets:
                 lane = LaneOptions(self._transport, name=f"{path} ({kind})", nccl_ctas=_NCCL_CTAS, lazy_gloo=True)
-                group = dist.new_group(ranks, backend=BACKEND, timeout=self._timeout, pg_options=lane)
+                group: Any = dist.new_group(ranks, backend=BACKEND, timeout=self._timeout, pg_options=lane)
                 if dist.get_rank() in ranks:
                     mine.append(group)
         for group in mine:

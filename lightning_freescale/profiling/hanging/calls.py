@@ -39,7 +39,7 @@ class RankCalls:
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self._store = dist.PrefixStore(f"freescale hangs/{next(_RUNS)}", store.clone())  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore(f"freescale hangs/{next(_RUNS)}", store.clone())
         self._asker = WorkerThread("freescale-hang store")
         here = json.dumps([socket.gethostname(), os.getpid()])
         self._asked: Any = self._asker.submit(self._store.set, f"process/{rank}", here)
