@@ -208,23 +208,23 @@ def _check_times(
     name: str,
     column: int | str,
 ) -> None:
-    def where(place: int) -> tuple[Any, list[int]]:
+    def where(place: np.intp) -> tuple[Any, list[int]]:
         """The user, and the rows of a place and the one before."""
         user = user_ids[np.searchsorted(offsets, place, side="right") - 1]
-        return user, [place - 1, place] if rows is None else rows[place - 1 : place + 1].tolist()
+        return user, [int(place) - 1, int(place)] if rows is None else rows[place - 1 : place + 1].tolist()
 
     same_user = np.ones(len(times) - 1, dtype=bool)
     same_user[offsets[1:-1] - 1] = False
     backwards = 1 + np.flatnonzero((times[1:] < times[:-1]) & same_user)
     if order == "given" and backwards.size:
-        user, between = where(int(backwards[0]))
+        user, between = where(backwards[0])
         raise ValueError(
             f"{name}: {column!r} goes back in time for user {user} between rows {between} and {backwards.size - 1} more "
             'places. Pass order="sort" to sort every history by time.'
         )
     equal = 1 + np.flatnonzero((times[1:] == times[:-1]) & same_user)
     if ties == "error" and equal.size:
-        user, both = where(int(equal[0]))
+        user, both = where(equal[0])
         raise ValueError(
             f"{name}: user {user} has several interactions at {column}={times[equal[0]]}, in rows {both}, and so have "
             f'{equal.size - 1} more. Pass ties="keep" to leave them in the order of rows.'
