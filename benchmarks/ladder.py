@@ -34,7 +34,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import ladder_fits  # first: it sets the environment
+import ladder_fits
 import numpy as np
 import overlap_variants
 import planted

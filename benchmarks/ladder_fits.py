@@ -11,7 +11,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import end_to_end  # first: it sets the environment
+import end_to_end
 import lengths
 import lightning as L
 import numpy as np

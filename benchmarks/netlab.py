@@ -3,8 +3,9 @@
 ``python benchmarks/netlab.py --hosts 4 --rate 200mbit -- python script.py``; ``--check`` says whether this machine can (exit
 code 0 or 3). Every host is a network namespace with ``eth0`` at 10.77.0.1, .2, ... behind a bridge; its card is full duplex,
 shaped in both directions, so that many senders to one receiver cost time, too. The ranks find ``RANK``, ``LOCAL_RANK``,
-``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``, ``GLOO_SOCKET_IFNAME``, ``NETLAB_HOST``,
-``NETLAB_RATE`` and ``NETLAB_COMMAND``, this command's own words, in their environment.
+``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK``, ``TORCHELASTIC_RUN_ID``, ``MASTER_ADDR``, ``MASTER_PORT``,
+``GLOO_SOCKET_IFNAME``, ``NETLAB_HOST``, ``NETLAB_RATE`` and ``NETLAB_COMMAND``, this command's own words, in their environment,
+so that Lightning takes the processes for ranks of torchrun and each host for a node.
 
 All lives in a fresh network, mount and process namespace (and a user namespace, where one is not root): however this command
 ends, the kernel removes every process, link and namespace. The exit code is that of the first rank that fails, which ends the
@@ -138,12 +139,12 @@ def _do(command: str, *last: str) -> None:
 def _start(options: argparse.Namespace) -> list[subprocess.Popen[bytes]]:
     world, cores = options.hosts * options.ranks_per_host, sorted(os.sched_getaffinity(0))
     shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(options.port)}
-    shared |= {"GLOO_SOCKET_IFNAME": "eth0", "NETLAB_RATE": options.rate}
+    shared |= {"GLOO_SOCKET_IFNAME": "eth0", "NETLAB_RATE": options.rate, "TORCHELASTIC_RUN_ID": "netlab"}
     shared["NETLAB_COMMAND"] = _own_words(options.command)  # a result says what it was measured on
     ranks = []
     for rank in range(world):
         host, local = divmod(rank, options.ranks_per_host)
-        own = {"RANK": str(rank), "LOCAL_RANK": str(local), "NETLAB_HOST": str(host)}
+        own = {"RANK": str(rank), "LOCAL_RANK": str(local), "NETLAB_HOST": str(host), "GROUP_RANK": str(host)}
         own["LOCAL_WORLD_SIZE"] = str(options.ranks_per_host)
         pinned = ["taskset", "-c", str(cores[rank % len(cores)])] if options.pin else []
         command = ["ip", "netns", "exec", f"h{host}", *pinned, *options.command]

@@ -17,8 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-os.environ |= {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "netlab", "LOCAL_WORLD_SIZE": "1"}
-os.environ["GROUP_RANK"] = os.environ.get("RANK", "0")
+os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import lightning as L

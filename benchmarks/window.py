@@ -19,8 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "netlab", "LOCAL_WORLD_SIZE": "1"}
-os.environ["GROUP_RANK"] = os.environ.get("RANK", "0")
+os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.append(str(Path(__file__).parent))
 
 import harness

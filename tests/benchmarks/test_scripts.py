@@ -29,6 +29,7 @@ import overlap_workload
 import placement
 import prediction
 import pytest
+import simulator_netlab
 import simulator_published
 import two_level
 from convergence_models import ELSEWHERE, FREESCALE, Recipe
@@ -214,8 +215,6 @@ def test_fault_campaign(tmp_path: Path) -> None:
 
 
 def test_simulator(run: Run) -> None:
-    import simulator_netlab  # sets variables of the environment, which are restored after the test
-
     found = run(simulator_published)
     assert found["nvidia_tflop"] == pytest.approx(63.9, rel=0.01)
     assert found["nvidia_step_over_published"] == pytest.approx(1, abs=0.05)
