@@ -1,8 +1,9 @@
 """Check that the tests notice defects: apply random mutations to the package, one at a time, and run the tests.
 
-``python scripts/mutants.py covered.json mutants.json`` reads what ``scripts/covered_lines.py`` wrote, so that the tests that
-execute its line judge a mutant. A mutant changes one operator, condition, return value or integer inside a function.
-Docstrings, annotations and messages stay. The seed decides which mutants there are; every package has at least one.
+``python scripts/mutants.py covered.json mutants.json`` reads what ``scripts/covered_lines.py`` wrote. The tests that execute the
+line of a mutant judge it, then the other tests of its package. A mutant changes one operator, condition, return value or
+integer inside a function. Docstrings, annotations and messages stay. The seed decides which mutants there are; every package
+has at least one.
 
 The first tier runs first. The second tier runs where the first finds nothing. A failing test counts only if it passes on the
 unchanged code. ``--old FOLDER OLD.json`` also runs the tests of another checkout on each mutant that survives both tiers.
@@ -24,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -202,10 +204,15 @@ def _judge(mutant: Mutant, covered: dict[str, Any], old: tuple[Path, dict[str, A
 
 def _failing_test(mutant: Mutant, checkout: Path, covered: dict[str, Any], marks: str) -> str:
     """Return the first test that fails because of the mutant, or an empty text."""
-    tests = covered["lines"].get(mutant.file, {}).get(str(mutant.line), [])
-    if not [test for test in tests if test] or ("" in tests and len(tests) < 3):
-        tests = [*tests, *_tests_of_package(checkout, mutant.package)]
-    chosen = sorted({test for test in tests if test and (checkout / test.split("::")[0]).exists()})
+    existing = _tests(checkout)
+    executing = {test for test in covered["lines"].get(mutant.file, {}).get(str(mutant.line), []) if test in existing}
+    of_package = {test for test in existing if _tests_package(test, mutant.package)}
+    return _first_failing(mutant, checkout, sorted(executing), marks) or _first_failing(
+        mutant, checkout, sorted(of_package - executing), marks
+    )
+
+
+def _first_failing(mutant: Mutant, checkout: Path, chosen: list[str], marks: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
         shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns(".git", ".venv*", ".*_cache", "results"))
@@ -232,17 +239,31 @@ def _mutated(text: str, mutant: Mutant) -> str:
     return "".join(lines)
 
 
-def _tests_of_package(checkout: Path, package: str) -> list[str]:
-    folder = checkout / "tests" / package
-    return (
-        [f"tests/{package}"]
-        if folder.is_dir()
-        else [str(path.relative_to(checkout)) for path in checkout.glob("tests/test_*.py")]
+@cache
+def _tests(checkout: Path) -> frozenset[str]:
+    """Return the node ids of a checkout's tests, without parameters."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        "-m",
+        " or ".join(f"({marks})" for marks in TIERS.values()),
+    ]
+    done = subprocess.run(
+        command, cwd=checkout, env={**os.environ, "PYTHONPATH": str(checkout)}, capture_output=True, text=True
     )
+    return frozenset(line.split("[")[0] for line in done.stdout.splitlines() if "::" in line)
+
+
+def _tests_package(test: str, package: str) -> bool:
+    folders = Path(test.split("::")[0]).parts[1:-1]
+    return folders[0] == package.lstrip("_") if folders else package == "(top level)"
 
 
 def _run(copy: Path, tests: list[str], marks: str) -> str:
-    """Run tests until one fails and return it; tests that no longer exist are left out."""
+    """Run tests until one fails and return it."""
     if not tests:
         return ""
     command = [

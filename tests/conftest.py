@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
 from unittest.mock import patch
 
 import hypothesis
@@ -17,8 +20,8 @@ import lightning_freescale.datamodule
 import lightning_freescale.embeddings.sharding
 import lightning_freescale.fabric.table_steps
 import lightning_freescale.strategy.overlap  # noqa: F401
+from lightning_freescale import testing
 from tests.helpers.leftovers import no_leftovers
-from tests.helpers.patience import every_rank_ends
 
 pytest_plugins = ["tests.helpers.processor_time"]
 
@@ -54,5 +57,26 @@ def environment_and_log_levels_restored() -> Iterator[None]:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """See :func:`every_rank_ends`."""
-    every_rank_ends(monkeypatch)
+    """``run_distributed`` waits for all ranks until its timeout, not only for moments after the first one has failed.
+
+    A test that says that each rank ends by itself then needs no machine on which it does so in moments.
+    """
+    monkeypatch.setattr(testing, "_collect", _collect)
+
+
+def _collect(ends: list[Connection], ranks: list[Any], timeout: float) -> list[Any]:
+    deadline = time.monotonic() + timeout
+    answers = [_answer(end, process, deadline, timeout) for end, process in zip(ends, ranks)]
+    if all(ok for ok, _ in answers):
+        return [value for _, value in answers]
+    raise testing.RankFailed("\n".join(f"rank {rank}: {text}" for rank, (ok, text) in enumerate(answers) if not ok))
+
+
+def _answer(end: Connection, process: Any, deadline: float, timeout: float) -> tuple[bool, Any]:
+    if not end.poll(max(0.0, deadline - time.monotonic())):
+        return False, f"did not finish within {timeout:g} s"
+    try:
+        return end.recv()
+    except EOFError:
+        process.join()
+        return False, f"died with exit code {process.exitcode}"

@@ -1,10 +1,10 @@
-"""The shape of the package: who imports whom, whose private names are used where, and what things are called."""
+"""The shape of the package: who imports whom, and whose private names are used where."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
@@ -59,8 +59,6 @@ LIGHTNING = {"_lightning"}
 TORCHREC = {"_torchrec", "data", "embeddings", "strategy"}
 """Rooms that import Lightning itself, and those that import TorchRec or FBGEMM."""
 TORCHREC_PRIVATE = {"checkpoint", "embeddings"}
-SAME_ROLE = {"handshake", "options", "report", "transport", "validation", "writer"}
-"""Stems that several rooms use for the same role in each."""
 
 
 def room(module: str) -> str:
@@ -100,7 +98,6 @@ def test_libraries_behind_their_rooms(libraries: set[str], allowed: set[str]) ->
 
 @cache
 def private_names(library: str) -> frozenset[str]:
-    """Private names that a library's classes and modules define."""
     spec = find_spec(library)
     assert spec is not None
     assert spec.submodule_search_locations is not None
@@ -169,11 +166,3 @@ def test_threads_work_on_the_ranks_own_device() -> None:
             if {name, *(base.split(".")[-1] for base in bases)} & _STARTS:
                 found.add(str(path.relative_to(ROOT)))
     assert found == THREADS.keys()
-
-
-def test_names_are_not_used_twice() -> None:
-    classes = Counter(n.name for f in FILES for n in ast.walk(ast.parse(f.read_text())) if isinstance(n, ast.ClassDef))
-    stems = Counter(path.stem for path in FILES if not path.stem.startswith("__"))
-    assert [name for name, count in classes.items() if count > 1] == []
-    assert {stem for stem, count in stems.items() if count > 1} <= SAME_ROLE
-    assert not {"utils", "util", "common", "helpers", "misc"} & stems.keys()

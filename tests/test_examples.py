@@ -39,8 +39,6 @@ def _data(**options: Any) -> FreeScaleDataModule:
 
 
 class Recording(HSTURecommender):
-    """Keeps its losses, and what the engine has counted."""
-
     def __init__(self, num_items: int) -> None:
         super().__init__(num_items, dim=8, layers=1)
         self.losses: list[float] = []
@@ -110,7 +108,6 @@ def test_an_example_learns(tmp_path: Path, script: str, options: str, metric: st
 
 
 def test_what_is_served_is_what_was_trained(tmp_path: Path) -> None:
-    """``serve.py`` trains the model of ``sasrec.py``."""
     printed = _run(tmp_path, "serve.py", "--users", "2")
     trained = re.findall(r"recommended to the first user, by the file's ids: \[(.*)\]", printed)[0].split(", ")
     served = {user: re.findall(r"(\d+) \(", found) for user, found in re.findall(r"^user (\d+): (.*)$", printed, re.MULTILINE)}

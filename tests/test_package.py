@@ -1,4 +1,4 @@
-"""Registration, imports and the command line."""
+"""Registration, imports, the command line, and the wheel, which holds the package and nothing else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import runpy
 import subprocess
 import sys
 import warnings
+import zipfile
+from configparser import ConfigParser
 from contextlib import redirect_stderr, redirect_stdout
+from email import message_from_string
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,6 @@ from lightning_freescale import FreeScaleStrategy, _torchrec
 from lightning_freescale._torchrec import FITTING
 from lightning_freescale.data import collate_histories
 from lightning_freescale.testing import run_distributed
-from tests.helpers.requirements import requirements_in_pyproject
 
 ROOT = Path(__file__).parents[1]
 NEWEST = list(FITTING.values())[-1]
@@ -158,16 +160,6 @@ def test_setup_refuses_a_torch_it_has_no_set_for_and_leaves_the_folder(tmp_path:
     assert (tmp_path / "kept").exists()
 
 
-def test_the_releases_that_fit_together_are_those_asked_for() -> None:
-    """pip takes what is newest of each, or one set by its extra."""
-    for minor, releases in FITTING.items():
-        assert releases[0].startswith(f"{minor}.")
-        asked = [*requirements_in_pyproject("dependencies"), *requirements_in_pyproject(f"torch{minor.replace('.', '')}")]
-        for name, release in zip(("torch", "fbgemm-gpu", "torchrec"), releases):
-            ranges = [one.specifier for one in asked if one.name == name]
-            assert len(ranges) == 2 and all(release in one for one in ranges)
-
-
 CONFIG = """
 seed_everything: 1
 trainer:
@@ -179,30 +171,12 @@ trainer:
   logger: false
   enable_checkpointing: false
   enable_progress_bar: false
+  strategy: {class_path: lightning_freescale.FreeScaleStrategy, init_args: {checkpoint: single}}
+  callbacks: [{class_path: lightning_freescale.BubbleProfiler, init_args: {warmup_steps: 0, trace_steps: 0}}]
+  default_root_dir: FOLDER
+data: {balance: {assignment_mode: slack}, num_workers: 1}
 """
-AS_NAME = CONFIG + "  strategy: freescale\n"
-DATA = "data: {balance: {assignment_mode: slack}, num_workers: 1}\n"
-AS_CLASS = CONFIG + (
-    "  strategy: {class_path: lightning_freescale.FreeScaleStrategy, init_args: {checkpoint: single}}\n"
-    "  callbacks: [{class_path: lightning_freescale.BubbleProfiler, init_args: {warmup_steps: 0, trace_steps: 0}}]\n"
-)
-
-
 EXAMPLE = ROOT / "examples" / "train.py"
-
-
-def _line(folder: Path, config: str, command: str, data: str) -> list[str]:
-    path = folder / "override.yaml"
-    path.write_text(config + f"  default_root_dir: {folder}\n" + data)
-    return [str(EXAMPLE), command, "--config", str(ROOT / "examples/configs/ml-latest-small.yaml"), "--config", str(path)]
-
-
-@pytest.mark.slow
-def test_command_line_with_yaml_and_lightnings_own_launcher(tmp_path: Path) -> None:
-    line = [sys.executable, *_line(tmp_path, AS_CLASS, "fit", DATA)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=240, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "2 ranks on cpu, 3 steps" in done.stdout
 
 
 def _forked(line: list[str]) -> tuple[int, str, str]:
@@ -218,12 +192,13 @@ def _forked(line: list[str]) -> tuple[int, str, str]:
     return code, told[0].getvalue(), told[1].getvalue()
 
 
-@pytest.mark.parametrize(("config", "command"), [(AS_CLASS, "fit"), pytest.param(AS_NAME, "test", marks=pytest.mark.slow)])
-def test_command_line_with_yaml(config: str, command: str, tmp_path: Path) -> None:
-    (code, printed, told), (other, *_) = run_distributed(_forked, 2, _line(tmp_path, config, command, DATA), init=False)
+def test_command_line_with_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "override.yaml"
+    path.write_text(CONFIG.replace("FOLDER", str(tmp_path)))
+    line = [str(EXAMPLE), "fit", "--config", str(ROOT / "examples/configs/ml-latest-small.yaml"), "--config", str(path)]
+    (code, printed, told), (other, *_) = run_distributed(_forked, 2, line, init=False)
     assert code == other == 0, told[-3000:]
-    if config == AS_CLASS:
-        assert "2 ranks on cpu, 3 steps" in printed
+    assert "2 ranks on cpu, 3 steps" in printed
 
 
 def _strategy_of(*options: str) -> FreeScaleStrategy:
@@ -242,12 +217,35 @@ def test_who_tells_the_ids_can_stand_in_yaml() -> None:
         _strategy_of("lookahead=dry_run")
 
 
+# -- the wheel
+
+
+METADATA = f"lightning_freescale-{lightning_freescale.__version__}.dist-info"
+KINDS = {".css", ".html", ".js", ".py"}
+"""Suffixes of what belongs in a package: code, and the parts of the report's page."""
+ALSO = {"lightning_freescale/py.typed", "lightning_freescale/profiling/reporting/schema.json"}
+
+
 @pytest.mark.slow
-def test_command_line_refuses_an_unknown_key(tmp_path: Path) -> None:
-    for config, data in (
-        (AS_CLASS.replace("checkpoint:", "no_such_option:"), ""),
-        (AS_NAME, "data: {no_such_option: 1}\n"),
-        (AS_NAME, "data: {balance: {no_such_option: 1}}\n"),
-    ):
-        ((code, _, told),) = run_distributed(_forked, 1, _line(tmp_path, config, "fit", data), init=False)
-        assert code != 0 and "no_such_option" in told
+def test_the_wheel_holds_the_package_alone(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    done = subprocess.run(build, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    wheel = zipfile.ZipFile(next(tmp_path.iterdir()))
+    packaged = {name for name in wheel.namelist() if not name.startswith(f"{METADATA}/")}
+    assert {name.split("/")[0] for name in packaged} == {"lightning_freescale"}, "no tests, benchmarks or examples"
+    assert sorted(name for name in packaged - ALSO if Path(name).suffix not in KINDS) == [], "no data"
+    package = ROOT / "lightning_freescale"
+    page = {path.relative_to(ROOT).as_posix() for path in package.rglob("page/*") if path.is_file()}
+    assert any(name.endswith("/page.html") for name in page) and ALSO | page <= packaged
+    modules = {path.relative_to(ROOT).as_posix() for path in package.rglob("*.py")}
+    assert {name for name in packaged if name.endswith(".py")} == modules
+    metadata = message_from_string(wheel.read(f"{METADATA}/METADATA").decode())
+    assert metadata["Version"] == lightning_freescale.__version__ and metadata["License-Expression"] == "Apache-2.0"
+    assert f"{METADATA}/licenses/LICENSE" in wheel.namelist()
+    written = ConfigParser()
+    written.read_string(wheel.read(f"{METADATA}/entry_points.txt").decode())
+    assert {name: dict(section) for name, section in written.items() if name.endswith("callbacks_factory")} == {
+        "lightning.pytorch.callbacks_factory": {"freescale": "lightning_freescale.profile:callbacks_of_run"},
+        "pytorch_lightning.callbacks_factory": {"freescale": "lightning_freescale.profile:refuse_other_trainer"},
+    }

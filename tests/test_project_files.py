@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from packaging.utils import canonicalize_name
 
 import lightning_freescale
 from lightning_freescale._torchrec import FITTING
-from tests.helpers.requirements import requirements_in_pyproject
 
 ROOT = Path(__file__).parents[1]
 GITHUB = sorted((ROOT / ".github").rglob("*.yml"))
@@ -19,6 +19,14 @@ GITHUB = sorted((ROOT / ".github").rglob("*.yml"))
 
 def _yaml(path: Path) -> dict[Any, Any]:
     return yaml.safe_load(path.read_text())
+
+
+def requirements_in_pyproject(key: str) -> list[Requirement]:
+    """The list of that name; the file is read as text, for Python 3.10 has no reader of TOML."""
+    text = (ROOT / "pyproject.toml").read_text().split(f"\n{key} = [")[1]
+    one_line = text.split("\n")[0]
+    listed = one_line if one_line.endswith("]") else text.split("\n]")[0] + "]"
+    return [Requirement(one) for one in ast.literal_eval("[" + listed)]
 
 
 def test_workflows_ask_for_the_least() -> None:
@@ -73,3 +81,13 @@ def test_the_tested_versions_are_exact_and_are_what_the_project_asks_for() -> No
     for key in ("dependencies", "cli", "fast", "plot", "docs", "test", "lint"):
         for one in requirements_in_pyproject(key):
             assert one.specifier.contains(versions[canonicalize_name(one.name)]), one
+
+
+def test_the_releases_that_fit_together_are_those_asked_for() -> None:
+    """pip takes what is newest of each, or one set by its extra."""
+    for minor, releases in FITTING.items():
+        assert releases[0].startswith(f"{minor}.")
+        asked = [*requirements_in_pyproject("dependencies"), *requirements_in_pyproject(f"torch{minor.replace('.', '')}")]
+        for name, release in zip(("torch", "fbgemm-gpu", "torchrec"), releases):
+            ranges = [one.specifier for one in asked if one.name == name]
+            assert len(ranges) == 2 and all(release in one for one in ranges)

@@ -99,14 +99,6 @@ def test_tokens_are_levelled_at_no_cost(batch: tuple[np.ndarray, int], mode: str
         assert after.tokens_imbalance <= imbalance(tokens, before.rank_of_sample, ranks) * (1 + 1e-9)
 
 
-def test_a_limit_that_the_plan_keeps_changes_nothing() -> None:
-    lengths = np.random.RandomState(0).lognormal(4, 1, 512).round()
-    bare = assign(lengths, 16)
-    most = float(np.bincount(bare.rank_of_sample, lengths).max())
-    limited = assign(lengths, 16, tokens=lengths, max_tokens_per_rank=most)
-    np.testing.assert_array_equal(bare.rank_of_sample, limited.rank_of_sample)
-
-
 @given(batches(), st.data())
 @settings(max_examples=75)
 def test_groups_stay_together(batch: tuple[np.ndarray, int], data: st.DataObject) -> None:
@@ -131,15 +123,6 @@ def test_speeds(batch: tuple[np.ndarray, int], data: st.DataObject) -> None:
     times = np.bincount(result.rank_of_sample, cost, ranks) / speeds
     if cost.sum():
         assert result.imbalance == pytest.approx(times.max() / (cost.sum() / speeds.sum()), rel=2e-3, abs=1e-6)
-
-
-@pytest.mark.parametrize("mode", ["fixed", "slack"])
-def test_a_slow_rank_gets_less_work(mode: str) -> None:
-    cost = np.random.RandomState(0).lognormal(5, 1, 8 * 32)
-    result = assign(cost, 8, assignment_mode=mode, rank_speeds=[1, 1, 1, 0.5, 1, 1, 1, 1])
-    loads = np.bincount(result.rank_of_sample, cost)
-    assert result.gap < 0.002
-    assert loads[3] / np.delete(loads, 3).mean() == pytest.approx(0.5, abs=0.01)
 
 
 @pytest.mark.parametrize("speeds", [None, [0.001, *[1.0] * 15]])
@@ -306,9 +289,8 @@ def _draws() -> Iterator[Draw]:
         draw = np.random.RandomState(seed)
         ranks = (2, 3, 8, 33, 64, 72)[seed % 6]
         count = ranks * (3, 8, 32)[seed // 6] + 2 * (seed % 2)
-        lengths = (10 + draw.randint(0, 200, count) + (200, 900)[seed % 4 == 1] * (draw.randint(0, 10, count) == 0)).astype(
-            float
-        )
+        short, long = draw.randint(0, 200, count), draw.randint(0, 10, count) == 0
+        lengths = (10 + short + (200, 900)[seed % 4 == 1] * long).astype(float)
         costs = lengths * (lengths + (0, 1280)[seed % 2])
         mode = {"assignment_mode": ("fixed", "slack", "free")[seed % 3]}
         yield ranks, lengths, costs, draw.randint(20, 65, ranks) / 64, mode

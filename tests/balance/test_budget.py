@@ -62,7 +62,6 @@ def test_a_plan_is_found_where_the_search_finds_none(monkeypatch: pytest.MonkeyP
 
 
 def test_a_budget_is_used_up_but_for_a_little() -> None:
-    """As few steps as there are tokens for, but for a few."""
     sizes = np.tile(LENGTHS, 40)
     for world in (2, 8, 32):
         sampler = _sampler(sizes, 1600, world)

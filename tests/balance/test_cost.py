@@ -113,7 +113,6 @@ def test_a_fit_is_final_once_nothing_is_better(in_use: CostModel | None, steps: 
 
 
 def test_costs_that_predict_as_well_stay() -> None:
-    """Costs that predict worse do not."""
     tokens, calibration = CostModel(linear=1.0, quadratic=0.0), Calibration()
     sums, seconds = _run(60, 4, tokens, CostModel(linear=0.0, quadratic=1e-7))
     fit = calibration.add_window(sums, seconds, _costs(sums, tokens))

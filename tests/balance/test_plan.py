@@ -16,8 +16,6 @@ COSTS = np.random.RandomState(0).lognormal(5, 1.5, size=400)
 
 
 class _Recording(BalancedSampler):
-    """Notes which steps are planned, and in which thread."""
-
     def __init__(self) -> None:
         self.planned: list[tuple[int, str]] = []
         super().__init__(COSTS, 4, num_replicas=2, rank=0)

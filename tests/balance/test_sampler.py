@@ -296,10 +296,6 @@ def test_a_window_that_a_limit_keeps_as_drawn_has_the_bounds_of_its_steps(monkey
 # -- the order: every sample once, none moves far, fewer steps are dominated
 
 
-HISTORIES = np.random.RandomState(0).lognormal(3.5, 1.3, 3000).clip(1, 800)
-OUTLYING = HISTORIES**2 + 100 * HISTORIES
-
-
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 4), st.integers(1, 5), st.data())
 @settings(max_examples=150)
 def test_every_sample_once_and_none_moves_far(steps: int, per_rank: int, ranks: int, window: int, data: st.DataObject) -> None:
@@ -316,24 +312,6 @@ def test_every_sample_once_and_none_moves_far(steps: int, per_rank: int, ranks: 
     assert (before // window == after // window).all()
 
 
-def test_pooled_samples_are_split_no_worse_than_drawn_ones() -> None:
-    """Outliers that come together must not all fall to the rank whose run comes first."""
-    alone, together = (predict(OUTLYING, 16, 8, steps=32, outlier_window=window) for window in (1, 16))
-    assert together.balanced < 0.6 * alone.balanced
-    plain, pooled = (BalancedSampler(OUTLYING, 8, num_replicas=16, rank=0, outlier_window=w, balance=False) for w in (1, 8))
-    assert pooled.report().unbalanced < 1.05 * plain.report().unbalanced
-
-
-def test_sampler_keeps_the_epoch() -> None:
-    plain, pooled = (BalancedSampler(OUTLYING, 8, num_replicas=16, rank=0, outlier_window=window) for window in (1, 8))
-    batches = [[sampler.global_batch(1, step) for step in range(len(sampler))] for sampler in (plain, pooled)]
-    assert [len(batch) for batch in batches[0]] == [len(batch) for batch in batches[1]]
-    windows = [[np.sort(np.concatenate(steps[first : first + 8])) for first in range(0, len(steps), 8)] for steps in batches]
-    for a, b in zip(*windows):
-        np.testing.assert_array_equal(a, b)
-    assert any((np.sort(a) != np.sort(b)).any() for a, b in zip(*batches))
-
-
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 5), st.integers(0, 3))
 @settings(max_examples=100)
 def test_a_block_shuffle_uses_a_window_of_blocks_at_a_time(sizes: list[int], window: int, epoch: int) -> None:
@@ -344,11 +322,3 @@ def test_a_block_shuffle_uses_a_window_of_blocks_at_a_time(sizes: list[int], win
     last = {block: place for place, block in enumerate(block_of)}
     for place in range(len(order)):
         assert sum(first[block] <= place <= last[block] for block in first) <= window
-
-
-def test_a_block_shuffle_mixes_the_blocks_of_a_window() -> None:
-    shuffle = BlockShuffle([100] * 6, 2)
-    block_of = shuffle.draw_order(0, 0) // 100
-    assert (np.bincount(block_of[:100], minlength=6) > 30).sum() == 2
-    assert (np.diff(block_of[:200]) != 0).sum() > 60
-    assert shuffle.draw_order(0, 0).tolist() != shuffle.draw_order(0, 1).tolist() != shuffle.draw_order(1, 0).tolist()

@@ -5,20 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import balance_gaps
 import convergence
 import faults
 import ladder
 import numpy as np
 import overlap_workload
-import peers
 import pytest
 import what_if
-from balance_gaps import Case
 from contest import Contest
 from fault_kinds import Fault
 from fault_ranks import Attempt, RankEnd
-from lengths import LONGEST, SYNTHETIC, draw_lengths
 
 from lightning_freescale.embeddings.row_order import RowOrder
 
@@ -44,21 +40,6 @@ def test_contest_weighs_batches_by_cost() -> None:
     assert figures["verl"] == pytest.approx(crosswise.sum() / halves.mean(axis=1).sum())
 
 
-def test_drawn_lengths_and_cases_of_gaps() -> None:
-    for family in SYNTHETIC:
-        drawn = draw_lengths(family, np.random.default_rng(0), 20_000)
-        assert (drawn == np.floor(drawn)).all() and drawn.min() >= 1 and drawn.max() <= LONGEST, family
-        assert (drawn == draw_lengths(family, np.random.default_rng(0), 20_000)).all(), family
-    case = Case.parse("short/4x8/linear/free/7")
-    assert str(case) == "short/4x8/linear/free/7" and case == Case("short", 4, 8, "linear", "free", 7)
-    lengths = balance_gaps.case_costs(case, {})
-    assert len(lengths) == 32 and (lengths == balance_gaps.case_costs(case._replace(mode="fixed"), {})).all()
-    assert (balance_gaps.case_costs(case._replace(cost="mixed"), {}) == lengths**2 + 1280 * lengths).all()
-    assert (balance_gaps.case_costs(case._replace(seed=8), {}) != lengths).any()
-    known = np.arange(1.0, 33)
-    assert sorted(balance_gaps.case_costs(case._replace(family="few"), {"few": known})) == known.tolist()
-
-
 # -- convergence
 
 
@@ -74,13 +55,6 @@ def test_convergence_by_hand() -> None:
     assert convergence.differences([4.0] * 10 + [2.0], [4.1] * 10 + [1.0])["curve_relative_within_10"] == pytest.approx(0.025)
     with pytest.raises(SystemExit):
         convergence.main(["--seeds", "3", "3"])
-
-
-def test_every_sample_is_in_one_part_of_a_peer() -> None:
-    assert peers.rank_of_sample([[2, 0], [1]], 3).tolist() == [0, 1, 0]
-    for parts in ([[0], [1]], [[0, 1], [1, 2]], [[0, 1], [2, 3]]):
-        with pytest.raises(ValueError, match="3"):
-            peers.rank_of_sample(parts, 3)
 
 
 # -- the overlap and the ladder

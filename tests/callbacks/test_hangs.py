@@ -16,10 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_freescale import BubbleProfiler, FreeScaleDataModule
 from lightning_freescale.testing import run_distributed
 from tests.helpers.plain_modules import Plain, Rows, fit, profiler
-from tests.helpers.recommender import Recommender, Samples, collate, trainer
 
 STEPS, HANGS_AT = 10, 6
 
@@ -159,43 +157,3 @@ def test_the_rank_that_holds_the_store_is_stopped(tmp_path: Path) -> None:
     run_distributed(_trained, 2, tmp_path, _stops, 0, init=False)
     report = _reports(tmp_path)[0]
     assert "store" in report["ranks"][0]["silent"] and report["exchanges"][0]["waiting"] == [1]
-
-
-def test_one_rank_alone(tmp_path: Path, capfd: Any) -> None:
-    ((losses, _),) = run_distributed(_trained, 1, tmp_path, _waits, 0, init=False)
-    report = _reports(tmp_path)[0]
-    assert len(losses) == STEPS and report["exchanges"] == [] and report["ranks"][0]["stage"] == "forward"
-    assert "_until" in capfd.readouterr().err or report["ranks"][0]["code"]
-
-
-class Late(Recommender):
-    """Rank 1 comes late to its forward, until that has been told of."""
-
-    folder: Path | None = None
-
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        if batch_idx == HANGS_AT and self.folder and self.global_rank == 1:
-            _waits(self.folder)
-        return super().training_step(batch, batch_idx)
-
-
-def test_under_freescale_the_exchange_thread_says_where_it_stands(tmp_path: Path) -> None:
-    def losses(folder: Path, hangs: bool) -> list[float]:
-        torch.manual_seed(0)
-        module, data = Late("adagrad"), Samples(8 * STEPS)
-        module.folder = folder if hangs else None
-        callback = BubbleProfiler(folder, every_n_steps=4, hang_timeout=1.5, verbose=False)
-        loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate)
-        trainer(devices=2, callbacks=[callback]).fit(module, loader)
-        assert _no_thread_is_left()
-        return module.losses
-
-    calm, hangs = tmp_path / "calm", tmp_path / "hangs"
-    for undisturbed, disturbed in run_distributed(lambda: (losses(calm, False), losses(hangs, True)), 2):
-        assert disturbed == undisturbed
-    assert not (calm / "hang.json").exists()
-    report = _reports(hangs)[0]
-    waits, late = report["ranks"]
-    assert late["stage"] == "forward" and report["exchanges"][0]["missing"] == [1]
-    exchanging = [thread for thread in waits["threads"] if thread["exchange"] == "embedding exchange"]
-    assert exchanging and exchanging[0]["since_s"] > 0.5 and exchanging[0]["moved_bytes"] > 0

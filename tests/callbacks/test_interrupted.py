@@ -116,24 +116,6 @@ def test_a_run_that_is_told_to_stop(tmp_path: Path) -> None:
     assert [name for name in cases if not _is_incomplete(tmp_path / name, "SIGTERM")] == []
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("patient")
-def test_ranks_that_end_without_the_others(tmp_path: Path) -> None:
-    """The others learn of it from the collective in which they wait; rank 0 writes what it knows."""
-    assert "finished" not in run_distributed(_run, 2, tmp_path / "raised", _raise, 12, (1,), init=False)
-    # Lightning broadcasts signals from rank 0; that of rank 1 alone it does not know, and fails
-    ended = run_distributed(_run, 2, tmp_path / "told", _terminate, 12, (0,), init=False)
-    assert ended == ["SIGTERMException"] * 2
-    ended = run_distributed(_run, 2, tmp_path / "other", _terminate, 12, (1,), init=False)
-    assert ended[1] == "SIGTERMException" and ended[0] != "finished"
-    reasons = {"raised": "", "told": "SIGTERM", "other": ""}
-    assert [name for name, reason in reasons.items() if not _is_incomplete(tmp_path / name, reason)] == []
-    with pytest.raises(Exception, match="died"):
-        run_distributed(_run, 2, tmp_path / "killed", _kill, 12, init=False)
-    document = read(tmp_path / "killed" / "report.json")
-    assert not document["status"]["complete"] and len(document["series"]["step"]) >= 4
-
-
 class _DiesAtTheEnd(L.Callback):
     """A rank is gone when the others come to the end."""
 

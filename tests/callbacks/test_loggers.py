@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from lightning_freescale.profiling.reporting.document import read
-from lightning_freescale.testing import run_distributed
 from tests.helpers.plain_modules import Plain, fit, profiler
 
 VERDICT = "Verdict: "
@@ -72,19 +70,6 @@ def test_tensorboard_has_the_summary_and_a_picture(tmp_path: Path) -> None:
     assert "bubble b = " in text.tensor_proto.string_val[0].decode()
     (picture,) = events.Images("freescale/bubble/picture")
     assert picture.width > 500 and picture.height > 300
-
-
-def _two_ranks(folder: str) -> int:
-    logger = TensorBoardLogger(folder, name="runs")
-    fit(Plain(), [profiler(Path(folder) / "bubbles")], logger=logger)
-    return dist.get_rank()
-
-
-@pytest.mark.slow
-def test_one_rank_of_several_gives_it(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    assert run_distributed(_two_ranks, 2, str(tmp_path)) == [0, 1]
-    assert len(_events(tmp_path / "runs").Tensors("freescale/bubble/report/text_summary")) == 1
 
 
 class Full(TensorBoardLogger):

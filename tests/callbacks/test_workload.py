@@ -22,7 +22,7 @@ from lightning_freescale.callbacks.workload import describe_run, fit_costs, plan
 from lightning_freescale.data import BalanceOptions
 from lightning_freescale.data.map_style import Refit
 from lightning_freescale.testing import run_distributed
-from tests.data.streaming.test_training import Stream
+from tests.checkpoint.fits import Stream
 from tests.helpers.recommender import Recommender, Samples, collate, trainer
 
 
@@ -70,7 +70,7 @@ def test_what_a_data_module_knows_of_its_steps() -> None:
     loaders = {
         "lengths": lambda: FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, balance=free),
         "costs": lambda: FreeScaleDataModule(data, None, 4, cost=data.lengths.tolist(), collate_fn=collate, balance=free),
-        "stream": lambda: FreeScaleDataModule(Stream(), _lengths, 4, collate_fn=collate, balance=free),
+        "stream": lambda: FreeScaleDataModule(Stream(50), _lengths, 4, collate_fn=collate, balance=free),
         "balanced": lambda: FreeScaleDataModule(planned, planned.lengths, 4, collate_fn=collate, balance=limited),
         "as drawn": lambda: FreeScaleDataModule(planned, planned.lengths, 4, collate_fn=collate, balance=False),
     }
@@ -114,9 +114,6 @@ def test_what_a_data_module_knows_of_its_steps() -> None:
     whole = sum(parameter.numel() for parameter in WithPlainTable().parameters())
     for overlap in ("on", "off"):  # sharded tables count whole, or the run could not be compared with others
         assert {(rank[overlap].parameters, rank[overlap].overlap) for rank in ranks} == {(whole, overlap)}
-
-
-# -- samples of a batch
 
 
 def _loader_of(loader: Any) -> Any:
@@ -197,9 +194,6 @@ def test_a_stream_or_a_sampler_of_ones_own_leaves_the_batch_to_count() -> None:
     assert _batches_of(None, range(6), batch_size=1, batch_sampler=[[0, 1, 2, 3], [4, 5]]) == [4, 2]
 
 
-# -- lengths that the user knows
-
-
 def test_lengths_that_the_user_knows_come_first() -> None:
     for returned in ([3, 4], torch.tensor([3, 4]), np.array([3.0, 4.0])):
         count, features, planned = work_of_step(_loader_of([1]), {"lengths": returned}, 0, lambda batch: batch["lengths"])
@@ -225,9 +219,6 @@ def test_what_are_no_lengths_is_refused_by_the_name_of_the_function(returned: An
     with pytest.raises(ValueError, match="lengths_fn") as caught:
         work_of_step(_loader_of(None), torch.ones(2, 4), 0, lambda batch: returned)
     assert named in str(caught.value)
-
-
-# -- the run
 
 
 def test_what_a_run_is(monkeypatch: Any) -> None:

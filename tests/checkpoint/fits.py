@@ -12,12 +12,12 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import IterableDataset
-from torchrec import EmbeddingCollection, EmbeddingConfig
+from torch.utils.data import IterableDataset, get_worker_info
+from torchrec import EmbeddingCollection
 
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from tests.helpers.overlap_training import assert_same
-from tests.helpers.recommender import CATEGORIES, DIM, REPEATS, Recommender, Samples, collate, trainer
+from tests.helpers.recommender import REPEATS, Recommender, Samples, collate, tables, trainer
 
 SAMPLES, GLOBAL_BATCH, STEPS, EPOCHS = 72, 12, 6, 2
 """By default a fit has two epochs of six steps, on any number of ranks."""
@@ -48,25 +48,42 @@ class Large(Seen):
 
     def __init__(self) -> None:
         super().__init__("rowwise_adagrad", dropout=0.0)
-        rows = {"item": 40_000, "cat": CATEGORIES}
-        of = {"item": ["history", "candidate"], "cat": ["category"]}
-        self.net.embeddings = EmbeddingCollection(
-            tables=[EmbeddingConfig(name=n, num_embeddings=rows[n], embedding_dim=DIM, feature_names=of[n]) for n in rows]
-        )
+        large, small = tables()
+        large.num_embeddings = 40_000
+        self.net.embeddings = EmbeddingCollection(tables=[large, small])
 
 
-class Stream(IterableDataset):
-    """This rank's part of the samples, from where it was left."""
+class Rereading(IterableDataset):
+    """A rank's part of the samples, which always starts at its beginning."""
 
-    def __init__(self, size: int) -> None:
-        self.samples, self.place, self.fresh = Samples(size), 0, True
+    def __init__(self, size: int, rank: int | None = None, world_size: int | None = None) -> None:
+        self.samples, self.rank, self.world_size = Samples(size), rank, world_size
+
+    def own(self) -> range:
+        rank = int(os.environ["RANK"]) if self.rank is None else self.rank
+        world_size = int(os.environ["WORLD_SIZE"]) if self.world_size is None else self.world_size
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        return range(rank + worker * world_size, len(self.samples), workers * world_size)
+
+    def __iter__(self) -> Any:
+        yield from (self.samples[index] for index in self.own())
+
+    def for_rank(self, rank: int, world_size: int) -> Rereading:
+        return type(self)(len(self.samples), rank, world_size)
+
+
+class Stream(Rereading):
+    """The same, from where it was left."""
+
+    place, fresh = 0, True
 
     def __iter__(self) -> Any:
         self.place, self.fresh = (0 if self.fresh else self.place), True
-        mine = range(int(os.environ["RANK"]), len(self.samples), int(os.environ["WORLD_SIZE"]))
-        while self.place < len(mine):
+        own = self.own()
+        while self.place < len(own):
             self.place += 1
-            yield self.samples[mine[self.place - 1]]
+            yield self.samples[own[self.place - 1]]
 
     def state_dict(self) -> dict[str, int]:
         return {"place": self.place}
@@ -94,6 +111,7 @@ def fit(
     batch_size: int | None = None,
     data: Mapping[str, Any] | None = None,
     strategy: Mapping[str, Any] | str | None = None,
+    stream: type[Rereading] = Stream,
     callbacks: Sequence[L.Callback] = (),
     resume: str | Path | None = None,
     save: str | Path | None = None,
@@ -108,7 +126,7 @@ def fit(
     module, ranks, given = make(), int(os.environ["WORLD_SIZE"]), {"collate_fn": collate, **(data or {})}
     size = batch_size or GLOBAL_BATCH // ranks
     if "stream" in given:
-        loader = FreeScaleDataModule(Stream(samples), lambda sample: len(sample["history"]), size, **given)
+        loader = FreeScaleDataModule(stream(samples), lambda sample: len(sample["history"]), size, **given)
     else:
         dataset = Samples(samples)
         loader = FreeScaleDataModule(dataset, dataset.lengths, size, **{"balance": REPEATS, **given})

@@ -33,12 +33,6 @@ def fit(module: OnlyBags, size: int, resume: str | None = None, **options: Any) 
     return fitting
 
 
-def saving(folder: str, every: int = 1) -> dict[str, Any]:
-    """Options of a Trainer that keeps the checkpoint of every step."""
-    kept = ModelCheckpoint(folder, every_n_train_steps=every, save_top_k=-1, filename="{step}")
-    return {"callbacks": [kept]}
-
-
 def steps_left(module: OnlyBags) -> list[int]:
     return [step for step, left in module.left.items() if left]
 
@@ -59,19 +53,16 @@ class LooksOthersUpTwice(OnlyBags):
 
 
 def _resumed(folder: str, make: type[OnlyBags], steps: list[int]) -> list[Any]:
-    data, ends = 8 * 14, {"max_epochs": 1}
-    runs = [make()]
-    fit(runs[0], data, **ends, **saving(folder))
-    for step in steps:
-        module = make()
-        runs.append(module)
-        fit(module, data, resume=f"{folder}/step={step}.ckpt", **ends)
+    runs, kept = [make() for _ in (0, *steps)], ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    fit(runs[0], 8 * 14, callbacks=[kept])
+    for module, step in zip(runs[1:], steps):
+        fit(module, 8 * 14, resume=f"{folder}/step={step}.ckpt")
     return [(module.losses, steps_left(module)) for module in runs]
 
 
 def _saved_after_a_fit(path: str) -> list[int]:
     first, rest = OnlyBags(), OnlyBags()
-    fit(first, 8 * 4, max_epochs=1).save_checkpoint(path)
+    fit(first, 8 * 4).save_checkpoint(path)
     fit(rest, 8 * 4, resume=path, max_epochs=4)
     return steps_left(rest)
 
@@ -79,16 +70,13 @@ def _saved_after_a_fit(path: str) -> list[int]:
 def _on_fewer_ranks(folder: str) -> list[list[int]]:
     modules = {f"{folder}/step={step}.ckpt": OnlyBags() for step in (7, DECIDING_STEPS, DECIDING_STEPS + 2)}
     for path, module in modules.items():
-        fit(module, 8 * 14, resume=path, max_epochs=1)
+        fit(module, 8 * 14, resume=path)
     return [steps_left(module) for module in modules.values()]
 
 
 @pytest.mark.parametrize(
     ("make", "expected", "saved"),
-    [
-        (OnlyBags, list(range(LEFT, 14)), [1, 7, DECIDING_STEPS, DECIDING_STEPS + 1]),
-        (LooksOthersUpTwice, [], [3]),
-    ],
+    [(OnlyBags, list(range(LEFT, 14)), [1, 7, DECIDING_STEPS, DECIDING_STEPS + 1]), (LooksOthersUpTwice, [], [3])],
 )
 def test_what_was_counted_is_in_the_checkpoint(
     make: type[OnlyBags], expected: list[int], saved: list[int], tmp_path: Path

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.checkpoint import conversion
+from lightning_freescale.checkpoint.unsharded import merge, split
 from lightning_freescale.command_line.main import main
 from lightning_freescale.testing import run_distributed
 from tests.checkpoint.conftest import Saved
@@ -19,7 +20,6 @@ from tests.helpers.recommender import REPEATS, Samples, collate, trainer
 
 
 def test_one_file_of_a_folder_is_what_a_single_one_would_be_and_back(saved: Saved, tmp_path: Path) -> None:
-    """A run resumes from a folder that was made of a file."""
     back = tmp_path / "sharded.ckpt"
     main(["consolidate", str(saved.folder / "single4.ckpt"), str(back), "--to", "sharded"])
     assert list(back.glob("*.distcp")), "the tables are in files of their own"
@@ -46,7 +46,6 @@ def _opened_by_one(path: Path) -> list[torch.Size]:
 
 
 def test_the_plain_module_loads_either(saved: Saved, tmp_path: Path) -> None:
-    """In one process, and on one rank of a run."""
     expected = torch.load(saved.folder / "single4.ckpt", weights_only=True)["state_dict"]
     for kind in ("single", "sharded"):
         with conversion.open_checkpoint(saved.folder / f"{kind}4.ckpt") as file:
@@ -99,3 +98,29 @@ def test_changes_of_another_module_are_refused(saved: Saved, tmp_path: Path, cap
             main(["changes", str(saved.folder / "single4.ckpt"), str(tmp_path / "other.ckpt"), str(tmp_path / "changes.pt")])
         told = capsys.readouterr().err
         assert named in told if named != TABLE else "net.hidden.0.weight" in told
+
+
+# -- table states in the state dict of an optimizer, and out of it again
+
+LAYOUT = [["a", "table", "b"], ["other"]]
+TABLES = {"table", "other"}
+
+
+def _dense() -> dict:
+    parameters = {name: torch.nn.Parameter(torch.ones(2)) for name in "ab"}
+    optimizer = torch.optim.Adagrad([{"params": list(parameters.values())}, {"params": [], "lr": 0.5}])
+    for value, parameter in enumerate(parameters.values()):
+        optimizer.state[parameter]["sum"].fill_(value)
+    return optimizer.state_dict()
+
+
+def test_parameters_are_numbered_as_the_user_gave_them_and_back() -> None:
+    dense = _dense()
+    full = merge(dense, LAYOUT, TABLES, {"table": {"sum": torch.full((3, 2), 7.0)}}, {"table": 4})
+    assert [group["params"] for group in full["param_groups"]] == [[0, 1, 2], [3]] and full["param_groups"][1]["lr"] == 0.5
+    assert {index: float(state["sum"].flatten()[0]) for index, state in full["state"].items()} == {0: 0, 1: 7, 2: 1}
+    back, states, step = split(full, LAYOUT, TABLES)
+    assert back["param_groups"] == dense["param_groups"] and step == 4 and list(states) == ["table"]
+    assert {i: float(s["sum"][0]) for i, s in back["state"].items()} == {0: 0.0, 1: 1.0}
+    with pytest.raises(ValueError, match=r"\[2, 0\].*\[3, 1\]"):
+        split(dense, LAYOUT, TABLES)

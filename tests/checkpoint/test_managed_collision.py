@@ -51,14 +51,10 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     return run
 
 
-@pytest.mark.parametrize(
-    ("kind", "step"),
-    [
-        ("sgd", 5),
-        pytest.param("rowwise_adagrad", 6, marks=pytest.mark.slow),
-        pytest.param("two_rates", 7, marks=pytest.mark.slow),
-    ],
-)  # the tables let ids in at every second and at every third step
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in (("rowwise_adagrad", 6), ("two_rates", 7))]
+
+
+@pytest.mark.parametrize(("kind", "step"), [("sgd", 5), *SLOW])  # the tables let ids in at every second and at every third step
 def test_resume_is_bitwise(kind: str, step: int, whole_run: Whole) -> None:
     whole, folder = whole_run(kind)
     resumed = run_distributed(_fit, 2, kind, STEPS, None, folder / f"{step}.ckpt")
@@ -77,11 +73,7 @@ def test_checkpoint_loads_strictly_into_the_unsharded_module(whole_run: Whole) -
             assert state[prefix + tensor].shape == (rows,)
         assert torch.equal(state[f"{prefix}_mch_remapped_ids_mapping"].sort().values, torch.arange(rows))
         assert int(state[f"{prefix}_current_iter_tensor"]) == 7
-    _finds_the_same_rows(module, state)
-
-
-def _finds_the_same_rows(module: ManagedRecommender, state: dict[str, Any]) -> None:
-    """Every id that has a row has the same one in the unsharded module."""
+    # every id that has a row has the same one in the unsharded module
     manager = module.net.items._managed_collision_collection._managed_collision_modules["item"].eval()
     assert isinstance(manager, nn.Module)
     ids, rows = (state[f"net.{MANAGED}.item.{name}"] for name in ("_mch_sorted_raw_ids", "_mch_remapped_ids_mapping"))

@@ -30,23 +30,13 @@ def test_each_rank_goes_on_with_the_state_of_its_own_gpu() -> None:
         assert states == {rank: [10 + rank], 1 - rank: [0]}
 
 
-def _without_gpu() -> list[Tensor | None]:
-    kept = gather_random_states(torch.device("cpu"))
-    gpu_random_states(1)
+def _on_one_rank() -> tuple[list[Tensor | None], dict[int, list[int]]]:
+    kept, states = gather_random_states(torch.device("cpu")), gpu_random_states(2)
     set_random_state(kept, torch.device("cuda", 0))
-    return [each["cuda"] for each in kept]
-
-
-def test_a_checkpoint_of_the_cpu_goes_on_on_a_gpu() -> None:
-    assert run_distributed(_without_gpu, 1) == [[None]]
-
-
-def _preserved() -> dict[int, list[int]]:
-    states = gpu_random_states(2)
     with preserve_state({}, torch.device("cuda", 1)):
         states[0], states[1] = (torch.tensor([7], dtype=torch.uint8) for _ in range(2))
-    return {index: state.tolist() for index, state in states.items()}
+    return [each["cuda"] for each in kept], {index: state.tolist() for index, state in states.items()}
 
 
-def test_a_trial_run_puts_the_state_of_its_own_gpu_back() -> None:
-    assert run_distributed(_preserved, 1) == [{0: [7], 1: [0]}]
+def test_a_checkpoint_of_the_cpu_goes_on_on_a_gpu_and_a_trial_run_puts_the_state_of_its_own_gpu_back() -> None:
+    assert run_distributed(_on_one_rank, 1) == [([None], {0: [7], 1: [0]})]

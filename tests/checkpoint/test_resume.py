@@ -20,18 +20,11 @@ from lightning_freescale.data import BalanceOptions, StreamOptions
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.checkpoint.fits import EPOCHS, STEPS, Fitted, Seen, assert_continued, fit, samples_by_step
 from tests.helpers.overlap_training import assert_same
-from tests.helpers.recommender import REPEATS, Recommender, Samples, StopAt, collate, trainer
+from tests.helpers.recommender import OPTIMIZERS, REPEATS, Recommender, Samples, StopAt, collate, trainer
 
 
-class SaveAtEpochEnd(ModelCheckpoint):
-    """Lightning's own checkpoint at the end of the first epoch, where training stops."""
-
-    def __init__(self, step: int, path: str) -> None:
-        super().__init__(dirpath=Path(path).parent, filename=Path(path).stem, save_on_train_epoch_end=True)
-
-    def on_train_epoch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        super().on_train_epoch_end(trainer, *args)
-        trainer.should_stop = True
+def at_epoch_end(path: Path) -> ModelCheckpoint:
+    return ModelCheckpoint(path.parent, filename=path.stem, save_on_train_epoch_end=True, every_n_epochs=1)
 
 
 class InAnotherOrder(Seen):
@@ -47,44 +40,36 @@ class InAnotherOrder(Seen):
         return loss + (beside - batch["label"][:, None]).square().mean()
 
 
-ROWWISE, ADAM, WORKERS, SHARDED = (
-    partial(Seen, "rowwise_adagrad"),
-    partial(Seen, "adam"),
-    {"num_workers": 2},
-    {"checkpoint": "sharded"},
-)
-RUNS: dict[str, tuple[int, type[L.Callback], int, dict[str, Any]]] = {
-    "adagrad": (2, StopAt, 8, {}),
-    "sharded buckets": (3, StopAt, 4, {"make": InAnotherOrder, "strategy": SHARDED}),
-    "tokens": (2, StopAt, 9, {"samples": 64, "batch_size": 4, "data": {"batch_tokens": 100}}),
-    "buckets": (4, SaveAtEpochEnd, 6, {"make": InAnotherOrder}),
-    "rowwise": (1, StopAt, 8, {"make": ROWWISE, "data": WORKERS}),
-    "adam": (3, SaveAtEpochEnd, 6, {"make": ADAM, "data": WORKERS}),
-    "sharded adagrad": (2, SaveAtEpochEnd, 6, {"data": WORKERS, "strategy": SHARDED}),
-    "sharded adam": (1, StopAt, 4, {"make": ADAM, "strategy": SHARDED}),
-    "sharded rowwise": (2, StopAt, 6, {"make": ROWWISE, "strategy": SHARDED}),
-    "micro-batches": (
-        3,
-        StopAt,
-        4,
-        {"make": InAnotherOrder, "data": {"micro_batches": 2}, "strategy": {"gradient_as_bucket_view": True}},
-    ),
-    "split": (3, StopAt, 4, {"make": InAnotherOrder, "strategy": {"split_backward": True, "bucket_cap_mb": 0.001}}),
-    "window": (3, StopAt, 3, {"make": InAnotherOrder, "accumulate_grad_batches": 2}),
-    "unused": (3, StopAt, 4, {"make": InAnotherOrder, "strategy": {"overlap": False, "find_unused_parameters": True}}),
+ROWWISE, ADAM, ORDER = {"make": partial(Seen, "rowwise_adagrad")}, {"make": partial(Seen, "adam")}, {"make": InAnotherOrder}
+WORKERS, SHARDED = {"num_workers": 2}, {"checkpoint": "sharded"}
+RUNS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "adagrad": (2, 8, {}),
+    "sharded buckets": (3, 4, ORDER | {"strategy": SHARDED}),
+    "tokens": (2, 9, {"samples": 64, "batch_size": 4, "data": {"batch_tokens": 100}}),
+    "buckets": (4, STEPS, ORDER),
+    "rowwise": (1, 8, ROWWISE | {"data": WORKERS}),
+    "adam": (3, STEPS, ADAM | {"data": WORKERS}),
+    "sharded adagrad": (2, STEPS, {"data": WORKERS, "strategy": SHARDED}),
+    "sharded adam": (1, 4, ADAM | {"strategy": SHARDED}),
+    "sharded rowwise": (2, STEPS, ROWWISE | {"strategy": SHARDED}),
+    "micro-batches": (3, 4, ORDER | {"data": {"micro_batches": 2}, "strategy": {"gradient_as_bucket_view": True}}),
+    "split": (3, 4, ORDER | {"strategy": {"split_backward": True, "bucket_cap_mb": 0.001}}),
+    "window": (3, 3, ORDER | {"accumulate_grad_batches": 2}),
+    "unused": (3, 4, ORDER | {"strategy": {"overlap": False, "find_unused_parameters": True}}),
 }
-"""Ranks, how and after which step the run stops, options of the fit: pairs of optimizer, ranks, checkpoint, workers and stop.
+"""Ranks, after which step the run stops, options of the fit: pairs of optimizer, ranks, checkpoint, workers and stop.
 
 With three ranks and more, gloo adds an element's parts up in an order that depends on its place in the bucket.
 """
-FAST = ("adagrad", "sharded buckets", "tokens")
+FAST, AT_EPOCH_END = ("adagrad", "sharded buckets", "tokens"), ("buckets", "adam", "sharded adagrad")
 
 
 @pytest.mark.parametrize("run", [pytest.param(run, marks=[] if run in FAST else pytest.mark.slow) for run in RUNS])
 def test_resume_is_bitwise(run: str, tmp_path: Path) -> None:
-    ranks, stop, step, options = RUNS[run]
+    ranks, step, options = RUNS[run]
     path = tmp_path / "half.ckpt"
-    both = run_distributed(lambda: (fit(**options), fit(callbacks=[stop(step, str(path))], **options)), ranks)
+    epochs, saving = (1, at_epoch_end(path)) if run in AT_EPOCH_END else (EPOCHS, StopAt(step, str(path)))
+    both = run_distributed(lambda: (fit(**options), fit(callbacks=[saving], max_epochs=epochs, **options)), ranks)
     whole, first = ([pair[part] for pair in both] for part in range(2))
     assert path.is_dir() == ("sharded" in run)
     second = run_distributed(fit, ranks, resume=path, **options)
@@ -96,8 +81,6 @@ def test_resume_is_bitwise(run: str, tmp_path: Path) -> None:
 
 
 class Stops(L.Callback):
-    """As early stopping does, in the middle of an epoch."""
-
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, index: int) -> None:
         trainer.should_stop = trainer.should_stop or index + 1 == 3
 
@@ -143,8 +126,7 @@ def _uninterrupted(kind: str) -> list[Fitted]:
 )
 def test_a_fit_that_ended_inside_an_epoch_goes_on_there(kind: str, ended_by: str, saved_by: str, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    kept = ModelCheckpoint(path.parent, filename=path.stem, save_on_train_epoch_end=True, every_n_epochs=1)
-    callbacks = [*([kept] if saved_by == "epoch" else []), *([Stops()] if ended_by == "should_stop" else [])]
+    callbacks = [*([at_epoch_end(path)] if saved_by == "epoch" else []), *([Stops()] if ended_by == "should_stop" else [])]
     limit = {"max_steps": 2 if kind == "accumulation" else 3} if ended_by == "max_steps" else {}
     first = run_distributed(fit, 2, callbacks=callbacks, save=path if saved_by == "hand" else None, **{**KINDS[kind], **limit})
     assert first[0].steps < STEPS
@@ -220,7 +202,6 @@ def _with_other_costs(path: str, cost: Any) -> None:
 
 @pytest.mark.slow
 def test_what_would_lose_samples_inside_an_epoch_is_refused(tmp_path: Path) -> None:
-    """A number of samples after a budget, and outliers pooled by other costs."""
     by_budget, by_cost = str(tmp_path / "budget.ckpt"), str(tmp_path / "cost.ckpt")
     run_distributed(fit, 2, callbacks=[StopAt(3, by_budget)], batch_size=4, **TOKENS)
     with pytest.raises(RankFailed, match=r"ValueError: .*budget"):
@@ -265,10 +246,7 @@ def _goes_on(optimizer: str, path: str) -> list[list[float]]:
     return [fit(partial(Seen, optimizer, 0.0), strategy=name, resume=path).losses for name in ("freescale", "ddp")]
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    ["adagrad", pytest.param("sgd", marks=pytest.mark.slow), pytest.param("rowwise_adagrad", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("optimizer", [pytest.param(one, marks=[pytest.mark.slow] * (one != "adagrad")) for one in OPTIMIZERS])
 def test_checkpoints_are_those_of_the_plain_module(optimizer: str, tmp_path: Path) -> None:
     """One loads strictly into the unsharded module and its optimizer; training goes on under "ddp" as under "freescale"."""
     folder = tmp_path / "new"
@@ -346,15 +324,14 @@ def test_parameter_groups_added_later_are_saved() -> None:
 
 def _noted(hooked: bool, **options: Any) -> tuple[list[str], bool, bool, Any]:
     """Of two backwards the order that is noted; whether buckets are laid out by it, and by that of another module."""
-    net = nn.ModuleDict({"used_last": nn.Linear(2, 1), "used_first": nn.Linear(1, 2)})
 
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.net = net
+            self.used_last, self.used_first = nn.Linear(2, 1), nn.Linear(1, 2)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return net["used_last"](net["used_first"](x)).sum()
+            return self.used_last(self.used_first(x)).sum()
 
     model, order = DistributedDataParallel(Model(), **options), []
     if hooked:
@@ -368,12 +345,12 @@ def _noted(hooked: bool, **options: Any) -> tuple[list[str], bool, bool, Any]:
             loss.backward()
     model.zero_grad()
     laid_out = lay_out_buckets(model, order), lay_out_buckets(model, ["another.weight"])
-    return order, *laid_out, net["used_first"].weight.grad
+    return order, *laid_out, model.module.used_first.weight.grad
 
 
 def test_the_first_backward_that_is_reduced_is_noted_where_buckets_change() -> None:
     order, laid_out, by_another, gradient = run_distributed(_noted, 2, hooked=False)[0]
-    assert [name.split(".")[1] for name in order] == ["used_last"] * 2 + ["used_first"] * 2
+    assert [name.split(".")[0] for name in order] == ["used_last"] * 2 + ["used_first"] * 2
     assert laid_out and not by_another and gradient is None
     for options in ({"hooked": True}, {"hooked": False, "find_unused_parameters": True}):
         assert run_distributed(_noted, 2, **options)[0][:3] == ([], False, False), options

@@ -41,8 +41,8 @@ def _accumulate(
 ) -> Fitted:
     """A run with windows of some batches; 8 batches an epoch."""
     saving, resumed = [SaveAfterBatches(path, after)], None if resume is None else f"{path}{resume}"
-    sizes = {"samples": 64 * nodes, "batch_size": 4, "accumulate_grad_batches": window, "num_nodes": nodes}
-    return fit(callbacks=saving, resume=resumed, devices=dist.get_world_size() // nodes, **sizes, **options)
+    options |= {"samples": 64 * nodes, "batch_size": 4, "accumulate_grad_batches": window, "num_nodes": nodes}
+    return fit(callbacks=saving, resume=resumed, devices=dist.get_world_size() // nodes, **options)
 
 
 def _held(path: str) -> bool:
@@ -64,15 +64,7 @@ def _resumed(path: str) -> list[Fitted]:
 def test_resume_inside_a_window_is_bitwise(accumulated: tuple[str, list[Fitted]]) -> None:
     """Only an open window is saved: not with weights alone, after an optimizer step, nor where the epoch ends."""
     path, whole = accumulated
-    assert [_held(f"{path}{after}") for after in (1, 3, 4, 5, 6, 8, "_epoch")] == [
-        False,
-        False,
-        True,
-        True,
-        False,
-        False,
-        False,
-    ]
+    assert [after for after in (1, 3, 4, 5, 6, 8, "_epoch") if _held(f"{path}{after}")] == [4, 5]
     ranks = run_distributed(_resumed, 2, path)
     for straight, resumed in zip(whole, ranks):
         for after, found in zip((4, 5, 6), resumed):
@@ -98,8 +90,6 @@ def test_resume_in_two_levels(tmp_path: Path) -> None:
 
 
 class UsesAtFirst(Seen):
-    """The last batch of a window does not use its bias."""
-
     def __init__(self) -> None:
         super().__init__()
         self.bias = torch.nn.Parameter(torch.zeros(1))
@@ -153,8 +143,6 @@ class Stops(Seen):
 
 
 class CutShort(Seen):
-    """Its epochs end after 5 batches."""
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if batch_idx == 5 else None
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -56,13 +59,6 @@ def test_a_later_one_of_either_kind_takes_the_place_of_an_earlier_one(tmp_path: 
     assert run_distributed(_save_over, 2, tmp_path / "last.ckpt") == [expected] * 2
 
 
-class _NoExchange:
-    """A system that cannot exchange two names."""
-
-    def renameat2(self, *_: Any) -> int:
-        return -1
-
-
 @pytest.mark.parametrize("in_one_step", [True, False])
 @pytest.mark.parametrize("was", ["file", "folder", "link to a file", "link to a folder", "nothing"])
 @pytest.mark.parametrize("new", ["file", "folder"])
@@ -71,7 +67,8 @@ def test_what_is_new_takes_the_place_of_what_was_there(
 ) -> None:
     """A link gives way, and what it leads to stays."""
     if not in_one_step:
-        monkeypatch.setattr(exchange_names.ctypes, "CDLL", lambda *_, **__: _NoExchange())
+        cannot = SimpleNamespace(renameat2=lambda *_: -1)
+        monkeypatch.setattr(exchange_names.ctypes, "CDLL", lambda *_, **__: cannot)
     place = tmp_path / "place"
     place.mkdir()
     path, led_to, beside = place / "last.ckpt", tmp_path / "led to", place / "new"
@@ -117,17 +114,12 @@ def _save_twice(path: Path, how: str) -> None:
     fit(save=path, **SHORT)
     replacing = single_file.replacing
 
-    class Replacing:
-        def __init__(self, path: Path) -> None:
-            self.context = replacing(path)
+    @contextmanager
+    def interrupted(path: Path) -> Iterator[Any]:
+        with replacing(path) as file:
+            yield Interrupted(file, how)
 
-        def __enter__(self) -> Any:
-            return Interrupted(self.context.__enter__(), how)
-
-        def __exit__(self, *error: Any) -> Any:
-            return self.context.__exit__(*error)
-
-    single_file.replacing = Replacing  # type: ignore[assignment]
+    single_file.replacing = interrupted  # type: ignore[assignment]
     fit(save=path, **SHORT)
 
 

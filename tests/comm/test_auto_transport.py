@@ -33,7 +33,6 @@ class _SlowNative(proof.Proof):
 
 
 def _settled(group: Any, candidates: tuple[str, ...] = ("host",), native_is_slow: bool = True) -> str:
-    """Settle as if the group had GPUs."""
     auto_transport.auto_candidates = lambda topology: list(candidates)
     kind = _SlowNative if native_is_slow else proof.Proof
     auto_transport.Proof = partial(kind, largest_bytes=200_000, typical_bytes=30_000, late_seconds=0.05)

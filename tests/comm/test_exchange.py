@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -76,6 +77,8 @@ def _random(options: dict[str, Any], count: int) -> list[bool]:
         group, draw = make_group(**options), torch.Generator().manual_seed(5)
         sound, flying = [], []
         for number in range(count):
+            if number == 10 + group.rank():  # a late rank is waited for
+                time.sleep(0.2)
             if number % 3 == 1:
                 given = torch.full((20_000 * group.size(),), float(group.rank() + number))
                 out = torch.empty_like(given)
@@ -103,6 +106,21 @@ def _random(options: dict[str, Any], count: int) -> list[bool]:
 def test_every_part_comes_to_its_slot(size: int, options: dict[str, Any]) -> None:
     for sound in run_distributed(_random, size, options, 40, timeout=100):
         assert all(sound)
+
+
+def _in_two_threads() -> list[bool]:
+    lanes = [make_group(name=name, priority=priority, chunk_bytes=8192) for priority, name in enumerate(("low", "high"))]
+
+    def use(lane: Any) -> list[bool]:
+        draw = torch.Generator().manual_seed(lane.options.priority)
+        return [_one(lane, number, draw) for number in range(15)]
+
+    with ThreadPoolExecutor(2) as threads:
+        return [sound for each in threads.map(use, lanes) for sound in each]
+
+
+def test_two_lanes_exchange_at_once_from_two_threads() -> None:
+    assert run_distributed(_in_two_threads, 2, timeout=60) == [[True] * 30] * 2
 
 
 def _too_long() -> str:

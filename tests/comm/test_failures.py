@@ -41,7 +41,6 @@ def _all_to_all(group: Any, part: int = SHORT, *, missing: int = 0, async_op: bo
 
 
 def _exchange(group: Any, part: int = SHORT, slot: int | None = None, dtype: Any = torch.uint8, **options: Any) -> None:
-    """Exchange a part with every rank, in slots that are as long or of another length."""
     rank, n = group.rank(), group.size()
     gives, gets = ([0 if peer == rank else length for peer in range(n)] for length in (part, part if slot is None else slot))
     group.exchange(torch.empty(sum(gets), dtype=dtype), torch.ones(sum(gives), dtype=dtype), gets, gives, **options)
@@ -190,7 +189,6 @@ def test_a_rank_that_ends_is_an_error_for_all_others(survivors: Survivors, size:
 
 
 def _after_chunks(act: Callable[[], Any], chunks: int = 5) -> None:
-    """Let this process do ``act`` once, in the middle of a transfer."""
     left, yield_to_higher = iter(range(chunks)), PRIORITY_GATE.yield_to_higher
 
     def instead(*args: Any) -> None:

@@ -1,4 +1,4 @@
-"""A lane lets a higher one go first, but not without end; calls keep their order, also under torch's profiler."""
+"""A lane lets a higher one go first, but not without end; calls keep their order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile, schedule
 
 from lightning_freescale.comm import LaneOptions
 from lightning_freescale.comm import priority as module
@@ -49,8 +48,6 @@ class Clock:
 
 
 class Collectives:
-    """Collectives under way."""
-
     def __init__(self, clock: Clock) -> None:
         self.gate, self.clock, self.stack = PriorityGate(), clock, ExitStack()
         self.gate._changed = clock
@@ -61,7 +58,6 @@ class Collectives:
         return activity
 
     def pause(self, activity: Activity) -> float:
-        """Return the seconds that a lane pauses."""
         start = self.clock.now
         self.gate.yield_to_higher(activity, MAX_PAUSE)
         assert activity.last_progress == self.clock.now
@@ -236,26 +232,3 @@ def test_a_lane_keeps_the_order_of_calls_and_a_caller_that_waits_does_the_work()
         assert names[0] == "MainThread"
         assert names[1:4] == ["freescale lane rows"] * 3
         assert sound
-
-
-def _profiled() -> list[int]:
-    group, windows = make_group(), []
-    exchanged = torch.empty(2000), torch.ones(2000)
-    for call in (
-        lambda: everyone_sends(group, 1000),
-        lambda: everyone_sends(group, 1000, True),
-        lambda: _exchange(group, *exchanged) is None,
-    ):
-        opened: list[Any] = []
-        plan = schedule(wait=1, warmup=1, active=2)
-        with profile(activities=[ProfilerActivity.CPU], schedule=plan, on_trace_ready=opened.append) as profiler:
-            for _ in range(20):
-                assert call()
-                profiler.step()
-        windows.append(len(opened))
-    dist.barrier()
-    return windows
-
-
-def test_a_profiler_with_a_schedule() -> None:
-    assert run_distributed(_profiled, 2) == [[5, 5, 5]] * 2

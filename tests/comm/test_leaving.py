@@ -56,7 +56,6 @@ def test_a_destroyed_group_finishes_what_is_in_flight_and_leaves_no_thread_and_n
 
 
 def _aborted() -> tuple[Outcome, Outcome]:
-    """Rank 0 aborts while it waits for rank 1."""
     with nothing_left():
         group = make_group()
         assert everyone_sends(group)
@@ -81,6 +80,29 @@ def test_aborting_a_group_ends_what_is_in_flight_on_all_ranks_and_for_good() -> 
         assert in_flight.seconds < SOON
         assert after.seconds < AT_ONCE
         assert rank == 1 or "shut down" in after.text
+
+
+def _in_vain() -> list[Outcome]:
+    with nothing_left():
+        group, seen = make_group(timeout=2.0), []
+        if dist.get_rank() == 0:
+            given, out = torch.ones(4), torch.empty(4)
+            work: Any = dist.all_to_all_single(out, given, group=group, async_op=True)
+            calls = [(dist.destroy_process_group, group), (work.wait,), (group.all_to_all_single, out, given)]
+            seen = [outcome(*call) for call in calls]
+            del work, calls
+        dist.barrier()
+        if dist.get_rank() == 1:
+            dist.destroy_process_group(group)
+        del group
+    return seen
+
+
+def test_destroying_a_group_whose_peer_does_not_come_ends_with_the_timeout() -> None:
+    destroyed, waited, after = run_distributed(_in_vain, 2, timeout=60)[0]
+    assert not destroyed.kind and destroyed.seconds < SOON
+    assert waited.kind == after.kind == "DistBackendError"
+    assert "rank 1 did not come" in waited.text and waited.seconds < SOON
 
 
 def test_a_job_that_comes_while_the_thread_ends_is_done() -> None:
@@ -172,7 +194,6 @@ def test_a_fork_leaves_groups_alone_that_wait_to_be_collected(backend: str) -> N
 
 
 def _throw_group_away_and_fork(backend: str) -> int:
-    """Return the status of the forked process."""
     gc.disable()
     group: Any = dist.new_group(backend=backend)
     dist.all_to_all_single(torch.empty(2), torch.ones(2), group=group)

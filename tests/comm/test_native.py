@@ -37,7 +37,6 @@ class _Inner:
 
 
 def _use_on_gpu(group: Any) -> Any:
-    """Call delegated collectives, first of CPU tensors, then of CUDA tensors."""
     real, group._backends.inner = group._backends.inner, _Inner(group)
     inner = group._backends.inner
     dist.all_reduce(torch.ones(2), group=group)
@@ -137,8 +136,14 @@ def test_coalesced_collectives_of_cuda_tensors_are_nccls() -> None:
 
 
 @pytest.mark.parametrize(("transport", "shared"), [("native", False), ("native", True), ("host", False)])
-def test_only_lanes_that_use_nccl_connect_it_before_the_first_step(transport: str, shared: bool) -> None:
-    def run() -> list[Any]:
+def test_only_lanes_that_use_nccl_connect_it_before_the_first_step_and_let_streams_wait(transport: str, shared: bool) -> None:
+    """So does a lane whose transport is between GPUs. On the CPU nothing is connected."""
+
+    def run() -> Any:
+        on_cpu = make_group(transport="native")
+        call, on_cpu._backends.call = on_cpu._backends.call, None
+        on_cpu.connect()
+        on_cpu._backends.call = call
         pretend_cuda("one" if shared else f"gpu {dist.get_rank()}", bound=False)
         group, calls = make_group(transport=transport), []
         zeros = torch.zeros
@@ -146,24 +151,12 @@ def test_only_lanes_that_use_nccl_connect_it_before_the_first_step(transport: st
         group._all_reduce = lambda tensors: calls.append(tensors[0].device.type) or dist.barrier(async_op=True)
         group.connect()
         torch.zeros = zeros
-        return calls
+        waits = [on_cpu.waits_on_device, group.waits_on_device]
+        group._executor.transport = object()  # in the place of one between GPUs
+        return calls, [*waits, group.waits_on_device], on_cpu._executor.topology.hardware[0].gpu
 
-    assert run_distributed(run, 2) == [["cuda"] if (transport, shared) == ("native", False) else []] * 2
-
-
-def test_what_lets_streams_wait_for_other_ranks_is_known_and_on_the_cpu_nothing_is_connected() -> None:
-    def run() -> list[Any]:
-        on_cpu = make_group(transport="native")
-        call, on_cpu._backends.call = on_cpu._backends.call, None
-        on_cpu.connect()
-        on_cpu._backends.call = call
-        pretend_cuda(f"gpu {dist.get_rank()}")
-        native, host = (make_group(transport=name) for name in ("native", "host"))
-        found = [each.waits_on_device for each in (on_cpu, native, host)]
-        native._executor.transport = object()  # in the place of one between GPUs
-        return [*found, native.waits_on_device, on_cpu._executor.topology.hardware[0].gpu]
-
-    assert run_distributed(run, 2) == [[False, True, False, True, ""]] * 2
+    by_nccl = (transport, shared) == ("native", False)
+    assert run_distributed(run, 2) == [(["cuda"] * by_nccl, [False, by_nccl, True], "")] * 2
 
 
 def test_gloo_is_connected_as_a_group_is_made_or_at_the_first_collective_of_a_lazy_one() -> None:

@@ -20,29 +20,9 @@ from lightning_freescale.command_line.main import COMMANDS, main
 from lightning_freescale.simulator.quantity import WORDS
 from lightning_freescale.testing import run_distributed
 from tests.helpers.reports import report_of, step
+from tests.helpers.shop import write_shop
 
 Fails = Callable[..., str]
-MODEL = """
-from typing import Any
-
-import lightning as L
-import torch
-
-class NextItem(L.LightningModule):
-    def __init__(self, dim: int = 8, lr: float = 0.1) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        self.items, self.head = torch.nn.Embedding(40, dim), torch.nn.Linear(dim, 40)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(self.head(self.items(batch["features"].values())), batch["target"])
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("seen", float(len(batch["target"])), reduce_fx="sum", sync_dist=True)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
-"""
 CONFIG = """
 seed_everything: 0
 trainer: {accelerator: cpu, devices: 2, max_epochs: 1, logger: false, enable_progress_bar: false, enable_model_summary: false}
@@ -55,11 +35,9 @@ data:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: Any) -> Path:
-    """A user's folder, which is the current one: a model, a config, a file of interactions."""
-    (tmp_path / "shop.py").write_text(MODEL)
+    """It is the current one."""
+    write_shop(tmp_path, users=24)
     (tmp_path / "config.yaml").write_text(CONFIG)
-    rows = [(user, (user * 7 + time) % 40, time) for user in range(24) for time in range(5 + user % 9)]
-    (tmp_path / "visits.csv").write_text("user,item,time\n" + "".join(f"{u},{i},{t}\n" for u, i, t in rows))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "argv", ["freescale"])

@@ -191,8 +191,6 @@ def test_options_are_sections_of_yaml(tmp_path: Any) -> None:
 
 
 class Noise(Dataset):
-    """Augments with random numbers."""
-
     def __getitem__(self, index: int) -> float:
         return float(torch.rand(()))
 

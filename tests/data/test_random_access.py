@@ -99,8 +99,6 @@ def test_arguments_are_those_of_a_map_style_data_set() -> None:
 
 
 class _Counted(Dataset):
-    """Tells which samples were read."""
-
     def __init__(self) -> None:
         self.reads: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Data sets of other packages: every sample once, and a resume that loses and repeats none."""
+"""Data frames and data sets of other packages: every sample once, and a resume that loses and repeats none."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from lightning_freescale import FreeScaleDataModule
+from lightning_freescale.data import read_interactions
 from lightning_freescale.testing import run_distributed
 from tests.checkpoint.fits import Seen
 from tests.helpers.recommender import REPEATS, Samples, StopAt, collate, trainer
@@ -120,3 +122,11 @@ def test_every_sample_once_also_where_a_run_stops_and_goes_on(name: str, workers
         in_epoch = len(on_three[0]) - -(-SIZE // 12)
         assert _counted(before) + _counted(on_three, 0, in_epoch) == once
         assert _counted(on_three, in_epoch) == once
+
+
+@pytest.mark.parametrize("name", ["pandas", "polars"])
+def test_data_frames(name: str) -> None:
+    times = np.array([3, 1, 2], "datetime64[ms]")
+    frame = pytest.importorskip(name).DataFrame({"user": [7, 7, 8], "item": ["a", "b", "a"], "time": times})
+    histories = read_interactions(frame)
+    assert (histories.lengths.tolist(), histories.num_items) == ([2, 1], 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,10 @@ import torch
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.embeddings.optimizer import TableOptimizer
 from lightning_freescale.testing import run_distributed
-from tests.helpers.recommender import REPEATS, Recommender, Samples, collate, trainer
+from tests.helpers.overlap_training import STEPS, Case, CountingModel, Run, continued, departures, my_loader
+from tests.helpers.recommender import trainer
 
 CUDA = torch.device("cuda")
 WEIGHT = torch.nn.Parameter(torch.zeros(3, 2))
@@ -52,7 +52,7 @@ def test_refused_on_gpu(optimizer: Any, message: str) -> None:
         TableOptimizer.from_parameter_group(optimizer, 0, "table", CUDA)
 
 
-class InBackward(Recommender):
+class InBackward(CountingModel):
     """Its item table has an optimizer of its own; the user's Adam lists it too and drives the other parameters."""
 
     def __init__(self) -> None:
@@ -72,45 +72,34 @@ class OnlyTables(InBackward):
         self.net.hidden.requires_grad_(False)
 
 
-def _fit(module: Recommender, epochs: int, save: str = "", resume: str | None = None, **options: Any) -> Any:
-    data, fit = Samples(32), trainer(devices=2, max_epochs=epochs, **options)
-    fit.fit(module, FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, balance=REPEATS), ckpt_path=resume)
-    if save:
-        fit.save_checkpoint(save)
-    return fit
-
-
-def _in_backward(folder: Path) -> tuple[list[list[float]], list[float]]:
-    """Losses of a run, and of one in two halves; squares that have been accumulated after a fit, and after a second."""
-    losses, files = [], [str(folder / f"{name}.ckpt") for name in ("whole", "half", "rest", "only")]
-    for epochs, save, resume in ((2, files[0], None), (1, files[1], None), (2, files[2], files[1])):
-        torch.manual_seed(7 if resume else 0)
-        module = InBackward()
-        _fit(module, epochs, save, resume)
-        losses.append(module.losses)
-    module, sums = OnlyTables(), []
+def _in_backward(folder: Path) -> tuple[list[Run], list[float]]:
+    """A run, and one in two halves; squares that have been accumulated after a fit, and after a second."""
+    runs, module, sums = continued(Case(InBackward), str(folder / "half.ckpt"), STEPS, {}, {}), OnlyTables(), []
     for epochs in (1, 0):  # the second fit ends before its first step
-        shards = _fit(module, epochs, files[3] if epochs else "").strategy.tables.shards()
-        sums.append(sum(float(shard.state["sum"].sum()) for shard in shards if shard.state))
-    return losses, sums
+        fitting = trainer(devices=2, max_epochs=epochs)
+        fitting.fit(module, my_loader(STEPS))
+        if epochs:
+            fitting.save_checkpoint(folder / "only.ckpt")
+        sums.append(sum(float(shard.state["sum"].sum()) for shard in fitting.strategy.tables.shards() if shard.state))
+    return runs, sums
 
 
 def test_optimizer_applied_in_backward_stays_and_resumes(tmp_path: Path) -> None:
     """A frozen table does not move, one with its own optimizer does, and its state is in the checkpoint."""
-    for (whole, half, rest), (first, second) in run_distributed(_in_backward, 2, tmp_path):
-        assert half + rest == whole and 0 < first == second
-    end, resumed, only = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("whole", "rest", "only"))
-    assert [name for name, weight in end["state_dict"].items() if not torch.equal(weight, resumed["state_dict"][name])] == []
-    key = "net.embeddings.embeddings.item.weight"
-    state, again = (each["freescale"]["in_backward_states"][key]["sum"] for each in (end, resumed))
-    assert state.shape == (50, 1) and state.sum() > 0 and torch.equal(state, again)
+    results, item = run_distributed(_in_backward, 2, tmp_path), "net.embeddings.embeddings.item.weight"
+    assert departures({"resumed": Case()}, [{"resumed": runs} for runs, _ in results]) == []
+    assert all(0 < first == second for _, (first, second) in results)
+    half, only = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["freescale"] for name in ("half", "only"))
+    state = half["in_backward_states"][item]["sum"]
+    assert state.shape == (50, 1) and state.sum() > 0
     torch.manual_seed(0)
-    frozen = key.replace("item", "cat")
-    assert torch.equal(end["state_dict"][frozen], InBackward().state_dict()[frozen])
-    assert only["freescale"]["updates"] == 4, "also without any optimizer of the module's own"
+    before, after = InBackward().state_dict(), results[0][0][0].weights
+    assert not torch.equal(after[item], before[item])
+    assert torch.equal(after[item.replace("item", "cat")], before[item.replace("item", "cat")])
+    assert only["updates"] == STEPS, "also without any optimizer of the module's own"
 
 
-class Towers(Recommender):
+class Towers(CountingModel):
     """Looks its tables up twice in a step."""
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
@@ -119,13 +108,9 @@ class Towers(Recommender):
 
 
 def _warnings_of_towers() -> list[int]:
-    found = []
-    for optimizer, overlap in (("adagrad", False), ("sgd", False), ("adagrad", True)):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            _fit(Towers(optimizer), 1, strategy=FreeScaleStrategy(overlap=overlap))
-        found.append(sum("looked up 2 times" in str(w.message) and "Adagrad" in str(w.message) for w in caught))
-    return found
+    cases = [("adagrad", False), ("sgd", False), ("adagrad", True)]
+    told = [Case(partial(Towers, kind)).fit({"overlap": overlap}).warnings for kind, overlap in cases]
+    return [sum("looked up 2 times" in text and "Adagrad" in text for text in texts) for texts in told]
 
 
 def test_two_lookups_in_a_step_without_overlap_are_told_once() -> None:

@@ -1,4 +1,4 @@
-"""Sharded collections in TorchRec's own lookups: each table has its positions, and the caller's ids stay as they are."""
+"""Sharded collections in TorchRec's own lookups, and the order in which rows are laid out."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from lightning_freescale.embeddings.collections import Table
 from lightning_freescale.embeddings.optimizer import TableOptimizer
 from lightning_freescale.embeddings.overlap import OverlapEngine
 from lightning_freescale.embeddings.placement import row_orders
+from lightning_freescale.embeddings.row_order import RowOrder
 from lightning_freescale.embeddings.sharding import TableSharding
 from lightning_freescale.embeddings.shards import ShardedTables
 from lightning_freescale.testing import run_distributed
@@ -49,13 +50,11 @@ class Module(nn.Module):
         self.tables = kind(tables=configs, **{} if pooled else {"need_indices": True})
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """The unsharded tables by name."""
         held = getattr(self.tables, "embeddings", None) or self.tables.embedding_bags
         return {name: held[name].weight for name in TABLES}
 
 
 def shard(module: Module, kinds: dict[str, Any], pooled: bool, placement: Any = "hash") -> ShardedTables:
-    """Shard it as told, in place."""
     sharder = EmbeddingBagCollectionSharder() if pooled else EmbeddingCollectionSharder()
     world = dist.get_world_size()
     sizes = {"local_size": world, "world_size": world, "device_type": "cpu"}
@@ -83,7 +82,6 @@ def ids_of(dtype: torch.dtype, order: list[str]) -> KeyedJaggedTensor:
 
 
 def _parts(found: Any, pooled: bool) -> dict[str, Tensor]:
-    """All that a lookup has returned."""
     if pooled:
         return {" ".join(found.keys()): found.values()}
     parts = {name: (each.values(), each.lengths(), each.weights()) for name, each in found.items()}
@@ -182,3 +180,52 @@ def test_a_table_that_is_too_large_is_named() -> None:
     plan = {"huge": SimpleNamespace(sharding_type="row_wise")}
     with pytest.raises(ValueError, match=r"'huge'.*4294967296 rows.*placement='blocks'"):
         row_orders(SimpleNamespace(tables=[table], managed=False), plan, 2, "hash")
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 12, 30, 64, 97, 1000, 30030, 65536])
+def test_every_row_has_a_position_of_its_own(rows: int) -> None:
+    order, ids = RowOrder.hashed(rows), torch.arange(rows)
+    positions = order.positions(ids)
+    assert torch.equal(positions.sort().values, ids)
+    assert torch.equal(order.ids(0, rows)[positions], ids)
+    assert torch.equal(order.ids(rows // 3, rows), order.ids(0, rows)[rows // 3 :])
+
+
+@pytest.mark.parametrize(("rows", "owners"), [(1000, 8), (65536, 2), (5_000_000, 64), (2**31 - 1, 64)])
+def test_any_run_of_ids_is_spread_evenly(rows: int, owners: int) -> None:
+    order, block = RowOrder.hashed(rows), -(-rows // owners)
+    for first in (0, rows // 7, rows // 2):
+        for count in (owners, 10 * owners):
+            ids = torch.arange(first, first + count).clamp(max=rows - 1)
+            held = torch.bincount(order.positions(ids) // block, minlength=owners)
+            assert held.max() <= count // owners + 3
+
+
+def test_it_is_a_function_of_the_number_of_rows_and_does_not_overflow() -> None:
+    """Checkpoints of a window and other versions depend on it."""
+    assert RowOrder.hashed(5_000_000) == RowOrder(5_000_000, 3_090_171, 4_715_853)
+    rows = 3_037_000_499
+    order = RowOrder.hashed(rows)
+    for at in (0, 1, rows // 2, rows - 2, rows - 1):
+        expected = (at * order.multiplier + order.offset) % rows
+        assert int(order.positions(torch.tensor([at]))) == expected
+        assert int(order.ids(expected, expected + 1)) == at
+    with pytest.raises(ValueError, match=r"3037000500.*placement='blocks'"):
+        RowOrder.hashed(rows + 1)
+    order, ids = RowOrder.hashed(2**31 - 1), torch.tensor([0, 1, 2**31 - 2])
+    assert torch.equal(order.positions(ids.int()), order.positions(ids))
+
+
+@pytest.mark.parametrize("order", [RowOrder(10), RowOrder.hashed(10)])
+def test_parts_are_read_and_written_in_the_order_of_ids(order: RowOrder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_freescale.embeddings.row_order._ROWS_AT_ONCE", 2)
+    whole = torch.arange(20.0).view(10, 2)
+    again, states, sums = torch.zeros(10, 2), torch.zeros(10, 1), whole.sum(dim=1, keepdim=True)
+    for start, stop in ((0, 4), (4, 9), (9, 10)):
+        part, per_row = torch.zeros(stop - start, 2), torch.zeros(stop - start)
+        order.read(whole, start, part)
+        assert torch.equal(part, whole[order.ids(start, stop)])
+        order.write(part, start, again)
+        order.read(sums, start, per_row)  # a state of a row has no columns where it is kept
+        order.write(per_row, start, states)
+    assert torch.equal(again, whole) and torch.equal(states, sums)

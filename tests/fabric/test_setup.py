@@ -21,8 +21,6 @@ from tests.helpers.recommender import OPTIMIZERS, Net, Samples, collate, fixed_l
 
 
 class Items(nn.Module):
-    """A plain ``nn.Embedding``, and no collection."""
-
     def __init__(self) -> None:
         super().__init__()
         self.items, self.out = nn.Embedding(50, 8), nn.Linear(8, 1)

@@ -44,8 +44,6 @@ HANGS = "subprocess.Popen(['sleep', '300']); found([dict(size=7)]); time.sleep(3
 
 
 class Hour:
-    """A folder of scripts in the parts' place."""
-
     def __init__(self, folder: Path) -> None:
         self.scripts, self.out = folder / "scripts", folder / "out"
         self.scripts.mkdir()

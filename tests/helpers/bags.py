@@ -18,7 +18,7 @@ from lightning_freescale.embeddings.collections import Collection, find_collecti
 from lightning_freescale.embeddings.overlap.pooling import tables_by_width
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 from lightning_freescale.embeddings.row_order import RowOrder
-from tests.helpers.overlap_training import Changed, CountingModel
+from tests.helpers.overlap_training import CountingModel
 from tests.helpers.recommender import RankBatches
 
 Batch = dict[str, Any]
@@ -103,9 +103,8 @@ def with_bags(batch: Batch, seed: int, longest: int = 2) -> Batch:
 def bag_loader(steps: int, longest: int = 2, salt: int = 0, samples: int = 5) -> DataLoader:
     """This rank's batches; each rank has one sample more than the one before."""
     rank = int(os.environ["RANK"])
-    batches = DataLoader(RankBatches(rank, steps, samples + rank), batch_size=None)
-    seeds = iter(range(1000 * rank + salt, 1000 * rank + salt + steps))
-    return DataLoader(Changed(batches, lambda batch: with_bags(batch, next(seeds), longest)), batch_size=None)
+    batches = enumerate(RankBatches(rank, steps, samples + rank).batches, 1000 * rank + salt)
+    return DataLoader([with_bags(batch, seed, longest) for seed, batch in batches], batch_size=None)
 
 
 class OnlyBags(L.LightningModule):

@@ -57,8 +57,6 @@ Case = Callable[[Side], Any]
 
 
 def named(cases: list[Case]) -> Callable[[Case], Case]:
-    """Decorator that appends a case to a list."""
-
     def append(case: Case) -> Case:
         cases.append(case)
         return case
@@ -110,5 +108,4 @@ def differs(one: Any, other: Any, where: str = "result") -> str:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -12,7 +12,6 @@ LABEL = torch.zeros(3)
 
 
 def make_features(seed: int = 0, weighted: bool = False, offsets: bool = False) -> KeyedJaggedTensor:
-    """Two features of three samples."""
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 4, (6,), generator=draw)
     values = torch.randint(0, 50, (int(lengths.sum()),), generator=draw)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import lightning as L
 import torch
 from torch import nn
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
@@ -18,7 +17,7 @@ from torchrec.modules.mc_modules import (
 )
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from tests.helpers.recommender import CATEGORIES, OPTIMIZERS
+from tests.helpers.recommender import CATEGORIES, Recommender
 
 DIM, IDS, BATCH = 8, 4000, 4
 CPU = torch.device("cpu")
@@ -77,23 +76,13 @@ class ManagedNet(nn.Module):
         return (hidden * found["candidate"].values()).sum(dim=1)
 
 
-class ManagedRecommender(L.LightningModule):
-    """Trains :class:`ManagedNet` and keeps its losses."""
+class ManagedRecommender(Recommender):
+    """Keeps losses of validation as well."""
 
-    def __init__(self, optimizer: str = "sgd") -> None:
-        super().__init__()
-        self.net, self.optimizer, self.losses = ManagedNet(), optimizer, []
-
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
-        loss = nn.functional.mse_loss(self.net(batch["features"]), batch["label"])
-        self.losses.append(loss.item())
-        return loss
+    kind = ManagedNet
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         self.losses.append(nn.functional.mse_loss(self.net(batch["features"]), batch["label"]).item())
-
-    def configure_optimizers(self) -> Any:
-        return OPTIMIZERS[self.optimizer](self.parameters())
 
 
 class TwoRates(ManagedRecommender):

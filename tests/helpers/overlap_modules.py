@@ -99,6 +99,14 @@ class Schedules(CountingModel):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class AsksEarly(CountingModel):
+    """Asks for the number of steps, so that Lightning makes the training loader before the strategy knows the tables."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
 class Skips(CountingModel):
     """Some steps have no loss."""
 

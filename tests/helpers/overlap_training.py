@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from torchrec import KeyedJaggedTensor
 
 from lightning_freescale import FreeScaleStrategy
@@ -245,22 +245,9 @@ def assert_same(one: Any, other: Any, **tolerance: float) -> None:
 # -- batches
 
 
-class Changed(Dataset):
-    """Other batches, made of those of a loader."""
-
-    def __init__(self, loader: DataLoader, change: Any) -> None:
-        self.batches = [change(batch) for batch in loader]
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.batches[index]
-
-
 def changed_loader(steps: int, change: Any) -> DataLoader:
     """This rank's batches, each as ``change`` makes it."""
-    return DataLoader(Changed(my_loader(steps), change), batch_size=None)
+    return DataLoader([change(batch) for batch in my_loader(steps)], batch_size=None)
 
 
 class Stream(IterableDataset):

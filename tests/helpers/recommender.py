@@ -50,11 +50,13 @@ class Net(nn.Module):
 
 
 class Recommender(L.LightningModule):
-    """Trains :class:`Net` and keeps its losses."""
+    """Trains :class:`Net`, or a net of another kind, and keeps its losses."""
+
+    kind: type[nn.Module] = Net
 
     def __init__(self, optimizer: str = "sgd") -> None:
         super().__init__()
-        self.net, self.optimizer, self.losses = Net(), optimizer, []
+        self.net, self.optimizer, self.losses = self.kind(), optimizer, []
         self.dropout = 0.0
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:

@@ -91,8 +91,6 @@ def batches(rank: int, steps: int, samples: int = 6) -> list[Batch]:
 
 @dataclass
 class Run:
-    """What a loop leaves behind."""
-
     losses: list[float] = field(default_factory=list)
     tables: dict[str, Tensor] = field(default_factory=dict)
     dense: dict[str, Tensor] = field(default_factory=dict)
@@ -101,12 +99,12 @@ class Run:
 
 @contextmanager
 def sharded(
-    optimizer: TableOptimizer | Callable[[str], TableOptimizer], overlap: bool = False
+    optimizer: TableOptimizer, make: Callable[[], nn.Module] = Sequences
 ) -> Iterator[tuple[nn.Module, nn.Module, ShardedTables, Any]]:
-    """The model sharded, the same wrapped by DDP, its tables, and Adam for the rest; ``optimizer`` of all or by table key."""
-    model = Sequences()
-    sharding = TableSharding(model, torch.device("cpu"), overlap)
-    optimizers = {key: optimizer(key) if callable(optimizer) else optimizer for key in sharding.parameters}
+    """The model sharded, the same wrapped by DDP, its tables, and Adam for the rest."""
+    model = make()
+    sharding = TableSharding(model, torch.device("cpu"))
+    optimizers = dict.fromkeys(sharding.parameters, optimizer)
     tables = sharding.shard(group=dist.new_group(), local_world_size=dist.get_world_size(), optimizers=optimizers)
     keys = [table.key for table in tables.tables]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, keys)
@@ -115,7 +113,6 @@ def sharded(
 
 
 def result_of(model: nn.Module, tables: ShardedTables, losses: list[float]) -> Run:
-    """Losses, and this rank's tables with their states."""
     run = Run(losses)
     for shard in tables.shards():
         run.tables[shard.table.name] = shard.weight.clone()
@@ -138,7 +135,6 @@ def differences(mine: Run, other: Run, exact: bool = True) -> list[str]:
 
 
 def train_plain(optimizer: TableOptimizer, data: list[Batch], rate: Rate | None = None, between: Between | None = None) -> Run:
-    """Plain TorchRec and DDP."""
     with sharded(optimizer) as (model, ddp, tables, dense):
         losses = []
         for step, batch in enumerate(data):
@@ -160,10 +156,12 @@ def train_overlapped(
     submit: SubmitIds | None = None,
     rate: Rate | None = None,
     between: Between | None = None,
+    make: Callable[[], nn.Module] = Sequences,
+    ends_forward: bool = False,
     **options: Any,
 ) -> Run:
     """The engine; ``submit`` says which ids it is given of the next batch, before and after the forward."""
-    with sharded(optimizer) as (model, ddp, tables, dense):
+    with sharded(optimizer, make=make) as (model, ddp, tables, dense):
         engine = OverlapEngine(tables, dedup=dedup, **options)
         losses = []
         for step, batch in enumerate(data):
@@ -173,6 +171,8 @@ def train_overlapped(
             dense.zero_grad()
             loss = ddp(batch)
             engine.submit_next_ids(late)
+            if ends_forward:
+                engine.end_forward()
             loss.backward()
             engine.end_backward()
             dense.step()
@@ -216,6 +216,5 @@ def ids_by_turns(step: int, following: Batch | None) -> tuple[NextIds | None, Ne
 
 
 def settings_at(rate: Rate | None, tables: ShardedTables, step: int) -> dict[str, UpdateSettings]:
-    """What every table is updated with in a step."""
     options = {} if rate is None else {"lr": rate(step)}
     return dict.fromkeys(tables.optimizers, UpdateSettings(step, options))

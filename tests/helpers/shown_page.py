@@ -65,12 +65,6 @@ def inside(page, picture, panel="xy"):
     return page.evaluate(f"(() => {{ const r = {box}.getBoundingClientRect(); return [r.left, r.top, r.width, r.height]; }})()")
 
 
-def centre(page, element):
-    """Of an element that a JavaScript expression finds, in the window."""
-    middle = "[r.left + r.width / 2, r.top + r.height / 2]"
-    return page.evaluate(f"(() => {{ const r = ({element}).getBoundingClientRect(); return {middle}; }})()")
-
-
 def pixels(page, picture, places, panel="xy"):
     """Colours at (x, y), shares of the picture's width and height from the left and the top."""
     left, top, width, height = inside(page, picture, panel)

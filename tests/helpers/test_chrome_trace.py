@@ -1,11 +1,8 @@
 """The checker of traces finds each kind of wrong event."""
 
-import json
 from copy import deepcopy
 
-import pytest
-
-from tests.helpers.chrome_trace import problems, read_trace
+from tests.helpers.chrome_trace import problems
 
 _T = {"pid": 0, "tid": 1}
 RIGHT = [
@@ -21,24 +18,20 @@ RIGHT = [
     {"ph": "X", **_T, "cat": "step", "name": "touching", "ts": 10.0, "dur": 0},
 ]
 WRONG = [  # the number of an event and new fields of it, None for one that it lacks, or for the whole event; what is found
-    *(
-        (3, {name: value}, name)
-        for name, value in {"ph": "B", "ts": -0.5, "tid": -1, "name": "", "args": [1], "dur": None}.items()
-    ),
+    *((3, {name: value}, name) for name, value in {"ph": "B", "ts": -0.5, "tid": -1, "name": "", "dur": None}.items()),
     *((number, {name: None}, name) for number, name in ((4, "ts"), (6, "id"), (7, "bp"), (8, "s"), (6, "cat"))),
-    *((4, {"args": args}, "args") for args in ({"share": "0.5"}, {})),
-    *((1, {"args": args}, "args") for args in ({}, {"sort_index": "0"})),
+    *((number, {"args": {"share": "0.5"}}, "args") for number in (1, 4)),
     (1, {"name": "process_name", "args": {"name": "again"}}, "2 times"),
     (8, {"pid": 1}, "thread 1 is in 2 processes"),
     (5, {"ts": 7}, "before the one ahead"),
     (5, {"dur": 7.501}, "crosses"),
     (7, {"ts": 10}, "no slice around"),
     (7, {"name": "other"}, "goes s,"),
-    *((number, None, found) for number, found in ((0, "process 0 has no name"), (2, "thread 1 of 0"), (6, "goes f,"))),
+    *((number, None, found) for number, found in ((0, "process 0 has no name"), (2, "thread 1 of 0"))),
 ]
 
 
-def test_a_wrong_trace_is_noticed(tmp_path):
+def test_a_wrong_trace_is_noticed():
     assert problems({"traceEvents": RIGHT}) == []
     missed = []
     for number, fields, found in WRONG:
@@ -49,8 +42,3 @@ def test_a_wrong_trace_is_noticed(tmp_path):
             missed.append((number, fields, found))
     assert missed == []
     assert problems({"traceEvents": [RIGHT[0], *RIGHT[2:], RIGHT[1]]}) == ["metadata after the first event"]
-    for document in ([], {"traceEvents": {}}, {"traceEvents": [3]}, {"traceEvents": [], "displayTimeUnit": "us"}):
-        assert problems(document), document
-    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": RIGHT[1:]}))
-    with pytest.raises(AssertionError, match="process 0 has no name"):
-        read_trace(tmp_path / "trace.json")

@@ -64,26 +64,32 @@ class Sum(Recommender):
 REDUCTIONS = {"sample_mean": Recommender, "target_mean": TargetMean, "sum": Sum}
 
 
-def _one_step(reduction: str, samples: int, batch_size: int, window: int = 1, **options: Any) -> dict[str, Any]:
-    """Weights after one SGD step, which differ from the initial ones by the gradient alone; and the order of samples."""
+def _train(
+    reduction: str, samples: int, batch_size: int = 1, window: int = 1, steps: int = 1, **options: Any
+) -> dict[str, Any]:
+    """Weights after some SGD steps, which differ from the initial ones by the gradients alone; and the samples of all steps."""
     torch.manual_seed(0)
     module, data = REDUCTIONS[reduction]("sgd"), Samples(samples)
     loader = FreeScaleDataModule(data, data.lengths, batch_size, collate_fn=collate, loss_reduction=reduction, **options)
     devices = int(os.environ["WORLD_SIZE"])
-    fit = trainer(strategy="freescale", max_steps=1, devices=devices, accumulate_grad_batches=window)
+    fit = trainer(strategy="freescale", max_steps=steps, devices=devices, accumulate_grad_batches=window)
     fit.fit(module, loader)
     sampler = fit.train_dataloader.sampler
-    order = [sorted(sampler.global_batch(0, step).tolist()) for step in range(len(sampler))]
-    return {"weights": fit._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"], "order": order}
+    return {
+        "weights": fit._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"],
+        "batches": [sorted(sampler.global_batch(0, step).tolist()) for step in range(len(sampler))],
+        "uneven": any(max(counts) > min(counts) + 1 for counts in map(sampler.counts, range(len(sampler)))),
+        "steps": fit.global_step,
+    }
 
 
 def _balanced(reduction: str, samples: int = 16, **options: Any) -> tuple[Any, Any]:
-    return partial(_one_step, reduction, samples, 8, **options), partial(_one_step, reduction, samples, samples)
+    return partial(_train, reduction, samples, 8, **options), partial(_train, reduction, samples, samples)
 
 
 def _windows(reduction: str, window: bool) -> tuple[Any, Any]:
     balance = BalanceOptions(window=window)
-    return partial(_one_step, reduction, 32, 4, 4, balance=balance), partial(_one_step, reduction, 32, 32)
+    return partial(_train, reduction, 32, 4, 4, balance=balance), partial(_train, reduction, 32, 32)
 
 
 SHARED_OUT = {
@@ -118,24 +124,12 @@ def test_a_step_has_the_gradient_of_its_whole_batch_on_one_rank() -> None:
     assert not any(torch.equal(weight, initial[name]) for name, weight in mine["balanced"]["weights"].items())
     assert _differ(mine["as drawn, target_mean"]["weights"], whole["window, target_mean"]["weights"])
     for reduction in REDUCTIONS:
-        assert mine[f"window, {reduction}"]["order"] != mine[f"as drawn, {reduction}"]["order"], "nothing was shared out"
+        assert mine[f"window, {reduction}"]["batches"] != mine[f"as drawn, {reduction}"]["batches"], "nothing was shared out"
 
 
 def _budgeted() -> dict[str, dict[str, Any]]:
-    """Weights after an epoch of steps cut by tokens, and which samples each of them had."""
-    found = {}
-    for reduction, kind in REDUCTIONS.items():
-        torch.manual_seed(0)
-        module, data = kind("sgd"), Samples(64)
-        loader = FreeScaleDataModule(data, data.lengths, batch_tokens=90, collate_fn=collate, loss_reduction=reduction)
-        fit = trainer(strategy="freescale", devices=2)
-        fit.fit(module, loader)
-        sampler = fit.train_dataloader.sampler
-        batches = [sampler.global_batch(0, step).tolist() for step in range(len(sampler))]
-        uneven = any(max(counts) > min(counts) + 1 for counts in map(sampler.counts, range(len(sampler))))
-        weights = fit._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"]
-        found[reduction] = {"uneven": uneven, "steps": fit.global_step, "batches": batches, "weights": weights}
-    return found
+    """An epoch of steps cut by tokens."""
+    return {reduction: _train(reduction, 64, steps=-1, batch_tokens=90) for reduction in REDUCTIONS}
 
 
 def _whole_batches(batches: dict[str, list[list[int]]]) -> dict[str, dict[str, Tensor]]:

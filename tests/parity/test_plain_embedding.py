@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_freescale.testing import run_distributed
 from tests.helpers.overlap_training import PLAIN, Case, assert_same, departures, fit_all
-from tests.helpers.plain_embeddings import KEYS, KINDS, SHARDED, PlainModel, plain_loader
+from tests.helpers.plain_embeddings import ITEMS, KEYS, KINDS, LENGTH, SHARDED, PlainModel, plain_loader
 from tests.helpers.recommender import DIM
 
 STEPS, EPOCHS = 8, 2
@@ -30,8 +30,19 @@ class LooksUpSlices(PlainModel):
         return super().scores({**batch, "items": batch["items"][:, :-1]})
 
 
+class WithAdam(PlainModel):
+    """Looks up every row in every step, because torch's Adam moves all rows."""
+
+    def scores(self, batch: dict[str, Tensor]) -> Tensor:
+        items = torch.cat([batch["items"], (torch.arange(54) % ITEMS).view(9, LENGTH)])
+        found = super().scores({"items": items, "kind": torch.cat([batch["kind"], torch.arange(9) % KINDS])})
+        return found[:-9] + found[-9:].mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.02, betas=(0.8, 0.95), eps=1e-6)
+
+
 def case(make: Any, ahead: Any = None, **options: Any) -> Case:
-    """A case of plain embeddings."""
     return Case(make, lambda: plain_loader(STEPS), options, ahead=ahead, notice=None)
 
 
@@ -56,6 +67,7 @@ def test_same_as_ddp(world: int) -> None:
 
 OTHERS = {
     "slices": case(LooksUpSlices, (2 * (STEPS - 2), 2 * 2, 0), max_epochs=1),
+    "adam": case(WithAdam, max_epochs=1),
     "windows": case(PlainModel, accumulate_grad_batches=2, max_epochs=1),
     "bf16-mixed": case(PlainModel, precision="bf16-mixed", max_epochs=1),
 }

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.testing import run_distributed
 from tests.helpers import plain_managed, plain_torchrec
 from tests.helpers.managed_tables import IDS, MANAGED, ROWS, ManagedBatches, ManagedNet, ManagedRecommender
 from tests.helpers.overlap_training import PLAIN, Case, CountingModel, Run, my_loader
-from tests.helpers.recommender import OPTIMIZERS, Net, RankBatches, trainer
+from tests.helpers.recommender import OPTIMIZERS, Net, RankBatches
 
 STEPS, MANAGED_STEPS = 20, 14
 
@@ -51,25 +50,14 @@ class Seeded(ManagedRecommender):
 
     def on_train_start(self) -> None:
         torch.manual_seed(self.global_rank)
+        self.statistics = {"remapped": self.net.remapped}
 
 
-def _managed(optimizer: str) -> dict[str, Any]:
+def _managed(optimizer: str) -> tuple[Run, dict[str, Any]]:
+    data = ManagedBatches(int(os.environ["RANK"]), MANAGED_STEPS)
+    run = Case(partial(Seeded, optimizer), lambda: data, {"max_epochs": 1}).fit({"dedup": False})
     torch.manual_seed(0)
-    module = Seeded(optimizer)
-    fit = trainer(strategy=FreeScaleStrategy(dedup=False), devices=int(os.environ["WORLD_SIZE"]))
-    fit.fit(module, ManagedBatches(int(os.environ["RANK"]), MANAGED_STEPS))
-    saved = fit._checkpoint_connector.dump_checkpoint(weights_only=False)
-    return {
-        "losses": module.losses,
-        "remapped": module.net.remapped,
-        "weights": saved["state_dict"],
-        "optimizer": saved["optimizer_states"][0],
-    }
-
-
-def _managed_by_hand(optimizer: str) -> dict[str, Any]:
-    torch.manual_seed(0)
-    return plain_managed.train(ManagedNet(), optimizer, ManagedBatches(int(os.environ["RANK"]), MANAGED_STEPS))
+    return run, plain_managed.train(ManagedNet(), optimizer, data)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -78,20 +66,20 @@ def _managed_by_hand(optimizer: str) -> dict[str, Any]:
     [pytest.param("sgd", marks=pytest.mark.slow), "adagrad", pytest.param("rowwise_adagrad", marks=pytest.mark.slow)],
 )
 def test_managed_collisions_are_bitwise_equal(optimizer: str, ranks: int) -> None:
-    mine, plain = (run_distributed(how, ranks, optimizer) for how in (_managed, _managed_by_hand))
-    for rank in range(ranks):
-        assert mine[rank]["losses"] == plain[rank]["losses"]
-        assert mine[rank]["remapped"] == plain[rank]["remapped"]
-    assert len(set(mine[0]["losses"])) == MANAGED_STEPS, "the loss must move, or equality means nothing"
-    assert plain[0]["weights"].keys() == {name.removeprefix("net.") for name in mine[0]["weights"]}
-    for name, weight in plain[0]["weights"].items():
-        assert torch.equal(mine[0]["weights"][f"net.{name}"], weight), name
+    results = run_distributed(_managed, ranks, optimizer)
+    for run, by_hand in results:
+        assert (run.losses, run.statistics["remapped"]) == (by_hand["losses"], by_hand["remapped"])
+    mine, plain = results[0]
+    assert len(set(mine.losses)) == MANAGED_STEPS, "the loss must move, or equality means nothing"
+    assert plain["weights"].keys() == {name.removeprefix("net.") for name in mine.weights}
+    for name, weight in plain["weights"].items():
+        assert torch.equal(mine.weights[f"net.{name}"], weight), name
     tables = {f"{name.split('.')[-2]}.momentum1": index for index, (name, _) in enumerate(ManagedNet().named_parameters())}
-    assert len(plain[0]["states"]) == (0 if optimizer == "sgd" else 3)
-    for name, momentum in plain[0]["states"].items():
-        assert torch.equal(mine[0]["optimizer"]["state"][tables[name]]["sum"].flatten(), momentum.flatten())
+    assert len(plain["states"]) == (0 if optimizer == "sgd" else 3)
+    for name, momentum in plain["states"].items():
+        assert torch.equal(mine.states[0]["state"][tables[name]]["sum"].flatten(), momentum.flatten())
     seen = torch.cat([b["features"]["history"].values() for r in range(2) for b in ManagedBatches(r, MANAGED_STEPS).batches])
-    raw = plain[0]["weights"][f"{MANAGED}.item._mch_sorted_raw_ids"]
+    raw = plain["weights"][f"{MANAGED}.item._mch_sorted_raw_ids"]
     first = torch.cat([ManagedBatches(r, 1).batches[0]["features"]["history"].values() for r in range(2)])
     assert len(seen.unique()) > 3 * ROWS["item"], "most ids must find no row"
     assert not torch.isin(first * 1237 % IDS, raw[raw < IDS]).all(), "ids of the first step must have lost their rows"

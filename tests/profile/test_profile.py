@@ -154,17 +154,6 @@ trainer.fit(Net())
     assert done.stderr.count("own BubbleProfiler") == 1 and done.stdout.count("Verdict:") == 3
 
 
-@pytest.mark.slow
-def test_a_script_with_lightnings_command_line(folder: Path, profile: Any) -> None:
-    """Profiled by the command, and by the command line of the script."""
-    script = _script(folder, MODEL + "\nfrom lightning.pytorch.cli import LightningCLI\nLightningCLI(Net)\n")
-    told = ["fit", "--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.max_epochs=1"]
-    profile("--dirpath=first", script, *told)
-    callback = ["--trainer.callbacks+=lightning_freescale.BubbleProfiler", "--trainer.callbacks.dirpath=second"]
-    _run(folder, [sys.executable], script, *told, *callback, "--trainer.callbacks.every_n_steps=4")
-    assert [len(read(folder / name / "report.json")["ranks"]) for name in ("first", "second")] == [2, 2]
-
-
 def test_it_ends_as_the_script_does(folder: Path, profile: Any) -> None:
     """A line in the file of fits stands for a fit."""
     fits = f"import json, os, sys\nopen(json.loads(os.environ[{VARIABLE!r}])['fits'], 'a').write('0\\n')\n"

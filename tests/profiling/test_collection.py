@@ -75,15 +75,6 @@ def test_the_newest_wait_and_times_are_rank_0s(timeline: Timeline) -> None:
     assert (buffer.waiting, buffer.count, _indices(list(buffer.recent))) == ([], 6, [3, 4, 5])
 
 
-def test_an_exchange_that_spans_two_windows_is_hidden_in_both(timeline: Timeline) -> None:
-    buffer = StepBuffer(timeline, 10)
-    _background(timeline, "inside", 0.5, 0.75)
-    _background(timeline, "across", 1.5, 2.5)  # other threads are ahead of the steps that wait
-    _background(timeline, "later", 2.25, 3.5)
-    hidden = _hidden(*_window(buffer, _steps(0, 3), leave=1), *_window(buffer, _steps(3, 4)))
-    assert hidden == [["inside"], ["across"], ["across", "later"], ["later"]]
-
-
 def test_exchanges_do_not_pile_up(timeline: Timeline) -> None:
     buffer, seen = StepBuffer(timeline, 10), Counter()
     for first in range(0, 400, 4):
@@ -259,8 +250,6 @@ def _due(after: tuple[float, float]) -> int:
 def test_rank_0_says_when_clocks_are_compared() -> None:
     assert run_distributed(lambda: (_due((-1.0, 1e9)), _due((1e9, -1.0))), 2) == [(1, 0)] * 2
 
-
-# -- what rank 0 keeps
 
 FORWARD = ((1.0, 2.0), (2.0, 2.0))  # seconds in even and odd steps, of two ranks
 

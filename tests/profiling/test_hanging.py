@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import fcntl
 import json
 import os
 import signal
@@ -13,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -278,38 +277,6 @@ def test_the_signal_wakes_and_what_else_wakes_asks_nothing(wakes: WakeUp) -> Non
     assert not wakes.wait(30.0)
 
 
-def test_a_descriptor_above_1024(wakes: WakeUp) -> None:
-    """As ranks have that hold a connection to each of many others."""
-    high = fcntl.fcntl(wakes._reads, fcntl.F_DUPFD, 1024)
-    low, wakes._reads = wakes._reads, high
-    try:
-        wakes.wake()
-        assert not wakes.wait(30.0)
-    finally:
-        wakes._reads = low
-        os.close(high)
-
-
-def test_while_the_main_thread_stands_in_code_that_is_not_pythons(wakes: WakeUp) -> None:
-    """A handler of Python's would run only behind it."""
-    lock, woken = threading.Lock(), []
-    lock.acquire()
-
-    def watch() -> None:
-        woken.append(wakes.wait(30.0))
-        lock.release()
-
-    def kill() -> None:
-        time.sleep(0.1)  # whatever comes first, the main thread is in the lock or about to
-        os.kill(os.getpid(), signal.SIGUSR2)
-
-    threads = [start_daemon(watch, "test watch"), start_daemon(kill, "test kill")]
-    assert lock.acquire(timeout=30.0)
-    assert woken == [True]
-    for thread in threads:
-        thread.join()
-
-
 def test_a_handler_and_a_wake_up_descriptor_of_others_stay() -> None:
     def theirs(*_: Any) -> None:
         """Do nothing."""
@@ -445,36 +412,28 @@ def test_options_that_do_not_fit(name: str, value: Any, running: Timeline, tmp_p
         HangWatch(running, tmp_path, **{name: value})
 
 
-def _plain_loop(folder: Path, ends: Callable[[], None]) -> list[str]:
-    """Rank 1 ends in some way, and rank 0 is asked for where all stand."""
-    timeline, rank = Timeline(), dist.get_rank()
-    timeline.enable(torch.device("cpu"))
-    with HangWatch(timeline, folder, hang_timeout=None):
-        timeline.open_step()
-        dist.barrier()
-        if rank == 0:
-            _until(lambda: (folder / "ended").exists())
-            os.kill(os.getpid(), signal.SIGUSR2)
-            _until(lambda: len(_reports(folder)) == 1)
-        else:
-            ends()
-    (folder / "ended").touch()
-    return [one.name for one in threading.enumerate() if one.name.startswith("freescale")]
-
-
 @pytest.mark.usefixtures("patient")
-def test_a_rank_that_was_killed(tmp_path: Path) -> None:
-    def ends() -> None:
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_rank_that_has_ended_or_was_killed(killed: bool, tmp_path: Path) -> None:
+    """Rank 0 is asked for where all stand."""
+
+    def loop() -> list[str]:
+        timeline = Timeline()
+        timeline.enable(torch.device("cpu"))
+        with HangWatch(timeline, tmp_path, hang_timeout=None):
+            timeline.open_step()
+            dist.barrier()
+            if dist.get_rank() == 0:
+                _until(lambda: (tmp_path / "ended").exists())
+                os.kill(os.getpid(), signal.SIGUSR2)
+                _until(lambda: len(_reports(tmp_path)) == 1)
+            elif killed:
+                (tmp_path / "ended").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
         (tmp_path / "ended").touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+        return [one.name for one in threading.enumerate() if one.name.startswith("freescale")]
 
-    with pytest.raises(RankFailed, match="rank 1: died"):
-        run_distributed(_plain_loop, 2, tmp_path, ends)
-    (report,) = _reports(tmp_path)
-    assert "has ended" in report["ranks"][1]["silent"]
-
-
-def test_a_rank_whose_training_has_ended(tmp_path: Path) -> None:
-    assert run_distributed(_plain_loop, 2, tmp_path, lambda: None) == [[], []]
-    (report,) = _reports(tmp_path)
-    assert report["ranks"][1] == {"rank": 1, "ended": True}
+    with pytest.raises(RankFailed, match="rank 1: died") if killed else nullcontext():
+        assert run_distributed(loop, 2) == [[], []]
+    (_, late) = _reports(tmp_path)[0]["ranks"]
+    assert "has ended" in late["silent"] if killed else late == {"rank": 1, "ended": True}

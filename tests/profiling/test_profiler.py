@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import multiprocessing
 import os
 import re
 import sys
@@ -11,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale._worker import WorkerThread
 from lightning_freescale.profiling import ProfilerOptions, RunInfo, StepProfiler, Timeline, collectives_on
 from lightning_freescale.profiling.analysis.breakdown import ADDENDS, column
 from lightning_freescale.profiling.clock_sync.alignment import Alignment
@@ -57,26 +54,24 @@ class Averaging(torch.optim.SGD):
         return super().step(closure)
 
 
-def _guide(folder: str, loader: str, hours: float = 0.0, too_uncertain: float = 1.0) -> tuple[Any, list[str]]:
-    """The loop of the guide, word for word but for its ``loader``; rank 1's clock may be hours off."""
+def _guide(folder: str) -> tuple[Any, list[str]]:
+    """The loop of the guide; rank 1's clock is three hours off."""
     os.chdir(folder)
-    rank_exchange._TOO_UNCERTAIN = too_uncertain
-    real, offset = time.perf_counter, hours * 3600 * dist.get_rank()
+    rank_exchange._TOO_UNCERTAIN = 1.0
+    real, offset = time.perf_counter, 3 * 3600 * dist.get_rank()
     time.perf_counter = lambda: real() + offset
     Alignment.__init__.__defaults__ = (time.perf_counter,)
     model = Model(4, 1, bias=False)
     batches = [torch.ones(2, 4)] * STEPS
     names: dict[str, Any] = {"model": model, "optimizer": Averaging(model.parameters(), 1e-3), "loader": batches}
     section = GUIDE.read_text().split("## Without Lightning")[1]
-    code = re.search(r"```python\n(.*?)```", section, re.DOTALL).group(1)
-    assert "in batches_on(timeline, loader):" in code
-    exec(code.replace("batches_on(timeline, loader)", loader), names)
+    exec(re.search(r"```python\n(.*?)```", section, re.DOTALL).group(1), names)
     assert dist.all_reduce.__module__.startswith("torch")
     return names["report"], [thread.name for thread in threading.enumerate()]
 
 
 def test_the_plain_loop_of_the_guide(tmp_path: Path) -> None:
-    (report, threads), (nothing, _) = run_distributed(_guide, 2, str(tmp_path), "batches_on(timeline, loader)", 3)
+    (report, threads), (nothing, _) = run_distributed(_guide, 2, str(tmp_path))
     assert nothing is None
     assert list(report.steps) == list(range(5, STEPS))
     assert (report.samples == 2).all()
@@ -96,17 +91,6 @@ def test_the_plain_loop_of_the_guide(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "bubbles").iterdir()} == {"report.json", "report.html", "trace.json"}
 
 
-def test_clocks_that_disagree_and_a_loader_that_is_not_observed(tmp_path: Path) -> None:
-    report = run_distributed(_guide, 2, str(tmp_path), "loader", too_uncertain=1e-9)[0][0]
-    assert not report.wait_attribution.aligned
-    assert read(tmp_path / "bubbles" / "report.json")["wait_attribution"]["reason"] == report.wait_attribution.reason != ""
-    assert _medians(report, "wait")[0] > 0.8 * DELAY
-    assert not column(report.breakdown, "straggler_wait").any() and not column(report.breakdown, "transfer").any()
-    unknown = {case.name for case in report.what_if if case.speed_up is None}
-    assert {"perfect balance", "full overlap", "balance + overlap"} <= unknown
-    assert not column(report.breakdown, "data_wait").any() and column(report.breakdown, "unexplained").any()
-
-
 @pytest.mark.parametrize(
     ("name", "value"), [("every_n_steps", 2.5), ("every_n_steps", 0), ("max_steps", True), ("warmup_steps", None)]
 )
@@ -114,9 +98,6 @@ def test_options_are_whole_numbers(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}")):
         ProfilerOptions(**{name: value})
     assert ProfilerOptions(every_n_steps=np.int64(3), warmup_steps=0).every_n_steps == 3
-
-
-# -- one rank
 
 
 @contextmanager
@@ -226,8 +207,6 @@ def test_overhead_is_per_step(tmp_path: Path) -> None:
     assert (report.overhead.stamps, report.overhead.exchange) == pytest.approx((stamps / 13, 50.0 / 13))
 
 
-# -- memory, from the ranks' processes into the report, its text and the loggers' scalars
-
 HELD, LEAK = 400 * 10**6, 6 * 10**6
 WINDOW, WINDOWS = 3, 14
 
@@ -243,19 +222,16 @@ def _leaks(folder: Path) -> Any:
                 kept.append(mmap.mmap(-1, LEAK // WINDOW, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
                 kept[-1].write(b"1" * (LEAK // WINDOW))
             logged.append(profile.end_step())
-        report = profile.write_report()
-    return None if report is None else str(report), [one for one in logged if one is not None]
+        profile.write_report()
+    return [one for one in logged if one is not None]
 
 
 def test_a_leak_is_flagged_and_its_rank_is_named(tmp_path: Path) -> None:
-    (text, logged), _ = run_distributed(_leaks, 2, tmp_path)
+    logged = run_distributed(_leaks, 2, tmp_path)[0]
     memory = read(tmp_path / "report.json")["memory"]
     innocent, leaky = memory["ranks"]
     assert (innocent["grows"], leaky["grows"]) == (False, True)
     assert leaky["growth_bytes"] == pytest.approx(LEAK, rel=0.2)
-    line = next(line for line in text.splitlines() if line.startswith("MEMORY GROWS"))
-    assert "rank 1" in line and "rank 0" not in line
-    assert 'id="memory"' in (tmp_path / "report.html").read_text()
     assert memory["step"][-1] == WINDOW * WINDOWS - 1
     current = np.array(memory["current_bytes"])
     assert len(current) == len(memory["step"]) >= WINDOWS - 1
@@ -263,81 +239,43 @@ def test_a_leak_is_flagged_and_its_rank_is_named(tmp_path: Path) -> None:
     own, more = current.mean(axis=0)
     assert more - own == pytest.approx(HELD + LEAK * WINDOWS / 2, rel=0.15)
     assert memory["imbalance"] == pytest.approx(2 * more / (own + more), rel=0.02)
-    assert f"on rank 1, {memory['peak_imbalance']:.2f}x" in text
     scalars = {name.removeprefix("freescale/bubble/"): value for name, value in logged[-1].items()}
     assert logged[0]["freescale/bubble/memory_bytes"] < scalars["memory_bytes"]
     assert scalars["memory_peak_bytes"] <= max(rank["peak_bytes"] for rank in memory["ranks"])
     assert 1.2 <= scalars["memory_imbalance"] <= 2
 
 
-# -- a rank that is gone
-
-
-def _lost(folder: Path, dies: bool, steps: int, timeout: float, go_on: bool) -> None:
-    """Rank 1 leaves after some steps, while an exchange is due; what becomes of rank 0 is written."""
-    own, rank = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)), dist.get_rank()
-    with _profiled(folder, own) as profile:
+def _interrupted(folder: Path, steps: int) -> None:
+    """Rank 1 stops after some steps, while an exchange is due; rank 0 is interrupted three steps later."""
+    with _profiled(folder, dist.new_group(backend="gloo")) as profile:
         for _ in range(steps):
             profile.end_step()
         profile._pending.result()
-        if rank == 1:
-            if dies:
-                os._exit(9)
+        if dist.get_rank() == 1:
             while not (folder / "outcome").exists():
                 time.sleep(0.01)
             raise KeyboardInterrupt
-        began = time.monotonic()
-        if go_on:
-            with pytest.raises(RuntimeError):
-                _run(profile, 10_000, lambda: time.sleep(0.001))
-            found: Any = time.monotonic() - began
-        else:
-            found = [profile.end_step() is None for _ in range(3)]
+        no_scalars = [profile.end_step() is None for _ in range(3)]
         began = time.monotonic()
         report = profile.write_interrupted_report("rank 1 is gone")
-        took = time.monotonic() - began
-    alive = [thread.daemon for thread in threading.enumerate() if thread.name.startswith("freescale")]
-    (folder / "outcome").write_text(repr((found, took, len(report.steps), report.status.not_exchanged, alive)))
-    raise KeyboardInterrupt  # the other ranks have nothing to say
-
-
-def _outcome(folder: Path, *args: Any) -> Any:
-    with pytest.raises(RankFailed):
-        run_distributed(_lost, 2, folder, *args)
-    return eval((folder / "outcome").read_text())
-
-
-@pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize(("dies", "timeout", "least", "most"), [(True, 20, 0, 10), (False, 2.5, 2, 15)])
-def test_a_lost_rank_is_heard_of_within_the_timeout(
-    dies: bool, timeout: float, least: float, most: float, tmp_path: Path
-) -> None:
-    seconds, took, steps, left, alive = _outcome(tmp_path, dies, 7, timeout, True)
-    assert least < seconds < most
-    assert took < 2, "not the timeout once more"
-    assert steps == 3, "the first exchange was fine"
-    assert left >= 4 and alive == []
-    status = read(tmp_path / "report.json")["status"]
-    assert (status["complete"], status["reason"], status["not_exchanged"]) == (False, "rank 1 is gone", left)
+        assert time.monotonic() - began < 20, "not the group's timeout"
+    daemons = [thread.daemon for thread in threading.enumerate() if thread.name.startswith("freescale")]
+    (folder / "outcome").write_text(repr((no_scalars, len(report.steps), report.status.not_exchanged, daemons)))
+    raise KeyboardInterrupt  # without a word to rank 1
 
 
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(("steps", "kept"), [(7, 3), (4, 7)], ids=["the second", "the first"])
 def test_interrupted_while_an_exchange_waits_for_a_lost_rank(steps: int, kept: int, tmp_path: Path) -> None:
-    no_scalars, took, found, left, alive = _outcome(tmp_path, False, steps, 60, False)
+    with pytest.raises(RankFailed):
+        run_distributed(_interrupted, 2, tmp_path, steps)
+    no_scalars, found, left, daemons = eval((tmp_path / "outcome").read_text())
     assert no_scalars == [steps == 4, True, True], "of the first exchange"
-    assert took < 20, "not the group's timeout"
     assert (found, left) == (kept, steps + 3 - kept)
-    assert alive == [True], "it still waits, and keeps no process from ending"
+    assert daemons == [True], "the thread still waits, and keeps no process from ending"
     document = read(tmp_path / "report.json")
+    status = document["status"]
+    assert (status["complete"], status["reason"], status["not_exchanged"]) == (False, "rank 1 is gone", left)
     assert ("rank 0 alone" in str(document["wait_attribution"]["reason"])) == (kept == 7)
     assert document["series"]["step"] == list(range(kept))
     assert {path.name for path in tmp_path.iterdir()} >= {"report.json", "report.html", "trace.json"}
-
-
-def test_a_thread_that_waits_keeps_no_process_from_ending() -> None:
-    fork = multiprocessing.get_context("fork")
-    process = fork.Process(target=lambda: WorkerThread("waits").submit(time.sleep, 60))
-    process.start()
-    process.join(40)
-    assert process.exitcode == 0

@@ -16,7 +16,7 @@ from lightning_freescale.balance import assign
 from lightning_freescale.simulator import Catalogue, Network, Quantity, StepTraffic, Techniques, TrainingLoad
 from lightning_freescale.simulator import simulate as simulated
 from lightning_freescale.simulator.network import EXACT_RANKS
-from lightning_freescale.simulator.quantity import WORDS, assumed, pinned, quantities
+from lightning_freescale.simulator.quantity import assumed, pinned, quantities
 from lightning_freescale.simulator.training_step import LADDER, expected_traffic, step_times
 
 
@@ -151,9 +151,7 @@ def test_no_step_is_shorter_than_its_compute(
     speed, latency, peer, per_node = network
     net = Network(exactly(speed), exactly(latency), exactly(peer), per_node, exactly(2 * speed))
     host, base, contention, late, cost, dense = map(exactly, load)
-    known = replace(
-        LOAD, host=host, base=base, contention=contention, late_weights=late, split_cost=cost, dense_bytes=dense
-    )  # fmt: skip
+    known = replace(LOAD, host=host, base=base, contention=contention, late_weights=late, split_cost=cost, dense_bytes=dense)
     plain, walls = (step_times(traffic, known, net, chosen) for chosen in (Techniques(), techniques))
     assert (walls >= work.mean(axis=1) * (1 - 1e-9)).all()
     useful = (work + base.value).mean(axis=1).sum()
@@ -163,9 +161,7 @@ def test_no_step_is_shorter_than_its_compute(
 
 
 @settings(max_examples=15, deadline=None)
-@given(
-    lengths=st.lists(st.floats(1, 4000), min_size=1, max_size=60), ranks=st.integers(1, 40), seed=st.integers(0, 99)
-)  # fmt: skip
+@given(lengths=st.lists(st.floats(1, 4000), min_size=1, max_size=60), ranks=st.integers(1, 40), seed=st.integers(0, 99))
 def test_no_prediction_is_above_the_limit(lengths: list[float], ranks: int, seed: int) -> None:
     load = TrainingLoad.from_compute(2, np.array(lengths), assumed(0.1, 0.05, 0.2, "s"), assumed(0.5, 0.2, 0.8))
     for found in simulate(lengths, ranks, load, Network(), seed=seed):
@@ -185,10 +181,6 @@ def test_every_figure_says_what_it_is() -> None:
         assert all(figure["word"] == "predicted" for figure in figures.values())
         assert all(figure["low"] <= figure["value"] <= figure["high"] for figure in figures.values())
         assert each.name == "plain" or figures["speed_up"]["low"] < figures["speed_up"]["high"]
-    known = {**quantities(load), **quantities(Network())}
-    assert {"linear", "bandwidth", "peer_latency", "exponent", "contention", "host"} <= known.keys()
-    assert {each.word for each in known.values()} <= set(WORDS)
-    assert str(load.contention) == "0.1 (0 - 0.3), assumed"
 
 
 def test_a_thousand_ranks_and_the_same_again() -> None:
@@ -250,7 +242,6 @@ def test_what_is_refused() -> None:
         (lambda: Catalogue(0), "rows=0"),
         (lambda: replace(LOAD, batch_size=0), "batch_size=0"),
         (lambda: Techniques(micro_batches=0), "micro_batches=0"),
-        (lambda: Techniques(split_backward=True), "overlap=True"),
         (lambda: Techniques(overlap=True, two_level=True), "dedup=True"),
         (lambda: simulate([], 2), "history"),
         (lambda: simulate([1.0], 0), "ranks=0"),

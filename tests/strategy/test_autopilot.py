@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +13,13 @@ import pytest
 from lightning_freescale.balance import MicroBatchSchedule
 from lightning_freescale.strategy import autopilot
 from lightning_freescale.strategy.autopilot import Autopilot
-from lightning_freescale.strategy.setting_trial import LONGEST, MEASURED
+from lightning_freescale.strategy.setting_trial import LONGEST, MEASURED, Measured, Measurements, compare
 
 Seconds = Callable[[bool, int], float]
 SPLIT = {"split_backward": [False, True]}
 PARTS = {"micro_batches": [1, 2, 4]}
 BOTH = {**SPLIT, **PARTS}
+PLAIN: Seconds = lambda split, parts: 1.0 + 4.0 / parts - 0.5 * split  # noqa: E731 (a parameter)
 
 
 class Clock:
@@ -76,7 +78,6 @@ class Run:
         self.decided_after = 0
 
     def train(self, steps: int = 400) -> None:
-        """Train so many steps in all."""
         for done in range(len(self.seen), steps):
             epoch, step = divmod(done, self.epoch_of)
             self.schedule.count(epoch, step + 2)  # a loader reads ahead
@@ -95,9 +96,12 @@ class Run:
                 self.clock.now += 1000.0  # not the time of a step
 
     @property
-    def tried(self) -> list[set[tuple[bool, int]]]:
-        """What took turns, trial by trial, each as (split_backward, micro_batches); the last is what was chosen."""
-        return [{(each["split_backward"], each.get("micro_batches", 1)) for each in trial} for trial in self.trials]
+    def tried(self) -> list[str]:
+        """The numbers of micro-batches that took turns in each trial, "s" beside those with split backward; last the choice."""
+        return [
+            " ".join(sorted(f"{each.get('micro_batches', 1)}{'s' * each['split_backward']}" for each in trial))
+            for trial in self.trials
+        ]
 
     def resumed(self, settings: dict[str, Any] = BOTH, **changed: Any) -> Run:
         """Return a run that goes on with the state of this one, of which some items have changed."""
@@ -107,27 +111,35 @@ class Run:
         return again
 
 
-def test_what_helps_is_kept_one_change_at_a_time(clock: Clock) -> None:
-    run = Run(clock, lambda split, parts: 1.0 + {1: 4.0, 2: 1.5, 4: 2.0}[parts] - 0.5 * split)
-    run.train()
-    assert run.autopilot.frozen and run.autopilot.values == {"split_backward": True, "micro_batches": 2}
-    assert run.tried == [
-        {(False, 1), (True, 1)},
-        {(True, 1), (True, 2), (True, 4)},
-        {(False, 1), (True, 2)},  # all of it against the beginning
-        {(True, 2)},
-    ]
-    assert run.seen[-1] == (True, 2)
-    assert (run.schedule.chosen, run.schedule.measured) == (2, 2)
-    assert run.logged[-1]["freescale/autopilot/reduction"] == pytest.approx(0.75)
-
-
-def test_what_harms_is_tried_once_and_refused(clock: Clock) -> None:
-    run = Run(clock, lambda split, parts: 5.0 + split + parts)
-    run.train()
-    assert run.autopilot.frozen and run.autopilot.values == {"split_backward": False, "micro_batches": 1}
-    assert run.tried == [{(False, 1), (True, 1)}, {(False, 1), (False, 2), (False, 4)}, {(False, 1)}]
-    assert run.logged[-1]["freescale/autopilot/reduction"] == 0.0
+@pytest.mark.parametrize(
+    ("seconds", "options", "tried", "reduction"),
+    [
+        # at last the choice takes turns with the beginning
+        (lambda split, parts: {1: 5.0, 2: 2.5, 4: 3.0}[parts] - 0.5 * split, {}, ["1 1s", "1s 2s 4s", "1 2s", "2s"], 0.75),
+        (lambda split, parts: 5.0 + split + parts, {}, ["1 1s", "1 2 4", "1"], 0.0),
+        # split backward helps only beside micro-batches, and is tried again there
+        (
+            lambda split, parts: {1: 5.0, 2: 4.0, 4: 3.0}[parts] + (split if parts == 1 else -split),
+            {},
+            ["1 1s", "1 2 4", "4 4s", "1 4s", "4s"],
+            0.75,
+        ),
+        # it hides all of the exchange, and takes longer: compute that a setting adds is lost
+        (lambda split, parts: 3.5 if split else 3.0, {"settings": SPLIT}, ["1 1s", "1"], 0.0),
+        *((PLAIN, {"epoch_of": steps}, ["1 1s", "1s 2s 4s", "1 4s", "4s"], 0.875) for steps in (9, 40)),
+    ],
+)
+def test_what_helps_is_kept_one_change_at_a_time(
+    clock: Clock, seconds: Seconds, options: dict[str, Any], tried: list[str], reduction: float
+) -> None:
+    run = Run(clock, seconds, **options)
+    run.train(1200)
+    parts, split = int(tried[-1][0]), tried[-1].endswith("s")
+    assert run.tried == tried and run.seen[-1] == (split, parts)
+    assert run.autopilot.frozen
+    assert run.autopilot.values == {"split_backward": split} | ({} if "settings" in options else {"micro_batches": parts})
+    assert (run.schedule.chosen, run.schedule.measured) == (parts, None if "settings" in options else parts)
+    assert run.logged[-1]["freescale/autopilot/reduction"] == pytest.approx(reduction)
 
 
 def test_it_stops_when_the_target_is_met(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
@@ -136,44 +148,17 @@ def test_it_stops_when_the_target_is_met(clock: Clock, caplog: pytest.LogCapture
         run.train()
     assert run.autopilot.frozen and run.autopilot.values == {"split_backward": True, "micro_batches": 1}
     assert {parts for _, parts in run.seen} == {1}
-    for fact in (
-        "50.0%",
-        "28.6%",
-        "60.0%",
-        "split_backward=True, micro_batches=1",
-    ):  # the bubble before and after, what is gone
-        assert fact in caplog.text
-
-
-def test_a_setting_that_was_refused_is_tried_again_beside_another(clock: Clock) -> None:
-    """Gradients of the weights at the end help only where there are micro-batches."""
-    run = Run(clock, lambda split, parts: {1: 5.0, 2: 4.0, 4: 3.0}[parts] + (split if parts == 1 else -split))
-    run.train()
-    assert run.autopilot.frozen and run.autopilot.values == {"split_backward": True, "micro_batches": 4}
-    assert run.tried[2] == {(False, 4), (True, 4)} and len(run.tried) == 5
+    # the bubble before and after, and how much of it is gone
+    assert all(fact in caplog.text for fact in ("50.0%", "28.6%", "60.0%", "split_backward=True, micro_batches=1"))
 
 
 def test_what_seemed_to_help_and_does_not_is_undone(clock: Clock) -> None:
     run = Run(clock, lambda split, parts: 5.0 - split * (1 if len(run.trials) < 2 else -1), SPLIT)
     run.train()
     assert run.autopilot.frozen and run.autopilot.values == {"split_backward": False}
-    assert run.tried == [{(False, 1), (True, 1)}, {(False, 1), (True, 1)}, {(False, 1)}]
+    assert run.tried == ["1 1s", "1 1s", "1"]
     assert run.seen[-1] == (False, 1)
     assert [scalars["freescale/autopilot/reduction"] > 0.2 for scalars in run.logged] == [True, False]
-
-
-def test_compute_that_a_setting_adds_is_lost(clock: Clock) -> None:
-    """It hides all of the exchange, and takes longer."""
-    run = Run(clock, lambda split, parts: 3.5 if split else 3.0, SPLIT)
-    run.train()
-    assert run.autopilot.frozen and run.autopilot.values == {"split_backward": False}
-
-
-@pytest.mark.parametrize("epoch_of", [9, 40])
-def test_in_short_epochs(clock: Clock, epoch_of: int) -> None:
-    run = Run(clock, lambda split, parts: 1.0 + 4.0 / parts - 0.5 * split, epoch_of=epoch_of)
-    run.train(1200)
-    assert run.autopilot.frozen and run.autopilot.values == {"split_backward": True, "micro_batches": 4}
 
 
 def test_steps_that_cannot_be_timed_end_it(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
@@ -192,13 +177,13 @@ def test_steps_that_cannot_be_timed_end_it(clock: Clock, caplog: pytest.LogCaptu
 
 
 def test_a_run_that_resumes_goes_on_where_it_was(clock: Clock) -> None:
-    run = Run(clock, lambda split, parts: 1.0 + 4.0 / parts - 0.5 * split)
+    run = Run(clock, PLAIN)
     run.train(60)
     assert run.autopilot.values["split_backward"] and not run.autopilot.frozen
     again = run.resumed()
     again.train()
     assert again.seen[0] == (True, 1)
-    assert again.tried[0] == {(True, 1), (True, 2), (True, 4)}, "the trial under way begins anew, what is kept stays"
+    assert again.tried[0] == "1s 2s 4s", "the trial under way begins anew, what is kept stays"
     assert again.autopilot.frozen and again.autopilot.values == {"split_backward": True, "micro_batches": 4}
     third = again.resumed()
     assert third.autopilot.frozen
@@ -225,8 +210,7 @@ def _run_in_which_bags_are_left(clock: Clock, step: int, overlapped: list[str]) 
             run.controller.overlapped = overlapped
         return 9.0 + 2 * split if len(run.seen) - 1 > step else 5.0 - 2 * split
 
-    run = Run(clock, seconds, SPLIT)
-    return run
+    return (run := Run(clock, seconds, SPLIT))
 
 
 @pytest.mark.parametrize("step", [9, 25, 60])
@@ -237,7 +221,7 @@ def test_it_measures_anew_when_bags_are_left(clock: Clock, caplog: pytest.LogCap
         run.train()
     assert run.autopilot.frozen and run.autopilot.values == {"split_backward": False}
     assert run.autopilot.state_dict()["tried"] == {"split_backward": 1}, "what was tried before counts for nothing"
-    assert run.tried[-2:] == [{(False, 1), (True, 1)}, {(False, 1)}]
+    assert run.tried[-2:] == ["1 1s", "1"]
     assert caplog.text.count("exchange of ['items']") == 1 and "['bags', 'items']" in caplog.text
     assert "9000.0 ms" in caplog.messages[-1] and "11000.0 ms" in caplog.messages[-1]
 
@@ -280,23 +264,14 @@ def test_a_run_that_resumes_goes_on_if_the_same_is_overlapped(clock: Clock, over
 OF_PARTS = {1: 4.0, 2: 2.0, 4: 3.0}
 
 
-@pytest.mark.parametrize(
-    ("seconds", "chosen", "epoch_of", "validates"),
-    [
-        (OF_PARTS, 2, 1000, lambda step: False),
-        (OF_PARTS, 2, 7, lambda step: False),
-        (OF_PARTS, 2, 3, lambda step: False),
-        (OF_PARTS, 2, 40, lambda step: step % 3 == 0),
-        ({1: 4.0, 2: 3.99, 4: 3.98}, 1, 1000, lambda step: False),  # not worth it
-    ],
-)
-def test_the_quickest_micro_batches_are_chosen(
-    clock: Clock, seconds: dict[int, float], chosen: int, epoch_of: int, validates: Any
-) -> None:
-    run = Run(clock, lambda split, parts: seconds[parts], PARTS, None, epoch_of=epoch_of, validates=validates)
+@pytest.mark.parametrize(("epoch_of", "validates"), [(1000, 1001), (3, 4), (40, 3)])
+def test_the_quickest_micro_batches_are_chosen(clock: Clock, epoch_of: int, validates: int) -> None:
+    """Validation follows every step whose number is divisible by ``validates``."""
+    checks: Any = lambda step: step % validates == 0 and validates < epoch_of  # noqa: E731 (a parameter)
+    run = Run(clock, lambda split, parts: OF_PARTS[parts], PARTS, None, epoch_of=epoch_of, validates=checks)
     run.train(LONGEST * 3)
     assert run.autopilot.frozen
-    assert (run.schedule.chosen, run.schedule.measured) == (chosen, chosen)
+    assert (run.schedule.chosen, run.schedule.measured) == (2, 2)
 
 
 @pytest.mark.parametrize(("epoch_of", "validates"), [(2, False), (50, True)])
@@ -310,3 +285,72 @@ def test_a_trial_that_can_time_nothing_ends_with_one(
     assert run.schedule.chosen == 1
     assert run.schedule.measured is None, "a run that goes on may have longer epochs"
     assert f"{LONGEST * 3} steps" in caplog.text
+
+
+# -- candidates compared by the times of steps
+
+
+def _rank(candidates: list[list[tuple[float, float]]], compute: float = 0.0) -> Measurements:
+    """Measured steps of one rank, of pairs of seconds and cost."""
+    return Measurements([[Measured(*step) for step in each] for each in candidates], [compute] * len(candidates[0]))
+
+
+def _times(*seconds: float) -> list[list[tuple[float, float]]]:
+    return [[(each, 0.0)] * MEASURED for each in seconds]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "best"),
+    [((4.0, 2.0, 3.0), 1), ((4.0, 3.9, 3.8), 2), ((4.0, 3.99, 3.98), 0), ((1.0, 2.0, 3.0), 0)],
+)
+def test_the_quickest_by_enough_is_best(seconds: tuple[float, ...], best: int) -> None:
+    assert compare([_rank(_times(*seconds))]).best == best
+
+
+def test_means_over_ranks_decide() -> None:
+    found = compare([_rank(_times(4.0, 3.0)), _rank(_times(4.0, 6.0))])
+    assert found.best == 0
+    assert found.seconds == [4.0, 4.5]
+
+
+def test_what_is_quicker_in_too_few_pairs_is_not_better() -> None:
+    first = [(4.0, 0.0)] * MEASURED
+    other = [(2.0, 0.0)] * 8 + [(4.5, 0.0)] * (MEASURED - 8)
+    found = compare([_rank([first, other])])
+    assert found.saved[1] == 2.0
+    assert found.best == 0
+
+
+def test_batches_of_other_costs_do_not_decide() -> None:
+    """The second one saves 5 % and happens to have the dearer batches."""
+    draw = random.Random(0)
+
+    def steps(saves: float, dearer: float) -> list[tuple[float, float]]:
+        costs = [dearer + draw.random() for _ in range(MEASURED)]
+        return [(10.0 + 5.0 * cost - saves + 0.01 * draw.random(), cost) for cost in costs]
+
+    found = compare([_rank([steps(0.0, 0.0), steps(0.5, 0.4)])])
+    assert found.best == 1
+    assert found.saved[1] == pytest.approx(0.5, abs=0.05)
+
+
+def test_costs_that_explain_nothing_change_nothing() -> None:
+    draw = random.Random(0)
+    steps = [[(seconds, draw.random()) for _ in range(MEASURED)] for seconds in (4.0, 3.0)]
+    assert compare([_rank(steps)]).saved == [0.0, 1.0]
+
+
+def test_a_drift_is_in_both() -> None:
+    """Steps begin to take ten times as long in the middle of the trial, with either candidate."""
+    first = [(1.0 if k < 8 else 10.0, 0.0) for k in range(MEASURED)]
+    other = [(0.9 if k < 7 else 9.9, 0.0) for k in range(MEASURED)]
+    found = compare([_rank([first, other])])
+    assert found.saved[1] == pytest.approx(0.1)
+    assert found.best == 1
+
+
+def test_what_is_lost_is_not_the_compute_of_the_first() -> None:
+    found = compare([_rank(_times(4.0, 2.0), compute=1.0), _rank(_times(4.0, 2.0), compute=2.0)])
+    assert (found.lost(), found.lost(1)) == (2.5, 0.5)
+    assert (found.bubble(), found.bubble(1)) == (2.5 / 4, 0.25)
+    assert found.remaining(1) == 0.2

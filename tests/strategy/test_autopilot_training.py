@@ -11,17 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import nn
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils.data import DataLoader
 
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.data import BalanceOptions
 from lightning_freescale.embeddings.overlap import WeightGradientsLast
 from lightning_freescale.strategy import autopilot, cost_calibrator, setting_trial
 from lightning_freescale.testing import run_distributed
-from tests.helpers.overlap_training import assert_same
-from tests.helpers.recommender import Recommender, Samples, collate, trainer
+from tests.helpers.overlap_modules import AsksEarly
+from tests.helpers.overlap_training import CountingModel, assert_same
+from tests.helpers.recommender import Samples, collate, trainer
 from tests.strategy.test_autopilot import Clock
 from tests.strategy.test_balance_monitor import Kept
 
@@ -29,7 +29,7 @@ Seconds = Callable[[bool, int], float]
 HELPS: Seconds = lambda split, parts: 1.0 if split else 2.0  # noqa: E731 (a parameter)
 
 
-class Timed(Recommender):
+class Timed(CountingModel):
     """Keeps every step's settings, and takes as long as they say."""
 
     def __init__(self, seconds: Seconds, clock: Clock) -> None:
@@ -49,12 +49,8 @@ class Timed(Recommender):
         self.clock.now += self.seconds(*self.seen[-1])
 
 
-class AsksForTheLoader(Timed):
+class AsksForTheLoader(AsksEarly, Timed):
     """In ``configure_optimizers``, which comes before a checkpoint is read."""
-
-    def configure_optimizers(self) -> Any:
-        assert self.trainer.estimated_stepping_batches > 0
-        return super().configure_optimizers()
 
 
 def _fit(
@@ -190,20 +186,6 @@ def test_beside_calibration_and_a_profiler(tmp_path: Any) -> None:
     assert steps > 30
 
 
-class Plain(L.LightningModule):
-    """Has no embedding collection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 1)
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return self.layer(batch).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 def test_messages_where_nothing_is_chosen(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
@@ -213,7 +195,7 @@ def test_messages_where_nothing_is_chosen(caplog: pytest.LogCaptureFixture) -> N
         texts.append(caplog.text)
         caplog.clear()
         strategy = FreeScaleStrategy(target_bubble_reduction=0.1)
-        trainer(devices=2, strategy=strategy, max_epochs=1).fit(Plain(), DataLoader(torch.ones(32, 4), batch_size=4))
+        trainer(devices=2, strategy=strategy, max_epochs=1).fit(BoringModel())
         texts.append(caplog.text)
         _, fitting = _fit(HELPS, 0.9, steps=8)
         return [*texts, caplog.text, fitting.strategy.chosen_settings["frozen"]]

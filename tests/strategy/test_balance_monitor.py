@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning as L
 import numpy as np
 import pytest
 import torch.distributed as dist
 from lightning.pytorch.loggers import Logger
-from torch.utils.data import DataLoader
 
 from lightning_freescale import FreeScaleDataModule
-from lightning_freescale.balance import BalancedSampler, BalanceReport, predict
+from lightning_freescale.balance import BalanceReport, predict
 from lightning_freescale.data import BalanceOptions
 from lightning_freescale.strategy import balance_monitor
 from lightning_freescale.testing import run_distributed
@@ -20,8 +18,6 @@ from tests.helpers.recommender import REPEATS, Recommender, Samples, collate, tr
 
 
 class Kept(Logger):
-    """Keeps what is logged."""
-
     name, version = "kept", 0
 
     def __init__(self) -> None:
@@ -100,32 +96,3 @@ def test_advice_is_on_the_epochs_own_steps_and_limits() -> None:
         assert predicted.lower_bound == pytest.approx(told.lower_bound)
     assert told.tokens_fullest is not None and predicted.tokens_fullest == pytest.approx(told.tokens_fullest)
     assert predicted.balanced == pytest.approx(told.balanced)
-
-
-class OwnData(L.LightningDataModule):
-    """A user's own data module around the sampler, with a method ``calibrate`` of another meaning."""
-
-    def calibrate(self) -> None: ...
-
-    def train_dataloader(self) -> DataLoader:
-        samples, rank = Bulk(40), self.trainer.global_rank
-        sampler = BalancedSampler(samples.lengths, 2, num_replicas=self.trainer.world_size, rank=rank)
-        return DataLoader(samples, batch_size=None, sampler=sampler, collate_fn=collate)
-
-
-class Bulk(Samples):
-    """Takes lists of indices."""
-
-    def __getitem__(self, indices: Any) -> Any:
-        return [super(Bulk, self).__getitem__(index) for index in indices]
-
-
-def _own_data() -> list[dict[str, float]]:
-    logger = Kept()
-    trainer(devices=2, logger=logger).fit(Recommender(), OwnData())
-    return logger.of("freescale/imbalance/epoch")
-
-
-@pytest.mark.slow
-def test_a_sampler_in_the_users_own_data_module() -> None:
-    assert len(run_distributed(_own_data, 2)[0]) == 1

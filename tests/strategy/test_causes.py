@@ -103,7 +103,6 @@ def _fit(victim: int, hook: str, how: str, overlap: bool = True, seconds: float 
 
 
 def _errors(size: int, *args: Any, timeout: float = 90.0) -> dict[int, str]:
-    """Return what each rank ends with."""
     with pytest.raises(RankFailed) as failure:
         run_distributed(_fit, size, *args, timeout=timeout, init=False)  # the strategy makes the default group
     parts = ("\n" + str(failure.value)).split("\nrank ")
@@ -132,10 +131,7 @@ SILENT = "rank 1 does not answer"
         ("training_step", "is interrupted", "KeyboardInterrupt: the needle", False),
         ("callback", "exits", "SystemExit: the needle", True),
         ("training_step", "is killed", SILENT, True),
-        pytest.param("training_step", "is killed", SILENT, False, marks=pytest.mark.slow),
         pytest.param("callback", "ends with 0", SILENT, True, marks=pytest.mark.slow),
-        pytest.param("training_step", "raises", "KeyError: 'the needle'", False, marks=pytest.mark.slow),
-        pytest.param("on_before_optimizer_step", "raises", "KeyError: 'the needle'", False, marks=pytest.mark.slow),
     ],
 )
 def test_survivors_name_rank_and_cause(hook: str, how: str, cause: str, overlap: bool) -> None:
@@ -203,8 +199,6 @@ def test_the_store_is_lost_with_its_rank() -> None:
         (1, "freezes", ("rank 1 does not answer", "rank 0 in ", "< forward (recommender.py:"), False),
         (0, "freezes", (STORE, "frozen"), True),
         (1, "sleeps", ("rank 1 in <lambda> (test_causes.py:",), True),
-        pytest.param(1, "freezes", ("rank 1 does not answer", "rank 0 in "), True, marks=pytest.mark.slow),
-        pytest.param(1, "sleeps", ("rank 1 in <lambda> (test_causes.py:",), False, marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_waits_in_vain_ends_after_the_timeout_and_says_for_which(

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule
 from lightning_freescale.balance import BalanceReport, CostModel, predict
-from lightning_freescale.balance.calibration import Calibration, imbalance_by_true_costs
+from lightning_freescale.balance.calibration import Calibration
 from lightning_freescale.data import BalanceOptions
 from lightning_freescale.data.map_style import Refit
 from lightning_freescale.strategy import balance_monitor
@@ -34,8 +34,6 @@ BASE = 5e-3
 
 
 class Lengths(Dataset):
-    """Samples that are nothing but their number and length."""
-
     def __init__(self, ranks: int = 2) -> None:
         self.lengths = np.random.RandomState(3).lognormal(4, 1.2, STEPS * BATCH * ranks).astype(int) + 2
 
@@ -188,36 +186,25 @@ def test_one_rank_measures_nothing() -> None:
     assert [sum("calibrate=True" in each for each in run["warnings"]) for run in (alone, asked)] == [0, 1]
 
 
-# -- checkpoints
-
-
 def test_a_resumed_run_plans_by_the_checkpoints_fit(tmp_path: Path) -> None:
     stop, path, cost = STEPS + 4, str(tmp_path / "mid.ckpt"), CostModel(linear=1.0, quadratic=0.0)
 
     def fits() -> list[dict[str, Any]]:
         whole, _ = _fit(3), _fit(3, stop, path)
-        given: list[dict[str, Any]] = [{}, {"cost": cost}, {"balance": BalanceOptions(calibrate=False)}]
+        given: list[dict[str, Any]] = [{}, {"cost": cost}, {"balance": BalanceOptions(calibrate=False)}, {"batch_size": 4}]
         return [whole, *(_fit(3, resume=path, **each) for each in given)]
 
     ranks = run_distributed(fits, 2)
-    for whole, resumed, explicit, off in ranks:
+    for whole, resumed, explicit, off, other_steps in ranks:
         assert resumed["seen"][: STEPS - 4] == whole["seen"][stop : 2 * STEPS], "the rest of the epoch, to the bit"
         for run in (resumed, off):
             assert (run["costs"][0] == whole["costs"][1]).all()
         assert off["recorded"] == [False, False] != resumed["recorded"]
         assert (off["costs"][1] == off["costs"][0]).all()
         assert explicit["costs"][0] == pytest.approx(cost(Lengths().lengths))
+        assert 1 in other_steps["refits"] and not np.allclose(other_steps["costs"][-1], CostModel()(Lengths().lengths))
+    assert all((one == other).all() for one, other in zip(*(rank[4]["costs"] for rank in ranks))), "the ranks agree"
     assert any("checkpoint's costs" in each for each in ranks[0][2]["warnings"])
-
-
-def test_calibration_goes_on_after_a_resume_with_other_steps(tmp_path: Path) -> None:
-    def fits() -> list[dict[str, Any]]:
-        return [_fit(2, STEPS + 4, str(tmp_path / "mid.ckpt")), _fit(2, resume=str(tmp_path / "mid.ckpt"), batch_size=4)]
-
-    ((stopped, first), (_, second)) = run_distributed(fits, 2)
-    assert set(stopped["refits"]) <= set(first["refits"]) and 1 in first["refits"]
-    assert all((one == other).all() for one, other in zip(first["costs"], second["costs"]))
-    assert not np.allclose(first["costs"][-1], CostModel()(Lengths().lengths))
 
 
 def test_measuring_ends_when_the_fit_improves_no_more(tmp_path: Path) -> None:
@@ -284,9 +271,6 @@ def test_predicted_and_measured_imbalance() -> None:
     assert "part by -" in found.tell(0.3)
 
 
-# -- by the clock
-
-
 class Sleeper(Timed):
     """Its step takes the square of its samples' lengths."""
 
@@ -295,22 +279,20 @@ class Sleeper(Timed):
         return super().training_step(batch, batch_idx)
 
 
-class ExponentialLengths(Lengths):
-    """With lengths for which a plan by tokens is far from the best by squares."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        draw = torch.Generator().manual_seed(3)
-        self.lengths = (-25 * torch.rand(len(self.lengths), generator=draw).log()).int().numpy() + 2
+def _exponential_lengths() -> Lengths:
+    """With them a plan by tokens is far from the best by squares."""
+    samples, draw = Lengths(), torch.Generator().manual_seed(3)
+    samples.lengths = (-25 * torch.rand(len(samples.lengths), generator=draw).log()).int().numpy() + 2
+    return samples
 
 
 def _by_the_clock(profile: bool) -> dict[str, Any]:
-    samples, planned, logger = ExponentialLengths(), Planned(), Kept()
+    samples, planned, logger = _exponential_lengths(), Planned(), Kept()
     callbacks = [planned, *([BubbleProfiler(mkdtemp(), verbose=False, trace_steps=0)] if profile else [])]
     balance, cost = BalanceOptions(calibrate=True), CostModel(linear=1.0, quadratic=0.0)
     data = FreeScaleDataModule(samples, samples.lengths, BATCH, cost=cost, balance=balance)
     trainer(devices=2, max_epochs=2, logger=logger, callbacks=callbacks).fit(Sleeper(), data)
-    return {"costs": planned.costs, "logged": logger.of("freescale/calibration"), "recorded": planned.recorded}
+    return {"costs": planned.costs, "logged": logger.of("freescale/calibration")}
 
 
 @pytest.mark.xdist_group("timing")
@@ -318,14 +300,7 @@ def _by_the_clock(profile: bool) -> dict[str, Any]:
 def test_a_wrong_cost_model_is_replaced(profile: bool) -> None:
     """The plan starts by tokens, the time goes by their squares."""
     first, second = run_distributed(_by_the_clock, 2, profile)
-    lengths = ExponentialLengths().lengths.astype(float)
     before, after = first["costs"]
-    assert before == pytest.approx(lengths) and (after == second["costs"][1]).all()
-    draw, true = np.random.RandomState(0), lengths**2
-    batches = [draw.choice(len(true), 16, replace=False) for _ in range(100)]
-    start, fitted, best = (
-        imbalance_by_true_costs([(costs[batch], true[batch]) for batch in batches], 0.0, 2) for costs in (before, after, true)
-    )
-    assert fitted < best + 0.3 * (start - best), "nearly all of what the wrong model lost is won back"
+    assert before == pytest.approx(_exponential_lengths().lengths) and (after == second["costs"][1]).all()
     seen = first["logged"][0]
     assert seen["freescale/calibration/imbalance_current"] > 1.05 * seen["freescale/calibration/imbalance_fitted"]

@@ -156,31 +156,6 @@ def test_weights_that_need_gradients_and_a_backward_that_waits() -> None:
     assert model.norm.weight.grad is not None and torch.is_grad_enabled()
 
 
-@pytest.mark.slow
-def test_a_compiled_model_is_neither_compiled_again_nor_run() -> None:
-    compiled: list[Any] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        compiled.append(graph)
-        return graph.forward
-
-    class Compiled(Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tower = torch.compile(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), backend=backend)
-
-        def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-            return super().training_step(batch, batch_idx) + self.tower(batch["dense"]).sum()
-
-    model = Compiled()
-    model.between = lambda model, batch: model.tower(batch["dense"])
-    model.tower(example_batch()["dense"])
-    graphs = len(compiled)
-    assert graphs and dry_run(model).error is None
-    model.tower(example_batch()["dense"])
-    assert len(compiled) == graphs
-
-
 def test_nothing_is_logged_or_printed(capsys: pytest.CaptureFixture[str]) -> None:
     def logs(model: Model, batch: dict[str, Any]) -> None:
         model.log("early", 1.0)

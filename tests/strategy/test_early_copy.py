@@ -17,6 +17,7 @@ from lightning_freescale._lightning.loops import leaves_transfer_alone
 from lightning_freescale.balance import MicroBatches
 from lightning_freescale.strategy.early_copy import EarlyCopy
 from lightning_freescale.testing import run_distributed
+from tests.helpers.fabric_loop import fabric_for, run_loop, set_up
 from tests.helpers.jagged import copy_of
 from tests.helpers.overlap_training import CountingModel, Run, assert_same, fit, my_loader
 from tests.helpers.stream_clocks import Accesses, ClockStream, Watch, install
@@ -68,6 +69,27 @@ def test_a_batch_goes_to_the_device_once_and_gives_the_same_numbers(ranks: int, 
         assert early.statistics["mispredicted_lookups"] == 0 and early.statistics["predicted_lookups"] > 0
         # Lightning copies the first, nobody any other again; of the first, the stand-in takes what moves its ids for a copy
         assert copied[0] == 0 and copied[parts:] == [1] * parts * (STEPS - 1)
+
+
+def _by_fabric(early: bool) -> tuple[list[float], dict[str, Tensor], list[int]]:
+    fabric = fabric_for()
+    model, optimizer, loader = set_up(fabric, steps=STEPS)
+    sources, device = [batch["features"].values().data_ptr() for batch in loader.dataset.batches], None
+    if early:
+        install(Accesses())
+        device = Device()
+        fabric.strategy._steps.early_copy = EarlyCopy(CPU)
+    losses = run_loop(fabric, model, optimizer, loader)
+    statistics = fabric.strategy._steps.engine.statistics()
+    assert statistics["mispredicted_lookups"] == 0 and statistics["predicted_lookups"] > 0
+    weights = fabric.strategy.get_module_state_dict(model._forward_module)
+    return losses, weights, [] if device is None else [device.copied[source] for source in sources]
+
+
+def test_so_it_is_by_fabric() -> None:
+    for plain, early in zip(*(run_distributed(_by_fabric, 2, early) for early in (False, True))):
+        assert_same(early[:2], plain[:2])
+        assert early[2][1:] == [1] * (STEPS - 1)
 
 
 def _watched(events_count: bool) -> tuple[set[str], set[str]]:

@@ -100,7 +100,6 @@ def _write_script(folder: Path, *arguments: Any) -> None:
 def test_torchrun_starts_ranks_that_die_again(
     tmp_path: Path, rendezvous: str, deaths: dict[int, tuple[int, int]], begins: list[int]
 ) -> None:
-    """Also before there is a checkpoint."""
     _write_script(tmp_path, deaths)
     with _reserved_port() as port:
         options = ("--standalone",) if rendezvous == "c10d" else ("--master-port", str(port))
@@ -134,7 +133,6 @@ def _srun(folder: Path, port: int) -> list[subprocess.Popen[str]]:
 
 
 def _ended(tasks: list[subprocess.Popen[str]]) -> list[str]:
-    """Return what they have printed."""
     try:
         return [task.communicate(timeout=120)[0] for task in tasks]
     finally:
@@ -180,7 +178,6 @@ exec torchrun --nnodes 2 --nproc-per-node 2 $rendezvous --local-addr 10.77.0.$((
 
 
 def _loss(output: str, nodes: int) -> float:
-    """Return the loss of a run on four ranks on so many nodes."""
     found = re.search(r"ranks: 4 on (\d) node\(s\); loss: (\S+)", output)
     assert found and int(found[1]) == nodes, output[-3000:]
     return float(found[2])

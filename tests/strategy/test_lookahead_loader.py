@@ -8,11 +8,13 @@ import multiprocessing
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -24,11 +26,10 @@ from tests.helpers.recommender import trainer
 
 
 class Counting:
-    """Yields 0, 1, ... and can go on where it was; fails or yields None where told."""
+    """Yields 0, 1, ... and can go on where it was; ``bad`` says where it fails, or yields None."""
 
     def __init__(self, size: int, bad: dict[int, Any] | None = None) -> None:
         self.size, self.bad, self.counts = size, bad or {}, {"next": 0}
-        self.worker_init_fn = None
 
     def __iter__(self) -> Iterator[Any]:
         while self.counts["next"] < self.size:
@@ -49,13 +50,6 @@ class Resumable(Counting):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.counts = dict(state)
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state: Any) -> None: ...
 
 
 def test_the_same_batches_each_fetched_one_early() -> None:
@@ -101,30 +95,21 @@ def test_batches_that_are_none_are_passed_over() -> None:
     assert upcoming == [UNKNOWN, 4, ENDED]
 
 
-def test_nothing_is_fetched_beyond_the_limit() -> None:
-    inner = Counting(9)
-    loader = LookaheadLoader(inner, limit=lambda: 2)
-    batches, upcoming = iter(loader), []
-    for _ in range(2):
-        next(batches)
-        loader.start_batch()
-        upcoming.append(loader.next_batch)
-    assert upcoming == [1, ENDED] and inner.counts["next"] == 2
-    next(batches)  # asked for all the same
-    loader.start_batch()
-    assert loader.next_batch is ENDED and inner.counts["next"] == 3
-
-
-def test_a_limit_that_grows() -> None:
-    limits = iter([1, 9, 9])
-    loader = LookaheadLoader(Counting(4, bad={2: None}), limit=lambda: next(limits))
+@pytest.mark.parametrize(
+    ("bad", "limits", "upcoming", "fetched"),
+    [
+        ({}, [2, 2, 2], [1, ENDED, ENDED], [2, 2, 3]),  # the third batch is asked for all the same
+        ({2: None}, [1, 9], [ENDED, UNKNOWN], [1, 3]),  # the next batch is None, and the one after it is not fetched
+    ],
+)
+def test_nothing_is_fetched_beyond_the_limit(bad: Any, limits: list[int], upcoming: list[Any], fetched: list[int]) -> None:
+    inner, each = Counting(9, bad), iter(limits)
+    loader, seen = LookaheadLoader(inner, limit=lambda: next(each)), []
     batches = iter(loader)
-    next(batches)
-    loader.start_batch()
-    assert loader.next_batch is ENDED
-    next(batches)
-    loader.start_batch()
-    assert loader.next_batch is UNKNOWN, "the next one is None, and what follows it was not fetched"
+    for _ in limits:
+        next(batches)
+        seen.append((loader.start_batch(), inner.counts["next"]))
+    assert seen == list(zip(upcoming, fetched))
 
 
 def test_an_error_comes_with_its_own_batch() -> None:
@@ -151,12 +136,11 @@ def test_an_interrupt_passes_at_once_and_loses_no_batch() -> None:
     assert loader.state_dict() == {"next": 1}
 
 
-@pytest.mark.parametrize(("begins", "observed"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("begins", "observed"), [(False, False), (True, True)])
 def test_the_state_is_that_without_looking_ahead(begins: bool, observed: bool) -> None:
     plain, inner = Resumable(3), Resumable(3)
-    timeline = Timeline()
-    loader = LookaheadLoader(ObservedLoader(inner, timeline) if observed else inner)
-    assert isinstance(loader, Stateful)
+    loader = LookaheadLoader(ObservedLoader(inner, Timeline()) if observed else inner)
+    assert isinstance(loader, _Stateful)
     expected, batches = iter(plain), iter(loader)
     for _ in range(3):
         assert loader.state_dict() == plain.state_dict()
@@ -181,30 +165,15 @@ def test_a_batch_that_waits_to_be_trained_on_is_loaded_again() -> None:
     assert list(loader) == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("observed", [False, True])
-def test_looks_like_the_loader(observed: bool) -> None:
+def test_looks_like_the_loader() -> None:
     inner = DataLoader(torch.arange(6), batch_size=2)
-    loader = LookaheadLoader(ObservedLoader(inner, Timeline()) if observed else inner)
+    loader = LookaheadLoader(inner)
     assert len(loader) == 3 and loader.dataset is inner.dataset
-    assert not hasattr(loader, "state_dict") and not isinstance(loader, Stateful)
-    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
+    assert not hasattr(loader, "state_dict") and not isinstance(loader, _Stateful)
     with pytest.raises(TypeError, match="len"):
         len(LookaheadLoader(Counting(3)))
     loader.worker_init_fn = print
-    assert inner.worker_init_fn is print, "what is set on it is set on the loader"
-
-
-def test_fetches_are_on_the_timeline() -> None:
-    timeline = Timeline()
-    records = []
-    timeline.enable(torch.device("cpu"))
-    timeline.on_step = records.append
-    timeline.open_step()
-    assert list(LookaheadLoader(ObservedLoader([1, 2], timeline))) == [1, 2]
-    timeline.close_step()
-    timeline.disable()
-    assert len(records) == 1
-    assert [span.name for span in records[0].spans] == ["fetch"] * 3
+    assert inner.worker_init_fn is print, "attributes are set on the loader"
 
 
 def test_the_workers_seed_is_drawn_when_it_would_be_without() -> None:
@@ -217,19 +186,15 @@ def test_the_workers_seed_is_drawn_when_it_would_be_without() -> None:
     assert draws(LookaheadLoader) == draws(lambda loader: loader)
 
 
-class Batch:
-    """A test sees when it goes away."""
-
-
 @pytest.mark.parametrize("begins", [False, True])
 def test_keeps_one_batch_more_and_no_other(begins: bool) -> None:
     """Where no step begins, it stops following after a few."""
-    alive: weakref.WeakSet[Batch] = weakref.WeakSet()
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
 
     class Batches(Resumable):
-        def __iter__(self) -> Iterator[Batch]:
+        def __iter__(self) -> Iterator[Any]:
             for _ in super().__iter__():
-                batch = Batch()
+                batch = torch.zeros(1)
                 alive.add(batch)
                 yield batch
                 del batch
@@ -273,12 +238,10 @@ def test_dropping_the_iteration_drops_the_loaders() -> None:
 
 
 class Lookahead(SingleDeviceStrategy):
-    """Keeps what it trains on, and what comes next."""
+    """Keeps which batch comes next in every step."""
 
     def __init__(self) -> None:
         super().__init__(device="cpu")
-        self.loader: LookaheadLoader | None = None
-        self.trained: list[list[float]] = []
         self.upcoming: list[Any] = []
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -288,23 +251,26 @@ class Lookahead(SingleDeviceStrategy):
         return dataloader
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.trained.append(batch.flatten().tolist())
         upcoming = self.loader.start_batch()
         self.upcoming.append(upcoming.flatten().tolist() if isinstance(upcoming, Tensor) else upcoming)
 
 
 class Model(L.LightningModule):
-    """Trains a layer that does not move."""
+    """Keeps its batches; ends an epoch before the batch of number ``end``."""
 
-    def __init__(self) -> None:
+    def __init__(self, end: int | None) -> None:
         super().__init__()
-        self.layer = nn.Linear(1, 1)
+        self.layer, self.end = nn.Linear(1, 1), end
+        self.trained: list[list[float]] = []
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:
+        self.trained.append(batch.flatten().tolist())
+        return -1 if batch_idx == self.end else None
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.layer(batch).mean()
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.layer(batch)
+    validation_step = training_step
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.0)
@@ -329,11 +295,10 @@ class ResumingSized(Resuming):
         return self.size
 
 
+PAIRS = {"dataset": torch.arange(14.0).view(-1, 1), "batch_size": 2}
 LOADERS: dict[str, Callable[[], Any]] = {
-    "sized": lambda: DataLoader(torch.arange(14.0).view(-1, 1), batch_size=2, shuffle=True),
-    "workers": lambda: DataLoader(
-        torch.arange(14.0).view(-1, 1), batch_size=2, shuffle=True, num_workers=1, persistent_workers=True
-    ),
+    "sized": lambda: DataLoader(**PAIRS, shuffle=True),
+    "workers": lambda: DataLoader(**PAIRS, shuffle=True, num_workers=1, persistent_workers=True),
     "stream": lambda: DataLoader(Stream(), batch_size=2),
     "batches": lambda: DataLoader(torch.arange(14.0).view(-1, 2, 1), batch_size=None),
     "resuming": lambda: Resuming(7),
@@ -341,63 +306,37 @@ LOADERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def _fit(loader: Any, *callbacks: L.Callback, ckpt_path: Any = None, make: Any = None, **options: Any) -> Lookahead:
+def _fit(
+    kind: str, *callbacks: L.Callback, ckpt_path: Any = None, end: int | None = None, plain: bool = False, **options: Any
+) -> tuple[list[Any], list[Any]]:
+    """Return the batches of a fit, and what comes next in each of its steps."""
     torch.manual_seed(0)
-    strategy = options.pop("strategy", None) or Lookahead()
-    fitting = trainer(strategy=strategy, devices=1, max_epochs=2, callbacks=[*callbacks], **options)
-    fitting.fit((make or Model)(), loader, DataLoader(torch.arange(4.0).view(-1, 1)), ckpt_path=ckpt_path)
-    return strategy
-
-
-def _follows(trained: list[Any], steps: int) -> list[Any]:
-    """What comes after each batch, in epochs of that many."""
-    return [ENDED if (step + 1) % steps == 0 else trained[step + 1] for step in range(len(trained))]
-
-
-class Recorder(L.Callback):
-    def __init__(self) -> None:
-        self.trained: list[list[float]] = []
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Tensor, batch_idx: int) -> None:
-        self.trained.append(batch.flatten().tolist())
+    strategy, model = Lookahead(), Model(end)
+    validation = DataLoader(torch.arange(4.0).view(-1, 1))
+    options |= {"strategy": "auto" if plain else strategy, "devices": 1, "max_epochs": 2, "callbacks": [*callbacks]}
+    trainer(**options).fit(model, LOADERS[kind](), validation, ckpt_path=ckpt_path)
+    return model.trained, strategy.upcoming
 
 
 @pytest.mark.parametrize(("kind", "limit"), [*((kind, None) for kind in LOADERS), ("sized", 3), ("stream", 3), ("resuming", 3)])
 def test_the_training_loop_gets_the_same_batches_and_knows_the_next(kind: str, limit: int | None) -> None:
-    recorder, steps = Recorder(), limit or 7
-    given: dict[str, Any] = {"limit_train_batches": limit, "val_check_interval": 2}
-    _fit(LOADERS[kind](), recorder, strategy="auto", **given)
-    found = _fit(LOADERS[kind](), **given)
-    assert found.trained == recorder.trained and len(found.trained) == 2 * steps
-    assert found.upcoming == _follows(found.trained, steps)
+    steps, options = limit or 7, {"limit_train_batches": limit, "val_check_interval": 2}
+    expected, _ = _fit(kind, plain=True, **options)
+    trained, upcoming = _fit(kind, **options)
+    assert trained == expected and len(trained) == 2 * steps
+    assert upcoming == [*trained[1:steps], ENDED, *trained[steps + 1 :], ENDED]
 
 
 def test_an_epoch_that_is_cut_short() -> None:
-    class Stops(Model):
-        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:
-            return -1 if batch_idx == 2 else None
-
-    found = _fit(LOADERS["batches"](), make=Stops)
-    assert found.trained == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]] * 2
-    assert found.upcoming == [[2.0, 3.0], [4.0, 5.0], [6.0, 7.0]] * 2
-
-
-class SaveAt(L.Callback):
-    """Saves a checkpoint after some steps, each in a file of its own."""
-
-    def __init__(self, steps: list[int], folder: Path) -> None:
-        self.steps, self.folder = steps, folder
-
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        if trainer.global_step in self.steps:
-            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+    trained, upcoming = _fit("batches", end=2)
+    assert trained == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]] * 2
+    assert upcoming == [[2.0, 3.0], [4.0, 5.0], [6.0, 7.0]] * 2
 
 
 @pytest.mark.parametrize("kind", ["resuming", "resuming sized"])
 def test_resumes_with_the_batch_after_the_checkpoint(kind: str, tmp_path: Path) -> None:
-    steps = [3, 6, 7, 10]
-    whole = _fit(LOADERS[kind](), SaveAt(steps, tmp_path))
-    for step in steps:
-        rest = _fit(LOADERS[kind](), ckpt_path=tmp_path / f"{step}.ckpt")
-        assert rest.trained[: 14 - step] == whole.trained[step:]
-        assert rest.upcoming[: 14 - step] == whole.upcoming[step:]
+    keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    whole = _fit(kind, keep, enable_checkpointing=True)
+    for step in (3, 6, 7, 10):
+        rest = _fit(kind, ckpt_path=tmp_path / f"step={step}.ckpt")
+        assert [part[: 14 - step] for part in rest] == [part[step:] for part in whole]

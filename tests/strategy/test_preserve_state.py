@@ -13,7 +13,6 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,8 +45,6 @@ from tests.strategy.test_balance_monitor import Kept
 
 
 class Plain:
-    """A negative sampler as users write it."""
-
     def __init__(self) -> None:
         self.numpy, self.torch = np.random.default_rng(0), torch.Generator().manual_seed(0)
         self.python, self.legacy = random.Random(0), np.random.RandomState(0)
@@ -57,18 +54,6 @@ class Plain:
         self.calls += 1
         drawn = self.numpy.random() + self.python.random() + self.legacy.rand() + torch.rand(1, generator=self.torch)
         return float(drawn) + self.calls / 10
-
-
-@dataclass
-class Count:
-    n: int = 0
-    seen: list[Any] = field(default_factory=lambda: [[], {"deep": torch.zeros(1)}])
-
-    def add(self) -> float:
-        self.n += 1
-        self.seen[0].append(self.n)
-        self.seen[1]["deep"] += 1
-        return (len(self.seen[0]) + float(self.seen[1]["deep"]) + self.n) / 10
 
 
 class Slotted:
@@ -84,8 +69,6 @@ class Slotted:
 
 
 class Shared:
-    """Counts in its class."""
-
     count = 0
     rows: list[int] = []
 
@@ -145,8 +128,7 @@ STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "bound method of numpy": (lambda: np.random.default_rng(1).random, lambda draw: draw()),
     "partial": (lambda: partial(np.random.default_rng(1).integers, 0, 13), lambda draw: draw() / 13),
     "generator in a list": (lambda: [torch.Generator().manual_seed(3)], lambda found: torch.rand(1, generator=found[0])),
-    "dataclass": (Count, lambda count: count.add()),
-    "dataclass in a tuple": (lambda: (Count(), torch.zeros(1)), lambda found: found[0].add() + found[1].add_(1)),
+    "sampler in a tuple": (lambda: (Plain(), torch.zeros(1)), lambda found: found[0].draw() + found[1].add_(1)),
     "slots": (Slotted, lambda slotted: slotted.add()),
     "class attributes": (Shared, lambda shared: shared.add()),
     "iterator in Python": (Steps, next),
@@ -250,8 +232,6 @@ def test_so_it_is_after_an_error(error: type[BaseException]) -> None:
 
 
 class Holder:
-    """Holds something, as its attribute."""
-
     def __init__(self, value: Any) -> None:
         self.it = value
 
@@ -331,25 +311,9 @@ def _average_in_place(model: Any) -> Tensor:
     return model.slow.weight.mul_(0.9).add_(model.fast.weight, alpha=0.1).sum()
 
 
-@torch.no_grad()
-def _norm_in_place(model: Any) -> Tensor:
-    return model.fast.weight.div_(model.fast.weight.norm() * 1.1).sum()
-
-
-def _count_hparams(model: Any) -> float:
-    model.hparams.n += 1
-    return model.hparams.n / 10
-
-
-def _steepen(model: Any) -> float:
-    model.lr_schedulers().gamma *= 0.99
-    return model.lr_schedulers().gamma
-
-
-def _decay(model: Any) -> float:
-    (group,) = model.trainer.optimizers[0].param_groups
-    group["lr"] *= 0.9
-    return group["lr"]
+def _scale(container: Any, key: str, factor: float) -> float:
+    container[key] *= factor
+    return container[key]
 
 
 def _stop_late(model: Any) -> float:
@@ -365,16 +329,14 @@ def _log(model: Any) -> float:
 
 PARAMETERS: dict[str, Callable[[Any], Any]] = {
     "frozen parameter in place": _average_in_place,
-    "frozen parameter by its data": lambda model: model.slow.weight.data.mul_(0.9).add_(model.fast.weight.data).sum(),
-    "trained parameter in place": _norm_in_place,
     "trained parameter by its data": lambda model: model.fast.weight.data.mul_(0.97).sum(),
 }
 """The optimizer moves those between trial run and step."""
 OF_THE_RUN: dict[str, Callable[[Any], Any]] = {
-    "hparams": _count_hparams,
+    "hparams": lambda model: _add(model.hparams, "n"),
     "hook": lambda model: float(model.slow(torch.ones(1, DIM)).detach().sum()) * 0 + model.calls / 10,
-    "learning rate": _decay,
-    "schedule": _steepen,
+    "learning rate": lambda model: _scale(model.trainer.optimizers[0].param_groups[0], "lr", 0.9),
+    "schedule": lambda model: _scale(vars(model.lr_schedulers()), "gamma", 0.99),
     "logger": _log,
     "end of training": _stop_late,
 }

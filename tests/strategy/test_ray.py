@@ -43,7 +43,6 @@ def _run(script: str, folder: Path) -> str:
 
 @pytest.mark.third_party
 def test_ray_trains_as_without_and_its_checkpoint_is_ordinary(tmp_path: Path) -> None:
-    """The page on Ray, against the same fit without it."""
     pytest.importorskip("ray")
     for page in (DOCS / "quick_start.md", DOCS / "how_to" / "ray.md"):
         save_files(page, tmp_path)

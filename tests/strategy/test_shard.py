@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from torch import Tensor, nn
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.embeddings.embedding_choice import LARGE_EMBEDDING
 from lightning_freescale.testing import run_distributed
-from tests.helpers.overlap_training import assert_same
-from tests.helpers.plain_embeddings import ITEMS, KEYS, SHARDED, PlainBatches, PlainModel, plain_loader
+from tests.helpers.overlap_training import Case, assert_same, compared, continued, departures
+from tests.helpers.plain_embeddings import ITEMS, SHARDED, PlainModel, plain_loader
 from tests.helpers.recommender import DIM, trainer
 
 STEPS = 6
+SHARD = {"shard": SHARDED}
+CLOSE = {"losses": (1e-5, 1e-12), "weights": (1e-5, 1e-6), "states": (1e-5, 1e-6)}
 
 
 def _trainer(strategy: Any = None, **options: Any) -> Any:
@@ -26,82 +29,55 @@ def _trainer(strategy: Any = None, **options: Any) -> Any:
     return trainer(strategy=strategy, devices=int(os.environ["WORLD_SIZE"]), **options)
 
 
-def _state(fitting: Any) -> tuple[dict[str, Tensor], Any]:
-    saved = fitting._checkpoint_connector.dump_checkpoint(weights_only=False)
-    return saved["state_dict"], saved["optimizer_states"]
+def whole_state(fitting: Any) -> dict[str, Tensor]:
+    return fitting._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"]
 
 
 # -- checkpoints
 
+ITEM_EMB = "encoder.item_emb.weight"
+ADAGRAD = partial(PlainModel, "adagrad")
+CHANGES: dict[str, tuple[Any, Any]] = {"resumed": (SHARD, SHARD), "to ddp": (SHARD, "ddp"), "from ddp": ("ddp", SHARD)}
 
-WAYS = [["freescale"], ["ddp"], ["freescale", "freescale"], ["ddp", "freescale"], ["freescale", "ddp"]]
+
+def plain(make: Any = ADAGRAD, **rest: Any) -> Case:
+    return Case(make, lambda: plain_loader(STEPS), notice=None, **rest)
 
 
-def _changes_over(path: Path) -> list[Any]:
-    """Two epochs at once, and one after the other under other strategies."""
-    results = []
-    for index, strategies in enumerate(WAYS):
-        file, losses = None, []
-        for epochs, name in zip([2] if len(strategies) == 1 else [1, 2], strategies):
-            torch.manual_seed(0)
-            module = PlainModel("adagrad")
-            fitting = _trainer("ddp" if name == "ddp" else None, max_epochs=epochs)
-            fitting.fit(module, plain_loader(STEPS), ckpt_path=file)
-            losses += module.losses
-            file = str(path / f"{index}.ckpt")
-            fitting.save_checkpoint(file)
-        results.append((losses, *_state(fitting)))
-    return results
+def _changes_over(path: Path) -> dict[str, list[Any]]:
+    return {name: continued(plain(), str(path / f"{name}.ckpt"), STEPS, *ways) for name, ways in CHANGES.items()}
 
 
 def test_a_checkpoint_is_that_of_the_plain_module(tmp_path: Path) -> None:
     ranks = run_distributed(_changes_over, 2, tmp_path)
-    for whole, ddp, resumed, *changed in ranks:
-        assert resumed[0] == whole[0]
-        for losses, *_ in (*changed, ddp):
-            assert losses == pytest.approx(whole[0], rel=1e-5)
-    whole, ddp, resumed, *changed = ranks[0]
-    assert_same(resumed[1:], whole[1:])
-    for _, *state in (*changed, ddp):
-        assert_same(state, [*whole[1:]], rtol=1e-5, atol=1e-6)
-    loaded = PlainModel.load_from_checkpoint(tmp_path / "0.ckpt")
+    assert departures({"resumed": plain()}, ranks) == []
+    assert departures({"to ddp": plain(), "from ddp": plain()}, ranks, **CLOSE) == []
+    loaded = PlainModel.load_from_checkpoint(tmp_path / "resumed.ckpt")
     assert type(loaded.kind_emb) is nn.Embedding
-    assert not torch.equal(loaded.state_dict()[KEYS[0]], PlainModel().state_dict()[KEYS[0]])
-
-
-# -- all entry points, and a second fit
+    assert_same(loaded.state_dict(), torch.load(tmp_path / "resumed.ckpt")["state_dict"])
 
 
 def _everything(strategy: Any = None) -> Any:
     torch.manual_seed(0)
     module = PlainModel()
-    results = [_trainer(strategy).validate(module, plain_loader(2), verbose=False)[0]["val"]]
+    predicted = _trainer(strategy).predict(module, plain_loader(2))
+    assert not any(row.requires_grad for row in predicted)
+    values = [_trainer(strategy).validate(module, plain_loader(2), verbose=False)[0]["val"]]
     fitting = _trainer(strategy, max_epochs=2)
     fitting.fit(module, plain_loader(STEPS), plain_loader(2))
-    results.append(float(fitting.callback_metrics["val"]))
-    results += [_trainer(strategy).test(module, plain_loader(2), verbose=False)[0]["val"], *module.losses]
+    values.append(float(fitting.callback_metrics["val"]))
+    values += [_trainer(strategy).test(module, plain_loader(2), verbose=False)[0]["val"], *module.losses]
     again = _trainer(strategy or FreeScaleStrategy(), max_epochs=1)  # sharded it stays, whatever the next strategy says
     again.fit(module, plain_loader(STEPS))
-    return results + module.losses, _state(again)[0]
-
-
-def _compared_with_ddp() -> Any:
-    torch.manual_seed(0)
-    plain = PlainModel()
-    with torch.no_grad():
-        expected = [plain.scores(batch) for batch in PlainBatches(2, int(os.environ["RANK"]))]
-    found = _trainer().predict(plain, plain_loader(2))
-    assert_same(found, expected, rtol=1e-6, atol=1e-6)
-    assert not any(row.requires_grad for row in found)
-    return _everything(), _everything("ddp")
+    return [*torch.cat(predicted).tolist(), *values, *module.losses], whole_state(again)
 
 
 def test_all_stages_and_a_second_fit() -> None:
-    for (mine, weights), (ddp, expected) in run_distributed(_compared_with_ddp, 2):
-        assert mine == pytest.approx(ddp, rel=1e-5)
-        assert_same({key: value for key, value in weights.items() if key in expected}, weights)
-        if KEYS[0] in weights:  # whole, on rank 0
-            assert_same(weights, expected, rtol=1e-5, atol=1e-6)
+    ranks = run_distributed(lambda: (_everything(), _everything("ddp")), 2)
+    for (mine, _), (ddp, _) in ranks:
+        assert mine == pytest.approx(ddp, rel=1e-5, abs=1e-6)
+    (_, weights), (_, expected) = ranks[0]
+    assert_same(weights, expected, rtol=1e-5, atol=1e-6)
 
 
 # -- what the module in its place is like
@@ -148,7 +124,7 @@ def _looks() -> Any:
     module = Looks()
     fitting = _trainer(max_epochs=1, enable_model_summary=True)
     fitting.fit(module, plain_loader(STEPS))
-    return module.names, module.kinds, module.seen, module.full, _state(fitting)[0]
+    return module.names, module.kinds, module.seen, module.full, whole_state(fitting)
 
 
 def test_it_is_called_and_named_as_before() -> None:
@@ -167,9 +143,6 @@ def test_it_is_called_and_named_as_before() -> None:
     assert ranks[0][4].keys() == Looks().state_dict().keys()
 
 
-# -- built on the meta device, frozen
-
-
 class OnMeta(PlainModel):
     def __init__(self) -> None:
         super().__init__("adagrad")
@@ -179,70 +152,53 @@ class OnMeta(PlainModel):
 
 def _on_meta() -> Any:
     torch.manual_seed(0)
-    module = OnMeta()
-    before = {"kind": module.kind_emb.weight.clone()}
-    fitting = _trainer(max_steps=0)
-    fitting.fit(module, plain_loader(STEPS))
-    initial = _state(fitting)[0]
-    again = _trainer()
-    again.fit(module, plain_loader(STEPS))
-    return before, initial, _state(again)[0]
+    module, states = OnMeta(), []
+    before = module.kind_emb.weight.clone()
+    for options in ({"max_steps": 0}, {}):
+        fitting = _trainer(**options)
+        fitting.fit(module, plain_loader(STEPS))
+        states.append(whole_state(fitting))
+    return before, *states
 
 
 def test_on_the_meta_device_it_is_drawn_as_torch_draws_it() -> None:
     before, initial, after = run_distributed(_on_meta, 2)[0]
-    drawn = initial["encoder.item_emb.weight"]
+    drawn = initial[ITEM_EMB]
     assert not drawn[ITEMS - 3].any() and (drawn.abs().sum(dim=1) > 0).sum() == ITEMS - 1
     assert 0.8 < drawn[: ITEMS - 3].std() < 1.2
     assert not torch.equal(drawn[:10], drawn[25:35])
-    assert not torch.equal(after["encoder.item_emb.weight"], drawn)
-    assert torch.equal(after["kind_emb.weight"], before["kind"]), "a frozen one does not move"
-
-
-# -- what the next ids are
+    assert not torch.equal(after[ITEM_EMB], drawn)
+    assert torch.equal(after["kind_emb.weight"], before), "a frozen one does not move"
 
 
 class Computes(PlainModel):
-    """Its item ids stand nowhere in the batch."""
-
     def scores(self, batch: dict[str, Tensor]) -> Tensor:
         return super().scores({**batch, "items": batch["items"] * 3 % ITEMS})
 
 
-class Tells(Computes):
-    def embedding_ids(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"encoder.item_emb": batch["items"] * 3 % ITEMS}
-
-
-def tell(batch: dict[str, Tensor]) -> Tensor:
+def ids_of(batch: dict[str, Tensor]) -> Tensor:
     return batch["items"] * 3 % ITEMS
 
 
-def _looked_ahead(make: Any, **options: Any) -> tuple[list[int], list[list[float]]]:
-    losses = []
-    for strategy in ("ddp", FreeScaleStrategy(**{"shard": SHARDED, **options})):
-        torch.manual_seed(0)
-        module = make()
-        _trainer(strategy).fit(module, plain_loader(STEPS))
-        losses.append(module.losses)
-    return [int(module.statistics[f"{how}predicted_lookups"]) for how in ("", "un", "mis")], losses
+class Tells(Computes):
+    def embedding_ids(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"encoder.item_emb": ids_of(batch)}
 
 
-NEXT_IDS: list[tuple[Any, dict[str, Any], int]] = [
-    (PlainModel, {}, 2 * (STEPS - 2)),
-    (Computes, {}, STEPS - 2),
-    (Tells, {}, STEPS - 1 + STEPS - 2),
-    (Computes, {"shard": ["encoder.item_emb"], "ids_of": tell}, STEPS - 1),
-    (Computes, {"lookahead": "trial_run"}, 2 * (STEPS - 2)),
-]
+ONCE = {"max_epochs": 1}
+NEXT_IDS = {
+    "in the batch": plain(options=ONCE, ahead=(2 * (STEPS - 2), 4, 0)),
+    "computed": plain(Computes, options=ONCE, ahead=(STEPS - 2, STEPS + 2, 0)),
+    "by the module": plain(Tells, options=ONCE, ahead=(STEPS - 1 + STEPS - 2, 3, 0)),
+    "by a function": plain(
+        Computes, options=ONCE, ahead=(STEPS - 1, 1, 0), overlap={"shard": ["encoder.item_emb"], "ids_of": ids_of}
+    ),
+    "by a trial run": plain(Computes, options=ONCE, ahead=(2 * (STEPS - 2), 4, 0), overlap={"lookahead": "trial_run"}),
+}
 
 
-def test_the_next_ids_are_found_or_told() -> None:
-    ranks = run_distributed(lambda: [_looked_ahead(make, **options) for make, options, _ in NEXT_IDS], 2)
-    for found in ranks:
-        for (counts, (ddp, mine)), (make, options, known) in zip(found, NEXT_IDS):
-            assert (counts[0], counts[2]) == (known, 0), (make, options)
-            assert mine == pytest.approx(ddp, rel=1e-5), (make, options)
+def test_the_next_ids_are_found() -> None:
+    assert compared(2, NEXT_IDS, "ddp", SHARD, **CLOSE) == []
 
 
 # -- which embeddings are sharded, and what is refused
@@ -266,8 +222,6 @@ class WithMomentum(PlainModel):
 
 
 class Tied(PlainModel):
-    """Scores against all kinds, by their embeddings."""
-
     def scores(self, batch: dict[str, Tensor]) -> Tensor:
         return (self.encoder(batch["items"]) @ self.kind_emb.weight.T).logsumexp(dim=1)
 
@@ -283,7 +237,7 @@ def _messages(caplog: pytest.LogCaptureFixture, make: Any, shard: Any) -> tuple[
     return caplog.text + error, sorted(type(each).__name__ for each in module.modules() if "Embedding" in type(each).__name__)
 
 
-def test_large_embeddings_are_told_or_taken(caplog: pytest.LogCaptureFixture) -> None:
+def test_large_embeddings_are_named_or_taken(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     given = [(Large, ["word_emb"]), (Large, "auto"), (PlainModel, "auto"), (Large, None)]
     ((named, auto, none, left),) = run_distributed(lambda: [_messages(caplog, *each) for each in given], 1)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning_utilities.core import rank_zero
 from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, data_parallel, row_wise
 from torchrec.distributed.types import ShardingPlan
@@ -26,8 +26,6 @@ from lightning_freescale.data import BalanceOptions
 from lightning_freescale.strategy.validation import refuse_options
 from lightning_freescale.testing import run_distributed
 from tests.helpers.recommender import Recommender, Samples, collate, trainer
-
-DATA = Samples(8)
 
 
 def _data(samples: int = 16, **options: Any) -> FreeScaleDataModule:
@@ -46,8 +44,6 @@ class Manual(Recommender):
 
 
 class With(Recommender):
-    """Trains with an optimizer made from its parameters."""
-
     def __init__(self, make: Any) -> None:
         super().__init__()
         self.make = make
@@ -61,26 +57,10 @@ class TwoOptimizers(Recommender):
         return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net.embeddings, self.net.hidden)]
 
 
-class Skips(Recommender):
-    """Accumulates by hand: steps every second batch."""
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
-        if batch_idx % 2:
-            optimizer.step(closure=closure)
-        else:
-            closure()
-
-
 class PartlyUnused(Recommender):
-    """Has parameters that no loss reaches."""
-
     def __init__(self) -> None:
         super().__init__()
         self.unused = torch.nn.Linear(2, 2)
-
-
-def _fit_plain(module: Any = None, **options: Any) -> None:
-    _fit(module, strategy=FreeScaleStrategy(overlap=False), **options)
 
 
 def _fit_with_ddp(balance: dict[str, Any], **options: Any) -> None:
@@ -117,6 +97,7 @@ def _fit_in_backward(optimizer: Any) -> None:
 
 
 COLUMNS = column_wise(ranks=[0, 1], compute_kernel="fused")
+# accumulation and clipping: overlap/test_as_under_ddp
 REFUSED_ON_RANKS: list[tuple[Callable[[], Any], str]] = [
     (lambda: _fit(data=_data(1)), "1 samples for 2 ranks"),
     (lambda: _fit(data=_data(val_dataset=Samples(1))), r"val_dataset=...\): 1 samples for 2 ranks"),
@@ -131,13 +112,10 @@ REFUSED_ON_RANKS: list[tuple[Callable[[], Any], str]] = [
     (lambda: _fit(With(lambda p: torch.optim.SGD(p, momentum=0.9))), "momentum=0.9.*momentum=0"),
     (lambda: _fit(With(lambda p: torch.optim.Adagrad(p, weight_decay=0.1))), "weight_decay=0.1.*weight_decay=0"),
     (lambda: _fit(With(lambda p: torch.optim.Adagrad(p, lr_decay=0.1))), "lr_decay=0.1.*lr_decay=0"),
-    (lambda: _fit(Skips()), "second backward"),
     (
-        lambda: _fit_plain(With(torch.optim.Adam)),
+        lambda: _fit(With(torch.optim.Adam), strategy=FreeScaleStrategy(overlap=False)),
         "Adam .*'net.embeddings.embeddings.item.weight'.*overlap=True.*RowWiseAdagrad",
     ),
-    (lambda: _fit_plain(accumulate_grad_batches=2), "accumulate_grad_batches=2.*overlap=True.*larger batch_size"),
-    (lambda: _fit_plain(callbacks=[GradientAccumulationScheduler({0: 1, 1: 2})]), "GradientAccumulationScheduler"),
     (_fit_needing_rows, "51 .*'history'.*num_embeddings=51"),
     (lambda: _fit(strategy=FreeScaleStrategy(plan=ShardingPlan({}))), r"'net.embeddings' with tables \['item', 'cat'\]"),
     (lambda: _fit_planned(data_parallel()), "table 'item' sharding_type='data_parallel'.*compute_kernel=\"fused\""),
@@ -163,7 +141,6 @@ REFUSED_ON_RANKS: list[tuple[Callable[[], Any], str]] = [
 
 
 def _messages() -> list[str]:
-    """Return what each fit in ``REFUSED_ON_RANKS`` ends with."""
     found = []
     for fit, _ in REFUSED_ON_RANKS:
         try:
@@ -214,6 +191,15 @@ def test_accepted_after_a_refused_fit() -> None:
         ({"overlp": True}, TypeError, "overlp=.* overlap="),
         ({"find_unused_params": True}, TypeError, "find_unused_params=.* find_unused_parameters="),
         ({"zzz": True}, TypeError, "zzz="),
+        ({"lookahead": "dry_run"}, ValueError, "lookahead='dry_run'"),
+        ({"lookahead": "trial_run", "overlap": False}, ValueError, "overlap=False, lookahead='trial_run'"),
+        ({"ids_of": dict, "overlap": False}, ValueError, "overlap=False, ids_of="),
+        ({"split_backward": True, "overlap": False}, ValueError, "overlap=False, split_backward=True"),
+        ({"ids_of": dict, "lookahead": "trial_run"}, ValueError, "lookahead='trial_run', ids_of="),
+        ({"ids_of": "ids"}, TypeError, "ids_of='ids'"),
+        ({"exchange": "tree"}, ValueError, "exchange='tree'"),
+        ({"exchange": "two_level", "dedup": False}, ValueError, "exchange='two_level', dedup=False"),
+        ({"exchange": "two_level", "overlap": False}, ValueError, "exchange='two_level', overlap=False"),
     ],
 )
 def test_refused_by_the_constructor(options: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -225,11 +211,6 @@ def test_options_of_ddp() -> None:
     FreeScaleStrategy(find_unused_parameters=True, gradient_as_bucket_view=True, process_group_backend="gloo")
     with pytest.raises(ValueError, match="start_method='fork'"):
         refuse_options("fork", None)
-
-
-def test_drop_last_leaves_no_step() -> None:
-    with pytest.raises(ValueError, match=r"drop_last=True.*8 samples"):
-        FreeScaleDataModule(DATA, DATA.lengths, 16, drop_last=True).sampler(0, 2)
 
 
 def test_unweighted_scales_no_loss() -> None:
@@ -312,16 +293,3 @@ def test_an_error_of_nccl_on_a_shared_gpu_names_the_fix(text: str, message: str,
     strategy = FreeScaleStrategy(parallel_devices=[torch.device("cpu")], cluster_environment=LightningEnvironment())
     with pytest.raises(RuntimeError, match=message):
         strategy.setup_environment()
-
-
-def _losses_over(backend: str | None) -> list[float]:
-    torch.manual_seed(0)
-    module = Recommender("adagrad")
-    _fit(module, strategy=FreeScaleStrategy(process_group_backend=backend))
-    assert dist.get_backend(module.trainer.strategy.tables.group) == "freescale"
-    return module.losses
-
-
-def test_trains_over_gloo_where_it_is_named() -> None:
-    for named, default in run_distributed(lambda: [_losses_over(backend) for backend in ("gloo", None)], 2):
-        assert named == default

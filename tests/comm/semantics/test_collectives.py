@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import warnings
 from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +34,6 @@ SHAPES: list[tuple[int, ...]] = [(4,), (), (0,), (2, 3), (400, 3)]
 
 
 def _wait(work: Any) -> None:
-    """Wait for a Work; a call that is not asynchronous returns none."""
     if work is not None:
         work.wait()
 
@@ -214,38 +210,19 @@ def functional_moves(side: Side) -> Any:
     return _now(results)
 
 
-def _gradients(side: Side, rows: int, apply: Any) -> list[Tensor]:
-    """The result of a collective over two columns, and the gradient of a weighted sum of it."""
-    leaf = side.numbers(rows, 2).requires_grad_()
-    result = apply(leaf * 2)
-    weights = side.numbers(*result.shape)
-    (result * weights).sum().backward()
-    assert leaf.grad is not None
-    return [result.detach().clone(), leaf.grad]
-
-
 @named(CASES)
 def functional_gradients(side: Side) -> Any:
-    results, group = [], side.group
-    to_all, scatter = functional.all_to_all_single_autograd, functional.reduce_scatter_tensor_autograd
-    for rows, pattern in ((1, "pairs_without"), (200, "one_large")):
-        received, sent = _split(side, pattern)
-        results += _gradients(side, sum(sent), lambda x, r=received, s=sent: to_all(x, r, s, group))
-        results += _gradients(side, rows, lambda x: functional.all_gather_tensor_autograd(x, 0, group))
-        results += _gradients(side, rows * side.size, lambda x: scatter(x, "sum", 0, group))
-
-    def there_and_back(given: Tensor) -> Tensor:
-        """As embeddings go: what a rank sends comes home, and so does the gradient of its copy elsewhere."""
-        there = to_all(given, received, sent, group)
-        return to_all(there * there, sent, received, group)
-
-    result, gradient = _gradients(side, sum(sent), there_and_back)
-    assert sum(sent) == 0 or gradient.abs().max() > 0
-    return results, result, gradient
+    """As embeddings go: what a rank sends comes home, and so does the gradient of its copy elsewhere."""
+    received, sent = _split(side, "one_large")
+    leaf = side.numbers(sum(sent), 2).requires_grad_()
+    there = functional.all_to_all_single_autograd(leaf * 2, received, sent, side.group)
+    back = functional.all_to_all_single_autograd(there * there, sent, received, side.group)
+    (back * side.numbers(*back.shape)).sum().backward()
+    assert leaf.grad is not None and leaf.grad.abs().max() > 0
+    return back.detach(), leaf.grad
 
 
 def _all(side: Side, given: Any, out: Any, gathered: Any, listed: Any, async_op: bool) -> None:
-    """One collective of each of the three kinds."""
     works = [
         dist.all_to_all_single(out, given, group=side.group, async_op=async_op),
         dist.all_gather_into_tensor(gathered, given, group=side.group, async_op=async_op),
@@ -276,32 +253,18 @@ def parts_of_buffers(side: Side) -> Any:
 
 
 @named(CASES)
-def parameters(side: Side) -> Any:
-    """Leaves that require grad are read and written without a gradient."""
+def parameters_and_inference_tensors(side: Side) -> Any:
+    """Leaves that require grad have no gradient. Lightning validates in inference mode, which belongs to a thread."""
     results, n = [], side.size
-    for rows, async_op in ((1, True), (300, False), (300, True)):
-        given = torch.nn.Parameter(side.numbers(rows * n, 2))
-        out, gathered = (torch.nn.Parameter(side.blank(rows * n * k, 2)) for k in (1, n))
-        listed = [torch.nn.Parameter(side.blank(rows * n, 2)) for _ in range(n)]
-        with torch.no_grad():  # gloo's all-gather asks for it
+    for inference, (rows, async_op) in product((False, True), ((1, True), (300, False), (300, True))):
+        with torch.inference_mode(inference), torch.no_grad():  # gloo's all-gather asks for it
+            made = [side.numbers(rows * n, 2), *(side.blank(rows * n * k, 2) for k in (1, n, *([1] * n)))]
+            given, out, gathered, *listed = made if inference else map(torch.nn.Parameter, made)
             _all(side, given, out, gathered, listed, async_op)
-        assert all(tensor.grad_fn is None and tensor.requires_grad for tensor in (given, out, gathered, *listed))
-        results += [given, out, gathered, *listed]
+        for tensor in (given, out, gathered, *listed):
+            assert tensor.grad_fn is None and tensor.requires_grad != inference and tensor.is_inference() == inference
+            results.append(tensor.tolist())
     return results
-
-
-@named(CASES)
-def in_inference_mode(side: Side) -> Any:
-    """Lightning validates in it; the mode belongs to a thread."""
-    results, n = [], side.size
-    for rows, async_op in ((1, True), (300, False), (300, True)):
-        with torch.inference_mode():
-            given, out, gathered = side.numbers(rows * n, 2), side.blank(rows * n, 2), side.blank(rows * n * n, 2)
-            listed = [side.blank(rows * n, 2) for _ in range(n)]
-            assert out.is_inference()
-            _all(side, given, out, gathered, listed, async_op)
-            results += [tensor.clone() for tensor in (given, out, gathered, *listed)]
-    return [tensor.tolist() for tensor in results]
 
 
 @pytest.mark.parametrize(
@@ -387,37 +350,3 @@ def _typed() -> list[str]:
 
 def test_every_type_arrives_bit_by_bit() -> None:
     assert run_distributed(_typed, 3, timeout=60) == [[]] * 3
-
-
-def _many(times: int) -> float:
-    """The results die in gloo's thread, which needs the interpreter's lock for it, while the next are issued."""
-    group = make_group()
-    for _ in range(times):
-        scattered = functional.reduce_scatter_tensor(torch.ones(2 * group.size()), "sum", 0, group)
-        gathered = functional.all_gather_tensor(torch.ones(3), 0, group)
-        scattered.wait()
-        gathered.wait()
-    return float(scattered.sum() + gathered.sum())
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_functional_collectives_do_not_deadlock() -> None:
-    assert run_distributed(_many, 2, 3000, timeout=180) == [2 * 2 + 2 * 3] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(100)
-def test_stress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
-    import comm_stress
-
-    written = tmp_path / "figures.json"
-    flags = ["--ranks", "2", "--collectives", "600", "--seed", "3", "--json", str(written), "--require", "wrong<=0"]
-    monkeypatch.setattr(sys, "argv", ["comm_stress.py", *flags])
-    comm_stress.main()
-    figures = json.loads(written.read_text())["figures"]
-    assert figures["collectives"] == 600 and figures["wrong"] == 0
-    counted = [value for name, value in figures.items() if name.startswith("kind_")]
-    assert len(counted) >= 5 and min(counted) > 0 and sum(counted) == 600
-    assert figures["megabytes"] > 1 and "wrong" in capsys.readouterr().out

@@ -136,12 +136,14 @@ def all_to_all(side: Side) -> Any:
             results += [out, given]
         out, given = side.blank(side.size), side.numbers(side.size)
         method(output=out, input=given, output_split_sizes=[], input_split_sizes=[]).wait()
+        method(out, out.clone(), [], [], timeout=TIMEOUT).wait()
         results.append(out)
-    for options in ((), (dist.AllToAllOptions(),)):
-        listed = [side.blank(4) for _ in range(side.size)]
-        side.group.alltoall(listed, [side.numbers(4) for _ in listed], *options).wait()
-        results += listed
-    return results
+    lists = [[side.blank(4) for _ in range(side.size)] for _ in range(3)]
+    given = [side.numbers(4) for _ in range(side.size)]
+    side.group.alltoall(lists[0], given).wait()
+    side.group.alltoall(lists[1], given, dist.AllToAllOptions()).wait()
+    side.group.alltoall(output_tensors=lists[2], input_tensors=given).wait()
+    return results, lists
 
 
 @named(METHODS)
@@ -156,28 +158,20 @@ def all_gather(side: Side) -> Any:
         outs = [side.blank(n * side.size) for n in (2, 500)]
         method(outs, [side.numbers(n) for n in (2, 500)]).wait()
         results += outs
-    lists = [[side.blank(4) for _ in range(side.size)] for _ in range(2)]
-    coalesced = [[side.blank(4), side.blank(500)] for _ in range(side.size)]
-    side.group.allgather([lists[0]], [side.numbers(4)]).wait()
-    side.group.allgather(lists[1], side.numbers(4), timeout=TIMEOUT).wait()  # the short form
-    side.group.allgather_coalesced(coalesced, [side.numbers(4), side.numbers(500)]).wait()
-    return results, lists, coalesced
-
-
-@named(METHODS)
-def by_keyword(side: Side) -> Any:
-    out, *lists = side.blank(side.size), *([side.blank(4) for _ in range(side.size)] for _ in range(3))
-    for method in _present(side, "all_to_all_single"):
-        method(out, side.numbers(side.size), [], [], timeout=TIMEOUT).wait()
-    side.group.alltoall(output_tensors=lists[0], input_tensors=[side.numbers(4) for _ in lists[0]]).wait()
-    side.group.allgather(output_tensors=[lists[1]], input_tensors=[side.numbers(4)]).wait()
-    side.group.allgather(output_tensors=lists[2], input_tensor=side.numbers(4)).wait()
-    outs = [side.blank(n * side.size) for n in (2, 500)]
     for method in _present(side, "all_gather_single_coalesced"):
+        outs = [side.blank(n * side.size) for n in (2, 500)]
         method(outputs=outs, inputs=[side.numbers(n) for n in (2, 500)]).wait()
-    coalesced = [[side.blank(4), side.blank(500)] for _ in range(side.size)]
-    side.group.allgather_coalesced(output_lists=coalesced, input_list=[side.numbers(4), side.numbers(500)]).wait()
-    return out, lists, outs, coalesced
+        results += outs
+    lists = [[side.blank(4) for _ in range(side.size)] for _ in range(4)]
+    coalesced = [[[side.blank(4), side.blank(500)] for _ in range(side.size)] for _ in range(2)]
+    pair = [side.numbers(4), side.numbers(500)]
+    side.group.allgather([lists[0]], pair[:1]).wait()
+    side.group.allgather(lists[1], pair[0], timeout=TIMEOUT).wait()  # the short form
+    side.group.allgather(output_tensors=[lists[2]], input_tensors=pair[:1]).wait()
+    side.group.allgather(output_tensors=lists[3], input_tensor=pair[0]).wait()
+    side.group.allgather_coalesced(coalesced[0], pair).wait()
+    side.group.allgather_coalesced(output_lists=coalesced[1], input_list=pair).wait()
+    return results, lists, coalesced
 
 
 def test_methods_of_the_group_are_those_of_gloo() -> None:

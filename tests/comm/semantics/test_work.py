@@ -146,7 +146,6 @@ def test_issuing_does_not_wait_for_the_others_and_a_wait_that_is_too_short_is_an
 
 
 def _coalesced() -> bool:
-    """A coalesced gather gives what it gathered, and is done when all of it is."""
     group, rank, size = make_group(), dist.get_rank(), dist.get_world_size()
     given = [torch.full((2,), float(rank)), torch.full((3,), 10.0 + rank)]
     rows = [[torch.empty_like(each) for each in given] for _ in range(size)]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_freescale.comm import LaneOptions
 from lightning_freescale.comm.p2p import GlooP2P
+from lightning_freescale.comm.transfer import Transfer
 from lightning_freescale.comm.transports.host.transport import HostTransport
 from lightning_freescale.comm.transports.nccl import ZeroCtaTransport
 from lightning_freescale.comm.transports.peer import transport as peer
@@ -23,17 +24,87 @@ from lightning_freescale.comm.transports.peer.symmetric_buffer import SymmetricB
 from lightning_freescale.comm.transports.peer.transport import PeerTransport
 from lightning_freescale.comm.transports.two_level import TwoLevelTransport
 from lightning_freescale.testing import run_distributed
-from tests.helpers.fake_gpu import FakeDriver, FakeEvent, FakeStream, keep, on_ranks
-from tests.helpers.host_peers import lengths, moved, transfer, transports, wrong
+from tests.helpers.fake_gpu import FakeDriver, FakeEvent, FakeStream, keep, on_ranks, signed
+
+UNTOUCHED = 255
+
+
+class OnDevice(Transfer):
+    def fits_in_header(self, part: torch.Tensor) -> bool:
+        return False
+
+
+def transports(ranks: list[int], chunk: int, start: int = 0, seed: int = 0, **driver: Any) -> list[PeerTransport]:
+    """One per rank, whose memory is mapped on all; drivers are made with a seed and what else is given."""
+    length = SymmetricBuffer.size_bytes(len(ranks), chunk)
+    buffers = [keep(torch.full((length,), UNTOUCHED, dtype=torch.uint8)) for _ in ranks]
+    mapped = [SymmetricBuffer(rank, buffers, chunk) for rank in range(len(ranks))]
+    for rank, buffer in enumerate(mapped):
+        buffer.signal_pad(rank).fill_(signed(start))
+        buffer.failed(rank).zero_()
+    global_ranks = [100 + rank for rank in range(max(ranks) + 1)]
+    return [PeerTransport(FakeDriver(100 * seed + one.rank, **driver), one, ranks, global_ranks, start) for one in mapped]
+
+
+def lengths(size: int, most: int, seed: int) -> list[list[int]]:
+    """Bytes from every rank to every rank, of which some are 0."""
+    draw = torch.Generator().manual_seed(seed)
+    table = torch.randint(0, most + 1, (size, size), generator=draw)
+    return (table * (torch.rand(size, size, generator=draw) < 0.8)).tolist()
+
+
+def part(source: int, target: int, length: int, seed: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(1_000_000 * seed + 1000 * source + target)
+    return torch.randint(0, 250, (length,), generator=draw, dtype=torch.uint8)
+
+
+def transfer(rank: int, table: list[list[int]], seed: int, timeout: float = 30.0, late: bool = True) -> Transfer:
+    """One rank's side; if ``late``, the caller's stream writes what it sends later, and its outputs are in use till then."""
+    size = len(table)
+    incoming = [torch.full((table[source][rank],), UNTOUCHED, dtype=torch.uint8) for source in range(size)]
+    true = [part(rank, target, table[rank][target], seed) for target in range(size)]
+    outgoing, issued = [torch.zeros_like(each) if late else each for each in true], FakeEvent() if late else None
+
+    def issue() -> None:
+        time.sleep(2e-3)
+        for each, value in zip(outgoing, true):
+            each.copy_(value)
+        for each in incoming:
+            each.fill_(UNTOUCHED)
+        issued.set()
+
+    if late:
+        threading.Thread(target=issue, daemon=True).start()
+    for each in (*outgoing, *incoming):
+        keep(each)
+    limit, largest, total = timedelta(seconds=timeout), max(map(max, table)), sum(table[rank])
+    return OnDevice("all_to_all", outgoing, incoming, 0, FakeDriver.device, total, limit, seed, largest, issued)
+
+
+def wrong(rank: int, done: Transfer, table: list[list[int]], seed: int) -> list[int]:
+    expected = [part(source, rank, table[source][rank], seed) for source in range(len(table))]
+    return [source for source, each in enumerate(expected) if not torch.equal(done.incoming[source], each)]
+
+
+def moved(ranks: list[Any], tables: list[list[list[int]]], **options: Any) -> list[Any]:
+    """Move what the tables say between transports, one per rank, one table after the other.
+
+    Return by rank and table the sources whose bytes are wrong, or the error of the rank.
+    """
+
+    def run(rank: int) -> list[list[int]]:
+        found = []
+        for seed, table in enumerate(tables):
+            mine = transfer(rank, table, seed, **options)
+            ranks[rank].move(mine, lambda: None)
+            found.append(wrong(rank, mine, table, seed))
+        return found
+
+    return on_ranks(len(ranks), run)
 
 
 def _receiving(transport: PeerTransport) -> FakeStream:
-    """The second stream that a link makes."""
     return transport._driver.streams[1]
-
-
-def _nothing() -> None:
-    """No lane wants to go first."""
 
 
 @pytest.mark.parametrize(
@@ -63,12 +134,25 @@ def test_a_slow_reader_is_not_overwritten_and_a_slow_writer_is_waited_for(slow: 
 def test_one_rank_copies_its_own_part_and_nothing_is_left_in_place() -> None:
     (alone,), table = transports([0], 4), [[30]]
     mine = transfer(0, table, 1)
-    alone.move(mine, _nothing)
+    alone.move(mine, lambda: None)
     assert wrong(0, mine, table, 1) == []
     same = transfer(0, table, 2, late=False)
     same.incoming[0] = same.outgoing[0]
-    alone.move(same, _nothing)
+    alone.move(same, lambda: None)
     assert wrong(0, same, table, 2) == []
+
+
+def test_some_of_the_ranks_of_a_group_leave_the_parts_of_the_others_alone() -> None:
+    near, table = [1, 3], lengths(4, 40, 3)
+    pair = transports(near, 5)
+
+    def run(place: int) -> list[int]:
+        mine = transfer(near[place], table, 8)
+        pair[place].move(mine, lambda: None)
+        assert all((mine.incoming[rank] == UNTOUCHED).all() for rank in (0, 2))
+        return [rank for rank in wrong(near[place], mine, table, 8) if rank in near]
+
+    assert on_ranks(2, run) == [[], []]
 
 
 def test_it_pauses_between_rounds_and_keeps_few_on_the_streams() -> None:
@@ -83,7 +167,7 @@ def test_a_peer_that_does_not_come_is_named_and_the_streams_drain(start: int) ->
     ranks, table = transports([0, 1, 2], 4, start), [[20] * 3] * 3
 
     def run(rank: int) -> None:
-        ranks[rank].move(transfer(rank, table, 1, timeout=0.3), _nothing)
+        ranks[rank].move(transfer(rank, table, 1, timeout=0.3), lambda: None)
 
     begun = time.monotonic()
     errors = on_ranks(2, run)
@@ -93,7 +177,7 @@ def test_a_peer_that_does_not_come_is_named_and_the_streams_drain(start: int) ->
     assert all(stream.idle() for rank in ranks for stream in rank._driver.streams)
     assert not any(rank._stuck for rank in ranks)
     with pytest.raises(dist.DistBackendError, match=r"closed: rank 10[12]"):
-        ranks[0].move(transfer(0, table, 2), _nothing)
+        ranks[0].move(transfer(0, table, 2), lambda: None)
 
 
 @pytest.mark.parametrize(("bytes_", "look"), [(16, 60.0), (60, 0.1)])
@@ -108,7 +192,7 @@ def test_what_a_rank_copies_after_it_gave_up_is_not_taken_for_good(
     threading.Timer(1.2, reader.hold.clear).start()
 
     def run(rank: int) -> None:
-        pair[rank].move(transfer(rank, table, 1, timeout=(0.2, 20.0)[rank], late=False), _nothing)
+        pair[rank].move(transfer(rank, table, 1, timeout=(0.2, 20.0)[rank], late=False), lambda: None)
 
     writer, late = on_ranks(2, run)
     assert "rank 101 did not come" in str(writer)
@@ -131,7 +215,7 @@ def test_the_last_count_of_a_peer_that_dies_cannot_stop_the_streams_from_drainin
 
     threading.Thread(target=die, daemon=True).start()
     with pytest.raises(dist.DistBackendError, match="rank 101 did not come"):
-        pair[0].move(transfer(0, table, 1, timeout=0.1, late=False), _nothing)
+        pair[0].move(transfer(0, table, 1, timeout=0.1, late=False), lambda: None)
     assert not pair[0]._stuck
 
 
@@ -150,7 +234,7 @@ def test_peers_are_told_before_their_slots_are_overwritten(monkeypatch: pytest.M
 
     def run(rank: int) -> None:
         try:
-            pair[rank].move(transfer(rank, table, 1, (0.1, 20.0)[rank], late=False), _nothing)
+            pair[rank].move(transfer(rank, table, 1, (0.1, 20.0)[rank], late=False), lambda: None)
         finally:
             if rank == 1:
                 urgent.hold.clear()
@@ -172,12 +256,12 @@ def test_closing_ends_what_is_in_flight() -> None:
     threading.Timer(0.2, first.close).start()
     begun = time.monotonic()
     with pytest.raises(dist.DistBackendError, match="closed"):
-        first.move(transfer(0, [[9, 9], [9, 9]], 1), _nothing)
+        first.move(transfer(0, [[9, 9], [9, 9]], 1), lambda: None)
     assert time.monotonic() - begun < 15
     first.close()
     assert first._driver.closed
     with pytest.raises(dist.DistBackendError, match="closed"):
-        first.move(transfer(0, [[9, 9], [9, 9]], 1), _nothing)
+        first.move(transfer(0, [[9, 9], [9, 9]], 1), lambda: None)
 
 
 def _fails_at(transport: PeerTransport, last: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +281,7 @@ def test_a_gpu_that_fails_in_the_middle_is_drained_and_the_peer_told(last: int, 
     """At a chunk to the peer, its count, a chunk from the peer, its count."""
     pair, table = transports([0, 1], 4), [[0, 40], [40, 0]]
     _fails_at(pair[0], last, monkeypatch)
-    first, second = on_ranks(2, lambda rank: pair[rank].move(transfer(rank, table, 1, timeout=5), _nothing))
+    first, second = on_ranks(2, lambda rank: pair[rank].move(transfer(rank, table, 1, timeout=5), lambda: None))
     assert str(first) == "cuMemcpyBatchAsync failed"
     assert "given up" in str(second)
     assert not any(rank._stuck for rank in pair)
@@ -209,7 +293,7 @@ def test_tensors_of_another_device_are_refused() -> None:
     mine = transfer(0, [[4]], 1)
     mine.device = torch.device("meta")
     with pytest.raises(dist.DistBackendError, match=r"on meta.* on cpu.*torch.cuda.set_device"):
-        alone.move(mine, _nothing)
+        alone.move(mine, lambda: None)
 
 
 @pytest.mark.parametrize(("ranks", "chunk"), [(1, 1), (2, 64), (3, 300), (8, 256)])

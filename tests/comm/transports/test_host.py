@@ -38,7 +38,6 @@ DEVICE = torch.device("cuda", 0)
 
 
 def make_p2p() -> GlooP2P:
-    """Collective over all ranks."""
     size = dist.get_world_size()
     return GlooP2P(
         dist.PrefixStore("test", _get_default_store()), dist.get_rank(), size, timedelta(seconds=20), list(range(size))
@@ -51,7 +50,6 @@ def content(source: int, target: int, length: int, number: int) -> Tensor:
 
 
 def make_transfer(sizes: Sizes, rank: int, number: int) -> Transfer:
-    """The part of one rank."""
     everyone, dtype = range(len(sizes)), DTYPES.index(torch.uint8)
     outgoing = [content(rank, peer, sizes[rank][peer], number) for peer in everyone]
     incoming = [torch.full((sizes[peer][rank],), UNTOUCHED, dtype=torch.uint8) for peer in everyone]
@@ -62,7 +60,6 @@ def make_transfer(sizes: Sizes, rank: int, number: int) -> Transfer:
 
 
 def make_host(p2p: GlooP2P, chunk: int, staging: Any = None, **options: Any) -> HostTransport:
-    """With a stand-in for the device's staging."""
     host = HostTransport(p2p, LaneOptions(chunk_bytes=chunk, **options))
     host._stagings[DEVICE] = staging or HostStaging()
     return host
@@ -92,7 +89,6 @@ def draw_sizes(draw: random.Random, size: int, chunk: int) -> Sizes:
 
 
 def _random(seed: int, cases: int) -> list[tuple[int, int, Sizes]]:
-    """Cases that went wrong."""
     draw, p2p, rank, wrong = random.Random(seed), make_p2p(), dist.get_rank(), []
     for number in range(cases):
         chunk = draw.choice([1, 2, 3, 7, 64, 100, 1000, 4096, draw.randint(1, 4096)])
@@ -260,7 +256,6 @@ def test_every_device_has_pinned_memory_and_streams_of_its_own_once(monkeypatch:
 
 
 def _pool(bound: int) -> tuple[PinnedPool, list[int]]:
-    """Return a pool, and the sizes of what it allocates."""
     made: list[int] = []
     return PinnedPool(bound, lambda length: made.append(length) or torch.empty(length, dtype=torch.uint8)), made
 

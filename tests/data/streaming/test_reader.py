@@ -77,7 +77,6 @@ def test_every_sample_once_in_the_same_order_also_from_any_place_on(kind: type[C
 
 
 def _resumed(kind: type[Counted], workers: int, chunks: int) -> tuple[Counted, dict[str, Any], Chunk]:
-    """Return a fresh data set, the place after so many chunks, and the first chunk read from there."""
     source, fresh = StreamSource(kind(), 4, workers), kind()
     place = source.first_place()
     for chunk in islice(source.read_chunks(), chunks):

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
 
 from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.data import StreamOptions
 from lightning_freescale.testing import RankFailed, run_distributed
-from tests.checkpoint.fits import Seen
+from tests.checkpoint.fits import Rereading, Stream, fit
 from tests.helpers.recommender import Recommender, Samples, StopAt, collate, trainer
 
 SIZE = 50
@@ -24,45 +23,6 @@ STREAM_OPTIONS = {
     "global": StreamOptions(stream_balancing="global"),
 }
 SLOW = pytest.mark.slow
-
-
-class Rereading(IterableDataset):
-    """A rank's part of the samples, which always starts at its beginning."""
-
-    def __init__(self, size: int = SIZE, rank: int | None = None, world_size: int | None = None) -> None:
-        self.samples, self.rank, self.world_size = Samples(size), rank, world_size
-
-    def own(self) -> range:
-        rank = int(os.environ["RANK"]) if self.rank is None else self.rank
-        world_size = int(os.environ["WORLD_SIZE"]) if self.world_size is None else self.world_size
-        info = get_worker_info()
-        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        return range(rank + worker * world_size, len(self.samples), workers * world_size)
-
-    def __iter__(self) -> Any:
-        yield from (self.samples[index] for index in self.own())
-
-    def for_rank(self, rank: int, world_size: int) -> Rereading:
-        return type(self)(len(self.samples), rank, world_size)
-
-
-class Stream(Rereading):
-    """The same, from where it was left."""
-
-    place, fresh = 0, True
-
-    def __iter__(self) -> Any:
-        self.place, self.fresh = (0 if self.fresh else self.place), True
-        own = self.own()
-        while self.place < len(own):
-            self.place += 1
-            yield self.samples[own[self.place - 1]]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place, self.fresh = state["place"], False
 
 
 class Fixed(Rereading):
@@ -75,10 +35,6 @@ def _length(sample: dict[str, Any]) -> int:
     return len(sample["history"])
 
 
-def _data(dataset: IterableDataset, balancing: str = "global", **options: Any) -> FreeScaleDataModule:
-    return FreeScaleDataModule(dataset, _length, 4, collate_fn=collate, stream=STREAM_OPTIONS[balancing], **options)
-
-
 def _fit(
     balancing: str = "global",
     path: Path | None = None,
@@ -87,10 +43,9 @@ def _fit(
     **options: Any,
 ) -> list[list[int]]:
     """Two epochs from the start or a checkpoint, or up to a stop; return what this rank saw in each step."""
-    module, callbacks = Seen("sgd"), [] if stop is None else [StopAt(stop[0], str(stop[1]))]
-    fit = trainer(devices=int(os.environ["WORLD_SIZE"]), max_epochs=2, callbacks=callbacks)
-    fit.fit(module, _data(kind(), balancing, **options), ckpt_path=path)
-    return module.seen
+    callbacks = [] if stop is None else [StopAt(stop[0], str(stop[1]))]
+    data = {"stream": STREAM_OPTIONS[balancing], **options}
+    return fit(samples=SIZE, batch_size=4, data=data, stream=kind, callbacks=callbacks, resume=path).seen
 
 
 @pytest.mark.parametrize("balancing", ["local", "global"])
@@ -109,9 +64,9 @@ def _all(ranks: list[list[list[int]]], first: int = 0, last: int | None = None) 
 def _one_step(batch_size: int, balance: bool = True) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     data = FreeScaleDataModule(Stream(16), _length, batch_size, collate_fn=collate, balance=balance)
-    fit = trainer(devices=int(os.environ["WORLD_SIZE"]), max_steps=1)
-    fit.fit(Recommender("sgd"), data)
-    return fit._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"]
+    fitting = trainer(devices=int(os.environ["WORLD_SIZE"]), max_steps=1)
+    fitting.fit(Recommender("sgd"), data)
+    return fitting._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"]
 
 
 def test_global_balancing_keeps_the_gradient() -> None:
@@ -123,11 +78,11 @@ def test_global_balancing_keeps_the_gradient() -> None:
 
 
 def _validate_then_save(path: Path) -> None:
-    fit = trainer(devices=2, max_epochs=1)
-    module, data = Recommender(), _data(Stream(), val_dataset=Samples(8))
-    fit.fit(module, data)
-    fit.validate(module, data, verbose=False)
-    fit.save_checkpoint(path)
+    fitting, module = trainer(devices=2), Recommender()
+    data = FreeScaleDataModule(Stream(SIZE), _length, 4, collate_fn=collate, val_dataset=Samples(8))
+    fitting.fit(module, data)
+    fitting.validate(module, data, verbose=False)
+    fitting.save_checkpoint(path)
 
 
 def _fit_planned(path: Path) -> None:
@@ -191,7 +146,6 @@ def test_what_no_rank_can_read_on_is_refused(kind: type[Rereading], balancing: s
 
 
 def _forking_threads(path: Path) -> set[str]:
-    """Names of the threads in which workers were started."""
     names, start = set(), multiprocessing.process.BaseProcess.start
 
     def start_noted(process: Any) -> None:

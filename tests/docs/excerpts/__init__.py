@@ -19,7 +19,6 @@ class Excerpts:
         self._left = [block for block in blocks(ROOT / page) if block.language not in ("", "text")]
 
     def text(self, language: str) -> str:
-        """The next block, which must be of this language."""
         assert self._left, f"{self.page} has no more blocks of code: take its last line out of the script"
         block = self._left.pop(0)
         assert block.language == language, f"{self.page}: the next block is {block.language}, not {language}:\n{block.text}"
@@ -34,11 +33,9 @@ class Excerpts:
         exec(compile(text, self.page, "exec"), names)
 
     def bash(self) -> str:
-        """Run the next block; what it prints."""
         return shell(self.text("bash"))
 
     def end(self) -> None:
-        """Every block has been taken."""
         left = "\n".join(block.text for block in self._left)
         assert not left, f"{self.page}: nobody runs these blocks:\n{left}"
         print("every block was run:", self.page)

@@ -4,25 +4,8 @@ from pathlib import Path
 import numpy as np
 
 from tests.docs.excerpts import Excerpts, shell
+from tests.helpers.shop import write_shop
 
-SHOP = """
-import lightning as L
-import torch
-
-class NextItem(L.LightningModule):
-    def __init__(self, dim: int = 8):
-        super().__init__()
-        self.items, self.head = torch.nn.Embedding(40, dim), torch.nn.Linear(dim, 40)
-
-    def training_step(self, batch, batch_idx):
-        return torch.nn.functional.cross_entropy(self.head(self.items(batch["features"].values())), batch["target"])
-
-    def test_step(self, batch, batch_idx):
-        self.log("users", float(len(batch["target"])), reduce_fx="sum", sync_dist=True)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-"""
 SCRIPT = """
 import sys
 import lightning as L
@@ -36,11 +19,9 @@ HERE = "--trainer.accelerator cpu --trainer.logger false --config here.yaml"
 SAVE = "trainer: {callbacks+: [{class_path: ModelCheckpoint, init_args: {dirpath: ., save_last: true}}]}"
 
 page = Excerpts("docs/command_line.md")
-Path("shop.py").write_text(SHOP)
+write_shop(Path(), users=640)
 Path("shop.yaml").write_text(page.text("yaml"))
 Path("here.yaml").write_text(SAVE)
-visits = [(user, (user * 7 + time) % 40, time) for user in range(640) for time in range(5 + user % 9)]
-Path("visits.csv").write_text("user,item,time\n" + "".join(f"{user},{item},{time}\n" for user, item, time in visits))
 
 fit, test = page.text("bash").splitlines()
 assert "straggler wait" in shell(fit.replace("--config shop.yaml", f"--config shop.yaml {HERE}"))

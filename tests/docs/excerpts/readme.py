@@ -23,7 +23,7 @@ shell("python before.py")
 assert "straggler wait" in shell("python after.py")
 
 for _ in range(2):
-    page.text("bash")  # installs the package: test_package.py and test_wheel.py have that
+    page.text("bash")  # installs the package: test_package.py has that
 
 Path("train.py").write_text(page.text("python"))
 assert "straggler wait" in page.bash()

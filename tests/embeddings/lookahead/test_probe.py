@@ -1,14 +1,20 @@
-"""When a probe, a function of the user or a trial run stops trying, and what follows."""
+"""When a probe, a function of the user or a trial run stops trying, what follows, and what a function may return."""
 
 from __future__ import annotations
 
+import traceback
+from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 from torchrec import KeyedJaggedTensor
 
+from lightning_freescale.embeddings.lookahead.ids_function import IdsFunction
 from lightning_freescale.embeddings.lookahead.probe import LookaheadMode, Probe
-from tests.helpers.jagged import LABEL, make_features
+from lightning_freescale.embeddings.plain_embedding import EmbeddingIds
+from tests.helpers.jagged import LABEL, make_features, same_features
 
 LOST = make_features(9)
 DRY_RUN, NONE, PROBE = LookaheadMode.DRY_RUN, LookaheadMode.NONE, LookaheadMode.PROBE
@@ -36,18 +42,6 @@ def _miss(probe: Probe, times: int = 1) -> None:
 def _no_place(probe: Probe, times: int = 1) -> None:
     for _ in range(times):
         assert probe.ids_of({"elsewhere": LABEL}) is None
-
-
-def test_learns_and_tells_by_collection() -> None:
-    batch = {"user": make_features(0), "item": make_features(1)}
-    probes = {name: Probe() for name in batch}
-    for name, probe in probes.items():
-        probe.learn(batch, [batch[name]])
-        for _ in range(5):
-            probe.report(True, {}, [LOST])
-        assert probe.mode == PROBE
-    later = {"user": make_features(2), "item": make_features(3)}
-    assert {name: probe.ids_of(later) for name, probe in probes.items()} == {name: [ids] for name, ids in later.items()}
 
 
 def test_several_lookups_of_a_step() -> None:
@@ -164,3 +158,56 @@ def test_the_agreed_mode_is_that_of_the_rank_that_knows_least() -> None:
     probe.told([make_features()], "my_function")
     probe.follow_agreed_mode(NONE)
     assert "another rank my_function" in probe.reason
+
+
+IDS = make_features()
+
+
+def _ids(
+    told: Any, overlapped: tuple[str, ...] = ("net.items",), plain: tuple[str, ...] = (), embeddings: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    return IdsFunction(lambda batch: told, "my_function", overlapped, plain, embeddings)({"any": "batch"})
+
+
+def test_ids_of_one_collection_or_of_some_by_path() -> None:
+    assert _ids(IDS) == _ids(IDS, plain=("bags",)) == {"net.items": [IDS]}
+    assert _ids([IDS, IDS]) == _ids({"net.items": (IDS, IDS)}) == {"net.items": [IDS, IDS]}, "of two lookups"
+    assert _ids(OrderedDict(tags=IDS), ("net.items", "tags")) == {"tags": [IDS]}
+    assert _ids({}, ("net.items", "tags")) == {}
+    assert _ids({"tags": IDS, "bags": IDS}, ("tags",), ("bags",)) == {"tags": [IDS]}, "the others are exchanged by TorchRec"
+
+
+def test_an_embedding_takes_a_tensor() -> None:
+    ids = torch.arange(6).view(2, 3)
+    expected = EmbeddingIds("item_emb", ids)
+    assert same_features(_ids(ids, ("item_emb",), embeddings=("item_emb",))["item_emb"][0], expected)
+    found = _ids({"item_emb": ids, "tags": IDS}, ("item_emb", "tags"), embeddings=("item_emb",))
+    assert same_features(found["item_emb"][0], expected) and found["tags"] == [IDS]
+
+
+@pytest.mark.parametrize(
+    ("told", "kind", "parts"),
+    [
+        (IDS, ValueError, "without a path.*'item_emb', 'tags'"),
+        ([IDS], ValueError, "without a path.*'item_emb', 'tags'"),
+        (None, TypeError, "NoneType.*'item_emb', 'tags'"),
+        ({"net": IDS}, ValueError, "'net'.*'item_emb', 'tags'"),
+        ({"tags": None}, TypeError, "NoneType for 'tags'"),
+        ({"tags": [IDS, 3]}, TypeError, "int for 'tags'"),
+        ({"tags": torch.arange(3)}, TypeError, "Tensor for 'tags'.*KeyedJaggedTensor"),
+        ({"item_emb": IDS}, TypeError, "KeyedJaggedTensor for 'item_emb'.*tensor"),
+    ],
+)
+def test_refused(told: Any, kind: type[Exception], parts: str) -> None:
+    with pytest.raises(kind, match=f"my_function.*{parts}"):
+        _ids(told, ("item_emb", "tags"), embeddings=("item_emb",))
+
+
+def test_its_own_error_comes_with_its_traceback_and_a_note() -> None:
+    def broken(batch: Any) -> Any:
+        return batch["nothing"]
+
+    with pytest.raises(KeyError, match="nothing") as raised:
+        IdsFunction(broken, "my_function", ["net.items"])({})
+    assert traceback.extract_tb(raised.value.__traceback__)[-1].name == "broken"
+    assert "my_function" in raised.value.__notes__[0]

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
-from lightning_freescale.embeddings.optimizer import TableOptimizer
 from lightning_freescale.embeddings.overlap import OverlapEngine
-from lightning_freescale.embeddings.sharding import TableSharding
 from lightning_freescale.testing import run_distributed
+from tests.helpers.sequences import OPTIMIZERS, sharded, train_overlapped
 
-NAMES, ROWS, DIM, SAMPLES, STEPS, RATE = "abc", 13, 4, 3, 5, 0.05
-TIMEOUT = timedelta(seconds=20)
+NAMES, ROWS, DIM, SAMPLES, STEPS = "abc", 13, 4, 3, 5
 Lookups = list[tuple[str, Tensor]]
 ORDERS = {
     # the first rank hears next ids of "a" that the second does not know while it waits twice for "b"
@@ -34,8 +28,6 @@ ORDERS = {
 
 
 class Several(nn.Module):
-    """Looks up in the order that it is given."""
-
     def __init__(self) -> None:
         super().__init__()
         configs = [EmbeddingConfig(name=f"{n}s", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["id"]) for n in NAMES]
@@ -57,75 +49,51 @@ def _jagged(ids: Tensor) -> KeyedJaggedTensor:
 
 
 def _data(orders: list[str]) -> list[list[Lookups]]:
-    """By step and rank."""
     draw = torch.Generator().manual_seed(1)
-
-    def ids(name: str) -> tuple[str, Tensor]:
-        return name, torch.randint(0, ROWS, (SAMPLES,), generator=draw)
-
-    return [[[ids(name) for name in order] for order in orders] for _ in range(STEPS)]
+    steps = [
+        [[(name, torch.randint(0, ROWS, (SAMPLES,), generator=draw)) for name in order] for order in orders]
+        for _ in range(STEPS)
+    ]
+    return [list(each) for each in zip(*steps)]
 
 
 def _losses_unsharded(data: list[list[Lookups]]) -> list[list[float]]:
     """By rank and step, where every step is one of the mean loss."""
     model, losses = Several(), []
-    sgd = torch.optim.SGD(model.parameters(), lr=RATE)
-    for step in data:
-        sgd.zero_grad()
+    optimizers = torch.optim.SGD(model.collections.parameters(), lr=0.5), torch.optim.Adam(model.query.parameters(), lr=1e-2)
+    for step in zip(*data):
+        model.zero_grad()
         found = [model(lookups) for lookups in step]
         torch.stack(found).mean().backward()
-        sgd.step()
+        for optimizer in optimizers:
+            optimizer.step()
         losses.append([loss.item() for loss in found])
     return [list(each) for each in zip(*losses)]
 
 
-def _known(lookups: Lookups, names: str) -> dict[str, Any]:
+def _known(lookups: Lookups | None, names: str) -> dict[str, Any] | None:
     """The first lookup of each collection that is named; other ids where in capitals."""
     first: dict[str, Any] = {}
-    for name, ids in lookups:
+    for name, ids in lookups or ():
         if name in names.lower():
             first.setdefault(f"collections.{name}", _jagged(ids if name in names else (ids + 1) % ROWS))
-    return first
-
-
-@contextmanager
-def _sharded() -> Iterator[tuple[Several, nn.Module, OverlapEngine]]:
-    model = Several()
-    sharding = TableSharding(model, torch.device("cpu"))
-    how = TableOptimizer(torch.optim.SGD, {"lr": RATE}, group=0)
-    tables = sharding.shard(
-        group=dist.new_group(),
-        local_world_size=dist.get_world_size(),
-        optimizers=dict.fromkeys(sharding.parameters, how),
-    )
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [table.key for table in tables.tables])
-    engine = OverlapEngine(tables, timeout=TIMEOUT)
-    yield model, DistributedDataParallel(model), engine
-    engine.drain()
-    engine.close()
+    return None if lookups is None else first
 
 
 def _losses(orders: list[str], ahead: list[str]) -> list[float]:
-    rank, losses = dist.get_rank(), []
-    mine = [step[rank] for step in _data(orders)]
-    with _sharded() as (model, ddp, engine):
-        sgd = torch.optim.SGD(model.query.parameters(), lr=RATE)
-        for lookups, following in zip(mine, [*mine[1:], None]):
-            engine.begin_step(None if following is None else _known(following, ahead[rank]))
-            sgd.zero_grad()
-            loss = ddp(lookups)
-            engine.end_forward()
-            loss.backward()
-            engine.end_backward()
-            sgd.step()
-            losses.append(loss.item())
-    return losses
+    rank = dist.get_rank()
+
+    def submit(step: int, following: Any) -> Any:
+        return _known(following, ahead[rank]), {}
+
+    return train_overlapped(OPTIMIZERS["sgd"], _data(orders)[rank], submit=submit, make=Several, ends_forward=True).losses
 
 
 def _fetched_in_forward() -> list[bool]:
     """By collection, whether a step has the next rows before its forward ends; rank 1 knows no ids of "b"."""
-    with _sharded() as (_, ddp, engine):
-        (first,), (following,) = _data(["abc"])[:2]
+    with sharded(OPTIMIZERS["sgd"], make=Several) as (_, ddp, tables, _):
+        engine = OverlapEngine(tables)
+        first, following = _data(["abc"])[0][:2]
         engine.begin_step(_known(following, "ac" if dist.get_rank() else "abc"))
         loss, fetched = ddp(first), []
         for collection in engine.collections.values():
@@ -134,6 +102,8 @@ def _fetched_in_forward() -> list[bool]:
         engine.end_forward()
         loss.backward()
         engine.end_backward()
+        engine.drain()
+        engine.close()
     return fetched
 
 

@@ -41,7 +41,6 @@ class Layers(nn.Module):
 
 
 def _frozen() -> nn.Module:
-    """Some of its weights and biases are not trained."""
     module = Layers()
     for parameter in (module.linear.weight, module.head.bias, module.mixed, module.attention.in_proj_weight):
         parameter.requires_grad_(False)
@@ -49,7 +48,6 @@ def _frozen() -> nn.Module:
 
 
 def _accumulates() -> nn.Module:
-    """Its parameters have gradients already."""
     module = Layers()
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -95,8 +93,6 @@ class Unusual(nn.Module):
 
 
 class Order:
-    """What backward has come by, in its order."""
-
     def __init__(self, module: nn.Module) -> None:
         self.names: list[str] = []
         for name, parameter in ((name, each) for name, each in module.named_parameters() if each.requires_grad):
@@ -109,7 +105,6 @@ class Order:
 
 
 def _gradients(make: Make, block: Any, *shape: int, autocast: bool = False) -> tuple[list[Any], list[str]]:
-    """Loss and gradients, and the order in which they came."""
     torch.manual_seed(0)
     module, rows = make(), torch.randn(*shape, DIM, requires_grad=True)
     order = Order(module)
@@ -175,8 +170,6 @@ def test_one_layer() -> None:
 
 
 class UsedOnce(nn.Module):
-    """Each weight once."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(DIM, 3 * DIM), nn.Linear(3 * DIM, 1, bias=False)
@@ -188,8 +181,6 @@ class UsedOnce(nn.Module):
 
 
 class OneStorage(UsedOnce):
-    """Two parameters over one memory."""
-
     def __init__(self) -> None:
         super().__init__()
         self.again = nn.Parameter(self.mixed.detach())
@@ -199,8 +190,6 @@ class OneStorage(UsedOnce):
 
 
 class Slices(UsedOnce):
-    """Uses as much of a weight as its batch is long."""
-
     def forward(self, rows: Tensor, skip: bool = False) -> Tensor:
         hidden = self.first(rows)[:, : len(rows)] @ self.mixed[: len(rows)]
         return self.last(hidden).square().mean()
@@ -214,8 +203,6 @@ def _hooked() -> nn.Module:
 
 
 class AsksInForward(UsedOnce):
-    """Asks for a gradient before backward."""
-
     def forward(self, rows: Tensor, skip: bool = False) -> Tensor:
         loss = super().forward(rows)
         (gradient,) = torch.autograd.grad(loss, rows, retain_graph=True)
@@ -257,20 +244,3 @@ def test_layers_that_the_last_of_a_window_leaves_out_are_an_error() -> None:
     window.close()
     with pytest.raises(ValueError, match="window=None, last=False"):
         WeightGradientsLast(last=False)
-
-
-@pytest.mark.parametrize(
-    ("rows", "weight"),
-    [
-        (torch.randn(4, DIM, dtype=torch.float64), nn.Linear(DIM, 2).weight),
-        (torch.randn(4, DIM + 1), nn.Linear(DIM, 2).weight),
-        (torch.randn(4, DIM), nn.Parameter(torch.randn(2, 3, DIM))),
-    ],
-)
-def test_what_torch_refuses_is_refused_in_its_words(rows: Tensor, weight: Tensor) -> None:
-    rows.requires_grad_()
-    with pytest.raises(RuntimeError) as plain:
-        F.linear(rows, weight)
-    with WeightGradientsLast(), pytest.raises(RuntimeError) as split:
-        F.linear(rows, weight)
-    assert str(split.value) == str(plain.value)

@@ -32,16 +32,7 @@ FEATURES = [0, 0, 1]
 
 
 class FakeAdam:
-    """FBGEMM's Adam, which it has on GPUs alone: its Python up to the call of the kernel, of which this keeps the arguments.
-
-    Attributes:
-        module: FBGEMM's.
-        options: of the last call.
-        steps: of every call.
-        ids: of the last call.
-        offsets: where those of each feature begin, and the end.
-        gradients: of these ids, once backward has been there.
-    """
+    """FBGEMM's Adam, which it has on GPUs alone: its Python up to the call of the kernel, whose last arguments this keeps."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.module: Any = SplitTableBatchedEmbeddingBagsCodegen(

@@ -72,13 +72,6 @@ def test_the_last_arrival_at_each_collective_and_whose_it_is() -> None:
     assert last == {"0": Arrival(4.0, 1), "1": Arrival(6.0, 0)}, "of ranks that arrive at once the first counts"
 
 
-@pytest.mark.parametrize("last", [2.0, 5.0, 7.5])
-def test_what_begins_within_a_wait_counts_whole(last: float) -> None:
-    cut = _cut([("forward", 4.0, 7.0)], [(3.0, 3.0, 8.0)], [last])
-    assert ("forward", 4, 7) in cut
-    assert sum(end - start for kind, start, end in cut if kind in ("straggler_wait", "transfer")) == 2
-
-
 def test_pauses_go_before_all_and_are_taken_out_of_the_wall_time_once() -> None:
     """A checkpoint that validation saves; or two that overlap, one beyond the step."""
     assert _cut([("pause", 2, 6), ("forward", 3, 8)]) == [
@@ -132,9 +125,6 @@ def test_intervals_cover_the_step_once(found: list[tuple], collectives: list[tup
         else:
             kind = "wait" if interval.kind in ("straggler_wait", "transfer") else interval.kind
             assert kind in {i[0] for i in about if i[1] == latest}
-
-
-# -- the split of the wall time
 
 
 def _breakdown(**seconds: float) -> StepBreakdown:

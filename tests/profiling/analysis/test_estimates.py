@@ -6,8 +6,6 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lightning_freescale.balance.cost import CostModel, sample_features
 from lightning_freescale.profiling import PlannedStep
@@ -15,8 +13,6 @@ from lightning_freescale.profiling.analysis.contention import contention
 from lightning_freescale.profiling.analysis.imbalance import Imbalance, split_imbalance
 from lightning_freescale.profiling.analysis.memory_growth import MemoryWindows
 from lightning_freescale.profiling.analysis.planned import planned_balance
-
-# -- why ranks compute longer than others
 
 
 def _lengths(rng: np.random.Generator, ranks: int, steps: int) -> np.ndarray:
@@ -58,17 +54,6 @@ def test_a_slow_rank_is_named_and_one_that_draws_the_longest_is_not(ranks: int) 
     assert found.slow == {} and found.scores[0] == pytest.approx(1.0, abs=0.05)
     assert abs(found.hardware) < 0.1 * found.data and abs(found.jitter) < 0.15 * found.data
     assert ranks == 2 or list(split_imbalance(compute).slow) == [0], "without a cost model there is no knowing"
-
-
-@given(st.integers(0, 10_000), st.integers(2, 9), st.booleans())
-@settings(max_examples=40)
-def test_causes_add_up(seed: int, ranks: int, known: bool) -> None:
-    rng = np.random.default_rng(seed)
-    compute, expected = rng.lognormal(0, 1, (20, ranks)), rng.lognormal(0, 1, (20, ranks))
-    found = split_imbalance(compute, expected, rng.uniform(0.9, 1.5, ranks)) if known else split_imbalance(compute)
-    excess = (compute.max(axis=1) - compute.mean(axis=1)).mean()
-    assert found.data + found.hardware + found.jitter == pytest.approx(excess)
-    assert np.isfinite(found.scores).all()
 
 
 def test_causes_of_known_size() -> None:
@@ -114,18 +99,11 @@ def test_outlier_steps_name_no_rank(known: bool) -> None:
     assert found.residual is not None and found.residual < 0.06
 
 
-def test_noise_seldom_names_a_rank() -> None:
-    """Few steps and much noise make scores above 1.1 that mean nothing."""
-    named = above = 0
-    for seed in range(400):
-        rng = np.random.default_rng(seed)
-        compute = np.exp(rng.uniform(0.05, 0.6) * rng.standard_normal((12, rng.integers(2, 9))))
-        scores = np.median(compute, axis=0)
-        scores /= np.quantile(scores, 0.5, method="lower")
-        named += len(split_imbalance(compute, np.ones(compute.shape), scores).slow)
-        above += int((scores > 1.1).sum())
-    assert above > 300, "or there is nothing to see"
-    assert named < 0.1 * above
+def test_noise_names_no_rank() -> None:
+    """A rank that is 1.2 times as slow is named if its steps vary little around that."""
+    scores, turns = np.array([1.0, 1.0, 1.2]), np.array([[-1.0], [1.0]] * 6)
+    for noise, slow in ((0.09, [2]), (0.12, [])):
+        assert list(split_imbalance(scores * (1 + noise * turns), np.ones((12, 3)), scores).slow) == slow
 
 
 def test_ranks_of_two_makes() -> None:
@@ -135,9 +113,6 @@ def test_ranks_of_two_makes() -> None:
     assert set(split_imbalance(compute, even, speed).slow) == {0, 3, 5}
     spread = np.linspace(1, 1.4, 8) / 1.17
     assert split_imbalance(even * spread, even, spread).slow == {}
-
-
-# -- how much slower ranks compute beside exchanges
 
 
 def _run(share: float, seed: int = 0, flight: float = 1.0, noise: float = 0.05) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -175,15 +150,9 @@ def test_contention_is_seldom_seen_where_there_is_none() -> None:
 
 
 def test_steps_in_common_do_not_look_like_more_evidence() -> None:
-    """64 ranks that slow down together by chance are one observation a step."""
-    seen = 0
-    for seed in range(60):
-        rng = np.random.default_rng(seed)
-        expected = rng.uniform(1, 2, (40, 64))
-        compute = expected * (1 + 0.1 * rng.standard_normal((40, 1)))
-        hidden = np.broadcast_to(rng.uniform(0.1, 0.5, (40, 1)), (40, 64)) * expected
-        seen += contention(compute, hidden, expected).share > 0
-    assert seen <= 8
+    """Ranks that slow down together are one observation a step."""
+    one, many = (contention(*(np.tile(each[:, :1], ranks) for each in _run(0.2))) for ranks in (1, 8))
+    assert (many.share, many.error) == pytest.approx((one.share, one.error)) and one.error > 0
 
 
 def test_why_contention_cannot_be_known() -> None:
@@ -198,8 +167,6 @@ def test_why_contention_cannot_be_known() -> None:
     idle = compute * [1, 1, 1, 0]
     assert contention(idle, hidden, expected).share == pytest.approx(0.2, abs=0.05)
 
-
-# -- whose memory grows
 
 MB = 1e6
 
@@ -250,8 +217,6 @@ def test_what_is_no_growth_and_what_is_imbalance() -> None:
     assert found.imbalance == found.peak_imbalance == 2.0
     assert _held(np.zeros(2), np.zeros(2)).imbalance == 1.0
 
-
-# -- what the plans of the steps come to
 
 ONE = PlannedStep(1.4, 1.1, 1.0, tokens_unbalanced=1.5, tokens_balanced=1.2, tokens_fullest=0.7)
 OTHER = PlannedStep(1.8, 1.5, 1.2, tokens_unbalanced=1.1, tokens_balanced=1.0, tokens_fullest=0.6, fitted=True)

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_freescale.profiling.analysis.breakdown import attribute
 from lightning_freescale.profiling.analysis.contention import Contention
 from lightning_freescale.profiling.analysis.intervals import intervals_of
 from lightning_freescale.profiling.analysis.replay import Replay
@@ -81,52 +80,6 @@ def test_seconds_of_segments(case: str) -> None:
     rows = [{name: round(value, 9) for name, value in zip(COLUMNS, row) if abs(value) > 1e-9} for row in found.seconds]
     assert rows == expected
     assert found.keys == tuple(sorted(key for key, *_ in collectives)) and (found.start, found.end) == (0, 10)
-
-
-@given(st.integers(0, 10_000))
-@settings(max_examples=30)
-def test_work_is_that_of_the_breakdown(seed: int) -> None:
-    run = random_run(seed, 3, 4)
-    for ranks, made in zip(run, run_segments(run)):
-        for step, rank in zip(ranks, made):
-            breakdown = attribute(step, [c.done for c in step.collectives])
-            compute, data = rank.seconds[:, 0].sum(), rank.seconds[:, 1].sum()
-            assert (compute, data) == (pytest.approx(breakdown.compute), pytest.approx(breakdown.data_wait))
-            assert rank.end - rank.start - rank.seconds[:, 3].sum() == pytest.approx(breakdown.wall)
-            assert np.all(rank.seconds[:, :5] >= 0)
-
-
-# -- the steps of all ranks as one table
-
-
-def _rank(keys: str, start: float = 0.0, end: float = 1.0) -> RankSegments:
-    seconds = np.arange(1.0, (len(keys) + 1) * len(COLUMNS) + 1).reshape(-1, len(COLUMNS)) * 1e-3
-    return RankSegments(start, end, tuple(keys), seconds)
-
-
-def test_rows_follow_the_order_that_all_ranks_kept() -> None:
-    ranks = [_rank("acd"), _rank("bd")]
-    schedule = Schedule.from_steps([ranks])
-    part = np.isfinite(schedule.column("transfer"))
-    a, b, c, both, none = [True, False], [False, True], [True, False], [True, True], [False, False]
-    assert part.tolist() in ([a, b, c, both, none], [a, c, b, both, none], [b, a, c, both, none])
-    assert (schedule.column("compute")[:-1][~part[:-1]] == 0).all()
-    for rank, segments in enumerate(ranks):
-        mine = np.append(np.flatnonzero(part[:, rank]), 4)  # and what follows the last collective
-        for name in ("compute", "ahead"):
-            np.testing.assert_array_equal(schedule.column(name)[mine, rank], segments.seconds[:, COLUMNS.index(name)])
-
-
-def test_seams_sums_and_values_of_steps() -> None:
-    steps = [[_rank("a", 0, 1)], [_rank("a", 1, 2)], [_rank("a", 2.5, 3)], [_rank("aa", 3, 4)], [_rank("a", 4, 5)]]
-    schedule = Schedule.from_steps(steps)
-    assert schedule.seams.tolist() == [True, False, True, True]
-    assert schedule.left_out == 1
-    pause = 1e-3 * sum(4 + 6 * row for row in range(2))
-    np.testing.assert_allclose(schedule.walls[:, 0], np.array([1, 1, 0.5, 1]) - pause)
-    schedule = Schedule.from_steps([[_rank("a", 0, 1)], [_rank("ab", 1, 2)]])
-    assert schedule.per_step(np.ones((5, 1)))[:, 0].tolist() == [2, 3]
-    assert schedule.per_row(np.array([[7.0], [8.0]]))[:, 0].tolist() == [7, 7, 8, 8, 8]
 
 
 def _exchange_of_messages(rank: int, gap: float = 1e-5) -> RankSegments:
@@ -203,9 +156,6 @@ def test_equal_histories_leave_slow_ranks_slow() -> None:
     assert cases["equal histories"].speed_up == pytest.approx(measured, abs=1e-6)
     assert 1.05 < measured < cases["perfect balance"].speed_up - 0.05
     assert "equal histories" not in _by_name(what_if(Replay(run_segments(run))))
-
-
-# -- single waits
 
 
 def _blocking(transfer: float, *steps: Sequence[float], crew: Sequence[Rank] = ()) -> list[list[RankSegments]]:
@@ -311,9 +261,6 @@ def test_gap_between_steps_sets_the_clocks_anew() -> None:
     assert replay.speed_up(np.full((2, 2), 2.0)) == pytest.approx((6 + 11) / (4 + 9))
 
 
-# -- what cannot be replayed, or not exactly
-
-
 def test_contention() -> None:
     replay, hidden = Replay(_blocking(1.0, *[(2.0, 2.0)] * 3)), np.full((3, 2), 2.0)
     case = _by_name(what_if(replay, Contention(0.25, 0.01), hidden))["no contention"]
@@ -360,8 +307,6 @@ def test_nothing_to_replay_and_inexact_replays() -> None:
     assert all("off" in (case.note or "") for case in what_if(replay))
     assert all(case.note is None or "off" not in case.note for case in what_if(Replay(run)))
 
-
-# -- batches that loader workers make beside compute
 
 ALTERNATING = np.tile([[0.2, 0.8], [0.8, 0.2]], (30, 1))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from types import SimpleNamespace
@@ -15,11 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_freescale.profiling.recording.collectives import NAMES, collectives_on
+from lightning_freescale.profiling.recording.ddp_exchanges import ddp_waits_on
 from lightning_freescale.profiling.recording.observed_work import moved_bytes
 from lightning_freescale.profiling.recording.records import Collective, StepRecord
 from lightning_freescale.profiling.recording.timeline import Timeline
@@ -370,15 +372,12 @@ def _total(x: Tensor, rank: int) -> Tensor:
 
 
 def _sent(x: Tensor, rank: int) -> Tensor:
-    work = dist.isend(x, 0) if rank else dist.irecv(x, 1)
-    assert work is not None
-    work.wait()
+    _wait(dist.isend(x, 0) if rank else dist.irecv(x, 1))
     return x
 
 
 def _sent_together(x: Tensor, rank: int) -> Tensor:
-    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend if rank else dist.irecv, x, 1 - rank)]):
-        work.wait()
+    _wait(*dist.batch_isend_irecv([dist.P2POp(dist.isend if rank else dist.irecv, x, 1 - rank)]))
     return x
 
 
@@ -425,3 +424,67 @@ def test_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert moved_bytes("all_reduce", (SHARD,), {}, SimpleNamespace(size=lambda: 1)) == 0
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     assert moved_bytes("all_gather_into_tensor", (WHOLE, SHARD), {}, None) == 128, "of the world"
+
+
+# -- what DDP exchanges itself: its wait for the last gradients, and what it hides behind backward
+
+SLOW = 0.3
+WIDTH = 300
+LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
+
+
+class Layers(nn.Sequential):
+    """Backward is slow between the second and the first of three layers."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self[0](x)
+        x.register_hook(lambda _: time.sleep(SLOW))
+        return self[2](self[1](x).relu()).square().mean()
+
+
+def _trained(observed: bool, **options: Any) -> tuple[list[StepRecord], Sequence[Collective], list[Tensor]]:
+    """``options`` of DDP, which has one bucket per layer by default."""
+    torch.manual_seed(dist.get_rank())
+    model = DistributedDataParallel(Layers(), **{"bucket_cap_mb": 0.3, **options})
+    optimizer = torch.optim.Adam(model.parameters())
+    timeline, records = Timeline(), []
+    if observed:
+        timeline.enable(torch.device("cpu"))
+    for _ in range(4):
+        timeline.open_step()
+        loss = model(torch.randn(4, WIDTH))
+        with timeline.span("backward", "backward"), ddp_waits_on(timeline, model, loss):
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        records.append(timeline.close_step())
+    assert not [p for p in model.parameters() if getattr(p, "_post_accumulate_grad_hooks", None)], "left on the parameters"
+    return records, list(timeline.background), [p.detach().clone() for p in model.parameters()]
+
+
+def _check_ddp() -> None:
+    records, hidden, watched = _trained(True)
+    for step, record in enumerate(records):
+        (backward,), (wait,) = record.spans, record.collectives
+        mine = [one for one in hidden if backward.start <= one.arrive <= backward.end]
+        if step != 1:  # DDP puts its buckets in order after the first backward
+            assert len(mine) == (step > 1)
+        for one in mine:  # the first bucket is there before backward gets slow, the last one after
+            assert SLOW <= wait.start - one.arrive <= one.done - one.arrive < 2 * SLOW
+            assert (one.moved, one.at_most) == (2 * LAYER_BYTES, True), "all buckets but the last"
+        assert wait.name == "dense gradients" and (step < 2 or wait.moved == LAYER_BYTES)
+    _, _, alone = _trained(False)
+    assert all(torch.equal(one, other) for one, other in zip(watched, alone, strict=True))
+    # buckets that DDP never puts in order, and one bucket, which is exchanged when backward is over
+    for options in ({"find_unused_parameters": True}, {"bucket_cap_mb": 25}):
+        records, hidden, _ = _trained(True, **options)
+        assert not hidden, options
+        assert [wait.name for record in records for wait in record.collectives] == ["dense gradients"] * 4, options
+
+
+def test_what_backward_hides_and_what_it_waits_for() -> None:
+    run_distributed(_check_ddp, 2)

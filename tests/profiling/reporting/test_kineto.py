@@ -1,7 +1,5 @@
 import gzip
 import json
-import subprocess
-import sys
 import threading
 import time
 
@@ -13,6 +11,7 @@ from lightning_freescale.profiling.recording.records import ResolvedStep
 from lightning_freescale.profiling.reporting import kineto
 from lightning_freescale.profiling.reporting.kineto import KinetoWindow, slices_of, temporal_breakdown
 from lightning_freescale.profiling.reporting.trace.writer import write_trace
+from lightning_freescale.testing import run_distributed
 from tests.helpers.chrome_trace import read_trace
 
 CPU = torch.device("cpu")
@@ -190,33 +189,21 @@ def test_it_begins_after_another_profiler(window, stages):
     del not_begun, over
 
 
-_TAKEN = """
-import torch
-from torch.profiler import ProfilerActivity, profile
-from lightning_freescale.profiling.reporting.kineto import KinetoWindow
-
-window = KinetoWindow(1, torch.device("cpu"))
-window.start()
-with profile(activities=[ProfilerActivity.CPU]):
-    torch.ones(1).add_(1)
-for call in (window.stop, lambda: window.events(lambda seconds: seconds)):
-    try:
-        call()
-    except RuntimeError as error:
-        print(error)
-"""
-
-
-@pytest.mark.slow
 def test_a_window_that_another_profiler_took_over_says_so():
     """In a process of its own: torch ends the process where this is not noticed."""
-    done = subprocess.run([sys.executable, "-c", _TAKEN], capture_output=True, text=True, timeout=90)
-    assert done.returncode == 0, done.stderr
-    taken, then = done.stdout.splitlines()
-    assert "torch_profiler_steps" in taken and "nothing yet" in then
 
+    def run():
+        window = KinetoWindow(1, CPU)
+        window.start()
+        with profile(activities=[ProfilerActivity.CPU]):
+            torch.ones(1).add_(1)
+        with pytest.raises(RuntimeError, match="torch_profiler_steps"):
+            window.stop()
+        with pytest.raises(RuntimeError, match="nothing yet"):
+            window.events(_same)
 
-# -- how long a GPU ran no kernel
+    run_distributed(run, 1, init=False)
+
 
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 OPERATOR = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 100.0}
@@ -232,12 +219,7 @@ def _beside(until, name, cat):
 
 
 SENDS = "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclWorkElem)"
-MOVES = [
-    (NCCL, "kernel"),
-    (SENDS, "kernel"),
-    ("Memcpy HtoD", "gpu_memcpy"),
-    ("Memset (Device)", "gpu_memset"),
-]
+MOVES = [(NCCL, "kernel"), (SENDS, "kernel"), ("Memcpy HtoD", "gpu_memcpy"), ("Memset (Device)", "gpu_memset")]
 SHARES = [  # idle, compute, other
     ([_kernel(10, 12), _kernel(11, 14, stream=8), _kernel(18, 20)], (0.4, 0.6, 0.0)),
     ([OPERATOR, _kernel(10, 20)], (0.0, 1.0, 0.0)),

@@ -88,18 +88,11 @@ def test_scalars() -> None:
 def test_shapes_must_fit() -> None:
     waits, none = WaitAttribution(True, 0.0), Overhead(0.0, 0.0)
     for parts, samples, steps in (
-        ((3, 2, 11), (3, 2), [1, 2]),
-        ((3, 2, 10), (3, 2), [1, 2, 3]),
-        ((3, 2, 11), (3, 1), [1, 2, 3]),
-        ((3, 11), (3, 2), [1, 2, 3]),
-        ((0, 2, 11), (0, 2), []),
-        ((3, 0, 11), (3, 0), [1, 2, 3]),
+        *(((3, 2, 11), (3, 2), [1, 2]), ((3, 2, 10), (3, 2), [1, 2, 3]), ((3, 2, 11), (3, 1), [1, 2, 3])),
+        *(((3, 11), (3, 2), [1, 2, 3]), ((0, 2, 11), (0, 2), []), ((3, 0, 11), (3, 0), [1, 2, 3])),
     ):
         with pytest.raises(ValueError, match=re.escape(f"breakdown of shape {parts}, samples of {samples}, {len(steps)}")):
             BubbleReport(np.ones(parts), np.ones(samples, dtype=np.int64), steps, RUN, waits, none)
-
-
-# -- the text
 
 
 def _lines(report: BubbleReport, start: str = "") -> list[str]:
@@ -273,9 +266,6 @@ def test_text_of_memory_names_who_holds_most_and_whose_grows() -> None:
     assert [int(rank) for rank in re.findall(r"rank (\d+)", line)] == list(range(9, 1, -1)) and "2 more" in line
 
 
-# -- elsewhere
-
-
 def test_the_largest_cause_beside_a_progress_bar() -> None:
     shares = {"data_wait": 0.05, "straggler_wait": 0.02, "transfer": 0.01, "wait": 0.0, "host_overhead": 0.03}
     shares |= {"unexplained": 0.0, "fraction": 0.314, "forward": 0.5, "hidden": 0.9}
@@ -301,13 +291,11 @@ def test_the_bars_of_the_picture_are_the_seconds_of_the_parts() -> None:
     assert "20.0%" in above.get_title()
 
 
-def test_the_picture_has_the_ranks_with_the_largest_bubbles(tmp_path: Path) -> None:
+def test_the_picture_has_the_ranks_with_the_largest_bubbles() -> None:
     parts = np.array([[step(0.1, forward=0.09 - 0.001 * rank) for rank in range(64)]])
     figure = draw(report_of(parts))
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == [f"rank {rank}" for rank in range(32, 64)]
     assert "32 of 64 ranks" in figure.axes[0].get_title()
-    figure.savefig(tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 5000
     style = (Path(page.__file__).parent / "page.css").read_text()
     light = dict(re.findall(r"--(\w+): (#\w{6});", style.split("@media")[0]))
     assert {name: light[name] for name in _COLORS} == _COLORS, "colours are those of the page"

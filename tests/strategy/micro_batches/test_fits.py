@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 from collections import Counter
 from functools import partial
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from torch import nn
 from torch.utils.data import IterableDataset
 from torchrec import KeyedJaggedTensor
@@ -20,6 +19,7 @@ from lightning_freescale.balance import MicroBatches
 from lightning_freescale.data import BalanceOptions
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.helpers.micro_batch_training import SIZE, Model, data, run
+from tests.helpers.overlap_modules import AsksEarly
 from tests.helpers.overlap_training import CountingModel, assert_same
 from tests.helpers.recommender import CATEGORIES, Samples, collate, trainer
 
@@ -73,8 +73,6 @@ def test_as_undivided(mode: str, fit: dict[str, Any]) -> None:
 
 
 class Sums(CountingModel):
-    """The loss is a sum."""
-
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
         predicted = self.net(batch["features"])
         loss = 0.01 * nn.functional.mse_loss(predicted, batch["label"], reduction="sum")
@@ -148,33 +146,22 @@ class SkipsParts(Model):
         return None if skipped else output
 
 
-def _skips() -> list[dict[str, Any]]:
-    return [run(3, FreeScaleStrategy(), lambda zero=zero: SkipsParts(zero)) for zero in (False, True)]
-
-
 def test_a_part_without_a_loss_counts_0_on_one_rank() -> None:
-    ((skipped, zero),) = run_distributed(_skips, 1)
+    skipped, zero = (run_distributed(run, 1, 3, "freescale", partial(SkipsParts, each))[0] for each in (False, True))
     assert skipped["seen"] == zero["seen"]
     assert_same(skipped["weights"], zero["weights"], rtol=1e-6, atol=1e-7)
     whole_steps = [ended for ended in zip(skipped["ended"], zero["ended"]) if ended[0][1] != 4]
     assert [mine[2] for mine, _ in whole_steps] == pytest.approx([other[2] for _, other in whole_steps], rel=1e-6)
 
 
-def _skips_on_one_rank(parts: int, step: int) -> None:
-    run(parts, FreeScaleStrategy(), lambda: SkipsParts(False, (1,), (step,)))
-
-
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(
-    ("parts", "step", "message"),
-    [
-        (3, 1, "training_step returned None for micro-batch 1 of 3"),
-        (1, 1, "RuntimeError: Skipping the `training_step`"),
-    ],
+    ("parts", "message"),
+    [(3, "training_step returned None for micro-batch 1 of 3"), (1, "RuntimeError: Skipping the `training_step`")],
 )
-def test_a_part_without_a_loss_is_refused_on_several_ranks(parts: int, step: int, message: str) -> None:
+def test_a_part_without_a_loss_is_refused_on_several_ranks(parts: int, message: str) -> None:
     with pytest.raises(RankFailed) as failure:
-        run_distributed(_skips_on_one_rank, 2, parts, step, timeout=60)
+        run_distributed(run, 2, parts, FreeScaleStrategy(), lambda: SkipsParts(False, (1,), (1,)), timeout=60)
     text = str(failure.value)
     assert message in text.partition("rank 1: ")[2]
     assert text.startswith("rank 0: ") and "did not finish" not in text, "the other rank ends as well"
@@ -266,16 +253,12 @@ def test_a_profiled_step_is_the_whole_step(tmp_path: Any) -> None:
     assert whole[1] == pytest.approx(16)
 
 
-def _refused(strategy: Any) -> None:
-    run(2, strategy)
-
-
 @pytest.mark.parametrize(
     ("strategy", "message"), [(FreeScaleStrategy(overlap=False), r"\['net.embeddings'\]"), ("ddp", "strategy='freescale'")]
 )
 def test_refused(strategy: Any, message: str) -> None:
     with pytest.raises(RankFailed, match=rf"ValueError: .*micro_batches.*{message}"):
-        run_distributed(_refused, 1, strategy)
+        run_distributed(run, 1, 2, strategy)
     with pytest.raises(ValueError, match="micro_batches=9, batch_size=8"):
         data(9)
 
@@ -307,8 +290,6 @@ def test_auto_decides_once_and_alike() -> None:
 
 
 class Plain(Model):
-    """Has no embedding collection."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Linear(1, 1)
@@ -318,17 +299,11 @@ class Plain(Model):
         return self.net(batch["label"][:, None]).square().mean()
 
 
-class AsksForTheLoader(Model):
+class AsksForTheLoader(AsksEarly, Model):
     """In ``configure_optimizers``, which comes before it is known what is overlapped, and before a checkpoint is read."""
-
-    def configure_optimizers(self) -> Any:
-        assert self.trainer.estimated_stepping_batches > 0
-        return super().configure_optimizers()
 
 
 class Stream(IterableDataset):
-    """The samples, as they come."""
-
     def __iter__(self) -> Any:
         samples = Samples(SIZE)
         return (samples[index] for index in range(SIZE))
@@ -339,7 +314,7 @@ def _stream(**options: Any) -> FreeScaleDataModule:
     return FreeScaleDataModule(Stream(), lambda sample: len(sample["history"]), **given)
 
 
-def _goes_on_without_exchange(folder: str, make: Any, make_data: Any, strategy: Any) -> Any:
+def _goes_on_without_exchange(caplog: Any, folder: str, make: Any, make_data: Any, strategy: Any) -> Any:
     """Resume, as far as its checkpoint says, a run that has found 4 micro-batches the quickest."""
     keep = ModelCheckpoint(folder, every_n_train_steps=2, filename="two_steps")
     fitting = trainer(devices=1, strategy="freescale", max_steps=3, callbacks=[keep], enable_checkpointing=True)
@@ -347,13 +322,12 @@ def _goes_on_without_exchange(folder: str, make: Any, make_data: Any, strategy: 
     saved = torch.load(keep.best_model_path, weights_only=False)
     saved["FreeScaleDataModule"]["micro_batches"] = 4
     torch.save(saved, f"{folder}/chose_four.ckpt")
-    messages = io.StringIO()
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(logging.StreamHandler(messages))
     module, module_data = make(), make_data()
     fitting = trainer(devices=1, strategy=strategy, max_steps=5)
-    fitting.fit(module, datamodule=module_data, ckpt_path=f"{folder}/chose_four.ckpt")
+    with caplog.at_level(logging.INFO):
+        fitting.fit(module, datamodule=module_data, ckpt_path=f"{folder}/chose_four.ckpt")
     per_step = Counter(step for step, *_ in module.seen)
-    return module_data.train.micro_batches.chosen, per_step, module_data.state_dict()["micro_batches"], messages.getvalue()
+    return module_data.train.micro_batches.chosen, per_step, module_data.state_dict()["micro_batches"], caplog.text
 
 
 @pytest.mark.parametrize(
@@ -366,9 +340,9 @@ def _goes_on_without_exchange(folder: str, make: Any, make_data: Any, strategy: 
     ],
 )
 def test_a_checkpoint_that_chose_four_goes_on_where_nothing_is_overlapped(
-    tmp_path: Any, make: Any, make_data: Any, strategy: Any
+    caplog: pytest.LogCaptureFixture, tmp_path: Any, make: Any, make_data: Any, strategy: Any
 ) -> None:
-    found = run_distributed(_goes_on_without_exchange, 1, str(tmp_path), make, make_data, strategy)
+    found = run_distributed(_goes_on_without_exchange, 1, caplog, str(tmp_path), make, make_data, strategy)
     ((chosen, per_step, saved, messages),) = found
     assert chosen == 1
     assert per_step == {2: 1, 3: 1, 4: 1}
@@ -391,3 +365,30 @@ def test_auto_follows_a_loader_without_its_data_module(make_data: Any) -> None:
     assert tried == {1, 2, 4}
     assert set(at_the_end) == {chosen}
     assert run_distributed(_loader_alone, 1, PLAIN, make_data, 2)[0][:2] == (1, {1})
+
+
+# -- a callback that trains for a while inside of a fit, and restores everything
+
+
+class Found(CountingModel):
+    lr = 0.1
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), self.lr)
+
+
+def _finds_a_rate() -> list[dict[str, Any]]:
+    runs = []
+    for strategy, micro_batches in (("ddp", 1), ("freescale", 1), ("freescale", 2)):
+        finder = LearningRateFinder(min_lr=0.01, max_lr=1.0, num_training_steps=4, early_stop_threshold=None)
+        runs.append(run(micro_batches, strategy, Found, callbacks=[finder]))
+    return runs
+
+
+def test_a_fit_within_a_fit_is_that_of_ddp() -> None:
+    ddp, *mine = run_distributed(_finds_a_rate, 2)[0]
+    assert len(ddp["ended"]) > 4
+    for each in mine:
+        assert [step[:2] for step in each["ended"]] == [step[:2] for step in ddp["ended"]]
+        assert_same(each["weights"], ddp["weights"], rtol=1e-5, atol=1e-6)
+        assert_same(each["optimizer"], ddp["optimizer"], rtol=1e-5, atol=1e-7)

@@ -37,7 +37,6 @@ class SchedulesAndComputes(modules.Schedules, modules.Computes):
 
 
 def windows(make: Any = CountingModel, loader: Any = lambda: my_loader(WINDOWS), **rest: Any) -> Case:
-    """A case with windows of several batches."""
     options = {"accumulate_grad_batches": 3, **rest.pop("options", {})}
     return Case(make, loader, options, ahead=rest.pop("ahead", (2 * WINDOWS - 3, 3, 0)), **rest)
 
@@ -89,7 +88,6 @@ class WithLargeEps(CountingModel):
 
 
 def clipping(make: Any, change: Any = dict, ahead: Any = (STEPS - 2, 2, 0), **options: Any) -> Case:
-    """A case of one short epoch, clipped."""
     overlap = TRIALS if change is training.as_tensors else {}
     loader = partial(training.changed_loader, STEPS, change)
     return Case(make, loader, {"max_epochs": 1, **options}, overlap, ahead=ahead)
@@ -125,7 +123,6 @@ class WithTags(modules.TwoCollections, modules.Schedules):
 
 
 def _frozen(make: type[CountingModel], optimizer: str = "adagrad") -> CountingModel:
-    """One of its tables is frozen at first."""
     module = make(optimizer)
     module.net.embeddings.embeddings["item"].weight.requires_grad_(False)
     return module
@@ -246,8 +243,6 @@ class WeightedMean(CountingModel):
 
 
 class SkipsSteps(CountingModel):
-    """Accumulates by hand."""
-
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
         if batch_idx % 2:
             optimizer.step(closure)
@@ -261,7 +256,6 @@ def _with_norm(module: L.LightningModule, optimizer: Any) -> None:
 
 
 def refused(make: Any, *error: str, overlap: Any = None, **options: Any) -> Case:
-    """A case that ends with this ValueError."""
     return Case(make, lambda: my_loader(STEPS), options, overlap=overlap or {}, error=["ValueError", *error])
 
 
@@ -271,7 +265,6 @@ def by_torch(act: Any, function: str = "clip_grad_norm_", *hook: str, **options:
 
 
 def later(make: Any, *error: str, **options: Any) -> Case:
-    """A case with windows of two batches."""
     return refused(make, *error, accumulate_grad_batches=2, **options)
 
 

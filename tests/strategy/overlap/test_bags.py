@@ -20,7 +20,7 @@ from lightning_freescale.embeddings.overlap import OverlapReport
 from lightning_freescale.embeddings.overlap.bag_traffic import DECIDING_STEPS
 from lightning_freescale.testing import run_distributed
 from tests.helpers.bags import BagModel, BagSamples, Batch, OnlyBags, bag_loader, collate_bags
-from tests.helpers.overlap_training import EPOCHS, GIVEN, KNOWN, STEPS, Case, Run, continued, departures, fit_all
+from tests.helpers.overlap_training import EPOCHS, GIVEN, KNOWN, STEPS, Case, Run, departures, fit_all
 from tests.helpers.recommender import trainer
 
 EXCHANGES = 4  # sequences, bags of two widths, weighted bags
@@ -30,13 +30,10 @@ CLOSE = {"losses": (2e-6, 1e-7), "weights": (2e-6, 1e-6), "states": (2e-6, 1e-6)
 
 
 def bags(make: Any, ahead: Any = AHEAD, overlap: Any = None, validation: Any = None, notice: str = "", **options: Any) -> Case:
-    """A case of short bags."""
     return Case(make, lambda: bag_loader(STEPS), options, overlap or {}, validation, ahead=ahead, notice=notice)
 
 
 class Twice(BagModel):
-    """Looks other bags up as well."""
-
     def scores(self, batch: Batch) -> Tensor:
         ids = batch["bags"]
         others = KeyedJaggedTensor(ids.keys(), ids.values() * 5 % 3, lengths=ids.lengths())
@@ -116,11 +113,6 @@ def test_in_all_ways_as_under_ddp() -> None:
     assert all((plain[name] - clipped[name]).abs().max() > 1e-4 for name in plain if "bags" in name), "nothing was clipped"
 
 
-def test_a_run_that_resumes(tmp_path: Path) -> None:
-    ranks = run_distributed(continued, 2, bags(BagModel), str(tmp_path / "bags.ckpt"), STEPS, {}, {})
-    assert departures({"resumed": bags(BagModel, None)}, [{"resumed": runs} for runs in ranks]) == []
-
-
 # -- long bags
 
 
@@ -145,7 +137,6 @@ def long_loader(steps: int) -> DataLoader:
 
 
 def long_bags(optimizer: str = "adagrad", **options: Any) -> Case:
-    """A case of long bags."""
     return Case(partial(LongBags, optimizer), lambda: long_loader(DECIDING_STEPS + 4), options, {}, lambda: bag_loader(2))
 
 
@@ -154,7 +145,6 @@ KEPT = {"windows": long_bags(accumulate_grad_batches=2), "clipped": long_bags(gr
 
 
 def _messages() -> io.StringIO:
-    """The package's later messages on rank 0."""
     said = io.StringIO()
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(logging.StreamHandler(said))
     return said
@@ -182,7 +172,6 @@ def test_long_bags_are_left_to_torchrec_where_it_could_train_them(cases: dict[st
 
 
 def only_long(samples: int) -> DataLoader:
-    """Batches of nothing but long bags, of as many samples."""
     data = BagSamples(400)
     batches = [collate_bags([data[20 * step + index] for index in range(samples)]) for step in range(DECIDING_STEPS + 5)]
     return DataLoader(batches, batch_size=None)

@@ -25,8 +25,7 @@ from tests.helpers.overlap_training import PLAIN, Case, CountingModel, Run, depa
 from tests.helpers.recommender import CATEGORIES, DIM, ITEMS, collate
 
 SAMPLES, STEPS = 14, 6  # of a global batch
-ADAM = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-4}
-"""With a smaller eps, rounding becomes a step where gradients cancel."""
+ADAM = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6}
 KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=0.3),
     "adagrad": partial(torch.optim.Adagrad, lr=0.1),
@@ -52,20 +51,15 @@ def every_row_loader(steps: int) -> DataLoader:
 
 
 def every_row(make: Callable[[], Any], batches: int = STEPS, **rest: Any) -> Case:
-    """A case of such batches, of one epoch."""
     return Case(make, lambda: every_row_loader(batches), {"max_epochs": 1, **rest.pop("options", {})}, **rest)
 
 
 class OfKind(CountingModel):
-    """One optimizer over everything."""
-
     def configure_optimizers(self) -> Any:
         return KINDS[self.optimizer](self.parameters())
 
 
 class InGroups(CountingModel):
-    """The item table in a group of its own."""
-
     def configure_optimizers(self) -> Any:
         item = [p for name, p in self.named_parameters() if "item" in name]
         return KINDS[self.optimizer]([{"params": item}, {"params": [p for p in self.parameters() if p is not item[0]]}])
@@ -114,8 +108,6 @@ def test_as_under_ddp(ranks: int, way: dict[str, Any], cases: dict[str, Case]) -
 
 
 class Sets(InGroups):
-    """Sets one option in the middle of training."""
-
     def __init__(self, kind: str, name: str, value: Any) -> None:
         super().__init__(kind)
         self.option = {name: value}
@@ -151,8 +143,6 @@ def test_what_tables_cannot_follow_is_refused_before_the_step(way: dict[str, Any
 
 
 class InBackward(CountingModel):
-    """An optimizer of its own for the tables."""
-
     def __init__(self, **more: Any) -> None:
         super().__init__("adam")
         apply_optimizer_in_backward(torch.optim.Adam, self.net.embeddings.parameters(), {**ADAM, **more})
@@ -179,7 +169,6 @@ def test_arguments_that_are_not_followed_are_refused() -> None:
 
 # -- tables that are frozen and unfrozen while training: as in the unsharded module, which one rank trains
 
-
 LONGER, UNSHARDED, UNUSED = 7, "ddp_find_unused_parameters_true", {"find_unused_parameters": True}
 ITEM, CAT = (f"net.embeddings.embeddings.{name}" for name in ("item", "cat"))
 BEFORE_STEPS = {
@@ -189,7 +178,6 @@ BEFORE_STEPS = {
 
 
 def _without(module: Any, *paths: str) -> Any:
-    """Freeze a part of a module."""
     for path in paths:
         module.get_submodule(path).requires_grad_(False)
     return module
@@ -260,7 +248,6 @@ class Bags(OfKind):
 
 
 def frozen(make: Callable[..., Any], *arguments: Any, **rest: Any) -> Case:
-    """A case of batches that hold every row."""
     return every_row(partial(make, *arguments), LONGER, **rest)
 
 
@@ -348,21 +335,3 @@ def test_frozen_tables_go_on_from_a_checkpoint_of_either_strategy(kind: str, tmp
     case = frozen(UnfreezesLate, kind, options={"max_epochs": 3, "limit_train_batches": 4})
     (runs,) = run_distributed(_changes_strategy, 1, case, tmp_path)
     assert departures(dict.fromkeys(runs, case), [runs], **CLOSE) == []
-
-
-# -- the next fit
-
-
-def _twice() -> list[dict[str, torch.Tensor]]:
-    """Weights of two fits of a module whose item table was frozen in the first."""
-    torch.manual_seed(0)
-    module = _without(OfKind("adagrad"), ITEM)
-    runs = [every_row(lambda: module, 2).fit({}) for _ in range(2)]
-    assert [module.get_submodule(path).weight.requires_grad for path in (ITEM, CAT)] == [False, True]
-    return [run.weights for run in runs]
-
-
-def test_a_frozen_table_is_frozen_in_the_next_fit() -> None:
-    first, second = run_distributed(_twice, 2)[0]
-    assert torch.equal(first[f"{ITEM}.weight"], second[f"{ITEM}.weight"])
-    assert not torch.equal(first[f"{CAT}.weight"], second[f"{CAT}.weight"])

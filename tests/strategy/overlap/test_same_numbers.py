@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale import FreeScaleStrategy
-from lightning_freescale.testing import run_distributed
 from tests.helpers import overlap_modules as modules
 from tests.helpers import overlap_training as training
 from tests.helpers.jagged import copy_of
@@ -27,21 +25,11 @@ TRIALS = {"lookahead": "trial_run"}
 
 
 class DataWithHooks(L.LightningDataModule):
-    """Changes the ids on their way."""
-
     def train_dataloader(self) -> DataLoader:
         return changed_loader(STEPS, training.as_tensors)
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         return {**batch, "ids": (batch["ids"] + 5) % 13}
-
-
-class AsksEarly(training.CountingModel):
-    """Asks for the number of steps, so that Lightning makes the training loader before the strategy knows the tables."""
-
-    def configure_optimizers(self) -> Any:
-        assert self.trainer.estimated_stepping_batches
-        return super().configure_optimizers()
 
 
 class AsksInSetup(training.CountingModel):
@@ -66,12 +54,10 @@ def tensors(make: Any, ahead: Any = KNOWN, overlap: Any = None, **rest: Any) -> 
 
 
 def two_tables(make: Any, ahead: Any, **rest: Any) -> Case:
-    """A case of a module with two collections."""
     return Case(make, lambda: changed_loader(STEPS, with_tags), ahead=ahead, **rest)
 
 
 def stream() -> DataLoader:
-    """A loader without a length."""
     return DataLoader(training.Stream(), batch_size=None)
 
 
@@ -105,7 +91,7 @@ LOADERS = {
         notice="DataLoader",
     ),
     "the step takes the iterator, trial runs": Case(modules.Iterates, ahead=NEVER, notice=UNKNOWN, overlap=TRIALS),
-    "made in configure_optimizers": Case(AsksEarly, ahead=KNOWN),
+    "made in configure_optimizers": Case(modules.AsksEarly, ahead=KNOWN),
     "a stream, made in setup": Case(AsksInSetup, stream, ahead=KNOWN),
     "made before the tables": Case(MakesItsTablesLate, notice="configure_optimizers"),
 }
@@ -176,7 +162,6 @@ class KnownInTheBatch(modules.TwoCollections):
 
 
 def by_function(function: Any, make: Any = modules.Computes, ahead: Any = GIVEN, **rest: Any) -> Case:
-    """A case of ids that a function returns."""
     return tensors(make, ahead, {"ids_of": function}, **rest)
 
 
@@ -219,70 +204,7 @@ def test_bitwise_as_torchrec(ranks: int, cases: dict[str, Case]) -> None:
     assert compared(ranks, cases, PLAIN, OVERLAPPED) == []
 
 
-# -- what is called to know ids, and how often
-
-CALLS: list[Any] = []
-
-
-class NotesCalls(modules.Computes):
-    """Writes down every call outside of itself, where nothing can take it back; its ids stand nowhere in the batch."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        CALLS.append(batch_idx)
-        return super().training_step(batch, batch_idx)
-
-
-class NotesKnown(NotesCalls):
-    """The same with ids in the batch."""
-
-    def ids(self, batch: Batch) -> Tensor:
-        return batch["ids"]
-
-
-def noting_ids(batch: Batch) -> KeyedJaggedTensor:
-    CALLS.append(batch["ids"].tolist())
-    return computed_ids(batch)
-
-
-def _calls() -> tuple[list[Any], list[Any]]:
-    trials, asked = {"lookahead": "trial_run"}, {"ids_of": noting_ids}
-    found = []
-    for make, way in ((NotesCalls, {}), (NotesKnown, {}), (NotesCalls, trials), (modules.Computes, asked)):
-        CALLS.clear()
-        run = tensors(make).fit(way)
-        found.append((CALLS[:], run.looked_ahead(), len(training.notices(run))))
-    return found, [batch["ids"].tolist() for batch in changed_loader(STEPS, training.as_tensors)]
-
-
-def test_training_step_runs_once_a_step_and_a_function_once_a_batch() -> None:
-    once = list(range(STEPS)) * training.EPOCHS
-    for rank, ((computed, known, trials, asked), batches) in enumerate(run_distributed(_calls, 2)):
-        assert computed == (once, NEVER, int(rank == 0))
-        assert known == (once, KNOWN, 0)
-        assert len(trials[0]) > len(once) and trials[1:] == (KNOWN, 0)
-        assert asked == (batches[1:] * training.EPOCHS, GIVEN, 0), "not for the first of an epoch"
-
-
 # -- refused
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lookahead": "dry_run"}, "lookahead='dry_run'"),
-        ({"lookahead": "trial_run", "overlap": False}, "overlap=False, lookahead='trial_run'"),
-        ({"ids_of": dict, "overlap": False}, "overlap=False, ids_of="),
-        ({"split_backward": True, "overlap": False}, "overlap=False, split_backward=True"),
-        ({"ids_of": dict, "lookahead": "trial_run"}, "lookahead='trial_run', ids_of="),
-        ({"ids_of": "ids"}, "ids_of='ids'"),
-        ({"exchange": "tree"}, "exchange='tree'"),
-        ({"exchange": "two_level", "dedup": False}, "exchange='two_level', dedup=False"),
-        ({"exchange": "two_level", "overlap": False}, "exchange='two_level', overlap=False"),
-    ],
-)
-def test_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(TypeError if options == {"ids_of": "ids"} else ValueError, match=message):
-        FreeScaleStrategy(**options)
 
 
 def wrong_type(batch: Batch) -> Any:

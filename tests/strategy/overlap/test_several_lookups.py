@@ -49,8 +49,6 @@ def _jagged(ids: Tensor, lengths: Tensor) -> KeyedJaggedTensor:
 
 
 class ThreeLookups(CountingModel):
-    """History, positive and negative items, one after the other."""
-
     def __init__(self, optimizer: str) -> None:
         super().__init__(optimizer)
         config = EmbeddingConfig(name="item", num_embeddings=ITEMS, embedding_dim=DIM, feature_names=["item"])
@@ -93,8 +91,6 @@ class Conditional(ThreeLookups):
 
 
 class Drawn(ThreeLookups):
-    """Negatives that stand nowhere in the batch."""
-
     def negatives(self, batch: Batch, batch_idx: int) -> KeyedJaggedTensor:
         count = batch["negative"].values().numel()
         draw = torch.Generator().manual_seed(1000 + 10 * batch_idx + self.global_rank)
@@ -102,15 +98,11 @@ class Drawn(ThreeLookups):
 
 
 class OnSomeRanks(ThreeLookups):
-    """Negatives on the first rank, in odd steps."""
-
     def negatives(self, batch: Batch, batch_idx: int) -> KeyedJaggedTensor | None:
         return batch["negative"] if self.global_rank == 0 and batch_idx % 2 else None
 
 
 class NothingOnSomeRanks(ThreeLookups):
-    """In odd steps only the first rank looks anything up."""
-
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         if self.global_rank == 0 or batch_idx % 2 == 0:
             return super().training_step(batch, batch_idx)
@@ -127,8 +119,6 @@ class Detaches(ThreeLookups):
 
 
 class TheSameTwice(ThreeLookups):
-    """Looks the same ids up again."""
-
     def negatives(self, batch: Batch, batch_idx: int) -> KeyedJaggedTensor:
         return batch["positive"]
 
@@ -154,7 +144,6 @@ KINDS = [ThreeLookups, Conditional, Drawn, OnSomeRanks, NothingOnSomeRanks, Deta
 
 
 def case(kind: Any, optimizer: str = "adagrad", ahead: Any = None, overlap: Any = None, **options: Any) -> Case:
-    """A case, whether or not the next batch's ids can be known."""
     return Case(
         partial(kind, optimizer),
         _loader,
@@ -194,46 +183,6 @@ def test_one_update_as_in_the_unsharded_module(cases: dict[str, Case]) -> None:
     for run in (run for runs in results for pair in runs.values() for run in pair):
         run.states = [_updates(state["state"]) for state in run.states]
     assert departures(cases, results, **CLOSE) == []
-
-
-# -- clipped
-
-
-class ClipsTwice(Drawn):
-    """It clips before its last lookup, which the loss does not use, is known to have no gradient; and once more."""
-
-    def negatives(self, batch: Any, batch_idx: int) -> KeyedJaggedTensor | None:
-        self.look_up(super().negatives(batch, batch_idx))
-        return None
-
-    def on_after_backward(self) -> None:
-        self.clip_gradients(self.optimizers().optimizer)
-
-
-CLIPPED = [
-    (ThreeLookups, "adam", {"gradient_clip_algorithm": "value"}),
-    (Conditional, "adam", {}),
-    (Drawn, "adagrad", {"accumulate_grad_batches": 2}),
-    (NothingOnSomeRanks, "adagrad", {"accumulate_grad_batches": 2}),
-    (Detaches, "adam", {}),
-    (ClipsTwice, "adagrad", {}),
-]
-
-
-def _clipped(limit: float) -> dict[str, Case]:
-    return {kind.__name__: case(kind, optimizer, gradient_clip_val=limit, **options) for kind, optimizer, options in CLIPPED}
-
-
-@pytest.mark.slow
-def test_clipped_as_in_the_unsharded_module() -> None:
-    cases, unclipped = _clipped(0.03), _clipped(1e6)
-    results = run_distributed(fit_all, 2, cases, DDP, {})
-    for run in (run for runs in results for pair in runs.values() for run in pair):
-        run.states = []
-    assert departures(cases, results, losses=(1e-6, 1e-6), weights=(1e-6, 1e-6)) == []
-    others, item = run_distributed(fit_all, 2, unclipped, DDP)[0], "items.embeddings.item.weight"
-    for name, (ddp, _) in results[0].items():
-        assert (ddp.weights[item] - others[name][0].weights[item]).abs().max() > 1e-4, f"nothing was clipped in {name}"
 
 
 def test_a_later_lookup_that_is_wrong_is_an_error_of_every_rank() -> None:

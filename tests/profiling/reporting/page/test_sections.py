@@ -33,16 +33,8 @@ def test_tables_and_bars_of_a_run(show):
     made["ranks"][3]["shares"].update(compute=0.8, straggler_wait=0.015)
     made["ranks"][3].update(step_s=0.1034, score=1.3, last=1234)
     made["ranks"][4]["score"] = None
-    one = {
-        "name": "rows",
-        "per_step": 1.0,
-        "straggler_wait_s": 0.0123,
-        "transfer_s": 0.00456,
-        "wait_s": 0.0,
-        "hidden_s": 0.0,
-        "moved_bytes": 3_400_000,
-        "last": [1, 3],
-    }
+    one = {"straggler_wait_s": 0.0123, "transfer_s": 0.00456, "wait_s": 0.0, "hidden_s": 0.0}
+    one |= {"name": "rows", "per_step": 1.0, "moved_bytes": 3_400_000, "last": [1, 3]}
     made["exchanges"] = [one, {**one, "name": "gradients", "per_step": 0.5, "moved_bytes": None, "last": [0, 0]}]
     made["host_s"] = {"small": 0.000004, "large": 0.002}
     made["device_idle"] = {"steps": 3, "idle": [0.3, None], "compute": [0.6, None], "other": [0.1, None]}
@@ -67,16 +59,9 @@ def test_tables_and_bars_of_a_run(show):
     table = rows(page, "what-if")
     assert [line[2:] for line in table] == [["1.25x", "1.50x"], ["1.00x", "1.50x"], ["0.98x", "1.50x"], ["-", "-"]]
     assert table[0][0].endswith("; a note") and table[3][0].endswith(IDEAS[3]["note"]) and table[3][1] == "left out"
-    across = "/ e.getBoundingClientRect().width"
-    fills = every(page, ".gauge", f"e.querySelector('.fill').getBoundingClientRect().width {across}")
-    limits = "e.querySelector('.limit').getBoundingClientRect().right - e.getBoundingClientRect().left"
-    limits = every(page, ".gauge", f"({limits}) {across}")
-    assert (fills, limits) == (pytest.approx([0.5, 0, 0], abs=0.01), pytest.approx([1, 1, 1], abs=0.01))
     assert _legend(page, "imbalance") == ["data 60.0 % 6.00 ms", "hardware 30.0 % 3.00 ms", "jitter 10.0 % 1.00 ms"]
     text = words(page, "#imbalance .body")
     assert "10.0 ms longer" in text and "rank 3 takes 1.30 times" in text and "ranks alone" in text
-    widths = every(page, "#imbalance .stack span", "e.getBoundingClientRect().width")
-    assert [w / sum(widths) for w in widths] == pytest.approx([0.6, 0.3, 0.1], abs=0.01)
     assert "wait for peers" not in page.evaluate("document.querySelector('main').textContent")
 
 
@@ -117,9 +102,6 @@ def test_memory_stands_in_a_table_and_a_rank_that_grows_stands_out(show):
     assert "1.31 of the peaks" in words(page, "#memory .body")
 
 
-# -- several runs
-
-
 def run_of(label, step_s, bubble, run=(), summary=(), **changes):
     figures = {"step_s": step_s, "bubble": bubble, "limit": 1 / (1 - bubble), "samples": 1280, "samples_per_s": 32 / step_s}
     return document(2, 40, run={"label": label, **dict(run)}, summary={**figures, **dict(summary)}, **changes)
@@ -127,17 +109,14 @@ def run_of(label, step_s, bubble, run=(), summary=(), **changes):
 
 def test_runs_are_compared_with_the_first(show):
     # 100 ms with 50 of bubble, 62.5 with 12.5: three quarters are gone, and 1 / (1 - 0.75 * 0.5) = 1.6
-    page = show(
-        run_of("ddp", 0.1, 0.5), run_of("freescale", 0.0625, 0.2), run_of("worse", 0.125, 0.6, status={"complete": False})
-    )
+    worse = run_of("worse", 0.125, 0.6, status={"complete": False})
+    page = show(run_of("ddp", 0.1, 0.5), run_of("freescale", 0.0625, 0.2), worse)
     assert rows(page, "ablation") == [
         ["1. ddp", "", "100 ms", "320", "50.0 %", "-", "1.00x", "-"],
         ["2. freescale", "", "62.5 ms", "512", "20.0 %", "75.0 %", "1.60x", "0.0 %"],
         ["3. worse interrupted", "", "125 ms", "256", "60.0 %", "-50.0 %", "0.80x", "0.0 %"],
     ]
     assert every(page, "#ablation thead th", "e.innerText")[-1] == "compute per sample"
-    lengths = every(page, "#ablation .stack", "e.lastChild.getBoundingClientRect().right - e.getBoundingClientRect().left")
-    assert [length / lengths[2] for length in lengths] == pytest.approx([0.8, 0.5, 1.0], abs=0.02)
     assert page.evaluate("document.querySelector('#ablation .warning')") is None
 
 

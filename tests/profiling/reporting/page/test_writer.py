@@ -5,9 +5,8 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from lightning_freescale.profiling.reporting.document import check
 from lightning_freescale.profiling.reporting.page import write_page
-from tests.helpers.documents import bare, document, hostile
+from tests.helpers.documents import document, hostile
 from tests.helpers.shown_page import every, packed, rows
 
 
@@ -24,11 +23,6 @@ def test_the_page_holds_the_documents_and_the_breakdown_to_the_microsecond(tmp_p
         whole = np.frombuffer(planes, np.uint8).reshape(8, -1).T.copy().view("<i8").reshape(columns, ranks, steps)
         assert (whole.T / 1e6).tolist() == before["series"]["breakdown_s"]
         assert after == {**before, "series": {name: before["series"][name] for name in ("columns", "step")}}
-
-
-@pytest.mark.parametrize("made", [document(8, 30), document(divided=False), bare(), hostile()])
-def test_the_reports_shown_here_are_reports(made):
-    check(made)
 
 
 def _not_finite():

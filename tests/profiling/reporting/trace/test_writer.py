@@ -1,8 +1,6 @@
 import json
 from functools import partial
-from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +9,7 @@ from lightning_freescale.profiling.recording.records import Interval, ResolvedCo
 from lightning_freescale.profiling.reporting.trace.chrome import Slice, nested, rows_without_overlap
 from lightning_freescale.profiling.reporting.trace.writer import write_trace
 from tests.helpers.chrome_trace import read_trace
+from tests.helpers.profiled_runs import random_run
 
 ORIGIN = 5000.0
 MS = 1e-3
@@ -253,30 +252,8 @@ def test_every_step_must_be_of_all_ranks(tmp_path, rows, kineto):
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 4))
 def test_whatever_the_ranks_recorded_the_trace_is_right(tmp_path_factory, seed, ranks):
-    random = np.random.default_rng(seed)
-    names = ("ids", "rows")
+    read_trace(write_trace(tmp_path_factory.mktemp("trace") / "trace.json", random_run(seed, ranks, 4)))
 
-    def exchange(key, start):
-        arrive, wait, end, done = np.sort(random.uniform(start - 1, start + 20, 4))
-        return _exchange(key, arrive, end, start=wait, done=done, name=names[random.integers(2)])
-
-    def step(start):
-        kinds = random.choice(["data", "forward", "backward", "optimizer", "pause"], 5)
-        spans = [(kind, "", *np.sort(random.uniform(start, start + 20, 2))) for kind in kinds]
-        keys = random.permutation(4)[:3]
-        return _step(
-            start,
-            start + 20,
-            spans=spans,
-            collectives=[exchange(str(key), start) for key in keys],
-            hidden=[exchange("", start) for _ in range(3)],
-        )
-
-    steps = [[step(20.5 * number) for _ in range(ranks)] for number in range(2)]
-    read_trace(write_trace(Path(tmp_path_factory.mktemp("trace")) / "trace.json", steps))
-
-
-# -- slices that nest
 
 _SLICES = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12)), max_size=12)
 
