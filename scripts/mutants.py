@@ -1,7 +1,7 @@
 """Check that the tests notice defects: apply random mutations to the package, one at a time, and run the tests.
 
-``python scripts/mutants.py covered.json mutants.json`` reads what ``scripts/covered_lines.py`` wrote. The tests that execute the
-line of a mutant judge it, then the other tests of its package. A mutant changes one operator, condition, return value or
+``python scripts/mutants.py covered.json mutants.json`` reads what ``scripts/covered_lines.py`` wrote. The tests that execute
+the line of a mutant judge it, then the other tests of its package. A mutant changes one operator, condition, return value or
 integer inside a function. Docstrings, annotations and messages stay. The seed decides which mutants there are; every package
 has at least one.
 
