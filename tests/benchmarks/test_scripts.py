@@ -16,6 +16,7 @@ import balance
 import balance_gaps
 import budget
 import calibration
+import comm_stress
 import convergence
 import convergence_models
 import cuda_code
@@ -180,6 +181,9 @@ def test_scripts_that_start_ranks(run: Run) -> None:
                 crossed[way] += sum(int((ids // 1500 != node).sum()) for ids in asked)
     for way, rows in crossed.items():
         assert figures[f"{way}_hot_bytes"] == pytest.approx(rows * per_row / 2)
+    figures = run(comm_stress, "--ranks", 2, "--collectives", 600, "--seed", 3)
+    kinds = [count for name, count in figures.items() if name.startswith("kind_")]
+    assert figures["wrong"] == 0 and len(kinds) >= 5 and min(kinds) > 0 and sum(kinds) == 600
     figures = run(host_work, "--ranks", 2, "--rows", 5000, "--steps", 4, "--rounds", 1)
     assert figures["process_over_plain_2"] > 0 and figures["ids_2"] > 0
     figures = run(placement, "--rows", 100_000, "--batch", 8, "--steps", 2, "--ranks", 8)

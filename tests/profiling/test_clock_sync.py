@@ -275,3 +275,17 @@ def test_margins_are_those_around_what_a_rate_may_wander_and_its_changes() -> No
     straight, bent = (Offsets([_at(0.0, 0.0), _at(50.0, middle), _at(100.0, 0.0)]) for middle in (1.9e-5, 1e-3))
     assert straight.margin_at(0.0) == pytest.approx(1e-5)
     assert bent.margin_at(np.array([0.0, 50.0])) == pytest.approx([1e-5 + 9.8e-4] * 2)
+
+
+def test_the_margin_holds_whatever_the_clocks_do_within_the_bounds() -> None:
+    """Rates turn within WANDER, and offsets are wrong within their margins."""
+    draw = np.random.default_rng(0)
+    grid = np.linspace(0.0, 400.0, 4001)
+    for _ in range(50):
+        rates = 1e-4 * draw.uniform(-1, 1) + WANDER / 2 * draw.choice([-1, 1], size=40).repeat(100)
+        truth = np.concatenate([[0.0], np.cumsum(rates * 0.1)])
+        chosen = np.sort(draw.choice(len(grid), size=5, replace=False))
+        margins = draw.uniform(1e-6, 1e-4, size=5)
+        found = [_at(grid[k], truth[k] + draw.uniform(-1, 1) * margin, margin) for k, margin in zip(chosen, margins)]
+        offsets = Offsets(found)
+        assert (np.abs(offsets.offset_at(grid) - truth) <= offsets.margin_at(grid)).all()

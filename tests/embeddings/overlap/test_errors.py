@@ -7,6 +7,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,27 @@ def test_what_a_node_needs_crosses_once() -> None:
     assert totals["two_level rows"] > 1000
     assert 2 * totals["two_level rows"] == totals["flat rows"], "rows, and back their gradients"
     assert totals["two_level words"] < 0.6 * totals["flat words"], "the heads of a node come along"
+
+
+def _without_the_other() -> str:
+    with sharded(SGD) as (model, _, tables, _):
+        engine, store = OverlapEngine(tables, timeout=timedelta(seconds=2)), dist.distributed_c10d._get_default_store()
+        if dist.get_rank() == 1:
+            store.wait(["given up"])
+            return ""
+        first, second = batches(0, 2)
+        engine.begin_step(known(second))
+        with pytest.raises(RuntimeError) as caught:
+            model(first)
+        engine.close()
+        store.set("given up", "")
+        return str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_comes_is_waited_for_until_the_timeout() -> None:
+    message = run_distributed(_without_the_other, 2)[0]
+    assert "'items'" in message and ("timed out" in message.lower() or "timeout" in message.lower())
 
 
 def _killed(folder: Path) -> None:
