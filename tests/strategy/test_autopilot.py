@@ -19,7 +19,11 @@ Seconds = Callable[[bool, int], float]
 SPLIT = {"split_backward": [False, True]}
 PARTS = {"micro_batches": [1, 2, 4]}
 BOTH = {**SPLIT, **PARTS}
-PLAIN: Seconds = lambda split, parts: 1.0 + 4.0 / parts - 0.5 * split  # noqa: E731 (a parameter)
+
+
+def plain(split: bool, parts: int) -> float:
+    """Both settings help."""
+    return 1.0 + 4.0 / parts - 0.5 * split
 
 
 class Clock:
@@ -126,7 +130,7 @@ class Run:
         ),
         # it hides all of the exchange, and takes longer: compute that a setting adds is lost
         (lambda split, parts: 3.5 if split else 3.0, {"settings": SPLIT}, ["1 1s", "1"], 0.0),
-        *((PLAIN, {"epoch_of": steps}, ["1 1s", "1s 2s 4s", "1 4s", "4s"], 0.875) for steps in (9, 40)),
+        *((plain, {"epoch_of": steps}, ["1 1s", "1s 2s 4s", "1 4s", "4s"], 0.875) for steps in (9, 40)),
     ],
 )
 def test_what_helps_is_kept_one_change_at_a_time(
@@ -177,7 +181,7 @@ def test_steps_that_cannot_be_timed_end_it(clock: Clock, caplog: pytest.LogCaptu
 
 
 def test_a_run_that_resumes_goes_on_where_it_was(clock: Clock) -> None:
-    run = Run(clock, PLAIN)
+    run = Run(clock, plain)
     run.train(60)
     assert run.autopilot.values["split_backward"] and not run.autopilot.frozen
     again = run.resumed()
@@ -210,7 +214,8 @@ def _run_in_which_bags_are_left(clock: Clock, step: int, overlapped: list[str]) 
             run.controller.overlapped = overlapped
         return 9.0 + 2 * split if len(run.seen) - 1 > step else 5.0 - 2 * split
 
-    return (run := Run(clock, seconds, SPLIT))
+    run = Run(clock, seconds, SPLIT)
+    return run
 
 
 @pytest.mark.parametrize("step", [9, 25, 60])
@@ -267,8 +272,11 @@ OF_PARTS = {1: 4.0, 2: 2.0, 4: 3.0}
 @pytest.mark.parametrize(("epoch_of", "validates"), [(1000, 1001), (3, 4), (40, 3)])
 def test_the_quickest_micro_batches_are_chosen(clock: Clock, epoch_of: int, validates: int) -> None:
     """Validation follows every step whose number is divisible by ``validates``."""
-    checks: Any = lambda step: step % validates == 0 and validates < epoch_of  # noqa: E731 (a parameter)
-    run = Run(clock, lambda split, parts: OF_PARTS[parts], PARTS, None, epoch_of=epoch_of, validates=checks)
+
+    def after(step: int) -> bool:
+        return step % validates == 0 and validates < epoch_of
+
+    run = Run(clock, lambda split, parts: OF_PARTS[parts], PARTS, None, epoch_of=epoch_of, validates=after)
     run.train(LONGEST * 3)
     assert run.autopilot.frozen
     assert (run.schedule.chosen, run.schedule.measured) == (2, 2)
