@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,3 +60,11 @@ def test_age_bound_with_smaller_batches(stream: tuple[np.ndarray, int, int, int,
         assert pool.oldest == max((index - arrived[n] for n in pool.numbers), default=0) <= age
         taken = pool.next_batch(target, min(count, size))
         assert len(taken) == min(held, max(min(count, size), due)) <= size
+
+
+def test_large_batches_meet_their_target() -> None:
+    """There are more swaps than are tried."""
+    costs = np.random.RandomState(0).lognormal(4, 1, 80 * 40)
+    target = 80 * costs.mean()
+    sums = [costs[batch].sum() for batch in _drain(LocalPool(80, 20), costs, target)]
+    assert sums[:20] == pytest.approx([target] * 20, rel=1e-3)
