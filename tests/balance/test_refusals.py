@@ -70,6 +70,7 @@ REFUSED: list[tuple[Callable[[], Any], list[str]]] = [
     (lambda: _sampler(window=2, outlier_window=4), ["window=2", "outlier_window"]),
     (lambda: _sampler(window=2, balance=False), ["window=2", "balance=False"]),
     (lambda: _sampler(outlier_window=0), ["outlier_window=0"]),
+    (lambda: _sampler(shuffle=BlockShuffle([2, 3])), ["BlockShuffle(sizes=...)", "5 samples", "8"]),
     (lambda: _sampler(limit=7.5), ["limit=7.5"]),
     (lambda: _sampler(limit=-1), ["limit=-1"]),
     (lambda: _sampler(exploration_steps=50, assignment_mode="slak"), ["assignment_mode='slak'"]),

@@ -93,6 +93,7 @@ class Looks(PlainModel):
     def on_train_start(self) -> None:
         item, strategy = self.encoder.item_emb, self.trainer.strategy
         assert (item.num_embeddings, item.embedding_dim, item.padding_idx) == (ITEMS, DIM, 0) and self.again is item
+        assert f"{ITEMS}, {DIM}, padding_idx=0" in repr(item)
         self.names = [name for name, _ in self.named_parameters(remove_duplicate=False) if "emb" in name or "again" in name]
         self.kinds = {key: type(value).__name__ for key, value in self.state_dict().items() if key in self.names}
         torch.manual_seed(0)

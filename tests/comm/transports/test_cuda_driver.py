@@ -46,7 +46,8 @@ def _over_stub(library: Path, version: int) -> tuple[set[str], list[bool]]:
     from cuda.bindings import driver as cuda
 
     torch.cuda.device = lambda device: nullcontext()
-    torch.cuda.ExternalStream = lambda handle, device: SimpleNamespace(cuda_stream=handle)
+    waited: list[str] = []
+    torch.cuda.ExternalStream = lambda handle, device: SimpleNamespace(cuda_stream=handle, wait_event=waited.append)
     driver = _Driver()
     sources, word = torch.arange(100), torch.tensor([2], dtype=torch.int32)
     targets = torch.zeros_like(sources)
@@ -57,7 +58,9 @@ def _over_stub(library: Path, version: int) -> tuple[set[str], list[bool]]:
     driver.called.clear()
     driver.copy(stream, [], [], [])
     driver.wait_words(stream, [], [])
-    assert not driver.called
+    for event in (None, "event"):
+        driver.wait_event(stream, event)
+    assert not driver.called and waited == ["event"]
     with driver.active():
         driver.wait_words(stream, words, [3 - 2**32])
         driver.copy(stream, to, at, [160, 640])
