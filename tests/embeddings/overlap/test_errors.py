@@ -255,6 +255,21 @@ def test_a_rank_that_never_comes_is_waited_for_until_the_timeout() -> None:
     assert "'items'" in message and ("timed out" in message.lower() or "timeout" in message.lower())
 
 
+def _closes() -> float:
+    with sharded(SGD) as (_, _, tables, _):
+        engine = OverlapEngine(tables)
+        dist.barrier()
+        if dist.get_rank() == 1:
+            time.sleep(0.8)
+        began = time.monotonic()
+        engine.close()
+        return time.monotonic() - began
+
+
+def test_a_rank_that_closes_waits_for_the_others() -> None:
+    assert run_distributed(_closes, 2)[0] > 0.5
+
+
 def _killed(folder: Path) -> None:
     data = batches(dist.get_rank(), 60)
     with sharded(HOW) as (model, _, tables, _):  # without DDP: the engine alone has to hear of it
