@@ -35,6 +35,14 @@ def _same_dict() -> Iterator[Any]:
         yield batch
 
 
+def _turns_to_arrays() -> Iterator[Any]:
+    """The numbers are the same in the copy and in the batch, but not their type."""
+    batch: dict[str, Any] = {}
+    for number in range(6):
+        batch["ids"] = np.array([number // 2 * 2]) if number % 2 else torch.tensor([number])
+        yield batch
+
+
 def _counts_in_its_buffer() -> Iterator[Any]:
     array = np.zeros(1, np.int64)
     for _ in range(6):
@@ -69,6 +77,12 @@ def test_every_batch_is_trained_on_as_it_was_fetched(source: Callable[[], Any]) 
     trained, upcoming, said = _trained(source())
     assert trained == [0, 1, 2, 3, 4, 5] and upcoming == [1, 2, 3, 4, 5, -1]
     assert len(said) == 1 and FILLED in said[0]
+
+
+def test_a_tensor_that_has_become_an_array_is_restored() -> None:
+    with pytest.warns(UserWarning, match=FILLED):
+        kinds = [type(batch["ids"]) for batch in LookaheadLoader(_turns_to_arrays())]
+    assert kinds == [torch.Tensor, np.ndarray] * 3
 
 
 def test_further_iterations_are_copied_from_the_start() -> None:
