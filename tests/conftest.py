@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import hypothesis
 import pytest
+from lightning_utilities.core import rank_zero
 
 # ranks are forked from this process: what is imported here, each of them need not import
 import lightning_freescale.callbacks
@@ -45,10 +46,13 @@ def nothing_left_behind() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def environment_and_log_levels_restored() -> Iterator[None]:
-    """Restore what scripts and Trainers set for the whole process, so that no test depends on the tests before it."""
+    """Restore what scripts and Trainers set for the whole process, so that no test depends on the tests before it.
+
+    An import of ``pytorch_lightning`` also replaces the logger that messages of ``lightning`` go to.
+    """
     loggers = [each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
     levels = [(logger, logger.level, logger.disabled) for logger in loggers]
-    with patch.dict(os.environ):
+    with patch.dict(os.environ), patch.object(rank_zero, "log", rank_zero.log):
         yield
     for logger, level, disabled in levels:
         logger.setLevel(level)
