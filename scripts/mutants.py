@@ -107,7 +107,7 @@ def main() -> None:
     old = (Path(options.old[0]).resolve(), json.loads(Path(options.old[1]).read_text())) if options.old else None
     with ThreadPoolExecutor(options.workers) as pool:
         rows = list(pool.map(lambda mutant: _judge(mutant, covered, old), mutants))
-    options.file.write_text(json.dumps({"seed": options.seed, "mutants": rows}, indent=1) + "\n")
+    options.file.write_text(f'{{"seed": {options.seed}, "mutants": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]}\n")
     for judged_by in ("make test", "make test-all", "old", "nothing"):
         print(f"found by {judged_by}: {sum(row['found_by'] == judged_by for row in rows)} of {len(rows)}")
 
