@@ -89,6 +89,11 @@ def test_changes_are_the_rows_that_a_step_has_updated(old: str, new: str, saved:
     assert torch.equal(changes[TABLE]["ids"], changes[TABLE]["ids"].unique())
 
 
+def test_changes_are_those_of_matrices() -> None:
+    old, new = ({"state_dict": {"bias": torch.full((2,), value)}} for value in (0.0, 1.0))
+    assert conversion.changed_rows(old, new) == {}
+
+
 def test_changes_of_another_module_are_refused(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = torch.load(saved.folder / "single4.ckpt", weights_only=True)["state_dict"]
     others = {TABLE: {TABLE: torch.zeros(3, 2)}, "(3, 2)": {**state, TABLE: torch.zeros(3, 2)}}
