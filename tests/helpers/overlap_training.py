@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import warnings
@@ -122,6 +123,8 @@ class Case:
 
 def fit_all(cases: dict[str, Case], *ways: str | dict[str, Any]) -> dict[str, list[Run]]:
     """Fit every case in every way, on the ranks of ``run_distributed``."""
+    if any("find_unused_parameters" in way for way in ways):
+        gc.disable()  # docs/limits.md: a collection on the exchange's thread can break DDP's backward
     runs: dict[str, list[Run]] = {}
     for name, case in cases.items():
         for way in ways:
