@@ -35,7 +35,6 @@ TESTS = (
     "tests/embeddings/overlap/test_table_kernel.py",
     "tests/embeddings/test_id_checks.py",
     "tests/embeddings/test_planning.py",
-    "tests/fabric/test_early_copy.py",
     "tests/profiling/recording/test_timeline.py",
     "tests/profiling/reporting/test_kineto.py",
     "tests/strategy/test_early_copy.py",

@@ -206,7 +206,7 @@ def _failing_test(mutant: Mutant, checkout: Path, covered: dict[str, Any], marks
     """Return the first test that fails because of the mutant, or an empty text."""
     existing = _tests(checkout)
     executing = {test for test in covered["lines"].get(mutant.file, {}).get(str(mutant.line), []) if test in existing}
-    of_package = {test for test in existing if _tests_package(test, mutant.package)}
+    of_package = {test for test in existing if _is_in_tests_of(mutant.package, test)}
     return _first_failing(mutant, checkout, sorted(executing), marks) or _first_failing(
         mutant, checkout, sorted(of_package - executing), marks
     )
@@ -242,22 +242,13 @@ def _mutated(text: str, mutant: Mutant) -> str:
 @cache
 def _tests(checkout: Path) -> frozenset[str]:
     """Return the node ids of a checkout's tests, without parameters."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--collect-only",
-        "-q",
-        "-m",
-        " or ".join(f"({marks})" for marks in TIERS.values()),
-    ]
-    done = subprocess.run(
-        command, cwd=checkout, env={**os.environ, "PYTHONPATH": str(checkout)}, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "not third_party"]
+    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
     return frozenset(line.split("[")[0] for line in done.stdout.splitlines() if "::" in line)
 
 
-def _tests_package(test: str, package: str) -> bool:
+def _is_in_tests_of(package: str, test: str) -> bool:
     folders = Path(test.split("::")[0]).parts[1:-1]
     return folders[0] == package.lstrip("_") if folders else package == "(top level)"
 

@@ -124,7 +124,7 @@ class Case:
 def fit_all(cases: dict[str, Case], *ways: str | dict[str, Any]) -> dict[str, list[Run]]:
     """Fit every case in every way, on the ranks of ``run_distributed``."""
     if any("find_unused_parameters" in way for way in ways):
-        gc.disable()  # docs/limits.md: a collection on the exchange's thread can break DDP's backward
+        gc.disable()  # a known defect, see docs/limits.md
     runs: dict[str, list[Run]] = {}
     for name, case in cases.items():
         for way in ways:
