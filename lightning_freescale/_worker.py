@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -13,14 +14,18 @@ from typing import Any
 
 import torch
 
+from lightning_freescale import _garbage
+
 Job = Callable[..., Any]
+_current = threading.local()  # has the attribute is_worker in the thread of a worker
 
 
 class WorkerThread:
     """Run jobs one after the other: in the background, or at once for a caller who would only wait.
 
     The thread starts with the first job in the background. It is a daemon: a job that waits for a rank that is gone must not
-    keep the process from ending.
+    keep the process from ending. While jobs are queued or run in the background, garbage is collected only by the threads that
+    submit them, because a collection on another thread beside PyTorch's C++ code can take live objects for garbage.
 
     Attributes:
         cpu_seconds: processor time that the jobs in the background have taken.
@@ -38,6 +43,9 @@ class WorkerThread:
     def submit(self, job: Job, *args: Any) -> Future[Any]:
         """Queue ``job(*args)`` for the thread and return its future."""
         future: Future[Any] = Future()
+        if not hasattr(_current, "is_worker") and torch._C._current_graph_task_id() == -1:  # not in a backward
+            _garbage.collect_due()
+        _garbage.pause()
         with self._state:
             self._waiting += 1
             if self._thread is None:
@@ -63,7 +71,7 @@ class WorkerThread:
         resolve()
         return future
 
-    def stop(self, timeout: float) -> bool:
+    def stop(self, timeout: float | None = None) -> bool:
         """End the thread after the jobs it has; the next job starts another. False if it still works after ``timeout`` s."""
         thread = self._thread
         if thread is None or thread is threading.current_thread():
@@ -81,6 +89,7 @@ class WorkerThread:
         self._thread = start_daemon(self._work, self.name)
 
     def _work(self) -> None:
+        _current.is_worker = True
         while (queued := self._jobs.get()) is not None:
             future, job, args = queued
             began = time.thread_time()
@@ -91,6 +100,7 @@ class WorkerThread:
                 self._waiting -= 1
             resolve()  # only now: who waits for it may give this thread the next job
             del queued, future, job, args, resolve  # their tensors
+            _garbage.resume()  # last: this thread allocates nothing more until its next job, which has its own pause
 
 
 def has_job(frame: FrameType | None) -> bool:
@@ -117,11 +127,17 @@ def start_daemon(run: Callable[[], None], name: str) -> threading.Thread:
     return thread
 
 
+class _JobError(Exception):
+    """The text of the traceback that an error of a job has lost."""
+
+
 def _attempt(future: Future[Any], job: Job, *args: Any) -> Callable[[], None]:
     """Return what gives the future a job's result, or the error it raised: any error, because somebody waits for the job."""
     try:
         return partial(future.set_result, job(*args))
     except BaseException as error:
         # its frames, and those that called them, know the future it goes to: a circle that would keep tensors and groups
+        if error.__cause__ is None:
+            error.__cause__ = _JobError(f"in the thread of the job:\n{traceback.format_exc()}")
         error.__context__ = None
         return partial(future.set_exception, error.with_traceback(None))

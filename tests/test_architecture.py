@@ -24,8 +24,9 @@ MAY_IMPORT = {
     "_objects": set(),
     "_torchrec": set(),
     "_version": set(),
-    "_worker": set(),
-    "balance": set(),
+    "_garbage": set(),
+    "_worker": {"_garbage"},
+    "balance": {"_worker"},
     "comm": {"_code_place", "_worker"},
     "simulator": set(),
     "profiling": {"_code_place", "_objects", "_version", "_worker"},
@@ -149,7 +150,6 @@ def test_private_names_of_libraries_stay_behind_their_rooms(library: str, other:
 
 THREADS = {
     "_worker.py": "the thread works on the device of the one that starts it",
-    "balance/plan.py": "plans on the host, with numpy: it has no use for a device",
     "profiling/reporting/trace/chrome.py": "its Thread is a row of a trace",
 }
 """Who starts threads, and why they do not work on the first GPU, which may be another rank's."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
 import time
 import weakref
@@ -87,7 +89,7 @@ def test_an_error_is_the_futures_and_the_worker_goes_on(worker: WorkerThread, er
         raise error
 
     for future in (worker.run(fail), worker.submit(fail)):
-        assert future.exception(10) is error
+        assert future.exception(10) is error and "in fail" in str(error.__cause__), "where it was raised"
     assert worker.submit(lambda: None).exception(10) is worker.run(lambda: None).exception() is None
 
 
@@ -132,3 +134,71 @@ def test_a_thread_works_on_its_callers_device(monkeypatch: pytest.MonkeyPatch, i
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append((threading.current_thread().name, device)))
     start_daemon(lambda: None, "mine").join(10)
     assert seen == ([("mine", 3)] if initialized else [])
+
+
+# -- garbage: a collection beside PyTorch's C++ code in another thread can take live objects for garbage
+
+
+class _Circle:
+    def __init__(self) -> None:
+        self.me = self
+
+
+def _litter(count: int = 300) -> None:
+    for _ in range(count):
+        _Circle()
+
+
+@pytest.fixture
+def collected_in() -> Iterator[list[str]]:
+    """The threads in which Python collects garbage, with thresholds that each job here exceeds."""
+    threads, before = list[str](), gc.get_threshold()
+    gc.callbacks.append(note := lambda phase, info: threads.append(threading.current_thread().name))
+    gc.set_threshold(50, 2, 2)
+    yield threads
+    gc.callbacks.remove(note)
+    gc.set_threshold(*before)
+
+
+def test_garbage_is_collected_by_the_thread_that_submits(worker: WorkerThread, collected_in: list[str]) -> None:
+    gate = threading.Event()
+    last = [worker.submit(_litter) for _ in range(20)][-1]
+    worker.submit(gate.wait, 10)
+    last.result(10)
+    collected_in.clear()
+    worker.submit(_litter)
+    assert set(collected_in) == {threading.current_thread().name}, "though the worker always has a job"
+    _litter()
+    assert len(collected_in) == 2, "one collection, and none between two jobs that are submitted"
+    gate.set()
+    worker.submit(_litter).result(10)
+    assert worker.stop(10) and gc.get_threshold() == (50, 2, 2)
+    _litter()
+    assert len(collected_in) > 2 and set(collected_in) == {threading.current_thread().name}
+
+
+def test_what_the_user_chooses_about_garbage_stays(worker: WorkerThread, collected_in: list[str]) -> None:
+    gate = threading.Event()
+    worker.submit(gate.wait, 10)
+    gc.disable()
+    collected_in.clear()
+    try:
+        worker.submit(_litter)
+        gate.set()
+        assert worker.stop(10) and not gc.isenabled() and not collected_in
+    finally:
+        gc.enable()
+    gate.clear()
+    worker.submit(gate.wait, 10)
+    gc.set_threshold(60, 3, 3)
+    gate.set()
+    assert worker.stop(10) and gc.get_threshold() == (60, 3, 3)
+
+
+def test_a_forked_process_collects_garbage(worker: WorkerThread, collected_in: list[str]) -> None:
+    gate = threading.Event()
+    worker.submit(gate.wait, 10)
+    if (child := os.fork()) == 0:
+        os._exit(0 if gc.get_threshold() == (50, 2, 2) else 1)
+    gate.set()
+    assert os.waitpid(child, 0)[1] == 0

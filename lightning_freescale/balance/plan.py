@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_freescale._worker import WorkerThread
 from lightning_freescale.balance.assign import Assignment, assign, assignment_bound, contiguous_split, imbalance, load_imbalance
 from lightning_freescale.balance.report import StepBalance
 from lightning_freescale.balance.solver import Ints
@@ -137,7 +138,7 @@ class PlanPrefetcher(Generic[Plan]):
     ) -> None:
         self._make, self._steps, self._keep, self._complete = make, steps, keep, complete
         self._plans: dict[tuple[int, int], Future[Plan]] = {}
-        self._thread: ThreadPoolExecutor | None = None
+        self._worker: WorkerThread | None = None
 
     def get(self, epoch: int, step: int) -> Plan:
         """Return the plan of a step, waiting for the thread if it is at it."""
@@ -158,22 +159,22 @@ class PlanPrefetcher(Generic[Plan]):
     @contextmanager
     def running(self) -> Iterator[None]:
         """Let a thread plan the next steps within the block."""
-        with ThreadPoolExecutor(1, "freescale-plan") as mine:
-            self._thread = mine
-            try:
-                yield
-            finally:
-                if self._thread is mine:  # else somebody iterates anew
-                    self._thread = None
+        mine = self._worker = WorkerThread("freescale-plan")
+        try:
+            yield
+        finally:
+            if self._worker is mine:  # else another iteration has begun
+                self._worker = None
+            mine.stop()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out plans and thread, which cannot be copied."""
-        return {**self.__dict__, "_plans": {}, "_thread": None}
+        return {**self.__dict__, "_plans": {}, "_worker": None}
 
     def _started(self, epoch: int, step: int) -> Future[Plan]:
         key = (epoch, step)
-        if key not in self._plans and self._thread is not None:
-            self._plans[key] = self._thread.submit(self._make_completely, *key)
+        if key not in self._plans and self._worker is not None:
+            self._plans[key] = self._worker.submit(self._make_completely, *key)
         elif key not in self._plans:
             done: Future[Plan] = Future()
             done.set_result(self._make(*key))

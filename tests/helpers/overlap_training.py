@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 import warnings
@@ -123,8 +122,6 @@ class Case:
 
 def fit_all(cases: dict[str, Case], *ways: str | dict[str, Any]) -> dict[str, list[Run]]:
     """Fit every case in every way, on the ranks of ``run_distributed``."""
-    if any("find_unused_parameters" in way for way in ways):
-        gc.disable()  # a known defect, see docs/limits.md
     runs: dict[str, list[Run]] = {}
     for name, case in cases.items():
         for way in ways:

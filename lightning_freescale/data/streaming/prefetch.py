@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
+from collections import deque
 from collections.abc import Generator, Iterator
-from queue import SimpleQueue
+from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from lightning_freescale._worker import start_daemon
+from lightning_freescale._worker import WorkerThread
 
 T = TypeVar("T")
 _END: Any = object()
@@ -26,34 +26,21 @@ class PrefetchThread(Generic[T]):
 
     def __init__(self, items: Generator[T, None, None], ahead: int) -> None:
         self._items = items
-        self._ready: SimpleQueue[T] = SimpleQueue()
-        self._permits: SimpleQueue[bool] = SimpleQueue()  # True for every item that may be made, False after the last
-        for _ in range(ahead):
-            self._permits.put(True)
-        self._error: BaseException | None = None
-        # a daemon, so that a rank whose peers are gone can end without waiting for them
-        self._thread = start_daemon(self._run, "freescale-stream")
+        # its thread is a daemon, so that a rank whose peers are gone can end without waiting for them
+        self._worker = WorkerThread("freescale-stream")
+        self._made: deque[Future[T]] = deque(self._submit_next() for _ in range(ahead))
 
     def __iter__(self) -> Iterator[T]:
         """Yield the items in their order; raise what the thread raised."""
-        while (item := self._ready.get()) is not _END:
-            self._permits.put(True)
+        while (item := self._made.popleft().result()) is not _END:
+            self._made.append(self._submit_next())
             yield item
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
 
     def stop(self) -> None:
         """Let the thread make what it still may, as the other ranks' threads do, and wait for its end."""
-        self._permits.put(False)
-        self._thread.join()
+        # a generator that fails or is left early ends its workers here, not on whichever thread drops it
+        self._worker.submit(self._items.close)
+        self._worker.stop()
 
-    def _run(self) -> None:
-        try:
-            # a generator that fails or is left early ends its workers here, not on whichever thread drops it
-            with contextlib.closing(self._items) as items:
-                while self._permits.get() and (item := next(items, _END)) is not _END:
-                    self._ready.put(item)
-        except BaseException as error:
-            self._error = error
-        self._ready.put(_END)
+    def _submit_next(self) -> Future[T]:
+        return self._worker.submit(next, self._items, _END)

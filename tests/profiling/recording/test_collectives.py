@@ -30,7 +30,7 @@ from tests.helpers.comm_groups import make_group, outcome
 
 pytestmark = pytest.mark.xdist_group("timing")
 LATE = 0.6
-"""Seconds by which rank 1 is late: a busy machine adds less."""
+"""Seconds by which rank 1 is late."""
 
 
 @contextmanager
@@ -234,12 +234,11 @@ MESSAGES: dict[str, tuple[Callable[[], Any], Callable[[Tensor], Any]]] = {
 """How rank 1 sends, and how rank 0 receives into a tensor."""
 
 
-def _check_waits(timeline: Timeline, way: str) -> list[Collective]:
-    found = _seen(timeline)
-    for one in found:
-        waited = one.end - one.arrive
-        assert waited < 0.4 * LATE if dist.get_rank() else waited > 0.8 * LATE, way
-    dist.barrier()
+def _check_waits(timeline: Timeline, way: str, leave_out: int = 0) -> list[Collective]:
+    """Return the collectives of the step. In each but the first few, rank 0 has waited for rank 1, and rank 1 much less."""
+    found, waits = _seen(timeline), [[], []]
+    dist.all_gather_object(waits, [one.end - one.arrive for one in found[leave_out:]])
+    assert all(first > 0.8 * LATE and second < first - 0.25 * LATE for first, second in zip(*waits, strict=True)), (way, waits)
     _seen(timeline)
     return found
 
@@ -348,10 +347,8 @@ def _backward(timeline: Timeline) -> list[tuple[str, str]]:
     loss = (funcol.all_reduce(x * 2, "sum", dist.group.WORLD) * (rank + 1)).sum()
     time.sleep(LATE * rank)
     loss.backward()
-    first, second = _seen(timeline)
+    first, second = _check_waits(timeline, "backward", 1)
     assert (first.name, second.name, x.grad.tolist()) == ("all_reduce", "functional backward", [6.0] * 4)
-    waited = second.end - second.arrive
-    assert waited < 0.4 * LATE if rank else waited > 0.8 * LATE
     return [(one.name, one.key) for one in (first, second)]
 
 
