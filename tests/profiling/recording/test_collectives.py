@@ -122,9 +122,9 @@ def _asynchronous(timeline: Timeline) -> None:
         work.wait()  # a second wait is no second collective
     for ((place, _), _), one in zip(calls, _seen(timeline), strict=True):
         assert one.start - one.arrive >= meanwhile, (place, one.name)
-        assert one.end - one.start < 0.5 * LATE, (place, one.name)
+        assert one.end - one.start < 0.9 * LATE, (place, one.name)
         if rank == 0:
-            assert 0.75 * LATE < one.done - one.arrive < 1.5 * LATE, (place, one.name)
+            assert one.arrive + 0.75 * LATE < one.done < one.start, (place, one.name)
 
 
 def _what_is_not_recorded(_: Timeline) -> None:
@@ -471,7 +471,7 @@ def _check_ddp() -> None:
         if step != 1:  # DDP puts its buckets in order after the first backward
             assert len(mine) == (step > 1)
         for one in mine:  # the first bucket is there before backward gets slow, the last one after
-            assert SLOW <= wait.start - one.arrive <= one.done - one.arrive < 2 * SLOW
+            assert one.arrive + SLOW <= wait.start <= wait.end <= one.done <= backward.end
             assert (one.moved, one.at_most) == (2 * LAYER_BYTES, True), "all buckets but the last"
         assert wait.name == "dense gradients" and (step < 2 or wait.moved == LAYER_BYTES)
     _, _, alone = _trained(False)
