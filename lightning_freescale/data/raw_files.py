@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -36,6 +37,32 @@ def read_text(
 
 
 def _read_rows(path: Path, text_format: TextFormat) -> pa.Table:
+    table = _read_any_times(path, text_format)
+    lines = _count_lines(path) - text_format.skipped_rows
+    if table.num_rows != lines:
+        raise ValueError(
+            f"{path}: {table.num_rows} rows were read of {lines} lines, because a quotation mark opens a value that ends in "
+            "another line: double the marks within values, or write the file with tabs, where marks have no meaning"
+        )
+    return table
+
+
+def _count_lines(path: Path) -> int:
+    """Return how many lines are not empty."""
+    count, last = 0, b"\n"
+    with pa.input_stream(str(path)) as file:
+        first = file.read(len(codecs.BOM_UTF8))
+        rest = b"" if first == codecs.BOM_UTF8 else first
+        while block := rest + file.read(_BLOCK):
+            rest = b""
+            text = np.frombuffer(last + block.replace(b"\r", b"\n"), np.uint8)
+            ends = text == ord("\n")
+            count += int((ends[:-1] & ~ends[1:]).sum())  # a line begins
+            last = b"\n" if ends[-1] else b" "
+    return count
+
+
+def _read_any_times(path: Path, text_format: TextFormat) -> pa.Table:
     try:
         return _read_csv(path, text_format)
     except pa.ArrowInvalid as error:
@@ -61,7 +88,9 @@ def _read_csv(path: Path, text_format: TextFormat, if_ragged: Callable[[Any], st
                 column_names=[str(number) for number in range(text_format.columns)],
             ),
             pyarrow.csv.ParseOptions(
-                delimiter=text_format.delimiter if len(delimiter) == 1 else STAND_IN, invalid_row_handler=if_ragged
+                delimiter=text_format.delimiter if len(delimiter) == 1 else STAND_IN,
+                quote_char='"' if text_format.quoted else False,
+                invalid_row_handler=if_ragged,
             ),
             pyarrow.csv.ConvertOptions(column_types=types, include_columns=names, strings_can_be_null=True),
         )

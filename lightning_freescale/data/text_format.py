@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ class TextFormat:
         delimiter: what stands between two values, one or two bytes in UTF-8.
         line: what a line holds: one interaction, or a user and all items of that user in order.
         skip: lines before the first value: blank ones and the header.
+        skipped_rows: how many of these lines are not empty.
         columns: how many there are.
         wanted: numbers of the columns of users, items and, if there are any, times.
         times: how the times of the first lines are written; strings if they are no times.
@@ -38,9 +40,15 @@ class TextFormat:
     delimiter: str
     line: Line
     skip: int
+    skipped_rows: int
     columns: int
     wanted: tuple[int, ...]
     times: pa.DataType | None
+
+    @property
+    def quoted(self) -> bool:
+        """Whether ``"`` encloses values; in files that are split at tabs or ``::`` it is a part of them."""
+        return _is_quoted(self.delimiter)
 
 
 def find_format(
@@ -51,9 +59,11 @@ def find_format(
     Raises:
         ValueError: more than one format fits, or none; names what to pass.
     """
-    numbered = {number: text for number, text in enumerate(_first_lines(path), 1) if text.strip()}
+    first_lines = _first_lines(path)
+    numbered = {number: text for number, text in enumerate(first_lines, 1) if text.strip()}
     if not numbered:
         raise ValueError(f"interactions file {path} is empty: pass a file with columns {wanted}")
+    _refuse_json(path, next(iter(numbered.values())))
     if delimiter is not None and not 1 <= len(delimiter.encode()) <= 2:
         raise ValueError(f"delimiter={delimiter!r}: pass one or two bytes, such as ',' or '::'")
     if line not in (None, "interaction", "user"):
@@ -74,7 +84,8 @@ def find_format(
     names: list[Any] = rows[0] if named else list(range(len(rows[0])))
     where = (0, 1) if line == "user" else positions(names, wanted, path)
     times = kind_of([fields[where[2]] for fields in rows[named:]]) if len(where) > 2 else None
-    return TextFormat(delimiter, line, numbers[0] - 1 + named, len(rows[0]), where, times)
+    skip = numbers[0] - 1 + named
+    return TextFormat(delimiter, line, skip, sum(map(bool, first_lines[:skip])), len(rows[0]), where, times)
 
 
 def _first_lines(path: Path) -> list[str]:
@@ -84,10 +95,27 @@ def _first_lines(path: Path) -> list[str]:
     return lines[:-1] if is_cut and len(lines) > 1 else lines
 
 
+def _is_quoted(delimiter: str) -> bool:
+    return delimiter != "\t" and len(delimiter.encode()) == 1
+
+
+def _refuse_json(path: Path, line: str) -> None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return
+    if isinstance(value, dict):
+        raise ValueError(
+            f"{path} holds JSON lines, which are not read: pass pyarrow.json.read_json({str(path)!r}), or another table of its "
+            "columns"
+        )
+
+
 def _split(lines: list[str], delimiter: str) -> list[list[str]]:
+    quoting: Any = csv.QUOTE_MINIMAL if _is_quoted(delimiter) else csv.QUOTE_NONE
     if len(delimiter.encode()) == 2:
         lines, delimiter = [text.replace(delimiter, STAND_IN) for text in lines], STAND_IN
-    return list(csv.reader(lines, delimiter=delimiter))
+    return list(csv.reader(lines, delimiter=delimiter, quoting=quoting))
 
 
 def _even(rows: list[list[str]]) -> bool:
@@ -174,6 +202,11 @@ def positions(names: list[Any], wanted: list[Column], source: object) -> tuple[i
         ValueError: there is no such column, or two are wanted for one and the same.
     """
     for column in wanted:
+        if isinstance(column, str) and column.endswith("_seq") and ":" in column:
+            raise ValueError(
+                f"{source}: column {column!r} holds a list in each row, which would be read as one id: write one row for each "
+                "interaction, or pass a table"
+            )
         if column not in (range(len(names)) if isinstance(column, int) else names):
             raise ValueError(
                 f"{source} has no column {column!r}, only {names}: name yours with user=, item=, time=, or give "

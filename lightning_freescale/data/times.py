@@ -58,10 +58,10 @@ def _parsed(values: pa.ChunkedArray, column: int | str, name: str) -> pa.Chunked
     if parsed is not None:
         return parsed
     row = _first_bad(values)
+    other = f", and {values[0].as_py()!r} in row 0" if row else ""
     raise ValueError(
-        f"column {column!r} of {name} has {values[row].as_py()!r} in row {row}, and {values[0].as_py()!r} in row 0: times "
-        "are all numbers, or all dates or ISO 8601, with a time zone or all without. Convert them, or pass time=None if the "
-        "rows of each user are in order"
+        f"column {column!r} of {name} has {values[row].as_py()!r} in row {row}{other}: times are all numbers, or all dates or "
+        "ISO 8601, with a time zone or all without. Convert them, or pass time=None if the rows of each user are in order"
     )
 
 

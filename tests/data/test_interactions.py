@@ -227,6 +227,10 @@ def test_two_lines_of_a_user_follow_each_other(tmp_path: Path) -> None:
         ("user,item,time\n1,2,3\n", {"ties": "drop"}, "ties='drop'"),
         ("user,item,time\n1,2,3\n", {"time": None, "order": "sort"}, "time=None, order='sort'"),
         ("user,item,time\n1,2,3\n", {"time": None, "ties": "keep"}, "time=None.* ties='keep'"),
+        ('user,item,time\n1,"2,3\n1,5,4\n1,"6,7\n1,8,9\n', {}, "rows.txt"),
+        ('{"user": 1, "item": 2}\n{"user": 1, "item": 3}\n', {}, "JSON lines"),
+        ("u:token\ti:token_seq\n1\t2 3\n", {"user": "u:token", "item": "i:token_seq", "time": None}, "'i:token_seq'.* list"),
+        ("user,item,time\n1,2,5/15/2014 3:58\n", {}, "'5/15/2014 3:58' in row 0: times"),
     ],
 )
 def test_what_is_not_clear(text: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -242,6 +246,17 @@ def test_what_is_not_clear_can_be_said_by_an_option_or_the_suffix(tmp_path: Path
         assert read_interactions(_text(tmp_path, text, name), **columns, header=False).user_ids.tolist() == users
     path = _text(tmp_path, "1,2,,5\n1,3,9,6\n")  # no header above a missing value
     assert _told(read_interactions(path, user=0, item=1, time=3)) == {1: [(2, 5), (3, 6)]}
+
+
+@pytest.mark.parametrize(("delimiter", "block"), [("\t", 1 << 24), ("\t", 40), ("::", 1 << 24)])
+def test_quotation_marks_have_no_meaning_without_commas(
+    delimiter: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(raw_files_module, "_BLOCK", block)
+    artists = ['"Heroes', "a", '"Weird Al" Yankovic', "b", 'Sign "O"', '"c', '"']
+    rows = [(user, artist, time) for user in (1, 2) for time, artist in enumerate(artists)]
+    histories = read_interactions(_text(tmp_path, "\n" + _lines(rows, delimiter)), user=0, item=1, time=2, header=False)
+    assert _told(histories) == {user: [(artist, time) for time, artist in enumerate(artists)] for user in (1, 2)}
 
 
 def test_a_delimiter_of_two_bytes_across_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,5 +128,5 @@ def test_every_sample_once_also_where_a_run_stops_and_goes_on(name: str, workers
 def test_data_frames(name: str) -> None:
     times = np.array([3, 1, 2], "datetime64[ms]")
     frame = pytest.importorskip(name).DataFrame({"user": [7, 7, 8], "item": ["a", "b", "a"], "time": times})
-    histories = read_interactions(frame)
+    histories = read_interactions(frame, order="sort")
     assert (histories.lengths.tolist(), histories.num_items) == ([2, 1], 2)
