@@ -76,7 +76,6 @@ ON_CPU_AS_WELL = {
     "comm/transports/topology.py": {"torch.cuda.is_": "asks whether there is CUDA"},
     "_worker.py": {"torch.cuda.is_initialized()": "asks whether there is CUDA"},
     "comm/transports/host/transport.py": {"wait_event": "HostStaging has it, too"},
-    "strategy/preserve_state.py": {"torch.Stream": "a type", "torch.Event": "a type"},
 }
 """What names CUDA in a line that every device runs, with the reason."""
 

@@ -54,7 +54,6 @@ class Case:
     epochs: int
     window: int
     clip: str
-    lookahead: str
     validates: bool
     dropout: float
     split_backward: bool
@@ -89,6 +88,11 @@ def random_case(seed: int) -> Case:
         pooled, wide = (tuple(bags.choice(choices) for _ in range(tables)) for choices in (pooling, [False, False, True]))
         return replace(part, bags=pooled, wide=wide)
 
+    def clip() -> str:
+        drawn = pick(["none", "none", "norm", "value"])
+        pick(range(4))  # for an option that is gone: what a seed has drawn after it stays
+        return drawn
+
     return Case(
         seed=seed,
         ranks=pick([1, 2, 2, 3]),
@@ -99,8 +103,7 @@ def random_case(seed: int) -> Case:
         steps=pick([4, 6]),
         epochs=pick([1, 2]),
         window=pick([1, 1, 2]),
-        clip=pick(["none", "none", "norm", "value"]),
-        lookahead=pick(["batch", "batch", "batch", "trial_run"]),
+        clip=clip(),
         validates=draw.random() < 0.3,
         dropout=pick([0.0, 0.2]),
         split_backward=random.Random(f"split {seed}").random() < 0.5,

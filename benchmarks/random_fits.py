@@ -32,19 +32,18 @@ class Outcome:
 def run_case(case: Case) -> dict[str, Outcome]:
     """Train on the ranks of ``run_distributed``, in each way that is compared."""
     plain = [f"parts.{index}" for index, part in enumerate(case.parts) if part.plain]
-    options: dict[str, Any] = {"find_unused_parameters": True, "shard": plain or None}
-    ahead = {"lookahead": case.lookahead, "split_backward": case.split_backward}
+    options: dict[str, Any] = {"find_unused_parameters": True, "shard": plain or None, "split_backward": case.split_backward}
     if case.nodes > 1:
         rank, each = int(os.environ["RANK"]), case.ranks // case.nodes
         os.environ.update(LOCAL_RANK=str(rank % each), GROUP_RANK=str(rank // each), LOCAL_WORLD_SIZE=str(each))
         return {
             "ddp": _fit(case, DDPStrategy(find_unused_parameters=True)),
-            "two_level": _fit(case, FreeScaleStrategy(**options, **ahead, exchange="two_level")),
+            "two_level": _fit(case, FreeScaleStrategy(**options, exchange="two_level")),
         }
     return {
         "ddp": _fit(case, DDPStrategy(find_unused_parameters=True)),
-        "freescale": _fit(case, FreeScaleStrategy(**options, **ahead)),
-        "dedup=False": _fit(case, FreeScaleStrategy(**options, **ahead, dedup=False)),
+        "freescale": _fit(case, FreeScaleStrategy(**options)),
+        "dedup=False": _fit(case, FreeScaleStrategy(**options, dedup=False)),
     }
 
 

@@ -40,6 +40,10 @@ class WorkerThread:
         self._waiting = 0
         self._thread: threading.Thread | None = None
 
+    def __reduce__(self) -> Any:
+        """Copy a worker, as a part of an object that is copied or pickled, without its jobs."""
+        return type(self), (self.name,)
+
     def submit(self, job: Job, *args: Any) -> Future[Any]:
         """Queue ``job(*args)`` for the thread and return its future."""
         future: Future[Any] = Future()

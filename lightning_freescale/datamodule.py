@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_freescale._lightning.ddp import process_group_timeout
+from lightning_freescale._lightning.loader_wrapper import PredictionLoader
 from lightning_freescale._lightning.loops import (
     GradientAccumulationScheduler,
     LightningDataModule,
@@ -299,9 +300,10 @@ class FreeScaleDataModule(LightningDataModule):
         """Return a loader of this rank's part of the test samples, each once, in order."""
         return self._evaluation_loader("test_dataset")
 
-    def predict_dataloader(self) -> BalancedDataLoader | list[Any]:
+    def predict_dataloader(self) -> PredictionLoader | list[Any]:
         """Return a loader of this rank's part of the samples to predict, each once, in order."""
-        return self._evaluation_loader("predict_dataset")
+        loader = self._evaluation_loader("predict_dataset")
+        return loader if isinstance(loader, list) else PredictionLoader(loader)
 
     def _evaluation_loader(self, name: str) -> BalancedDataLoader | list[Any]:
         dataset = getattr(self, name)

@@ -209,12 +209,11 @@ def _strategy_of(*options: str) -> FreeScaleStrategy:
     return parser.instantiate_classes(parsed).strategy
 
 
-def test_who_tells_the_ids_can_stand_in_yaml() -> None:
-    assert _strategy_of("lookahead=trial_run").lookahead == "trial_run"
-    strategy = _strategy_of("ids_of=lightning_freescale.data.collate_histories")
-    assert strategy.ids_of is collate_histories and strategy.lookahead == "batch"
-    with pytest.raises(Exception, match="lookahead"):
-        _strategy_of("lookahead=dry_run")
+def test_options_can_stand_in_yaml() -> None:
+    assert _strategy_of("ids_of=lightning_freescale.data.collate_histories").ids_of is collate_histories
+    assert _strategy_of("clip=dense").clip == "dense"
+    with pytest.raises(Exception, match="clip"):
+        _strategy_of("clip=tables")
 
 
 # -- the wheel

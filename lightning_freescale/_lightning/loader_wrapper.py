@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
+
+# a loop of prediction takes the numbers of samples from this kind of sampler alone
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 
 
 class LoaderWrapper:
@@ -31,3 +35,33 @@ class LoaderWrapper:
 
     def __len__(self) -> int:
         return len(self._loader)
+
+
+class PredictionLoader(LoaderWrapper):
+    """A loader whose batches a ``BasePredictionWriter`` gets together with the numbers of their samples.
+
+    Args:
+        loader: iterates over the samples that its ``sampler`` plans; a :class:`BalancedSampler` of one epoch.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader, batch_sampler=_PlannedSamples(loader.sampler))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader)
+
+
+class _PlannedSamples(_IndexBatchSamplerWrapper):
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+
+    @property
+    def seen_batch_indices(self) -> Any:  # type: ignore[override]
+        return self
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getitem__(self, batch: int) -> list[int]:
+        samples: list[int] = self._sampler.plan(self._sampler.epoch, batch)[self._sampler.rank].tolist()
+        return samples

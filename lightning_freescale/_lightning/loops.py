@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, cast
 
 from lightning.fabric.utilities.apply_func import _TransferableDataType
@@ -18,7 +20,6 @@ from lightning.pytorch.loggers import Logger as Logger
 from lightning.pytorch.loggers import MLFlowLogger as MLFlowLogger
 from lightning.pytorch.loggers import TensorBoardLogger as TensorBoardLogger
 from lightning.pytorch.loggers import WandbLogger as WandbLogger
-from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import MixedPrecision as MixedPrecision
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.profilers import PyTorchProfiler as PyTorchProfiler
@@ -27,6 +28,8 @@ from lightning.pytorch.trainer.states import TrainerFn as TrainerFn
 from lightning.pytorch.utilities import rank_zero_info as rank_zero_info
 from lightning.pytorch.utilities import rank_zero_warn as rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden as is_overridden
+
+from lightning_freescale.profiling.recording.observed_work import replaced
 
 # moving optimizer states is part of every strategy's set-up, but has no public name
 optimizers_to_device = _optimizers_to_device
@@ -56,6 +59,32 @@ def around_validation(trainer: Trainer, around: Callable[[], Any]) -> Generator[
         yield
     finally:
         del loop.run
+
+
+@contextmanager
+def after_evaluation_batches(trainer: Trainer, call: Callable[[], Any]) -> Generator[None, None, None]:
+    """Call ``call`` when a loop of validation, test or prediction has run this rank's batches of a loader.
+
+    The hooks come later: before them, a loop averages over ranks what the module has logged.
+    """
+    evaluating = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
+    ends = [(loop, "_store_dataloader_outputs") for loop in evaluating] + [(trainer.predict_loop, "on_run_end")]
+
+    def run(loop: Any, method: Callable[[], Any]) -> Any:
+        result = method()
+        if loop.skip:  # this rank has no batches
+            call()
+        return result
+
+    def end(method: Callable[[], Any]) -> Any:
+        call()
+        return method()
+
+    with ExitStack() as stack:
+        for loop, name in ends:
+            methods = {"run": partial(run, loop, loop.run), name: partial(end, getattr(loop, name))}
+            stack.enter_context(replaced(loop, methods))
+        yield
 
 
 @contextmanager
@@ -94,43 +123,6 @@ def before_batches(trainer: Trainer, begin: Callable[[], Any]) -> Generator[None
         del loop.advance
 
 
-@contextmanager
-def counting_ahead(trainer: Trainer, updates: bool) -> Generator[None, None, None]:
-    """Let the Trainer count steps and batches as it will in the next batch; ``updates`` if an optimizer step comes before.
-
-    A trial run of that batch's ``training_step`` may ask for ``global_step``, to draw random numbers by it; the counters
-    behind it have no public setter.
-    """
-    loop = trainer.fit_loop.epoch_loop
-    steps, batches = loop.automatic_optimization.optim_progress.optimizer.step.total, loop.batch_progress
-    before = steps.completed, batches.current.ready, batches.total.ready
-    try:
-        steps.completed += updates
-        batches.current.ready += 1
-        batches.total.ready += 1
-        yield
-    finally:
-        steps.completed, batches.current.ready, batches.total.ready = before
-
-
-@contextmanager
-def unlogged(trainer: Trainer) -> Generator[None, None, None]:
-    """Give the Trainer loggers that do nothing; afterwards its own again, and its other attributes, ``should_stop`` say."""
-    attributes = dict(vars(trainer))
-    trainer.loggers = [DummyLogger() for _ in trainer.loggers]
-    try:
-        yield
-    finally:
-        vars(trainer).update(attributes)
-
-
-def prepared_batch(trainer: Trainer, batch: Any) -> Any:
-    """Return what the loop makes of a batch before ``training_step``; it has no method for that, its hooks are private."""
-    batch = trainer.precision_plugin.convert_input(batch)
-    batch = trainer.lightning_module._on_before_batch_transfer(batch)  # the data module's hook, if it has one
-    return trainer.strategy.batch_to_device(batch, trainer.strategy.root_device)
-
-
 def leaves_transfer_alone(trainer: Trainer) -> bool:
     """Whether batches reach the device, and the step, as they come out of the loader, by Lightning's own means."""
     hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -142,6 +134,19 @@ def leaves_transfer_alone(trainer: Trainer) -> bool:
 def reload_train_loader(trainer: Trainer) -> None:
     """Make the fit loop ask for the training loader again although it has one; it has no public way to forget it."""
     trainer.fit_loop._combined_loader = None
+
+
+def weights_only_of_run() -> bool | None:
+    """Return ``weights_only`` of the Trainer's call that is being set up, as of ``trainer.fit(..., weights_only=False)``.
+
+    The Trainer does not pass it on to a strategy that restores checkpoints after its set-up.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is Trainer._run.__code__:
+            return cast("bool | None", frame.f_locals.get("weights_only"))
+        frame = cast(Any, frame.f_back)
+    return None
 
 
 def ended_inside_epoch(trainer: Trainer) -> bool:

@@ -71,8 +71,9 @@ def collate_histories(samples: list[dict[str, Any]]) -> dict[str, Any]:
     lengths = torch.tensor([len(sample["item"]) for sample in samples], dtype=torch.int32)
     joined = {key: torch.from_numpy(np.concatenate([s[key] for s in samples])) for key in ("item", "time", "target")}
     return {
+        # first: Lightning takes the size of the first tensor for the number of samples
+        "user": torch.tensor([int(sample["user"]) for sample in samples]),
         "features": KeyedJaggedTensor(keys=["item"], values=joined["item"], lengths=lengths),
         "time": joined["time"],
         "target": joined["target"],
-        "user": torch.tensor([int(sample["user"]) for sample in samples]),
     }

@@ -14,6 +14,7 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
 from torchrec.distributed.types import ModuleSharder, ShardedModule
+from torchrec.modules.embedding_configs import DataType
 
 from lightning_freescale.embeddings.managed_collision import is_managed, managed_blueprint, refuse_unshardable
 from lightning_freescale.embeddings.plain_embedding import EmbeddingSharder, table_name
@@ -34,6 +35,7 @@ class Table:
         init: fills a tensor with initial weights.
         padding_row: the row that is zero at first and never updated, if there is one.
         mean: whether the rows of a bag are pooled by their mean, else by their sum.
+        data_type: of its weights.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Table:
     init: Callable[[torch.Tensor], Any]
     padding_row: int | None = None
     mean: bool = False
+    data_type: DataType = DataType.FP32
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,7 @@ def _describe(path: str, aliases: tuple[str, ...], module: Any) -> Collection:
             features=tuple(c.feature_names),
             init=c.init_fn,
             mean=pooled and c.pooling == PoolingType.MEAN,
+            data_type=c.data_type,
         )
         for c in configs
     )

@@ -114,6 +114,20 @@ class ParameterGroups:
             found[key] = shared.get(alike) or shared.setdefault(alike, UpdateSettings(updates, options[group], frozen))
         return found
 
+    def refuse_late_changes(self, used: Mapping[str, UpdateSettings]) -> None:
+        """Refuse options that have changed since the tables' gradients of the step were sent with those ``used``, by table key.
+
+        Raises:
+            ValueError: the optimizer step would use other options for the dense parameters.
+        """
+        for key, settings in used.items():
+            group = self.optimizers[key].group if settings.options else None
+            if group is not None and (now := self._options(group, key)) != settings.options:
+                raise ValueError(
+                    f"options of parameter group {group} were changed after backward from {dict(settings.options)} to {now}: "
+                    f"the embedding table {key!r} has been updated with the former. Change them before backward"
+                )
+
     def count_step(self, idle: Iterable[str] = ()) -> None:
         """Note that an optimizer step has been done, in which the tables ``idle``, by key, had no gradient."""
         self.step, self._window_open = self.step + 1, False

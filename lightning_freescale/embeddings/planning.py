@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import KernelConfig, TopologyFactory, TrainerConfig
+from torchrec.modules.embedding_configs import DataType
 
 from lightning_freescale.embeddings.collections import Collection, Table
 from lightning_freescale.embeddings.optimizer import TableOptimizer
@@ -87,6 +88,26 @@ def row_wise_planner(
     return EmbeddingShardingPlanner(
         topology=topology, constraints=constraints, storage_reservation=FixedPercentageStorageReservation(0.15)
     )
+
+
+def check_tables(collection: Collection) -> None:
+    """Check that TorchRec's kernels can hold the tables of a collection and update them as the unsharded module's.
+
+    Raises:
+        ValueError: names the table and the fix.
+    """
+    for table in collection.tables:
+        of_collection = f"table {table.name!r} of embedding collection {collection.path!r}"
+        if table.data_type != DataType.FP32:
+            raise ValueError(
+                f"{of_collection} has data_type={table.data_type.name}: FBGEMM keeps its optimizer state in float32 and rounds "
+                "otherwise than torch, so it would not be trained as unsharded. Use DataType.FP32"
+            )
+        if table.dim % 4:
+            raise ValueError(
+                f"{of_collection} has embedding_dim={table.dim}, but FBGEMM's tables need a multiple of 4: use "
+                f"{table.dim + -table.dim % 4}, and the first {table.dim} columns of what it returns"
+            )
 
 
 def check_plan(collection: Collection, plan: Mapping[str, Any], optimizers: Mapping[str, TableOptimizer]) -> None:

@@ -20,7 +20,7 @@ from lightning_freescale.embeddings.managed_collision import patch_sharded
 from lightning_freescale.embeddings.optimizer import FROZEN, TableOptimizer
 from lightning_freescale.embeddings.placement import Placement, place_rows, row_orders
 from lightning_freescale.embeddings.plain_embedding import as_collection
-from lightning_freescale.embeddings.planning import check_plan, memory_for_tables, row_wise_planner
+from lightning_freescale.embeddings.planning import check_plan, check_tables, memory_for_tables, row_wise_planner
 from lightning_freescale.embeddings.shards import Shard, ShardedTables, ShardingRecord, kernels, shards_of
 from lightning_freescale.embeddings.sparse_adam import new_state
 
@@ -58,6 +58,8 @@ class TableSharding:
         self.device = device
         self._overlap = overlap
         found = find_collections(root, embeddings)
+        for collection, _ in found:
+            check_tables(collection)
         self._replaced = [(collection, module, collection.blueprint()) for collection, module in found]
         overlapped = [c for c, *_ in self._replaced if overlap and not c.plain_because]
         self.sparse_adam = frozenset(table.key for collection in overlapped for table in collection.tables)
@@ -148,9 +150,16 @@ class TableSharding:
                 _fill_shards(shards_of(collection, module), collection, original, chosen)
                 if collection.managed:
                     fill_id_remappings(collection, module, original)
-        for (*_, blueprint), module in zip(self._replaced, modules):
+        for (collection, original, blueprint), module in zip(self._replaced, modules):
             replace_everywhere(self.root, blueprint, module)
+            self._refuse_gradients(collection, original)
         return ShardedTables(list(zip(collections, modules)))
+
+    def _refuse_gradients(self, collection: Collection, original: Any) -> None:
+        """Refuse gradients of weights that are trained no more, because the model holds them elsewhere as well."""
+        for key, weight in collection.parameters(original).items():
+            if weight.requires_grad and not hasattr(original, "freescale_sharding"):
+                weight.register_post_accumulate_grad_hook(partial(_refuse_gradient, key, "the unsharded weight"))
 
     def _read_weights(self, collection: Collection, module: Any) -> None:
         weights = collection.parameters(module)
@@ -236,9 +245,21 @@ def _register_leaves(collection: Collection, module: Any, blueprint: Mapping[str
         path, _, name = table.key.removeprefix(f"{collection.path}.").rpartition(".")
         held = module.get_submodule(path)._parameters
         view = held[name]
-        leaf = nn.Parameter(view.detach(), requires_grad=blueprint[table.key].requires_grad)
+        leaf = nn.Parameter(view.detach())
         leaf._in_backward_optimizers = view._in_backward_optimizers  # type: ignore[attr-defined]
+        leaf.register_post_accumulate_grad_hook(partial(_refuse_gradient, table.key, "this rank's part of the weight"))
+        leaf.requires_grad_(blueprint[table.key].requires_grad)  # torch takes the hook only from one that requires grad
         held[name] = leaf
+
+
+def _refuse_gradient(key: str, what: str, weight: Tensor) -> None:
+    weight.grad = None
+    raise ValueError(
+        f"the loss depends on {what} of the sharded table {key!r} itself, not on rows that were looked up, and its gradient "
+        "would be lost. Leave the table out of the term (an L2 norm over self.parameters(), say) and regularize the rows that "
+        "the step looks up, or set weight_decay= where the optimizer takes it; trainer.strategy.full_weight reads a copy of "
+        "the whole table; an nn.Embedding can be left out of shard="
+    )
 
 
 def _add_sparse_adam_states(collection: Collection, module: Any, chosen: Mapping[str, TableOptimizer]) -> None:

@@ -40,7 +40,7 @@ from lightning_freescale.strategy.module_setup import (
 from lightning_freescale.strategy.table_access import TableAccess
 from lightning_freescale.strategy.validation import (
     refuse_exchange,
-    refuse_lookahead,
+    refuse_ids_of,
     refuse_options,
     refuse_placement,
     refuse_shard,
@@ -51,7 +51,7 @@ from lightning_freescale.strategy.validation import (
 
 if TYPE_CHECKING:
     from lightning_freescale.embeddings.collections import Collection
-    from lightning_freescale.embeddings.overlap import OverlapReport
+    from lightning_freescale.embeddings.overlap import OverlapEngine, OverlapReport
     from lightning_freescale.embeddings.parameter_groups import ParameterGroups
     from lightning_freescale.embeddings.shards import ShardedTables
     from lightning_freescale.fabric.table_steps import TableSteps
@@ -119,7 +119,7 @@ class FreeScaleFabricStrategy(TableAccess, FabricDDPBase):
             refuse_unknown_options(ddp_options, FreeScaleFabricStrategy)
             super().__init__(**ddp_options)
             refuse_options(self.start_method, None)
-            refuse_lookahead("batch", ids_of, overlap)
+            refuse_ids_of(ids_of, overlap)
             refuse_split_backward(split_backward, overlap)
             refuse_shard(shard)
             refuse_placement(placement)
@@ -134,7 +134,6 @@ class FreeScaleFabricStrategy(TableAccess, FabricDDPBase):
         self.placement, self.split_backward, self.exchange = placement, split_backward, exchange
         self.clips_gradients = clip_gradients
         self.block_backward_sync(self._accumulating)
-        self.tables: ShardedTables | None = None
         self._module: nn.Module | None = None
         self._steps: TableSteps | None = None
         self._clipping: JointClipping | None = None
@@ -311,13 +310,6 @@ class FreeScaleFabricStrategy(TableAccess, FabricDDPBase):
         if self._steps is not None:
             self._steps.drain()
 
-    def writing_tables(self) -> AbstractContextManager[None]:
-        """Enter this around writes to the tables by hand, on every rank.
-
-        Updates under way come first, rows fetched ahead are void.
-        """
-        return nullcontext() if self._steps is None else self._steps.writing()
-
     def finish_overlap(self) -> OverlapReport | None:
         """Bring the tables up to date, and return what the overlap was worth: means over all ranks and steps. Collective.
 
@@ -346,6 +338,7 @@ class FreeScaleFabricStrategy(TableAccess, FabricDDPBase):
         wrapped = wrap_dense(module, names, self.ddp_device_ids, self.ddp_options)
         if not isinstance(wrapped, DistributedDataParallel):
             sync_dense(module, names)
+        self.engine = self._new_engine(tables)
         if optimizer is not None and groups is not None:
             optimizers_to_device([optimizer], self.root_device)
             self._follow_steps(module, wrapped, groups, optimizer)
@@ -381,25 +374,31 @@ class FreeScaleFabricStrategy(TableAccess, FabricDDPBase):
                 group["params"] = given
             raise
 
-    def _follow_steps(self, module: nn.Module, wrapped: nn.Module, groups: ParameterGroups, optimizer: Optimizer) -> None:
+    def _new_engine(self, tables: ShardedTables) -> OverlapEngine | None:
         from lightning_freescale.embeddings.overlap import OverlapEngine
+
+        if not self.overlap:
+            return None
+        engine = OverlapEngine(
+            tables,
+            self.dedup,
+            self.group_timeout,
+            self.transport,
+            hold_gradients=self.clips_gradients,
+            exchange=levels_of(self.exchange, self.num_nodes, self.num_processes),
+            ranks_per_node=self.num_processes,
+        )
+        self._at_teardown.callback(engine.close, farewell=False)
+        return engine
+
+    def _follow_steps(self, module: nn.Module, wrapped: nn.Module, groups: ParameterGroups, optimizer: Optimizer) -> None:
         from lightning_freescale.fabric.table_steps import TableSteps
         from lightning_freescale.strategy.early_copy import EarlyCopy
         from lightning_freescale.strategy.lookahead import Lookahead
 
         assert self.tables is not None
-        engine = lookahead = early_copy = None
-        if self.overlap:
-            engine = OverlapEngine(
-                self.tables,
-                self.dedup,
-                self.group_timeout,
-                self.transport,
-                hold_gradients=self.clips_gradients,
-                exchange=levels_of(self.exchange, self.num_nodes, self.num_processes),
-                ranks_per_node=self.num_processes,
-            )
-            self._at_teardown.callback(engine.close, farewell=False)
+        engine, lookahead, early_copy = self.engine, None, None
+        if engine is not None:
             lookahead = Lookahead(engine, module, self.ids_of, _NAME)
             early_copy = EarlyCopy(self.root_device) if self.root_device.type == "cuda" else None
         steps = TableSteps(self.tables, groups, optimizer, engine, lookahead, early_copy, self.split_backward)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_freescale._lightning.loops import rank_zero_warn
+from lightning_freescale.embeddings.optimizer import UpdateSettings
 from lightning_freescale.embeddings.overlap import OverlapEngine, OverlapReport, WeightGradientsLast
 from lightning_freescale.embeddings.parameter_groups import ParameterGroups
 from lightning_freescale.embeddings.shards import ShardedTables
@@ -58,6 +59,7 @@ class TableSteps:
         self._accumulating = False  # inside fabric.no_backward_sync
         self._begun = self._accumulates = False  # a forward whose backward is to come; and whether no update follows it
         self._due = self._waiting = False  # a backward whose optimizer step is to come; gradients that wait for one that is
+        self._settings: Mapping[str, UpdateSettings] = {}  # what the tables are updated with in the current step
         self._split: WeightGradientsLast | None = None
         self._warned = False
 
@@ -120,6 +122,8 @@ class TableSteps:
             )
         self._refuse_other_dense_gradients()
         self._end_forward()
+        if self.engine is not None:
+            self._settings = self.engine.follow_settings(self._settings, self.groups.settings())
         try:
             run()
             if self.engine is not None:
@@ -152,6 +156,8 @@ class TableSteps:
         if self.engine is not None:
             self.engine.end_backward()
             self.engine.apply_gradients()
+        if self._due:
+            self.groups.refuse_late_changes(self._settings)
         self.groups.count_step(self.tables.idle_tables(self._due, self._overlapped))
         self._begun = self._due = self._waiting = False
         self._dense.note()
@@ -188,7 +194,7 @@ class TableSteps:
             )
         zeroed = self._waiting and self._dense.since_then == SinceThen.ZEROED
         self._waiting = self._waiting and not zeroed
-        settings = self.groups.settings()
+        self._settings = settings = self.groups.settings()
         self.tables.prepare_update(settings, skip=self._overlapped)
         if self.engine is not None and self._lookahead is not None:
             self._lookahead.start_batch()

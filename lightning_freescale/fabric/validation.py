@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from lightning_freescale.embeddings.shards import ShardedTables
 
 _OF_THE_TRAINER = {
-    "lookahead": "a trial run repeats training_step, which Fabric has not. Tell the ids by ids_of=, or put them into the batch",
     "target_bubble_reduction": "the autopilot times the Trainer's steps. Set split_backward= yourself, or use L.Trainer",
     "clip": "pass clip_gradients=True and call fabric.clip_gradients(model, optimizer, ...), over dense part and tables",
     "micro_batches": "the Trainer's loop divides batches. Use smaller batches within fabric.no_backward_sync(model)",

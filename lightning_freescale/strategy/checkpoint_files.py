@@ -35,11 +35,13 @@ class CheckpointFiles:
 
     Attributes:
         training: whether steps are under way, beside which a checkpoint may be written.
+        weights_only: whether checkpoints may hold tensors and numbers alone, where the call that reads one does not tell.
     """
 
     def __init__(self, checkpoint: str, in_background: bool, save_non_finite: bool) -> None:
         self.checkpoint, self._in_background, self._save_non_finite = checkpoint, in_background, save_non_finite
         self.training = False
+        self.weights_only: bool | None = None
         self._group: ProcessGroup | None = None  # of all ranks, for what is on the CPU
         self._deferred: DeferredTensors | None = None  # while a checkpoint is saved
         self._thread = WorkerThread("freescale checkpoint")

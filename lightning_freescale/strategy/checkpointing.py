@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -27,9 +26,7 @@ from lightning_freescale.strategy.stopping import StoppingStrategy
 from lightning_freescale.strategy.table_access import TableAccess
 
 if TYPE_CHECKING:
-    from lightning_freescale.embeddings.overlap import OverlapEngine
     from lightning_freescale.embeddings.parameter_groups import ParameterGroups
-    from lightning_freescale.embeddings.shards import ShardedTables
     from lightning_freescale.strategy.autopilot import Autopilot
     from lightning_freescale.strategy.overlap import OverlapController
 
@@ -52,7 +49,6 @@ class UnshardedCheckpointStrategy(TableAccess, StoppingStrategy):
     def __init__(self, files: CheckpointFiles, **ddp_options: Any) -> None:
         super().__init__(**ddp_options)
         self.files = files
-        self.tables: ShardedTables | None = None
         self.groups: ParameterGroups | None = None
         self.overlap_controller: OverlapController | None = None
         self.autopilot: Autopilot | None = None
@@ -66,22 +62,10 @@ class UnshardedCheckpointStrategy(TableAccess, StoppingStrategy):
         self._restored_order: list[str] = []
         self._left_in_window = False  # by the last fit, so that what it had accumulated is lost
 
-    @override
-    def drain(self) -> None:
-        if (engine := self._engine()) is not None:
-            engine.drain()
-
     def count_updates(self) -> None:
         """Count as updates of a table only the steps that had a gradient for it. After a drain."""
-        if self.overlap_controller is not None and self.groups is not None:
-            self.groups.uncount(self.overlap_controller.engine.take_idle_steps())
-
-    def writing_tables(self) -> AbstractContextManager[None]:
-        """Enter this around writes to the tables by hand, on every rank.
-
-        Updates under way come first, rows fetched ahead are void.
-        """
-        return nullcontext() if self.overlap_controller is None else self.overlap_controller.engine.writing()
+        if self.engine is not None and self.groups is not None:
+            self.groups.uncount(self.engine.take_idle_steps())
 
     def set_up_saving(self, trainer: Trainer) -> None:
         """Have ``trainer.save_checkpoint`` gather a table when it is written, and not before. Collective."""
@@ -146,6 +130,8 @@ class UnshardedCheckpointStrategy(TableAccess, StoppingStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint, see :meth:`.CheckpointFiles.read`."""
+        if weights_only is None:
+            weights_only = self.files.weights_only
         if is_local(self.checkpoint_io, checkpoint_path):
             assert self.lightning_module is not None
             found = self.files.read(Path(checkpoint_path), weights_only, self.lightning_module.trainer)
@@ -171,7 +157,7 @@ class UnshardedCheckpointStrategy(TableAccess, StoppingStrategy):
         ended = module.trainer.is_last_batch or epochs.processed == epochs.started
         ended = ended and not ended_inside_epoch(module.trainer)
         wait = self.gradients_wait and not ended
-        return gather_accumulated(wait, module, self._sharded_names(), self._engine())
+        return gather_accumulated(wait, module, self._sharded_names(), self.engine)
 
     def _own_parameters(self) -> dict[str, Tensor]:
         """Return what this rank holds of the module's parameters."""
@@ -183,13 +169,9 @@ class UnshardedCheckpointStrategy(TableAccess, StoppingStrategy):
     def _sharded_names(self) -> frozenset[str]:
         return frozenset() if self.tables is None else frozenset(self.tables.names_in_module())
 
-    def _engine(self) -> OverlapEngine | None:
-        return None if self.overlap_controller is None else self.overlap_controller.engine
-
     def _bags(self) -> dict[str, Any]:
         """Return what this rank knows of bags and TorchRec: a run that counts them anew would not resume bitwise."""
-        engine = self._engine()
-        return self._bag_state if engine is None else engine.bag_state()
+        return self._bag_state if self.engine is None else self.engine.bag_state()
 
     def _chosen_settings(self) -> dict[str, Any]:
         return self.chosen_settings if self.autopilot is None else self.autopilot.state_dict()
@@ -207,7 +189,7 @@ class UnshardedCheckpointStrategy(TableAccess, StoppingStrategy):
         self._random_states, self._restored_gradients = extra.get("random_states", []), extra.get("accumulated", [])
         self._restored_order = extra.get("bucket_order", [])
         self.chosen_settings = extra.get("autopilot", {})
-        bags, engine = extra.get("bag_states", []), self._engine()
+        bags, engine = extra.get("bag_states", []), self.engine
         if engine is not None and len(bags) == self.world_size:  # between other ranks other bytes cross
             engine.restore_bag_state(bags[self.global_rank])
         if self.tables is not None and self.groups is not None:
@@ -250,7 +232,7 @@ class UnshardedCheckpointStrategy(TableAccess, StoppingStrategy):
             assert module is not None
             assert self.model is not None
             ranks, self._restored_gradients = self._restored_gradients, []
-            restore_accumulated(ranks, module, sharded, self.model, self._engine())
+            restore_accumulated(ranks, module, sharded, self.model, self.engine)
 
 
 def _unsharded() -> ModuleType:

@@ -17,8 +17,10 @@ from lightning_freescale._lightning.batch_in_parts import micro_batches_in, of_e
 from lightning_freescale._lightning.loops import (
     Trainer,
     TrainerFn,
+    after_evaluation_batches,
     optimizers_to_device,
     reload_train_loader,
+    weights_only_of_run,
 )
 from lightning_freescale._lightning.stages import stages_on
 from lightning_freescale._lightning.stop_points import SIGTERMException
@@ -60,7 +62,7 @@ from lightning_freescale.strategy.validation import (
     refuse_checkpoint,
     refuse_clip,
     refuse_exchange,
-    refuse_lookahead,
+    refuse_ids_of,
     refuse_options,
     refuse_placement,
     refuse_sampler,
@@ -70,13 +72,14 @@ from lightning_freescale.strategy.validation import (
     refuse_shared_gpu,
     refuse_split_backward,
     refuse_target,
-    refuse_trial_runs,
+    refuse_unequal_shapes,
     refuse_unknown_options,
 )
 
 if TYPE_CHECKING:
     from lightning_freescale.embeddings.collections import Collection
-    from lightning_freescale.embeddings.overlap import OverlapReport
+    from lightning_freescale.embeddings.optimizer import UpdateSettings
+    from lightning_freescale.embeddings.overlap import OverlapEngine, OverlapReport
     from lightning_freescale.embeddings.shards import ShardedTables
 
 
@@ -95,11 +98,6 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             plain TorchRec after its first steps, after one notice.
         dedup: with ``overlap``, send each row once per rank and step. Without it the numbers are bitwise those of plain
             TorchRec, with it they differ by the order of summation.
-        lookahead: how the next batch's ids are known, with ``overlap``. ``"batch"``: they stand in the batch, or ``ids_of``
-            or a method ``embedding_ids(batch)`` of the LightningModule tells them; what nobody knows is exchanged without
-            overlap, after one notice. ``"trial_run"``: where they do not stand in the batch, the next ``training_step`` runs
-            once more, without gradients and up to its lookups. That is dear. What the module leads to is put back afterwards,
-            or refused by name; what the step does to globals before it looks up is done twice, **which changes the numbers**.
         ids_of: a function that tells the ids which the model will look up in a batch, of that batch as it comes out of the
             loader, before hooks change it and before it is on the device. It is called once for each batch (or micro-batch)
             but the first of an epoch, in the main process, and must leave the batch as it is. It returns the
@@ -149,7 +147,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         overlap_report: what the overlap was worth in the last fit, once it has ended; None without overlap.
 
     Raises:
-        ValueError: ``target_bubble_reduction`` is no share, there is no such transport, lookahead, clip, placement, exchange or
+        ValueError: ``target_bubble_reduction`` is no share, there is no such transport, clip, placement, exchange or
             checkpoint, or an option would have no effect, or another one, beside another.
         TypeError: ``ids_of`` is no function, ``shard`` no list, or there is no such option.
     """
@@ -165,7 +163,6 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         transport: str = "auto",
         overlap: bool = True,
         dedup: bool = True,
-        lookahead: Literal["batch", "trial_run"] = "batch",
         ids_of: Callable[[Any], Any] | None = None,
         shard: Sequence[str] | Literal["auto"] | None = None,
         clip: Literal["all", "dense"] = "all",
@@ -181,7 +178,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         refuse_unknown_options(ddp_options, FreeScaleStrategy)
         refuse_checkpoint(checkpoint, async_save)
         super().__init__(CheckpointFiles(checkpoint, async_save, save_non_finite), **ddp_options)
-        refuse_lookahead(lookahead, ids_of, overlap)
+        refuse_ids_of(ids_of, overlap)
         refuse_split_backward(split_backward, overlap)
         refuse_shard(shard)
         refuse_clip(clip)
@@ -194,14 +191,14 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self.plan, self.planner = plan, planner
         self.transport = LaneOptions(transport).transport
         self.overlap, self.dedup = overlap, dedup
-        self.lookahead, self.ids_of = lookahead, ids_of
-        self.shard = shard
+        self.ids_of, self.shard = ids_of, shard
         self.timeline = Timeline()
         self.overlap_report: OverlapReport | None = None
         self._balance_monitor: BalanceMonitor | None = None
         self._monitor_group: dist.ProcessGroup | None = None
         self._clipping: TableClipping | None = None
         self._loss_weight = 1.0
+        self._settings: dict[str, UpdateSettings] = {}  # what the tables are updated with in the current step
         self._hides_nothing = ""  # why no exchange is hidden behind compute, if none is
         self._accumulating = self._update_due = False
 
@@ -247,6 +244,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         assert module is not None
         assert self.accelerator is not None
+        self.files.weights_only = weights_only_of_run()
         self.set_up_stopping(trainer)
         if fitting and dist.is_initialized() and self.world_size > 1:
             # not where training starts: a hook of the user's that fails there would leave the others waiting here
@@ -271,16 +269,15 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             return
         refuse_collections(trainer, found, self.root_device, fitting, self.overlap)
         refuse_options(*self.unsupported_options)
-        if fitting:
-            refuse_trial_runs(module, self.lookahead)
         self.accelerator.setup(trainer)
         materialize(module, self.root_device, leave={child for _, held in found for child in held.modules()})
         if fitting:
             self.apply_layer_sync(module)
         self.tables = self._shard(trainer, module, found, fitting)
         self._wrap(module.to(self.root_device), self.tables, fitting)
+        self.engine = self._new_engine(trainer, self.tables, fitting)
         if fitting:
-            self._start_overlap(trainer, self.tables)
+            self._start_overlap(trainer)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -299,7 +296,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     @override
     def teardown(self) -> None:
         self.leave_fit()
-        self._balance_monitor = self.overlap_controller = self._clipping = self.autopilot = None
+        self._balance_monitor = self.engine = self.overlap_controller = self._clipping = self.autopilot = None
         self._monitor_group = None
         self.at_teardown.close()
         if self.tables is None:
@@ -383,7 +380,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         controller = self.overlap_controller
         if self.tables is not None and self.groups is not None:
             with self.timeline.span("host", "embeddings: before the step"):
-                settings = self.groups.settings()
+                self._settings = settings = self.groups.settings()
                 self.tables.prepare_update(settings, skip=self._overlapped())
                 if controller is not None:
                     controller.before_forward(args[0], not self._accumulating, settings, self.groups.step)
@@ -391,7 +388,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             output = super().training_step(*args, **kwargs)
         if controller is not None:
             with self.timeline.span("host", "embeddings: ids of the next step"):
-                controller.after_forward(args)
+                controller.after_forward()
         return output
 
     @contextmanager
@@ -412,6 +409,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             self._update_due = not self._accumulating
         self.gradients_wait = self._accumulating
         loss = closure_loss if self._loss_weight == 1.0 else closure_loss * self._loss_weight
+        if self.engine is not None and loss.requires_grad:
+            loss.register_hook(self._follow_settings)  # called behind on_before_backward
         try:
             with nullcontext() if self.overlap_controller is None else self.overlap_controller.backward():
                 scaled = super().backward(loss, optimizer, *args, **kwargs)
@@ -430,6 +429,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         if self.overlap_controller is not None:
             self.overlap_controller.engine.apply_gradients()
         if self.groups is not None and self.tables is not None:
+            if self._update_due:
+                self.groups.refuse_late_changes(self._settings)
             self.groups.count_step(self.tables.idle_tables(self._update_due, self._overlapped()))
         self._update_due = self.gradients_wait = False
         if self.overlap_controller is not None:
@@ -444,6 +445,20 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self.drain()
         if self._balance_monitor is not None:
             self._balance_monitor.pause()
+
+    # -- what ranks tell each other
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        # Lightning truncates the mean of integers, such as the numbers of samples that weigh what ranks have logged
+        if isinstance(tensor, Tensor) and not tensor.is_floating_point() and str(reduce_op).lower() in ("avg", "mean"):
+            tensor = tensor.double()
+        return super().reduce(tensor, group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        refuse_unequal_shapes(tensor, group)
+        return super().all_gather(tensor, group, sync_grads)
 
     # -- for callbacks and users
 
@@ -505,22 +520,29 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
 
-    def _start_overlap(self, trainer: Trainer, tables: ShardedTables) -> None:
+    def _new_engine(self, trainer: Trainer, tables: ShardedTables, fitting: bool) -> OverlapEngine | None:
         from lightning_freescale.embeddings.overlap import OverlapEngine
+
+        if not self.overlap:
+            return None
+        clips: dict[str, Any] = {}
+        if self.groups is not None and fitting and self.clip == "all":
+            clips = clip_options(trainer, self.groups.optimizers)
+        levels = levels_of(self.exchange, self.num_nodes, self.num_processes)
+        nodes: dict[str, Any] = {"exchange": levels, "ranks_per_node": self.num_processes}
+        engine = OverlapEngine(tables, self.dedup, self.group_timeout, self.transport, **clips, **nodes)
+        self.at_teardown.callback(engine.close, farewell=not fitting)  # training ends with a report of all ranks
+        self.at_teardown.enter_context(after_evaluation_batches(trainer, self.serve_evaluation))
+        return engine
+
+    def _start_overlap(self, trainer: Trainer) -> None:
         from lightning_freescale.strategy.overlap import OverlapController
 
         assert self.groups is not None
-        engine, why_not = None, "FreeScaleStrategy(overlap=False) hides no exchange"
-        if self.overlap:
-            clips: dict[str, Any] = clip_options(trainer, self.groups.optimizers) if self.clip == "all" else {}
-            levels = levels_of(self.exchange, self.num_nodes, self.num_processes)
-            nodes: dict[str, Any] = {"exchange": levels, "ranks_per_node": self.num_processes}
-            engine = OverlapEngine(tables, self.dedup, self.group_timeout, self.transport, **clips, **nodes)
-            self.at_teardown.callback(engine.close, farewell=False)  # training ends with a report of all ranks
+        engine, why_not = self.engine, "FreeScaleStrategy(overlap=False) hides no exchange"
+        if engine is not None:
             why_not = f"TorchRec updates collections {list(engine.plain)} during backward" if engine.plain else ""
-            self.overlap_controller = OverlapController(
-                trainer, engine, self.timeline, self.lookahead == "trial_run", self.ids_of, self.split_backward
-            )
+            self.overlap_controller = OverlapController(trainer, engine, self.timeline, self.ids_of, self.split_backward)
         self._hides_nothing = why_not
         if settle_without_exchange(trainer.train_dataloader, why_not):
             reload_train_loader(trainer)  # configure_optimizers has asked for it, and batches may have been cut already
@@ -568,6 +590,12 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     def _overlapped(self) -> frozenset[str]:
         """Return the paths of the collections that TorchRec does not update during backward."""
         return frozenset(self.overlap_controller.engine.modules) if self.overlap_controller is not None else frozenset()
+
+    def _follow_settings(self, _: Tensor) -> None:
+        """Update tables with the options that the module has set since the step began, in training_step for example."""
+        assert self.engine is not None
+        assert self.groups is not None
+        self._settings = self.engine.follow_settings(self._settings, self.groups.settings())
 
     def _end_backward(self) -> None:
         if self.overlap_controller is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchrec import KeyedJaggedTensor
@@ -12,8 +12,6 @@ from lightning_freescale.embeddings.lookahead.ids_function import IdsFunction
 from lightning_freescale.embeddings.lookahead.probe import LookaheadMode, ModeProposal, Probe
 from lightning_freescale.embeddings.overlap import OverlapEngine
 from lightning_freescale.strategy.validation import has_embedding_ids
-
-TRIAL_RUN_WAY = "; or let a trial run of training_step find them, FreeScaleStrategy(lookahead='trial_run')"
 
 Ids = dict[str, list[KeyedJaggedTensor]]
 """By the path of their collection, of each lookup."""
@@ -27,8 +25,6 @@ class Lookahead:
         module: whose method ``embedding_ids`` tells ids, if ``ids_of`` does not.
         ids_of: the user's function that tells the ids in a batch.
         strategy: name of the strategy's class, for errors and warnings.
-        trial_runs: whether a trial run tells the ids that do not stand in the batch.
-        other_way: what else a warning advises.
 
     Attributes:
         agreed_modes: the highest mode that any rank proposed in the step before, by collection.
@@ -41,29 +37,15 @@ class Lookahead:
         module: Any,
         ids_of: Callable[[Any], Any] | None = None,
         strategy: str = "FreeScaleStrategy",
-        trial_runs: bool = False,
-        other_way: str = "",
     ) -> None:
         self._engine, self._module, self._ids_of, self._strategy = engine, module, ids_of, strategy
-        self._other_way = other_way
-        fallback = LookaheadMode.DRY_RUN if trial_runs else LookaheadMode.NONE
-        self._probes = {path: Probe(fallback) for path in engine.modules}
+        self._probes = {path: Probe() for path in engine.modules}
         self.agreed_modes: dict[str, int] = {}
         self._told: Ids = {}  # of what comes next
-        self._most: dict[str, int] = {}
         self._asked = False
         self._noticed: set[str] = set()
         self.function = self._ids_function()
         tell_plain(engine.plain)
-
-    @property
-    def ways(self) -> str:
-        """What makes ids known."""
-        return (
-            "Put the KeyedJaggedTensor into the batch as the model looks it up, or an nn.Embedding's tensor of ids; or tell "
-            f"the ids by {self._strategy}(ids_of=...) or a method embedding_ids(batch) of the "
-            f"{'LightningModule' if self._strategy == 'FreeScaleStrategy' else 'module'}"
-        )
 
     def proposals(self) -> dict[str, ModeProposal]:
         """Return how this rank comes to know ids, by collection."""
@@ -96,7 +78,7 @@ class Lookahead:
         return found
 
     def learn(self, batch: Any, comes_ahead: bool = True) -> None:
-        """Learn from what the model has looked up in a step on ``batch``, on the device; the modes are submitted with more ids.
+        """Learn from what the model has looked up in a step on ``batch``, on the device.
 
         Args:
             batch: as the step got it.
@@ -104,7 +86,6 @@ class Lookahead:
         """
         for path, lookups in self._engine.lookups().items():
             probe, features = self._probes[path], [lookup.features for lookup in lookups]
-            self._most[path] = max(len(lookups), self._most.get(path, 1))
             if lookups[0].predicted is not None:
                 probe.report(all(lookup.predicted for lookup in lookups), batch, features)
             elif not probe.known and comes_ahead and (self.function is None or (self._asked and path not in self._told)):
@@ -112,25 +93,21 @@ class Lookahead:
         for path, mode in self.agreed_modes.items():
             self._probes[path].follow_agreed_mode(mode)
 
-    def end_forward(self, more_ids: Ids | None = None) -> None:
-        """Submit the modes, and ids that the step itself has led to, and say once of which collections nobody knows the ids."""
-        self._engine.submit_next_ids(more_ids or {}, {path: probe.mode for path, probe in self._probes.items()})
+    def end_forward(self) -> None:
+        """Submit the modes that the lookups of the step led to, and say once of which collections nobody knows the ids."""
+        self._engine.submit_next_ids({}, {path: probe.mode for path, probe in self._probes.items()})
         self._engine.end_forward()
         self._give_notice()
 
-    def lookups_of(self, mode: LookaheadMode) -> dict[str, int]:
-        """Return the collections whose ids all ranks have agreed to know so, each with the most lookups of any step."""
-        return {path: self._most.get(path, 1) for path, agreed in self.agreed_modes.items() if agreed == mode}
-
-    def give_up(self, reason: str, paths: Iterable[str] | None = None) -> None:
-        """Stop trying, for the collections ``paths`` or all."""
-        for path in self._probes if paths is None else paths:
-            self._probes[path].give_up(reason)
+    def give_up(self, reason: str) -> None:
+        """Stop trying, for all collections."""
+        for probe in self._probes.values():
+            probe.give_up(reason)
 
     def leave(self, left: Mapping[str, str]) -> None:
         """Forget collections that TorchRec has now, each with the reason why."""
         for path in left:
-            for known in (self._probes, self._told, self._most, self.agreed_modes):
+            for known in (self._probes, self._told, self.agreed_modes):
                 known.pop(path, None)
         self.function = self._ids_function()
         tell_plain(left)
@@ -146,7 +123,9 @@ class Lookahead:
         why = "; ".join(f"{path!r}: {self._probes[path].reason}" for path in silent)
         rank_zero_warn(
             f"the next batch's ids cannot be known ahead ({why}): the exchange of these embedding collections is not "
-            f"overlapped with compute from here on. {self.ways}{self._other_way}"
+            "overlapped with compute from here on. Put the KeyedJaggedTensor into the batch as the model looks it up, or an "
+            f"nn.Embedding's tensor of ids; or tell the ids by {self._strategy}(ids_of=...) or a method embedding_ids(batch) "
+            f"of the {'LightningModule' if self._strategy == 'FreeScaleStrategy' else 'module'}"
         )
 
     def _ids_function(self) -> IdsFunction | None:

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
-from lightning_freescale._lightning.loops import (
-    Trainer,
-    counting_ahead,
-    prepared_batch,
-    rank_zero_warn,
-    unlogged,
-)
+from lightning_freescale._lightning.loops import Trainer, rank_zero_warn
 from lightning_freescale.balance import MicroBatches
-from lightning_freescale.embeddings.lookahead.probe import LookaheadMode
 from lightning_freescale.embeddings.optimizer import UpdateSettings
 from lightning_freescale.embeddings.overlap import OverlapEngine, OverlapReport, WeightGradientsLast, WindowGradients
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.strategy.choosable_settings import schedule_of
-from lightning_freescale.strategy.dry_run import dry_run_ids
 from lightning_freescale.strategy.early_copy import EarlyCopy
-from lightning_freescale.strategy.lookahead import TRIAL_RUN_WAY, Ids, Lookahead
+from lightning_freescale.strategy.lookahead import Ids, Lookahead
 from lightning_freescale.strategy.lookahead_loader import ENDED, UNKNOWN, LookaheadLoader
-from lightning_freescale.strategy.preserve_state import LeavesTraceError
 from lightning_freescale.strategy.validation import accumulated_by
 
 
@@ -35,7 +25,6 @@ class OverlapController:
         trainer: the Trainer.
         engine: the engine of its module.
         timeline: where waits for rows are recorded.
-        trial_runs: whether a trial run of training_step tells the ids that do not stand in the batch.
         ids_of: the user's function that tells the ids in a batch.
         split_backward: whether backward leaves the gradients of the dense weights for the end.
 
@@ -48,7 +37,6 @@ class OverlapController:
         trainer: Trainer,
         engine: OverlapEngine,
         timeline: Timeline,
-        trial_runs: bool = False,
         ids_of: Callable[[Any], Any] | None = None,
         split_backward: bool = False,
     ) -> None:
@@ -58,15 +46,13 @@ class OverlapController:
         # one rank waits for nobody; and DDP reduces what a last micro-batch leaves unused before its backward begins
         unused = any(strategy.ddp_options.get(name) for name in ("find_unused_parameters", "static_graph"))
         self._window = None if unused or trainer.world_size == 1 else WindowGradients()
-        other_way = "" if trial_runs else TRIAL_RUN_WAY
-        self._lookahead = Lookahead(engine, trainer.lightning_module, ids_of, trial_runs=trial_runs, other_way=other_way)
+        self._lookahead = Lookahead(engine, trainer.lightning_module, ids_of)
         self._told_of_parts: list[Ids] = []  # of the current batch, but the first
         self._parts: tuple[Any, ...] = ()  # micro-batches of the current batch
         self._part = 0
         self._following: Any = UNKNOWN  # the batch after the current one
         self._batch: Any = None  # the micro-batch that computes
-        # a trial run prepares the next batch itself
-        self._early_copy = None if trial_runs else EarlyCopy.for_trainer(trainer)
+        self._early_copy = EarlyCopy.for_trainer(trainer)
         self._batch_idx = 0
         self._updates = self._warned = False
         self._divided: bool | None = None  # whether steps may have micro-batches; until the first batch nobody knows
@@ -148,13 +134,10 @@ class OverlapController:
         if self._window is not None and not self._stays_in_step:
             self._window.close()
 
-    def after_forward(self, args: tuple[Any, ...]) -> None:
-        """Learn from what the model looked up; where ids do not stand in the batch, a trial run tells the next ones.
-
-        It runs after the forward, when the random state is what the next step will start from.
-        """
+    def after_forward(self) -> None:
+        """Learn from what the model looked up, and tell the other ranks how this one comes to know ids."""
         self._lookahead.learn(self._batch, comes_ahead=not self._warned)
-        self._lookahead.end_forward(self._dry_run(args))
+        self._lookahead.end_forward()
 
     def log_step(self) -> None:
         """After an optimizer step, log what was moved and waited for since the last time, of rank 0."""
@@ -216,40 +199,6 @@ class OverlapController:
         if self._stays_in_step:
             return self._next
         return _parts(self._following if self._early_copy is None else self._early_copy.start(self._following))[0]
-
-    def _dry_run(self, args: tuple[Any, ...]) -> Ids:
-        """Return the ids of the collections that all ranks have agreed to learn from a trial run."""
-        wanted = self._lookahead.lookups_of(LookaheadMode.DRY_RUN)
-        upcoming = self._next
-        if not wanted or upcoming is ENDED or upcoming is UNKNOWN:
-            return {}
-        trainer, steps = self.trainer, int(not self._stays_in_step)
-        later = (value + steps if isinstance(value, int) else value for value in args[1:])  # batch_idx, if it takes one
-        counting = counting_ahead(trainer, self._updates) if steps else nullcontext()
-        with counting, unlogged(trainer), trainer.precision_plugin.train_step_context():
-            result = dry_run_ids(
-                trainer.lightning_module,
-                self.engine.tables.modules,
-                (upcoming, *later),
-                trainer.strategy.root_device,
-                wanted,
-                None if self._stays_in_step else partial(prepared_batch, trainer),
-                beside={
-                    "trainer.optimizers": trainer.optimizers,
-                    "trainer.lr_scheduler_configs": trainer.lr_scheduler_configs,
-                },
-                leave=(trainer, *(optimizer.state for optimizer in trainer.optimizers)),
-            )
-        if isinstance(result.error, LeavesTraceError):
-            raise RuntimeError(
-                f"FreeScaleStrategy(lookahead='trial_run'): a trial run of training_step would leave a trace, so that the "
-                f"numbers could be others: {result.error}. {self._lookahead.ways}"
-            ) from result.error
-        for path in wanted:
-            if path not in result.features:
-                why = f"a trial run of training_step: {result.error or 'it does not look them up'}"
-                self._lookahead.give_up(why, [path])
-        return {path: ids for path, ids in result.features.items() if path in wanted}
 
 
 def _parts(batch: Any) -> tuple[Any, ...]:

@@ -7,6 +7,9 @@ from difflib import get_close_matches
 from inspect import signature
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_freescale._lightning.loops import (
@@ -17,6 +20,7 @@ from lightning_freescale._lightning.loops import (
 )
 from lightning_freescale.balance import BalancedSampler
 
+_MOST_DIMS = 16
 _BECAUSE = "strategy 'freescale' updates the embedding tables during backward"
 
 
@@ -95,27 +99,14 @@ def refuse_unknown_options(given: Iterable[str], strategy: type) -> None:
             raise TypeError(f"FreeScaleStrategy({option}=...): there is no such option, {meant}")
 
 
-def refuse_lookahead(lookahead: str, ids_of: Any, overlap: bool) -> None:
-    """Refuse ways to know the next ids that there are not, or that contradict each other.
-
-    Raises:
-        ValueError: names the option, its value and the fix.
-        TypeError: ``ids_of`` is no function.
-    """
-    if lookahead not in ("batch", "trial_run"):
-        raise ValueError(f"FreeScaleStrategy(lookahead={lookahead!r}): pass 'batch' or 'trial_run'")
+def refuse_ids_of(ids_of: Any, overlap: bool) -> None:
+    """Refuse an ``ids_of`` that would have no effect, by a ValueError, or that is no function, by a TypeError."""
     if ids_of is not None and not callable(ids_of):
         raise TypeError(f"FreeScaleStrategy(ids_of={ids_of!r}): pass a function of the batch that returns a KeyedJaggedTensor")
-    if not overlap and (ids_of is not None or lookahead == "trial_run"):
-        given = "ids_of=..." if ids_of is not None else f"lookahead={lookahead!r}"
+    if not overlap and ids_of is not None:
         raise ValueError(
-            f"FreeScaleStrategy(overlap=False, {given}): without overlap nobody asks for the next batch's ids. Leave one of "
+            "FreeScaleStrategy(overlap=False, ids_of=...): without overlap nobody asks for the next batch's ids. Leave one of "
             "the two out"
-        )
-    if ids_of is not None and lookahead == "trial_run":
-        raise ValueError(
-            "FreeScaleStrategy(lookahead='trial_run', ids_of=...): where a function tells the ids, no trial run looks for "
-            "them. Leave one of the two out"
         )
 
 
@@ -164,15 +155,6 @@ def refuse_shared_gpu(error: RuntimeError) -> None:
         ) from error
 
 
-def refuse_trial_runs(module: Any, lookahead: str) -> None:
-    """Refuse trial runs of a module that tells its ids itself, by a ValueError."""
-    if lookahead == "trial_run" and has_embedding_ids(module):
-        raise ValueError(
-            f"FreeScaleStrategy(lookahead='trial_run'): {type(module).__name__}.embedding_ids tells the ids, so no trial run "
-            "looks for them. Leave lookahead out, or remove the method"
-        )
-
-
 def refuse_clip(clip: str) -> None:
     """Refuse a ``clip`` that there is not, by a ValueError."""
     if clip not in ("all", "dense"):
@@ -193,6 +175,22 @@ def refuse_checkpoint(checkpoint: str, async_save: bool) -> None:
         raise ValueError(
             "FreeScaleStrategy(async_save=True) writes in the background what every rank has, not one file that rank 0 "
             "gathers: pass checkpoint='sharded' with it"
+        )
+
+
+def refuse_unequal_shapes(tensor: Tensor, group: Any) -> None:
+    """Refuse to gather tensors of different shapes, by a ValueError on every rank; gloo would end the process. Collective."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return
+    mine = torch.tensor([tensor.dim(), *tensor.shape, *[0] * (_MOST_DIMS - tensor.dim())], device=tensor.device)
+    shapes = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(shapes, mine, group=group)
+    found = [tuple(each[1 : 1 + each[0]]) for each in torch.stack(shapes).tolist()]
+    if len(set(found)) > 1:
+        raise ValueError(
+            f"all_gather of tensors of shapes {found} by rank: they must be the same. Ranks have different numbers of samples "
+            "in the last step of an epoch and in the last batch of an evaluation, and with BalanceOptions(assignment_mode="
+            "'slack' or 'free') in every step: pass drop_last=True and assignment_mode='fixed', or pad the tensors"
         )
 
 

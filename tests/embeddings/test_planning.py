@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.planner.types import PlannerError
+from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_freescale.embeddings import planning
@@ -152,3 +153,14 @@ def test_small_tables_are_whole_or_refused() -> None:
     row_wise_planner([managed], torch.device("cpu"), 5, 5)
     with pytest.raises(ValueError, match=r"'user'.*'x'.*num_embeddings=20.*6 ranks"):
         row_wise_planner([managed], torch.device("cpu"), 6, 6)
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [({"data_type": DataType.FP16}, ("'item'", "FP16", "FP32")), ({"embedding_dim": 50}, ("'item'", "=50", "use 52"))],
+)
+def test_tables_that_the_kernels_do_not_train_as_unsharded(given: dict[str, Any], parts: tuple[str, ...]) -> None:
+    config = EmbeddingConfig(**{"name": "item", "num_embeddings": 9, "embedding_dim": 8, "feature_names": ["item"], **given})
+    with pytest.raises(ValueError, match="table") as raised:
+        TableSharding(nn.ModuleDict({"tables": EmbeddingCollection(tables=[config])}), torch.device("cpu"))
+    assert all(part in str(raised.value) for part in parts)

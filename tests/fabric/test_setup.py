@@ -172,7 +172,6 @@ def test_what_cannot_be_set_up_is_refused() -> None:
     ("options", "told"),
     [
         ({"target_bubble_reduction": 0.9}, "target_bubble_reduction="),
-        ({"lookahead": "trial_run"}, "lookahead=.*ids_of="),
         ({"clip": "all"}, "clip=.*clip_gradients=True"),
         ({"dedupe": True}, "dedupe=.* dedup="),
         ({"overlap": False, "clip_gradients": True}, "overlap=False, clip_gradients=True"),

@@ -62,13 +62,6 @@ class Draws(OfTensors):
         return ids
 
 
-class DrawsUnforeseen(Draws):
-    """Also draws before every step, where no trial run can know of it."""
-
-    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        torch.rand(3)
-
-
 class TwoCollections(CountingModel):
     """The second one holds a single tiny table."""
 
@@ -174,8 +167,8 @@ class LooksUpMore(TwoCollections):
         return loss
 
 
-class DiffersByRank(DrawsUnforeseen):
-    """The first rank's ids stand in the batch, the second one computes them, the third one draws them unforeseen."""
+class DiffersByRank(Draws):
+    """The first rank's ids stand in the batch, the second one computes them, the third one draws them."""
 
     def ids(self, batch: Batch) -> Tensor:
         if self.global_rank == 0:

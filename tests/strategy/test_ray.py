@@ -53,7 +53,8 @@ def test_ray_trains_as_without_and_its_checkpoint_is_ordinary(tmp_path: Path) ->
     by_ray, without = (torch.load(path, weights_only=False) for path in (found[1], tmp_path / "without.ckpt"))
     assert by_ray["global_step"] == without["global_step"] == 20
     assert list(by_ray["state_dict"]) == list(without["state_dict"])
-    assert all(torch.equal(by_ray["state_dict"][key], weight) for key, weight in without["state_dict"].items())
+    # costs are measured, so the clock decides which rank computes a sample
+    torch.testing.assert_close(by_ray["state_dict"], without["state_dict"], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.third_party

@@ -144,6 +144,30 @@ def test_it_is_called_and_named_as_before() -> None:
     assert ranks[0][4].keys() == Looks().state_dict().keys()
 
 
+class Regularized(PlainModel):
+    """Adds a norm of its parameters to the loss, or of those that a list has kept since it was made."""
+
+    def __init__(self, of_list: bool) -> None:
+        super().__init__("adagrad")
+        self.kept = [self.encoder.item_emb.weight] if of_list else []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        kept = self.kept or self.parameters()
+        return super().training_step(batch, batch_idx) + sum(weight.square().sum() for weight in kept)
+
+
+def _regularized(of_list: bool) -> str:
+    with pytest.raises(ValueError, match="sharded table") as raised:
+        _trainer(max_epochs=1).fit(Regularized(of_list), plain_loader(STEPS))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("of_list", "what"), [(False, "this rank's part"), (True, "the unsharded weight")])
+def test_a_loss_of_a_sharded_weight_is_refused_on_every_rank(of_list: bool, what: str) -> None:
+    for error in run_distributed(_regularized, 2, of_list):
+        assert all(part in error for part in (what, "weight_decay=", "full_weight", "shard=", "_emb.weight'"))
+
+
 class OnMeta(PlainModel):
     def __init__(self) -> None:
         super().__init__("adagrad")
@@ -194,7 +218,6 @@ NEXT_IDS = {
     "by a function": plain(
         Computes, options=ONCE, ahead=(STEPS - 1, 1, 0), overlap={"shard": ["encoder.item_emb"], "ids_of": ids_of}
     ),
-    "by a trial run": plain(Computes, options=ONCE, ahead=(2 * (STEPS - 2), 4, 0), overlap={"lookahead": "trial_run"}),
 }
 
 

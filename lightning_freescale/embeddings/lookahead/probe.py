@@ -11,15 +11,14 @@ from torchrec import KeyedJaggedTensor
 from lightning_freescale.embeddings.lookahead.kjt_path import KJTPath, find_path, follow_path
 
 _PATIENCE = 3
-"""Failures in a row after which a way to know the ids is given up."""
+"""Failures in a row after which a probe gives up."""
 
 
 class LookaheadMode(IntEnum):
     """How the next ids are known; the ranks take the highest of any, so that all know them alike."""
 
     PROBE = 0  # they stand in the batch, or a function of the user tells them
-    DRY_RUN = 1  # a trial run of training_step tells them
-    NONE = 2  # not at all
+    NONE = 1  # not at all
 
 
 class ModeProposal(NamedTuple):
@@ -40,19 +39,16 @@ class Probe:
     A model may look the collection up several times in a step, now more often, now less: all places are asked that any step's
     lookups were found at.
 
-    Args:
-        fallback: the mode that follows where they do not stand in the batch; the same on all ranks.
-
     Attributes:
         mode: how they are known now.
+        reason: why they are not known, once :meth:`give_up` was called.
     """
 
-    def __init__(self, fallback: LookaheadMode = LookaheadMode.NONE) -> None:
-        self.mode, self._fallback = LookaheadMode.PROBE, fallback
+    def __init__(self) -> None:
+        self.mode, self.reason = LookaheadMode.PROBE, ""
         self._paths: list[KJTPath] = []
         self._told_by: str | None = None
         self._failures = 0
-        self._reasons: list[str] = []
 
     @property
     def known(self) -> bool:
@@ -60,20 +56,15 @@ class Probe:
         return bool(self._paths) or self._told_by is not None
 
     @property
-    def reason(self) -> str:
-        """Why the ways that were tried have been given up."""
-        return "; ".join(self._reasons)
-
-    @property
     def proposal(self) -> ModeProposal:
         """The mode after the lookup that comes next, for either outcome."""
-        last = self.mode == LookaheadMode.PROBE and self._failures + 1 >= _PATIENCE
-        return ModeProposal(self.mode, self._fallback if last else self.mode)
+        last = self._failures + 1 >= _PATIENCE
+        return ModeProposal(self.mode, LookaheadMode.NONE if last else self.mode)
 
     def learn(self, batch: Any, lookups: Sequence[KeyedJaggedTensor]) -> None:
         """Learn where in ``batch`` the ids stand that were looked up in a step on it, if they were not known ahead."""
         if self.mode == LookaheadMode.PROBE and not self._find_new(batch, lookups) and not self._paths:
-            self._fall_back("they do not stand in the batch")
+            self.give_up("they do not stand in the batch")
 
     def ids_of(self, batch: Any) -> list[KeyedJaggedTensor] | None:
         """Return the ids in another batch, by lookup; None if they are not known. Ask once per batch: it may be a failure."""
@@ -93,13 +84,11 @@ class Probe:
         return list(lookups)
 
     def report(self, predicted: bool, batch: Any, lookups: Sequence[KeyedJaggedTensor]) -> None:
-        """Take note of whether ids submitted ahead, in any mode, were those looked up in the step on ``batch``."""
+        """Take note of whether ids submitted ahead were those looked up in the step on ``batch``."""
         if predicted:
             self._failures = 0
         elif self.mode == LookaheadMode.NONE:
             return  # they had been submitted before it gave up
-        elif self.mode == LookaheadMode.DRY_RUN:
-            self._count_failure("a trial run of training_step looks up others than the step itself")
         elif self._told_by is not None:
             self._count_failure(f"{self._told_by} tells others than the model looks up")
         elif not self._find_new(batch, lookups):
@@ -108,17 +97,15 @@ class Probe:
     def give_up(self, reason: str) -> None:
         """Stop trying: nobody tells the ids."""
         if self.mode != LookaheadMode.NONE:
-            self._reasons.append(reason)
-            self._set_mode(LookaheadMode.NONE)
+            self.mode, self.reason, self._paths, self._told_by = LookaheadMode.NONE, reason, [], None
 
     def follow_agreed_mode(self, mode: int) -> None:
-        """Do what the rank does that knows least: a trial run may contain collectives, so all ranks do it or none."""
+        """Do what the rank does that knows least: an exchange is overlapped on all ranks or on none."""
         if mode > self.mode:
             elsewhere = "another rank does not know them"
             if self._told_by is not None:
                 elsewhere = f"on another rank {self._told_by} does not tell what the model looks up"
-            self._reasons.append(elsewhere)
-            self._set_mode(LookaheadMode(mode))
+            self.give_up(elsewhere)
 
     def _find_new(self, batch: Any, lookups: Sequence[KeyedJaggedTensor]) -> bool:
         """Add the places of lookups to those known; return whether all have one and any is new."""
@@ -135,14 +122,4 @@ class Probe:
     def _count_failure(self, reason: str) -> None:
         self._failures += 1
         if self._failures >= _PATIENCE:
-            self._fall_back(reason)
-
-    def _fall_back(self, reason: str) -> None:
-        if self.mode == LookaheadMode.PROBE and self._fallback == LookaheadMode.DRY_RUN:
-            self._reasons.append(reason)
-            self._set_mode(LookaheadMode.DRY_RUN)
-        else:
             self.give_up(reason)
-
-    def _set_mode(self, mode: LookaheadMode) -> None:
-        self.mode, self._paths, self._told_by, self._failures = mode, [], None, 0

@@ -45,6 +45,27 @@ class FurtherLookup:
     places: Tensor = field(init=False)
 
 
+@dataclass
+class EvaluationLookup:
+    """A lookup outside of steps, in which every rank looks up one module or none; filled in by the collection's worker.
+
+    Attributes:
+        module: number of the module that this rank looks up, from 1 on; 0 for none.
+        features: its ids; None if this rank looks up nothing of this collection.
+        modules: the same numbers of all ranks.
+        error: what is wrong with the ids of any rank; None if nothing is.
+        rows: the rows that came, shape ``[rows, dim]``.
+        places: which of them each id is, shape ``[ids]``.
+    """
+
+    module: int
+    features: KeyedJaggedTensor | None
+    modules: list[int] = field(init=False)
+    error: ValueError | None = field(init=False, default=None)
+    rows: Tensor = field(init=False)
+    places: Tensor = field(init=False)
+
+
 @dataclass(frozen=True)
 class ForwardedRows:
     """The same rows where this rank is a proxy.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from lightning_freescale.embeddings.lookahead.probe import ModeProposal
 from lightning_freescale.embeddings.optimizer import TableOptimizer, UpdateSettings
 from lightning_freescale.embeddings.overlap import errors
 from lightning_freescale.embeddings.overlap.bag_traffic import BagBytes
-from lightning_freescale.embeddings.overlap.batch_state import FurtherLookup
+from lightning_freescale.embeddings.overlap.batch_state import EvaluationLookup, FurtherLookup
 from lightning_freescale.embeddings.overlap.exchange_worker import ExchangeWorker
 from lightning_freescale.embeddings.overlap.launch_order import LaunchOrder
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
@@ -131,6 +132,10 @@ class OverlappedCollection:
         jobs.current.held = updates and self._hold_gradients
         return jobs.current.mode
 
+    def change_settings(self, settings: Sequence[UpdateSettings]) -> None:
+        """Update the rows of the current batch with other settings, before its backward has come to them."""
+        self._settings = self.jobs.current.settings = settings
+
     def note(self, features: KeyedJaggedTensor) -> NotedLookup:
         """Note a lookup that the model makes, before anything is waited for."""
         jobs, batch = self.jobs, self.jobs.current
@@ -153,7 +158,9 @@ class OverlappedCollection:
         if lookup.first and (comes or jobs.announced_submitted):
             self._receive(alone=not batch.all_submitted or (lookup.index is None and not lookup.told))
         if not comes:
-            self._fetch_more(lookup.features)
+            jobs.announce()
+            more = self._fetch_more(lookup.features)
+            jobs.lookups.receive(more.rows, more.places, [more.places.numel()], asked_for=False)
         return jobs.lookups.give_out(lookup.index, lookup.features)
 
     def rows_again(self, features: KeyedJaggedTensor) -> Tensor:
@@ -163,16 +170,29 @@ class OverlappedCollection:
             errors.lookup_in_backward(self.path)
         return rows
 
-    def before_torchrec_lookup(self) -> None:
-        """Bring the tables up to date before TorchRec looks them up, and check that it may if it will update them."""
-        self.drain()
-        if torch.is_grad_enabled():  # TorchRec will update the tables in this lookup's backward
-            if self._hold_gradients or self._local.clip_value is not None:
-                errors.unclipped_update(self.path)
-            if any(optimizer.sparse_adam for optimizer in self._trained()):
-                errors.update_outside_of_step(self.path)
-            self._local.prepare_update(self._settings)
-            self.jobs.following = self._exchange.new_batch()  # what was fetched ahead was so before that update
+    def rows_without_gradient(self, features: KeyedJaggedTensor) -> Tensor:
+        """Return the rows of a lookup under ``torch.no_grad()`` in a step, as they are before it; shape ``[ids, dim]``."""
+        if self.jobs.current.gradient_sent:
+            errors.late_lookup(self.path)
+        self.jobs.announce_in_time()
+        lookup = self._fetch_more(features)
+        return lookup.rows.index_select(0, lookup.places)
+
+    def submit_evaluation(self, lookup: EvaluationLookup) -> Future[Any]:
+        """Have the rows of a lookup outside of steps fetched, or those of other ranks served. Drain first. Collective."""
+        return self._worker.submit(self._exchange.evaluate, lookup)
+
+    def wait_for_evaluation(self, job: Future[Any], lookup: EvaluationLookup) -> Tensor:
+        """Return the rows of a lookup that was submitted, shape ``[ids, dim]``.
+
+        Raises:
+            ValueError: the ids of a rank are wrong; on every rank. The next lookup may be right.
+        """
+        self._worker.wait(job)
+        if lookup.error is not None:
+            raise lookup.error
+        self._worker.hand_over(lookup.rows, lookup.places)
+        return lookup.rows.index_select(0, lookup.places)
 
     # -- between steps
 
@@ -276,16 +296,15 @@ class OverlappedCollection:
         jobs.lookups.receive(batch.rows, batch.places, batch.request.of_lookup, asked_for=True)
         batch.rows = batch.rows.new_empty(0)  # memory: the next batch's rows come while this one computes
 
-    def _fetch_more(self, features: KeyedJaggedTensor) -> None:
+    def _fetch_more(self, features: KeyedJaggedTensor) -> FurtherLookup:
         """Fetch the rows of a lookup that was not submitted, when all other ranks have come as far as to serve it."""
-        self.jobs.announce()
         lookup = FurtherLookup(features)
         job = self.jobs.fetch_more(lookup)
         for other in self.others:
             other.jobs.serve_in_time()
         self._worker.await_rows(job)
         self._worker.hand_over(lookup.rows, lookup.places)
-        self.jobs.lookups.receive(lookup.rows, lookup.places, [lookup.places.numel()], asked_for=False)
+        return lookup
 
     def _moves_without_gradient(self) -> bool:
         return any(optimizer.moves_without_gradient for optimizer in self._trained())

@@ -22,6 +22,7 @@ from lightning_freescale.embeddings.optimizer import UpdateSettings
 from lightning_freescale.embeddings.overlap.bag_traffic import DECIDING_STEPS, BagBytes
 from lightning_freescale.embeddings.overlap.batch_state import Lookup
 from lightning_freescale.embeddings.overlap.collection import OverlappedCollection
+from lightning_freescale.embeddings.overlap.evaluation import Evaluation
 from lightning_freescale.embeddings.overlap.launch_order import LaunchOrder, refuse_one_queue
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.module_forward import ModuleForward
@@ -103,10 +104,12 @@ class OverlapEngine:
         layouts = [(collection, module, self._layouts(collection, module)) for collection, module in tables.modules]
         several = sum(len(parts) for *_, parts in layouts) > 1
         order = LaunchOrder(timeout or default_pg_timeout) if several else None
+        self._evaluation = Evaluation()
         for collection, module, found in layouts:
             parts = [self._overlapped(part, module, layout, order) for part, layout in found]
             if parts:
-                self.modules[collection.path] = ModuleForward(collection, module, parts)
+                self.modules[collection.path] = ModuleForward(collection, module, parts, self._evaluation)
+                self._evaluation.modules[collection.path] = parts
         self._introduce()
 
     def _introduce(self) -> None:
@@ -225,6 +228,25 @@ class OverlapEngine:
         else:
             self.submit_next_ids(upcoming)
         return agreed
+
+    def follow_settings(
+        self, used: Mapping[str, UpdateSettings], now: Mapping[str, UpdateSettings]
+    ) -> dict[str, UpdateSettings]:
+        """Update tables after the current batch with settings that have changed since the step began, before its backward.
+
+        Args:
+            used: what each table of the module would be updated with, by table key.
+            now: what it is to be updated with.
+
+        Returns:
+            What each table will be updated with: those that TorchRec updates, with the options before.
+        """
+        keys = [key for path in self.collections for key in self._table_keys[path]]
+        if all(now[key] == used[key] for key in keys):
+            return dict(used)
+        for path, part in self.collections.items():
+            part.change_settings([now[key] for key in self._table_keys[path]])
+        return {**used, **{key: now[key] for key in keys}}
 
     def lookups(self) -> dict[str, list[Lookup]]:
         """Return what the model has looked up in this step so far, in its order, by collection."""
@@ -391,6 +413,7 @@ class OverlapEngine:
 
     def _leave(self, path: str) -> None:
         module = self.modules.pop(path)
+        del self._evaluation.modules[path]
         module.drain()
         for part in module.parts:
             del self.collections[part.path]
@@ -398,6 +421,13 @@ class OverlapEngine:
             self._idle_of_left |= zip(self._table_keys[part.path], part.take_idle_steps())
         module.close(farewell=True)
         self._introduce()
+
+    def serve_evaluation(self) -> None:
+        """Give the other ranks the rows that they look up outside of steps, until every rank has called this method.
+
+        Needed where ranks may make different numbers of lookups outside of steps: each calls it after its last one. Collective.
+        """
+        self._evaluation.serve()
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -420,6 +450,7 @@ class OverlapEngine:
             module.close(farewell)
         self._totals_of_left += [collection.statistics.totals() for collection in self.collections.values()]
         self.modules, self.collections = {}, {}
+        self._evaluation.modules.clear()
 
     def mean_statistics(self) -> dict[str, float]:
         """Return what :meth:`statistics` returns, as the mean over all ranks. Collective; drain first."""

@@ -14,10 +14,10 @@ def second_backward(path: str) -> NoReturn:
 
 
 def update_outside_of_step(path: str) -> NoReturn:
-    """Raise because TorchRec's backward would have to run an optimizer that it does not have."""
+    """Raise because a gradient of rows has come for which no step updates tables."""
     raise ValueError(
-        f"embedding collection {path!r} is looked up outside of a step, with gradients, and its optimizer on CPU updates "
-        "tables in steps only: look it up under torch.no_grad(), or use SGD, Adagrad or RowWiseAdagrad for it"
+        f"embedding collection {path!r}: backward through rows that were looked up outside of a training step would not update "
+        "its tables. Look them up in training_step, or under torch.no_grad() if the tables need no gradient"
     )
 
 
@@ -26,14 +26,6 @@ def late_lookup(path: str) -> NoReturn:
     raise ValueError(
         f"embedding collection {path!r} is looked up after the backward of its step has come by its other lookups, or after a "
         "training_step without any: look everything up in training_step, before backward"
-    )
-
-
-def unclipped_update(path: str) -> NoReturn:
-    """Raise because TorchRec's backward would update before anything is clipped."""
-    raise ValueError(
-        f"embedding collection {path!r} is looked up outside of a step, with gradients, which are clipped in steps only: look "
-        "it up under torch.no_grad(), or clip the dense part alone by FreeScaleStrategy(clip='dense')"
     )
 
 

@@ -25,6 +25,7 @@ class NextIds(IntEnum):
     LATER = 3  # they may be in the next one: all ranks send another
     TOLD = 4  # they were in a message before
     DRAINING = 5  # none are asked for: this message only carries gradients
+    EVALUATING = 6  # the message belongs to no step: it asks for the rows of a lookup without gradients
 
 
 class LookedUp(IntEnum):
@@ -51,6 +52,7 @@ class Head(NamedTuple):
     moves: int  # whether the sender has a gradient of the current batch
     updates: int  # whether an optimizer step follows the current batch
     mode: int  # how the sender comes to know ids
+    evaluated: int  # number of the module that the sender looks up outside of steps, from 1 on; 0 for none
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class IdsToSend:
         digest: of its features.
         mode: how this rank comes to know ids.
         moves: whether it has a gradient of the current batch.
+        evaluated: as in :class:`Head`.
         before: what had come in of the same batch in an earlier message, by which ranks that ask for nothing now stand.
     """
 
@@ -71,6 +74,7 @@ class IdsToSend:
     digest: int = 0
     mode: int = 0
     moves: bool = False
+    evaluated: int = 0
     before: IncomingRows | None = None
 
 
@@ -105,7 +109,15 @@ class LookupHandshake:
                     "them and their order"
                 )
         digest = zlib.crc32("\0".join(self._features or ()).encode()) & 0x7FFFFFFF or 1 if lookups else 0
-        return RowRequest.from_lookups(lookups, self._layout, self._dedup), digest
+        return self.request_rows(lookups), digest
+
+    def request_rows(self, lookups: Sequence[KeyedJaggedTensor]) -> RowRequest:
+        """Return the rows that the lookups need; their features may be others than before.
+
+        Raises:
+            ValueError: the ids are wrong.
+        """
+        return RowRequest.from_lookups(lookups, self._layout, self._dedup)
 
     def ids_to_send(self, state: NextIds, lookups: Sequence[KeyedJaggedTensor], mode: int) -> IdsToSend:
         """Return what to tell of a batch; ids that are wrong count as unknown: the model may never look them up."""
@@ -144,6 +156,13 @@ class LookupHandshake:
             raise RuntimeError(
                 f"ranks {draining} bring the tables up to date (they evaluate, save, or call state_dict()), the others train "
                 "on: do it on every rank"
+            )
+        evaluating = [rank for rank, head in enumerate(heads) if head.state == NextIds.EVALUATING]
+        if 0 < len(evaluating) < len(heads):
+            raise RuntimeError(
+                f"ranks {evaluating} look up rows outside of a training step (they evaluate), the others train on or save: "
+                "evaluate on every rank; if ranks evaluate different numbers of batches, do it inside `with "
+                "strategy.evaluation():`, or call engine.serve_evaluation() after it in a loop of your own"
             )
         if len({head.number for head in heads}) > 1:
             raise RuntimeError(f"the ranks are not in step: they send messages {[head.number for head in heads]}")

@@ -6,35 +6,39 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
 from lightning_freescale.embeddings.collections import Collection
+from lightning_freescale.embeddings.overlap import errors
 from lightning_freescale.embeddings.overlap.bag_traffic import BagBytes
 from lightning_freescale.embeddings.overlap.collection import OverlappedCollection
+from lightning_freescale.embeddings.overlap.evaluation import Evaluation
 from lightning_freescale.embeddings.overlap.pooling import BagOutput, without_weights
 from lightning_freescale.embeddings.overlap.row_requests import as_output
 
 
 class ModuleForward:
-    """Stands in for the forward of TorchRec's module while it trains; everything else of the module stays.
-
-    Lookups with gradients in a step get the rows that the engine has exchanged; all others are TorchRec's.
+    """Stands in for the forward of TorchRec's module while the engine has it; everything else of the module stays.
 
     Args:
         collection: what is sharded.
         module: TorchRec's sharded module.
         parts: its tables by width: those of an EmbeddingCollection have one, those of bags may have several.
+        evaluation: makes the lookups outside of steps.
 
     Attributes:
         collection: as given.
         parts: as given.
     """
 
-    def __init__(self, collection: Collection, module: Any, parts: Sequence[OverlappedCollection]) -> None:
+    def __init__(
+        self, collection: Collection, module: Any, parts: Sequence[OverlappedCollection], evaluation: Evaluation
+    ) -> None:
         self.collection, self.parts = collection, parts
         self._module = module
         self._bags = BagOutput(collection, [part.layout for part in parts]) if collection.pooled else None
-        self._torchrec_forward = module.forward
+        self._evaluation = evaluation
         module.forward = self.forward
         self._state_dict_hook = module.register_state_dict_pre_hook(lambda *_: self.drain())
         # wrong ids are an error on every rank, which the ranks tell each other; several lookups are one update
@@ -42,13 +46,14 @@ class ModuleForward:
 
     def forward(self, features: KeyedJaggedTensor) -> Any:
         """Return what the unsharded collection would."""
-        if not self.parts[0].jobs.open or not torch.is_grad_enabled():
-            for part in self.parts:
-                part.before_torchrec_lookup()
-            self._module.freescale_sharding.checks.check_ids(features)
-            return self._torchrec_forward(features)
-        ids = self.ids_of(features)
-        if torch._C._current_graph_task_id() != -1:  # in a backward: activation checkpointing computes something again
+        ids, in_step = self.ids_of(features), self.parts[0].jobs.open
+        if not in_step:
+            rows = self._evaluation.rows(self.collection.path, ids)
+            if torch.is_grad_enabled():
+                rows = [_refuse_gradient(each, self.collection.path) for each in rows]
+        elif not torch.is_grad_enabled():
+            rows = [part.rows_without_gradient(ids) for part in self.parts]
+        elif torch._C._current_graph_task_id() != -1:  # in a backward: activation checkpointing computes something again
             rows = [part.rows_again(ids) for part in self.parts]
         else:
             noted = [part.note(ids) for part in self.parts]  # of all, before any waits: other ranks wait for what they look up
@@ -64,7 +69,7 @@ class ModuleForward:
 
     def ids_of(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return what of a lookup the other ranks have to know."""
-        return without_weights(features) if self.collection.pooled else features
+        return without_weights(features)
 
     def drain(self) -> None:
         """Wait until every update of the steps before is in the tables. Collective between two steps."""
@@ -87,3 +92,9 @@ class ModuleForward:
         self._module.freescale_sharding.checks.enabled = True
         for part in self.parts:
             part.close(farewell)
+
+
+def _refuse_gradient(rows: Tensor, path: str) -> Tensor:
+    """Return rows that were looked up outside of a step as part of a graph; their gradient is an error."""
+    rows.requires_grad_().register_hook(lambda gradient: errors.update_outside_of_step(path))
+    return rows.clone()

@@ -26,12 +26,24 @@ class ExchangeStatistics:
     def __init__(self) -> None:
         self._totals = dict.fromkeys(COUNTS, 0.0)
         self._lock = threading.Lock()
+        self._suspended = False
 
     def count(self, **amounts: float) -> None:
         """Add each amount to the total of its name."""
         with self._lock:
+            if self._suspended:
+                return
             for name, amount in amounts.items():
                 self._totals[name] += amount
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Count nothing in the block: what belongs to no training step."""
+        self._suspended = True
+        try:
+            yield
+        finally:
+            self._suspended = False
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

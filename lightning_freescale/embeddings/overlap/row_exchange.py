@@ -32,7 +32,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec.distributed.comm_ops import get_gradient_division
 
 from lightning_freescale.embeddings.overlap.bag_traffic import BagTraffic
-from lightning_freescale.embeddings.overlap.batch_state import FurtherLookup, PipelinedBatch, SomeRows
+from lightning_freescale.embeddings.overlap.batch_state import EvaluationLookup, FurtherLookup, PipelinedBatch, SomeRows
 from lightning_freescale.embeddings.overlap.collisions import Collisions
 from lightning_freescale.embeddings.overlap.handshake import Head, IdsToSend, LookedUp, LookupHandshake, NextIds
 from lightning_freescale.embeddings.overlap.held_gradients import HeldGradients
@@ -196,12 +196,8 @@ class RowExchange:
 
         Without a lookup, serve those of others in the same way.
         """
-        kind, request, wrong = LookedUp.MORE, self._no_rows, None
         looked_up = [] if lookup is None else [lookup.features]
-        try:
-            request, _ = self._handshake.request(looked_up)
-        except ValueError as error:
-            kind, wrong = LookedUp.WRONG, error.with_traceback(None)
+        kind, request, wrong = self._ask_for(looked_up)
         # others may be sending gradients: their slots have to be there
         given = self._nothing_given if self._waits_for_ids() else self._given_in_time(current)
         given = replace(given, requested=self._nothing_given.requested)
@@ -264,6 +260,24 @@ class RowExchange:
 
     # -- between steps
 
+    def evaluate(self, lookup: EvaluationLookup) -> None:
+        """Fetch the rows of a lookup outside of steps, and serve those of the other ranks. Collective."""
+        looked_up = [] if lookup.features is None else [lookup.features]
+        with self.statistics.suspended():
+            kind, request, wrong = self._ask_for(looked_up)
+            sent = IdsToSend(NextIds.EVALUATING, request, evaluated=lookup.module)
+            given, none = self._nothing_given, self.transport.rows(0)
+            heads, incoming, _ = self._route.exchange_ids(sent, self._nothing, kind, given, none)
+            lookup.modules = [head.evaluated for head in heads]
+            try:
+                self._handshake.raise_errors(heads, wrong, looked_up)
+            except ValueError as error:  # that of all ranks, which stay in step
+                lookup.error = error.with_traceback(None)
+                return
+            asked = any(head.most_ids for head in heads)
+            lookup.rows = self._serve_more(heads, incoming, request) if asked else none
+            lookup.places = request.inverse
+
     def drain(self, previous: PipelinedBatch) -> None:
         """Send the gradients of a batch that nobody waits for, now. Collective."""
         self._handshake.raise_errors(self._send_ids(IdsToSend(NextIds.DRAINING, self._no_rows), previous, previous)[0])
@@ -311,6 +325,13 @@ class RowExchange:
             if all(head.lookup != LookedUp.MORE for head in heads):
                 return heads, incoming, came
             self._serve_more(heads, incoming, self._no_rows)
+
+    def _ask_for(self, lookups: Sequence[KeyedJaggedTensor]) -> tuple[LookedUp, RowRequest, Exception | None]:
+        """Return how to ask for the rows of lookups that were not submitted, the request, and what is wrong with it."""
+        try:
+            return LookedUp.MORE, self._handshake.request_rows(lookups), None
+        except ValueError as error:
+            return LookedUp.WRONG, self._no_rows, error.with_traceback(None)
 
     def _serve_more(self, heads: Sequence[Head], incoming: IncomingRows, request: RowRequest) -> Tensor:
         """Serve the ranks that have asked for more rows; return those of this rank's own request."""

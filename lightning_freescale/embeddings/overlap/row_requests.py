@@ -54,7 +54,7 @@ class RowRequest:
         """Return the request for the ids of a batch, all lookups together.
 
         Raises:
-            ValueError: an id has no row, the ids are no integers or are weighted, or a feature is missing.
+            ValueError: an id has no row, the ids are no integers, or a feature is missing.
         """
         if not lookups:
             return cls.empty(layout, dedup)
@@ -266,11 +266,6 @@ def _checked_ids(features: KeyedJaggedTensor, layout: RowLayout) -> list[Tensor]
     missing = [name for name, _ in layout.features if name not in given]
     if missing:
         raise ValueError(f"the KeyedJaggedTensor has features {list(given)}, without {missing}: pass every feature")
-    if features.weights_or_none() is not None:
-        raise ValueError(
-            f"the KeyedJaggedTensor with features {list(given)} is weighted, but tables {[t.name for t in layout.tables]} of "
-            "an EmbeddingCollection have no use for weights: leave weights= out"
-        )
     parts = dict(zip(given, features.values().split(features.length_per_key())))  # features[name] is ten times the calls
     values = [parts[name] for name, _ in layout.features]
     for (name, table), ids in zip(layout.features, values):

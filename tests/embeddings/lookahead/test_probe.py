@@ -1,4 +1,4 @@
-"""When a probe, a function of the user or a trial run stops trying, what follows, and what a function may return."""
+"""When a probe or a function of the user stops trying, what follows, and what a function may return."""
 
 from __future__ import annotations
 
@@ -17,21 +17,15 @@ from lightning_freescale.embeddings.plain_embedding import EmbeddingIds
 from tests.helpers.jagged import LABEL, make_features, same_features
 
 LOST = make_features(9)
-DRY_RUN, NONE, PROBE = LookaheadMode.DRY_RUN, LookaheadMode.NONE, LookaheadMode.PROBE
+NONE, PROBE = LookaheadMode.NONE, LookaheadMode.PROBE
 
 
-def _learned(fallback: LookaheadMode = DRY_RUN) -> tuple[Probe, KeyedJaggedTensor]:
-    probe, ids = Probe(fallback), make_features()
+def _learned() -> tuple[Probe, KeyedJaggedTensor]:
+    probe, ids = Probe(), make_features()
     assert probe.mode == PROBE and not probe.known and probe.ids_of({"ids": ids}) is None
     probe.learn({"ids": ids}, [ids])
     assert probe.known
     return probe, ids
-
-
-def _without_place(fallback: LookaheadMode = DRY_RUN) -> Probe:
-    probe = Probe(fallback)
-    probe.learn({"label": LABEL}, [make_features()])
-    return probe
 
 
 def _miss(probe: Probe, times: int = 1) -> None:
@@ -68,17 +62,19 @@ def test_learns_another_place_and_keeps_the_old_one_if_there_is_none() -> None:
     assert probe.mode == PROBE and probe.ids_of({"other": ids}) == [ids]
 
 
-@pytest.mark.parametrize("fallback", [DRY_RUN, NONE])
 @pytest.mark.parametrize("fail", [_miss, _no_place])
-def test_three_failures_in_a_row_end_a_probe(fail: Callable[[Probe, int], None], fallback: LookaheadMode) -> None:
-    probe, _ = _learned(fallback)
+def test_three_failures_in_a_row_end_a_probe(fail: Callable[[Probe, int], None]) -> None:
+    probe, ids = _learned()
     for failures in (2, 2, 3):
         probe.report(True, {}, [LOST])
         assert probe.mode == PROBE
         fail(probe, failures)
-    assert probe.mode == fallback and not probe.known
-    _miss(probe, 2)
-    assert probe.mode == fallback, "they are not counted against a trial run"
+    reason = probe.reason
+    assert probe.mode == NONE and not probe.known and reason
+    _miss(probe, 4)
+    probe.give_up("again")
+    probe.learn({"ids": ids}, [ids])
+    assert probe.mode == NONE and not probe.known and probe.reason == reason
 
 
 def test_a_place_that_moves_with_every_batch_ends_a_probe_too() -> None:
@@ -87,33 +83,15 @@ def test_a_place_that_moves_with_every_batch_ends_a_probe_too() -> None:
         batch = {f"step {step}": ids}
         assert probe.ids_of(batch) is None
         probe.learn(batch, [ids])
-    assert probe.mode == DRY_RUN
+    assert probe.mode == NONE
 
 
-def test_nothing_found_is_the_end_or_a_case_for_a_trial_run() -> None:
-    probe = _without_place(NONE)
+def test_nothing_found_is_the_end() -> None:
+    probe, ids = Probe(), make_features()
+    probe.learn({"label": LABEL}, [ids])
     assert probe.mode == NONE and not probe.known and probe.reason
-    probe, ids = _without_place(), make_features()
-    assert probe.mode == DRY_RUN and not probe.known and probe.ids_of({"ids": ids}) is None
     probe.learn({"ids": ids}, [ids])
-    assert probe.mode == DRY_RUN, "it stays one"
-    probe.give_up("training_step raised KeyError")
-    assert probe.mode == NONE and "training_step raised KeyError" in probe.reason
-
-
-def test_three_failures_in_a_row_end_a_dry_run() -> None:
-    probe = _without_place()
-    before = probe.reason
-    for matched in (False, False, True, False, False):
-        probe.report(matched, {}, [LOST])
-    assert probe.mode == DRY_RUN
-    _miss(probe)
-    reason = probe.reason
-    assert probe.mode == NONE and reason.startswith(f"{before}; ") and "trial run" in reason
-    _miss(probe, 4)
-    probe.give_up("again")
-    probe.learn({"ids": (ids := make_features())}, [ids])
-    assert probe.mode == NONE and not probe.known and probe.reason == reason
+    assert probe.mode == NONE and probe.ids_of({"ids": ids}) is None
 
 
 def test_what_a_function_tells_until_it_was_wrong_three_times() -> None:
@@ -135,25 +113,22 @@ def test_what_a_function_no_longer_tells_is_looked_for_in_the_batch() -> None:
     assert probe.ids_of({"ids": ids}) == [ids]
 
 
-@pytest.mark.parametrize("fallback", [DRY_RUN, NONE])
-def test_the_proposal_is_the_mode_after_the_next_lookup(fallback: LookaheadMode) -> None:
-    probe, _ = _learned(fallback)
+def test_the_proposal_is_the_mode_after_the_next_lookup() -> None:
+    probe, _ = _learned()
     for predicted in (False, True, False, False, False):
         expected = probe.proposal.mode if predicted else probe.proposal.if_mispredicted
         probe.report(predicted, {}, [LOST])
         assert probe.mode == expected
-    assert probe.mode == fallback
+    assert probe.mode == NONE
 
 
 def test_the_agreed_mode_is_that_of_the_rank_that_knows_least() -> None:
     probe, _ = _learned()
     probe.follow_agreed_mode(PROBE)
     assert probe.known
-    for mode in (DRY_RUN, PROBE):
+    for mode in (NONE, PROBE):
         probe.follow_agreed_mode(mode)
-        assert probe.mode == DRY_RUN and not probe.known
-    probe.follow_agreed_mode(NONE)
-    assert probe.mode == NONE and "another rank" in probe.reason
+        assert probe.mode == NONE and not probe.known and "another rank" in probe.reason
     probe = Probe()
     probe.told([make_features()], "my_function")
     probe.follow_agreed_mode(NONE)

@@ -128,18 +128,6 @@ def _written_between(train: Train) -> Run:
     return train(HOW, batches(dist.get_rank(), 8), between=between)
 
 
-def _looked_up_outside(train: Train) -> Run:
-    """After the fourth step the candidates are trained on once more, outside of a step."""
-    data = batches(dist.get_rank(), 9)
-
-    def between(step: int, tables: ShardedTables, _: OverlapEngine | None) -> None:
-        if step == 4:
-            module = next(module for collection, module in tables.modules if collection.path == "items")
-            module(data[5]["ids"])["candidate"].values().square().sum().backward()
-
-    return train(HOW, data, between=between)
-
-
 def _with_forward(train: Train, forward: Callable[[Any, Batch, int], Tensor | None], optimizer: str, **options: Any) -> Run:
     """``forward`` is given the number of the call, too; where it returns None, the usual forward runs."""
     usual = Sequences.forward
@@ -180,7 +168,6 @@ def _one_looked_up_in_every_other_step(train: Train) -> Run:
 SCENARIOS = (
     _read_between,
     _written_between,
-    _looked_up_outside,
     _looked_up_without_gradients,
     _one_looked_up_in_every_other_step,
 )

@@ -109,10 +109,6 @@ CASES: dict[str, tuple[Callable[[], None], list[str]]] = {
     "negative": (lambda: _changed(lambda batch: _with(batch, (0, -7))), ["rank 1", "'history'", "id -7", "'item'"]),
     "reordered": (lambda: _changed(lambda batch: _with(batch, keys=OTHERS)), ["rank 1", f"{OTHERS}", f"{FEATURES}"]),
     "missing": (lambda: _changed(lambda batch: _with(batch, keys=[*FEATURES[:2], "brand"])), ["rank 1", "'brand'"]),
-    "weighted": (
-        lambda: _changed(lambda batch: _with(batch, weights=torch.ones(len(batch["ids"].values())))),
-        ["rank 1", "weighted", f"{FEATURES}"],
-    ),
     "floating": (
         lambda: _changed(lambda batch: _with(batch, values=batch["ids"].values().float())),
         ["rank 1", "'history'", "'item'", "torch.float32"],

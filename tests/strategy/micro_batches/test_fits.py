@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from torch import nn
 from torch.utils.data import IterableDataset
-from torchrec import KeyedJaggedTensor
 
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.balance import MicroBatches
@@ -21,7 +20,7 @@ from lightning_freescale.testing import RankFailed, run_distributed
 from tests.helpers.micro_batch_training import SIZE, Model, data, run
 from tests.helpers.overlap_modules import AsksEarly
 from tests.helpers.overlap_training import CountingModel, assert_same
-from tests.helpers.recommender import CATEGORIES, Samples, collate, trainer
+from tests.helpers.recommender import Samples, collate, trainer
 
 CLOSE = {"rel": 2e-5, "abs": 1e-6}
 
@@ -167,7 +166,7 @@ def test_a_part_without_a_loss_is_refused_on_several_ranks(parts: int, message: 
     assert text.startswith("rank 0: ") and "did not finish" not in text, "the other rank ends as well"
 
 
-# -- hooks, embedding_ids and trial runs get micro-batches one by one
+# -- hooks and embedding_ids get micro-batches one by one
 
 
 class Hooks(Model):
@@ -198,39 +197,16 @@ class Hooks(Model):
         return batch["features"]
 
 
-class ComputesIds(Model):
-    """Makes its ids in the step, of a batch that a hook changes in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shifts: list[int] = []
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        batch["shift"] = batch.get("shift", 0) + 1
-        return batch
-
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
-        self.shifts.append(batch["shift"])
-        given = batch["features"]
-        ids = (5 * given.values() + batch["shift"]) % CATEGORIES
-        computed = KeyedJaggedTensor(given.keys(), ids, lengths=given.lengths())
-        return super().training_step({**batch, "features": computed}, batch_idx)
+def _one_by_one() -> tuple[dict[str, float], int, int]:
+    hooks = Hooks()
+    return run(3, FreeScaleStrategy(), lambda: hooks)["statistics"], hooks.asked, len(hooks.seen)
 
 
-def _one_by_one() -> tuple[list[Any], list[Any]]:
-    hooks, computes = Hooks(), ComputesIds()
-    known = run(3, FreeScaleStrategy(), lambda: hooks)["statistics"]
-    tried = run(3, FreeScaleStrategy(lookahead="trial_run"), lambda: computes)["statistics"]
-    return [known, hooks.asked, len(hooks.seen)], [tried, set(computes.shifts)]
-
-
-def test_hooks_embedding_ids_and_trial_runs_see_micro_batches_one_by_one() -> None:
-    for (counted, asked, parts), (tried, shifts) in run_distributed(_one_by_one, 2):
+def test_hooks_and_embedding_ids_see_micro_batches_one_by_one() -> None:
+    for counted, asked, parts in run_distributed(_one_by_one, 2):
         assert counted["unpredicted_lookups"] == 2, "the first of each epoch"
-        assert counted["mispredicted_lookups"] == tried["mispredicted_lookups"] == 0
+        assert counted["mispredicted_lookups"] == 0
         assert asked == parts - 2, "it is asked once for each other one"
-        assert shifts == {1}, "a trial run gets the micro-batch that the step will get"
-        assert tried["predicted_lookups"] > tried["unpredicted_lookups"]
 
 
 # -- profiled, refused

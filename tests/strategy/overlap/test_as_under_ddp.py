@@ -29,11 +29,6 @@ BY_NORM = {"gradient_clip_val": 0.05}
 BY_VALUE = {"gradient_clip_val": 0.005, "gradient_clip_algorithm": "value"}
 ACCUMULATED = {"losses": (1e-5, 1e-12), "weights": (1e-4, 1e-6), "states": (1e-4, 1e-6), "moves": 1.2}
 CLIPPED = {"losses": (1e-6, 1e-12), "weights": (1e-6, 1e-6), "states": (1e-5, 1e-7)}
-TRIALS = {"lookahead": "trial_run"}
-
-
-class SchedulesAndComputes(modules.Schedules, modules.Computes):
-    """A learning rate for every step, and ids that a trial run finds."""
 
 
 def windows(make: Any = CountingModel, loader: Any = lambda: my_loader(WINDOWS), **rest: Any) -> Case:
@@ -47,12 +42,7 @@ ACCUMULATING = {
         partial(CountingModel, "rowwise_adagrad"),
         options={"accumulate_grad_batches": 1, "callbacks": lambda: [GradientAccumulationScheduler({0: 3, 1: 2})]},
     ),
-    "schedule and trial runs": windows(
-        SchedulesAndComputes,
-        lambda: training.changed_loader(WINDOWS, training.as_tensors),
-        options={"reload_dataloaders_every_n_epochs": 1},
-        overlap=TRIALS,
-    ),
+    "a learning rate for every step": windows(modules.Schedules, options={"reload_dataloaders_every_n_epochs": 1}),
     "validation inside a window": windows(options={"val_check_interval": 2}, validation=lambda: my_loader(2)),
     # Lightning forgets the gradients that wait for a step then
     "an epoch cuts a window short": windows(modules.CutsShort, ahead=None),
@@ -88,9 +78,8 @@ class WithLargeEps(CountingModel):
 
 
 def clipping(make: Any, change: Any = dict, ahead: Any = (STEPS - 2, 2, 0), **options: Any) -> Case:
-    overlap = TRIALS if change is training.as_tensors else {}
     loader = partial(training.changed_loader, STEPS, change)
-    return Case(make, loader, {"max_epochs": 1, **options}, overlap, ahead=ahead)
+    return Case(make, loader, {"max_epochs": 1, **options}, ahead=ahead)
 
 
 def _every_optimizer(**options: Any) -> dict[str, Case]:
@@ -184,7 +173,6 @@ CLIPPING = {
     "a step after the closure": clipping(modules.StepsAfterClosure, **BY_NORM),
     "reads, windows": clipping(Reads, **BY_NORM, accumulate_grad_batches=2),
     "cut short": clipping(modules.CutsShort, ahead=None, **BY_NORM, accumulate_grad_batches=3, max_epochs=2),
-    "trial runs": clipping(modules.Computes, training.as_tensors, **BY_NORM),
     "a hook finds norms": clipping(partial(Acts, _log_norms)),
     "a hook changes dense gradients": clipping(partial(Acts, _add_noise)),
 }
@@ -286,8 +274,7 @@ REFUSED = {
     "inside a window, norm": later(BETWEEN, "gradient_clip_val=0.05", **BY_NORM),
     "inside a window, value": later(BETWEEN, "gradient_clip_val=0.005", **BY_VALUE),
     "a limit that changes": refused(CountingModel, "gradient_clip_val=None", callbacks=lambda: [ChangesValue()], **BY_VALUE),
-    "a lookup between steps, norm": refused(LOOKS_UP, "'net.embeddings'", "clip", **BY_NORM),
-    "a lookup between steps, value": refused(LOOKS_UP, "'net.embeddings'", "clip", **BY_VALUE),
+    "a lookup between steps": refused(LOOKS_UP, "'net.embeddings'", "outside of a training step"),
     "TorchRec's bags": refused(WeightedMean, "gradient_clip_val=0.05", "['bags']", **BY_NORM),
     "a hook without overlap": refused(ByHook, "ByHook.configure_gradient_clipping", "['net.embeddings']", overlap=PLAIN),
     "windows of TorchRec's bags": later(WeightedMean, "accumulate_grad_batches=2", "['bags']"),

@@ -66,7 +66,7 @@ class LearnsWeights(BagModel):
 
 
 class Computes(BagModel):
-    """Its ids are known to a function, or to a trial run."""
+    """Its ids are known to a function."""
 
     def scores(self, batch: Batch) -> Tensor:
         return super().scores({**batch, **computed(batch)})
@@ -92,7 +92,6 @@ OTHERS = {
     "on some ranks": bags(OnSomeRanks, None),
     "weights that are learned": bags(LearnsWeights),  # they need not be known ahead
     "a function": bags(Computes, (3 * GIVEN[0] + KNOWN[0], 3 * GIVEN[1] + KNOWN[1], 0), {"ids_of": computed}),
-    "trial runs": bags(Computes, overlap={"lookahead": "trial_run"}),
 }
 
 

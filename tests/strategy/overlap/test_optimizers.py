@@ -107,6 +107,36 @@ def test_as_under_ddp(ranks: int, way: dict[str, Any], cases: dict[str, Case]) -
     assert training.compared(ranks, cases, "ddp", way, **CLOSE) == []
 
 
+class SetsLate(OfKind):
+    """Sets the learning rate in a hook of the step itself."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__("adagrad")
+        self.hook, self.step = hook, 0
+
+    def _set(self, hook: str) -> None:
+        self.step += hook == "training_step"
+        if hook == self.hook:
+            self.trainer.optimizers[0].param_groups[0]["lr"] = 0.02 * (1 + self.step % 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self._set("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def on_before_backward(self, loss: Any) -> None:
+        self._set("on_before_backward")
+
+    def on_after_backward(self) -> None:
+        self._set("on_after_backward")
+
+
+def test_options_that_the_step_itself_sets() -> None:
+    cases = {hook: every_row(partial(SetsLate, hook)) for hook in ("training_step", "on_before_backward")}
+    assert training.compared(2, cases, "ddp", {}, **CLOSE) == []
+    error = ["ValueError", "parameter group 0", "after backward", "'lr'", "before backward"]
+    assert not_refused(2, {"later": every_row(partial(SetsLate, "on_after_backward"), error=error, steps=1)}) == []
+
+
 class Sets(InGroups):
     def __init__(self, kind: str, name: str, value: Any) -> None:
         super().__init__(kind)

@@ -21,7 +21,6 @@ from tests.helpers.recommender import FEATURES, ITEMS
 UNKNOWN = "net.embeddings"  # is named in the notice
 WRONG = (0, 8, 4)
 OVERLAPPED = {"dedup": False}
-TRIALS = {"lookahead": "trial_run"}
 
 
 class DataWithHooks(L.LightningDataModule):
@@ -71,7 +70,7 @@ TRAINER = {
     "a closure called before the step": Case(modules.StepsAfterClosure, ahead=KNOWN),
     "epochs that are cut short": Case(modules.CutsShort, ahead=(5, 2, 1)),
     "evaluation between steps": Case(modules.Evaluates, ahead=KNOWN),
-    "lookups with gradients between steps": Case(lambda: modules.Evaluates(gradients=True), ahead=NEVER),
+    "lookups with gradients between steps": Case(lambda: modules.Evaluates(gradients=True), ahead=KNOWN),
     "a table that is not trained": Case(modules.Freezes, ahead=KNOWN),
     "two collections": two_tables(modules.TwoCollections, (2 * KNOWN[0], 2 * KNOWN[1], 0)),
     "further lookups without gradients": two_tables(modules.LooksUpMore, (9 + 6, 3 + 2, 0)),
@@ -90,7 +89,7 @@ LOADERS = {
         ahead=NEVER,
         notice="DataLoader",
     ),
-    "the step takes the iterator, trial runs": Case(modules.Iterates, ahead=NEVER, notice=UNKNOWN, overlap=TRIALS),
+    "the step takes the iterator": Case(modules.Iterates, ahead=NEVER, notice=UNKNOWN),
     "made in configure_optimizers": Case(modules.AsksEarly, ahead=KNOWN),
     "a stream, made in setup": Case(AsksInSetup, stream, ahead=KNOWN),
     "made before the tables": Case(MakesItsTablesLate, notice="configure_optimizers"),
@@ -98,16 +97,10 @@ LOADERS = {
 IDS = {
     "tensors in the batch": tensors(modules.OfTensors),
     "computed": tensors(modules.Computes, NEVER, notice=UNKNOWN),
-    "computed, trial runs": tensors(modules.Computes, overlap=TRIALS),
-    "computed, trial runs, bf16-mixed": tensors(modules.Computes, overlap=TRIALS, options={"precision": "bf16-mixed"}),
     "rewritten through numpy": tensors(modules.RewritesThroughNumpy, WRONG, notice=UNKNOWN),
     "drawn": tensors(modules.Draws, NEVER, notice=UNKNOWN),
-    "drawn, trial runs": tensors(modules.Draws, overlap=TRIALS),
-    "drawn, and draws that no trial run foresees": tensors(modules.DrawsUnforeseen, WRONG, TRIALS, notice=UNKNOWN),
     "changed in place by hooks": tensors(modules.ChangesInPlace, WRONG, notice=UNKNOWN),
-    "changed in place by hooks, trial runs": tensors(modules.ChangesInPlace, (5, 3, 4), TRIALS),
     "changed by the data module": Case(modules.OfTensors, DataWithHooks, ahead=WRONG, notice=UNKNOWN),
-    "changed by the data module, trial runs": Case(modules.OfTensors, DataWithHooks, ahead=(5, 3, 4), overlap=TRIALS),
 }
 
 
@@ -179,7 +172,6 @@ FUNCTIONS = {
 
 THREE_RANKS = {
     "ranks that know their ids in different ways": tensors(modules.DiffersByRank, [(1, 11, 0), NEVER, NEVER], notice=UNKNOWN),
-    "the same, trial runs": tensors(modules.DiffersByRank, [(4, 8, 0), (4, 8, 0), WRONG], TRIALS, notice=UNKNOWN),
     "wrong ids on one rank": by_function(wrong_on_one, ahead=[(5, 7, 0), WRONG, (5, 7, 0)], notice="ids_of=wrong_on_one"),
 }
 # on several, Lightning refuses them
@@ -187,7 +179,7 @@ ONE_RANK = {"steps without a loss": Case(modules.Skips, ahead=KNOWN)}
 
 IN_TIER_2 = {"a learning rate for every step", "a limit of batches", "fast_dev_run", "a closure called before the step"}
 IN_TIER_2 |= {"evaluation between steps", "a table that is not trained", "workers", "made in configure_optimizers"}
-IN_TIER_2 |= {"computed", "computed, trial runs, bf16-mixed", "drawn", "changed by the data module"}
+IN_TIER_2 |= {"drawn", "changed by the data module"}
 
 
 def _first(cases: dict[str, Case]) -> dict[str, Case]:
@@ -218,7 +210,6 @@ def broken(batch: Batch) -> Any:
 REFUSED = {
     "type": by_function(wrong_type, error=["TypeError", "ids_of=wrong_type)", "Tensor", "'net.embeddings'"]),
     "its own error": by_function(broken, error=["KeyError", "no such key", "ids_of=broken"]),
-    "trial runs with a method": tensors(HasAMethod, overlap={"lookahead": "trial_run"}, error=["HasAMethod.embedding_ids"]),
 }
 
 

@@ -171,7 +171,6 @@ AHEAD = {
     "all": case(ThreeLookups, ahead=(3 * IN_TIME, 3 * NOT_IN_TIME, 0)),
     # the first of the later ones was not foreseen
     "later ones from then on": case(Conditional, ahead=(2 * IN_TIME + LATER * EPOCHS - 1, 2 * NOT_IN_TIME, 1)),
-    "by trial runs": case(Drawn, ahead=(3 * IN_TIME, 3 * NOT_IN_TIME, 0), overlap={"lookahead": "trial_run"}),
     "by a function": case(ThreeLookups, ahead=(3 * (STEPS * EPOCHS - EPOCHS), 3 * EPOCHS, 0), overlap={"ids_of": _known_ids}),
 }
 

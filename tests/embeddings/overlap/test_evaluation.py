@@ -1,0 +1,218 @@
+"""Lookups outside of steps: the same function as in training, whatever is looked up, and however often by each rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+
+from lightning_freescale.embeddings.optimizer import TableOptimizer
+from lightning_freescale.embeddings.overlap import OverlapEngine
+from lightning_freescale.embeddings.sharding import TableSharding
+from lightning_freescale.testing import RankFailed, run_distributed
+from tests.helpers.bags import MEAN, SUM, configs
+
+ROWS = 30
+FEATURES = {"rows": ["a", "b", "c"], "bags": ["d", "e", "f"], "weighted": ["g", "h"]}
+MODULES = list(FEATURES)
+SGD = TableOptimizer(torch.optim.SGD, {"lr": 0.1})
+
+
+def _modules() -> nn.ModuleDict:
+    torch.manual_seed(0)
+    sequences = [
+        EmbeddingConfig(name="x", num_embeddings=ROWS, embedding_dim=8, feature_names=["a", "b"]),
+        EmbeddingConfig(name="y", num_embeddings=ROWS, embedding_dim=8, feature_names=["b", "c"]),
+    ]
+    # "e" is looked up by a sum and by a mean
+    bags = {"t": (ROWS, 8, ["d", "e"], SUM), "u": (ROWS, 8, ["e"], MEAN), "v": (ROWS, 4, ["f"], MEAN)}
+    weighted = {"w": (ROWS, 8, ["g"], SUM), "z": (ROWS, 4, ["h"], SUM)}
+    made = {
+        "rows": EmbeddingCollection(tables=sequences, need_indices=True),
+        "bags": EmbeddingBagCollection(tables=configs(bags)),
+        "weighted": EmbeddingBagCollection(tables=configs(weighted), is_weighted=True),
+    }
+    return nn.ModuleDict(made)
+
+
+@contextmanager
+def _engine(**options: Any) -> Iterator[tuple[nn.ModuleDict, nn.ModuleDict, OverlapEngine]]:
+    """The unsharded modules, the sharded ones, and the engine that has these."""
+    modules = _modules()
+    whole = copy.deepcopy(modules)
+    sharding = TableSharding(modules, torch.device("cpu"), overlap=True)
+    optimizers = dict.fromkeys(sharding.parameters, SGD)
+    tables = sharding.shard(group=dist.new_group(), local_world_size=dist.get_world_size(), optimizers=optimizers)
+    engine = OverlapEngine(tables, **options)
+    yield whole, modules, engine
+    engine.close()
+
+
+def _random_lookup(draw: np.random.Generator, name: str) -> KeyedJaggedTensor:
+    keys = list(draw.permutation([*FEATURES[name], "unused"]))
+    samples = int(draw.integers(1, 5))
+    variable = name != "rows" and draw.random() < 0.3
+    strides = draw.integers(1, samples + 1, len(keys)) if variable else np.full(len(keys), samples)
+    longest = draw.choice([1, 2, 9]) if draw.random() < 0.8 else 1
+    lengths = torch.from_numpy(draw.integers(0, longest, int(strides.sum()))).to(draw.choice([torch.int32, torch.int64]))
+    ids = torch.from_numpy(draw.integers(0, ROWS, int(lengths.sum()))).to(draw.choice([torch.int32, torch.int64]))
+    # weights for an unweighted collection are ignored
+    weights = torch.from_numpy(draw.random(len(ids))).float() if name == "weighted" or draw.random() < 0.3 else None
+    inverse = None
+    if variable or draw.random() < 0.2:  # a collection of sequences ignores them
+        inverse = keys, torch.stack([torch.from_numpy(draw.integers(0, stride, samples)) for stride in strides])
+    if variable:
+        return KeyedJaggedTensor(
+            keys, ids, weights, lengths, stride_per_key_per_rank=[[int(s)] for s in strides], inverse_indices=inverse
+        )
+    if draw.random() < 0.3:
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        return KeyedJaggedTensor(keys, ids, weights, offsets=offsets, inverse_indices=inverse)
+    return KeyedJaggedTensor(keys, ids, weights, lengths, inverse_indices=inverse)
+
+
+def _parts(found: Any) -> dict[str, Tensor]:
+    """All numbers of what a collection returns, by name."""
+    if not isinstance(found, dict):
+        return found.to_dict()
+    parts = {}
+    for key, jagged in found.items():
+        parts |= {f"{key} values": jagged.values(), f"{key} lengths": jagged.lengths(), f"{key} ids": jagged.weights()}
+    return parts
+
+
+def _differing(found: Any, expected: Any) -> list[str]:
+    ours, theirs = _parts(found), _parts(expected)
+    assert list(ours) == list(theirs)
+    return [name for name, value in theirs.items() if not torch.equal(ours[name], value)]
+
+
+def _looked_up(seed: int, lookups: int, options: dict[str, Any]) -> list[str]:
+    """Each rank makes its own lookups, and its own number of them; then all make as many in a step."""
+    draw = np.random.default_rng([seed, dist.get_rank()])
+    with _engine(**options) as (whole, sharded, engine):
+        found = []
+        with torch.no_grad() if seed % 2 else torch.inference_mode():
+            for number in range(lookups + int(draw.integers(0, lookups))):
+                name = str(draw.choice(MODULES))
+                features = _random_lookup(draw, name)
+                differing = _differing(sharded[name](features), whole[name](features))
+                found += [f"{name}, lookup {number}: {each}" for each in differing]
+        engine.serve_evaluation()
+        for step in range(lookups):
+            engine.begin_step({})
+            looked_up = {name: _random_lookup(draw, name) for name in MODULES}
+            with torch.no_grad():
+                before = {name: sharded[name](features) for name, features in looked_up.items()}
+            trained = {name: sharded[name](features) for name, features in looked_up.items()}
+            engine.end_forward()
+            engine.end_backward()
+            for name, features in looked_up.items():
+                expected = whole[name](features)
+                differing = _differing(trained[name], expected) + _differing(before[name], expected)
+                found += [f"{name}, step {step}: {each}" for each in differing]
+        engine.drain()
+    return found
+
+
+TWO_LEVEL = {"exchange": "two_level", "ranks_per_node": 2}
+
+
+@pytest.mark.parametrize(
+    ("seed", "ranks", "options"), [(0, 1, {}), (1, 2, {}), (2, 3, {}), (3, 2, {"dedup": False}), (4, 4, TWO_LEVEL)]
+)
+def test_the_same_function_as_in_training_and_unsharded(seed: int, ranks: int, options: dict[str, Any]) -> None:
+    assert run_distributed(_looked_up, ranks, seed, 12, options) == [[]] * ranks
+
+
+# -- in between
+
+
+def _ids(values: list[int], name: str = "rows") -> KeyedJaggedTensor:
+    """The same ids for every feature of a module."""
+    keys = FEATURES[name]
+    return KeyedJaggedTensor(keys, torch.tensor(values * len(keys)), lengths=torch.tensor([len(values)] * len(keys)))
+
+
+def _between_steps() -> None:
+    """What is looked up between two steps has all updates of the first, and rows fetched ahead of it stay right."""
+    rank = dist.get_rank()
+    with _engine() as (whole, sharded, engine):
+        optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=r"rank 1.*'a'"), torch.no_grad():  # all ranks go on behind the error
+            sharded["rows"](_ids([ROWS * rank]))
+        for step in range(4):
+            ids = [_ids([step, 2 * rank, 7]), _ids([step + 1, 2 * rank, 7])]
+            engine.begin_step({"rows": ids[1]})
+            sharded["rows"](ids[0])["a"].values().square().sum().backward()
+            engine.end_backward()
+            for other in range(dist.get_world_size()):
+                (whole["rows"](_ids([step, 2 * other, 7]))["a"].values().square().sum() / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for _ in range(rank * step):
+                    torch.testing.assert_close(_parts(sharded["rows"](ids[1])), _parts(whole["rows"](ids[1])))
+            engine.serve_evaluation()
+        totals = engine.statistics()
+        assert totals["predicted_lookups"] == 3 and totals["tokens"] == 4 * 12, "lookups outside of steps are not counted"
+
+
+def test_between_steps() -> None:
+    run_distributed(_between_steps, 2)
+
+
+def _fails(look_up: Callable[[nn.ModuleDict, OverlapEngine], Any]) -> str:
+    with _engine() as (_, sharded, engine), pytest.raises((ValueError, RuntimeError)) as caught:
+        look_up(sharded, engine)
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def _wrong_id_on_the_last_rank(sharded: nn.ModuleDict, engine: OverlapEngine) -> None:
+    if dist.get_rank() == 2:
+        with torch.no_grad():
+            sharded["bags"](_ids([ROWS], "bags"))
+    engine.serve_evaluation()
+
+
+def _some_train_on(sharded: nn.ModuleDict, engine: OverlapEngine) -> None:
+    if dist.get_rank():
+        engine.begin_step({})
+    sharded["rows"](_ids([1]))
+
+
+def _backward_outside_of_steps(sharded: nn.ModuleDict, engine: OverlapEngine) -> None:
+    sharded["rows"](_ids([1]))["a"].values().sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("look_up", "parts"),
+    [
+        (_wrong_id_on_the_last_rank, ["ValueError", "'bags (dim 8)'", "rank 2", "'d'", f"id {ROWS}"]),
+        (_some_train_on, ["RuntimeError", "ranks [0]", "outside of a training step", "serve_evaluation"]),
+        (_backward_outside_of_steps, ["ValueError", "'rows'", "outside of a training step"]),
+    ],
+)
+def test_errors_are_those_of_all_ranks(look_up: Callable[..., Any], parts: list[str]) -> None:
+    for error in run_distributed(_fails, 3, look_up):
+        assert all(part in error for part in parts), error
+
+
+def _leaves() -> None:
+    with _engine() as (_, sharded, _):
+        if dist.get_rank():
+            with torch.no_grad():
+                sharded["rows"](_ids([1]))
+
+
+def test_a_rank_that_does_not_evaluate_is_no_hang() -> None:
+    with pytest.raises(RankFailed, match="rank 1"):
+        run_distributed(_leaves, 2)
