@@ -13,7 +13,7 @@ from lightning_freescale._lightning.loops import Trainer, rank_zero_info
 from lightning_freescale.balance import MicroBatchSchedule
 from lightning_freescale.balance.turns import Turns
 from lightning_freescale.profiling.recording.clocks import clock_for
-from lightning_freescale.strategy.choosable_settings import MICRO_BATCHES, SPLIT_BACKWARD, tell_what_is_choosable
+from lightning_freescale.strategy.choosable_settings import MICRO_BATCHES, SPLIT_BACKWARD
 from lightning_freescale.strategy.compute_times import ComputeTimes
 from lightning_freescale.strategy.setting_trial import MEASURED, Measurements, SettingComparison, SettingTrial, compare
 
@@ -44,7 +44,6 @@ class Progress:
         remaining: share of the time lost at the beginning that is still lost.
         checked: the values that were compared with those at the beginning last.
         frozen: nothing will be changed any more.
-        overlapped: paths of the collections whose exchange was overlapped; None before the first step.
     """
 
     start: Values
@@ -54,7 +53,6 @@ class Progress:
     remaining: float = 1.0
     checked: Values | None = None
     frozen: bool = False
-    overlapped: list[str] | None = None
 
     @property
     def reduction(self) -> float:
@@ -68,14 +66,12 @@ class Autopilot:
     It ends with a trial of all that it has changed against what there was at the beginning: what does not win that is undone.
     ``FreeScaleDataModule(micro_batches="auto")`` alone is one trial of one setting, without a target.
 
-    Where bags are left to TorchRec, what was measured before was another exchange: all begins anew, but for a final choice.
-
     Args:
         trainer: the Trainer.
         settings: the values that each setting may have, by its name and in the order in which they are tried.
         start: the values at the beginning.
         schedule: of the micro-batches, if they are among the settings.
-        controller: switches ``split_backward``, and knows what is overlapped.
+        controller: switches ``split_backward``.
         gather: returns the values of all ranks, see :func:`.gather_objects`; None if there is one rank.
         times: tell what part of a step is compute; needed for a target.
         target: share of the bubble that is enough to remove; None for one trial of each setting.
@@ -125,8 +121,6 @@ class Autopilot:
             step: of the epoch.
             cost: predicted, of the rank that has most to compute; 0 if unknown.
         """
-        if self._controller is not None:
-            self._follow_exchange(self._controller, epoch, step)
         if not self.frozen and self._trial is None:
             self._try_next(max(self._gather(self._handed_out(epoch, step))))
         elif self._trial is not None:
@@ -171,43 +165,8 @@ class Autopilot:
         if self._schedule is not None and self._schedule.chosen != state["kept"][MICRO_BATCHES]:
             return  # the loader was read before the checkpoint
         known = {name: state[name] for name in ("start", "kept", "untried", "remaining", "checked", "frozen")}
-        known["overlapped"] = state.get("overlapped")
         self._progress = Progress(tried=Counter(state["tried"]), **known)
         self._turns = Turns([self._progress.kept])
-
-    # -- bags that are left to TorchRec, in the same step on every rank
-
-    def _follow_exchange(self, controller: OverlapController, epoch: int, step: int) -> None:
-        """Begin anew if other collections are overlapped than those that the measurements so far were made with.
-
-        In a run that resumes, bags which the run before had left are left before its first step comes here.
-        """
-        progress, overlapped = self._progress, controller.overlapped
-        before, progress.overlapped = progress.overlapped, overlapped
-        if overlapped == before:
-            return
-        if not overlapped:
-            self._drop_split_backward(controller)
-        elif before is not None and not self.frozen:
-            self._begin_anew(before, epoch, step)
-
-    def _drop_split_backward(self, controller: OverlapController) -> None:
-        """Choose nothing any more: there is no exchange to hide, and where micro-batches may be chosen, no bags are left."""
-        assert self._schedule is None
-        assert self._target is not None
-        controller.split_backward = self._progress.start[SPLIT_BACKWARD]  # it changes nothing
-        self._settings, self._controller, self._trial, self._tries = {}, None, None, ""
-        self._progress, self._turns = Progress({}, {}, [], Counter(), frozen=True, overlapped=[]), Turns([{}])
-        tell_what_is_choosable(self._target, self._settings, "no exchange is overlapped any more")
-
-    def _begin_anew(self, before: list[str], epoch: int, step: int) -> None:
-        start, now = self._progress.start, self._progress.overlapped
-        self._progress = Progress(start, start, list(self._settings), Counter(), overlapped=now)
-        epoch, step = self._try_next(max(self._gather(self._handed_out(epoch, step))))
-        rank_zero_info(
-            f"FreeScaleStrategy(target_bubble_reduction={self._target:g}): begins anew from step {step} of epoch {epoch} on, "
-            f"as the exchange of {now} is overlapped now, and was of {before} in what has been measured so far"
-        )
 
     # -- trials
 

@@ -17,7 +17,6 @@ from typing_extensions import override
 
 from lightning_freescale._lightning.loops import Trainer, ended_inside_epoch, rank_zero_warn, reopen_epoch
 from lightning_freescale._lightning.saving import around_save_checkpoint, is_local, warn_of_what_is_missing
-from lightning_freescale._objects import gather_objects
 from lightning_freescale.checkpoint.accumulated_gradients import gather_accumulated, restore_accumulated
 from lightning_freescale.checkpoint.bucket_order import lay_out_buckets, noting_order
 from lightning_freescale.checkpoint.random_state import gather_random_states, set_random_state
@@ -57,7 +56,6 @@ class UnshardedCheckpointStrategy(TableAccess, StoppingStrategy):
         self._extra: dict[str, Any] = {}
         self._random_states: list[dict[str, Any]] = []
         self._restored_gradients: list[dict[str, Any]] = []
-        self._bag_state: dict[str, Any] = {}  # of the last fit
         self._bucket_order: list[str] = []  # of the last fit; names of dense parameters
         self._restored_order: list[str] = []
         self._left_in_window = False  # by the last fit, so that what it had accumulated is lost
@@ -113,8 +111,6 @@ class UnshardedCheckpointStrategy(TableAccess, StoppingStrategy):
             checkpoint[_EXTRA] = {**self._extra, "random_states": gather_random_states(self.root_device)}
             if self._bucket_order:
                 checkpoint[_EXTRA]["bucket_order"] = list(self._bucket_order)
-            if bags := self._bags():
-                checkpoint[_EXTRA]["bag_states"] = gather_objects(bags)
             if chosen := self._chosen_settings():
                 checkpoint[_EXTRA]["autopilot"] = chosen
             if accumulated := self._accumulated():
@@ -169,10 +165,6 @@ class UnshardedCheckpointStrategy(TableAccess, StoppingStrategy):
     def _sharded_names(self) -> frozenset[str]:
         return frozenset() if self.tables is None else frozenset(self.tables.names_in_module())
 
-    def _bags(self) -> dict[str, Any]:
-        """Return what this rank knows of bags and TorchRec: a run that counts them anew would not resume bitwise."""
-        return self._bag_state if self.engine is None else self.engine.bag_state()
-
     def _chosen_settings(self) -> dict[str, Any]:
         return self.chosen_settings if self.autopilot is None else self.autopilot.state_dict()
 
@@ -180,7 +172,6 @@ class UnshardedCheckpointStrategy(TableAccess, StoppingStrategy):
         """Forget what was loaded and not used, because a fit failed, and note whether it ends inside a window."""
         self._left_in_window, self.gradients_wait = self._left_in_window or self.gradients_wait, False
         self._restored_gradients, self._random_states, self._restored_order = [], [], []
-        self._bag_state = self._bags()
         self.chosen_settings = self._chosen_settings()
 
     @override
@@ -189,9 +180,6 @@ class UnshardedCheckpointStrategy(TableAccess, StoppingStrategy):
         self._random_states, self._restored_gradients = extra.get("random_states", []), extra.get("accumulated", [])
         self._restored_order = extra.get("bucket_order", [])
         self.chosen_settings = extra.get("autopilot", {})
-        bags, engine = extra.get("bag_states", []), self.engine
-        if engine is not None and len(bags) == self.world_size:  # between other ranks other bytes cross
-            engine.restore_bag_state(bags[self.global_rank])
         if self.tables is not None and self.groups is not None:
             full = checkpoint["optimizer_states"][0]
             with self.writing_tables():
@@ -224,7 +212,7 @@ class UnshardedCheckpointStrategy(TableAccess, StoppingStrategy):
         if self._random_states:
             set_random_state(self._random_states, self.root_device)
             self._random_states = []
-        self._left_in_window, self.gradients_wait, self._bag_state = False, bool(self._restored_gradients), {}
+        self._left_in_window, self.gradients_wait = False, bool(self._restored_gradients)
         laid_out = lay_out_buckets(self.model, self._restored_order)
         self._bucket_order, self._restored_order = self._restored_order if laid_out else [], []
         if self._restored_gradients:

@@ -93,9 +93,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         plan: TorchRec ``ShardingPlan`` for the collections, by their path in the module; planned if not given.
         planner: TorchRec planner to make the plan; by default TorchRec's own, held to row-wise sharding.
         transport: what moves rows and ids between GPUs, see :class:`lightning_freescale.comm.LaneOptions`.
-        overlap: exchange the rows of embedding collections while the model computes. The numbers are the same without. An
-            EmbeddingBagCollection whose bags, pooled by the owners of their rows, are fewer bytes than the rows is left to
-            plain TorchRec after its first steps, after one notice.
+        overlap: exchange the rows of embedding collections while the model computes. The numbers are the same without.
         dedup: with ``overlap``, send each row once per rank and step. Without it the numbers are bitwise those of plain
             TorchRec, with it they differ by the order of summation.
         ids_of: a function that tells the ids which the model will look up in a batch, of that batch as it comes out of the

@@ -104,14 +104,6 @@ class Lookahead:
         for probe in self._probes.values():
             probe.give_up(reason)
 
-    def leave(self, left: Mapping[str, str]) -> None:
-        """Forget collections that TorchRec has now, each with the reason why."""
-        for path in left:
-            for known in (self._probes, self._told, self.agreed_modes):
-                known.pop(path, None)
-        self.function = self._ids_function()
-        tell_plain(left)
-
     def _give_notice(self) -> None:
         """Warn once of the collections whose ids cannot be known; on rank 0, which hears of it from the others."""
         silent = [

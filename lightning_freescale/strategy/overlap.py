@@ -11,11 +11,9 @@ from lightning_freescale.balance import MicroBatches
 from lightning_freescale.embeddings.optimizer import UpdateSettings
 from lightning_freescale.embeddings.overlap import OverlapEngine, OverlapReport, WeightGradientsLast, WindowGradients
 from lightning_freescale.profiling.recording.timeline import Timeline
-from lightning_freescale.strategy.choosable_settings import schedule_of
 from lightning_freescale.strategy.early_copy import EarlyCopy
 from lightning_freescale.strategy.lookahead import Ids, Lookahead
 from lightning_freescale.strategy.lookahead_loader import ENDED, UNKNOWN, LookaheadLoader
-from lightning_freescale.strategy.validation import accumulated_by
 
 
 class OverlapController:
@@ -55,15 +53,9 @@ class OverlapController:
         self._early_copy = EarlyCopy.for_trainer(trainer)
         self._batch_idx = 0
         self._updates = self._warned = False
-        self._divided: bool | None = None  # whether steps may have micro-batches; until the first batch nobody knows
         self._logged: dict[str, float] | None = None
         for collection in engine.collections.values():
             collection.observe(timeline)
-
-    @property
-    def overlapped(self) -> list[str]:
-        """Paths of the collections whose exchange is overlapped, the same on every rank; fewer once bags have been left."""
-        return list(self.engine.modules)
 
     def take_loaded(self, batch: MicroBatches) -> None:
         """Ask for the ids of all micro-batches but the first, as they come out of the loader: hooks get them next."""
@@ -71,10 +63,6 @@ class OverlapController:
 
     def start_batch(self, loader: Any, batch: Any, batch_idx: int) -> None:
         """Note that training on ``batch`` of ``loader`` begins, the ``batch_idx``-th of its epoch."""
-        if self._divided is None:
-            self._divided = self._may_be_divided(loader)
-        self._divided |= isinstance(batch, MicroBatches)
-        self._leave_long_bags()
         self._parts = _parts(batch)
         self._following = UNKNOWN
         self._batch_idx = batch_idx
@@ -154,22 +142,6 @@ class OverlapController:
     def report(self) -> OverlapReport | None:
         """Return the means over all ranks and steps so far. Collective; drain first."""
         return OverlapReport.from_totals(self.engine.mean_statistics())
-
-    def _may_be_divided(self, loader: Any) -> bool:
-        # not by the first batch, which may be short. Nor by what "auto" has chosen in the run that wrote a checkpoint: the run
-        # that resumes does as that run did, which was still to choose
-        schedule = schedule_of(loader)
-        return schedule is not None and max(schedule.candidates) > 1 and not self.engine.plain
-
-    def _leave_long_bags(self) -> None:
-        """Leave collections to TorchRec that it moves fewer bytes for, unless gradients are accumulated, which it cannot."""
-        left = {} if self._divided or accumulated_by(self.trainer) else self.engine.leave_long_bags()
-        if not left:
-            return
-        strategy: Any = self.trainer.strategy
-        strategy.drain()
-        strategy.count_updates()
-        self._lookahead.leave(left)
 
     # -- the ids of the next batch
 

@@ -7,10 +7,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
@@ -105,53 +104,6 @@ def bag_loader(steps: int, longest: int = 2, salt: int = 0, samples: int = 5) ->
     rank = int(os.environ["RANK"])
     batches = enumerate(RankBatches(rank, steps, samples + rank).batches, 1000 * rank + salt)
     return DataLoader([with_bags(batch, seed, longest) for seed, batch in batches], batch_size=None)
-
-
-class OnlyBags(L.LightningModule):
-    """Looks up bags of many ids and nothing else, and notes in every optimizer step whether TorchRec has them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bags = EmbeddingBagCollection(tables=configs({name: (400, 8, [name], SUM) for name in ("seen", "bought")}))
-        self.out = nn.Linear(16, 1)
-        self.losses: list[float] = []
-        self.left: dict[int, bool] = {}
-
-    def scores(self, batch: Batch) -> Tensor:
-        return self.out(torch.tanh(self.bags(batch["bags"]).values())).squeeze(1)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = nn.functional.mse_loss(self.scores(batch), batch["label"])
-        self.losses.append(loss.item())
-        self.left[self.trainer.global_step] = "bags" in self.trainer.strategy.overlap_controller.engine.plain
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adagrad(self.parameters(), lr=0.05, eps=1e-2)
-
-
-class BagSamples(Dataset):
-    """Two bags of many ids, and a label."""
-
-    def __init__(self, size: int) -> None:
-        draw = torch.Generator().manual_seed(0)
-        self.lengths = torch.randint(30, 60, (size,), generator=draw)
-        self.ids = [torch.randint(0, 400, (2, int(length)), generator=draw) for length in self.lengths]
-        self.labels = torch.rand(size, generator=draw)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.ids[index], self.labels[index]
-
-
-def collate_bags(samples: list[tuple[Tensor, Tensor]]) -> Batch:
-    """The batch that :class:`OnlyBags` takes."""
-    ids = [of_sample[feature] for feature in range(2) for of_sample, _ in samples]
-    lengths = torch.tensor([len(each) for each in ids], dtype=torch.int32)
-    bags = KeyedJaggedTensor(["seen", "bought"], torch.cat(ids), lengths=lengths)
-    return {"bags": bags, "label": torch.stack([label for _, label in samples])}
 
 
 def layouts_of(module: EmbeddingBagCollection, ranks: int, row_wise: bool = False) -> tuple[Collection, list[RowLayout]]:

@@ -62,7 +62,7 @@ class Run:
         self.schedule = MicroBatchSchedule("auto", 4)
         if target is not None:
             self.schedule.settle(1)
-        self.controller = SimpleNamespace(split_backward=False, overlapped=["bags", "items"])
+        self.controller = SimpleNamespace(split_backward=False)
         self.logged: list[dict[str, float]] = []
         logger = SimpleNamespace(log_metrics=lambda scalars, step: self.logged.append(scalars))
         strategy = SimpleNamespace(root_device="cpu")
@@ -201,67 +201,6 @@ def test_what_another_run_has_found_counts_for_nothing(clock: Clock, changed: di
     run.train()
     again = run.resumed(SPLIT if "kept" not in changed else BOTH, **changed)
     assert not again.autopilot.frozen and not again.autopilot.values["split_backward"]
-
-
-# -- bags that are left to TorchRec meanwhile
-
-
-def _run_in_which_bags_are_left(clock: Clock, step: int, overlapped: list[str]) -> Run:
-    """Before a step begins some bags are left; until then the split backward helps, and afterwards it harms."""
-
-    def seconds(split: bool, parts: int) -> float:
-        if len(run.seen) - 1 == step:
-            run.controller.overlapped = overlapped
-        return 9.0 + 2 * split if len(run.seen) - 1 > step else 5.0 - 2 * split
-
-    run = Run(clock, seconds, SPLIT)
-    return run
-
-
-@pytest.mark.parametrize("step", [9, 25, 60])
-def test_it_measures_anew_when_bags_are_left(clock: Clock, caplog: pytest.LogCaptureFixture, step: int) -> None:
-    """In the first trial, near its end, and in the last one, when the split backward has been kept."""
-    run = _run_in_which_bags_are_left(clock, step, ["items"])
-    with caplog.at_level(logging.INFO):
-        run.train()
-    assert run.autopilot.frozen and run.autopilot.values == {"split_backward": False}
-    assert run.autopilot.state_dict()["tried"] == {"split_backward": 1}, "what was tried before counts for nothing"
-    assert run.tried[-2:] == ["1 1s", "1"]
-    assert caplog.text.count("exchange of ['items']") == 1 and "['bags', 'items']" in caplog.text
-    assert "9000.0 ms" in caplog.messages[-1] and "11000.0 ms" in caplog.messages[-1]
-
-
-def test_without_any_exchange_there_is_no_split_backward(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    run = _run_in_which_bags_are_left(clock, 25, [])
-    with caplog.at_level(logging.INFO):
-        run.train(100)
-    assert {split for split, _ in run.seen[:26]} == {False, True}
-    assert {split for split, _ in run.seen[26:]} == {False}
-    assert run.autopilot.frozen and run.autopilot.values == run.autopilot.state_dict()["kept"] == {}
-    assert caplog.text.count("nothing to choose from") == 1
-
-
-def test_a_final_choice_stays_unless_there_is_no_exchange(clock: Clock) -> None:
-    for overlapped, kept in ([], {}), (["items"], {"split_backward": True}):
-        run = _run_in_which_bags_are_left(clock, 200, overlapped)
-        run.train(190)
-        assert run.autopilot.frozen and run.autopilot.values == {"split_backward": True}
-        run.train(300)
-        assert run.autopilot.values == kept
-        assert {split for split, _ in run.seen[201:]} == {bool(kept)}
-
-
-@pytest.mark.parametrize(("overlapped", "first"), [(["items"], True), (["bags", "items"], False)])
-def test_a_run_that_resumes_goes_on_if_the_same_is_overlapped(clock: Clock, overlapped: list[str], first: bool) -> None:
-    """Bags that the run before has left are left in the first step, before the autopilot starts it."""
-    run = Run(clock, lambda split, parts: 5.0 - 2 * split, SPLIT)
-    run.controller.overlapped = ["items"]
-    run.train(50)
-    assert run.autopilot.values == {"split_backward": True} and not run.autopilot.frozen
-    again = run.resumed(SPLIT)
-    again.controller.overlapped = overlapped
-    again.train(5)
-    assert again.autopilot.values == {"split_backward": first}
 
 
 # -- without a target: FreeScaleDataModule(micro_batches="auto")

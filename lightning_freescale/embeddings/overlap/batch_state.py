@@ -119,7 +119,6 @@ class PipelinedBatch:
         passing: its rows that this rank has as a proxy; None without proxies, or once all have come.
         settings: what its update is computed with, by the tables' places in the layout.
         updates: whether an optimizer step follows it; else its gradients are kept for the next one.
-        whole_step: whether it is all of an optimizer step, and no micro-batch.
         held: whether its gradients, with those kept before, are held by the owners until they are clipped.
         compared: whether its rows were compared with those of the batch after it.
         any_submitted: whether any rank has submitted its ids ahead.
@@ -138,8 +137,6 @@ class PipelinedBatch:
         gradient: of the requested rows, once backward has been there.
         looked_up: whether the model has looked it up.
         gradient_sent: whether its gradients have been handed over.
-        lookups: how many the model has made.
-        pattern: digest of how many it has made of each collection in the steps before.
         pooled_rows: pooled rows that TorchRec would have sent to this rank, by the rank that sends them, shape ``[ranks]``;
             counted for collections of bags, else 0.
     """
@@ -153,7 +150,6 @@ class PipelinedBatch:
     passing: PassingRows | None = None
     settings: Sequence[UpdateSettings] = ()
     updates: bool = True
-    whole_step: bool = False
     held: bool = False
     compared: bool = True
     any_submitted: bool = False
@@ -172,6 +168,4 @@ class PipelinedBatch:
     gradient: Tensor | None = None
     looked_up: bool = False
     gradient_sent: bool = False
-    lookups: int = 0
-    pattern: int = 0
     pooled_rows: np.ndarray | int = 0

@@ -16,7 +16,6 @@ from lightning_freescale.embeddings.collections import Collection
 from lightning_freescale.embeddings.lookahead.probe import ModeProposal
 from lightning_freescale.embeddings.optimizer import TableOptimizer, UpdateSettings
 from lightning_freescale.embeddings.overlap import errors
-from lightning_freescale.embeddings.overlap.bag_traffic import BagBytes
 from lightning_freescale.embeddings.overlap.batch_state import EvaluationLookup, FurtherLookup
 from lightning_freescale.embeddings.overlap.exchange_worker import ExchangeWorker
 from lightning_freescale.embeddings.overlap.launch_order import LaunchOrder
@@ -145,7 +144,6 @@ class OverlappedCollection:
         predicted = jobs.lookups.made[-1].predicted
         kind = {None: "unpredicted_lookups", True: "predicted_lookups", False: "mispredicted_lookups"}[predicted]
         self.statistics.count(**{kind: 1})
-        batch.lookups += 1
         if self._exchange.bag_traffic is not None:
             batch.pooled_rows = batch.pooled_rows + self._exchange.bag_traffic.pooled_rows(features)
         first, batch.looked_up = not batch.looked_up, True
@@ -230,27 +228,6 @@ class OverlappedCollection:
         """Return what the numbers of rows depend on."""
         layout = self._local.layout
         return {"first_rows": layout.first_row, "row_orders": [(order.multiplier, order.offset) for order in layout.orders]}
-
-    def bag_bytes(self) -> BagBytes | None:
-        """Return what :class:`BagTraffic` has found up to the step before the last; between two steps, on every rank."""
-        traffic = self._exchange.bag_traffic
-        if traffic is None:
-            return None
-        if traffic.total is None and self.jobs.prefetched is not None:
-            self._worker.wait(self.jobs.prefetched)  # it comes behind that step's jobs; those of the last may not be done
-        total = traffic.total  # once: the worker may find it now, but then in the last step
-        return total if total is not None and traffic.decided_in < self.jobs.current.number else None
-
-    def counted_bags(self) -> dict[str, Any]:
-        """Return what :meth:`restore_counted_bags` takes, of bags only. Drain first."""
-        traffic = self._exchange.bag_traffic
-        assert traffic is not None
-        return {**traffic.counted(), "age": self.jobs.current.number - traffic.decided_in}
-
-    def restore_counted_bags(self, counted: Mapping[str, Any]) -> None:
-        """Go on deciding what :meth:`bag_bytes` tells, before the first step."""
-        if (traffic := self._exchange.bag_traffic) is not None:
-            traffic.restore(counted, self.jobs.current.number - counted["age"])
 
     @property
     def error(self) -> Exception | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +18,6 @@ from lightning_freescale.comm import BACKEND, LaneOptions
 from lightning_freescale.embeddings.collections import Collection
 from lightning_freescale.embeddings.lookahead.probe import ModeProposal
 from lightning_freescale.embeddings.optimizer import UpdateSettings
-from lightning_freescale.embeddings.overlap.bag_traffic import DECIDING_STEPS, BagBytes
 from lightning_freescale.embeddings.overlap.batch_state import Lookup
 from lightning_freescale.embeddings.overlap.collection import OverlappedCollection
 from lightning_freescale.embeddings.overlap.evaluation import Evaluation
@@ -72,8 +70,6 @@ class OverlapEngine:
         modules: the overlapped collections, by path.
         collections: their tables, those of one width together: by path, or, if there are several, ``"path (dim 8)"``.
         plain: why each of the others is left to plain TorchRec, by path.
-        bag_decisions: what :meth:`leave_long_bags` has decided, by path: why TorchRec has the collection, or nothing where it
-            stays.
     """
 
     def __init__(
@@ -92,15 +88,12 @@ class OverlapEngine:
         self._two_level = _is_two_level(exchange, self._nodes, dedup)
         self.clip_value, self._hold_gradients = clip_value, hold_gradients
         self._dedup, self._timeout, self._transport = dedup, timeout, transport
-        self.bag_decisions: dict[str, str] = {}
         self.collections: dict[str, OverlappedCollection] = {}
         self.modules: dict[str, ModuleForward] = {}
         self.plain: dict[str, str] = {}
         self._table_keys: dict[str, list[str]] = {}
-        self._idle_of_left: dict[str, int] = {}
-        self._pattern = 0
         self._in_window, self._steps_counted = False, 0
-        self._totals_of_left: list[dict[str, float]] = []
+        self._totals_of_closed: list[dict[str, float]] = []
         layouts = [(collection, module, self._layouts(collection, module)) for collection, module in tables.modules]
         several = sum(len(parts) for *_, parts in layouts) > 1
         order = LaunchOrder(timeout or default_pg_timeout) if several else None
@@ -213,7 +206,6 @@ class OverlapEngine:
         self._steps = step + updates
         begins, self._in_window = restart or not self._in_window, not updates
         self._steps_counted += begins and bool(self.collections)
-        self._pattern = self._pattern_so_far()
         agreed: dict[str, int] = {}
         default = UpdateSettings(step)
         for path, module in self.modules.items():
@@ -221,7 +213,6 @@ class OverlapEngine:
             for part in module.parts:
                 given = [(settings or {}).get(key, default) for key in self._table_keys[part.path]]
                 agreed[path] = max(agreed.get(path, 0), part.begin_step(updates, given, step, restart, mode))
-                part.jobs.current.pattern, part.jobs.current.whole_step = self._pattern, begins and updates
         if upcoming is None:
             for collection in self.collections.values():
                 collection.jobs.submit_end()
@@ -327,7 +318,7 @@ class OverlapEngine:
 
         They are no updates; until they are taken, the engine takes them off the ``settings`` that it is given. Drain first.
         """
-        taken, self._idle_of_left = self._idle_of_left, {}
+        taken: dict[str, int] = {}
         for path, each in self.collections.items():
             taken |= zip(self._table_keys[path], each.take_idle_steps())
         return taken
@@ -347,80 +338,6 @@ class OverlapEngine:
         """
         for path, gradients in kept.items():
             self.collections[path].restore_accumulated(gradients)
-
-    def leave_long_bags(self) -> dict[str, str]:
-        """Leave the collections to plain TorchRec whose rows are more bytes than their bags, pooled by the rows' owners.
-
-        With ``exchange="two_level"`` those between nodes are compared, else those between ranks.
-
-        The first steps with a gradient decide, for good; micro-batches do not count. Collections that TorchRec would not train
-        exactly stay: those that are not looked up once by every rank, or beside others that some ranks look up more often;
-        those with Adam on CPU; all of them where gradients are clipped. Call it only if every batch is followed by an
-        optimizer step. Collective, between two steps; those that are left are up to date then, and :meth:`take_idle_steps` has
-        to follow.
-
-        Returns:
-            Why, by path; empty but for the one time that collections are left.
-        """
-        left: dict[str, str] = {}
-        for path, module in self.modules.items():
-            if not self._torchrec_may_train(module.collection):
-                continue  # whatever a checkpoint's run has decided, which had another optimizer, or did not clip
-            if path not in self.bag_decisions and (found := module.bag_bytes()) is not None:
-                self.bag_decisions[path] = _too_long(found, self._two_level)
-            if self.bag_decisions.get(path):
-                left[path] = self.bag_decisions[path]
-        for path in left:
-            self._leave(path)
-        self.plain |= left
-        return left
-
-    def _torchrec_may_train(self, collection: Collection) -> bool:
-        adam = any(self.tables.optimizers[table.key].sparse_adam for table in collection.tables)
-        return not adam and self.clip_value is None and not self._hold_gradients
-
-    def bag_state(self) -> dict[str, Any]:
-        """Return what :meth:`leave_long_bags` has decided and, where it has not yet, what this rank has counted.
-
-        None of it is on the device, and nothing is there without bags. In the middle of a step counts are left out, because
-        the ranks may be at different ones. Drain first.
-        """
-        undecided = [module for path, module in self.modules.items() if module.pooled and path not in self.bag_decisions]
-        if not undecided and not self.bag_decisions:
-            return {}
-        parts = [part for module in undecided for part in module.parts]
-        counted = {} if any(part.jobs.open for part in parts) else {part.path: part.counted_bags() for part in parts}
-        pattern, nodes = self._pattern_so_far(), self._nodes_of_proxies
-        return {"decisions": dict(self.bag_decisions), "counted": counted, "pattern": pattern, "nodes": nodes}
-
-    def restore_bag_state(self, state: Mapping[str, Any]) -> None:
-        """Decide as :meth:`leave_long_bags` would where :meth:`bag_state` was called, on as many ranks, before the first step.
-
-        Each rank is given what it has returned there. What was counted with another ``exchange`` is not used.
-        """
-        if state.get("nodes", 1) != self._nodes_of_proxies:
-            return
-        self.bag_decisions |= state["decisions"]
-        self._pattern = state["pattern"]
-        for path, counted in state["counted"].items():
-            if path in self.collections:
-                self.collections[path].restore_counted_bags(counted)
-
-    def _pattern_so_far(self) -> int:
-        """Return a digest of how many lookups each step made of each collection, the last step included."""
-        made = [each.jobs.current.lookups for each in self.collections.values()]
-        return zlib.crc32(repr(made).encode(), self._pattern)
-
-    def _leave(self, path: str) -> None:
-        module = self.modules.pop(path)
-        del self._evaluation.modules[path]
-        module.drain()
-        for part in module.parts:
-            del self.collections[part.path]
-            self._totals_of_left.append(part.statistics.totals())
-            self._idle_of_left |= zip(self._table_keys[part.path], part.take_idle_steps())
-        module.close(farewell=True)
-        self._introduce()
 
     def serve_evaluation(self) -> None:
         """Give the other ranks the rows that they look up outside of steps, until every rank has called this method.
@@ -448,7 +365,7 @@ class OverlapEngine:
         """
         for module in self.modules.values():
             module.close(farewell)
-        self._totals_of_left += [collection.statistics.totals() for collection in self.collections.values()]
+        self._totals_of_closed += [collection.statistics.totals() for collection in self.collections.values()]
         self.modules, self.collections = {}, {}
         self._evaluation.modules.clear()
 
@@ -465,7 +382,7 @@ class OverlapEngine:
 
         Those are the optimizer steps that have begun while any collection was overlapped.
         """
-        totals = self._totals_of_left + [collection.statistics.totals() for collection in self.collections.values()]
+        totals = self._totals_of_closed + [collection.statistics.totals() for collection in self.collections.values()]
         return {"steps": self._steps_counted, **{name: sum(total[name] for total in totals) for name in COUNTS}}
 
 
@@ -483,16 +400,3 @@ def _is_two_level(exchange: str, nodes: Nodes | None, dedup: bool) -> bool:
         )
     nodes.refuse_one_level()
     return True
-
-
-def _too_long(found: BagBytes, two_level: bool) -> str:
-    """Return why TorchRec should have bags that make such traffic; empty if it should not, or could not exactly."""
-    if found.rows <= found.pooled or found.irregular:
-        return ""
-    rows, pooled = (count // DECIDING_STEPS for count in (found.rows, found.pooled))
-    each, where = ("node", " between nodes") if two_level else ("rank", "")
-    return (
-        f"its bags hold so many ids that their rows, each once per {each}, and their gradients are {rows} bytes{where} in a "
-        f"step of all ranks, and the bags pooled by the rows' owners, as TorchRec sends them, {pooled}. The fewer bytes "
-        "decide; an EmbeddingCollection whose rows the model pools is overlapped whatever they are"
-    )

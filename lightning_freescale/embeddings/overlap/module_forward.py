@@ -11,7 +11,6 @@ from torchrec import KeyedJaggedTensor
 
 from lightning_freescale.embeddings.collections import Collection
 from lightning_freescale.embeddings.overlap import errors
-from lightning_freescale.embeddings.overlap.bag_traffic import BagBytes
 from lightning_freescale.embeddings.overlap.collection import OverlappedCollection
 from lightning_freescale.embeddings.overlap.evaluation import Evaluation
 from lightning_freescale.embeddings.overlap.pooling import BagOutput, without_weights
@@ -62,11 +61,6 @@ class ModuleForward:
             return self._bags(features, rows)
         return as_output(features, rows[0], self.parts[0].layout, self.collection.need_indices)
 
-    @property
-    def pooled(self) -> bool:
-        """Whether it returns bags."""
-        return self._bags is not None
-
     def ids_of(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return what of a lookup the other ranks have to know."""
         return without_weights(features)
@@ -75,15 +69,6 @@ class ModuleForward:
         """Wait until every update of the steps before is in the tables. Collective between two steps."""
         for part in self.parts:
             part.drain()
-
-    def bag_bytes(self) -> BagBytes | None:
-        """Return what the deciding steps have moved, and would have moved by TorchRec; None before.
-
-        The same on all ranks, which call it between two steps.
-        """
-        found = [part.bag_bytes() for part in self.parts]
-        known = [each for each in found if each is not None]
-        return sum(known, BagBytes(0, 0, 0)) if len(known) == len(found) else None
 
     def close(self, farewell: bool) -> None:
         """Give TorchRec's forward back, and end the exchanges."""

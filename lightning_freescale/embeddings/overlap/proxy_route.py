@@ -171,12 +171,6 @@ class ProxyRoute:
         self._near.count(kind, 4 * self._near.dim, given.requested.sizes)
         self._far.count(kind, 4 * self._far.dim, given.forwarded.request_rows.sizes)
 
-    def crossing_rows(self, request: RowRequest, incoming: IncomingRows) -> int:
-        """Return how many this rank, as a proxy, gets from the owners of other nodes, for all that have asked for them."""
-        assert incoming.forwarded is not None
-        sizes = incoming.forwarded.request.sizes
-        return sum(sizes) - sizes[self._far.rank]
-
     def _asked(self, told: Sequence[Head], new: IncomingRows, before: IncomingRows | None) -> IncomingRows:
         """Return the rows that this rank, as a proxy, asks for: of a rank those of this message, or else those before."""
         more = [head.lookup == LookedUp.MORE for head in told]

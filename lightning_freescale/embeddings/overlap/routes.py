@@ -70,9 +70,6 @@ class Route(Protocol):
     def count_gradients(self, kind: str, given: SomeRows) -> None:
         """Count the bytes of gradients of some rows. Not collective."""
 
-    def crossing_rows(self, request: RowRequest, incoming: IncomingRows) -> int:
-        """Return how many of a batch's rows this rank gets from other ranks; a proxy, from other nodes. Not collective."""
-
 
 class DirectRoute:
     """Straight to the owners; see :class:`Route`.
@@ -139,7 +136,3 @@ class DirectRoute:
     def count_gradients(self, kind: str, given: SomeRows) -> None:
         """Count the bytes of gradients of some rows."""
         self._transport.count(kind, 4 * self._transport.dim, given.requested.sizes)
-
-    def crossing_rows(self, request: RowRequest, incoming: IncomingRows) -> int:
-        """Return how many come from other ranks."""
-        return sum(request.sizes) - request.sizes[self._transport.rank]

@@ -68,7 +68,7 @@ class RowExchange:
         transports: all of its messages.
         row_updates: what becomes of the gradients that come.
         held: those that are clipped first.
-        bag_traffic: compares the bytes of rows with those of bags; None for rows that are not of bags.
+        bag_traffic: counts the bytes of bags in TorchRec; None for rows that are not of bags.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class RowExchange:
         self.transport = Transport(group, *common, far)
         self.transports = [self.transport]
         self.held = HeldGradients(self.row_updates.kept, local, self.transport)
-        self.bag_traffic = BagTraffic(local.layout, self.transport, far if proxies is not None else []) if pooled else None
         self._rank, self._device = self.transport.rank, self.transport.device
+        self.bag_traffic = BagTraffic(local.layout, self._rank, local.dim) if pooled else None
         self._place = local.layout.places[self._rank]
         self._handshake = LookupHandshake(path, group, local.layout, dedup)
         self._no_rows = self._handshake.no_rows
@@ -247,8 +247,6 @@ class RowExchange:
             due = self._collisions.asked_by(following.number, kept[0]) if kept else None
             self.row_updates.take(current, given, gradients, due)
             self._route.give_last(following)
-        if self.bag_traffic is not None and current.whole_step and any(head.moves for head in heads):
-            self.bag_traffic.count(current, self._route.crossing_rows(current.request, current.incoming))
 
     def apply_held(self, current: PipelinedBatch, following: PipelinedBatch) -> None:
         """Update rows by the gradients that are held, and D."""
