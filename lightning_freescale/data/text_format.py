@@ -202,9 +202,10 @@ def positions(names: list[Any], wanted: list[Column], source: object) -> tuple[i
         ValueError: there is no such column, or two are wanted for one and the same.
     """
     for column in wanted:
-        if isinstance(column, str) and column.endswith("_seq") and ":" in column:
+        name = column if isinstance(column, str) else str(dict(enumerate(names)).get(column))
+        if name.endswith("_seq") and ":" in name:
             raise ValueError(
-                f"{source}: column {column!r} holds a list in each row, which would be read as one id: write one row for each "
+                f"{source}: column {name!r} holds a list in each row, which would be read as one id: write one row for each "
                 "interaction, or pass a table"
             )
         if column not in (range(len(names)) if isinstance(column, int) else names):

@@ -230,6 +230,7 @@ def test_two_lines_of_a_user_follow_each_other(tmp_path: Path) -> None:
         ('user,item,time\n1,"2,3\n1,5,4\n1,"6,7\n1,8,9\n', {}, "rows.txt"),
         ('{"user": 1, "item": 2}\n{"user": 1, "item": 3}\n', {}, "JSON lines"),
         ("u:token\ti:token_seq\n1\t2 3\n", {"user": "u:token", "item": "i:token_seq", "time": None}, "'i:token_seq'.* list"),
+        ("u:token\ti:token_seq\n1\t2 3\n", {"user": 0, "item": 1, "time": None, "header": True}, "'i:token_seq'.* list"),
         ("user,item,time\n1,2,5/15/2014 3:58\n", {}, "'5/15/2014 3:58' in row 0: times"),
     ],
 )
