@@ -32,6 +32,10 @@ class Hashed(L.LightningModule):
 
     def on_train_end(self) -> None:
         self.counts = self.trainer.strategy.overlap_controller.engine.statistics()
+        ids = KeyedJaggedTensor(["item"], torch.arange(4), lengths=torch.tensor([1, 3]))
+        names = {"trainer": self.trainer, "torch": torch, "model": self.tables, "batches_of_this_rank": [ids, ids]}
+        page.python(names)
+        assert len(names["scores"]) == 2
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -56,6 +60,7 @@ def own_loop() -> dict[str, float]:
     """Four batches on each rank; what the engine has counted."""
     page, histories = Excerpts("docs/overlap.md"), Histories(64)
     page.text("python")
+    page.text("python")  # these two run in a fit
     users = iter(range(32 * dist.get_rank(), 64))
     batches = [SimpleNamespace(ids=collate([histories[next(users)] for _ in range(8)])["ids"]) for _ in range(4)]
     model, sgd = Net(), TableOptimizer(torch.optim.SGD, {"lr": 0.1}, group=0)
