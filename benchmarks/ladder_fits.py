@@ -27,10 +27,10 @@ from lightning_freescale.balance import CostModel
 from lightning_freescale.data import BalanceOptions
 
 RUNGS: dict[str, dict[str, Any]] = {
-    "floor": {"balance": True},
-    "plain": {},
+    "floor": {"balance": True, "exchange": "torchrec"},
+    "plain": {"exchange": "torchrec"},
     "balance": {"balance": True},
-    "overlap": {"overlap": True},
+    "overlap": {"exchange": "flat"},
     "dedup": {"dedup": True},
     "split": {"split_backward": True},
     "window": {"micro_batches": 2},
@@ -147,7 +147,7 @@ def fit(name: str, kind: Archetype, data: Histories, options: Any, number: int) 
         balance=choices.pop("balance", False) and BalanceOptions(assignment_mode="slack"), loss_reduction="target_mean",
         micro_batches=choices.pop("micro_batches", 1),
     )  # fmt: skip
-    strategy = FreeScaleStrategy(**{"overlap": False, **choices})
+    strategy = FreeScaleStrategy(**choices)
     profiler = BubbleProfiler(mkdtemp(), warmup_steps=end_to_end.SKIPPED, verbose=False)
     trainer = L.Trainer(
         strategy=strategy, accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]),
@@ -170,7 +170,7 @@ def _choices(name: str) -> dict[str, Any]:
     rungs = list(RUNGS)
     climbed = rungs[1 : rungs.index(name) + 1] if name != "floor" else ["floor"]
     choices = {key: value for rung in climbed for key, value in RUNGS[rung].items()}
-    if choices.get("overlap"):
+    if choices["exchange"] != "torchrec":
         choices.setdefault("dedup", False)
     return choices
 

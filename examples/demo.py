@@ -28,11 +28,11 @@ LINK = os.environ.get("NETLAB_RATE")  # each rank is on a host of its own, behin
 RATINGS = Path(__file__).parent / "data" / "ml-latest-small" / "ratings.csv.gz"
 NETLAB = Path(__file__).parents[1] / "benchmarks" / "netlab.py"
 COLUMNS: dict[str, Any] = {"user": "userId", "item": "movieId", "time": "timestamp", "order": "sort", "ties": "keep"}
-RUNGS: dict[str, dict[str, bool]] = {
-    "plain": {"balance": False, "overlap": False},
-    "+ balance": {"balance": True, "overlap": False},
-    "+ overlap": {"balance": True, "overlap": True},
-    "+ split backward": {"balance": True, "overlap": True, "split_backward": True},
+RUNGS: dict[str, dict[str, Any]] = {
+    "plain": {"balance": False, "exchange": "torchrec"},
+    "+ balance": {"balance": True, "exchange": "torchrec"},
+    "+ overlap": {"balance": True},
+    "+ split backward": {"balance": True, "split_backward": True},
 }
 """Plain is TorchRec's own exchange under DDP; the third is what ``"freescale"`` and ``FreeScaleDataModule`` do by default."""
 PARTS = ("data_wait", "straggler_wait", "transfer", "host_overhead")

@@ -39,6 +39,7 @@ from lightning_freescale.strategy.module_setup import (
 )
 from lightning_freescale.strategy.table_access import TableAccess
 from lightning_freescale.strategy.validation import (
+    no_overlap_because,
     refuse_exchange,
     refuse_ids_of,
     refuse_options,
@@ -77,8 +78,8 @@ class FreeScaleFabricStrategy(TableAccess, FabricDDPBase):
         planner: TorchRec planner to make the plan; by default TorchRec's own, held to row-wise sharding.
         transport: what moves rows and ids between GPUs, see :class:`lightning_freescale.comm.LaneOptions`.
         overlap: exchange the rows of embedding collections while the model computes. The numbers are the same without.
-        dedup: with ``overlap``, send each row once per rank and step. Without it the numbers are bitwise those of plain
-            TorchRec, with it they differ by the order of summation.
+        dedup: send each row once per rank and step. Without it the numbers are bitwise those of plain TorchRec, with it they
+            differ by the order of summation.
         ids_of: a function that tells the ids which the model will look up in a batch, see
             :class:`lightning_freescale.FreeScaleStrategy`; by default a method ``embedding_ids`` of the module, or else they
             are found where they stand in the batch.
@@ -87,7 +88,7 @@ class FreeScaleFabricStrategy(TableAccess, FabricDDPBase):
             rows each, as plain TorchRec has it.
         split_backward: with ``overlap``, have backward compute the gradients of the dense weights last, see
             :class:`lightning_freescale.embeddings.overlap.WeightGradientsLast`.
-        exchange: ``"flat"`` or ``"two_level"``, see :class:`lightning_freescale.FreeScaleStrategy`.
+        exchange: ``"flat"``, ``"two_level"`` or ``"torchrec"``, see :class:`lightning_freescale.FreeScaleStrategy`.
         clip_gradients: allow ``fabric.clip_gradients``, over dense part and tables together. No row is updated before all
             gradients are known then, so less of the exchange is hidden.
         **ddp_options: ``timeout`` is that of all process groups; without it, the default group has Lightning's, and those for
@@ -110,7 +111,7 @@ class FreeScaleFabricStrategy(TableAccess, FabricDDPBase):
         shard: Sequence[str] | Literal["auto"] | None = None,
         placement: Literal["hash", "blocks"] = "hash",
         split_backward: bool = False,
-        exchange: Literal["flat", "two_level"] = "flat",
+        exchange: Literal["flat", "two_level", "torchrec"] = "flat",
         clip_gradients: bool = False,
         **ddp_options: Any,
     ) -> None:
@@ -119,18 +120,19 @@ class FreeScaleFabricStrategy(TableAccess, FabricDDPBase):
             refuse_unknown_options(ddp_options, FreeScaleFabricStrategy)
             super().__init__(**ddp_options)
             refuse_options(self.start_method, None)
-            refuse_ids_of(ids_of, overlap)
-            refuse_split_backward(split_backward, overlap)
+            refuse_exchange(exchange, dedup)
+            no_overlap = no_overlap_because(overlap, exchange)
+            refuse_ids_of(ids_of, no_overlap)
+            refuse_split_backward(split_backward, no_overlap)
             refuse_shard(shard)
             refuse_placement(placement)
-            refuse_exchange(exchange, overlap, dedup)
-        if clip_gradients and not overlap:
+        if clip_gradients and exchange == "torchrec":
             raise ValueError(
-                f"{_NAME}(overlap=False, clip_gradients=True): TorchRec updates tables during backward, before their gradients "
-                "could be clipped. Leave one of the two out"
+                f"{_NAME}(exchange='torchrec', clip_gradients=True): TorchRec updates tables during backward, before their "
+                "gradients could be clipped. Leave one of the two out"
             )
         self.plan, self.planner, self.transport = plan, planner, LaneOptions(transport).transport
-        self.overlap, self.dedup, self.ids_of, self.shard = overlap, dedup, ids_of, shard
+        self.overlap, self.dedup, self.ids_of, self.shard = not no_overlap, dedup, ids_of, shard
         self.placement, self.split_backward, self.exchange = placement, split_backward, exchange
         self.clips_gradients = clip_gradients
         self.block_backward_sync(self._accumulating)
@@ -350,7 +352,8 @@ class FreeScaleFabricStrategy(TableAccess, FabricDDPBase):
         from lightning_freescale.embeddings.parameter_groups import ParameterGroups
         from lightning_freescale.embeddings.sharding import TableSharding
 
-        sharding = TableSharding(module, self.root_device, self.overlap, {held for c, held in found if c.embedding})
+        embeddings = {held for collection, held in found if collection.embedding}
+        sharding = TableSharding(module, self.root_device, self.exchange != "torchrec", embeddings)
         before = [] if optimizer is None else [list(group["params"]) for group in optimizer.param_groups]
         try:
             groups, optimizers = None, sharding.in_backward
@@ -377,7 +380,7 @@ class FreeScaleFabricStrategy(TableAccess, FabricDDPBase):
     def _new_engine(self, tables: ShardedTables) -> OverlapEngine | None:
         from lightning_freescale.embeddings.overlap import OverlapEngine
 
-        if not self.overlap:
+        if self.exchange == "torchrec":
             return None
         engine = OverlapEngine(
             tables,
@@ -398,7 +401,7 @@ class FreeScaleFabricStrategy(TableAccess, FabricDDPBase):
 
         assert self.tables is not None
         engine, lookahead, early_copy = self.engine, None, None
-        if engine is not None:
+        if engine is not None and self.overlap:
             lookahead = Lookahead(engine, module, self.ids_of, _NAME)
             early_copy = EarlyCopy(self.root_device) if self.root_device.type == "cuda" else None
         steps = TableSteps(self.tables, groups, optimizer, engine, lookahead, early_copy, self.split_backward)

@@ -32,8 +32,8 @@ class TableSteps:
         tables: the sharded tables of the module.
         groups: which of the optimizer's parameter groups drives which table.
         optimizer: the user's, over what is dense.
-        engine: overlaps their exchange with compute; None if TorchRec exchanges them.
-        lookahead: how it comes to know the next ids; None without engine.
+        engine: exchanges their rows; None if TorchRec does.
+        lookahead: how it comes to know the next ids; None where no exchange is overlapped with compute.
         early_copy: copies the next batch to the device; None where nothing is to be copied.
         split_backward: whether backward leaves the gradients of the dense weights for the end.
 
@@ -75,7 +75,7 @@ class TableSteps:
         if plain := [c.path for c, _ in self.tables.modules if c.path not in self._overlapped]:
             raise ValueError(
                 f"fabric.no_backward_sync(model): collections {plain} are updated during backward, so their gradients cannot "
-                "be accumulated; only those can whose exchange is overlapped (FreeScaleFabricStrategy(overlap=True), tables "
+                "be accumulated; only those can that TorchRec does not exchange (exchange='flat', tables "
                 "sharded by rows or whole). Use a larger batch"
             )
         outer, self._accumulating = self._accumulating, True
@@ -178,7 +178,9 @@ class TableSteps:
     def report(self) -> OverlapReport | None:
         """Return what the overlap was worth so far: means over all ranks and steps. Collective. None without overlap."""
         self.drain()
-        return None if self.engine is None else OverlapReport.from_totals(self.engine.mean_statistics())
+        if self.engine is None or self._lookahead is None:
+            return None
+        return OverlapReport.from_totals(self.engine.mean_statistics())
 
     # -- parts of a step
 
@@ -196,21 +198,26 @@ class TableSteps:
         self._waiting = self._waiting and not zeroed
         self._settings = settings = self.groups.settings()
         self.tables.prepare_update(settings, skip=self._overlapped)
-        if self.engine is not None and self._lookahead is not None:
-            self._lookahead.start_batch()
-            self._lookahead.agreed_modes = self.engine.begin_step(
-                self._known_ids(self._lookahead),
+        if self.engine is not None:
+            if self._lookahead is not None:
+                self._lookahead.start_batch()
+            agreed = self.engine.begin_step(
+                {} if self._lookahead is None else self._known_ids(self._lookahead),
                 updates=not self._accumulating,
                 settings=settings,
                 step=self.groups.step,
                 restart=not self._waiting,
-                modes=self._lookahead.proposals(),
+                modes=None if self._lookahead is None else self._lookahead.proposals(),
             )
+            if self._lookahead is not None:
+                self._lookahead.agreed_modes = agreed
         self._begun, self._accumulates = True, self._accumulating
         if zeroed:
             self._dense.note()
 
     def _end_forward(self) -> None:
+        if self._lookahead is None and self.engine is not None:
+            self.engine.end_forward()
         if self._lookahead is not None:
             self._lookahead.learn(None if self.current is None else self.current.batch, comes_ahead=self.current is not None)
             self._lookahead.end_forward()

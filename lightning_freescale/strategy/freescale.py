@@ -58,6 +58,7 @@ from lightning_freescale.strategy.module_setup import (
     wrap_dense,
 )
 from lightning_freescale.strategy.validation import (
+    no_overlap_because,
     refuse_accumulation,
     refuse_checkpoint,
     refuse_clip,
@@ -94,8 +95,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         planner: TorchRec planner to make the plan; by default TorchRec's own, held to row-wise sharding.
         transport: what moves rows and ids between GPUs, see :class:`lightning_freescale.comm.LaneOptions`.
         overlap: exchange the rows of embedding collections while the model computes. The numbers are the same without.
-        dedup: with ``overlap``, send each row once per rank and step. Without it the numbers are bitwise those of plain
-            TorchRec, with it they differ by the order of summation.
+        dedup: send each row once per rank and step. Without it the numbers are bitwise those of plain TorchRec, with it they
+            differ by the order of summation.
         ids_of: a function that tells the ids which the model will look up in a batch, of that batch as it comes out of the
             loader, before hooks change it and before it is on the device. It is called once for each batch (or micro-batch)
             but the first of an epoch, in the main process, and must leave the batch as it is. It returns the
@@ -118,10 +119,13 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             the rows travel. Each rank's gradients are the same to the bit. Costs memory: the linear layers' inputs and the
             gradients of their outputs are held until then. See
             :class:`lightning_freescale.embeddings.overlap.WeightGradientsLast`.
-        exchange: which way rows and gradients take, with ``overlap``. ``"flat"``: from the owners to every rank, and back.
+        exchange: which way rows and gradients take. ``"flat"``: from the owners to every rank, and back.
             ``"two_level"``: what several ranks of a node need crosses the network once, and its gradients are added up in the
             node before they do. Pays with several nodes of several ranks each, where the network between nodes is slower than
-            what connects the ranks of one; with one node, or one rank each, it is ``"flat"``, after a notice.
+            what connects the ranks of one; with one node, or one rank each, it is ``"flat"``, after a notice. ``"torchrec"``:
+            TorchRec's own exchange, without overlap, as a baseline for measurements. **It computes other numbers than the
+            unsharded module** where TorchRec does: a lookup with weights that the collection ignores, with
+            ``inverse_indices``, of a feature that a mean and a sum table share, or several times in a step.
         target_bubble_reduction: the autopilot: choose settings by measurement while training, until this share of the bubble at
             the beginning is gone or nothing helps. It tries ``split_backward``, and ``micro_batches`` where
             ``FreeScaleDataModule(micro_batches="auto")`` allows it, one at a time, and keeps what makes steps quicker. Which
@@ -166,7 +170,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         clip: Literal["all", "dense"] = "all",
         placement: Literal["hash", "blocks"] = "hash",
         split_backward: bool = False,
-        exchange: Literal["flat", "two_level"] = "flat",
+        exchange: Literal["flat", "two_level", "torchrec"] = "flat",
         target_bubble_reduction: float | None = None,
         checkpoint: Literal["single", "sharded"] = "single",
         async_save: bool = False,
@@ -176,19 +180,20 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         refuse_unknown_options(ddp_options, FreeScaleStrategy)
         refuse_checkpoint(checkpoint, async_save)
         super().__init__(CheckpointFiles(checkpoint, async_save, save_non_finite), **ddp_options)
-        refuse_ids_of(ids_of, overlap)
-        refuse_split_backward(split_backward, overlap)
+        refuse_exchange(exchange, dedup)
+        why_not = no_overlap_because(overlap, exchange)
+        refuse_ids_of(ids_of, why_not)
+        refuse_split_backward(split_backward, why_not)
         refuse_shard(shard)
         refuse_clip(clip)
         refuse_placement(placement)
         refuse_target(target_bubble_reduction)
         self.target_bubble_reduction = target_bubble_reduction
         self.clip, self.placement, self.split_backward = clip, placement, split_backward
-        refuse_exchange(exchange, overlap, dedup)
         self.exchange = exchange
         self.plan, self.planner = plan, planner
         self.transport = LaneOptions(transport).transport
-        self.overlap, self.dedup = overlap, dedup
+        self.overlap, self.dedup = not why_not, dedup
         self.ids_of, self.shard = ids_of, shard
         self.timeline = Timeline()
         self.overlap_report: OverlapReport | None = None
@@ -265,7 +270,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             self._hides_nothing = "the module has no embedding collection whose exchange they would hide"
             super().setup(trainer)
             return
-        refuse_collections(trainer, found, self.root_device, fitting, self.overlap)
+        refuse_collections(trainer, found, self.root_device, fitting, self._by_torchrec)
         refuse_options(*self.unsupported_options)
         self.accelerator.setup(trainer)
         materialize(module, self.root_device, leave={child for _, held in found for child in held.modules()})
@@ -469,7 +474,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             self._end_backward()
             self.drain()
             self.count_updates()
-            self.overlap_report = self.overlap_controller.report()
+            self.overlap_report = self.overlap_controller.report() if self.overlap else None
         return self.overlap_report
 
     # -- parts of the set-up, in their order
@@ -482,7 +487,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         earlier = ShardedTables.from_collections(found)
         if earlier is not None and not fitting and earlier.device == self.root_device:
             return earlier
-        sharding = TableSharding(module, self.root_device, self.overlap, {held for c, held in found if c.embedding})
+        sharding = TableSharding(module, self.root_device, not self._by_torchrec, {held for c, held in found if c.embedding})
         try:
             optimizers = sharding.in_backward
             if fitting:
@@ -491,7 +496,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
                 optimizers = self.groups.optimizers
                 tell_of_lazy_updates(optimizers)
                 if self.clip == "all":
-                    plain = [each for each, _ in found if not self.overlap or each.plain_because]
+                    plain = [each for each, _ in found if self._by_torchrec or each.plain_because]
                     refuse_clipping(trainer, plain, optimizers)
             return sharding.shard(
                 group=embedding_group(earlier, self.transport, self.root_device, self.group_timeout),
@@ -518,10 +523,14 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
 
+    @property
+    def _by_torchrec(self) -> bool:
+        return self.exchange == "torchrec"
+
     def _new_engine(self, trainer: Trainer, tables: ShardedTables, fitting: bool) -> OverlapEngine | None:
         from lightning_freescale.embeddings.overlap import OverlapEngine
 
-        if not self.overlap:
+        if self._by_torchrec:
             return None
         clips: dict[str, Any] = {}
         if self.groups is not None and fitting and self.clip == "all":
@@ -537,14 +546,16 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         from lightning_freescale.strategy.overlap import OverlapController
 
         assert self.groups is not None
-        engine, why_not = self.engine, "FreeScaleStrategy(overlap=False) hides no exchange"
+        engine, why_not = self.engine, no_overlap_because(self.overlap, self.exchange)
         if engine is not None:
-            why_not = f"TorchRec updates collections {list(engine.plain)} during backward" if engine.plain else ""
-            self.overlap_controller = OverlapController(trainer, engine, self.timeline, self.ids_of, self.split_backward)
+            options = (self.ids_of, self.split_backward, self.overlap)
+            self.overlap_controller = OverlapController(trainer, engine, self.timeline, *options)
+            if not why_not and engine.plain:
+                why_not = f"TorchRec updates collections {list(engine.plain)} during backward"
         self._hides_nothing = why_not
         if settle_without_exchange(trainer.train_dataloader, why_not):
             reload_train_loader(trainer)  # configure_optimizers has asked for it, and batches may have been cut already
-        if self.target_bubble_reduction is not None and engine is not None and engine.modules:
+        if self.target_bubble_reduction is not None and self.overlap and engine is not None and engine.modules:
             self._record_steps()
         if self.clip == "all":
             self._clipping = TableClipping(trainer, self.groups, engine)
@@ -565,7 +576,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
                 return None
             counts = {MICRO_BATCHES: schedule.candidates}
             return Autopilot(trainer, counts, {MICRO_BATCHES: 1}, schedule=schedule, controller=controller, gather=gather)
-        settings = choosable(bool(self._overlapped()), schedule, self._hides_nothing)
+        settings = choosable(self.overlap and bool(self._overlapped()), schedule, self._hides_nothing)
         tell_what_is_choosable(target, settings, self._hides_nothing)
         if not settings:
             return None

@@ -75,7 +75,7 @@ def tell_embeddings(
 
 
 def refuse_collections(
-    trainer: Trainer, found: list[tuple[Collection, Any]], device: torch.device, fitting: bool, overlap: bool
+    trainer: Trainer, found: list[tuple[Collection, Any]], device: torch.device, fitting: bool, by_torchrec: bool
 ) -> None:
     """Check that a run with these collections will be exact, before anything is changed.
 
@@ -93,7 +93,7 @@ def refuse_collections(
             refuse_device(collection.path, held, device, fitting)
     if fitting:
         refuse_unsupported(trainer)
-        refuse_accumulation(trainer, [c.path for c, _ in found if not overlap or c.plain_because])
+        refuse_accumulation(trainer, [c.path for c, _ in found if by_torchrec or c.plain_because])
 
 
 def tell_of_lazy_updates(optimizers: Mapping[str, TableOptimizer]) -> None:

@@ -25,6 +25,7 @@ class OverlapController:
         timeline: where waits for rows are recorded.
         ids_of: the user's function that tells the ids in a batch.
         split_backward: whether backward leaves the gradients of the dense weights for the end.
+        looks_ahead: whether the rows of the next batch are fetched while this one computes.
 
     Attributes:
         split_backward: the same; it may change between two steps.
@@ -37,8 +38,9 @@ class OverlapController:
         timeline: Timeline,
         ids_of: Callable[[Any], Any] | None = None,
         split_backward: bool = False,
+        looks_ahead: bool = True,
     ) -> None:
-        self.trainer, self.engine = trainer, engine
+        self.trainer, self.engine, self._looks_ahead = trainer, engine, looks_ahead
         self.split_backward = split_backward
         strategy: Any = trainer.strategy
         # one rank waits for nobody; and DDP reduces what a last micro-batch leaves unused before its backward begins
@@ -73,7 +75,7 @@ class OverlapController:
             )
         if isinstance(loader, LookaheadLoader):
             self._following = loader.start_batch()
-        elif not self._warned:
+        elif self._looks_ahead and not self._warned:
             self._warned = True
             rank_zero_warn(f"{_why_not_ahead(loader)}: the embedding exchange is not overlapped with compute")
 
@@ -124,14 +126,14 @@ class OverlapController:
 
     def after_forward(self) -> None:
         """Learn from what the model looked up, and tell the other ranks how this one comes to know ids."""
-        self._lookahead.learn(self._batch, comes_ahead=not self._warned)
+        self._lookahead.learn(self._batch, comes_ahead=self._looks_ahead and not self._warned)
         self._lookahead.end_forward()
 
     def log_step(self) -> None:
         """After an optimizer step, log what was moved and waited for since the last time, of rank 0."""
         trainer: Any = self.trainer
         every = trainer.log_every_n_steps
-        if not every or trainer.global_step % every or not trainer.is_global_zero:
+        if not self._looks_ahead or not every or trainer.global_step % every or not trainer.is_global_zero:
             return
         totals = self.engine.statistics()
         report, self._logged = OverlapReport.from_totals(totals, self._logged), totals
@@ -149,7 +151,7 @@ class OverlapController:
         """Return the ids that the user tells of the next micro-batch or that stand in it; None if there is none."""
         if self._next is ENDED:
             return None
-        if self._next is UNKNOWN or self._lookahead.asked:
+        if self._next is UNKNOWN or self._lookahead.asked or not self._looks_ahead:
             return {}
         told = self._told_of_parts[self._part] if self._stays_in_step else self._lookahead.tell(self._next)
         return self._lookahead.known_ids(told, self._next_on_device())

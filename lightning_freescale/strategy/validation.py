@@ -99,23 +99,27 @@ def refuse_unknown_options(given: Iterable[str], strategy: type) -> None:
             raise TypeError(f"FreeScaleStrategy({option}=...): there is no such option, {meant}")
 
 
-def refuse_ids_of(ids_of: Any, overlap: bool) -> None:
+def no_overlap_because(overlap: bool, exchange: str) -> str:
+    """Return the option with which no exchange is hidden behind compute; empty if there is none."""
+    if exchange == "torchrec":
+        return "FreeScaleStrategy(exchange='torchrec') hides no exchange"
+    return "" if overlap else "FreeScaleStrategy(overlap=False) hides no exchange"
+
+
+def refuse_ids_of(ids_of: Any, no_overlap: str) -> None:
     """Refuse an ``ids_of`` that would have no effect, by a ValueError, or that is no function, by a TypeError."""
     if ids_of is not None and not callable(ids_of):
         raise TypeError(f"FreeScaleStrategy(ids_of={ids_of!r}): pass a function of the batch that returns a KeyedJaggedTensor")
-    if not overlap and ids_of is not None:
-        raise ValueError(
-            "FreeScaleStrategy(overlap=False, ids_of=...): without overlap nobody asks for the next batch's ids. Leave one of "
-            "the two out"
-        )
+    if no_overlap and ids_of is not None:
+        raise ValueError(f"FreeScaleStrategy(ids_of=...): {no_overlap}, so the next ids have no use. Leave one of the two out")
 
 
-def refuse_split_backward(split_backward: bool, overlap: bool) -> None:
+def refuse_split_backward(split_backward: bool, no_overlap: str) -> None:
     """Refuse a ``split_backward`` that would have no effect, by a ValueError."""
-    if split_backward and not overlap:
+    if split_backward and no_overlap:
         raise ValueError(
-            f"FreeScaleStrategy(overlap=False, split_backward={split_backward!r}): without overlap nothing travels while "
-            "backward computes the gradients of the weights. Leave one of the two out"
+            f"FreeScaleStrategy(split_backward={split_backward!r}): {no_overlap}, so nothing travels while backward computes "
+            "the gradients of the weights. Leave one of the two out"
         )
 
 
@@ -194,14 +198,15 @@ def refuse_unequal_shapes(tensor: Tensor, group: Any) -> None:
         )
 
 
-def refuse_exchange(exchange: str, overlap: bool, dedup: bool) -> None:
+def refuse_exchange(exchange: str, dedup: bool) -> None:
     """Refuse an ``exchange`` that there is not, or that would not be what another option asks for, by a ValueError."""
-    if exchange not in ("flat", "two_level"):
-        raise ValueError(f"FreeScaleStrategy(exchange={exchange!r}): pass 'flat' or 'two_level'")
-    if exchange == "two_level" and not (overlap and dedup):
-        other = "overlap=False" if not overlap else "dedup=False"
-        why = "its rows are TorchRec's to exchange" if not overlap else "sums within a node first are not bitwise TorchRec's"
-        raise ValueError(f"FreeScaleStrategy(exchange='two_level', {other}): {why}. Leave one of the two out")
+    if exchange not in ("flat", "two_level", "torchrec"):
+        raise ValueError(f"FreeScaleStrategy(exchange={exchange!r}): pass 'flat', 'two_level' or 'torchrec'")
+    if exchange == "two_level" and not dedup:
+        raise ValueError(
+            "FreeScaleStrategy(exchange='two_level', dedup=False): sums within a node first are not bitwise TorchRec's. Leave "
+            "one of the two out"
+        )
 
 
 def refuse_sampler(sampler: Any, world_size: int) -> None:

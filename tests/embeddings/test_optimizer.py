@@ -108,10 +108,10 @@ class Towers(CountingModel):
 
 
 def _warnings_of_towers() -> list[int]:
-    cases = [("adagrad", False), ("sgd", False), ("adagrad", True)]
-    told = [Case(partial(Towers, kind)).fit({"overlap": overlap}).warnings for kind, overlap in cases]
+    cases = [("adagrad", "torchrec"), ("sgd", "torchrec"), ("adagrad", "flat")]
+    told = [Case(partial(Towers, kind)).fit({"exchange": exchange}).warnings for kind, exchange in cases]
     return [sum("looked up 2 times" in text and "Adagrad" in text for text in texts) for texts in told]
 
 
-def test_two_lookups_in_a_step_without_overlap_are_told_once() -> None:
+def test_two_lookups_in_a_step_of_torchrec_are_told_once() -> None:
     assert run_distributed(_warnings_of_towers, 2) == [[1, 0, 0]] * 2

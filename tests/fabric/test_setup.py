@@ -174,7 +174,7 @@ def test_what_cannot_be_set_up_is_refused() -> None:
         ({"target_bubble_reduction": 0.9}, "target_bubble_reduction="),
         ({"clip": "all"}, "clip=.*clip_gradients=True"),
         ({"dedupe": True}, "dedupe=.* dedup="),
-        ({"overlap": False, "clip_gradients": True}, "overlap=False, clip_gradients=True"),
+        ({"exchange": "torchrec", "clip_gradients": True}, "exchange='torchrec', clip_gradients=True"),
         ({"placement": "random"}, "placement='random'"),
         ({"start_method": "spawn"}, "start_method='spawn'"),
     ],

@@ -30,7 +30,7 @@ GIVEN = (STEPS * EPOCHS - EPOCHS, EPOCHS, 0)
 KNOWN = (STEPS * EPOCHS - EPOCHS - 1, EPOCHS + 1, 0)
 """Nor the second one of all: there their place has just been learned."""
 NEVER = (0, STEPS * EPOCHS, 0)
-PLAIN = {"overlap": False}
+PLAIN = {"exchange": "torchrec"}
 """The option of the strategy with which TorchRec exchanges rows."""
 
 

@@ -84,7 +84,7 @@ def _loaders() -> list[DataLoader]:
     return [_loader(Uneven(2, 4, 1)), _loader(Sized(3, 1, 2))]
 
 
-@pytest.mark.parametrize("options", [{}, {"shard": "auto", "dedup": False}])
+@pytest.mark.parametrize("options", [{}, {"overlap": False}, {"shard": "auto", "dedup": False}])
 def test_as_under_ddp(options: dict[str, Any]) -> None:
     expected = run_distributed(_evaluated, RANKS, lambda: "ddp", init=False)
     found = run_distributed(_evaluated, RANKS, lambda: FreeScaleStrategy(**options), init=False)

@@ -56,7 +56,7 @@ def case(optimizer: str, **options: Any) -> Case:
 
 
 BITWISE = [{"placement": each, "dedup": False} for each in ("blocks", "hash")]
-WITHOUT_OVERLAP = [{"placement": each, "overlap": False} for each in ("blocks", "hash")]
+BY_TORCHREC = [{"placement": each, "exchange": "torchrec"} for each in ("blocks", "hash")]
 DEDUP = [{"placement": "blocks"}, {"placement": "hash"}, {}]
 
 
@@ -71,7 +71,7 @@ DEDUP = [{"placement": "blocks"}, {"placement": "hash"}, {}]
 def test_placement_changes_no_number(optimizer: str, ranks: int) -> None:
     cases = {optimizer: case(optimizer)}
     # FBGEMM has no Adam on CPU, and ours is lazy, unlike under "ddp"
-    others = [] if optimizer == "adam" else [*WITHOUT_OVERLAP, "ddp"]
+    others = [] if optimizer == "adam" else [*BY_TORCHREC, "ddp"]
     results = [runs[optimizer] for runs in run_distributed(fit_all, ranks, cases, *DEDUP, *BITWISE, *others)]
     groups = {"rows once": slice(0, 3), "bitwise": slice(3, 5 if optimizer == "adam" else 7)}
     for name, group in groups.items():

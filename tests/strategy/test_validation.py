@@ -113,7 +113,7 @@ REFUSED_ON_RANKS: list[tuple[Callable[[], Any], str]] = [
     (lambda: _fit(With(lambda p: torch.optim.Adagrad(p, weight_decay=0.1))), "weight_decay=0.1.*weight_decay=0"),
     (lambda: _fit(With(lambda p: torch.optim.Adagrad(p, lr_decay=0.1))), "lr_decay=0.1.*lr_decay=0"),
     (
-        lambda: _fit(With(torch.optim.Adam), strategy=FreeScaleStrategy(overlap=False)),
+        lambda: _fit(With(torch.optim.Adam), strategy=FreeScaleStrategy(exchange="torchrec")),
         "Adam .*'net.embeddings.embeddings.item.weight'.*overlap=True.*RowWiseAdagrad",
     ),
     (_fit_needing_rows, "51 .*'history'.*num_embeddings=51"),
@@ -191,12 +191,12 @@ def test_accepted_after_a_refused_fit() -> None:
         ({"overlp": True}, TypeError, "overlp=.* overlap="),
         ({"find_unused_params": True}, TypeError, "find_unused_params=.* find_unused_parameters="),
         ({"zzz": True}, TypeError, "zzz="),
-        ({"ids_of": dict, "overlap": False}, ValueError, "overlap=False, ids_of="),
-        ({"split_backward": True, "overlap": False}, ValueError, "overlap=False, split_backward=True"),
+        ({"ids_of": dict, "overlap": False}, ValueError, "ids_of=.*overlap=False"),
+        ({"split_backward": True, "overlap": False}, ValueError, "split_backward=True.*overlap=False"),
         ({"ids_of": "ids"}, TypeError, "ids_of='ids'"),
         ({"exchange": "tree"}, ValueError, "exchange='tree'"),
         ({"exchange": "two_level", "dedup": False}, ValueError, "exchange='two_level', dedup=False"),
-        ({"exchange": "two_level", "overlap": False}, ValueError, "exchange='two_level', overlap=False"),
+        ({"exchange": "torchrec", "split_backward": True}, ValueError, "exchange='torchrec'"),
     ],
 )
 def test_refused_by_the_constructor(options: dict[str, Any], error: type[Exception], message: str) -> None:

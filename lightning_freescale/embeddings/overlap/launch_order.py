@@ -75,5 +75,5 @@ def refuse_one_queue() -> None:
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise ValueError(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 gives the device one queue, in which an overlapped exchange and DDP's all-reduce "
-            "may wait for each other forever: unset it, or pass FreeScaleStrategy(overlap=False)"
+            "may wait for each other forever: unset it, or pass FreeScaleStrategy(exchange='torchrec')"
         )

@@ -200,7 +200,7 @@ def _to_overlap(run: Document) -> str:
     if run["strategy"] != "freescale":
         return "Trainer(strategy='freescale') exchanges rows while the model computes"
     if run.get("overlap") == "off":
-        return "Take out overlap=False: FreeScaleStrategy then exchanges rows while the model computes"
+        return "Take out overlap=False, or exchange='torchrec': FreeScaleStrategy then exchanges rows while the model computes"
     if run.get("overlap") == "on":
         return (
             "Overlap is on, and compute too short for it: FreeScaleStrategy(target_bubble_reduction=0.9) finds out whether "

@@ -190,6 +190,19 @@ def test_in_all_ways_as_under_ddp(ranks: int, cases: dict[str, Case]) -> None:
     assert training.compared(ranks, cases, "ddp" if ranks > 1 else "auto", {}, **CLIPPED) == []
 
 
+def test_without_overlap_as_under_ddp() -> None:
+    """The exchange runs where the model waits for it, without lookahead: nothing is predicted."""
+    never = (0, 2 * WINDOWS, 0)
+    cases = {
+        "windows": windows(ahead=never),
+        "evaluation between steps": windows(modules.Evaluates, ahead=never),
+        "two collections, clipped": clipping(WithTags, modules.with_tags, ahead=(0, 2 * STEPS, 0), **BY_NORM),
+    }
+    ranks = run_distributed(fit_all, 2, cases, "ddp", {"overlap": False})
+    assert departures(cases, ranks, **ACCUMULATED) == []
+    assert not any(run.warnings for runs in ranks for _, run in runs.values() if training.notices(run))
+
+
 def _clip_hidden(module: L.LightningModule, optimizer: Any) -> None:
     clip_grad_norm_(module.net.hidden.parameters(), 0.03)
 
