@@ -120,12 +120,17 @@ class ParameterGroups:
         Raises:
             ValueError: the optimizer step would use other options for the dense parameters.
         """
+        now: dict[int, dict[str, float]] = {}
         for key, settings in used.items():
             group = self.optimizers[key].group if settings.options else None
-            if group is not None and (now := self._options(group, key)) != settings.options:
+            if group is None:
+                continue
+            if group not in now:
+                now[group] = self._options(group, key)
+            if now[group] != settings.options:
                 raise ValueError(
-                    f"options of parameter group {group} were changed after backward from {dict(settings.options)} to {now}: "
-                    f"the embedding table {key!r} has been updated with the former. Change them before backward"
+                    f"options of parameter group {group} were changed after backward from {dict(settings.options)} to "
+                    f"{now[group]}: the embedding table {key!r} has been updated with the former. Change them before backward"
                 )
 
     def count_step(self, idle: Iterable[str] = ()) -> None:

@@ -39,7 +39,7 @@ class UnshardedCheckpointStrategy(TableAccess, StoppingStrategy):
     Attributes:
         files: what writes and reads checkpoints.
         groups: which of the user's parameter groups drives which table, while fitting.
-        overlap_controller: what overlaps the exchange with compute; None outside of a fit, and without overlap.
+        overlap_controller: drives the engine in a fit; None outside of a fit, and where TorchRec exchanges rows.
         gradients_wait: whether gradients have been accumulated for an optimizer step that is still to come.
         autopilot: what chooses settings by measurement; None outside of a fit, and where nothing is to be chosen.
         chosen_settings: what the autopilot of the checkpoint's run has found; after a fit, of that one.
