@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torchrec.distributed.types import ModuleSharder, ShardedModule
 from torchrec.modules.embedding_configs import DataType
 
 from lightning_freescale.embeddings.managed_collision import is_managed, managed_blueprint, refuse_unshardable
-from lightning_freescale.embeddings.plain_embedding import EmbeddingSharder, table_name
+from lightning_freescale.embeddings.plain_embedding import EmbeddingSharder, as_collection, table_name
 
 _KINDS = (EmbeddingCollection, EmbeddingBagCollection)
 
@@ -36,6 +36,7 @@ class Table:
         padding_row: the row that is zero at first and never updated, if there is one.
         mean: whether the rows of a bag are pooled by their mean, else by their sum.
         data_type: of its weights.
+        first_column: of a part of a table, as :func:`.row_layout.parts_by_width` makes them, the first of its columns.
     """
 
     name: str
@@ -47,6 +48,12 @@ class Table:
     padding_row: int | None = None
     mean: bool = False
     data_type: DataType = DataType.FP32
+    first_column: int = 0
+
+    @property
+    def kernel_dim(self) -> int:
+        """Width of the rows in the kernel, whose rows are of 16 bytes or a multiple."""
+        return self.dim + -self.dim % 4
 
 
 @dataclass(frozen=True)
@@ -59,10 +66,12 @@ class Collection:
         path: where the module holds it, as in ``named_modules``.
         aliases: other places where the module holds the same collection.
         blueprint: builds an unsharded copy on the meta device.
+        torchrec: builds what TorchRec shards for it, on the meta device: a collection whose tables have the kernel's width.
         tables: its tables.
         sharder: TorchRec's sharder for it.
         pooled: whether it is an EmbeddingBagCollection.
-        managed: whether TorchRec remaps its ids before it looks them up, so that any id has a row.
+        managed: whether TorchRec remaps its ids before it looks them up, so that any id has a row. TorchRec exchanges its rows,
+            because they are not known before the lookup.
         need_indices: whether it returns the ids as the weights of its JaggedTensors.
         embedding: whether it is an ``nn.Embedding``, see :mod:`.plain_embedding`.
         weighted: whether it is an EmbeddingBagCollection that multiplies each row by a weight of its id.
@@ -71,6 +80,7 @@ class Collection:
     path: str
     aliases: tuple[str, ...]
     blueprint: Callable[[], nn.Module]
+    torchrec: Callable[[], Any]
     tables: tuple[Table, ...]
     sharder: ModuleSharder[Any]
     pooled: bool
@@ -78,16 +88,6 @@ class Collection:
     need_indices: bool
     embedding: bool = False
     weighted: bool = False
-
-    @property
-    def plain_because(self) -> str:
-        """Why TorchRec has to exchange its rows, whatever the plan; empty if the overlap engine can."""
-        if self.managed:
-            return "its ids are remapped by the model, so that rows cannot be told before"
-        if self.weighted and any(table.mean for table in self.tables):
-            means = [table.name for table in self.tables if table.mean]
-            return f"it is weighted, and tables {means} pool by the mean, which the unsharded module refuses: pool by the sum"
-        return ""
 
     def names(self, inner: str) -> tuple[str, ...]:
         """Return what the whole module calls something that the collection calls ``inner``, first as it is at ``path``."""
@@ -153,20 +153,20 @@ def _describe(path: str, aliases: tuple[str, ...], module: Any) -> Collection:
     managed, pooled = is_managed(module), isinstance(module, EmbeddingBagCollection)
     need_indices = weighted = False
     meta = torch.device("meta")
-    blueprint: Callable[[], nn.Module]
+    build: Callable[..., nn.Module]
     sharder: Any
     if managed:
         refuse_unshardable(path, module)
         holder, configs = "_embedding_module.embeddings", module._embedding_module.embedding_configs()
-        sharder, blueprint = ManagedCollisionEmbeddingCollectionSharder(), managed_blueprint(module)
+        sharder, build = ManagedCollisionEmbeddingCollectionSharder(), managed_blueprint(module)
     elif pooled:
         holder, configs, sharder = "embedding_bags", module.embedding_bag_configs(), EmbeddingBagCollectionSharder()
         weighted = module.is_weighted()
-        blueprint = partial(EmbeddingBagCollection, tables=configs, device=meta, is_weighted=weighted)
+        build = partial(EmbeddingBagCollection, device=meta, is_weighted=weighted)
     else:
         holder, configs, sharder = "embeddings", module.embedding_configs(), EmbeddingCollectionSharder()
         need_indices = module.need_indices()
-        blueprint = partial(EmbeddingCollection, tables=configs, device=meta, need_indices=need_indices)
+        build = partial(EmbeddingCollection, device=meta, need_indices=need_indices)
     holder = f"{path}.{holder}" if path else holder
     tables = tuple(
         Table(
@@ -181,11 +181,16 @@ def _describe(path: str, aliases: tuple[str, ...], module: Any) -> Collection:
         )
         for c in configs
     )
-    return Collection(path, aliases, blueprint, tables, sharder, pooled, managed, need_indices, weighted=weighted)
+    wide = [replace(config, embedding_dim=table.kernel_dim) for config, table in zip(configs, tables)]
+    builders = partial(build, tables=configs), partial(build, tables=wide)
+    return Collection(path, aliases, *builders, tables, sharder, pooled, managed, need_indices, weighted=weighted)
 
 
 def _describe_embedding(path: str, aliases: tuple[str, ...], module: Any) -> Collection:
     rows, dim, padding = module.num_embeddings, module.embedding_dim, module.padding_idx
     table = Table(table_name(path), f"{path}.weight", rows, dim, (path,), nn.init.normal_, padding)
-    blueprint = partial(nn.Embedding, rows, dim, padding_idx=padding, device=torch.device("meta"))
-    return Collection(path, aliases, blueprint, (table,), EmbeddingSharder(padding), False, False, False, embedding=True)
+    builders = (
+        partial(nn.Embedding, rows, dim, padding_idx=padding, device=torch.device("meta")),
+        partial(as_collection, path, rows, table.kernel_dim),
+    )
+    return Collection(path, aliases, *builders, (table,), EmbeddingSharder(dim, padding), False, False, False, embedding=True)

@@ -95,8 +95,6 @@ def _obstacle(root: nn.Module, path: str, module: nn.Embedding) -> str | None:
         return f"{path!r} has max_norm={module.max_norm!r}, which changes rows when they are looked up: build it without"
     if module.scale_grad_by_freq:
         return f"{path!r} has scale_grad_by_freq=True, but ranks would have to count the ids of all: build it without"
-    if module.embedding_dim % 4:
-        return f"{path!r} has embedding_dim={module.embedding_dim}, but FBGEMM's tables need a multiple of 4: use one"
     if weight.dtype != torch.float32:
         return f"{path!r} is of {weight.dtype}, but tables are of torch.float32: convert it"
     if any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)):

@@ -13,7 +13,7 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from torchrec import EmbeddingCollection
+from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_embedding_modules import (
     BaseManagedCollisionEmbeddingCollection,
@@ -81,10 +81,13 @@ def mc_modules(module: Any) -> dict[str, Any]:
     return dict(module._managed_collision_collection._managed_collision_modules.items())
 
 
-def managed_blueprint(module: Any) -> Callable[[], nn.Module]:
-    """Return a function that builds an unsharded copy on the meta device; it does not keep ``module`` alive."""
+def managed_blueprint(module: Any) -> Callable[..., nn.Module]:
+    """Return a function that builds an unsharded copy with given configs of tables on the meta device.
+
+    It does not keep ``module`` alive.
+    """
     meta = torch.device("meta")
-    inner, configs = module._embedding_module, module._embedding_module.embedding_configs()
+    inner = module._embedding_module
     empty = {table: _empty_mc_module(mc_module) for table, mc_module in mc_modules(module).items()}
     needs_indices, preprocess = inner.need_indices(), module._managed_collision_collection.need_preprocess
     options = {
@@ -92,10 +95,10 @@ def managed_blueprint(module: Any) -> Callable[[], nn.Module]:
         "allow_in_place_embed_weight_update": module._allow_in_place_embed_weight_update,
     }
 
-    def build() -> nn.Module:
-        tables = EmbeddingCollection(tables=configs, device=meta, need_indices=needs_indices)
+    def build(tables: list[EmbeddingConfig]) -> nn.Module:
+        collection = EmbeddingCollection(tables=tables, device=meta, need_indices=needs_indices)
         fresh = {table: _empty_mc_module(mc_module) for table, mc_module in empty.items()}
-        return ManagedCollisionEmbeddingCollection(tables, ManagedCollisionCollection(fresh, configs, preprocess), **options)
+        return ManagedCollisionEmbeddingCollection(collection, ManagedCollisionCollection(fresh, tables, preprocess), **options)
 
     return build
 

@@ -47,7 +47,8 @@ def place_rows(collection: Collection, module: Any, orders: Mapping[str, RowOrde
     The ids change on their way to the owners, after TorchRec has put them in the order of its tables: a feature that two
     tables look up has other positions in each, and what is returned to the caller has the ids as they were.
     """
-    if all(order.by_id for order in orders.values()):
+    padded = any(table.dim != table.kernel_dim for table in collection.tables)
+    if all(order.by_id for order in orders.values()) and not padded:
         return
     handle = module.register_load_state_dict_pre_hook(partial(_read_whole_tables, collection))
     module._load_state_dict_pre_hooks.move_to_end(handle.id, last=False)  # before TorchRec's, which takes a block of rows
@@ -60,14 +61,17 @@ def place_rows(collection: Collection, module: Any, orders: Mapping[str, RowOrde
 
 
 def _read_whole_tables(collection: Collection, module: Any, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+    found: dict[str, Tensor] = {}
     for shard in shards_of(collection, module):
-        key = prefix + shard.table.key.removeprefix(f"{collection.path}.")
+        table = shard.table
+        key = prefix + table.key.removeprefix(f"{collection.path}.")
         whole: Any = state_dict.get(key)
-        is_whole = type(whole) in (Tensor, nn.Parameter) and whole.shape == (shard.table.rows, shard.table.dim)
-        if is_whole and not shard.order.by_id:
-            in_order = torch.empty_like(whole)  # TorchRec reads no other rows of it than this rank's
-            shard.read(whole.detach(), into=in_order[shard.rows])
-            state_dict[key] = in_order
+        is_whole = type(whole) in (Tensor, nn.Parameter) and whole.shape == (table.rows, table.dim)
+        if is_whole and (not shard.order.by_id or table.dim != table.kernel_dim):
+            # TorchRec reads no other rows of it than this rank's
+            in_order = found.setdefault(key, whole.new_zeros(table.rows, table.kernel_dim))
+            shard.read(whole.detach(), into=in_order[shard.rows, shard.columns])
+    state_dict.update(found)
 
 
 def _placing(create: Any, orders: list[RowOrder], *arguments: Any, **options: Any) -> nn.Module:

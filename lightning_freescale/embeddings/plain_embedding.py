@@ -44,11 +44,11 @@ class ShardedEmbedding(ShardedEmbeddingCollection):
         padding_idx: the row that is never updated; None if there is none.
     """
 
-    def __init__(self, module: EmbeddingCollection, *arguments: Any, padding_idx: int | None, **options: Any) -> None:
+    def __init__(self, module: EmbeddingCollection, *arguments: Any, dim: int, padding_idx: int | None, **options: Any) -> None:
         super().__init__(module, *arguments, **options)
         (config,) = module.embedding_configs()
         (self.path,) = config.feature_names
-        self.num_embeddings, self.embedding_dim, self.padding_idx = config.num_embeddings, config.embedding_dim, padding_idx
+        self.num_embeddings, self.embedding_dim, self.padding_idx = config.num_embeddings, dim, padding_idx
         # TorchRec finds this rank's rows at embeddings.<table>.weight; to torch they are the module's own parameter
         inner = self._modules.pop("embeddings")
         object.__setattr__(self, "embeddings", inner)
@@ -99,13 +99,13 @@ class ShardedEmbedding(ShardedEmbeddingCollection):
 class EmbeddingSharder(EmbeddingCollectionSharder):
     """Makes a :class:`ShardedEmbedding` of what :func:`as_collection` has made of an ``nn.Embedding``."""
 
-    def __init__(self, padding_idx: int | None) -> None:
+    def __init__(self, dim: int, padding_idx: int | None) -> None:
         super().__init__()
-        self.padding_idx = padding_idx
+        self.dim, self.padding_idx = dim, padding_idx
 
     @override
     def shard(self, module: EmbeddingCollection, params: Any, env: Any, device: Any = None, module_fqn: Any = None) -> Any:
-        return ShardedEmbedding(module, params, env, self.fused_params, device, padding_idx=self.padding_idx)
+        return ShardedEmbedding(module, params, env, self.fused_params, device, dim=self.dim, padding_idx=self.padding_idx)
 
 
 def table_name(path: str) -> str:
@@ -114,17 +114,10 @@ def table_name(path: str) -> str:
     return f"{name}/" if hasattr(nn.ModuleDict(), name) else name
 
 
-def as_collection(path: str, embedding: Any) -> EmbeddingCollection:
-    """Return an EmbeddingCollection that has the weight of ``embedding``, an ``nn.Embedding``; both on the meta device."""
-    config = EmbeddingConfig(
-        name=table_name(path),
-        num_embeddings=embedding.num_embeddings,
-        embedding_dim=embedding.embedding_dim,
-        feature_names=[path],
-    )
-    collection = EmbeddingCollection(tables=[config], device=torch.device("meta"))
-    collection.embeddings[config.name].weight = embedding.weight
-    return collection
+def as_collection(path: str, rows: int, dim: int) -> EmbeddingCollection:
+    """Return an EmbeddingCollection of one table for the ``nn.Embedding`` at ``path``, on the meta device."""
+    config = EmbeddingConfig(name=table_name(path), num_embeddings=rows, embedding_dim=dim, feature_names=[path])
+    return EmbeddingCollection(tables=[config], device=torch.device("meta"))
 
 
 def rows_of_ids(found: Any, path: str, ids: Tensor, padding_idx: int | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -16,9 +17,6 @@ from torchrec.modules.embedding_configs import DataType
 from lightning_freescale.embeddings.collections import Collection, Table
 from lightning_freescale.embeddings.optimizer import TableOptimizer
 
-OVERLAPPED_TYPES = ("row_wise", "table_wise")
-OVERLAPPED_KERNELS = ("fused", "fused_uvm")
-"""The kernels, and with them the types, that the overlap engine can serve: whole rows, where they can be read."""
 _FUSED = ("fused", "fused_uvm", "fused_uvm_caching")
 
 
@@ -90,8 +88,12 @@ def row_wise_planner(
     )
 
 
-def check_tables(collection: Collection) -> None:
+def check_tables(collection: Collection, overlap: bool) -> None:
     """Check that TorchRec's kernels can hold the tables of a collection and update them as the unsharded module's.
+
+    Args:
+        collection: unsharded.
+        overlap: whether the overlap engine will run, which pads widths and follows the unsharded module.
 
     Raises:
         ValueError: names the table and the fix.
@@ -103,11 +105,27 @@ def check_tables(collection: Collection) -> None:
                 f"{of_collection} has data_type={table.data_type.name}: FBGEMM keeps its optimizer state in float32 and rounds "
                 "otherwise than torch, so it would not be trained as unsharded. Use DataType.FP32"
             )
-        if table.dim % 4:
+        if table.dim != table.kernel_dim and (collection.managed or not overlap):
+            why = "it manages collisions" if collection.managed else 'exchange="torchrec" returns the columns of the kernel'
             raise ValueError(
-                f"{of_collection} has embedding_dim={table.dim}, but FBGEMM's tables need a multiple of 4: use "
-                f"{table.dim + -table.dim % 4}, and the first {table.dim} columns of what it returns"
+                f"{of_collection} has embedding_dim={table.dim}, FBGEMM's tables need a multiple of 4, and {why}: use "
+                f"embedding_dim={table.kernel_dim}"
             )
+        if collection.weighted and table.mean and overlap:
+            raise ValueError(
+                f"{of_collection} pools weighted rows by the mean, which the unsharded module refuses: pool by the sum"
+            )
+
+
+def padded_plan(collection: Collection, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a plan for the tables of a collection with the width of their kernels; split columns stay as they are."""
+    padded = {}
+    for table in collection.tables:
+        padded[table.name] = each = copy.deepcopy(plan[table.name])
+        for shard in each.sharding_spec.shards if table.dim != table.kernel_dim and each.sharding_spec is not None else ():
+            if shard.shard_sizes[1] == table.dim:
+                shard.shard_sizes[1] = table.kernel_dim
+    return padded
 
 
 def check_plan(collection: Collection, plan: Mapping[str, Any], optimizers: Mapping[str, TableOptimizer]) -> None:
@@ -116,7 +134,6 @@ def check_plan(collection: Collection, plan: Mapping[str, Any], optimizers: Mapp
     Raises:
         ValueError: names the table, what the plan says of it, and the fix.
     """
-    adam = [table.key for table in collection.tables if optimizers[table.key].sparse_adam]
     for table in collection.tables:
         kind, kernel = plan[table.name].sharding_type, plan[table.name].compute_kernel
         optimizer = optimizers[table.key].fused_class.__name__
@@ -135,15 +152,22 @@ def check_plan(collection: Collection, plan: Mapping[str, Any], optimizers: Mapp
             raise ValueError(
                 f'{both}: tables are updated by fused kernels, use compute_kernel="fused" and a type other than data_parallel'
             )
-        if adam and (kernel not in OVERLAPPED_KERNELS or kind not in OVERLAPPED_TYPES):
-            raise ValueError(
-                f"{both}, but the optimizer {optimizers[adam[0]].fused_class.__name__} of {adam[0]!r} on CPU needs row_wise or "
-                'table_wise sharding and compute_kernel="fused" for all tables of the collection'
-            )
-        if ("column" in kind or "grid" in kind) and "rowwise" in optimizer.lower():
+        rowwise = "rowwise" in optimizer.lower()
+        if ("column" in kind or "grid" in kind) and rowwise:
             raise ValueError(
                 f"the sharding plan splits the columns of table {table.name!r} (sharding_type={kind!r}), but its optimizer "
                 f"{optimizer} keeps one state per row: use row_wise or table_wise"
+            )
+        if table.dim != table.kernel_dim and rowwise:
+            raise ValueError(
+                f"table {table.name!r} has embedding_dim={table.dim}, which is padded to {table.kernel_dim} columns, but its "
+                f"optimizer {optimizer} averages over all columns of a row: use embedding_dim={table.kernel_dim}, or Adagrad"
+            )
+        widths = sorted({int(shard.shard_sizes[1]) for shard in plan[table.name].sharding_spec.shards})
+        if len(widths) > 1 or widths[0] % 4:
+            raise ValueError(
+                f"the sharding plan splits the columns of table {table.name!r} into shards of {widths} columns: make all as "
+                "wide, a multiple of 4"
             )
 
 

@@ -19,8 +19,13 @@ from lightning_freescale.embeddings.id_remapping import fill_id_remappings
 from lightning_freescale.embeddings.managed_collision import patch_sharded
 from lightning_freescale.embeddings.optimizer import FROZEN, TableOptimizer
 from lightning_freescale.embeddings.placement import Placement, place_rows, row_orders
-from lightning_freescale.embeddings.plain_embedding import as_collection
-from lightning_freescale.embeddings.planning import check_plan, check_tables, memory_for_tables, row_wise_planner
+from lightning_freescale.embeddings.planning import (
+    check_plan,
+    check_tables,
+    memory_for_tables,
+    padded_plan,
+    row_wise_planner,
+)
 from lightning_freescale.embeddings.shards import Shard, ShardedTables, ShardingRecord, kernels, shards_of
 from lightning_freescale.embeddings.sparse_adam import new_state
 
@@ -59,9 +64,9 @@ class TableSharding:
         self._overlap = overlap
         found = find_collections(root, embeddings)
         for collection, _ in found:
-            check_tables(collection)
+            check_tables(collection, overlap)
         self._replaced = [(collection, module, collection.blueprint()) for collection, module in found]
-        overlapped = [c for c, *_ in self._replaced if overlap and not c.plain_because]
+        overlapped = [c for c, *_ in self._replaced if overlap and not c.managed]
         self.sparse_adam = frozenset(table.key for collection in overlapped for table in collection.tables)
         self.in_backward: dict[str, TableOptimizer] = {}
         self.updates: dict[str, int] = {}
@@ -129,12 +134,12 @@ class TableSharding:
             ValueError: the plan misses a collection or a table; or it or ``placement`` differs from what sharded them earlier.
         """
         collections = [collection for collection, *_ in self._replaced]
-        self._replace_embeddings()
+        self._replace_blueprints()
         chosen = {table.key: (optimizers or {}).get(table.key, FROZEN) for c in collections for table in c.tables}
         plan = plan or self._earlier_plan()
         if plan is None:
             if planner is None:
-                memory = memory_for_tables(self.root, self.parameters.values(), self.device, group)
+                memory = memory_for_tables(self.root, self._replaced_parameters(), self.device, group)
                 planner = row_wise_planner(collections, self.device, group.size(), local_world_size, memory)
             # over the default group: this one would have to connect gloo for the broadcast, and nothing else needs that
             whole = dist.group.WORLD if group.size() == dist.get_world_size() else group
@@ -174,13 +179,15 @@ class TableSharding:
             if given is not None:
                 self.in_backward[key] = given
 
-    def _replace_embeddings(self) -> None:
-        # the optimizer was built over what the user knows, an nn.Embedding; TorchRec plans and shards collections
+    def _replace_blueprints(self) -> None:
+        # the optimizer was built over what the user knows, an nn.Embedding, say; TorchRec plans and shards collections
         for index, (collection, original, blueprint) in enumerate(self._replaced):
-            if collection.embedding:
-                as_known = as_collection(collection.path, blueprint)
-                replace_everywhere(self.root, blueprint, as_known)
-                self._replaced[index] = (collection, original, as_known)
+            planned = collection.torchrec()
+            replace_everywhere(self.root, blueprint, planned)
+            self._replaced[index] = (collection, original, planned)
+
+    def _replaced_parameters(self) -> list[nn.Parameter]:
+        return [parameter for *_, planned in self._replaced for parameter in planned.parameters()]
 
     def _earlier_plan(self) -> ShardingPlan | None:
         records = {collection.path: getattr(module, "freescale_sharding", None) for collection, module, _ in self._replaced}
@@ -202,18 +209,23 @@ class TableSharding:
                 f"{[table.name for table in collection.tables]}, only for {sorted(plan.plan)}: add it, or leave out plan="
             )
         chosen = {table.key: optimizers[table.key] for table in collection.tables}
+        tables = padded_plan(collection, tables)
         check_plan(collection, tables, chosen)
         orders = row_orders(collection, tables, env.world_size, placement)
+        planned = dict(blueprint.named_parameters(remove_duplicate=False))
         for table in collection.tables:
-            # a pooled kernel updates rows one by one, as the overlap engine needs it, if they are of one width
-            kernel_of = f"{table.dim}" if collection.pooled and self._overlap else ""
-            _attach_optimizer(self.parameters[table.key], chosen[table.key], kernel_of)
+            (weight,) = (each for name, each in planned.items() if f".{name}".endswith(f".{table.name}.weight"))
+            weight.requires_grad_(self.parameters[table.key].requires_grad)
+            # a kernel updates rows one by one, as the overlap engine needs it, if they are of one width, padding left out
+            width = min(table.dim, tables[table.name].sharding_spec.shards[0].shard_sizes[1])
+            _attach_optimizer(weight, chosen[table.key], f"{width}" if self._overlap else "")
         # TorchRec's sharder, and no DistributedModelParallel: the strategy's model stays a DDP, as Lightning expects and with
         # the user's options, and a collection can be sharded anew for a second fit
         module: Any = collection.sharder.shard(blueprint, tables, env, self.device)
         if collection.managed:
             patch_sharded(module)
         place_rows(collection, module, orders)
+        _clear_padding(collection, module)
         _register_leaves(collection, module, self.parameters)
         for kernel in kernels(module):
             kernel.emb_module.register_forward_hook(_keep_in_graph)
@@ -237,6 +249,13 @@ def _attach_optimizer(weight: Any, optimizer: TableOptimizer, kernel_of: str = "
     weight._optimizer_classes = [fused.fused_class]
     batch_key = f"{optimizer.group} {weight.requires_grad} {own} {kernel_of}"
     weight._optimizer_kwargs = [{**fused.arguments, "_batch_key": batch_key}]
+
+
+def _clear_padding(collection: Collection, module: Any) -> None:
+    widths = {table.name: table.dim for table in collection.tables}
+    for kernel in kernels(module):
+        for spec, weight in zip(kernel._config.embedding_tables, kernel.emb_module.split_embedding_weights()):
+            weight.data[:, max(0, widths[spec.name] - spec.local_metadata.shard_offsets[1]) :] = 0.0
 
 
 def _register_leaves(collection: Collection, module: Any, blueprint: Mapping[str, nn.Parameter]) -> None:
@@ -265,10 +284,9 @@ def _refuse_gradient(key: str, what: str, weight: Tensor) -> None:
 def _add_sparse_adam_states(collection: Collection, module: Any, chosen: Mapping[str, TableOptimizer]) -> None:
     keys = {table.name: table.key for table in collection.tables}
     for kernel in kernels(module):
-        names = [spec.name for spec in kernel._config.embedding_tables]
-        if chosen[keys[names[0]]].sparse_adam:  # FBGEMM's kernel only holds the rows, the moments are beside it
-            held = kernel.emb_module.split_embedding_weights()
-            kernel.sparse_adam_states = {name: new_state(weight) for name, weight in zip(names, held)}
+        if chosen[keys[kernel._config.embedding_tables[0].name]].sparse_adam:
+            # FBGEMM's kernel only holds the rows, the moments are beside it, in the order of its tables
+            kernel.sparse_adam_states = [new_state(weight) for weight in kernel.emb_module.split_embedding_weights()]
 
 
 def _keep_in_graph(module: nn.Module, args: Any, output: Tensor) -> Tensor:

@@ -224,13 +224,16 @@ def shards_of(collection: Collection, module: Any) -> Iterator[Shard]:
     tables = {table.name: table for table in collection.tables}
     for kernel in kernels(module):
         specs = kernel._config.embedding_tables
-        beside: dict[str, Any] = getattr(kernel, "sparse_adam_states", {})  # in the order of the tables
-        states = [*beside.values()] or kernel.emb_module.get_optimizer_state() or [{}] * len(specs)
+        states = getattr(kernel, "sparse_adam_states", None) or kernel.emb_module.get_optimizer_state() or [{}] * len(specs)
+        kernel.emb_module.flush()  # from the cache to the table; then forget the cache, as the caller may write the table
+        kernel.emb_module.reset_cache_states()
         for spec, weight, state in zip(specs, kernel.emb_module.split_embedding_weights(), states):
-            place = zip(spec.local_metadata.shard_offsets, spec.local_metadata.shard_sizes)
-            rows, columns = (slice(start, start + size) for start, size in place)
-            kept = {name: value for name, value in state.items() if value.numel()}
-            yield Shard(tables[spec.name], weight, kept, rows, columns, module.freescale_sharding.orders[spec.name])
+            place, table = spec.local_metadata, tables[spec.name]
+            rows = slice(place.shard_offsets[0], place.shard_offsets[0] + place.shard_sizes[0])
+            columns = slice(place.shard_offsets[1], min(place.shard_offsets[1] + place.shard_sizes[1], table.dim))
+            width = columns.stop - columns.start  # what follows is padding
+            kept = {name: value[..., :width] if value.dim() == 2 else value for name, value in state.items() if value.numel()}
+            yield Shard(table, weight[:, :width], kept, rows, columns, module.freescale_sharding.orders[spec.name])
 
 
 def kernels(module: Any) -> Iterator[Any]:

@@ -496,7 +496,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
                 optimizers = self.groups.optimizers
                 tell_of_lazy_updates(optimizers)
                 if self.clip == "all":
-                    plain = [each for each, _ in found if self._by_torchrec or each.plain_because]
+                    plain = [each for each, _ in found if self._by_torchrec or each.managed]
                     refuse_clipping(trainer, plain, optimizers)
             return sharding.shard(
                 group=embedding_group(earlier, self.transport, self.root_device, self.group_timeout),

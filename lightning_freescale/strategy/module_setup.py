@@ -93,7 +93,7 @@ def refuse_collections(
             refuse_device(collection.path, held, device, fitting)
     if fitting:
         refuse_unsupported(trainer)
-        refuse_accumulation(trainer, [c.path for c, _ in found if by_torchrec or c.plain_because])
+        refuse_accumulation(trainer, [c.path for c, _ in found if by_torchrec or c.managed])
 
 
 def tell_of_lazy_updates(optimizers: Mapping[str, TableOptimizer]) -> None:

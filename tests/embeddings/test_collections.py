@@ -126,7 +126,6 @@ MADE: dict[str, tuple[Callable[[], nn.Embedding], str]] = {
     "own forward": (lambda: OwnForward(10, 8), r"OwnForward.*\['forward'\]"),
     "patched": (lambda: _changed(lambda emb: setattr(emb, "forward", lambda ids: ids)), r"\['forward'\]"),
     "own init, on meta": (lambda: OwnInit(10, 8, device="meta"), "meta.*reset_parameters"),
-    "width": (lambda: nn.Embedding(10, 6), "embedding_dim=6"),
     "type": (lambda: nn.Embedding(10, 8, dtype=torch.float64), "torch.float64"),
     "hooks": (lambda: _changed(lambda emb: emb.register_forward_hook(lambda *args: None)), "hooks"),
     "parametrized": (
@@ -136,6 +135,7 @@ MADE: dict[str, tuple[Callable[[], nn.Embedding], str]] = {
     "tied": (lambda: nn.Embedding(10, 8), "'head.weight'"),
     "own init": (lambda: OwnInit(10, 8), ""),
     "sparse": (lambda: nn.Embedding(10, 8, sparse=True), ""),
+    "width": (lambda: nn.Embedding(10, 6), ""),
 }
 
 
@@ -213,7 +213,7 @@ def test_the_result_may_be_changed_and_the_padding_row_has_no_gradient(whole: bo
 
 @pytest.mark.parametrize("path", ["items", "keys", "type", "training", "net.items"])
 def test_an_embedding_may_have_any_name(path: str) -> None:
-    collection = as_collection(path, nn.Embedding(5, 4, device="meta"))
+    collection = as_collection(path, 5, 4)
     assert collection.embedding_configs()[0].feature_names == [path]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec import EmbeddingCollection, EmbeddingConfig
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, PoolingType
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
@@ -18,7 +18,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from lightning_freescale.embeddings import planning
 from lightning_freescale.embeddings.collections import find_collections
 from lightning_freescale.embeddings.optimizer import TableOptimizer
-from lightning_freescale.embeddings.planning import check_plan, memory_for_tables, row_wise_planner
+from lightning_freescale.embeddings.planning import check_plan, memory_for_tables, padded_plan, row_wise_planner
 from lightning_freescale.embeddings.sharding import TableSharding
 from lightning_freescale.testing import run_distributed
 from tests.helpers.gpu_random_state import gpu_random_states
@@ -113,6 +113,12 @@ def test_the_rank_draws_on_its_own_gpu_what_it_would_without_sharding() -> None:
     assert run_distributed(_sharded, 1) == [({0: [1], 1: [0]}, True)]
 
 
+def _table_plan(kind: str, kernel: str, *widths: int) -> Any:
+    starts = [sum(widths[:index]) for index in range(len(widths))]
+    shards = [SimpleNamespace(shard_offsets=[0, start], shard_sizes=[9, width]) for start, width in zip(starts, widths)]
+    return SimpleNamespace(sharding_type=kind, compute_kernel=kernel, sharding_spec=SimpleNamespace(shards=shards))
+
+
 @pytest.mark.parametrize(
     ("managed", "kind", "kernel", "first", "parts"),
     [
@@ -121,8 +127,8 @@ def test_the_rank_draws_on_its_own_gpu_what_it_would_without_sharding() -> None:
         (False, "data_parallel", "dense", FROZEN, "'cat'.*'data_parallel'.*'dense'"),
         (False, "data_parallel", "fused", FROZEN, "'cat'.*'data_parallel'"),
         (False, "row_wise", "dense", FROZEN, "'cat'.*'dense'"),
-        (False, "column_wise", "fused", ADAM, "'cat'.*'column_wise'.*Adam of 'x.embeddings.item.weight'"),
-        (False, "row_wise", "fused_uvm_caching", ADAM, "'cat'.*'fused_uvm_caching'.*Adam of 'x.embeddings.item.weight'"),
+        (False, "column_wise", "fused", ADAM, ""),
+        (False, "row_wise", "fused_uvm_caching", ADAM, ""),
         (False, "grid_shard", "fused", BY_ROW, "'cat'.*'grid_shard'.*RowWiseAdagrad"),
         (False, "column_wise", "fused", BY_ROW, "'cat'.*'column_wise'.*RowWiseAdagrad"),
         (False, "column_wise", "fused_uvm_caching", FROZEN, ""),
@@ -137,8 +143,7 @@ def test_plans_that_cannot_be_trained_are_refused(
     module = nn.ModuleDict({"x": managed_collection() if managed else EmbeddingCollection(tables=tables())})
     ((collection, _),) = find_collections(module)
     one, other = collection.tables
-    fine = SimpleNamespace(sharding_type="row_wise", compute_kernel="fused")
-    plan = {one.name: fine, other.name: SimpleNamespace(sharding_type=kind, compute_kernel=kernel)}
+    plan = {one.name: _table_plan("row_wise", "fused", one.dim), other.name: _table_plan(kind, kernel, other.dim)}
     optimizers = {one.key: first, other.key: first if first is BY_ROW else FROZEN}
     with pytest.raises(ValueError, match=parts) if parts else nullcontext():
         check_plan(collection, plan, optimizers)
@@ -155,12 +160,45 @@ def test_small_tables_are_whole_or_refused() -> None:
         row_wise_planner([managed], torch.device("cpu"), 6, 6)
 
 
+def _weighted_means() -> EmbeddingBagCollection:
+    config = EmbeddingBagConfig(name="mean", num_embeddings=9, embedding_dim=8, feature_names=["f"], pooling=PoolingType.MEAN)
+    return EmbeddingBagCollection(tables=[config], is_weighted=True)
+
+
+def _of_width(dim: int, **options: Any) -> EmbeddingConfig:
+    return EmbeddingConfig(name="item", num_embeddings=9, embedding_dim=dim, feature_names=["item"], **options)
+
+
 @pytest.mark.parametrize(
-    ("given", "parts"),
-    [({"data_type": DataType.FP16}, ("'item'", "FP16", "FP32")), ({"embedding_dim": 50}, ("'item'", "=50", "use 52"))],
+    ("dim", "widths", "optimizer", "parts"),
+    [
+        (12, [8, 4], FROZEN, r"'item'.*\[4, 8\]"),
+        (12, [6, 6], FROZEN, r"'item'.*\[6\]"),
+        (6, [4, 2], FROZEN, r"'item'.*\[2, 4\]"),
+        (6, [6], BY_ROW, "'item'.*embedding_dim=6.*padded to 8.*RowWiseAdagrad"),
+        (6, [6], FROZEN, ""),
+        (6, [8], FROZEN, ""),
+        (12, [4, 4, 4], FROZEN, ""),
+    ],
 )
-def test_tables_that_the_kernels_do_not_train_as_unsharded(given: dict[str, Any], parts: tuple[str, ...]) -> None:
-    config = EmbeddingConfig(**{"name": "item", "num_embeddings": 9, "embedding_dim": 8, "feature_names": ["item"], **given})
+def test_columns_that_cannot_be_trained_are_refused(dim: int, widths: list[int], optimizer: TableOptimizer, parts: str) -> None:
+    ((collection, _),) = find_collections(EmbeddingCollection(tables=[_of_width(dim)]))
+    given = {"item": _table_plan("column_wise" if len(widths) > 1 else "row_wise", "fused", *widths)}
+    with pytest.raises(ValueError, match=parts) if parts else nullcontext():
+        check_plan(collection, padded_plan(collection, given), {collection.tables[0].key: optimizer})
+    assert [shard.shard_sizes[1] for shard in given["item"].sharding_spec.shards] == widths, "it is the caller's"
+
+
+@pytest.mark.parametrize(
+    ("make", "overlap", "parts"),
+    [
+        (lambda: EmbeddingCollection(tables=[_of_width(8, data_type=DataType.FP16)]), True, ("'item'", "FP16", "FP32")),
+        (lambda: EmbeddingCollection(tables=[_of_width(50)]), False, ("'item'", "=50", 'exchange="torchrec"', "=52")),
+        (lambda: managed_collection([_of_width(6)]), True, ("'item'", "=6", "collisions", "=8")),
+        (_weighted_means, True, ("'mean'", "pool by the sum")),
+    ],
+)
+def test_tables_that_the_kernels_do_not_train_as_unsharded(make: Any, overlap: bool, parts: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match="table") as raised:
-        TableSharding(nn.ModuleDict({"tables": EmbeddingCollection(tables=[config])}), torch.device("cpu"))
-    assert all(part in str(raised.value) for part in parts)
+        TableSharding(nn.ModuleDict({"tables": make()}), torch.device("cpu"), overlap)
+    assert all(part in str(raised.value) for part in parts), raised.value

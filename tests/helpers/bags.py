@@ -14,8 +14,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_freescale.embeddings.collections import Collection, find_collections
-from lightning_freescale.embeddings.overlap.pooling import tables_by_width
-from lightning_freescale.embeddings.overlap.row_layout import RowLayout
+from lightning_freescale.embeddings.overlap.row_layout import RowLayout, parts_by_width
 from lightning_freescale.embeddings.row_order import RowOrder
 from tests.helpers.overlap_training import CountingModel
 from tests.helpers.recommender import RankBatches
@@ -123,6 +122,6 @@ def layouts_of(module: EmbeddingBagCollection, ranks: int, row_wise: bool = Fals
         kind = "row_wise" if row_wise else "table_wise"
         spec = SimpleNamespace(shards=shards)
         plan[table.name] = SimpleNamespace(sharding_type=kind, compute_kernel="fused", sharding_spec=spec)
-    parts = [replace(collection, tables=tables) for tables in tables_by_width(collection)]
+    parts = [replace(collection, tables=tables) for tables in parts_by_width(collection, plan)]
     orders = {table.name: RowOrder(table.rows) for table in collection.tables}
     return collection, [RowLayout.from_plan(part, plan, orders, ranks, torch.device("cpu")) for part in parts]

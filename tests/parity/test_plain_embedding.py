@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_freescale.testing import run_distributed
 from tests.helpers.overlap_training import PLAIN, Case, assert_same, departures, fit_all
-from tests.helpers.plain_embeddings import ITEMS, KEYS, KINDS, LENGTH, SHARDED, PlainModel, plain_loader
+from tests.helpers.plain_embeddings import ITEMS, KEYS, KIND_DIM, KINDS, LENGTH, SHARDED, PlainModel, plain_loader
 from tests.helpers.recommender import DIM
 
 STEPS, EPOCHS = 8, 2
@@ -24,7 +24,7 @@ class LooksUpSlices(PlainModel):
 
     def __init__(self) -> None:
         super().__init__("adagrad")
-        self.kind_emb = torch.nn.Embedding(KINDS, DIM, sparse=True)
+        self.kind_emb = torch.nn.Embedding(KINDS, KIND_DIM, sparse=True)
 
     def scores(self, batch: dict[str, Tensor]) -> Tensor:
         return super().scores({**batch, "items": batch["items"][:, :-1]})
@@ -46,7 +46,8 @@ def case(make: Any, ahead: Any = None, **options: Any) -> Case:
     return Case(make, lambda: plain_loader(STEPS), options, ahead=ahead, notice=None)
 
 
-CASES = {name: case(partial(PlainModel, name)) for name in ("sgd", "adagrad")}
+CASES = {name: case(partial(PlainModel, name, DIM)) for name in ("sgd", "adagrad")}
+"""TorchRec's exchange, which is compared as well, does not pad widths."""
 
 
 @pytest.mark.parametrize("world", [1, 2])

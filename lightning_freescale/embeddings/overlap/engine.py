@@ -25,9 +25,8 @@ from lightning_freescale.embeddings.overlap.launch_order import LaunchOrder, ref
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.module_forward import ModuleForward
 from lightning_freescale.embeddings.overlap.nodes import Nodes, ProxyGroups
-from lightning_freescale.embeddings.overlap.pooling import tables_by_width
 from lightning_freescale.embeddings.overlap.report import COUNTS
-from lightning_freescale.embeddings.overlap.row_layout import RowLayout
+from lightning_freescale.embeddings.overlap.row_layout import RowLayout, parts_by_width
 from lightning_freescale.embeddings.shards import ShardedTables
 
 Ids: TypeAlias = "KeyedJaggedTensor | Sequence[KeyedJaggedTensor]"
@@ -68,7 +67,8 @@ class OverlapEngine:
         tables: the sharded tables.
         clip_value: as given.
         modules: the overlapped collections, by path.
-        collections: their tables, those of one width together: by path, or, if there are several, ``"path (dim 8)"``.
+        collections: their tables, those of one width together: by path, or, if there are several, ``"path (dim 8)"``. A table
+            whose columns are split is one table for each part.
         plain: why each of the others is left to plain TorchRec, by path.
     """
 
@@ -153,30 +153,19 @@ class OverlapEngine:
         return self._nodes.count if self._two_level and self._nodes is not None else 1
 
     def _layouts(self, collection: Collection, module: Any) -> list[tuple[Collection, RowLayout]]:
-        """Return the parts of a collection that are overlapped, each of tables of one width; none if TorchRec has it."""
-        if collection.plain_because:
-            self.plain[collection.path] = collection.plain_because
+        """Return the parts of a collection, each of tables of one width; none if TorchRec exchanges its rows."""
+        if collection.managed:
+            self.plain[collection.path] = "the model remaps its ids, so its rows are not known before the lookup"
             return []
-        widths = tables_by_width(collection)
+        record = module.freescale_sharding
+        widths = parts_by_width(collection, record.plan)
         several = len(widths) > 1
         parts = [
             replace(collection, path=f"{collection.path} (dim {each[0].dim})" if several else collection.path, tables=each)
             for each in widths
         ]
-        ranks, device = self.tables.group.size(), self.tables.device
-        try:
-            record = module.freescale_sharding
-            where = (record.plan, record.orders, ranks, device, self._nodes_of_proxies)
-            return [(each, RowLayout.from_plan(each, *where)) for each in parts]
-        except ValueError as error:
-            own = [table.name for table in collection.tables if self.tables.optimizers[table.key].sparse_adam]
-            if own:
-                raise ValueError(
-                    f"only the overlap engine can run the optimizer of tables {own} on CPU, but in collection "
-                    f'{collection.path!r} {error}: shard all its tables row_wise or table_wise with compute_kernel="fused"'
-                ) from error
-            self.plain[collection.path] = str(error)
-            return []
+        where = (record.plan, record.orders, self.tables.group.size(), self.tables.device, self._nodes_of_proxies)
+        return [(each, RowLayout.from_plan(each, *where)) for each in parts]
 
     def begin_step(
         self,

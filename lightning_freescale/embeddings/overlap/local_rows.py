@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
 from torch import Tensor
 
 from lightning_freescale.embeddings.collections import Collection
@@ -27,7 +28,7 @@ class LocalTable:
         index: the table's place in the layout.
         key: the table's key.
         first_row: number of its first row here.
-        weight: live view, shape ``[rows, dim]``.
+        weight: live view, shape ``[rows, columns]``; the columns behind the width of a row are padding.
     """
 
     index: int
@@ -43,12 +44,24 @@ class TableKernel:
         module: FBGEMM's module.
         features: the table of each of its features, by its place in the layout.
         tables: its tables by their place in the layout.
+
+    Attributes:
+        cached: whether the newest values of rows may be in a cache of the GPU only.
     """
 
     def __init__(self, module: Any, features: Sequence[int], tables: dict[int, LocalTable]) -> None:
         self.module, self.tables = module, tables
+        self.cached = any(spec[2] == EmbeddingLocation.MANAGED_CACHING for spec in module.embedding_specs)
         self._feature_of = {index: features.index(index) for index in features}
         self._features = len(features)
+
+    @torch.no_grad()
+    def look_up(self, index: int, rows: Tensor) -> Tensor:
+        """Return rows of a table by FBGEMM's lookup, which finds those that are cached. Not tested on GPU."""
+        counts = torch.zeros(self._features + 1, dtype=torch.int64)
+        counts[self._feature_of[index] + 1] = len(rows)
+        with _row_by_row(self.module):
+            return self.module(indices=rows, offsets=counts.cumsum(0).to(rows.device))
 
     def update(self, rows: dict[int, tuple[Tensor, Tensor]], settings: Sequence[UpdateSettings]) -> None:
         """Update all rows given by table, once each; gradients of a row that is there several times are added up in order.
@@ -180,6 +193,8 @@ class LocalRows:
         self.layout, self.kernels, self.dim = layout, list(kernels), dim
         self.clip_value = clip_value
         self._tables = [table for kernel in self.kernels for table in kernel.tables.values()]
+        self._weights = [table.weight[:, :dim] for table in self._tables]
+        self._cached = {index: kernel for kernel in self.kernels if kernel.cached for index in kernel.tables}
         self._first_rows = layout.first_row[rank].to(layout.device)
         self.count = layout.rows_of(rank)
 
@@ -189,21 +204,22 @@ class LocalRows:
     ) -> LocalRows:
         """Return what TorchRec's sharded ``module`` holds of the tables of ``collection``, all of one width, on this rank."""
         rank = tables.group.rank()
-        index_of = {table.name: index for index, table in enumerate(collection.tables)}
+        index_of = {(table.name, table.first_column): index for index, table in enumerate(collection.tables)}
         found: list[TableKernel] = []
         for kernel in kernels(module):
             specs = kernel._config.embedding_tables
-            if specs[0].name not in index_of:  # of another width
+            keys = [(spec.name, spec.local_metadata.shard_offsets[1]) for spec in specs]
+            if keys[0] not in index_of:  # of another width
                 continue
+            indices = [index_of[key] for key in keys]
             held = {}
-            for spec, weight in zip(specs, kernel.emb_module.split_embedding_weights()):
-                index = index_of[spec.name]
+            for index, weight in zip(indices, kernel.emb_module.split_embedding_weights()):
                 held[index] = LocalTable(index, collection.tables[index].key, int(layout.first_row[rank, index]), weight)
-            features = [index_of[spec.name] for spec in specs for _ in spec.feature_names]
+            features = [index for index, spec in zip(indices, specs) for _ in spec.feature_names]
             optimizer = tables.optimizers[collection.tables[features[0]].key]
             arguments = (kernel.emb_module, features, held)
             if optimizer.sparse_adam:
-                states = {index_of[name]: state for name, state in kernel.sparse_adam_states.items()}
+                states = dict(zip(indices, kernel.sparse_adam_states))
                 found.append(AdamKernel(states, optimizer.arguments, *arguments))
             else:
                 found.append((CpuKernel if tables.device.type == "cpu" else TableKernel)(*arguments))
@@ -218,25 +234,33 @@ class LocalRows:
     def read(self, rows: Tensor) -> Tensor:
         """Return the current values of ``rows``, float32 of shape ``[rows, dim]``."""
         if len(self._tables) == 1:
-            return self._tables[0].weight.index_select(0, rows).float()
+            return self._read(0, rows)
         values = torch.empty(rows.numel(), self.dim, device=rows.device)
         table_of_row = self._table_of(rows)
-        for table in self._tables:
+        for place, table in enumerate(self._tables):
             here = (table_of_row == table.index).nonzero().squeeze(1)
             if here.numel():
-                values[here] = table.weight.index_select(0, rows[here] - table.first_row).float()
+                values[here] = self._read(place, rows[here] - table.first_row)
         return values
+
+    def _read(self, place: int, rows: Tensor) -> Tensor:
+        index = self._tables[place].index
+        if index in self._cached:
+            return self._cached[index].look_up(index, rows)[:, : self.dim]
+        return self._weights[place].index_select(0, rows)
 
     def update(self, rows: Tensor, gradients: Tensor, settings: Sequence[UpdateSettings]) -> None:
         """Do one optimizer step for these rows.
 
         Args:
             rows: shape ``[rows]``; a row that is there several times gets the sum, added up in this order.
-            gradients: shape ``[rows, dim]``.
+            gradients: shape ``[rows, dim]``; columns of padding get zeros.
             settings: of each table, by its place in the layout.
         """
         if not rows.numel():
             return
+        if padding := self._tables[0].weight.shape[1] - self.dim:
+            gradients = F.pad(gradients, (0, padding))
         by_table = self._by_table(rows, gradients)
         for kernel in self.kernels:
             given = {index: by_table[index] for index in kernel.tables if index in by_table and not settings[index].frozen}

@@ -13,8 +13,7 @@ from lightning_freescale.embeddings.collections import Collection
 from lightning_freescale.embeddings.overlap import errors
 from lightning_freescale.embeddings.overlap.collection import OverlappedCollection
 from lightning_freescale.embeddings.overlap.evaluation import Evaluation
-from lightning_freescale.embeddings.overlap.pooling import BagOutput, without_weights
-from lightning_freescale.embeddings.overlap.row_requests import as_output
+from lightning_freescale.embeddings.overlap.outputs import BagOutput, SequenceOutput, without_weights
 
 
 class ModuleForward:
@@ -23,7 +22,7 @@ class ModuleForward:
     Args:
         collection: what is sharded.
         module: TorchRec's sharded module.
-        parts: its tables by width: those of an EmbeddingCollection have one, those of bags may have several.
+        parts: its tables by width.
         evaluation: makes the lookups outside of steps.
 
     Attributes:
@@ -36,7 +35,8 @@ class ModuleForward:
     ) -> None:
         self.collection, self.parts = collection, parts
         self._module = module
-        self._bags = BagOutput(collection, [part.layout for part in parts]) if collection.pooled else None
+        output = BagOutput if collection.pooled else SequenceOutput
+        self._output = output(collection, [part.layout for part in parts])
         self._evaluation = evaluation
         module.forward = self.forward
         self._state_dict_hook = module.register_state_dict_pre_hook(lambda *_: self.drain())
@@ -57,9 +57,7 @@ class ModuleForward:
         else:
             noted = [part.note(ids) for part in self.parts]  # of all, before any waits: other ranks wait for what they look up
             rows = [part.rows(lookup) for part, lookup in zip(self.parts, noted)]
-        if self._bags is not None:
-            return self._bags(features, rows)
-        return as_output(features, rows[0], self.parts[0].layout, self.collection.need_indices)
+        return self._output(features, rows)
 
     def ids_of(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return what of a lookup the other ranks have to know."""

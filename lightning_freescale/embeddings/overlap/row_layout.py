@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_freescale.embeddings.collections import Collection, Table
-from lightning_freescale.embeddings.planning import OVERLAPPED_KERNELS, OVERLAPPED_TYPES
 from lightning_freescale.embeddings.row_order import RowOrder
 
 
@@ -23,9 +22,8 @@ class RowLayout:
     together: first the first rank of every node, then the second ones.
 
     Attributes:
-        tables: the tables.
+        tables: the tables, or parts of tables that a plan splits by columns; all of one width.
         features: ``(feature, index of its table)``, in the order of the collection.
-        outputs: what TorchRec calls the result of each of ``features``.
         blocks: rows of each table per owner.
         first_row: number of each table's first row on each owner, shape ``[ranks, tables]``, on the host.
         starts: number of each owner's first row if owners are numbered through as well, shape ``[ranks + 1]``, in the order of
@@ -39,7 +37,6 @@ class RowLayout:
 
     tables: tuple[Table, ...]
     features: tuple[tuple[str, int], ...]
-    outputs: tuple[str, ...]
     blocks: tuple[int, ...]
     first_row: Tensor
     starts: Tensor
@@ -58,21 +55,24 @@ class RowLayout:
         device: torch.device,
         nodes: int = 1,
     ) -> RowLayout:
-        """Return the layout of a collection whose tables are split by rows or not at all.
+        """Return the layout of a collection whose tables :func:`parts_by_width` has returned.
 
         ``plan`` and ``orders`` are by the tables' names; ``nodes`` is as the attribute.
 
         Raises:
-            ValueError: a table is split otherwise, its kernel keeps rows where they cannot be read, or a rank owns too many
-                rows; says which.
+            ValueError: the rows of a table are not in equal blocks, or a rank owns too many rows; says which.
         """
         first_owner, blocks = zip(*(_blocks(table, plan[table.name]) for table in collection.tables))
         counts = torch.zeros(ranks, len(collection.tables), dtype=torch.int64)
         for index, table in enumerate(collection.tables):
             for shard in range(-(-table.rows // blocks[index])):
                 counts[first_owner[index] + shard, index] = min(blocks[index], table.rows - shard * blocks[index])
-        if int(counts.sum(dim=1).max()) > torch.iinfo(torch.int32).max:
-            raise ValueError(f"a rank owns {int(counts.sum(dim=1).max())} of its rows, and they travel as numbers of 32 bits")
+        most = int(counts.sum(dim=1).max())
+        if most > torch.iinfo(torch.int32).max:
+            raise ValueError(
+                f"collection {collection.path!r} has {most} rows of width {collection.tables[0].dim} on one rank, but their "
+                "numbers have 32 bits: use more ranks, or a plan that spreads the rows"
+            )
         features = tuple((feature, i) for i, each in enumerate(collection.tables) for feature in each.features)
         first_row = torch.cumsum(counts, dim=1) - counts
         each = ranks // nodes
@@ -89,9 +89,9 @@ class RowLayout:
                 shifts.append((shift[:1] if bool((shift == shift[0]).all()) else shift).to(device))
             else:
                 shifts.append(None)
-        names, row_orders = output_names(collection), tuple(orders[table.name] for table in collection.tables)
+        row_orders = tuple(orders[table.name] for table in collection.tables)
         numbers = (blocks, first_row, starts.to(device), tuple(shifts), row_orders, places, nodes)
-        return cls(collection.tables, features, names, *numbers)
+        return cls(collection.tables, features, *numbers)
 
     @property
     def ranks(self) -> int:
@@ -132,23 +132,29 @@ class RowLayout:
         return torch.bucketize(keys, self.starts[1:], right=True)
 
 
-def output_names(collection: Collection) -> tuple[str, ...]:
-    """Return what TorchRec calls the result of each feature; one that two tables look up is there twice."""
-    features = [(feature, table.name) for table in collection.tables for feature in table.features]
-    names = [feature for feature, _ in features]
-    return tuple(feature if names.count(feature) == 1 else f"{feature}@{table}" for feature, table in features)
+def parts_by_width(collection: Collection, plan: Mapping[str, Any]) -> list[tuple[Table, ...]]:
+    """Return the tables of a collection, those of one width together, and of these first the ones that pool by the sum.
+
+    A table that ``plan`` splits by columns comes as several tables, one for each shard of its columns.
+    """
+    found = []
+    for table in collection.tables:
+        columns = sorted({(int(s.shard_offsets[1]), int(s.shard_sizes[1])) for s in plan[table.name].sharding_spec.shards})
+        found += [replace(table, first_column=first, dim=min(width, table.dim - first)) for first, width in columns]
+    widths = dict.fromkeys(table.dim for table in found)
+    return [tuple(sorted((t for t in found if t.dim == width), key=lambda table: table.mean)) for width in widths]
 
 
 def _blocks(table: Table, sharding: Any) -> tuple[int, int]:
     """Return a table's first owner and its rows per owner."""
-    kind, kernel = sharding.sharding_type, sharding.compute_kernel
-    if kernel not in OVERLAPPED_KERNELS or kind not in OVERLAPPED_TYPES:
-        raise ValueError(f"table {table.name!r} has sharding_type={kind!r} and compute_kernel={kernel!r}")
-    shards = sharding.sharding_spec.shards
+    shards = [shard for shard in sharding.sharding_spec.shards if shard.shard_offsets[1] == table.first_column]
     block, first_owner = int(shards[0].shard_sizes[0]), int(shards[0].placement.rank())
     for index, shard in enumerate(shards):
         start = min(index * block, table.rows)
-        expected = (start, 0, min(block, table.rows - start), table.dim, first_owner + index)
-        if (*shard.shard_offsets, *shard.shard_sizes, shard.placement.rank()) != expected:
-            raise ValueError(f"the rows of table {table.name!r} are not in equal blocks on consecutive ranks")
+        expected = (start, min(block, table.rows - start), first_owner + index)
+        if (shard.shard_offsets[0], shard.shard_sizes[0], shard.placement.rank()) != expected:
+            raise ValueError(
+                f"the sharding plan does not put the rows of table {table.name!r} in equal blocks on consecutive ranks: let "
+                "TorchRec's planner make it, or leave out plan="
+            )
     return first_owner, block

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torchrec import JaggedTensor, KeyedJaggedTensor
+from torchrec import KeyedJaggedTensor
 
 from lightning_freescale.embeddings.id_checks import check_id_ranges
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout
@@ -202,21 +202,6 @@ class RowSubset:
         chosen = [end - start for start, end in zip([0, *edges], edges)]
         others = [size - count for size, count in zip(sizes, chosen)]
         return cls(index, chosen), cls((~mask).nonzero().squeeze(1), others)
-
-
-def as_output(features: KeyedJaggedTensor, rows: Tensor, layout: RowLayout, with_ids: bool) -> dict[str, JaggedTensor]:
-    """Return what the collection returns: ``rows`` of every id, shape ``[ids, dim]`` in the layout's order, by feature."""
-    outputs, start = {}, 0
-    for (feature, _), name in zip(layout.features, layout.outputs):
-        # a feature that is alone needs no offsets: on CUDA the host would wait for them
-        jagged: Any = features if len(features.keys()) == 1 else features[feature]
-        end = start + jagged.values().numel()
-        weights = jagged.values() if with_ids else None
-        # a slice would be a view, and a change of it in place would cost autograd a copy
-        values = rows[start:end] if len(layout.features) > 1 else rows
-        outputs[name] = JaggedTensor(values=values, lengths=jagged.lengths(), weights=weights)
-        start = end
-    return outputs
 
 
 def _of_nodes(by: Sequence[bool], nodes: int) -> list[bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,12 +14,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    grid_shard,
+    row_wise,
+    table_row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ShardingPlan
 
 from lightning_freescale.embeddings.optimizer import TableOptimizer
 from lightning_freescale.embeddings.overlap import OverlapEngine
 from lightning_freescale.embeddings.sharding import TableSharding
 from lightning_freescale.testing import RankFailed, run_distributed
-from tests.helpers.bags import MEAN, SUM, configs
+from tests.helpers.bags import MEAN, SETTINGS, SUM, configs
 
 ROWS = 30
 FEATURES = {"rows": ["a", "b", "c"], "bags": ["d", "e", "f"], "weighted": ["g", "h"]}
@@ -32,9 +42,9 @@ def _modules() -> nn.ModuleDict:
         EmbeddingConfig(name="x", num_embeddings=ROWS, embedding_dim=8, feature_names=["a", "b"]),
         EmbeddingConfig(name="y", num_embeddings=ROWS, embedding_dim=8, feature_names=["b", "c"]),
     ]
-    # "e" is looked up by a sum and by a mean
-    bags = {"t": (ROWS, 8, ["d", "e"], SUM), "u": (ROWS, 8, ["e"], MEAN), "v": (ROWS, 4, ["f"], MEAN)}
-    weighted = {"w": (ROWS, 8, ["g"], SUM), "z": (ROWS, 4, ["h"], SUM)}
+    # "e" is looked up by a sum and by a mean; widths of 6 are padded
+    bags = {"t": (ROWS, 8, ["d", "e"], SUM), "u": (ROWS, 8, ["e"], MEAN), "v": (ROWS, 6, ["f"], MEAN)}
+    weighted = {"w": (ROWS, 8, ["g"], SUM), "z": (ROWS, 6, ["h"], SUM)}
     made = {
         "rows": EmbeddingCollection(tables=sequences, need_indices=True),
         "bags": EmbeddingBagCollection(tables=configs(bags)),
@@ -43,14 +53,33 @@ def _modules() -> nn.ModuleDict:
     return nn.ModuleDict(made)
 
 
+def _mixed_plan(modules: nn.ModuleDict) -> ShardingPlan:
+    """Shard the tables in all ways on four ranks, which are two on each of two hosts; one owns two parts of "t"."""
+    kinds = {
+        "rows": {"x": column_wise([0, 3]), "y": row_wise()},
+        "bags": {"t": column_wise([1, 1]), "u": table_row_wise(host_index=1), "v": table_wise(rank=2)},
+        "weighted": {"w": grid_shard(host_indexes=[1]), "z": row_wise()},
+    }
+    os.environ["LOCAL_WORLD_SIZE"] = "2"  # TorchRec makes groups of the hosts
+    sizes: Any = {"local_size": 2, "world_size": 4, "device_type": "cpu"}
+    plans = {name: construct_module_sharding_plan(modules[name], of, **sizes) for name, of in kinds.items()}
+    for plan in plans.values():
+        for table in plan.values():
+            table.compute_kernel = "fused"
+    return ShardingPlan(plans)
+
+
 @contextmanager
-def _engine(**options: Any) -> Iterator[tuple[nn.ModuleDict, nn.ModuleDict, OverlapEngine]]:
+def _engine(
+    planned: bool = False, optimizer: TableOptimizer = SGD, **options: Any
+) -> Iterator[tuple[nn.ModuleDict, nn.ModuleDict, OverlapEngine]]:
     """The unsharded modules, the sharded ones, and the engine that has these."""
     modules = _modules()
     whole = copy.deepcopy(modules)
     sharding = TableSharding(modules, torch.device("cpu"), overlap=True)
-    optimizers = dict.fromkeys(sharding.parameters, SGD)
-    tables = sharding.shard(group=dist.new_group(), local_world_size=dist.get_world_size(), optimizers=optimizers)
+    optimizers = dict.fromkeys(sharding.parameters, optimizer)
+    plan = _mixed_plan(whole) if planned else None
+    tables = sharding.shard(group=dist.new_group(), local_world_size=dist.get_world_size(), plan=plan, optimizers=optimizers)
     engine = OverlapEngine(tables, **options)
     yield whole, modules, engine
     engine.close()
@@ -127,10 +156,60 @@ TWO_LEVEL = {"exchange": "two_level", "ranks_per_node": 2}
 
 
 @pytest.mark.parametrize(
-    ("seed", "ranks", "options"), [(0, 1, {}), (1, 2, {}), (2, 3, {}), (3, 2, {"dedup": False}), (4, 4, TWO_LEVEL)]
+    ("seed", "ranks", "options"),
+    [(0, 1, {}), (1, 2, {}), (2, 3, {}), (3, 2, {"dedup": False}), (4, 4, TWO_LEVEL), (5, 4, {"planned": True})],
 )
 def test_the_same_function_as_in_training_and_unsharded(seed: int, ranks: int, options: dict[str, Any]) -> None:
     assert run_distributed(_looked_up, ranks, seed, 12, options) == [[]] * ranks
+
+
+def _trained(planned: bool) -> list[str]:
+    """Every rank looks all rows up, so that Adam moves all rows in every step; unsharded, one module has the ids of all."""
+    wrong = []
+    for name, (kind, options) in {name: SETTINGS[name] for name in ("sgd", "adagrad", "adam")}.items():
+        given = {"lr": options["lr"], "eps": options.get("eps", 0.0)}
+        table = TableOptimizer(kind, given if name != "sgd" else {"lr": options["lr"]}, sparse_adam=name == "adam")
+        with _engine(planned, table) as (whole, sharded, engine):
+            optimizer = kind(whole.parameters(), **options)
+            for step in range(3):
+                engine.begin_step({})
+                lookups = [_all_rows(step, rank) for rank in range(dist.get_world_size())]
+                _loss(sharded, lookups[dist.get_rank()]).backward()
+                engine.end_backward()
+                (sum(_loss(whole, each) for each in lookups) / len(lookups)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            engine.drain()
+            for key, weight in whole.named_parameters():
+                found = engine.tables.full_weight(key)
+                if not torch.allclose(found, weight, rtol=1e-5, atol=1e-6):
+                    wrong.append(f"{name}, {key}: {(found - weight).abs().max():.1e}")
+    return wrong
+
+
+def _all_rows(step: int, rank: int) -> dict[str, KeyedJaggedTensor]:
+    draw = torch.Generator().manual_seed(100 * step + rank)
+    lengths = torch.tensor([ROWS - 7, 0, 7])
+    found = {}
+    for name, keys in FEATURES.items():
+        ids = torch.cat([torch.randperm(ROWS, generator=draw) for _ in keys])
+        weights = torch.rand(len(ids), generator=draw) if name == "weighted" else None
+        found[name] = KeyedJaggedTensor(keys, ids, weights, lengths.repeat(len(keys)))
+    return found
+
+
+def _loss(modules: nn.ModuleDict, lookups: dict[str, KeyedJaggedTensor]) -> Tensor:
+    losses: Any = 0.0
+    for name, features in lookups.items():
+        found = modules[name](features)
+        values = [each.values() for each in found.values()] if isinstance(found, dict) else [found.values()]
+        losses = losses + sum((each * torch.arange(each.shape[1])).square().mean() for each in values)
+    return losses
+
+
+@pytest.mark.parametrize(("ranks", "planned"), [(2, False), (4, True)])
+def test_rows_are_updated_as_unsharded_whatever_their_plan_and_width(ranks: int, planned: bool) -> None:
+    assert run_distributed(_trained, ranks, planned) == [[]] * ranks
 
 
 # -- in between

@@ -1,4 +1,4 @@
-"""Bags that this rank pools itself, of rows that came one by one: in the order, and by the kernel, of the unsharded module."""
+"""What a sharded module returns, made of the rows of its ids: the results of the unsharded module, bit by bit."""
 
 from __future__ import annotations
 
@@ -7,20 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchrec import KeyedJaggedTensor, KeyedTensor
+from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from lightning_freescale.embeddings.collections import Collection, Table
-from lightning_freescale.embeddings.overlap.row_layout import RowLayout, output_names
+from lightning_freescale.embeddings.collections import Collection
+from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 
 _SUM, _MEAN = 0, 1
 """Modes of torch.embedding_bag."""
-
-
-def tables_by_width(collection: Collection) -> list[tuple[Table, ...]]:
-    """Return the tables of a collection, those of one width together, and of these first the ones that pool by the sum."""
-    widths = dict.fromkeys(table.dim for table in collection.tables)
-    by_width = [[table for table in collection.tables if table.dim == width] for width in widths]
-    return [tuple(sorted(tables, key=lambda table: table.mean)) for tables in by_width]
 
 
 def without_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -39,23 +32,86 @@ def without_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     )
 
 
+class _Columns:
+    """The order of the columns that a collection returns: by feature and table, and within a table by part.
+
+    Args:
+        collection: the whole collection.
+        layouts: of its tables, as :func:`.row_layout.parts_by_width` has them.
+
+    Attributes:
+        names: what TorchRec calls each result; one of a feature that two tables look up names the table as well.
+        widths: of each result.
+        parts: of how many parts each result is.
+    """
+
+    def __init__(self, collection: Collection, layouts: Sequence[RowLayout]) -> None:
+        looked_up = [(feature, table) for table in collection.tables for feature in table.features]
+        features = [feature for feature, _ in looked_up]
+        self.names = [each if features.count(each) == 1 else f"{each}@{table.name}" for each, table in looked_up]
+        self.widths = [table.dim for _, table in looked_up]
+        results = {(feature, table.name): place for place, (feature, table) in enumerate(looked_up)}
+        given = [[(feature, layout.tables[index]) for feature, index in layout.features] for layout in layouts]
+        keys = [[(results[feature, table.name], table.first_column) for feature, table in each] for each in given]
+        order = sorted(key for each in keys for key in each)
+        self.parts = [sum(result == place for result, _ in order) for place in range(len(looked_up))]
+        self._places = [[order.index(key) for key in each] for each in keys]
+
+    def in_order(self, given: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Return the tensors of each layout's features in the order of the columns."""
+        found = {place: each for places, tensors in zip(self._places, given) for place, each in zip(places, tensors)}
+        return [found[place] for place in range(len(found))]
+
+
+class SequenceOutput:
+    """Makes of rows what the unsharded EmbeddingCollection returns.
+
+    Args:
+        collection: the whole collection.
+        layouts: of its tables, as :func:`.row_layout.parts_by_width` has them.
+    """
+
+    def __init__(self, collection: Collection, layouts: Sequence[RowLayout]) -> None:
+        self._with_ids, self._layouts = collection.need_indices, layouts
+        self._columns = _Columns(collection, layouts)
+        self._features = [feature for table in collection.tables for feature in table.features]
+
+    def __call__(self, features: KeyedJaggedTensor, rows: Sequence[Tensor]) -> dict[str, JaggedTensor]:
+        """Return the rows of a lookup by feature.
+
+        Args:
+            features: the ids.
+            rows: of every id by layout, each of shape ``[ids, dim]`` in the layout's order of features.
+        """
+        # a feature that is alone needs no offsets: on CUDA the host would wait for them
+        jagged: dict[str, Any] = {
+            feature: features if len(features.keys()) == 1 else features[feature] for feature in self._features
+        }
+        ids = {feature: each.values().numel() for feature, each in jagged.items()}
+        # a slice would be a view, and a change of it in place would cost autograd a copy
+        given = [
+            [each] if len(layout.features) == 1 else each.split([ids[feature] for feature, _ in layout.features])
+            for layout, each in zip(self._layouts, rows)
+        ]
+        columns, outputs = iter(self._columns.in_order(given)), {}
+        for name, feature, parts in zip(self._columns.names, self._features, self._columns.parts):
+            values = next(columns) if parts == 1 else torch.cat([next(columns) for _ in range(parts)], dim=1)
+            weights = jagged[feature].values() if self._with_ids else None
+            outputs[name] = JaggedTensor(values=values, lengths=jagged[feature].lengths(), weights=weights)
+        return outputs
+
+
 class BagOutput:
     """Makes of rows what the unsharded EmbeddingBagCollection returns.
 
     Args:
         collection: the whole collection.
-        layouts: of its tables, as :func:`tables_by_width` has them.
+        layouts: of its tables, as :func:`.row_layout.parts_by_width` has them.
     """
 
     def __init__(self, collection: Collection, layouts: Sequence[RowLayout]) -> None:
         self._weighted, self._layouts = collection.weighted, layouts
-        self._names = list(output_names(collection))
-        looked_up = [(feature, table) for table in collection.tables for feature in table.features]
-        self._widths = [table.dim for _, table in looked_up]
-        places = {(feature, table.name): place for place, (feature, table) in enumerate(looked_up)}
-        self._places = [
-            [places[feature, layout.tables[index].name] for feature, index in layout.features] for layout in layouts
-        ]
+        self._columns = _Columns(collection, layouts)
 
     def __call__(self, features: KeyedJaggedTensor, rows: Sequence[Tensor]) -> KeyedTensor:
         """Return the pooled rows of a lookup.
@@ -64,11 +120,9 @@ class BagOutput:
             features: the ids, with weights if the collection is weighted.
             rows: of every id by layout, each of shape ``[ids, dim]`` in the layout's order of features.
         """
-        columns: list[Any] = [None] * len(self._names)
-        for layout, places, given in zip(self._layouts, self._places, rows):
-            for place, pooled in zip(places, self._pooled(features, layout, given)):
-                columns[place] = pooled
-        return KeyedTensor(self._names, self._widths, torch.cat(columns, dim=1))
+        pooled = [self._pooled(features, layout, given) for layout, given in zip(self._layouts, rows)]
+        columns = torch.cat(self._columns.in_order(pooled), dim=1)
+        return KeyedTensor(self._columns.names, self._columns.widths, columns)
 
     def _pooled(self, features: KeyedJaggedTensor, layout: RowLayout, rows: Tensor) -> list[Tensor]:
         """Return the pooled rows of each feature of a layout, shape ``[samples, dim]`` each."""
