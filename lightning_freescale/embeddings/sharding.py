@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+import os
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -124,7 +126,7 @@ class TableSharding:
 
         Args:
             group: process group of the embedding exchange, over all ranks.
-            local_world_size: ranks per node, for the planner.
+            local_world_size: ranks per node.
             plan: TorchRec sharding plan with an entry for every collection; made by ``planner`` if not given.
             planner: TorchRec planner; a row-wise one if not given.
             optimizers: for each table's key how backward updates it; tables left out are frozen.
@@ -148,7 +150,8 @@ class TableSharding:
         with torch.random.fork_rng(devices=[self.device.index] if self.device.type == "cuda" else []):
             torch.manual_seed(torch.initial_seed() + 1 + group.rank())  # else shards would start as copies of each other
             env = ShardingEnv.from_process_group(group)
-            modules = [self._shard_collection(c, built, plan, chosen, env, placement) for c, _, built in self._replaced]
+            with _ranks_per_node(local_world_size):
+                modules = [self._shard_collection(c, built, plan, chosen, env, placement) for c, _, built in self._replaced]
             for (collection, original, _), module in zip(self._replaced, modules):
                 if not hasattr(original, "freescale_sharding"):
                     _follow_first_rank(collection, original, group)
@@ -225,7 +228,6 @@ class TableSharding:
         if collection.managed:
             patch_sharded(module)
         place_rows(collection, module, orders)
-        _clear_padding(collection, module)
         _register_leaves(collection, module, self.parameters)
         for kernel in kernels(module):
             kernel.emb_module.register_forward_hook(_keep_in_graph)
@@ -241,6 +243,20 @@ class TableSharding:
         return module
 
 
+@contextmanager
+def _ranks_per_node(count: int) -> Iterator[None]:
+    """Set meanwhile the variable by which TorchRec groups the ranks of a node: Lightning's launcher does not set it."""
+    before = os.environ.get("LOCAL_WORLD_SIZE")
+    os.environ["LOCAL_WORLD_SIZE"] = f"{count}"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["LOCAL_WORLD_SIZE"]
+        else:
+            os.environ["LOCAL_WORLD_SIZE"] = before
+
+
 def _attach_optimizer(weight: Any, optimizer: TableOptimizer, kernel_of: str = "") -> None:
     # TorchRec reads these two attributes. A kernel has one learning rate, and is frozen as a whole, so tables of different
     # parameter groups must not share one: _batch_key, which TorchRec strips, keeps them apart
@@ -249,13 +265,6 @@ def _attach_optimizer(weight: Any, optimizer: TableOptimizer, kernel_of: str = "
     weight._optimizer_classes = [fused.fused_class]
     batch_key = f"{optimizer.group} {weight.requires_grad} {own} {kernel_of}"
     weight._optimizer_kwargs = [{**fused.arguments, "_batch_key": batch_key}]
-
-
-def _clear_padding(collection: Collection, module: Any) -> None:
-    widths = {table.name: table.dim for table in collection.tables}
-    for kernel in kernels(module):
-        for spec, weight in zip(kernel._config.embedding_tables, kernel.emb_module.split_embedding_weights()):
-            weight.data[:, max(0, widths[spec.name] - spec.local_metadata.shard_offsets[1]) :] = 0.0
 
 
 def _register_leaves(collection: Collection, module: Any, blueprint: Mapping[str, nn.Parameter]) -> None:

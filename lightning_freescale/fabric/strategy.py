@@ -30,7 +30,6 @@ from lightning_freescale.strategy.module_setup import (
     collections_of,
     embedding_group,
     levels_of,
-    set_local_world_size,
     sync_dense,
     tell_embeddings,
     tell_of_lazy_updates,
@@ -150,7 +149,6 @@ class FreeScaleFabricStrategy(TableAccess, FabricDDPBase):
 
     @override
     def setup_environment(self) -> None:
-        set_local_world_size(self.num_processes, self._at_teardown)
         try:
             super().setup_environment()
         except RuntimeError as error:

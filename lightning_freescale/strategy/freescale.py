@@ -50,7 +50,6 @@ from lightning_freescale.strategy.module_setup import (
     levels_of,
     materialize,
     refuse_collections,
-    set_local_world_size,
     sync_dense,
     tell_embeddings,
     tell_of_lazy_updates,
@@ -230,7 +229,6 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
 
     @override
     def setup_environment(self) -> None:
-        set_local_world_size(self.num_processes, self.at_teardown)
         try:
             super().setup_environment()
         except RuntimeError as error:

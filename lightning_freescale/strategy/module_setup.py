@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection as Group
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from datetime import timedelta
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -106,13 +104,6 @@ def tell_of_lazy_updates(optimizers: Mapping[str, TableOptimizer]) -> None:
             "torch.optim.SparseAdam do. Under 'ddp' the dense optimizer moves all other rows in every step, too: expect other "
             "weights there"
         )
-
-
-def set_local_world_size(ranks: int, at_teardown: ExitStack) -> None:
-    """Tell TorchRec how many ranks share a node, by the variable that it asks and Lightning's own launcher does not set."""
-    if "LOCAL_WORLD_SIZE" not in os.environ:
-        os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
-        at_teardown.callback(os.environ.pop, "LOCAL_WORLD_SIZE", None)  # the next run may have other devices
 
 
 def levels_of(exchange: str, num_nodes: int, ranks_per_node: int) -> str:

@@ -221,6 +221,7 @@ class Counting(Recommender):
     def on_after_backward(self) -> None:
         modules = self.trainer.strategy.tables.modules
         self.counts += [int(kernel.emb_module.iter) for _, module in modules for kernel in kernels(module)]
+        assert "LOCAL_WORLD_SIZE" not in os.environ
 
 
 def _counts_and_environment() -> Any:

@@ -285,7 +285,6 @@ def test_an_error_of_nccl_on_a_shared_gpu_names_the_fix(text: str, message: str,
     def fail(strategy: Any) -> None:
         raise dist.DistBackendError(text)
 
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setattr(L.pytorch.strategies.DDPStrategy, "setup_environment", fail)
     strategy = FreeScaleStrategy(parallel_devices=[torch.device("cpu")], cluster_environment=LightningEnvironment())
     with pytest.raises(RuntimeError, match=message):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -60,7 +59,6 @@ def _mixed_plan(modules: nn.ModuleDict) -> ShardingPlan:
         "bags": {"t": column_wise([1, 1]), "u": table_row_wise(host_index=1), "v": table_wise(rank=2)},
         "weighted": {"w": grid_shard(host_indexes=[1]), "z": row_wise()},
     }
-    os.environ["LOCAL_WORLD_SIZE"] = "2"  # TorchRec makes groups of the hosts
     sizes: Any = {"local_size": 2, "world_size": 4, "device_type": "cpu"}
     plans = {name: construct_module_sharding_plan(modules[name], of, **sizes) for name, of in kinds.items()}
     for plan in plans.values():
@@ -79,7 +77,8 @@ def _engine(
     sharding = TableSharding(modules, torch.device("cpu"), overlap=True)
     optimizers = dict.fromkeys(sharding.parameters, optimizer)
     plan = _mixed_plan(whole) if planned else None
-    tables = sharding.shard(group=dist.new_group(), local_world_size=dist.get_world_size(), plan=plan, optimizers=optimizers)
+    ranks = dist.get_world_size()
+    tables = sharding.shard(group=dist.new_group(), local_world_size=2 if planned else ranks, plan=plan, optimizers=optimizers)
     engine = OverlapEngine(tables, **options)
     yield whole, modules, engine
     engine.close()
