@@ -80,10 +80,6 @@ class TableKernel:
         with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False), _row_by_row(self.module):
             self.module(indices=ids, offsets=counts.cumsum(0).to(ids.device)).backward(gradients)
 
-    def prepare_update(self, settings: Sequence[UpdateSettings]) -> None:
-        """Set what TorchRec's own update of all its tables is computed with."""
-        prepare_kernel(self.module, {table.key: settings[index] for index, table in self.tables.items()})
-
 
 @contextmanager
 def _row_by_row(module: Any) -> Iterator[None]:
@@ -224,11 +220,6 @@ class LocalRows:
             else:
                 found.append((CpuKernel if tables.device.type == "cpu" else TableKernel)(*arguments))
         return cls(layout, rank, found, collection.tables[0].dim, clip_value)
-
-    def prepare_update(self, settings: Sequence[UpdateSettings]) -> None:
-        """Before TorchRec's own backward updates rows, set what :meth:`update` would be given."""
-        for kernel in self.kernels:
-            kernel.prepare_update(settings)
 
     @torch.no_grad()
     def read(self, rows: Tensor) -> Tensor:
