@@ -23,12 +23,18 @@ def _cut(batch: Batch, micro_batches: int) -> MicroBatches:
     def some(given: Any, samples: Tensor) -> Any:
         if isinstance(given, Tensor):
             return given[samples]
+        inverse = given.inverse_indices_or_none()
+        if inverse is not None:
+            inverse = inverse[0], inverse[1][:, samples]
+            if given.stride_per_key() != [SAMPLES] * len(given.keys()):  # samples share bags: every part has them all
+                return changed(given, given.values(), given.weights_or_none(), inverse)
         lengths = given.lengths().view(len(given.keys()), SAMPLES)
         chosen = torch.zeros_like(lengths, dtype=torch.bool)
         chosen[:, samples] = True
         of_part, weights = torch.repeat_interleave(chosen.view(-1), lengths.view(-1)), given.weights_or_none()
         weights = None if weights is None else weights[of_part]
-        return KeyedJaggedTensor(given.keys(), given.values()[of_part], weights, lengths[:, samples].reshape(-1))
+        lengths = lengths[:, samples].reshape(-1)
+        return KeyedJaggedTensor(given.keys(), given.values()[of_part], weights, lengths, inverse_indices=inverse)
 
     batches = [
         {
@@ -42,28 +48,54 @@ def _cut(batch: Batch, micro_batches: int) -> MicroBatches:
     return MicroBatches(tuple(batches), tuple(len(samples) / SAMPLES for samples in parts))
 
 
-def loader(case: Case, rank: int, salt: int = 0, micro_batches: int = 1) -> DataLoader:
-    """Return the batches of one rank; ``salt`` makes others."""
+def changed(given: KeyedJaggedTensor, ids: Tensor, weights: Tensor | None, inverse: Any = None) -> KeyedJaggedTensor:
+    """Return a lookup of other ids, with other weights, or with other inverse indices."""
+    strides = given.stride_per_key_per_rank() if given.variable_stride_per_key() else None
+    inverse = given.inverse_indices_or_none() if inverse is None else inverse
+    options = {"stride_per_key_per_rank": strides, "inverse_indices": inverse}
+    return KeyedJaggedTensor(given.keys(), ids, weights, given.lengths(), **options)
+
+
+def loader(case: Case, rank: int, salt: int = 0, micro_batches: int = 1, batches: int | None = None) -> DataLoader:
+    """Return the batches of one rank, as many as a step has or ``batches``; ``salt`` makes others."""
     draw = torch.Generator().manual_seed(7 * case.seed + 1009 * rank + salt)
 
-    def lookup(part: Part) -> Any:
-        if part.plain:
-            return torch.randint(0, part.rows[0], (SAMPLES, 3), generator=draw)
-        rows = [rows for rows, features in zip(part.rows, part.features) for _ in range(features)]
-        lengths = torch.randint(0, 5, (len(rows), SAMPLES), generator=draw)
-        ids = [torch.randint(0, most, (int(each.sum()),), generator=draw) for most, each in zip(rows, lengths)]
-        weights = torch.rand(int(lengths.sum()), generator=draw) + 0.5 if "weighted" in part.bags else None
-        return KeyedJaggedTensor([f"f{index}" for index in range(len(rows))], torch.cat(ids), weights, lengths.view(-1))
+    def of_samples(bags: int) -> Tensor:
+        """Every bag is that of a sample: else its rows would have a gradient of zero, by which Adam moves them."""
+        more = torch.randint(0, bags, (SAMPLES - bags,), generator=draw)
+        return torch.cat([torch.arange(bags), more])[torch.randperm(SAMPLES, generator=draw)]
 
-    batches = [
+    def lookup(part: Part) -> Any:
+        kind = torch.int32 if part.int32 else torch.int64
+        if part.plain:
+            return torch.randint(0, part.rows[0], (SAMPLES, 3), generator=draw, dtype=kind)
+        keys, ranges = list(part.ranges), part.ranges | {"unused": 1000}
+        if part.permuted:
+            order = torch.randperm(len(keys) + 1, generator=torch.Generator().manual_seed(case.seed))  # the same in all lookups
+            keys = [[*keys, "unused"][place] for place in order]
+        strides = [SAMPLES] * len(keys)
+        if part.bags and part.batches:
+            strides = torch.randint(1, SAMPLES + 1, (len(keys),), generator=draw).tolist()
+            strides = strides if part.batches == "variable" else strides[:1] * len(keys)
+        lengths = [torch.randint(0, 5, (stride,), generator=draw) for stride in strides]
+        ids = [torch.randint(0, ranges[k], (int(n.sum()),), generator=draw, dtype=kind) for k, n in zip(keys, lengths)]
+        weighted = "weighted" in part.bags or part.weights == "ignored"
+        weights = torch.rand(sum(map(len, ids)), generator=draw) + 0.5 if weighted else None
+        options: dict[str, Any] = {}
+        if part.batches:
+            options["inverse_indices"] = keys, torch.stack([of_samples(stride) for stride in strides])
+        if part.batches == "variable":
+            options["stride_per_key_per_rank"] = [[stride] for stride in strides]
+        return KeyedJaggedTensor(keys, torch.cat(ids), weights, torch.cat(lengths), **options)
+
+    made = [
         {
             "lookups": [[lookup(part) for _ in range(part.lookups)] for part in case.parts],
             "label": torch.rand(SAMPLES, generator=draw),
             "step": step,
             "first": True,
         }
-        for step in range(case.steps)
+        for step in range(case.steps if batches is None else batches)
     ]
-    if micro_batches > 1:
-        batches = [_cut(batch, micro_batches) for batch in batches]
-    return DataLoader(batches, batch_size=None, generator=torch.Generator().manual_seed(1))
+    whole_or_cut: list[Any] = [_cut(batch, micro_batches) for batch in made] if micro_batches > 1 else made
+    return DataLoader(whole_or_cut, batch_size=None, generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""Random models, data, optimizers and Trainer options, all small, as drawn for a seed: for :mod:`random_parity`."""
+"""Random models, data, optimizers and Trainer options, all small: for :mod:`random_parity`, drawn by :mod:`random_draws`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,13 @@ class Part:
         when: in which steps and on which ranks all lookups are made: ``"always"``, ``"some steps"``, ``"some ranks"``.
         bags: of each table how its bags are pooled, ``"sum"``, ``"mean"`` or ``"weighted"``; empty for sequences.
         wide: of each table of bags whether its rows are twice as wide.
+        shared: whether the second table looks up the first feature of the first table.
+        weights: of ids: ``""``, ``"ignored"`` by a collection that has none, or ``"learned"``: those of a parameter.
+        batches: ``""``, ``"inverse"`` with inverse indices, or ``"variable"``: with them, and another size for each feature.
+        int32: whether ids have 32 bits.
+        permuted: whether a lookup has its features in another order, with one that no table has.
+        sharding: of each table the type that a plan gives it if possible, see :meth:`Case.shards`; empty without a plan.
+        data_type: of the weights.
     """
 
     rows: tuple[int, ...]
@@ -31,18 +38,47 @@ class Part:
     when: str
     bags: tuple[str, ...] = ()
     wide: tuple[bool, ...] = ()
+    shared: bool = False
+    weights: str = ""
+    batches: str = ""
+    int32: bool = False
+    permuted: bool = False
+    sharding: tuple[str, ...] = ()
+    data_type: str = "FP32"
+
+    @property
+    def names(self) -> list[list[str]]:
+        """The features of each table."""
+        ends = [sum(self.features[: table + 1]) for table in range(len(self.features))]
+        names = [[f"f{index}" for index in range(end - count, end)] for end, count in zip(ends, self.features)]
+        if self.shared:
+            names[1][0] = names[0][0]
+        return names
+
+    @property
+    def ranges(self) -> dict[str, int]:
+        """How many different ids each feature may have."""
+        ranges: dict[str, int] = {}
+        for names, rows in zip(self.names, self.rows):
+            ranges |= {name: min(rows, ranges.get(name, rows)) for name in names}
+        return ranges
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Width of the rows of each table."""
+        return tuple(self.dim * (1 + wide) for wide in self.wide or (False,) * len(self.rows))
 
     @property
     def width(self) -> int:
         """Numbers that a lookup returns for a sample."""
         if not self.bags:
             return self.dim
-        return sum(self.dim * (1 + wide) * count for wide, count in zip(self.wide, self.features))
+        return sum(dim * count for dim, count in zip(self.dims, self.features))
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, and how; see :func:`random_case`."""
+    """What is trained, and how; see :func:`random_draws.random_case`."""
 
     seed: int
     ranks: int
@@ -59,55 +95,21 @@ class Case:
     split_backward: bool
     micro_batches: int = 1
     nodes: int = 1
+    evaluates: bool = False
+    uneven: bool = False
+    further_way: str = "dedup=False"
 
+    def shards(self, part: Part, table: int) -> tuple[str, int]:
+        """Return the type by which the plan shards a table, and into how many parts; whole if it cannot be split as drawn."""
+        kind, rows, dim = part.sharding[table], part.rows[table], part.dims[table]
+        if kind == "row_wise" and (self.ranks - 1) * -(-rows // self.ranks) < rows:  # every rank gets a row
+            return kind, self.ranks
+        counts = [count for count in range(2, self.ranks + 1) if dim % (4 * count) == 0]
+        return (kind, counts[-1]) if kind == "column_wise" and counts else ("table_wise", 1)
 
-def random_case(seed: int) -> Case:
-    """Return the case of a seed."""
-    draw = random.Random(seed)
-    pick = draw.choice
-
-    def part() -> Part:
-        plain = draw.random() < 0.3
-        tables = 1 if plain else pick([1, 1, 2, 3])
-        return Part(
-            rows=tuple(pick([1, 3, 7, 50, 300]) for _ in range(tables)),
-            features=tuple(1 if plain else pick([1, 1, 2]) for _ in range(tables)),
-            dim=pick([4, 8, 16]),
-            plain=plain,
-            lookups=pick([1, 1, 2, 3]),
-            ids=pick(["batch", "batch", "computed", "drawn"]),
-            when=pick(["always", "always", "some steps", "some ranks"]),
-        )
-
-    bags = random.Random(f"bags {seed}")  # its own: what a seed has drawn without them stays
-
-    def in_bags(part: Part) -> Part:
-        if part.plain or bags.random() < 0.5:
-            return part
-        tables, pooling = len(part.rows), [["weighted"], ["sum", "mean"]][bags.random() < 0.7]
-        pooled, wide = (tuple(bags.choice(choices) for _ in range(tables)) for choices in (pooling, [False, False, True]))
-        return replace(part, bags=pooled, wide=wide)
-
-    def clip() -> str:
-        drawn = pick(["none", "none", "norm", "value"])
-        pick(range(4))  # for an option that is gone: what a seed has drawn after it stays
-        return drawn
-
-    return Case(
-        seed=seed,
-        ranks=pick([1, 2, 2, 3]),
-        parts=tuple(in_bags(part()) for _ in range(pick([1, 1, 2]))),
-        optimizer=pick(["sgd", "adagrad", "rowwise_adagrad", "adam", "adamw"]),
-        groups=pick([1, 1, 2]),
-        schedule=pick(["none", "rate", "one cycle"]),
-        steps=pick([4, 6]),
-        epochs=pick([1, 2]),
-        window=pick([1, 1, 2]),
-        clip=clip(),
-        validates=draw.random() < 0.3,
-        dropout=pick([0.0, 0.2]),
-        split_backward=random.Random(f"split {seed}").random() < 0.5,
-    )
+    def evaluation_batches(self, stage: str, rank: int) -> int:
+        """Return how many batches a rank has in ``"fit"``, ``"validate"`` or ``"predict"``."""
+        return random.Random(f"{stage} {self.seed} {rank}").choice([0, 1, 2, 5]) if self.uneven else self.steps
 
 
 def divided(case: Case) -> Case:
@@ -123,4 +125,4 @@ def on_two_nodes(case: Case) -> Case:
 
 def sharded_ways(case: Case) -> tuple[str, ...]:
     """Return the names of the fits that are compared with that under ``"ddp"``."""
-    return ("freescale", "dedup=False") if case.nodes == 1 else ("two_level",)
+    return ("freescale", case.further_way) if case.nodes == 1 else ("two_level",)

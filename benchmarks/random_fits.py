@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import lightning as L
@@ -14,25 +17,30 @@ from random_batches import loader
 from random_cases import Case
 from random_model import Model
 from torch import Tensor
+from torchrec.distributed import sharding_plan
+from torchrec.distributed.types import ShardingPlan
 
 from lightning_freescale import FreeScaleStrategy
+from lightning_freescale.embeddings.plain_embedding import as_collection
 
 
 @dataclass
 class Outcome:
-    """What a fit leaves behind on one rank: its error, or losses and, whole on rank 0, weights."""
+    """What a fit leaves behind on one rank: its error, or losses, predictions by batch and, whole on rank 0, weights."""
 
     error: str = ""
     steps: int = 0
     losses: tuple[float, ...] = ()
     weights: dict[str, Tensor] | None = None
     random_state: Tensor | None = None
+    predictions: tuple[tuple[float, ...], ...] = ()
 
 
 def run_case(case: Case) -> dict[str, Outcome]:
     """Train on the ranks of ``run_distributed``, in each way that is compared."""
     plain = [f"parts.{index}" for index, part in enumerate(case.parts) if part.plain]
     options: dict[str, Any] = {"find_unused_parameters": True, "shard": plain or None, "split_backward": case.split_backward}
+    options["plan"] = _plan(case)
     if case.nodes > 1:
         rank, each = int(os.environ["RANK"]), case.ranks // case.nodes
         os.environ.update(LOCAL_RANK=str(rank % each), GROUP_RANK=str(rank // each), LOCAL_WORLD_SIZE=str(each))
@@ -40,11 +48,30 @@ def run_case(case: Case) -> dict[str, Outcome]:
             "ddp": _fit(case, DDPStrategy(find_unused_parameters=True)),
             "two_level": _fit(case, FreeScaleStrategy(**options, exchange="two_level")),
         }
+    further = {"dedup": False} if case.further_way == "dedup=False" else {"overlap": False, "split_backward": False}
     return {
         "ddp": _fit(case, DDPStrategy(find_unused_parameters=True)),
         "freescale": _fit(case, FreeScaleStrategy(**options)),
-        "dedup=False": _fit(case, FreeScaleStrategy(**options, dedup=False)),
+        case.further_way: _fit(case, FreeScaleStrategy(**options | further)),
     }
+
+
+def _plan(case: Case) -> ShardingPlan | None:
+    if not any(part.sharding for part in case.parts):
+        return None
+    model, plan = Model(case, lazy=False), {}
+    for index, (part, module) in enumerate(zip(case.parts, model.parts)):
+        path, tables = f"parts.{index}", {}
+        whole: Any = as_collection(path, module) if part.plain else module
+        configs = whole.embedding_bag_configs() if part.bags else whole.embedding_configs()
+        for table, config in enumerate(configs):
+            kind, count = case.shards(part, table)
+            owners = [(case.seed + table + shard) % case.ranks for shard in range(count)]
+            where = {"row_wise": {}, "table_wise": {"rank": owners[0]}, "column_wise": {"ranks": owners}}[kind]
+            tables[config.name] = getattr(sharding_plan, kind)(**where, compute_kernel="fused")
+        each = case.ranks // case.nodes
+        plan[path] = sharding_plan.construct_module_sharding_plan(whole, tables, None, each, case.ranks, "cpu")
+    return ShardingPlan(plan)
 
 
 def _fit(case: Case, strategy: Any) -> Outcome:
@@ -67,15 +94,21 @@ def _fit(case: Case, strategy: Any) -> Outcome:
         use_distributed_sampler=False,
         **clip,
     )
+    parts = case.micro_batches if isinstance(strategy, FreeScaleStrategy) else 1
+    salts = {"fit": 5, "validate": 6, "predict": 7}
+    data = {stage: loader(case, rank, salt, batches=case.evaluation_batches(stage, rank)) for stage, salt in salts.items()}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            parts = case.micro_batches if isinstance(strategy, FreeScaleStrategy) else 1
-            trainer.fit(module, loader(case, rank, micro_batches=parts), loader(case, rank, salt=5) if case.validates else None)
+            trainer.fit(module, loader(case, rank, micro_batches=parts), data["fit"] if case.validates else None)
+            weights = trainer._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"]
+            if case.evaluates:
+                trainer.validate(module, data["validate"], verbose=False)
+                trainer.predict(module, data["predict"], return_predictions=False)
     except Exception as error:
         return Outcome(error=f"{type(error).__name__}: {error}", steps=len(module.losses))
-    weights = trainer._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"]
-    return Outcome("", len(module.losses), tuple(module.losses), weights, torch.get_rng_state())
+    predictions = tuple(map(tuple, module.predictions))
+    return Outcome("", len(module.losses), tuple(module.losses), weights, torch.get_rng_state(), predictions)
 
 
 def defects(ranks: list[dict[str, Outcome]], tolerance: float = 1e-4) -> list[str]:
@@ -94,14 +127,22 @@ def defects(ranks: list[dict[str, Outcome]], tolerance: float = 1e-4) -> list[st
             if mine.error:
                 found.append(f"{name}, rank {rank}: {mine.error[:300]}")
                 continue
-            worst = max((abs(a - b) / max(abs(a), 1e-2) for a, b in zip(theirs.losses, mine.losses)), default=0.0)
-            if worst > tolerance or len(theirs.losses) != len(mine.losses):
+            if (worst := _largest_difference(theirs.losses, mine.losses)) > tolerance:
                 found.append(f"{name}, rank {rank}: losses differ by {worst:.1e}")
+            for batch, (expected, predicted) in enumerate(zip_longest(theirs.predictions, mine.predictions, fillvalue=())):
+                if (worst := _largest_difference(expected, predicted)) > tolerance:
+                    found.append(f"{name}, rank {rank}: predictions of batch {batch} differ by {worst:.1e}")
             if not torch.equal(theirs.random_state, mine.random_state):
                 found.append(f"{name}, rank {rank}: random numbers differ")
             if not rank:
                 found += [f"{name}: {text}" for text in _different(theirs.weights or {}, mine.weights or {}, tolerance)]
     return found
+
+
+def _largest_difference(theirs: Sequence[float], mine: Sequence[float]) -> float:
+    """Return the largest relative difference, infinite where a number is missing or is none."""
+    off = [abs(a - b) / max(abs(a), 1e-2) for a, b in zip_longest(theirs, mine, fillvalue=math.nan)]
+    return max((math.inf if math.isnan(each) else each for each in off), default=0.0)
 
 
 def _different(theirs: dict[str, Tensor], mine: dict[str, Tensor], tolerance: float) -> list[str]:

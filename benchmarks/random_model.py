@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from random_batches import SAMPLES, Batch
+from random_batches import SAMPLES, Batch, changed
 from random_cases import Case, Part
 from torch import Tensor, nn
 from torchrec import (
@@ -14,12 +14,12 @@ from torchrec import (
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
-    KeyedJaggedTensor,
     PoolingType,
 )
+from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-HIDDEN, EPS = 8, 1e-4  # with a smaller eps, rounding becomes a step where gradients cancel
+HIDDEN, SCALES, EPS = 8, 5, 1e-4  # with a smaller eps, rounding becomes a step where gradients cancel
 
 
 def lazily(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
@@ -54,16 +54,22 @@ class Model(L.LightningModule):
 
     def __init__(self, case: Case, lazy: bool) -> None:
         super().__init__()
+        self.allow_zero_length_dataloader_with_multiple_devices = True
         torch.manual_seed(case.seed)
-        self.case, self.lazy, self.losses = case, lazy, []
+        self.case, self.lazy, self.losses, self.predictions = case, lazy, [], []
         self.parts, self.layers = nn.ModuleList(), nn.ModuleList()
         for index, part in enumerate(case.parts):
             self.parts.append(nn.Embedding(part.rows[0], part.dim) if part.plain else _collection(index, part))
             self.layers.append(nn.Linear(part.width, HIDDEN))
         self.last = nn.Linear(HIDDEN, 1)
+        learned = [str(index) for index, part in enumerate(case.parts) if part.weights == "learned"]
+        self.scales = nn.ParameterDict({index: torch.linspace(0.5, 1.5, SCALES)[None] for index in learned})
 
     def on_train_start(self) -> None:
-        """Draw dropout as every other fit of this case."""
+        """Draw dropout as every other fit of this case; what TorchRec exchanges is not compared."""
+        engine: Any = getattr(self.trainer.strategy, "engine", None)
+        if engine is not None and engine.plain:
+            raise NotImplementedError(f"left to TorchRec: {engine.plain}")
         torch.manual_seed(31 * self.case.seed + self.global_rank)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -78,18 +84,24 @@ class Model(L.LightningModule):
         """Keep the loss."""
         self.losses.append(self._loss(batch).item())
 
+    def predict_step(self, batch: Batch, batch_idx: int) -> None:
+        """Keep the predictions."""
+        self.predictions.append(self._scores(batch).tolist())
+
     def _loss(self, batch: Batch) -> Tensor:
+        return (self._scores(batch) - batch["label"]).square().mean()
+
+    def _scores(self, batch: Batch) -> Tensor:
         hidden: Any = self.last.weight.new_zeros(len(batch["label"]), HIDDEN)
         for index, part in enumerate(self.case.parts):
             for lookup in range(part.lookups):
                 if lookup and part.when == "some steps" and batch["step"] % 3 != 1:
                     continue
-                # without gradients TorchRec looks up, which is for all ranks
-                if part.when == "some ranks" and self.training and self.global_rank and batch["step"] % 2:
+                if part.when == "some ranks" and self.global_rank and batch["step"] % 2:
                     continue
                 hidden = hidden + (1 + lookup) * torch.tanh(self.layers[index](self._looked_up(index, lookup, batch)))
         hidden = nn.functional.dropout(hidden, self.case.dropout, self.training)
-        return (self.last(torch.tanh(hidden)).squeeze(1) - batch["label"]).square().mean()
+        return self.last(torch.tanh(hidden)).squeeze(1)
 
     def _looked_up(self, index: int, lookup: int, batch: Batch) -> Tensor:
         """Return one row per sample, ``part.width`` wide."""
@@ -98,19 +110,22 @@ class Model(L.LightningModule):
         if part.ids == "computed":
             ids = (ids * 5 + 1) % min(part.rows)
         elif part.ids == "drawn":
-            ids = (torch.rand(ids.shape) * min(part.rows)).long()
+            ids = (torch.rand(ids.shape) * min(part.rows)).to(ids.dtype)
         if part.plain:
             return self.parts[index](ids).mean(dim=1)
-        if part.ids != "batch":
-            given = KeyedJaggedTensor(given.keys(), ids, given.weights_or_none(), given.lengths())
+        weights = given.weights_or_none()
+        if part.weights == "learned":
+            weights = self.scales[str(index)][0, ids.long() % SCALES]
+        if part.ids != "batch" or part.weights == "learned":
+            given = changed(given, ids, weights)
         found = self.parts[index](given)
         if part.bags:
             return found.values()
         sums: Any = 0.0
-        for name in given.keys():  # noqa: SIM118 (it is no dict)
-            lengths = found[name].lengths().long()
+        for rows in found.values():
+            lengths = rows.lengths().long()
             sample = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-            sums = sums + torch.zeros(len(lengths), part.dim).index_add(0, sample, found[name].values())
+            sums = sums + torch.zeros(len(lengths), part.dim).index_add(0, sample, rows.values().float())
         return sums
 
     def configure_optimizers(self) -> Any:
@@ -149,17 +164,15 @@ class Model(L.LightningModule):
 
 
 def _collection(index: int, part: Part) -> nn.Module:
-    numbered, configs = iter(range(sum(part.features))), []
-    for table, rows in enumerate(part.rows):
-        name, features = f"t{index}_{table}", [f"f{next(numbered)}" for _ in range(part.features[table])]
+    configs: list[Any] = []
+    for table, (rows, dim, names) in enumerate(zip(part.rows, part.dims, part.names)):
+        of_both: dict[str, Any] = {"num_embeddings": rows, "embedding_dim": dim, "feature_names": names}
+        of_both |= {"name": f"t{index}_{table}", "data_type": DataType[part.data_type]}
         if part.bags:
             pooling = PoolingType.MEAN if part.bags[table] == "mean" else PoolingType.SUM
-            dim = part.dim * (1 + part.wide[table])
-            configs.append(
-                EmbeddingBagConfig(embedding_dim=dim, num_embeddings=rows, name=name, feature_names=features, pooling=pooling)
-            )
+            configs.append(EmbeddingBagConfig(**of_both, pooling=pooling))
         else:
-            configs.append(EmbeddingConfig(embedding_dim=part.dim, num_embeddings=rows, name=name, feature_names=features))
+            configs.append(EmbeddingConfig(**of_both))
     if part.bags:
         return EmbeddingBagCollection(tables=configs, is_weighted="weighted" in part.bags)
     return EmbeddingCollection(tables=configs)

@@ -1,8 +1,9 @@
 """Is a fit under "freescale" that under "ddp"? Random models, data, optimizers and Trainer options, many of them.
 
-Each case trains the same small LightningModule unsharded under ``"ddp"``, and sharded with and without dedup, or in two levels.
-Adam under ``"ddp"`` leaves rows without a gradient alone, as it does on tables. A defect is a loss, a weight or a random number
-that differs, or an error after the first step; refusals before it are counted apart.
+Each case trains the same small LightningModule unsharded under ``"ddp"``, and sharded, with and without dedup or overlap, or in
+two levels. Adam under ``"ddp"`` leaves rows without a gradient alone, as it does on tables. A defect is a loss, a prediction, a
+weight or a random number that differs, or an error after the first step; refusals before it are counted apart, as are fits that
+fail under ``"ddp"``.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import Counter
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import harness
-from random_cases import divided, on_two_nodes, random_case, sharded_ways
+from random_cases import Case, divided, on_two_nodes, sharded_ways
+from random_draws import drawn, random_case
 from random_fits import defects, run_case
 
 from lightning_freescale.testing import run_distributed
@@ -30,7 +33,8 @@ def main() -> None:
     options = parser.parse_args()
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    began, figures = time.monotonic(), {"cases": 0, "refused": 0, "defects": 0}
+    began, figures = time.monotonic(), dict.fromkeys(["cases", "refused", "defects", "failed_unsharded"], 0)
+    had, compared = Counter[str](), Counter[str]()
     for seed in range(options.first_seed, options.first_seed + options.count):
         if time.monotonic() - began > options.seconds:
             break
@@ -39,20 +43,35 @@ def main() -> None:
             case = divided(case)
         if options.two_level:
             case = on_two_nodes(case)
-        try:
-            ranks = run_distributed(run_case, case.ranks, case, timeout=120)
-            found, refused = defects(ranks), {ranks[0][name].error for name in sharded_ways(case)} - {""}
-        except RuntimeError as error:  # a rank failed or hung
-            found, refused = [str(error)[-600:]], set()
+        kind, texts = _compared(case)
+        for text in texts:
+            print(f"seed {seed}: {text}", flush=True)
+        if kind == "defects":
+            print(f"  {case}", flush=True)
         figures["cases"] += 1
-        figures["refused"] += bool(refused and not found)
-        figures["defects"] += bool(found)
-        for text in found:
-            print(f"seed {seed}: {text}\n  {case}", flush=True)
-        for text in refused if not found else ():
-            print(f"seed {seed}: refused, {text[:160]}", flush=True)
-    print(f"{figures['cases']} cases: {figures['defects']} with a defect, {figures['refused']} refused before the first step")
+        figures[kind] = figures.get(kind, 0) + 1
+        had.update(drawn(case))
+        compared.update(drawn(case) if kind in ("same", "defects") else ())
+    for name, count in had.most_common():
+        print(f"{count:4} cases with {name}, {compared[name]} compared")
+    refused, failed = figures["refused"], figures["failed_unsharded"]
+    print(f"{(time.monotonic() - began) / max(1, figures['cases']):.1f} s per case, {failed} failed under 'ddp'")
+    print(f"{figures['cases']} cases: {figures['defects']} with a defect, {refused} refused before the first step")
     harness.finish(figures, options)
+
+
+def _compared(case: Case) -> tuple[str, list[str]]:
+    """Run a case; return ``"same"``, ``"defects"``, ``"refused"`` or ``"failed_unsharded"``, and what there is to say."""
+    try:
+        ranks = run_distributed(run_case, case.ranks, case, timeout=120)
+    except RuntimeError as error:  # a rank failed or hung
+        return "defects", [str(error)[-600:]]
+    if found := defects(ranks):
+        return "defects", found
+    if failed := {outcomes["ddp"].error for outcomes in ranks} - {""}:
+        return "failed_unsharded", [f"fails under 'ddp', {text[:160]}" for text in failed]
+    refused = {ranks[0][name].error for name in sharded_ways(case)} - {""}
+    return ("refused", [f"refused, {text[:160]}" for text in refused]) if refused else ("same", [])
 
 
 if __name__ == "__main__":

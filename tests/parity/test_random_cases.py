@@ -11,7 +11,8 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from random_cases import Case, divided, on_two_nodes, random_case
+from random_cases import Case, divided, on_two_nodes
+from random_draws import random_case
 from random_fits import Outcome, defects, run_case
 
 from lightning_freescale.comm import FreeScaleGroup
@@ -25,12 +26,14 @@ def _seeds(first: int, *later: int) -> list:
 
 
 WHOLE = _seeds(*range(1000, 1012))
+WITH_MORE_DRAWN = [pytest.param(seed, marks=pytest.mark.slow) for seed in (100002, 100008, 100013, 100022, 100025, 100029)]
+"""Seeds of cases on several ranks with unequal numbers of evaluation batches."""
 IN_PARTS = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(1020, 1026)]
 
 
-@pytest.mark.parametrize("seed", [*WHOLE, *IN_PARTS])
+@pytest.mark.parametrize("seed", [*WHOLE, *IN_PARTS, *WITH_MORE_DRAWN])
 def test_a_random_case_is_that_of_ddp(seed: int) -> None:
-    case = random_case(seed) if seed < 1020 else divided(random_case(seed))
+    case = divided(random_case(seed)) if 1020 <= seed < 100_000 else random_case(seed)
     assert defects(run_distributed(run_case, case.ranks, case)) == []
 
 
