@@ -62,7 +62,7 @@ def _plan(case: Case) -> ShardingPlan | None:
     model, plan = Model(case, lazy=False), {}
     for index, (part, module) in enumerate(zip(case.parts, model.parts)):
         path, tables = f"parts.{index}", {}
-        whole: Any = as_collection(path, module) if part.plain else module
+        whole: Any = as_collection(path, part.rows[0], part.dim) if part.plain else module
         configs = whole.embedding_bag_configs() if part.bags else whole.embedding_configs()
         for table, config in enumerate(configs):
             kind, count = case.shards(part, table)
