@@ -16,17 +16,17 @@ SAMPLES = 4
 Batch = dict[str, Any]
 
 
-def _cut(batch: Batch, micro_batches: int) -> MicroBatches:
-    """Cut a batch by its samples."""
+def _cut(batch: Batch, micro_batches: int, bags: list[bool]) -> MicroBatches:
+    """Cut a batch by its samples; ``bags``: whether the lookups of each part of the model are of bags."""
     parts = torch.arange(SAMPLES).tensor_split(micro_batches)
 
-    def some(given: Any, samples: Tensor) -> Any:
+    def some(given: Any, samples: Tensor, pooled: bool) -> Any:
         if isinstance(given, Tensor):
             return given[samples]
         inverse = given.inverse_indices_or_none()
         if inverse is not None:
             inverse = inverse[0], inverse[1][:, samples]
-            if given.stride_per_key() != [SAMPLES] * len(given.keys()):  # samples share bags: every part has them all
+            if pooled:  # samples share bags: every micro-batch has them all
                 return changed(given, given.values(), given.weights_or_none(), inverse)
         lengths = given.lengths().view(len(given.keys()), SAMPLES)
         chosen = torch.zeros_like(lengths, dtype=torch.bool)
@@ -38,7 +38,7 @@ def _cut(batch: Batch, micro_batches: int) -> MicroBatches:
 
     batches = [
         {
-            "lookups": [[some(given, samples) for given in lookups] for lookups in batch["lookups"]],
+            "lookups": [[some(each, samples, pooled) for each in given] for given, pooled in zip(batch["lookups"], bags)],
             "label": batch["label"][samples],
             "step": batch["step"],
             "first": index == 0,
@@ -97,5 +97,6 @@ def loader(case: Case, rank: int, salt: int = 0, micro_batches: int = 1, batches
         }
         for step in range(case.steps if batches is None else batches)
     ]
-    whole_or_cut: list[Any] = [_cut(batch, micro_batches) for batch in made] if micro_batches > 1 else made
+    bags = [bool(part.bags) for part in case.parts]
+    whole_or_cut: list[Any] = [_cut(batch, micro_batches, bags) for batch in made] if micro_batches > 1 else made
     return DataLoader(whole_or_cut, batch_size=None, generator=torch.Generator().manual_seed(1))

@@ -70,7 +70,9 @@ def _further(case: Case) -> Case:
     pick, tables = draw.choice, draw.random()
     dim = pick([6, 10, 50]) if tables < 0.1 else None
     data_type = pick(["FP16", "BF16"]) if tables > 0.98 else "FP32"
-    plan = pick(PLANS) if draw.random() < 0.4 else None
+    plan = pick(PLANS) if draw.random() < 0.6 else None
+    if plan and COLUMNS in plan and dim is None:
+        dim = pick([8, 16, 24])  # that can be split
 
     def further(part: Part) -> Part:
         weighted = "weighted" in part.bags
@@ -88,7 +90,7 @@ def _further(case: Case) -> Case:
             weights=pick(["", "learned"] if weighted else ["", "", "ignored", "learned"]),
             batches=pick(["", "", "inverse", "variable"] if part.bags else ["", "", "inverse"]),
             permuted=draw.random() < 0.4,
-            data_type=data_type,
+            data_type="FP32" if weighted else data_type,  # the unsharded module refuses weights of another type
         )
 
     return replace(
