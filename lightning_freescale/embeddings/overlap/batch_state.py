@@ -128,7 +128,6 @@ class PipelinedBatch:
         forward_first: taken by what comes first: the end of the forward before, or that it is to be waited for.
         ended_ranks: ranks that have said that they have no such batch.
         mode: the highest mode of any rank, see :class:`OverlappedCollection`.
-        digest: of its features; 0 if none are known.
         submitted_ids: what was submitted ahead, by lookup, before the model looks it up; None if nothing was.
         ready: done when ``rows`` are complete.
         awaited: the rows that the batch before it updates, so that their values come late; None if they were not compared.
@@ -159,7 +158,6 @@ class PipelinedBatch:
     forward_first: Lock = field(default_factory=Lock)
     ended_ranks: list[int] = field(default_factory=list)
     mode: int = 0
-    digest: int = 0
     submitted_ids: list[KJTSnapshot] | None = None
     ready: Future[Any] | None = None
     awaited: SomeRows | None = None

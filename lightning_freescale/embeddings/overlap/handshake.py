@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -47,8 +46,6 @@ class Head(NamedTuple):
     most_ids: int  # the most that the sender asks of any rank
     other_ids: int  # rows asked of the receiver for the current batch
     gradients: int  # rows whose gradients follow
-    digest: int  # of the features of the next batch; 0 without
-    lookup_digest: int  # of those of the current batch
     moves: int  # whether the sender has a gradient of the current batch
     updates: int  # whether an optimizer step follows the current batch
     mode: int  # how the sender comes to know ids
@@ -62,7 +59,6 @@ class IdsToSend:
     Attributes:
         state: of the ids of the next batch.
         request: the rows that it needs.
-        digest: of its features.
         mode: how this rank comes to know ids.
         moves: whether it has a gradient of the current batch.
         evaluated: as in :class:`Head`.
@@ -71,7 +67,6 @@ class IdsToSend:
 
     state: NextIds
     request: RowRequest
-    digest: int = 0
     mode: int = 0
     moves: bool = False
     evaluated: int = 0
@@ -92,27 +87,9 @@ class LookupHandshake:
         self.path, self.group = path, group
         self.no_rows = RowRequest.empty(layout, dedup)
         self._layout, self._dedup = layout, dedup
-        self._features: tuple[str, ...] | None = None
 
-    def request(self, lookups: Sequence[KeyedJaggedTensor]) -> tuple[RowRequest, int]:
-        """Return the rows that the lookups of a batch need, and a digest of their features; 0 if there are none.
-
-        Raises:
-            ValueError: the ids are wrong, or the features are others than before.
-        """
-        for features in lookups:
-            keys = tuple(features.keys())
-            self._features = self._features or keys
-            if keys != self._features:
-                raise ValueError(
-                    f"the KeyedJaggedTensor has features {list(keys)}, in earlier lookups it had {list(self._features)}: keep "
-                    "them and their order"
-                )
-        digest = zlib.crc32("\0".join(self._features or ()).encode()) & 0x7FFFFFFF or 1 if lookups else 0
-        return self.request_rows(lookups), digest
-
-    def request_rows(self, lookups: Sequence[KeyedJaggedTensor]) -> RowRequest:
-        """Return the rows that the lookups need; their features may be others than before.
+    def request(self, lookups: Sequence[KeyedJaggedTensor]) -> RowRequest:
+        """Return the rows that the lookups of a batch need.
 
         Raises:
             ValueError: the ids are wrong.
@@ -124,17 +101,15 @@ class LookupHandshake:
         if state != NextIds.REQUESTED:
             return IdsToSend(state, self.no_rows, mode=mode)
         try:
-            return IdsToSend(state, *self.request(lookups), mode)
+            return IdsToSend(state, self.request(lookups), mode)
         except ValueError:
             return IdsToSend(NextIds.UNKNOWN, self.no_rows, mode=mode)
 
-    def raise_errors(
-        self, heads: Sequence[Head], wrong: Exception | None = None, lookups: Sequence[KeyedJaggedTensor] = ()
-    ) -> None:
+    def raise_errors(self, heads: Sequence[Head], wrong: Exception | None = None) -> None:
         """Raise what any rank's lookup of the current batch has got wrong, on every rank; collective if there is anything.
 
         Raises:
-            ValueError: the ids of a rank are wrong, or the ranks look up different features.
+            ValueError: the ids of a rank are wrong.
             RuntimeError: the ranks are not in step.
         """
         self._refuse_other_places(heads)
@@ -142,13 +117,6 @@ class LookupHandshake:
             texts = gather_objects(str(wrong) if wrong else None, self.group)
             found = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
             raise ValueError(f"embedding collection {self.path!r}, {'; '.join(found)}") from wrong
-        if len({head.lookup_digest for head in heads if head.lookup_digest}) > 1:
-            keys = gather_objects(list(lookups[0].keys()) if lookups else None, self.group)
-            found = [f"rank {rank} has {mine}" for rank, mine in enumerate(keys) if mine]
-            raise ValueError(
-                f"embedding collection {self.path!r}: the ranks look up different features, {'; '.join(found)}: pass the same "
-                "on every rank, in the same order"
-            )
 
     def _refuse_other_places(self, heads: Sequence[Head]) -> None:
         draining = [rank for rank, head in enumerate(heads) if head.state == NextIds.DRAINING]

@@ -65,8 +65,8 @@ class IdExchange:
             those of a rank that sends none are undefined.
         """
         self._messages = (self._messages + 1) & 0x7FFFFFFF
-        most, digests, moves, updates = max(sent.request.sizes), (sent.digest, current.digest), int(sent.moves), current.updates
-        head = Head(self._messages, sent.state, lookup, 0, most, 0, 0, *digests, moves, int(updates), sent.mode, sent.evaluated)
+        most, moves, updates = max(sent.request.sizes), int(sent.moves), int(current.updates)
+        head = Head(self._messages, sent.state, lookup, 0, most, 0, 0, moves, updates, sent.mode, sent.evaluated)
         numbers = np.empty((self._transport.ranks, len(head) + self._slots), np.int32)
         numbers[:, : len(head)] = head
         numbers[:, _IDS], numbers[:, _GRADIENTS] = sent.request.sizes, given.requested.sizes

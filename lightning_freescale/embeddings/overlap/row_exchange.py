@@ -144,15 +144,15 @@ class RowExchange:
         current.passing = None  # memory: all its rows have come
         lookup, request, wrong = LookedUp.PREDICTED, self._no_rows, None
         if not (predicted and current.submitted):
-            lookup, current.digest = LookedUp.OTHERS, 0
+            lookup = LookedUp.OTHERS
             try:
-                request, current.digest = self._handshake.request(looked_up)
+                request = self._handshake.request(looked_up)
             except ValueError as error:
                 lookup, wrong = LookedUp.WRONG, error.with_traceback(None)  # no circle through this frame
         sent = self._handshake.ids_to_send(state, upcoming, mode)
         self._heads, following.incoming = self._send_ids(sent, current, previous, lookup, request.sizes)
-        following.request, following.digest = sent.request, sent.digest
-        self._handshake.raise_errors(self._heads, wrong, looked_up)
+        following.request = sent.request
+        self._handshake.raise_errors(self._heads, wrong)
         if any(head.lookup == LookedUp.OTHERS for head in self._heads):
             self._serve_anew(current, request)
 
@@ -177,17 +177,15 @@ class RowExchange:
             self._hear_later(following, current, self._handshake.ids_to_send(state, upcoming, mode))
         following.heard = True
         states = [head.state for head in self._heads]
-        agree = len({head.digest for head in self._heads if head.digest}) <= 1
         following.mode = max(head.mode for head in self._heads)
         following.ended_ranks = [rank for rank, each in enumerate(states) if each == NextIds.ENDED]
-        # ranks that disagree on the features are all asked again at the lookup, where it is an error
-        following.any_submitted = agree and NextIds.REQUESTED in states
-        following.submitted = agree and states[self._rank] == NextIds.REQUESTED
-        following.all_submitted = agree and set(states) == {NextIds.REQUESTED}
+        following.any_submitted = NextIds.REQUESTED in states
+        following.submitted = states[self._rank] == NextIds.REQUESTED
+        following.all_submitted = set(states) == {NextIds.REQUESTED}
         if following.any_submitted:
             self._route.give_others(following, current, *self._collisions.compare(following, current))
         else:
-            following.request, following.incoming, following.digest = self._no_rows, self._route.no_incoming, 0
+            following.request, following.incoming = self._no_rows, self._route.no_incoming
         if current.updates:
             self._collisions.begin_window(following.number)
 
@@ -203,7 +201,7 @@ class RowExchange:
         given = replace(given, requested=self._nothing_given.requested)
         sent = IdsToSend(NextIds.TOLD, request)
         heads, incoming, _ = self._route.exchange_ids(sent, current, kind, given, self.transport.rows(0))
-        self._handshake.raise_errors(heads, wrong, looked_up)
+        self._handshake.raise_errors(heads, wrong)
         rows = self._serve_more(heads, incoming, request)
         if lookup is not None:
             lookup.rows, lookup.places = rows, request.inverse
@@ -226,8 +224,7 @@ class RowExchange:
         lookup, request = LookedUp.PREDICTED, self._no_rows
         if anew is not None:
             lookup = LookedUp.OTHERS
-            request, current.digest = self._handshake.request(anew)
-            current.request = request
+            request = current.request = self._handshake.request(anew)
         current.gradient = self._sum_per_row(current, gradient)
         given = self._given_in_time(current)
         if anew is not None:
@@ -268,7 +265,7 @@ class RowExchange:
             heads, incoming, _ = self._route.exchange_ids(sent, self._nothing, kind, given, none)
             lookup.modules = [head.evaluated for head in heads]
             try:
-                self._handshake.raise_errors(heads, wrong, looked_up)
+                self._handshake.raise_errors(heads, wrong)
             except ValueError as error:  # that of all ranks, which stay in step
                 lookup.error = error.with_traceback(None)
                 return
@@ -327,7 +324,7 @@ class RowExchange:
     def _ask_for(self, lookups: Sequence[KeyedJaggedTensor]) -> tuple[LookedUp, RowRequest, Exception | None]:
         """Return how to ask for the rows of lookups that were not submitted, the request, and what is wrong with it."""
         try:
-            return LookedUp.MORE, self._handshake.request_rows(lookups), None
+            return LookedUp.MORE, self._handshake.request(lookups), None
         except ValueError as error:
             return LookedUp.WRONG, self._no_rows, error.with_traceback(None)
 
@@ -344,7 +341,7 @@ class RowExchange:
         """Hear the ids of the ranks that did not know them when they needed the rows of the current batch."""
         later = [head.state == NextIds.LATER for head in self._heads]
         if later[self._rank]:
-            following.request, following.digest = sent.request, sent.digest
+            following.request = sent.request
         else:
             sent = IdsToSend(NextIds.TOLD, self._no_rows)
         none = self.transport.rows(0)

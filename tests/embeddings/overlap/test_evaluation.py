@@ -163,7 +163,10 @@ def test_the_same_function_as_in_training_and_unsharded(seed: int, ranks: int, o
 
 
 def _trained(planned: bool) -> list[str]:
-    """Every rank looks all rows up, so that Adam moves all rows in every step; unsharded, one module has the ids of all."""
+    """Every rank looks all rows up, so that Adam moves all rows in every step; unsharded, one module has the ids of all.
+
+    The features have another order in each step and on each rank.
+    """
     wrong = []
     for name, (kind, options) in {name: SETTINGS[name] for name in ("sgd", "adagrad", "adam")}.items():
         given = {"lr": options["lr"], "eps": options.get("eps", 0.0)}
@@ -171,7 +174,7 @@ def _trained(planned: bool) -> list[str]:
         with _engine(planned, table) as (whole, sharded, engine):
             optimizer = kind(whole.parameters(), **options)
             for step in range(3):
-                engine.begin_step({})
+                engine.begin_step(_all_rows(step + 1, dist.get_rank()) if step < 2 else None)
                 lookups = [_all_rows(step, rank) for rank in range(dist.get_world_size())]
                 _loss(sharded, lookups[dist.get_rank()]).backward()
                 engine.end_backward()
@@ -193,7 +196,8 @@ def _all_rows(step: int, rank: int) -> dict[str, KeyedJaggedTensor]:
     for name, keys in FEATURES.items():
         ids = torch.cat([torch.randperm(ROWS, generator=draw) for _ in keys])
         weights = torch.rand(len(ids), generator=draw) if name == "weighted" else None
-        found[name] = KeyedJaggedTensor(keys, ids, weights, lengths.repeat(len(keys)))
+        first = (step + rank) % len(keys)
+        found[name] = KeyedJaggedTensor([*keys[first:], *keys[:first]], ids, weights, lengths.repeat(len(keys)))
     return found
 
 
