@@ -14,8 +14,8 @@ from lightning.pytorch import Callback as Callback
 from lightning.pytorch import LightningDataModule as LightningDataModule
 from lightning.pytorch import LightningModule as LightningModule
 from lightning.pytorch import Trainer as Trainer
-from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import GradientAccumulationScheduler as GradientAccumulationScheduler
+from lightning.pytorch.callbacks import StochasticWeightAveraging as StochasticWeightAveraging
 from lightning.pytorch.loggers import Logger as Logger
 from lightning.pytorch.loggers import MLFlowLogger as MLFlowLogger
 from lightning.pytorch.loggers import TensorBoardLogger as TensorBoardLogger
@@ -35,10 +35,6 @@ from lightning_freescale.profiling.recording.observed_work import replaced
 optimizers_to_device = _optimizers_to_device
 # whatever Lightning moves to the device in a batch, anything with a method ``to``
 Movable = _TransferableDataType
-AVERAGING: tuple[type[Callback], ...] = tuple(
-    getattr(callbacks, name) for name in ("StochasticWeightAveraging", "WeightAveraging") if hasattr(callbacks, name)
-)
-"""Callbacks that keep a second copy of the module; the newer one is not in every Lightning version."""
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from lightning_freescale.checkpoint.deferred_tensors import Deferral, DeferredTe
 from lightning_freescale.checkpoint.exchange_names import take_place
 
 _READ_AT_ONCE = 1 << 20
-_SHARED = ("state_dict", "optimizer_states")
+_SHARED = ("state_dict", "optimizer_states", "current_model_state")
 """What of a checkpoint stays in the mapped file, because whoever takes it makes a copy."""
 
 

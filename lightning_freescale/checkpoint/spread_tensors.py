@@ -76,7 +76,7 @@ class SpreadTensors:
     Args:
         own: this rank's pieces, with their values, live.
         group: of the ranks; None if there is one.
-        device: of the values.
+        device: of the messages.
 
     Attributes:
         keys: of the tensors, sorted, the same on every rank.
@@ -126,7 +126,7 @@ class SpreadTensors:
     def _send(self, value: Tensor) -> None:
         if value.numel():
             for rows in value.contiguous().split(_rows_per_message(value)):
-                dist.send(rows, 0, group=self._group)
+                dist.send(rows.to(self._device), 0, group=self._group)
 
     def _receive(self, owner: int, piece: Piece, whole: Tensor) -> None:
         rows, columns = piece.place[0].stop - piece.place[0].start, piece.columns(whole)

@@ -6,7 +6,7 @@ That costs a gather, and gives files that any other strategy and the plain modul
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,14 +26,26 @@ Hold = Callable[[SpreadTensors], Mapping[Key, Tensor]]
 
 
 def module_state_dict(
-    tables: ShardedTables, sharded: Mapping[str, Any], hold: Hold = SpreadTensors.gather_all
+    tables: ShardedTables,
+    sharded: Mapping[str, Any],
+    hold: Hold = SpreadTensors.gather_all,
+    shards: Iterable[Shard] | None = None,
+    kind: Key = (),
 ) -> dict[str, Any]:
-    """Return the unsharded form of a module's ``sharded`` state dict. Collective.
+    """Return the unsharded form of a module's ``sharded`` state dict, or of a copy's. Collective.
 
     By default tables are whole on rank 0, and other ranks get the dense part.
+
+    Args:
+        tables: of the module.
+        sharded: what this rank has.
+        hold: what stands for the tables.
+        shards: of this rank; by default the live ones.
+        kind: what distinguishes them from the live ones in a checkpoint that holds both.
     """
-    own = [(Piece.of(shard, (shard.table.key,), shard.weight), shard.weight) for shard in tables.shards()]
-    names = {name: (key,) for name, key in tables.state_dict_keys().items()}
+    shards = tables.shards() if shards is None else shards
+    own = [(Piece.of(shard, (shard.table.key, *kind), shard.weight), shard.weight) for shard in shards]
+    names = {name: (key, *kind) for name, key in tables.state_dict_keys().items()}
     for remapping in id_remappings(tables):
         by_row = remapping.row_tensors()
         for name, value in remapping.tensors().items():
@@ -57,6 +69,37 @@ def load_module_state_dict(module: nn.Module, tables: ShardedTables, whole: Mapp
         RuntimeError: as ``torch.nn.Module.load_state_dict`` raises it; also if a table or an id map has another size.
         ValueError: the id map of a table with managed collisions cannot be cut for this number of ranks.
     """
+    module.load_state_dict(loaded_module_state(tables, whole), strict=strict)
+
+
+@torch.no_grad()
+def loaded_module_state(tables: ShardedTables, whole: Mapping[str, Any]) -> dict[str, Any]:
+    """Load the tables of an unsharded state dict, and return it with what the sharded module has in their places.
+
+    So torch finds missing and unexpected keys as it always does.
+    """
+    for remapping in id_remappings(tables):
+        for prefix in remapping.prefixes:
+            found = {name: whole[prefix + name] for name in remapping.tensors() if prefix + name in whole}
+            remapping.load(materialized(found))
+    states = [
+        (collection.names(name), value) for collection, held in tables.modules for name, value in held.state_dict().items()
+    ]
+    return loaded_state(tables, tables.shards(), whole, {name: value for names, value in states for name in names})
+
+
+@torch.no_grad()
+def loaded_state(
+    tables: ShardedTables, shards: Iterable[Shard], whole: Mapping[str, Any], held: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Load this rank's rows of the tables in an unsharded state dict into ``shards``.
+
+    Returns:
+        The state dict with what ``held`` has in it.
+
+    Raises:
+        RuntimeError: a table has another size.
+    """
     weights = {key: whole[name] for name, key in tables.state_dict_keys().items() if name in whole}
     for table in tables.tables:
         if table.key in weights and weights[table.key].shape != (table.rows, table.dim):
@@ -64,19 +107,10 @@ def load_module_state_dict(module: nn.Module, tables: ShardedTables, whole: Mapp
                 f"size mismatch for {table.key}: the checkpoint has {tuple(weights[table.key].shape)}, the table is "
                 f"({table.rows}, {table.dim})"
             )
-    for shard in tables.shards():
+    for shard in shards:
         if shard.table.key in weights:
             _read(weights[shard.table.key], shard, shard.weight)
-    for remapping in id_remappings(tables):
-        for prefix in remapping.prefixes:
-            found = {name: whole[prefix + name] for name in remapping.tensors() if prefix + name in whole}
-            remapping.load(materialized(found))
-    # all is in place: torch gets the shards, so that it finds missing and unexpected keys as it always does
-    states = [
-        (collection.names(name), value) for collection, held in tables.modules for name, value in held.state_dict().items()
-    ]
-    loaded = {name: value for names, value in states for name in names if name in whole}
-    module.load_state_dict({**whole, **loaded}, strict=strict)
+    return {**whole, **{name: value for name, value in held.items() if name in whole}}
 
 
 def optimizer_state_dict(

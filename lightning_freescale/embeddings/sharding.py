@@ -227,6 +227,8 @@ class TableSharding:
         module: Any = collection.sharder.shard(blueprint, tables, env, self.device)
         if collection.managed:
             patch_sharded(module)
+        else:
+            module.register_buffer = partial(_as_attribute, module)
         place_rows(collection, module, orders)
         _register_leaves(collection, module, self.parameters)
         for kernel in kernels(module):
@@ -236,6 +238,7 @@ class TableSharding:
         trained = {key: optimizer for key, optimizer in chosen.items() if self.parameters[key].requires_grad}
         checks = LookupChecks(collection, trained)
         module.freescale_sharding = ShardingRecord(collection, tables, orders, chosen, in_backward, self.updates, checks)
+        module.__reduce_ex__ = partial(_refuse_copy, collection)
         module.register_forward_pre_hook(checks, with_kwargs=True)
         module.register_forward_hook(_wait_for_output)
         if collection.pooled:
@@ -278,6 +281,21 @@ def _register_leaves(collection: Collection, module: Any, blueprint: Mapping[str
         leaf.register_post_accumulate_grad_hook(partial(_refuse_gradient, table.key, "this rank's part of the weight"))
         leaf.requires_grad_(blueprint[table.key].requires_grad)  # torch takes the hook only from one that requires grad
         held[name] = leaf
+
+
+def _as_attribute(module: nn.Module, name: str, tensor: Tensor, persistent: bool = True) -> None:
+    # TorchRec's first forward registers the order of features as a buffer, which a callback that averages buffers would change
+    object.__setattr__(module, name, tensor)
+
+
+def _refuse_copy(collection: Collection, protocol: Any) -> None:
+    # copy.deepcopy and pickle ask for this
+    table = collection.tables[0].key.removesuffix(".weight")
+    raise TypeError(
+        f"{collection.path!r} is sharded over the ranks and cannot be copied, by copy.deepcopy, by AveragedModel of "
+        "torch.optim.swa_utils or by pickle. To average weights, use the callback EMAWeightAveraging or WeightAveraging of "
+        f"Lightning's Trainer; for a copy of a whole table, strategy.full_weight({table!r}) on every rank"
+    )
 
 
 def _refuse_gradient(key: str, what: str, weight: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -24,6 +25,7 @@ from lightning_freescale._lightning.loops import (
 )
 from lightning_freescale._lightning.stages import stages_on
 from lightning_freescale._lightning.stop_points import SIGTERMException
+from lightning_freescale._lightning.weight_averaging import average_shards, averaging_callbacks, postpone_copies
 from lightning_freescale.balance import MicroBatches
 from lightning_freescale.comm import FreeScaleGroup, LaneOptions
 from lightning_freescale.profiling.recording.collectives import collectives_on
@@ -59,6 +61,7 @@ from lightning_freescale.strategy.module_setup import (
 from lightning_freescale.strategy.validation import (
     no_overlap_because,
     refuse_accumulation,
+    refuse_averages,
     refuse_checkpoint,
     refuse_clip,
     refuse_exchange,
@@ -234,6 +237,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         except RuntimeError as error:
             refuse_shared_gpu(error)
             raise
+        assert self.lightning_module is not None
+        postpone_copies(self.lightning_module.trainer)
 
     @property
     @override
@@ -276,6 +281,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             self.apply_layer_sync(module)
         self.tables = self._shard(trainer, module, found, fitting)
         self._wrap(module.to(self.root_device), self.tables, fitting)
+        if fitting:
+            self._average(trainer, self.tables)
         self.engine = self._new_engine(trainer, self.tables, fitting)
         if fitting:
             self._start_overlap(trainer)
@@ -520,6 +527,13 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self.setup_precision_plugin()
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
+
+    def _average(self, trainer: Trainer, tables: ShardedTables) -> None:
+        from lightning_freescale.strategy.weight_averaging import ShardAverages, unfit_for_averages
+
+        refuse_averages(trainer, unfit_for_averages(tables))
+        for callback in averaging_callbacks(trainer):
+            average_shards(callback, partial(ShardAverages, self, tables, callback.state_key))
 
     @property
     def _by_torchrec(self) -> bool:

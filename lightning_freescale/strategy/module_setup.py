@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_freescale._lightning.loops import Trainer, rank_zero_info, rank_zero_warn
 from lightning_freescale.comm import BACKEND, FreeScaleGroup, LaneOptions
-from lightning_freescale.strategy.validation import refuse_accumulation, refuse_unsupported
+from lightning_freescale.strategy.validation import refuse_accumulation, refuse_averages, refuse_unsupported
 
 if TYPE_CHECKING:
     from lightning_freescale.embeddings.collections import Collection
@@ -91,6 +91,8 @@ def refuse_collections(
             refuse_device(collection.path, held, device, fitting)
     if fitting:
         refuse_unsupported(trainer)
+        reason = "managed collisions give its rows to other ids during training. Use a plain collection"
+        refuse_averages(trainer, {collection.path: reason for collection, _ in found if collection.managed})
         refuse_accumulation(trainer, [c.path for c, _ in found if by_torchrec or c.managed])
 
 

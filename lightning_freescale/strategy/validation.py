@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from inspect import signature
 from typing import Any
@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_freescale._lightning.loops import (
-    AVERAGING,
     GradientAccumulationScheduler,
     MixedPrecision,
+    StochasticWeightAveraging,
     Trainer,
 )
+from lightning_freescale._lightning.weight_averaging import averaging_callbacks
 from lightning_freescale.balance import BalancedSampler
 
 _MOST_DIMS = 16
@@ -37,16 +38,25 @@ def refuse_unsupported(trainer: Trainer) -> None:
             "or strategy='ddp'"
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, AVERAGING):
+        if isinstance(callback, StochasticWeightAveraging):
             raise ValueError(
-                f"{type(callback).__name__} copies the unsharded module, but the embedding tables are sharded. Remove it, or "
-                "use strategy='ddp'"
+                f"{type(callback).__name__} copies the unsharded module, but the embedding tables are sharded. Take "
+                "WeightAveraging, remove it, or use strategy='ddp'"
             )
     plugin = trainer.precision_plugin
     if plugin.precision not in ("32-true", "bf16-mixed") or (isinstance(plugin, MixedPrecision) and plugin.scaler):
         raise ValueError(
             f"Trainer(precision={plugin.precision!r}): the tables take part in '32-true' and 'bf16-mixed' only, other "
             "precisions scale or convert what they are updated with. Use one of those two"
+        )
+
+
+def refuse_averages(trainer: Trainer, unfit: Mapping[str, str]) -> None:
+    """Refuse to average the weights of the collections ``unfit``, given with the reasons by path, by a ValueError."""
+    for callback in averaging_callbacks(trainer) if unfit else ():
+        path, reason = next(iter(unfit.items()))
+        raise ValueError(
+            f"{type(callback).__name__} cannot average the weights of collection {path!r}: {reason}, or remove the callback"
         )
 
 
