@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
+from collections.abc import Collection as Group
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -98,19 +99,22 @@ class Collection:
         return {self.names(name)[0]: weight for name, weight in module.named_parameters(remove_duplicate=False)}
 
 
-def find_collections(root: nn.Module, embeddings: Container[nn.Module] = ()) -> list[tuple[Collection, Any]]:
+def find_collections(root: nn.Module, embeddings: Group[nn.Module] = ()) -> list[tuple[Collection, Any]]:
     """Return every collection under ``root`` that can be sharded, each with the module that stands there now.
 
     That is the user's unsharded one, or the sharded one that an earlier call of the strategy left. Collections inside
     other TorchRec modules belong to those and are not returned, except that one with managed collisions is one collection.
-    Of the plain ``nn.Embedding`` modules under ``root`` those in ``embeddings`` are returned as collections.
+    Of the plain ``nn.Embedding`` modules under ``root`` those in ``embeddings`` are returned as collections; others that share
+    the weight of one are that collection again.
 
     Raises:
         ValueError: a module is sharded already, or manages collisions and cannot be sharded.
     """
+    tables = {weight: module for module in embeddings if (weight := _embedding_weight(module)) is not None}
     paths: dict[nn.Module, list[str]] = {}
     for path, module in root.named_modules(remove_duplicate=False):
-        paths.setdefault(module, []).append(path)
+        weight = _embedding_weight(module)
+        paths.setdefault(module if weight is None else tables.get(weight, module), []).append(path)
     found: list[tuple[Collection, Any]] = []
     inside: str | None = None
     for module, (path, *aliases) in paths.items():
@@ -142,11 +146,16 @@ def unsupported_collections(root: nn.Module, found: Sequence[tuple[Collection, A
 
 
 def replace_everywhere(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put ``new`` wherever ``root`` holds ``old``."""
+    """Put ``new`` wherever ``root`` holds ``old``, or an ``nn.Embedding`` of the same weight."""
+    weight = _embedding_weight(old)
     for parent in list(root.modules()):
         for name, child in parent._modules.items():
-            if child is old:
+            if child is old or (weight is not None and _embedding_weight(child) is weight):
                 parent._modules[name] = new
+
+
+def _embedding_weight(module: nn.Module | None) -> nn.Parameter | None:
+    return module._parameters.get("weight") if isinstance(module, nn.Embedding) else None
 
 
 def _describe(path: str, aliases: tuple[str, ...], module: Any) -> Collection:

@@ -39,14 +39,16 @@ def choose_embeddings(root: nn.Module, shard: Sequence[str] | Literal["auto"] | 
         ValueError: there is no ``nn.Embedding`` at a path, or it would not be the same sharded; says why, and the fix.
     """
     plain = _plain_embeddings(root)
-    obstacles = {path: _obstacle(root, path, module) for path, module in plain.items()}
-    large = {path: module for path, module in plain.items() if module.num_embeddings * module.embedding_dim >= LARGE_EMBEDDING}
+    tables = _tables(plain)
+    obstacles = {path: _obstacle_of_table(root, tied) for path, tied in tables.items()}
+    firsts = {path: plain[path] for path in tables}
+    large = {path: module for path, module in firsts.items() if module.num_embeddings * module.embedding_dim >= LARGE_EMBEDDING}
     free = {path: module for path, module in large.items() if obstacles[path] is None}
     unshardable = {path: reason for path in large if (reason := obstacles[path]) is not None}
     if shard is None or shard == "auto":
         return EmbeddingChoice(free, {}, unshardable) if shard else EmbeddingChoice({}, free, {})
     held, chosen = dict(root.named_modules(remove_duplicate=False)), {}
-    first_path = {module: path for path, module in plain.items()}
+    first_path = {module: path for path, tied in tables.items() for module in tied.values()}
     for given in shard:
         module = held.get(given)
         if hasattr(module, "freescale_sharding"):  # by an earlier fit
@@ -73,6 +75,15 @@ def _plain_embeddings(root: nn.Module) -> dict[str, nn.Embedding]:
     return found
 
 
+def _tables(plain: Mapping[str, nn.Embedding]) -> dict[str, dict[str, nn.Embedding]]:
+    """Return the modules of each table by its first path: several that share a weight look up one table."""
+    found: dict[tuple[int, int | None], dict[str, nn.Embedding]] = {}
+    for path, module in plain.items():
+        key = id(module._parameters.get("weight", module)), module.padding_idx
+        found.setdefault(key, {})[path] = module
+    return {next(iter(tied)): tied for tied in found.values()}
+
+
 def _missing(path: str, held: Mapping[str, nn.Module], plain: Mapping[str, nn.Embedding]) -> str:
     """Say why the module at a path, if there is one, cannot be chosen."""
     ways = f"its nn.Embedding modules are {[*plain]}"
@@ -84,8 +95,16 @@ def _missing(path: str, held: Mapping[str, nn.Module], plain: Mapping[str, nn.Em
     return f"{path!r} is a {type(held[path]).__name__}, no nn.Embedding: {ways}"
 
 
-def _obstacle(root: nn.Module, path: str, module: nn.Embedding) -> str | None:
-    """Return why a sharded table would not do what ``module`` does, and a fix; None if it would."""
+def _obstacle_of_table(root: nn.Module, tied: Mapping[str, nn.Embedding]) -> str | None:
+    """Return why a sharded table would not do what the modules of one weight do, and a fix; None if it would."""
+    if len(tied) > 1 and any(module.weight.is_meta for module in tied.values()):
+        return f"{[*tied]} share a weight on the meta device, where they cannot be initialised as one: build it on the CPU"
+    obstacles = (_obstacle(path, module) or _other_use(root, path, module, tied) for path, module in tied.items())
+    return next((reason for reason in obstacles if reason is not None), None)
+
+
+def _obstacle(path: str, module: nn.Embedding) -> str | None:
+    """Return what ``module`` does that a sharded table would not, and a fix; None if there is nothing."""
     kind, weight, own = type(module), module._parameters.get("weight"), _own_methods(module)
     if own - {"reset_parameters"} or weight is None:
         return f"{path!r} is a {kind.__name__}, which has {sorted(own)} of its own: use a plain nn.Embedding"
@@ -99,14 +118,18 @@ def _obstacle(root: nn.Module, path: str, module: nn.Embedding) -> str | None:
         return f"{path!r} is of {weight.dtype}, but tables are of torch.float32: convert it"
     if any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)):
         return f"{path!r} has hooks, which a sharded table would not run: remove them"
-    others = [
-        f"{holder}.{name}" if holder else name
-        for holder, other in root.named_modules()
-        for name, parameter in other.named_parameters(recurse=False, remove_duplicate=False)
-        if parameter is weight and other is not module
-    ]
-    if others:
-        return f"the weight of {path!r} is also {others[0]!r}, which needs all of its rows on every rank: untie them"
+    return None
+
+
+def _other_use(root: nn.Module, path: str, module: nn.Embedding, tied: Mapping[str, nn.Embedding]) -> str | None:
+    """Return which module that is not ``tied`` to it has the weight of ``module``, and a fix; None if none has."""
+    for holder, other in root.named_modules():
+        for name, parameter in other.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter is module.weight and other not in tied.values():
+                also = f"the weight of {path!r} is also {(f'{holder}.{name}' if holder else name)!r}"
+                if isinstance(other, nn.Embedding) and other.padding_idx != module.padding_idx:
+                    return f"{also}, but padding_idx is {module.padding_idx} and {other.padding_idx}: give both the same"
+                return f"{also}, which needs all of its rows on every rank: untie them"
     return None
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Collection as Group
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -58,9 +59,7 @@ class TableSharding:
         ValueError: an optimizer that the user has applied in backward cannot update a sharded table on ``device``.
     """
 
-    def __init__(
-        self, root: nn.Module, device: torch.device, overlap: bool = False, embeddings: Container[nn.Module] = ()
-    ) -> None:
+    def __init__(self, root: nn.Module, device: torch.device, overlap: bool = False, embeddings: Group[nn.Module] = ()) -> None:
         self.root = root
         self.device = device
         self._overlap = overlap

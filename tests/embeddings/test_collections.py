@@ -154,6 +154,36 @@ def test_embeddings_that_would_not_be_the_same_are_refused(kind: str) -> None:
         assert choose_embeddings(root, ["emb"]).chosen == {"emb": root.emb}
 
 
+TIED: dict[str, tuple[Callable[[], nn.Embedding], str]] = {
+    "same": (lambda: nn.Embedding(10, 8, padding_idx=0), ""),
+    "padding": (lambda: nn.Embedding(10, 8), "'emb' is also 'again.weight', but padding_idx is 0 and None"),
+    "own forward": (lambda: OwnForward(10, 8, padding_idx=0), r"'again' is a OwnForward.*\['forward'\]"),
+    "on meta": (lambda: nn.Embedding(10, 8, padding_idx=0, device="meta"), r"\['emb', 'again'\].*meta"),
+}
+
+
+@pytest.mark.parametrize("kind", TIED)
+def test_two_embeddings_of_one_weight_are_one_table(kind: str) -> None:
+    make, reason = TIED[kind]
+    root: Any = nn.Module()
+    root.emb, root.again = nn.Embedding(10, 8, padding_idx=0), make()
+    if kind == "on meta":
+        root.emb.weight = root.again.weight
+    root.again.weight = root.emb.weight
+    if reason:
+        with pytest.raises(ValueError, match=reason):
+            choose_embeddings(root, ["emb"])
+    else:
+        for path in ("emb", "again"):
+            assert choose_embeddings(root, [path]).chosen == {"emb": root.emb}
+        ((collection, module),) = find_collections(root, {root.emb})
+        assert (collection.path, collection.aliases, module) == ("emb", ("again",), root.emb)
+        root.head = nn.Linear(8, 10, bias=False)
+        root.head.weight = root.emb.weight
+        with pytest.raises(ValueError, match=r"'head\.weight', which needs all"):
+            choose_embeddings(root, ["again"])
+
+
 @pytest.mark.parametrize(
     ("path", "parts"),
     [
