@@ -8,9 +8,14 @@ import torch
 from recbole.data.interaction import Interaction
 from recbole.model.abstract_recommender import SequentialRecommender
 from recbole.model.sequential_recommender.bert4rec import BERT4Rec
+from recbole.model.sequential_recommender.fpmc import FPMC
 from recbole.model.sequential_recommender.gru4rec import GRU4Rec
+from recbole.model.sequential_recommender.lightsans import LightSANs
+from recbole.model.sequential_recommender.narm import NARM
 from recbole.model.sequential_recommender.sasrec import SASRec
-from torch import Tensor
+from recbole.model.sequential_recommender.srgnn import SRGNN
+from recbole.model.sequential_recommender.stamp import STAMP
+from torch import Tensor, nn
 
 from tests.parity.third_party.training import DIM, ITEMS, LENGTH, SAMPLES, Training, sequences
 
@@ -40,6 +45,8 @@ TRANSFORMER = {
 
 
 class _Items:
+    user_num = ITEMS
+
     def num(self, field: str) -> int:
         return ITEMS
 
@@ -65,6 +72,7 @@ class RecBoleTraining(Training):
         return [
             Interaction(
                 {
+                    "user_id": batch["items"][:, 0].clone(),
                     "item_id_list": batch["items"],
                     "item_length": batch["lengths"],
                     "item_id": batch["positive"][:, 0].clone(),
@@ -113,6 +121,49 @@ class BERT4RecTraining(RecBoleTraining):
                 interaction[name] = ids.gather(1, index) * there
             found.append(interaction)
         return found
+
+
+class NARMTraining(RecBoleTraining):
+    """Dropout as in RecBole's own settings."""
+
+    model_class = NARM
+    config = {"embedding_size": DIM, "hidden_size": 2 * DIM, "n_layers": 1, "dropout_probs": [0.25, 0.5]}
+    rates = {**GRU4RecTraining.rates, "sgd": 3.3}
+
+
+class SRGNNTraining(RecBoleTraining):
+    """Looks up the distinct items of each history, which the model finds in the step."""
+
+    model_class = SRGNN
+    config = {"embedding_size": DIM, "step": 1}
+
+
+class LightSANsTraining(RecBoleTraining):
+    """Dropout as in RecBole's own settings."""
+
+    model_class = LightSANs
+    config = {**TRANSFORMER, "k_interests": 5, "hidden_dropout_prob": 0.5, "attn_dropout_prob": 0.5}
+
+
+class STAMPTraining(RecBoleTraining):
+    """Attention over the items of a history, from rows that were trained before: SGD does not move those it begins with."""
+
+    model_class = STAMP
+    config = {"embedding_size": DIM}
+    rates = {"sgd": 1.0, "adagrad": 0.02, "adam": 0.01}
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer)
+        nn.init.normal_(self.model.item_embedding.weight, std=0.5)
+
+
+class FPMCTraining(RecBoleTraining):
+    """Has four tables: of users, and three of items."""
+
+    model_class = FPMC
+    tables = ("model.UI_emb", "model.IU_emb", "model.LI_emb", "model.IL_emb")
+    config = {"embedding_size": DIM}
+    rates = {"sgd": 25.0, "adagrad": 0.1, "adam": 0.07}
 
 
 class SASRecSoftmax(SASRecTraining):

@@ -15,11 +15,23 @@ MODELS = {
     "SASRec": "recbole_models.SASRecTraining",
     "GRU4Rec": "recbole_models.GRU4RecTraining",
     "BERT4Rec": "recbole_models.BERT4RecTraining",
+    "NARM": "recbole_models.NARMTraining",
+    "SRGNN": "recbole_models.SRGNNTraining",
+    "LightSANs": "recbole_models.LightSANsTraining",
+    "STAMP": "recbole_models.STAMPTraining",
+    "FPMC": "recbole_models.FPMCTraining",
+    "MMOE": "torch_rechub_models.MMOETraining",
+    "DIN": "torch_rechub_models.DINTraining",
+    "DeepFM": "deepctr_torch_models.DeepFMTraining",
+    "HSTU": "generative_recommenders_models.HSTUTraining",
     "DLRM": "torchrec_models.DLRMTraining",
     "Llama": "transformers_models.LlamaTraining",
     "Llama's own table": "transformers_models.LlamaOwnTable",
     "Bert": "transformers_models.BertTraining",
     "Bert's own table": "transformers_models.BertOwnTable",
+    "GPT2's own table": "transformers_models.GPT2OwnTable",
+    "Mamba's own table": "transformers_models.MambaOwnTable",
+    "T5 encoder's own table": "transformers_models.T5EncoderOwnTable",
     "mixture of experts": "mixture_of_experts.MixtureTraining",
     "experts' own tables": "mixture_of_experts.ExpertTables",
 }
@@ -31,7 +43,7 @@ third_party = pytest.mark.third_party
 def model(name: str) -> type[Training]:
     """Return a model, or skip the test where its package is not installed."""
     file, kind = MODELS.get(name, name).split(".")
-    for package in ("recbole", "transformers"):
+    for package in ("deepctr_torch", "generative_recommenders", "recbole", "torch_rechub", "transformers"):
         if file.startswith(package):
             pytest.importorskip(package)
     return getattr(import_module(f"tests.parity.third_party.{file}"), kind)
@@ -66,9 +78,20 @@ def test_trains_as_under_ddp(name: str, optimizer: str, ranks: int) -> None:
     _assert_trained_alike(run_distributed(fit_both, ranks, kind, optimizer), kind)
 
 
+REFUSED = {
+    "a softmax over the whole table": ("recbole_models.SASRecSoftmax", r"model\.item_embedding"),
+    "an L2 norm of weights kept in a list": (
+        "deepctr_torch_models.DeepFMDefaults",
+        r"'model\.embedding_dict\.item\.weight'",
+    ),
+}
+
+
 @third_party
-def test_a_softmax_over_the_whole_table_is_refused_and_trains_with_it_left_whole() -> None:
-    softmax = model("recbole_models.SASRecSoftmax")
-    with pytest.raises(RankFailed, match=r"model\.item_embedding"):
-        run_distributed(fit_both, 2, softmax, "adagrad")
-    _assert_trained_alike(run_distributed(fit_both, 2, softmax, "adagrad", shard=None), softmax)
+@pytest.mark.parametrize("use", REFUSED)
+def test_what_uses_the_whole_table_is_refused_and_trains_with_it_left_whole(use: str) -> None:
+    name, message = REFUSED[use]
+    kind = model(name)
+    with pytest.raises(RankFailed, match=message):
+        run_distributed(fit_both, 2, kind, "adagrad")
+    _assert_trained_alike(run_distributed(fit_both, 2, kind, "adagrad", shard=None), kind)

@@ -21,6 +21,7 @@ from tests.helpers.recommender import trainer
 DIM, LENGTH, SAMPLES, STEPS = 8, 10, 8, 50
 ITEMS = LARGE_EMBEDDING // DIM + 1
 """The fewest rows that ``shard="auto"`` shards a table for: nothing of it is changed for these tests."""
+USERS = 40
 POPULAR = 1 + torch.randperm(ITEMS - 1, generator=torch.Generator().manual_seed(7))[:120]
 """The items that occur, anywhere in the table, so that batches have rows in common; 0 is padding."""
 RATES = {"sgd": 0.2, "adagrad": 0.02, "adam": 0.003}
@@ -117,6 +118,17 @@ def sequences(seed: int, count: int) -> list[dict[str, Tensor]]:
         drawn = {"items": (0, 3 * third), "positive": (0, 2 * third), "negative": (third, 3 * third)}
         ids = {name: POPULAR[torch.randint(*span, (SAMPLES, LENGTH), generator=draw)] * there for name, span in drawn.items()}
         found.append({**ids, "lengths": lengths})
+    return found
+
+
+def clicks(seed: int, count: int) -> list[dict[str, Tensor]]:
+    """Return batches of users, histories, and an item each, which the user clicked or not: half of them are positives."""
+    found = []
+    for batch in sequences(seed, count):
+        clicked = torch.arange(SAMPLES) % 2 == 0
+        item = torch.where(clicked, batch["positive"][:, 0], batch["negative"][:, 0])
+        user = batch["items"][:, 0] % USERS
+        found.append({"user": user, "history": batch["items"], "item": item, "clicked": clicked.float()})
     return found
 
 

@@ -1,9 +1,20 @@
-"""Hugging Face's Llama and Bert over items instead of words."""
+"""Hugging Face's models over items instead of words."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
+from transformers import (
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2Model,
+    LlamaConfig,
+    LlamaModel,
+    MambaConfig,
+    MambaModel,
+    T5Config,
+    T5EncoderModel,
+)
 
 from tests.parity.third_party.training import DIM, ITEMS, LENGTH, Training, ranking_loss
 
@@ -82,3 +93,36 @@ class BertOwnTable(LlamaOwnTable):
     def __init__(self, optimizer: str) -> None:
         Training.__init__(self, optimizer)
         self.model = BertModel(BertConfig(vocab_size=ITEMS, **SIZES), add_pooling_layer=False)
+
+
+class GPT2OwnTable(LlamaOwnTable):
+    """The model's own table holds the items; its dropout is on."""
+
+    tables = ("model.wte",)
+    without_effect = ("attn.c_attn.bias",)  # a third of it is the keys'
+
+    def __init__(self, optimizer: str) -> None:
+        Training.__init__(self, optimizer)
+        sizes = {"n_positions": LENGTH, "n_embd": DIM, "n_layer": 2, "n_head": 2, "n_inner": 2 * DIM}
+        self.model = GPT2Model(GPT2Config(vocab_size=ITEMS, bos_token_id=None, eos_token_id=None, **sizes))
+
+
+class MambaOwnTable(LlamaOwnTable):
+    """The model's own table holds the items, and states go from one to the next."""
+
+    tables = ("model.embeddings",)
+
+    def __init__(self, optimizer: str) -> None:
+        Training.__init__(self, optimizer)
+        self.model = MambaModel(MambaConfig(vocab_size=ITEMS, hidden_size=DIM, state_size=4, num_hidden_layers=2))
+
+
+class T5EncoderOwnTable(LlamaOwnTable):
+    """The model has one weight in two modules: ``shared``, which looks targets up here, and ``encoder.embed_tokens``."""
+
+    tables = ("model.shared", "model.encoder.embed_tokens")
+
+    def __init__(self, optimizer: str) -> None:
+        Training.__init__(self, optimizer)
+        sizes = {"d_model": DIM, "d_kv": DIM // 2, "d_ff": 2 * DIM, "num_layers": 2, "num_heads": 2}
+        self.model = T5EncoderModel(T5Config(vocab_size=ITEMS, **sizes))
