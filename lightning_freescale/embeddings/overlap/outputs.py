@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -88,14 +89,16 @@ class SequenceOutput:
             feature: features if len(features.keys()) == 1 else features[feature] for feature in self._features
         }
         ids = {feature: each.values().numel() for feature, each in jagged.items()}
-        # a slice would be a view, and a change of it in place would cost autograd a copy
-        given = [
-            [each] if len(layout.features) == 1 else each.split([ids[feature] for feature, _ in layout.features])
-            for layout, each in zip(self._layouts, rows)
-        ]
+        given = []
+        for layout, each in zip(self._layouts, rows):
+            counts = [ids[feature] for feature, _ in layout.features]
+            starts = [0, *accumulate(counts)]
+            # no split, whose parts cannot be changed in place; one part is no view, of which a change would cost a copy
+            parts = [each.narrow(0, *span) for span in zip(starts, counts)] if len(counts) > 1 else [each]
+            given.append(parts)
         columns, outputs = iter(self._columns.in_order(given)), {}
-        for name, feature, parts in zip(self._columns.names, self._features, self._columns.parts):
-            values = next(columns) if parts == 1 else torch.cat([next(columns) for _ in range(parts)], dim=1)
+        for name, feature, count in zip(self._columns.names, self._features, self._columns.parts):
+            values = next(columns) if count == 1 else torch.cat([next(columns) for _ in range(count)], dim=1)
             weights = jagged[feature].values() if self._with_ids else None
             outputs[name] = JaggedTensor(values=values, lengths=jagged[feature].lengths(), weights=weights)
         return outputs
