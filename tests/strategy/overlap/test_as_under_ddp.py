@@ -14,15 +14,15 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import grad_norm
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 from torchrec.optim import apply_optimizer_in_backward
 
 from lightning_freescale.strategy import module_setup
 from lightning_freescale.testing import run_distributed
 from tests.helpers import overlap_modules as modules
 from tests.helpers import overlap_training as training
+from tests.helpers.managed_tables import managed_collection
 from tests.helpers.overlap_training import PLAIN, Case, CountingModel, Run, departures, fit_all, my_loader, not_refused
-from tests.helpers.recommender import DIM, ITEMS, OPTIMIZERS
+from tests.helpers.recommender import OPTIMIZERS
 
 STEPS, WINDOWS = 5, 7  # the last window of an epoch of WINDOWS is shorter
 BY_NORM = {"gradient_clip_val": 0.05}
@@ -233,14 +233,12 @@ def _look_up_between(module: Any, outputs: Any, batch: Any, batch_idx: int) -> N
     module.net(batch["features"]).sum().backward()
 
 
-class WeightedMean(CountingModel):
-    """Bags that only TorchRec pools."""
+class WithManaged(CountingModel):
+    """Has tables whose rows TorchRec exchanges, beside the others."""
 
     def __init__(self) -> None:
         super().__init__("sgd")
-        config = EmbeddingBagConfig(name="bag", num_embeddings=ITEMS, embedding_dim=DIM, feature_names=["history"])
-        config.pooling = PoolingType.MEAN
-        self.bags = EmbeddingBagCollection(tables=[config], is_weighted=True)
+        self.managed = managed_collection()
 
 
 class SkipsSteps(CountingModel):
@@ -288,9 +286,9 @@ REFUSED = {
     "inside a window, value": later(BETWEEN, "gradient_clip_val=0.005", **BY_VALUE),
     "a limit that changes": refused(CountingModel, "gradient_clip_val=None", callbacks=lambda: [ChangesValue()], **BY_VALUE),
     "a lookup between steps": refused(LOOKS_UP, "'net.embeddings'", "outside of a training step"),
-    "TorchRec's bags": refused(WeightedMean, "gradient_clip_val=0.05", "['bags']", **BY_NORM),
+    "managed collisions": refused(WithManaged, "gradient_clip_val=0.05", "['managed']", **BY_NORM),
     "a hook without overlap": refused(ByHook, "ByHook.configure_gradient_clipping", "['net.embeddings']", overlap=PLAIN),
-    "windows of TorchRec's bags": later(WeightedMean, "accumulate_grad_batches=2", "['bags']"),
+    "windows of managed collisions": later(WithManaged, "accumulate_grad_batches=2", "['managed']"),
     "windows without overlap": later(CountingModel, "accumulate_grad_batches=2", "['net.embeddings']", overlap=PLAIN),
     "windows later": refused(CountingModel, "GradientAccumulationScheduler", "net.embed", overlap=PLAIN, **SCHEDULER),
     "windows by hand": refused(SkipsSteps, "optimizer.step(closure)"),
