@@ -22,7 +22,7 @@ class DeepFMTraining(Training):
 
     package = "deepctr-torch"
     tables = ("model.embedding_dict.item",)
-    rates = {"sgd": 0.1, "adagrad": 0.02, "adam": 0.01}
+    rates = {"sgd": 0.1, "adagrad": 0.02, "adam": 0.007}
     options_of_model: ClassVar[dict[str, Any]] = {"l2_reg_embedding": 0, "l2_reg_linear": 0, "init_std": 0.1}
 
     def __init__(self, optimizer: str) -> None:

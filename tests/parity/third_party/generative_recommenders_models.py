@@ -21,7 +21,7 @@ class HSTUTraining(Training):
     """A sampled softmax over negatives that the step draws; the sampler holds the model's table as well."""
 
     package = "generative-recommenders"
-    rates = {**RATES, "adagrad": 0.01}
+    rates = {**RATES, "sgd": 0.02, "adagrad": 0.01}
     tables = ("model._embedding_module._item_emb",)
 
     def __init__(self, optimizer: str) -> None:

@@ -20,6 +20,7 @@ class MMOETraining(Training):
 
     package = "torch-rechub"
     tables = ("model.embedding.embed_dict.item",)
+    without_effect = ("mlp.0.bias", "mlp.1.running_mean")  # batch norm takes the bias away again
 
     def __init__(self, optimizer: str) -> None:
         super().__init__(optimizer)

@@ -16,7 +16,7 @@ from transformers import (
     T5EncoderModel,
 )
 
-from tests.parity.third_party.training import DIM, ITEMS, LENGTH, Training, ranking_loss
+from tests.parity.third_party.training import DIM, ITEMS, LENGTH, RATES, Training, ranking_loss
 
 SIZES = {
     "hidden_size": DIM,
@@ -121,6 +121,7 @@ class T5EncoderOwnTable(LlamaOwnTable):
     """The model has one weight in two modules: ``shared``, which looks targets up here, and ``encoder.embed_tokens``."""
 
     tables = ("model.shared", "model.encoder.embed_tokens")
+    rates = {**RATES, "adagrad": 0.01}
 
     def __init__(self, optimizer: str) -> None:
         Training.__init__(self, optimizer)
