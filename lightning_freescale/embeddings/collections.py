@@ -37,7 +37,7 @@ class Table:
         padding_row: the row that is zero at first and never updated, if there is one.
         mean: whether the rows of a bag are pooled by their mean, else by their sum.
         data_type: of its weights.
-        first_column: of a part of a table, as :func:`.row_layout.parts_by_width` makes them, the first of its columns.
+        first_column: 0 for a whole table; for a part of one, see :func:`.row_layout.parts_by_width`, its first column there.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Collection:
         path: where the module holds it, as in ``named_modules``.
         aliases: other places where the module holds the same collection.
         blueprint: builds an unsharded copy on the meta device.
-        torchrec: builds what TorchRec shards for it, on the meta device: a collection whose tables have the kernel's width.
+        torchrec: builds the collection that TorchRec shards, on the meta device; its tables have the width of the kernel.
         tables: its tables.
         sharder: TorchRec's sharder for it.
         pooled: whether it is an EmbeddingBagCollection.

@@ -67,7 +67,8 @@ class ShardedEmbedding(ShardedEmbeddingCollection):
         """
         if not isinstance(ids, Tensor):
             raise TypeError(f"embedding {self.path!r} is given a {type(ids).__name__}: pass a tensor of ids")
-        return rows_of_ids(super().__call__(EmbeddingIds(self.path, ids)), self.path, ids, self.padding_idx)
+        found = super().__call__(EmbeddingIds(self.path, ids))[self.path].values()
+        return rows_of_ids(found, ids, self.embedding_dim, self.padding_idx)
 
     @override
     def __getattr__(self, name: str) -> Any:
@@ -120,12 +121,16 @@ def as_collection(path: str, rows: int, dim: int) -> EmbeddingCollection:
     return EmbeddingCollection(tables=[config], device=torch.device("meta"))
 
 
-def rows_of_ids(found: Any, path: str, ids: Tensor, padding_idx: int | None) -> Tensor:
-    """Return what a collection has ``found`` for :class:`EmbeddingIds` as an ``nn.Embedding`` would return it."""
-    found_rows: Tensor = found[path].values()
-    shape = (*ids.shape, found_rows.shape[1])
+def rows_of_ids(found: Tensor, ids: Tensor, dim: int, padding_idx: int | None) -> Tensor:
+    """Return the rows ``found`` for :class:`EmbeddingIds`, shape ``[ids.numel(), columns]``, as an ``nn.Embedding`` would.
+
+    Columns behind ``dim`` are the kernel's padding, which TorchRec returns as well.
+    """
+    if found.shape[1] != dim:
+        found = found[:, :dim]
+    shape = (*ids.shape, dim)
     # a tensor of its own, which the caller may change: a view is one of what TorchRec has returned, which autograd forbids
-    rows = found_rows.view(shape).clone() if found_rows._is_view() else torch.ops.aten._unsafe_view(found_rows, shape)
+    rows = found.view(shape).clone() if found._is_view() else torch.ops.aten._unsafe_view(found, shape)
     if padding_idx is not None and rows.requires_grad:
         rows = _WithoutPadding.apply(rows, (ids == padding_idx).unsqueeze(-1))
     return rows

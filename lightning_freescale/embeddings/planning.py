@@ -105,11 +105,11 @@ def check_tables(collection: Collection, overlap: bool) -> None:
                 f"{of_collection} has data_type={table.data_type.name}: FBGEMM keeps its optimizer state in float32 and rounds "
                 "otherwise than torch, so it would not be trained as unsharded. Use DataType.FP32"
             )
-        if table.dim != table.kernel_dim and (collection.managed or not overlap):
-            why = "it manages collisions" if collection.managed else 'exchange="torchrec" returns the columns of the kernel'
+        if table.dim != table.kernel_dim and (collection.managed or not (overlap or collection.embedding)):
+            where = "managed collisions" if collection.managed else 'exchange="torchrec"'
             raise ValueError(
-                f"{of_collection} has embedding_dim={table.dim}, FBGEMM's tables need a multiple of 4, and {why}: use "
-                f"embedding_dim={table.kernel_dim}"
+                f"{of_collection} has embedding_dim={table.dim}, but FBGEMM's tables need a multiple of 4, and tables are not "
+                f"padded with {where}: use embedding_dim={table.kernel_dim}"
             )
         if collection.weighted and table.mean and overlap:
             raise ValueError(
@@ -166,8 +166,8 @@ def check_plan(collection: Collection, plan: Mapping[str, Any], optimizers: Mapp
         widths = sorted({int(shard.shard_sizes[1]) for shard in plan[table.name].sharding_spec.shards})
         if len(widths) > 1 or widths[0] % 4:
             raise ValueError(
-                f"the sharding plan splits the columns of table {table.name!r} into shards of {widths} columns: make all as "
-                "wide, a multiple of 4"
+                f"the sharding plan splits the columns of table {table.name!r} into shards of {widths} columns: use shards of "
+                "one width that is a multiple of 4"
             )
 
 

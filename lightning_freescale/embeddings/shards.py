@@ -225,7 +225,8 @@ def shards_of(collection: Collection, module: Any) -> Iterator[Shard]:
     for kernel in kernels(module):
         specs = kernel._config.embedding_tables
         states = getattr(kernel, "sparse_adam_states", None) or kernel.emb_module.get_optimizer_state() or [{}] * len(specs)
-        kernel.emb_module.flush()  # from the cache to the table; then forget the cache, as the caller may write the table
+        # a GPU's cache is written back, and then emptied because the caller may write the table. Not tested on GPU
+        kernel.emb_module.flush()
         kernel.emb_module.reset_cache_states()
         for spec, weight, state in zip(specs, kernel.emb_module.split_embedding_weights(), states):
             place, table = spec.local_metadata, tables[spec.name]

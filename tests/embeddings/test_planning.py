@@ -18,7 +18,9 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from lightning_freescale.embeddings import planning
 from lightning_freescale.embeddings.collections import find_collections
 from lightning_freescale.embeddings.optimizer import TableOptimizer
+from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 from lightning_freescale.embeddings.planning import check_plan, memory_for_tables, padded_plan, row_wise_planner
+from lightning_freescale.embeddings.row_order import RowOrder
 from lightning_freescale.embeddings.sharding import TableSharding
 from lightning_freescale.testing import run_distributed
 from tests.helpers.gpu_random_state import gpu_random_states
@@ -165,8 +167,8 @@ def _weighted_means() -> EmbeddingBagCollection:
     return EmbeddingBagCollection(tables=[config], is_weighted=True)
 
 
-def _of_width(dim: int, **options: Any) -> EmbeddingConfig:
-    return EmbeddingConfig(name="item", num_embeddings=9, embedding_dim=dim, feature_names=["item"], **options)
+def _of_width(dim: int, rows: int = 9, **options: Any) -> EmbeddingConfig:
+    return EmbeddingConfig(name="item", num_embeddings=rows, embedding_dim=dim, feature_names=["item"], **options)
 
 
 @pytest.mark.parametrize(
@@ -190,11 +192,30 @@ def test_columns_that_cannot_be_trained_are_refused(dim: int, widths: list[int],
 
 
 @pytest.mark.parametrize(
+    ("rows", "owners", "parts"),
+    [
+        (9, [(5, 0), (4, 2)], "does not put the rows of table 'item' in equal blocks"),  # skips rank 1
+        (9, [(3, 0), (6, 1)], "does not put the rows of table 'item' in equal blocks"),
+        (2**31, [(2**31, 0)], "2147483648 rows of width 8 on one rank"),
+        (9, [(5, 1), (4, 2)], ""),
+    ],
+)
+def test_rows_that_the_exchange_cannot_number_are_refused(rows: int, owners: list[tuple[int, int]], parts: str) -> None:
+    ((collection, _),) = find_collections(EmbeddingCollection(tables=[_of_width(8, rows)], device=torch.device("meta")))
+    plan, start = _table_plan("row_wise", "fused", *[8] * len(owners)), 0
+    for shard, (count, owner) in zip(plan.sharding_spec.shards, owners):
+        shard.shard_offsets, shard.shard_sizes = [start, 0], [count, 8]
+        shard.placement, start = SimpleNamespace(rank=lambda owner=owner: owner), start + count
+    with pytest.raises(ValueError, match=parts) if parts else nullcontext():
+        RowLayout.from_plan(collection, {"item": plan}, {"item": RowOrder(rows)}, 3, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
     ("make", "overlap", "parts"),
     [
         (lambda: EmbeddingCollection(tables=[_of_width(8, data_type=DataType.FP16)]), True, ("'item'", "FP16", "FP32")),
         (lambda: EmbeddingCollection(tables=[_of_width(50)]), False, ("'item'", "=50", 'exchange="torchrec"', "=52")),
-        (lambda: managed_collection([_of_width(6)]), True, ("'item'", "=6", "collisions", "=8")),
+        (lambda: managed_collection([_of_width(6)]), True, ("'item'", "=6", "managed collisions", "=8")),
         (_weighted_means, True, ("'mean'", "pool by the sum")),
     ],
 )

@@ -39,14 +39,14 @@ class Encoder(nn.Module):
 class PlainModel(L.LightningModule):
     """Scores a sequence of items against a kind, and keeps its losses."""
 
-    def __init__(self, optimizer: str = "sgd", kind_dim: int = KIND_DIM) -> None:
+    def __init__(self, optimizer: str = "sgd") -> None:
         super().__init__()
-        self.encoder, self.kind_emb = Encoder(), nn.Embedding(KINDS, kind_dim)
+        self.encoder, self.kind_emb = Encoder(), nn.Embedding(KINDS, KIND_DIM)
         self.optimizer, self.losses = optimizer, []
         self.statistics: dict[str, float] = {}
 
     def scores(self, batch: dict[str, Tensor]) -> Tensor:
-        return (self.encoder(batch["items"])[:, : self.kind_emb.embedding_dim] * self.kind_emb(batch["kind"])).sum(dim=1)
+        return (self.encoder(batch["items"])[:, :KIND_DIM] * self.kind_emb(batch["kind"])).sum(dim=1)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = nn.functional.mse_loss(self.scores(batch) / DIM, batch["label"])

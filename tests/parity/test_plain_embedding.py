@@ -69,8 +69,7 @@ def case(make: Any, ahead: Any = None, **options: Any) -> Case:
     return Case(make, lambda: plain_loader(STEPS), options, ahead=ahead, notice=None)
 
 
-CASES = {name: case(partial(PlainModel, name, DIM)) for name in ("sgd", "adagrad")}
-"""TorchRec's exchange, which is compared as well, does not pad widths."""
+CASES = {name: case(partial(PlainModel, name)) for name in ("sgd", "adagrad")}
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -80,7 +80,7 @@ class LookupHandshake:
         path: of the collection, for errors.
         group: process group of this collection alone.
         layout: of its tables.
-        dedup: as in :meth:`RowRequest.from_features`.
+        dedup: as in :meth:`RowRequest.from_lookups`.
     """
 
     def __init__(self, path: str, group: dist.ProcessGroup, layout: RowLayout, dedup: bool) -> None:

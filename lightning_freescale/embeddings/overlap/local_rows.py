@@ -237,7 +237,7 @@ class LocalRows:
     def _read(self, place: int, rows: Tensor) -> Tensor:
         index = self._tables[place].index
         if index in self._cached:
-            return self._cached[index].look_up(index, rows)[:, : self.dim]
+            return self._cached[index].look_up(index, rows)[:, : self.dim].contiguous()  # it is sent as it lies in memory
         return self._weights[place].index_select(0, rows)
 
     def update(self, rows: Tensor, gradients: Tensor, settings: Sequence[UpdateSettings]) -> None:

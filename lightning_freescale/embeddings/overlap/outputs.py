@@ -33,49 +33,37 @@ def without_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     )
 
 
-class _Columns:
-    """The order of the columns that a collection returns: by feature and table, and within a table by part.
+class _Output:
+    """The results of a collection, made of rows.
+
+    A result is what a table has for one of its features. Where a plan splits the columns of the table, it consists of parts.
 
     Args:
         collection: the whole collection.
-        layouts: of its tables, as :func:`.row_layout.parts_by_width` has them.
-
-    Attributes:
-        names: what TorchRec calls each result; one of a feature that two tables look up names the table as well.
-        widths: of each result.
-        parts: of how many parts each result is.
+        layouts: of its tables, as :func:`.row_layout.parts_by_width` returns them.
     """
 
     def __init__(self, collection: Collection, layouts: Sequence[RowLayout]) -> None:
+        self._collection, self._layouts = collection, layouts
         looked_up = [(feature, table) for table in collection.tables for feature in table.features]
-        features = [feature for feature, _ in looked_up]
-        self.names = [each if features.count(each) == 1 else f"{each}@{table.name}" for each, table in looked_up]
-        self.widths = [table.dim for _, table in looked_up]
+        self._features = [feature for feature, _ in looked_up]
+        # as TorchRec names them
+        names = [each if self._features.count(each) == 1 else f"{each}@{table.name}" for each, table in looked_up]
+        self._names, self._widths = names, [table.dim for _, table in looked_up]
         results = {(feature, table.name): place for place, (feature, table) in enumerate(looked_up)}
-        given = [[(feature, layout.tables[index]) for feature, index in layout.features] for layout in layouts]
-        keys = [[(results[feature, table.name], table.first_column) for feature, table in each] for each in given]
-        order = sorted(key for each in keys for key in each)
-        self.parts = [sum(result == place for result, _ in order) for place in range(len(looked_up))]
-        self._places = [[order.index(key) for key in each] for each in keys]
+        given = [(feature, layout.tables[index]) for layout in layouts for feature, index in layout.features]
+        keys = [(results[feature, table.name], table.first_column) for feature, table in given]
+        self._order = sorted(range(len(keys)), key=keys.__getitem__)
+        self._part_counts = [sum(result == place for result, _ in keys) for place in range(len(looked_up))]
 
-    def in_order(self, given: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Return the tensors of each layout's features in the order of the columns."""
-        found = {place: each for places, tensors in zip(self._places, given) for place, each in zip(places, tensors)}
-        return [found[place] for place in range(len(found))]
+    def _parts(self, given: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Return what each layout has for each of its features in the order of results, and of the columns in a result."""
+        parts = [each for of_layout in given for each in of_layout]
+        return [parts[place] for place in self._order]
 
 
-class SequenceOutput:
-    """Makes of rows what the unsharded EmbeddingCollection returns.
-
-    Args:
-        collection: the whole collection.
-        layouts: of its tables, as :func:`.row_layout.parts_by_width` has them.
-    """
-
-    def __init__(self, collection: Collection, layouts: Sequence[RowLayout]) -> None:
-        self._with_ids, self._layouts = collection.need_indices, layouts
-        self._columns = _Columns(collection, layouts)
-        self._features = [feature for table in collection.tables for feature in table.features]
+class SequenceOutput(_Output):
+    """Makes of rows what the unsharded EmbeddingCollection returns."""
 
     def __call__(self, features: KeyedJaggedTensor, rows: Sequence[Tensor]) -> dict[str, JaggedTensor]:
         """Return the rows of a lookup by feature.
@@ -93,28 +81,18 @@ class SequenceOutput:
         for layout, each in zip(self._layouts, rows):
             counts = [ids[feature] for feature, _ in layout.features]
             starts = [0, *accumulate(counts)]
-            # no split, whose parts cannot be changed in place; one part is no view, of which a change would cost a copy
-            parts = [each.narrow(0, *span) for span in zip(starts, counts)] if len(counts) > 1 else [each]
-            given.append(parts)
-        columns, outputs = iter(self._columns.in_order(given)), {}
-        for name, feature, count in zip(self._columns.names, self._features, self._columns.parts):
+            # the caller may change rows in place: torch forbids that for what split returns, and copies if it is a view
+            given.append([each.narrow(0, *span) for span in zip(starts, counts)] if len(counts) > 1 else [each])
+        columns, outputs = iter(self._parts(given)), {}
+        for name, feature, count in zip(self._names, self._features, self._part_counts):
             values = next(columns) if count == 1 else torch.cat([next(columns) for _ in range(count)], dim=1)
-            weights = jagged[feature].values() if self._with_ids else None
+            weights = jagged[feature].values() if self._collection.need_indices else None
             outputs[name] = JaggedTensor(values=values, lengths=jagged[feature].lengths(), weights=weights)
         return outputs
 
 
-class BagOutput:
-    """Makes of rows what the unsharded EmbeddingBagCollection returns.
-
-    Args:
-        collection: the whole collection.
-        layouts: of its tables, as :func:`.row_layout.parts_by_width` has them.
-    """
-
-    def __init__(self, collection: Collection, layouts: Sequence[RowLayout]) -> None:
-        self._weighted, self._layouts = collection.weighted, layouts
-        self._columns = _Columns(collection, layouts)
+class BagOutput(_Output):
+    """Makes of rows what the unsharded EmbeddingBagCollection returns."""
 
     def __call__(self, features: KeyedJaggedTensor, rows: Sequence[Tensor]) -> KeyedTensor:
         """Return the pooled rows of a lookup.
@@ -124,13 +102,12 @@ class BagOutput:
             rows: of every id by layout, each of shape ``[ids, dim]`` in the layout's order of features.
         """
         pooled = [self._pooled(features, layout, given) for layout, given in zip(self._layouts, rows)]
-        columns = torch.cat(self._columns.in_order(pooled), dim=1)
-        return KeyedTensor(self._columns.names, self._columns.widths, columns)
+        return KeyedTensor(self._names, self._widths, torch.cat(self._parts(pooled), dim=1))
 
     def _pooled(self, features: KeyedJaggedTensor, layout: RowLayout, rows: Tensor) -> list[Tensor]:
         """Return the pooled rows of each feature of a layout, shape ``[samples, dim]`` each."""
         keys, strides, lengths = features.keys(), features.stride_per_key(), features.lengths()
-        weights = features.weights() if self._weighted else None
+        weights = features.weights() if self._collection.weighted else None
         order = [keys.index(feature) for feature, _ in layout.features]
         if order != [*range(len(keys))]:
             lengths = _in_order(lengths, strides, order)

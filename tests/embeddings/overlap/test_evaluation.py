@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.sharding_plan import (
@@ -24,7 +26,7 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import ShardingPlan
 
 from lightning_freescale.embeddings.optimizer import TableOptimizer
-from lightning_freescale.embeddings.overlap import OverlapEngine
+from lightning_freescale.embeddings.overlap import OverlapEngine, local_rows
 from lightning_freescale.embeddings.sharding import TableSharding
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.helpers.bags import MEAN, SETTINGS, SUM, configs
@@ -69,7 +71,7 @@ def _mixed_plan(modules: nn.ModuleDict) -> ShardingPlan:
 
 @contextmanager
 def _engine(
-    planned: bool = False, optimizer: TableOptimizer = SGD, **options: Any
+    planned: bool = False, optimizer: TableOptimizer = SGD, cached: bool = False, **options: Any
 ) -> Iterator[tuple[nn.ModuleDict, nn.ModuleDict, OverlapEngine]]:
     """The unsharded modules, the sharded ones, and the engine that has these."""
     modules = _modules()
@@ -79,6 +81,8 @@ def _engine(
     plan = _mixed_plan(whole) if planned else None
     ranks = dist.get_world_size()
     tables = sharding.shard(group=dist.new_group(), local_world_size=2 if planned else ranks, plan=plan, optimizers=optimizers)
+    if cached:  # rows are read as from tables with a cache, which only a GPU has
+        local_rows.EmbeddingLocation = SimpleNamespace(MANAGED_CACHING=EmbeddingLocation.HOST)
     engine = OverlapEngine(tables, **options)
     yield whole, modules, engine
     engine.close()
@@ -156,7 +160,15 @@ TWO_LEVEL = {"exchange": "two_level", "ranks_per_node": 2}
 
 @pytest.mark.parametrize(
     ("seed", "ranks", "options"),
-    [(0, 1, {}), (1, 2, {}), (2, 3, {}), (3, 2, {"dedup": False}), (4, 4, TWO_LEVEL), (5, 4, {"planned": True})],
+    [
+        (0, 1, {}),
+        (1, 2, {}),
+        (2, 3, {}),
+        (3, 2, {"dedup": False}),
+        (4, 4, TWO_LEVEL),
+        (5, 4, {"planned": True}),
+        (6, 2, {"cached": True}),
+    ],
 )
 def test_the_same_function_as_in_training_and_unsharded(seed: int, ranks: int, options: dict[str, Any]) -> None:
     assert run_distributed(_looked_up, ranks, seed, 12, options) == [[]] * ranks
