@@ -140,7 +140,8 @@ class TableSharding:
         plan = plan or self._earlier_plan()
         if plan is None:
             if planner is None:
-                memory = memory_for_tables(self.root, self._replaced_parameters(), self.device, group)
+                weights = [weight for *_, planned in self._replaced for weight in planned.parameters()]
+                memory = memory_for_tables(self.root, weights, self.device, group)
                 planner = row_wise_planner(collections, self.device, group.size(), local_world_size, memory)
             # over the default group: this one would have to connect gloo for the broadcast, and nothing else needs that
             whole = dist.group.WORLD if group.size() == dist.get_world_size() else group
@@ -187,9 +188,6 @@ class TableSharding:
             planned = collection.torchrec()
             replace_everywhere(self.root, blueprint, planned)
             self._replaced[index] = (collection, original, planned)
-
-    def _replaced_parameters(self) -> list[nn.Parameter]:
-        return [parameter for *_, planned in self._replaced for parameter in planned.parameters()]
 
     def _earlier_plan(self) -> ShardingPlan | None:
         records = {collection.path: getattr(module, "freescale_sharding", None) for collection, module, _ in self._replaced}

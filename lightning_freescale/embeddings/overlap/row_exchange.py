@@ -194,8 +194,7 @@ class RowExchange:
 
         Without a lookup, serve those of others in the same way.
         """
-        looked_up = [] if lookup is None else [lookup.features]
-        kind, request, wrong = self._ask_for(looked_up)
+        kind, request, wrong = self._ask_for([] if lookup is None else [lookup.features])
         # others may be sending gradients: their slots have to be there
         given = self._nothing_given if self._waits_for_ids() else self._given_in_time(current)
         given = replace(given, requested=self._nothing_given.requested)
@@ -257,9 +256,8 @@ class RowExchange:
 
     def evaluate(self, lookup: EvaluationLookup) -> None:
         """Fetch the rows of a lookup outside of steps, and serve those of the other ranks. Collective."""
-        looked_up = [] if lookup.features is None else [lookup.features]
         with self.statistics.suspended():
-            kind, request, wrong = self._ask_for(looked_up)
+            kind, request, wrong = self._ask_for([] if lookup.features is None else [lookup.features])
             sent = IdsToSend(NextIds.EVALUATING, request, evaluated=lookup.module)
             given, none = self._nothing_given, self.transport.rows(0)
             heads, incoming, _ = self._route.exchange_ids(sent, self._nothing, kind, given, none)
