@@ -135,6 +135,10 @@ def _auto(of: Figures) -> bool:
     return of["auto_over_best"] > 0 and of.get("auto_chose_1", 0) + of.get("auto_chose_2", 0) == 1
 
 
+def _lookups(of: Figures) -> bool:
+    return all(of[f"{kind}_{phase}_ms"] > 0 for kind in ("sequences", "long_bags") for phase in ("train", "validate"))
+
+
 RANKS: dict[str, tuple[str, int, Any, Callable[[Figures], bool]]] = {
     "overlap": (
         "--rows 5000 --batch 4 --dim 8 --steps 8 --rounds 1 --compute-ms 3 --shift-at 5 --require floor_ms<=0",
@@ -149,6 +153,7 @@ RANKS: dict[str, tuple[str, int, Any, Callable[[Figures], bool]]] = {
         None,
         _auto,
     ),
+    "lookups": ("--kinds sequences long_bags --steps 12 --rounds 1", 0, None, _lookups),
     "ladder": (
         "--rungs floor plain balance overlap dedup split --rows 300 --compute-ms 4 --steps 8 --rounds 2",
         0,
