@@ -129,6 +129,7 @@ class CpuKernel(TableKernel):
             place, size, state = self._places[index]
             first_row, width = self.tables[index].first_row, gradients.shape[1]
             ids = numbers - first_row if first_row else numbers
+            given: tuple[Any, ...]
             if self._by_rows:
                 given = width, size, module.total_hash_size_bits, ids, torch.tensor([0, ids.numel()])
             else:
