@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import time
 import weakref
@@ -174,7 +175,9 @@ def test_garbage_is_collected_by_the_thread_that_submits(worker: WorkerThread, c
     worker.submit(_litter).result(10)
     assert worker.stop(10) and gc.get_threshold() == (50, 2, 2)
     _litter()
-    assert len(collected_in) > 2 and set(collected_in) == {threading.current_thread().name}
+    ours = threading.current_thread().name
+    traced = set() if sys.gettrace() is None else {worker.name}  # coverage allocates on the worker's thread after its last job
+    assert len(collected_in) > 2 and {ours} <= set(collected_in) <= {ours} | traced
 
 
 def test_what_the_user_chooses_about_garbage_stays(worker: WorkerThread, collected_in: list[str]) -> None:

@@ -8,7 +8,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_freescale.balance.solver import Ints, Problem, level_tokens, lower_bound, search, to_integers, zigzag
+from lightning_freescale.balance.solver import (
+    Ints,
+    Problem,
+    level_tokens,
+    lower_bound,
+    padded_loads,
+    padded_search,
+    search,
+    to_integers,
+    zigzag,
+)
 from lightning_freescale.balance.validation import (
     AssignmentMode,
     Floats,
@@ -28,10 +38,12 @@ class Assignment:
     Attributes:
         rank_of_sample: int array of shape ``[samples]``.
         imbalance: max over ranks of cost / mean over ranks; with ``rank_speeds``, the slowest rank's time / the time that
-            all would need if the work were spread perfectly.
+            all would need if the work were spread perfectly. With ``padded``, the slowest rank's time includes its padding, and
+            the other time does not.
         lower_bound: the imbalance that no assignment within the mode's limits on the counts can beat.
         tokens_imbalance: max over ranks of tokens / mean over ranks; None if no tokens were given.
         dominated: a single sample costs more than the mean rank load.
+        part_of_sample: which of its rank's parts computes a sample, shape ``[samples]``; None without parts.
     """
 
     rank_of_sample: Ints
@@ -39,6 +51,7 @@ class Assignment:
     lower_bound: float
     tokens_imbalance: float | None
     dominated: bool
+    part_of_sample: Ints | None = None
 
     @property
     def gap(self) -> float:
@@ -57,6 +70,8 @@ def assign(
     keep_together: ArrayLike | None = None,
     rank_speeds: ArrayLike | None = None,
     fallback: ArrayLike | None = None,
+    padded: bool = False,
+    parts: int = 1,
 ) -> Assignment:
     """Share the samples of a step out so that all ranks finish together.
 
@@ -83,6 +98,11 @@ def assign(
             ``"zigzag"``.
         fallback: the ranks of a plan that is known to keep ``max_tokens_per_rank``, shape ``[samples]``, to start from where
             none is found.
+        padded: a rank pads its samples to the longest one. It then costs its number of samples times the cost of the dearest
+            one, and holds as many tokens as samples times the tokens of the longest one. The best plan consists of runs of the
+            samples sorted by cost. With equally fast ranks it is optimal. Not for ``keep_together``.
+        parts: with ``padded``, each rank computes its samples in so many parts, one after the other, and pads each of them by
+            itself. ``max_tokens_per_rank`` limits the tokens of a part.
 
     Raises:
         ValueError: an argument does not fit, or no assignment within the limits was found; names it and the fix.
@@ -98,6 +118,9 @@ def assign(
     problem, cost, token, group_of_sample = problem_from_arguments(
         costs, ranks, assignment_mode, count_slack, max_tokens_per_rank, tokens, keep_together, rank_speeds
     )
+    if padded:
+        _refuse_padded(assignment_mode, keep_together is not None)
+        return _padded(problem, cost, token, group_of_sample, parts, assignment_mode, max_tokens_per_rank)
     known = None if fallback is None else _ranks_of_groups(fallback, group_of_sample, ranks)
     if assignment_mode == "zigzag":
         rank_of_group, bound = _zigzag_within_limits(problem, max_tokens_per_rank)
@@ -116,6 +139,40 @@ def assign(
     )
 
 
+def _padded(
+    problem: Problem, cost: Floats, token: Floats | None, place: Ints, parts: int, mode: str, max_tokens: float | None
+) -> Assignment:
+    """Return the assignment for ranks that pad; ``place`` is where the problem has each sample."""
+    plan, slow = padded_search(problem, parts), problem.exact.slowness / problem.exact.slowness.min()
+    drawn = contiguous_split(len(cost), problem.ranks)
+    as_drawn = padded_loads(cost, drawn, None, problem.ranks)
+    allowed = problem.allows_padded(drawn[np.argsort(place)])
+    if plan is None and not allowed:
+        raise _none_found(problem, mode, max_tokens)
+    rank_of_sample, part_of_sample, loads = drawn, np.zeros_like(drawn), as_drawn
+    if plan is not None:
+        rank, part = plan.rank_of_group[place], plan.part_of_group[place]
+        found = padded_loads(cost, rank, part, problem.ranks)
+        if not allowed or (found * slow).max() <= (as_drawn * slow).max():  # may be worse where ranks differ in speed
+            rank_of_sample, part_of_sample, loads = rank, part, found
+    bound = problem.exact.ideal_time if plan is None else plan.bound
+    free = not cost.any()
+    return Assignment(
+        rank_of_sample,
+        1.0 if free else _over_ideal(loads, cost, slow),
+        1.0 if free else bound / problem.exact.ideal_time,
+        None if token is None else load_imbalance(padded_loads(token, rank_of_sample, part_of_sample, problem.ranks)),
+        _is_dominated(cost, problem.ranks),
+        part_of_sample,
+    )
+
+
+def _refuse_padded(mode: str, together: bool) -> None:
+    if together or mode == "zigzag":
+        what = "keep_together=..." if together else "assignment_mode='zigzag'"
+        raise ValueError(f"assign(padded=True, {what}): ranks that pad take runs of samples sorted by cost. Leave one of them out")
+
+
 def contiguous_split(samples: int, ranks: int) -> Ints:
     """Return the rank of every sample without balancing, shape ``[samples]``: runs of the drawn order, at equal counts."""
     return np.repeat(np.arange(ranks), np.asarray(equal_counts(samples, ranks)))
@@ -126,10 +183,19 @@ def equal_counts(samples: int, ranks: int) -> list[int]:
     return [samples // ranks + (rank < samples % ranks) for rank in range(ranks)]
 
 
-def imbalance(cost: Floats, rank_of_sample: Ints, ranks: int, rank_speeds: ArrayLike | None = None) -> float:
+def imbalance(
+    cost: Floats, rank_of_sample: Ints, ranks: int, rank_speeds: ArrayLike | None = None, padded: bool = False
+) -> float:
     """Return the max over ranks of cost / mean over ranks, see :class:`Assignment`; 1.0 when all costs are zero."""
-    loads = np.bincount(rank_of_sample, weights=cost, minlength=ranks)
-    return load_imbalance(loads, relative_slowness(rank_speeds, ranks))
+    slow = relative_slowness(rank_speeds, ranks)
+    if padded:
+        return _over_ideal(padded_loads(cost, rank_of_sample, None, ranks), cost, slow) if cost.any() else 1.0
+    return load_imbalance(np.bincount(rank_of_sample, weights=cost, minlength=ranks), slow)
+
+
+def _over_ideal(padded: Floats, cost: Floats, slow: Floats) -> float:
+    """Return the slowest rank's padded time over the time that all ranks would need without padding."""
+    return float((padded * slow).max() * (1.0 / slow).sum() / cost.sum())
 
 
 def load_imbalance(loads: NDArray[Any], slow: Floats | None = None) -> float:
@@ -143,6 +209,9 @@ def assignment_bound(costs: ArrayLike, ranks: int, **options: Any) -> tuple[floa
 
     Of few samples, which it shares out in every way, its own may be higher.
     """
+    if options.pop("padded", False):
+        found = assign(costs, ranks, padded=True, **options)
+        return found.lower_bound, found.dominated
     options.pop("fallback", None)  # of which no bound depends
     problem, cost, _, _ = problem_from_arguments(costs, ranks, **options)
     exact = problem.exact
@@ -179,11 +248,15 @@ def _ranks_of_groups(fallback: ArrayLike, group_of_sample: Ints, ranks: int) -> 
 def _found(problem: Problem, fallback: Ints | None, mode: str, max_tokens: float | None) -> tuple[Ints, float]:
     plan, bound = search(problem, fallback)
     if plan is None:
-        # as they were given: the problem has them in whole numbers
-        limits = [] if mode == "free" else [f"at most {problem.max_samples} samples (assignment_mode={mode!r})"]
-        limits += [] if max_tokens is None else [f"max_tokens_per_rank={max_tokens}"]
-        raise ValueError(
-            f"assign: no place was found for every sample or group on {problem.ranks} ranks with {' and '.join(limits)} each. "
-            "Allow more of what is scarce, or use more ranks"
-        )
+        raise _none_found(problem, mode, max_tokens)
     return plan, bound
+
+
+def _none_found(problem: Problem, mode: str, max_tokens: float | None) -> ValueError:
+    # as they were given: the problem has them in whole numbers
+    limits = [] if mode == "free" else [f"at most {problem.max_samples} samples (assignment_mode={mode!r})"]
+    limits += [] if max_tokens is None else [f"max_tokens_per_rank={max_tokens}"]
+    return ValueError(
+        f"assign: no place was found for every sample or group on {problem.ranks} ranks with {' and '.join(limits)} each. "
+        "Allow more of what is scarce, or use more ranks"
+    )

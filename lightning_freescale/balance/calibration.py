@@ -10,6 +10,7 @@ import numpy as np
 
 from lightning_freescale.balance.assign import assign
 from lightning_freescale.balance.cost import CostFit, CostModel, fit_coefficients, huber_loss
+from lightning_freescale.balance.solver import padded_loads
 from lightning_freescale.balance.validation import Floats
 
 PARTED = 0.03
@@ -128,8 +129,12 @@ def imbalance_by_true_costs(
     """
     longest = total = 0.0
     for planned, true in batches:
-        plan = assign(planned, ranks, **(options or {})).rank_of_sample
-        times = slowness * (np.bincount(plan, true, ranks) + base)
+        plan = assign(planned, ranks, **(options or {}))
+        if plan.part_of_sample is None:
+            loads = np.bincount(plan.rank_of_sample, true, ranks)
+        else:
+            loads = padded_loads(true, plan.rank_of_sample, plan.part_of_sample, ranks)
+        times = slowness * (loads + base)
         longest, total = longest + times.max(), total + times.mean()
     return float(longest / total) if total else 1.0
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import is_
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_freescale.balance.assign import assign
-from lightning_freescale.balance.solver import Ints
+from lightning_freescale.balance.solver import Ints, padded_loads
 from lightning_freescale.balance.turns import Turns
 from lightning_freescale.balance.validation import Floats
 
@@ -38,7 +38,14 @@ class MicroBatches(NamedTuple):
 
 
 def cut(
-    samples: Any, parts: int, costs: Floats, weights: Floats, *, loss_is_sum: bool = False, groups: Ints | None = None
+    samples: Any,
+    parts: int,
+    costs: Floats,
+    weights: Floats,
+    *,
+    loss_is_sum: bool = False,
+    groups: Ints | None = None,
+    padded: bool = False,
 ) -> MicroBatches:
     """Return a rank's samples of a step as micro-batches of samples, at equal cost as far as that can be; dearest first.
 
@@ -52,15 +59,18 @@ def cut(
         weights: of each sample in the loss, shape ``[samples]``; where all are 0, each counts the same.
         loss_is_sum: the loss is a sum over samples, not a mean.
         groups: of each sample, shape ``[samples]``; samples of a group stay in one micro-batch.
+        padded: each micro-batch is padded to its longest sample. Samples of about the same cost then come together, so that
+            all micro-batches together cost least.
 
     Raises:
         ValueError: there are fewer samples (or groups) that weigh something than ``parts``.
     """
     weighed = _weighed(weights)
-    part_of_sample = assign(costs, parts, assignment_mode="free", keep_together=groups).rank_of_sample
+    part_of_sample = _parts(costs, parts, groups, padded)
     if len(np.unique(part_of_sample[weighed > 0])) < parts:
-        part_of_sample = _weighing_first(costs, parts, weighed > 0, groups)
-    dearest = np.argsort(-np.bincount(part_of_sample, costs, parts), kind="stable")
+        part_of_sample = _weighing_first(costs, parts, weighed > 0, groups, padded)
+    loads = padded_loads(costs, part_of_sample, None, parts) if padded else np.bincount(part_of_sample, costs, parts)
+    dearest = np.argsort(-loads, kind="stable")
     places = [np.flatnonzero(part_of_sample == part) for part in dearest]
     shares = np.array([weighed[each].sum() for each in places]) / weighed.sum()
     return MicroBatches(tuple([samples[place] for place in each] for each in places), tuple(shares.tolist()), loss_is_sum)
@@ -81,13 +91,20 @@ def _weighed(weights: Floats) -> Floats:
     return weights if weights.any() else np.ones(len(weights))
 
 
-def _weighing_first(costs: Floats, parts: int, weighs: NDArray[np.bool_], groups: Ints | None) -> Ints:
+def _parts(costs: Floats, parts: int, groups: Ints | None, padded: bool) -> Ints:
+    """Return the part of every sample, whatever it weighs."""
+    if padded:
+        return cast(Ints, assign(costs, 1, assignment_mode="free", padded=True, parts=parts).part_of_sample)
+    return assign(costs, parts, assignment_mode="free", keep_together=groups).rank_of_sample
+
+
+def _weighing_first(costs: Floats, parts: int, weighs: NDArray[np.bool_], groups: Ints | None, padded: bool) -> Ints:
     """Return the part of every sample: those that weigh something by themselves, then the others, each to the cheapest part."""
     unit = np.arange(len(costs)) if groups is None else np.unique(groups, return_inverse=True)[1]
     costs_of_units = np.bincount(unit, costs)
     first = np.bincount(unit, weighs) > 0
     part_of_unit = np.empty(len(first), dtype=np.int64)
-    part_of_unit[first] = assign(costs_of_units[first], parts, assignment_mode="free").rank_of_sample
+    part_of_unit[first] = _parts(costs_of_units[first], parts, None, padded)
     loads = np.bincount(part_of_unit[first], costs_of_units[first], parts)
     others = np.flatnonzero(~first)
     for each in others[np.argsort(-costs_of_units[others], kind="stable")]:
@@ -120,6 +137,10 @@ class MicroBatchSchedule:
     def count(self, epoch: int, step: int) -> int:
         """Return the micro-batches of a step."""
         self.handed_out = max(self.handed_out, (epoch, step))
+        return self._turns.candidate(epoch, step)
+
+    def peek(self, epoch: int, step: int) -> int:
+        """Return the same without handing the step out: it may still be decided otherwise."""
         return self._turns.candidate(epoch, step)
 
     @property

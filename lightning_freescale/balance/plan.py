@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from lightning_freescale._worker import WorkerThread
 from lightning_freescale.balance.assign import Assignment, assign, assignment_bound, contiguous_split, imbalance, load_imbalance
 from lightning_freescale.balance.report import StepBalance
-from lightning_freescale.balance.solver import Ints
+from lightning_freescale.balance.solver import Ints, padded_loads
 from lightning_freescale.balance.validation import Floats
 from lightning_freescale.balance.window import DrawnSteps
 
@@ -63,10 +63,24 @@ class StepPlan:
     base: float = 0.0
     drawn: DrawnSteps | None = None
 
+    @property
+    def padded(self) -> bool:
+        """Whether the ranks pad their samples to the longest one."""
+        return bool(self.options.get("padded", False))
+
     @cached_property
     def assignment(self) -> Assignment:
         """The assignment by cost; made when it is first asked for."""
-        return assign(self.costs, self.ranks, **self.options)
+        return assign(self.costs, self.ranks, **self._limited)
+
+    @cached_property
+    def _limited(self) -> dict[str, Any]:
+        """The options; where samples are padded and nothing limits tokens, no rank may hold more than one would as drawn."""
+        tokens = self.options.get("tokens")
+        if not self.padded or tokens is None or self.options.get("max_tokens_per_rank") is not None:
+            return self.options
+        drawn = contiguous_split(len(self.samples), self.ranks)
+        return {**self.options, "max_tokens_per_rank": float(padded_loads(tokens, drawn, None, self.ranks).max())}
 
     @cached_property
     def rank_of_sample(self) -> Ints:
@@ -82,7 +96,7 @@ class StepPlan:
     @cached_property
     def balance(self) -> StepBalance:
         """What the assignment is worth; as drawn and the bound are those of all steps that exchange samples."""
-        if self.drawn is None:
+        if self.drawn is None or self.padded:
             return self.own_balance
         bound, own = self.drawn.lower_bound(self.options), self._of_samples
         of_samples = replace(
@@ -104,19 +118,35 @@ class StepPlan:
         if self.balanced:
             bound, dominated = self.assignment.lower_bound, self.assignment.dominated
         else:
-            bound, dominated = assignment_bound(self.costs, self.ranks, **self.options)
+            bound, dominated = assignment_bound(self.costs, self.ranks, **self._limited)
         drawn, limit = contiguous_split(len(self.samples), self.ranks), self.options.get("max_tokens_per_rank")
-        held = None if tokens is None else np.bincount(self.rank_of_sample, tokens, self.ranks)
+        now, padded = self.rank_of_sample, self.padded
+        held = None if tokens is None else self._held(tokens, now)
         return StepBalance(
-            unbalanced=imbalance(self.costs, drawn, self.ranks, speeds),
-            balanced=imbalance(self.costs, self.rank_of_sample, self.ranks, speeds),
+            unbalanced=imbalance(self.costs, drawn, self.ranks, speeds, padded),
+            balanced=self.assignment.imbalance if padded and self.balanced else imbalance(self.costs, now, self.ranks, speeds, padded),
             lower_bound=bound,
             dominated=dominated,
             tokens_imbalance=None if held is None else load_imbalance(held),
             cost=float(self.costs.sum()),
-            tokens_unbalanced=None if tokens is None else imbalance(tokens, drawn, self.ranks),
+            tokens_unbalanced=None if tokens is None else load_imbalance(self._held(tokens, drawn)),
             tokens_fullest=None if held is None or limit is None else float(held.max()) / limit,
+            padding_unbalanced=self._padding(drawn) if padded else None,
+            padding=self._padding(now) if padded else None,
         )
+
+    def _held(self, values: NDArray[Any], rank_of_sample: Ints) -> NDArray[Any]:
+        """Return what every rank holds of values of the samples, its padding included; shape ``[ranks]``."""
+        if not self.padded:
+            return np.bincount(rank_of_sample, values, self.ranks)
+        parts = self.assignment.part_of_sample if self.balanced and rank_of_sample is self.rank_of_sample else None
+        return padded_loads(values, rank_of_sample, parts, self.ranks)
+
+    def _padding(self, rank_of_sample: Ints) -> float:
+        """Return which share of the tokens that ranks compute is padding; of the costs, where tokens are unknown."""
+        values = self.options.get("tokens", self.costs)
+        computed = float(self._held(values, rank_of_sample).sum())
+        return 1 - float(values.sum()) / computed if computed else 0.0
 
 
 class PlanPrefetcher(Generic[Plan]):

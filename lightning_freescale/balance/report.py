@@ -22,6 +22,9 @@ class StepBalance:
         cost: summed cost of the step.
         tokens_unbalanced: the same of the samples as drawn.
         tokens_fullest: tokens of the rank that has most / ``max_tokens_per_rank``; None without such a limit.
+        padding: share of the computed tokens that is padding, of the assignment in use; None unless batches are padded. The
+            imbalances then count padding as idle time.
+        padding_unbalanced: the same of the samples as drawn.
     """
 
     unbalanced: float
@@ -32,6 +35,8 @@ class StepBalance:
     cost: float
     tokens_unbalanced: float | None = None
     tokens_fullest: float | None = None
+    padding: float | None = None
+    padding_unbalanced: float | None = None
 
     def with_base(self, base: float, ranks: int) -> StepBalance:
         """Return the same for ranks of which each computes for ``base`` besides its samples, in the units of the costs."""
@@ -48,7 +53,8 @@ class BalanceReport:
 
     Attributes:
         steps: how many there are.
-        unbalanced, balanced, lower_bound, tokens_imbalance, tokens_unbalanced: means of those of :class:`StepBalance`.
+        unbalanced, balanced, lower_bound, tokens_imbalance, tokens_unbalanced, padding, padding_unbalanced: means of those of
+            :class:`StepBalance`.
         dominated: share of steps in which a single sample costs more than the mean rank load.
         tokens_fullest: the largest of those of :class:`StepBalance`.
 
@@ -71,6 +77,8 @@ class BalanceReport:
     tokens_imbalance: float | None
     tokens_unbalanced: float | None = None
     tokens_fullest: float | None = None
+    padding: float | None = None
+    padding_unbalanced: float | None = None
 
     @classmethod
     def from_steps(cls, steps: Iterable[StepBalance]) -> BalanceReport:
@@ -88,13 +96,15 @@ class BalanceReport:
     def scalars(self, over: str) -> dict[str, float]:
         """Return the figures by the names under which they are logged: ``freescale/imbalance/{over}/...``."""
         names = ["unbalanced", "balanced", "lower_bound", "gap", "dominated"]
-        names += ["tokens_imbalance", "tokens_unbalanced", "tokens_fullest"]
+        names += ["tokens_imbalance", "tokens_unbalanced", "tokens_fullest", "padding", "padding_unbalanced"]
         return {f"freescale/imbalance/{over}/{name}": value for name in names if (value := getattr(self, name)) is not None}
 
     def __str__(self) -> str:
-        drawn, balanced = (f"{each:.3f} ({idle_fraction(each):.1%} idle)" for each in (self.unbalanced, self.balanced))
+        lost = "idle" if self.padding is None else "lost"
+        drawn, balanced = (f"{each:.3f} ({idle_fraction(each):.1%} {lost})" for each in (self.unbalanced, self.balanced))
+        of = "max / mean over ranks" if self.padding is None else "slowest rank / mean rank without padding"
         lines = [
-            f"imbalance over {self.steps} step{'s'[: self.steps != 1]} (max / mean over ranks):",
+            f"imbalance over {self.steps} step{'s'[: self.steps != 1]} ({of}):",
             f"         {'as drawn':21}{'balanced':21}{'lower bound':13}gap",
             f"compute  {drawn:21}{balanced:21}{self.lower_bound:<13.3f}{self.gap:.2%}",
         ]
@@ -102,6 +112,8 @@ class BalanceReport:
             full = self.tokens_fullest
             limit = "" if full is None else f"      fullest rank of any step: {full:.1%} of its limit"
             lines.append(f"tokens   {self.tokens_unbalanced:<21.3f}{self.tokens_imbalance:<21.3f}{'-':13}-{limit}")
+        if self.padding is not None:
+            lines.append(f"padding  {self.padding_unbalanced:<21.1%}{self.padding:<21.1%}of the computed tokens")
         if self.dominated:
             lines.append(f"in {self.dominated:.0%} of the steps one sample costs more than a rank's fair share")
         return "\n".join(lines)
@@ -111,7 +123,7 @@ class BalanceSums:
     """Sums of steps that are added one by one, so that an epoch need not be kept."""
 
     def __init__(self) -> None:
-        self._sums = np.zeros((2, 7))  # weighted by cost, and each step alike in case none costs anything
+        self._sums = np.zeros((2, 9))  # weighted by cost, and each step alike in case none costs anything
         self._fullest: float | None = None
 
     @property
@@ -122,6 +134,7 @@ class BalanceSums:
     def add_step(self, step: StepBalance) -> None:
         """Add a step to the sums."""
         row = [step.unbalanced, step.balanced, step.lower_bound, step.tokens_imbalance, step.tokens_unbalanced]
+        row += [step.padding, step.padding_unbalanced]
         self._sums += np.array([*row, step.dominated, 1], dtype=np.float64) * [[step.cost], [1.0]]  # None becomes nan
         if step.tokens_fullest is not None:
             self._fullest = max(step.tokens_fullest, self._fullest or 0.0)
@@ -131,11 +144,11 @@ class BalanceSums:
         if not self.steps:
             return BalanceReport(0, 1.0, 1.0, 1.0, 0.0, None)
         weighted, alike = self._sums
-        means = (weighted / weighted[-1] if weighted[-1] else alike / alike[-1])[:5].tolist()
+        means = (weighted / weighted[-1] if weighted[-1] else alike / alike[-1])[:7].tolist()
         unbalanced, balanced, bound = means[:3]
-        tokens, drawn_tokens = (None if np.isnan(mean) else mean for mean in means[3:])
-        dominated = float(alike[5] / alike[-1])
-        return BalanceReport(self.steps, unbalanced, balanced, bound, dominated, tokens, drawn_tokens, self._fullest)
+        tokens, drawn_tokens, *padding = (None if np.isnan(mean) else mean for mean in means[3:])
+        dominated = float(alike[7] / alike[-1])
+        return BalanceReport(self.steps, unbalanced, balanced, bound, dominated, tokens, drawn_tokens, self._fullest, *padding)
 
 
 def idle_fraction(imbalance: float) -> float:

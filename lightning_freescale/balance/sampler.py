@@ -57,7 +57,13 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
             and so do all where the samples of a step would not fit into ``max_tokens_per_rank`` then.
         limit: how many steps of an epoch are trained on, or as a float, which share of them, as
             ``Trainer(limit_train_batches=...)``. What is shared out is among these.
+        padded: the ranks pad their samples to the longest one, see :func:`assign`. Micro-batches are padded by themselves, and
+            have samples of about the same cost. If ``tokens`` are given without a limit, no rank of a step holds more of them,
+            padding included, than the fullest one would as drawn.
         **options: ``assignment_mode``, ``count_slack``, ``max_tokens_per_rank`` and ``rank_speeds`` of :func:`assign`.
+
+    Attributes:
+        handed_out: the last (epoch, step) that the loader has read.
 
     Raises:
         ValueError: an argument does not fit; names it, its value and the fix.
@@ -90,6 +96,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         micro_batches: MicroBatchSchedule | None = None,
         window: int = 1,
         limit: int | float = 1.0,
+        padded: bool = False,
         **options: Any,
     ) -> None:
         # DistributedSampler's own constructor insists on a data set; being one is what makes Lightning leave us alone.
@@ -115,6 +122,8 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         self.balance_steps, self.outlier_window, self.epoch = balance, outlier_window, 0
         self.exploration_steps = 0 if limited else exploration_steps  # a contiguous split keeps no limits
         self.micro_batches = micro_batches or MicroBatchSchedule(1, 1)
+        self.handed_out = (0, -1)
+        self._padded: tuple[tuple[int, int], dict[str, Any]] | None = None
         per_sample: dict[str, NDArray[Any]] = {}
         if tokens is not None:
             per_sample["tokens"] = non_negative("BalancedSampler(tokens=...)", tokens, samples)
@@ -134,6 +143,8 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         )
         self._replans: dict[int, tuple[Callable[[], ArrayLike] | None, dict[str, Any]]] = {}
         self._plans = PlanPrefetcher(self._make_plan, complete=self._complete_plan)
+        if padded:
+            self.pad_from(0, 0)
         self.step_plan(0, 0).balance  # noqa: B018 (what does not fit is refused now, not in the first step)
 
     @property
@@ -216,9 +227,11 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         with self._plans.running():
             for step in range(self._batches.first_step(epoch), end):
                 self._plans.prepare(epoch, step, end)
-                yield self._batch_of_rank(epoch, step)
+                self.handed_out = (epoch, step)
+                yield self.batch_of_rank(epoch, step)
 
-    def _batch_of_rank(self, epoch: int, step: int) -> list[int] | MicroBatches:
+    def batch_of_rank(self, epoch: int, step: int) -> list[int] | MicroBatches:
+        """Return what this rank computes in a step: indices into the data set, of each micro-batch if there are several."""
         of_ranks = self.step_plan(epoch, step).samples_of_ranks
         samples = of_ranks[self.rank]
         parts = self.micro_batches.count(epoch, step)
@@ -229,14 +242,18 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         if parts == 1:
             return samples.tolist()
         together = None if groups is None else groups[samples]
-        costs, weights = self.costs[samples], self.loss_weights[samples]
-        return cut(samples.tolist(), parts, costs, weights, loss_is_sum=self.loss_is_sum, groups=together)
+        costs, weights, padded = self.costs[samples], self.loss_weights[samples], self.is_padded(epoch, step)
+        return cut(samples.tolist(), parts, costs, weights, loss_is_sum=self.loss_is_sum, groups=together, padded=padded)
 
     # -- the plan
 
     def step_plan(self, epoch: int, step: int) -> StepPlan:
         """Return the plan of all ranks for a step."""
-        return self._plans.get(epoch, step)
+        plan, options = self._plans.get(epoch, step), self._padded_options(epoch, step)
+        if any(plan.options.get(name) != value for name, value in options.items()):  # it was made before that was known
+            self._plans.forget()
+            plan = self._plans.get(epoch, step)
+        return plan
 
     def plan(self, epoch: int, step: int) -> list[Ints]:
         """Return the samples of every rank in a step: ``ranks`` int arrays of indices into the data set."""
@@ -307,6 +324,53 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         before = self._replans.get(epoch, (None, {}))
         self._replans[epoch] = (before[0] if costs is None else costs, {**before[1], **options})
 
+    def pad_from(self, epoch: int, step: int, **options: Any) -> None:
+        """Plan for ranks that pad their samples from a step on; call it with the same arguments on every rank.
+
+        Args:
+            epoch: of the first step.
+            step: that step; the loader must not have read it.
+            **options: of :func:`assign` for these steps, instead of those given.
+
+        Raises:
+            RuntimeError: the step was handed out, so that the ranks might differ in it.
+            ValueError: ``keep_together`` or a :class:`Budget` was given.
+        """
+        if self.handed_out >= (epoch, step):
+            raise RuntimeError(f"pad_from({epoch}, {step}): the loader has already read up to {self.handed_out}")
+        if self.budget is not None or "keep_together" in self._arguments.per_sample:
+            raise ValueError(
+                "BalancedSampler(padded=True) needs a number of samples as batch_size, and no keep_together: leave one of them "
+                "out"
+            )
+        self._padded = (epoch, step), options
+
+    def is_padded(self, epoch: int, step: int) -> bool:
+        """Return whether a step is planned for ranks that pad their samples."""
+        return self._padded is not None and (epoch, step) >= self._padded[0]
+
+    def options_in(self, epoch: int, step: int) -> dict[str, Any]:
+        """Return the arguments of :func:`assign` for a step, without those that have a value per sample."""
+        return {**self.options, **self._padded_options(epoch, step)}
+
+    def load(self, epoch: int, step: int, values_of: Callable[[Ints], NDArray[Any]]) -> NDArray[Any]:
+        """Return what this rank computes for in a step: values of its samples added up, and of what they are padded to.
+
+        Args:
+            epoch: of the step.
+            step: the step.
+            values_of: returns the values of some samples, shape ``[samples, values]``.
+        """
+        batch, padded = self.batch_of_rank(epoch, step), self.is_padded(epoch, step)
+        parts = [values_of(np.array(part)) for part in (batch.batches if isinstance(batch, MicroBatches) else [batch])]
+        return np.sum([len(part) * part.max(axis=0) if padded else part.sum(axis=0) for part in parts], axis=0)
+
+    def _padded_options(self, epoch: int, step: int) -> dict[str, Any]:
+        """Return the options of :func:`assign` that a step has because its samples are padded; none if they are not."""
+        if self._padded is None or (epoch, step) < self._padded[0]:
+            return {}
+        return {"padded": True, "parts": self.micro_batches.peek(epoch, step), **self._padded[1]}
+
     def digest(self) -> str:
         """Return a hash of the current epoch's costs, order, options and first step: equal on all ranks unless plans differ."""
         plan = self.step_plan(self.epoch, min(self.first_step, len(self) - 1))
@@ -319,7 +383,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
             self.exploration_steps,
             options,
         )
-        setting += (self.micro_batches.candidates, self.micro_batches.chosen, self.window)
+        setting += (self.micro_batches.candidates, self.micro_batches.chosen, self.window, self._padded)
         state = hashlib.sha256(repr(setting).encode())
         order, per_sample = self._batches.order(self.epoch), self._arguments.per_sample.values()
         for array in (self.costs, self.loss_weights, order, plan.rank_of_sample, *per_sample):
@@ -331,6 +395,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         options, known = arguments.options_of(samples), self._batches.ranks_within_budget(epoch, step)
         if known is not None:
             options["fallback"] = known
+        options |= self._padded_options(epoch, step)
         explores = epoch == 0 and step < self.exploration_steps and is_exploration_step(step)
         balanced, drawn = self.balance_steps and not explores, self._batches.as_drawn(epoch, step)
         return StepPlan(samples, arguments.costs[samples], self.num_replicas, balanced, options, drawn=drawn)

@@ -133,8 +133,11 @@ def _planned_work(trainer: Trainer, sampler: Any, index: int) -> tuple[int, Floa
     train = map_style_data(trainer)
     if train is None or train.lengths is None:
         return len(mine), np.array([len(mine), cost, 0.0, 0.0]), cost
+    *features, cost = sampler.load(
+        sampler.epoch, index, lambda samples: np.column_stack([train.features(samples), sampler.costs[samples]])
+    )
     planned = (cost + train.base_in(sampler.epoch)) / sampler.speed
-    return len(mine), train.features(mine).sum(axis=0), planned
+    return len(mine), np.array(features), planned
 
 
 def plan_of_step(trainer: Trainer, index: int) -> PlannedStep | None:

@@ -50,7 +50,9 @@ class MapStyleData:
         costs: predicted compute time as it was given, shape ``[samples]``.
         calibrates: whether costs are to be fitted while training, where that can bring something.
         refits: what was found while training, by the epoch from which on it goes.
-        assignment_mode: of :func:`~lightning_freescale.balance.assign`.
+        padding: as in :class:`BalanceOptions`; ``"auto"`` until it is found out.
+        may_pad: whether steps may be planned for padded batches.
+        padded_from: the (epoch, step) from which on steps are planned for padded batches; None for no step.
         costs_are_final: whether nothing more is to be measured.
         micro_batches: how many the steps of this fit have.
 
@@ -106,8 +108,16 @@ class MapStyleData:
             refuse_options("batch_cost=, which cuts steps by their costs", options, "tokens")
         if self.budget is not None:
             _refuse_with_budget(options, balance, drop_last, shuffle)
-        self.assignment_mode = options.assignment_mode or ("fixed" if self.budget is None else "free")
-        slack: dict[str, Any] = {"count_slack": options.count_slack} if self.assignment_mode == "slack" else {}
+        self._mode = options.assignment_mode or ("fixed" if self.budget is None else "free")
+        slack: dict[str, Any] = {"count_slack": options.count_slack} if self._mode == "slack" else {}
+        self.may_pad = balance and self.budget is None and options.keep_together is None and self._mode != "zigzag"
+        if options.padding == "batch" and not self.may_pad:
+            raise ValueError(
+                "BalanceOptions(padding='batch') needs a number of samples as batch_size, and balance other than False: leave out "
+                "batch_tokens= and batch_cost="
+            )
+        weighs = loss_reduction != "unweighted"
+        self._padded_mode = {"assignment_mode": "free"} if options.assignment_mode is None and weighs else {}
         self._new_sampler = partial(
             BalancedSampler,
             self.costs,
@@ -121,13 +131,13 @@ class MapStyleData:
             tokens=tokens if self.budget is None else None,
             keep_together=options.keep_together,
             outlier_window=options.outlier_window,
-            assignment_mode=self.assignment_mode,
+            assignment_mode=self._mode,
             max_tokens_per_rank=options.max_tokens_per_rank,
             rank_speeds=options.rank_speeds,
             **slack,
         )
-        self._may_share = balance and self.assignment_mode != "zigzag" and options.outlier_window == 1 and self.budget is None
-        self._may_share &= options.keep_together is None
+        self._may_share = balance and self._mode != "zigzag" and options.outlier_window == 1 and self.budget is None
+        self._may_share &= options.keep_together is None and options.padding != "batch"
         self._shares = {"auto": loss_reduction in ("sample_mean", "sum")}.get(str(options.window), options.window is True)
         # what the order of an epoch follows from, beside the seed; from the last three only with an outlier window, and between
         # two batches of an optimizer step
@@ -140,12 +150,13 @@ class MapStyleData:
             "budget of": "" if self.budget is None else hashlib.sha256(self.budget.in_whole_numbers[0].tobytes()).hexdigest(),
         }
         # by which samples find their batch of an optimizer step, too
-        limits = (options.max_tokens_per_rank, self.assignment_mode, options.count_slack, options.rank_speeds)
+        limits = (options.max_tokens_per_rank, self._mode, options.count_slack, options.rank_speeds)
         limited = tokens is not None and options.max_tokens_per_rank is not None
         told = np.asarray(tokens, dtype=np.float64).tobytes() + repr(limits).encode() if limited else b""
         self._order_facts["token limit"] = hashlib.sha256(told).hexdigest() if limited else ""
         self._given_seed = int(seed)
         self._new_schedule = new_schedule
+        self._given_padding = options.padding
         self.reset_progress()
 
     def reset_progress(self) -> None:
@@ -154,8 +165,15 @@ class MapStyleData:
         self._resume: tuple[int, int, int | None, list[int] | None, list[Any]] = (0, 0, None, None, [])
         self.refits: dict[int, Refit] = {}
         self.costs_are_final = False
+        self.padding = self._given_padding
+        self.padded_from = (0, 0) if self.padding == "batch" else None
         self._sampler: BalancedSampler | None = None
         self.micro_batches = self._new_schedule()
+
+    @property
+    def assignment_mode(self) -> str:
+        """Mode of :func:`~lightning_freescale.balance.assign`, for padded batches if steps are planned for them."""
+        return self._mode if self.padded_from is None else self._padded_mode.get("assignment_mode", self._mode)
 
     # -- what samples cost
 
@@ -238,7 +256,10 @@ class MapStyleData:
 
     def _sampler_with(self, schedule: MicroBatchSchedule, rank: int, world_size: int, **given: Any) -> BalancedSampler:
         given |= {"seed": self.seed, "micro_batches": schedule}
-        return self._new_sampler(num_replicas=world_size, rank=rank, **given)
+        sampler = self._new_sampler(num_replicas=world_size, rank=rank, **given)
+        if self.padded_from is not None:
+            sampler.pad_from(*self.padded_from, **self._padded_mode)
+        return sampler
 
     def window(self, accumulated: int) -> int:
         """Return how many steps share their samples out among them, if so many make one optimizer step."""
@@ -264,6 +285,12 @@ class MapStyleData:
         if self._sampler is not None and (refit.model, refit.options) != (before.model, before.options):
             self._replan_with(self._sampler, epoch, refit)
 
+    def pad_from(self, epoch: int, step: int) -> None:
+        """Plan for padded batches from a step on; call it with the same arguments on every rank."""
+        self.padded_from = (epoch, step)
+        if self._sampler is not None:
+            self._sampler.pad_from(epoch, step, **self._padded_mode)
+
     def _replan_with(self, sampler: BalancedSampler, epoch: int, refit: Refit) -> None:
         costs = None if refit.model is None else partial(self._refitted_costs, refit.model)
         sampler.replan(epoch, costs, **refit.options)
@@ -282,6 +309,7 @@ class MapStyleData:
         refits = {start: asdict(refit) for start, refit in self.refits.items()}
         state |= {"ranks": world_size, "refits": refits, "costs_are_final": self.costs_are_final}
         window = [batches, 0] if self._sampler is None else list(self._sampler.begun_window(epoch, batches))
+        state["padded_from"] = self.padded_from
         state["cuts"] = [] if self._sampler is None else self._sampler.cuts(epoch)
         return {**state, **self._order_facts, "costs": self._costs_fact(epoch), "window": window}
 
@@ -299,12 +327,16 @@ class MapStyleData:
         state = {
             "window": [state["batches"], 0],
             "costs_are_final": False,
+            "padded_from": None,
             "budget of": "",
             "token limit": "",
             "cuts": [],
             **state,
         }
         self._load_refits(state, state["ranks"] == world_size)
+        if self.padding == "auto" and self.may_pad and state["padded_from"] is not None:
+            first, step = state["padded_from"]
+            self.padding, self.padded_from = "batch", (first, step)
         if state["batches"]:
             self._refuse_another_order(state, world_size)
         self.seed = state["seed"]

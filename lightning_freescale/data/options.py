@@ -36,6 +36,12 @@ class BalanceOptions:
             every fifth of the first 50 steps is computed as drawn, to tell the coefficients apart whatever the cost is.
             ``False``: never, so that a run repeats to the bit. By default with ``cost="auto"`` and several ranks, without
             steps as drawn: epoch 0 is that of ``False``.
+        padding: how the model's batches are padded. ``"batch"``: to the longest sample of the batch (or micro-batch), so that a
+            rank costs its number of samples times the cost of the dearest one. Samples of about the same length then come to
+            the same rank, at any counts unless ``assignment_mode`` is given or ``loss_reduction="unweighted"``, and no rank
+            holds more tokens, padding included, than the fullest one would as drawn. ``"fixed"``: to one length for all
+            batches, so that equal counts are balanced. ``"none"``: batches are jagged. ``"auto"``: strategy ``"freescale"``
+            finds out from the first batches.
         slow_ranks: what to do, while calibrating, about ranks that are slow for reasons the costs do not explain:
             ``"report"`` them, or ``"rebalance"``: give them less work from the next epoch on.
 
@@ -52,9 +58,20 @@ class BalanceOptions:
     outlier_window: int = 1
     window: bool | Literal["auto"] = "auto"
     calibrate: bool | None = None
+    padding: Literal["auto", "none", "batch", "fixed"] = "auto"
     slow_ranks: Literal["report", "rebalance"] = "report"
 
     def __post_init__(self) -> None:
+        if self.padding not in ("auto", "none", "batch", "fixed"):
+            raise ValueError(f"BalanceOptions(padding={self.padding!r}): choose 'auto', 'none', 'batch' or 'fixed'")
+        if self.padding == "batch":
+            context = "padding='batch', with which a rank takes a run of samples sorted by length"
+            refuse_options(context, self, "keep_together")
+            if self.assignment_mode == "zigzag":
+                raise ValueError(
+                    "BalanceOptions(assignment_mode='zigzag') has no meaning for padding='batch': zig-zag adds up costs. Use "
+                    "another assignment_mode"
+                )
         if self.slow_ranks not in ("report", "rebalance"):
             raise ValueError(f"BalanceOptions(slow_ranks={self.slow_ranks!r}): choose 'report' or 'rebalance'")
         if self.slow_ranks == "rebalance" and not self.calibrate:

@@ -20,6 +20,7 @@ from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.strategy.autopilot import Autopilot
 from lightning_freescale.strategy.compute_times import ComputeTimes
 from lightning_freescale.strategy.cost_calibrator import CostCalibrator
+from lightning_freescale.strategy.padding_watch import PaddingWatch
 
 
 class BalanceMonitor:
@@ -56,9 +57,13 @@ class BalanceMonitor:
         self._calibrator = None
         if data is not None and self._times is not None and group is not None:
             self._calibrator = CostCalibrator(trainer, data, self._times, group)
+        train = map_style_data(trainer)
+        self._padding = None
+        if train is not None and train.padding == "auto" and train.lengths is not None:
+            self._padding = PaddingWatch(train, self._gather)
         self.autopilot = new_autopilot(self._gather, self._times)
 
-    def start_step(self, step: int) -> float:
+    def start_step(self, step: int, batch: Any) -> float:
         """Follow the plan to its ``step``-th batch, before ``training_step``, and return the factor for this rank's loss."""
         sampler: Any = getattr(self.trainer.train_dataloader, "sampler", None)
         if hasattr(sampler, "balance"):
@@ -70,6 +75,8 @@ class BalanceMonitor:
             self._times.start_step()
         with self._timeline.span("pause", "calibration") if self._is_measuring else nullcontext():
             self._measure(sampler, step)
+        if self._padding is not None and self._padding.observe(sampler, step, batch):
+            self._padding = None
         return float(sampler.loss_weight(step)) if hasattr(sampler, "loss_weight") else 1.0
 
     def pause(self) -> None:
@@ -182,6 +189,8 @@ class BalanceMonitor:
         if sampler.budget is None:  # else it is the limit
             names, limits = [*names, "max_tokens_per_rank"], sampler.per_sample
         options = {name: given[name] for name in names if name in given} | limits
+        if report.padding is not None:
+            options |= {"padded": True, "assignment_mode": train.assignment_mode if train is not None else "free"}
         options["base"] = 0.0 if self._epoch is None else self._base_in(self._epoch)
         options |= {name: getattr(sampler, name) for name in ("outlier_window", "window", "drop_last", "seed")}
         return advise(costs, sampler.num_replicas, sampler.batch_size, report, lengths, **options)

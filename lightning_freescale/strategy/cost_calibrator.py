@@ -142,10 +142,12 @@ class CostCalibrator:
         if ended >= WINDOW or (ended >= FEW and step + 1 == self.trainer.num_training_batches):
             self._exchange(sampler, ended)
         if self._times.step >= WARMUP:
-            mine = sampler.plan(sampler.epoch, step)[sampler.rank]
-            planned = (sampler.costs[mine].sum() + self._costs.base_in(sampler.epoch)) / sampler.speed
-            row = [*self._costs.features(mine).sum(axis=0), self._costs.costs[mine].sum(), planned]
-            self._rows.append((sampler.epoch, np.array(row)))
+            data = self._costs
+            *row, planned = sampler.load(
+                sampler.epoch, step, lambda mine: np.column_stack([data.features(mine), data.costs[mine], sampler.costs[mine]])
+            )
+            planned = (planned + self._costs.base_in(sampler.epoch)) / sampler.speed
+            self._rows.append((sampler.epoch, np.array([*row, planned])))
 
     def end_training(self) -> None:
         """Say what has become of the costs, unless that was said."""
@@ -196,7 +198,8 @@ class CostCalibrator:
         batches = [sampler.global_batch(sampler.epoch, step) for step in steps]
         fitted = [self._costs.costs_by(fit.model, batch) for batch in batches]
         used = [sampler.costs[batch] for batch in batches]
-        options = {name: value for name, value in sampler.options.items() if name != "max_tokens_per_rank"}
+        options = sampler.options_in(sampler.epoch, sampler.handed_out[1])
+        options.pop("max_tokens_per_rank", None)
 
         def imbalance(costs: list[NDArray[np.float64]], **changed: Any) -> float:
             pairs = zip(costs, fitted)

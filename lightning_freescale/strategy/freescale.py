@@ -381,7 +381,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         if self.overlap_controller is not None:
             self.overlap_controller.start_batch(self.lightning_module.trainer.train_dataloader, batch, batch_idx)
         assert self._balance_monitor is not None
-        self._loss_weight = self._balance_monitor.start_step(batch_idx)
+        self._loss_weight = self._balance_monitor.start_step(batch_idx, batch)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

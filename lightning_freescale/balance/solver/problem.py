@@ -72,6 +72,15 @@ class Problem:
         fits = self.tokens is None or (np.bincount(rank_of_group, self.tokens, self.ranks) <= self.max_tokens).all()
         return bool(within and fits)
 
+    def allows_padded(self, rank_of_group: Ints) -> bool:
+        """Return whether a plan is within the limits if every rank pads its groups to the one with most tokens."""
+        held = np.bincount(rank_of_group, minlength=self.ranks)
+        most = np.zeros(self.ranks, dtype=np.int64)
+        if self.tokens is not None:
+            np.maximum.at(most, rank_of_group, self.tokens)
+        within = held.min() >= self.min_samples and held.max() <= self.max_samples
+        return bool(within and (self.tokens is None or (held * most <= self.max_tokens).all()))
+
     def part(self, groups: Ints, ranks: int) -> Problem:
         """Return that of some groups, single samples without a limit on tokens, on so many ranks, all equally fast.
 
