@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_freescale._lightning.loops import rank_zero_warn
+from lightning_freescale._walk import walk
 
 _CHECKED_FETCHES = 3
 """A loader that fills the same memory again does so from the start."""
@@ -55,8 +56,6 @@ def _copy(batch: Any) -> Any:
 
 
 def _same_contents(a: Any, b: Any) -> bool:
-    from lightning_freescale.embeddings.lookahead.kjt_path import walk
-
     tensors = ([node for node in walk(batch) if isinstance(node[1], (Tensor, np.ndarray))] for batch in (a, b))
     pairs = zip_longest(*tensors, fillvalue=((), None))
     return all(path == other_path and _equal(node, other) for (path, node), (other_path, other) in pairs)

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
+from lightning_freescale._walk import Steps, walk
 from lightning_freescale.embeddings.plain_embedding import EmbeddingIds
 
-_MOST_STEPS, _MOST_NODES = 8, 20_000
-"""A batch may hold a list of names per sample, or lead to something huge; ids are near its root."""
-_LEAVES = (str, bytes, int, float, type(None))
 _MISSING = object()
-
-
-class PathStep(NamedTuple):
-    """One step down: ``node[key]`` or ``node.key``."""
-
-    kind: Literal["item", "attribute"]
-    key: Any
-
-
-Steps = tuple[PathStep, ...]
 
 
 @dataclass(frozen=True)
@@ -86,20 +72,6 @@ def same_memory(a: Tensor | None, b: Tensor | None) -> bool:
         return False
     same_view = (a.device, a.dtype, a.shape, a.stride()) == (b.device, b.dtype, b.shape, b.stride())
     return same_view and a.data_ptr() == b.data_ptr() != 0
-
-
-def walk(batch: Any) -> Iterator[tuple[Steps, Any]]:
-    """Yield everything that a batch holds, the nearest first, each object once."""
-    waiting: deque[tuple[Steps, Any]] = deque([((), batch)])
-    seen: set[int] = set()
-    while waiting and len(seen) < _MOST_NODES:
-        steps, node = waiting.popleft()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        yield steps, node
-        if len(steps) < _MOST_STEPS:
-            waiting.extend(((*steps, step), child) for step, child in _children(node) if not isinstance(child, _LEAVES))
 
 
 def _find_tensors(nodes: list[tuple[Steps, Any]], features: KeyedJaggedTensor) -> KJTPath | None:
@@ -166,20 +138,6 @@ def _same_tensors(a: KeyedJaggedTensor, b: KeyedJaggedTensor) -> bool:
     jagged = any(x is not None and same_memory(x, y) for x, y in (lengths, offsets))
     both = ((a.values(), b.values()), (a.weights_or_none(), b.weights_or_none()))
     return jagged and a.keys() == b.keys() and all(same_memory(x, y) for x, y in both)
-
-
-def _children(node: Any) -> Iterator[tuple[PathStep, Any]]:
-    if isinstance(node, (Tensor, nn.Module, type)) or callable(node):
-        return
-    if isinstance(node, Mapping):
-        yield from ((PathStep("item", key), value) for key, value in node.items())
-    elif isinstance(node, (list, tuple)):
-        yield from ((PathStep("item", index), value) for index, value in enumerate(node))
-    else:
-        # a data class with slots has no __dict__
-        fields = [field.name for field in dataclasses.fields(node)] if dataclasses.is_dataclass(node) else []
-        for name in dict.fromkeys([*fields, *getattr(node, "__dict__", ())]):
-            yield PathStep("attribute", name), getattr(node, name, None)
 
 
 def _at(batch: Any, steps: Steps) -> Any:
