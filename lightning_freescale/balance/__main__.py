@@ -10,12 +10,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lightning_freescale.balance.advice import counts_allowed
 from lightning_freescale.balance.budget import Budget
 from lightning_freescale.balance.calibration import fit_report
 from lightning_freescale.balance.cost import CostModel
 from lightning_freescale.balance.prediction import fewer_than_asked
-from lightning_freescale.balance.simulation.forecast import describe_lengths, forecast, format_table, new_figure, plot
+from lightning_freescale.balance.simulation.forecast import (
+    Forecast,
+    describe_lengths,
+    forecast,
+    format_table,
+    new_figure,
+    plot,
+)
 from lightning_freescale.balance.simulation.lengths import KINDS, read_lengths
 
 _EXAMPLE = "python -m lightning_freescale.balance simulate --lengths lengths.txt --ranks 8,64,256 --batch-size 32 --dim 256"
@@ -38,27 +47,29 @@ def _simulate(options: argparse.Namespace) -> None:
     cost, assign_options = _cost_model(options), _assign_options(options)
     figure = None if options.plot is None else new_figure()  # a missing matplotlib is told before the work
     lengths = read_lengths(options.lengths, options.column)
+    if options.max_length is not None:
+        lengths = np.minimum(lengths, options.max_length)
     draw = {"steps": options.steps, "outlier_window": options.outlier_window, "seed": options.seed}
     batch_size = options.batch_size if options.batch_tokens is None else Budget(options.batch_tokens, lengths)
-    rows = [forecast(lengths, ranks, batch_size, cost, **draw, **assign_options) for ranks in options.ranks]
+    setting = {**draw, **assign_options, "micro_batches": options.micro_batches}
+    rows = [forecast(lengths, ranks, batch_size, cost, **setting) for ranks in options.ranks]
     per_rank = f"{options.batch_size} samples" if options.batch_tokens is None else f"at most {options.batch_tokens} tokens"
     predicted_from = (
         f"at least {options.steps} steps of {per_rank} per rank, drawn from {options.lengths.name}; "
         f"cost {cost.linear:g} L + {cost.quadratic:g} L²"
     )
-    mode = ", ".join(f"{name} {value}" for name, value in assign_options.items())
-    mode += f", outlier_window {options.outlier_window}" if options.outlier_window > 1 else ""
+    mode = _describe_mode(options, assign_options)
     print(f"{options.lengths.name}: {describe_lengths(lengths)}")
     print(f"predicted, not measured: {predicted_from}; {mode}\n\n{format_table(rows)}\n")
-    counts = counts_allowed(**assign_options)
-    if any(row.zigzag is not None for row in rows):
-        print("zig-zag: FreeScale's own assignment (arXiv 2604.24073), at equal counts; balanced: this package's")
-    print("idle: the share of its time that a rank waits for the slowest, mean over ranks, of the compute alone")
-    print(f"lower bound: no assignment of these steps {counts} gets below it")
-    print("dominated: steps in which one sample costs more than a rank's fair share")
-    print("speed-up: imbalance as drawn / balanced, of the compute alone; planning: measured here, on this machine")
+    names = ("assignment_mode", "count_slack")
+    counts = counts_allowed(**{name: assign_options[name] for name in names if name in assign_options})
+    _explain(rows, counts, options.padded)
     for row in rows:
         told = [row.advice or fewer_than_asked(len(lengths), row.ranks, batch_size)]
+        if row.padding is not None:
+            told.insert(
+                0, f"{row.padding_unbalanced:.0%} of the computed tokens are padding as drawn, {row.padding:.0%} balanced."
+            )
         if row.fill is not None:
             told.insert(0, f"Steps of up to {row.samples_per_step} samples, which use {row.fill:.1%} of the tokens allowed.")
         if any(told):
@@ -69,6 +80,29 @@ def _simulate(options: argparse.Namespace) -> None:
         figures = [{**asdict(row), "speedup": row.speedup} for row in rows]
         context = {"predicted_from": predicted_from, "samples": len(lengths), **draw, **assign_options}
         options.json.write_text(json.dumps({**context, "predicted": figures}, indent=2) + "\n")
+
+
+def _describe_mode(options: argparse.Namespace, assign_options: dict[str, Any]) -> str:
+    mode = ", ".join(f"{name} {value}" for name, value in assign_options.items() if name != "padded")
+    if options.padded:
+        mode += f", padded to the longest sample of a {'rank' if options.micro_batches == 1 else 'micro-batch'}"
+    if options.micro_batches > 1:
+        mode += f", {options.micro_batches} micro-batches"
+    return mode + (f", outlier_window {options.outlier_window}" if options.outlier_window > 1 else "")
+
+
+def _explain(rows: Sequence[Forecast], counts: str, padded: bool) -> None:
+    """Print what the columns of the table are."""
+    if any(row.zigzag is not None for row in rows):
+        print("zig-zag: FreeScale's own assignment (arXiv 2604.24073), at equal counts; balanced: this package's")
+    if padded:
+        print("imbalance: the slowest rank, padding included, over the mean rank without padding")
+        print("idle: the share of the ranks' time that goes to padding and to waiting for the slowest rank")
+    else:
+        print("idle: the share of its time that a rank waits for the slowest, mean over ranks, of the compute alone")
+    print(f"lower bound: no assignment of these steps {counts} gets below it")
+    print("dominated: steps in which one sample costs more than a rank's fair share")
+    print("speed-up: imbalance as drawn / balanced, of the compute alone; planning: measured here, on this machine")
 
 
 def _fit(options: argparse.Namespace) -> None:
@@ -106,7 +140,15 @@ def _cost_model(options: argparse.Namespace) -> CostModel:
 
 
 def _assign_options(options: argparse.Namespace) -> dict[str, Any]:
-    mode, slack = options.assignment_mode or ("fixed" if options.batch_tokens is None else "free"), options.count_slack
+    free = options.batch_tokens is not None or options.padded
+    mode, slack = options.assignment_mode or ("free" if free else "fixed"), options.count_slack
+    if options.padded and options.batch_tokens is not None:
+        raise ValueError("--padded with --batch-tokens: padded steps have a number of samples. Use --batch-size")
+    if options.micro_batches > 1 and not options.padded:
+        raise ValueError(f"--micro-batches {options.micro_batches} without --padded: they only change what padding costs")
+    if options.padded:
+        padded: dict[str, Any] = {"padded": True, "assignment_mode": mode}
+        return padded if slack is None else {**padded, "count_slack": slack}
     if slack is None:
         return {"assignment_mode": mode}
     if mode != "slack":
@@ -135,7 +177,14 @@ def add_commands(commands: Any) -> None:
     add("--layers", type=_whole, metavar="N", help="blocks, with --dim; default 1")
     add("--heads", type=_whole, metavar="N", help="attention heads, with --dim; default 1")
     modes = ["fixed", "slack", "free"]
-    add("--assignment-mode", choices=modes, help="equal counts (default), within limits, or any (with --batch-tokens)")
+    add("--max-length", type=_whole, metavar="N", help="the model cuts histories to their last N items")
+    add("--padded", action="store_true", help="the model pads its batches to their longest sample")
+    add("--micro-batches", type=_whole, default=1, metavar="N", help="with --padded: parts of a step that are padded apart")
+    add(
+        "--assignment-mode",
+        choices=modes,
+        help="equal counts (default), within limits, or any (default with --batch-tokens and --padded)",
+    )
     add("--count-slack", type=float, metavar="SHARE", help="above the equal count, for assignment mode slack; default 0.25")
     add("--outlier-window", type=_whole, default=1, metavar="STEPS", help="steps that exchange outliers; default 1: none")
     add(

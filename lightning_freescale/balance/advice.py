@@ -26,6 +26,8 @@ ACCEPTABLE_IMBALANCE = 1.02
 _WORTH_TELLING = 0.005
 """Differences in imbalance below this are not told."""
 _OUTLIER_WINDOW, _PERCENTILE = 16, 99
+_WORTH_PARTS, _SAMPLES_OF_PART = 1.1, 4
+"""Micro-batches are told of if they are predicted to save more than this, and have so many samples: each costs time as well."""
 _PLANNED = 2
 """Steps of an alternative that are planned, see :func:`report_plans`."""
 
@@ -81,6 +83,8 @@ def advise_on(
     """
     if report.lower_bound <= ACCEPTABLE_IMBALANCE:
         return None
+    if report.padding is not None:
+        return _with_parts(report, plans)
     fewer = fewer_than_asked(len(setting["costs"]), setting["ranks"], setting["batch_size"])
     told = "" if fewer is None else f"{fewer} "
     told += _bounds(report, plans, setting)
@@ -94,6 +98,24 @@ def advise_on(
             "model's work: its attention has to run over several ranks."
         )
     return told.strip()
+
+
+def _with_parts(report: BalanceReport, plans: Sequence[StepPlan]) -> str | None:
+    """Return what micro-batches would bring, each of which is padded by itself; None if they would bring nothing."""
+    tried = []
+    for parts in (2, 4, 8):
+        if parts * plans[0].ranks * _SAMPLES_OF_PART > len(plans[0].samples):
+            break
+        parted = report_plans([replace(plan, options={**plan.options, "parts": parts}) for plan in plans], _PLANNED)
+        tried.append((parted.balanced, parts, parted.padding))
+    balanced, parts, padding = min(tried, default=(report.balanced, 1, 0.0))
+    if balanced * _WORTH_PARTS > report.balanced:
+        return None
+    return (
+        f"With micro_batches={parts}, each of which is padded by itself, {padding:.0%} of the computed tokens are predicted to "
+        f"be padding, and the slowest rank to compute {report.balanced / balanced:.2f} times less. {parts} passes over the "
+        'model take longer than one; micro_batches="auto" measures what pays'
+    )
 
 
 def counts_allowed(assignment_mode: str = "fixed", count_slack: float = DEFAULT_SLACK) -> str:

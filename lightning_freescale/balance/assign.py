@@ -155,7 +155,9 @@ def _padded(
         found = padded_loads(cost, rank, part, problem.ranks)
         if not allowed or (found * slow).max() <= (as_drawn * slow).max():  # may be worse where ranks differ in speed
             rank_of_sample, part_of_sample, loads = rank, part, found
-    bound = problem.exact.ideal_time if plan is None else plan.bound
+    # the search has the slowness of ranks rounded
+    bound = 0.0 if plan is None else plan.bound * float((problem.exact.slowness / problem.slowness).min())
+    bound = max(bound, problem.exact.ideal_time)
     free = not cost.any()
     return Assignment(
         rank_of_sample,
@@ -170,7 +172,7 @@ def _padded(
 def _refuse_padded(mode: str, together: bool) -> None:
     if together or mode == "zigzag":
         what = "keep_together=..." if together else "assignment_mode='zigzag'"
-        raise ValueError(f"assign(padded=True, {what}): ranks that pad take runs of samples sorted by cost. Leave one of them out")
+        raise ValueError(f"assign(padded=True, {what}): ranks that pad take runs of samples sorted by cost. Leave one out")
 
 
 def contiguous_split(samples: int, ranks: int) -> Ints:

@@ -101,7 +101,7 @@ def _parts(costs: Floats, parts: int, groups: Ints | None, padded: bool) -> Ints
 def _weighing_first(costs: Floats, parts: int, weighs: NDArray[np.bool_], groups: Ints | None, padded: bool) -> Ints:
     """Return the part of every sample: those that weigh something by themselves, then the others, each to the cheapest part."""
     unit = np.arange(len(costs)) if groups is None else np.unique(groups, return_inverse=True)[1]
-    costs_of_units = np.bincount(unit, costs)
+    costs_of_units = np.bincount(unit, costs).astype(np.float64)
     first = np.bincount(unit, weighs) > 0
     part_of_unit = np.empty(len(first), dtype=np.int64)
     part_of_unit[first] = _parts(costs_of_units[first], parts, None, padded)

@@ -120,11 +120,11 @@ class StepPlan:
         else:
             bound, dominated = assignment_bound(self.costs, self.ranks, **self._limited)
         drawn, limit = contiguous_split(len(self.samples), self.ranks), self.options.get("max_tokens_per_rank")
-        now, padded = self.rank_of_sample, self.padded
+        now, padded, parted = self.rank_of_sample, self.padded, self.padded and self.balanced
         held = None if tokens is None else self._held(tokens, now)
         return StepBalance(
             unbalanced=imbalance(self.costs, drawn, self.ranks, speeds, padded),
-            balanced=self.assignment.imbalance if padded and self.balanced else imbalance(self.costs, now, self.ranks, speeds, padded),
+            balanced=self.assignment.imbalance if parted else imbalance(self.costs, now, self.ranks, speeds, padded),
             lower_bound=bound,
             dominated=dominated,
             tokens_imbalance=None if held is None else load_imbalance(held),

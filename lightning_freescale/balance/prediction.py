@@ -118,7 +118,7 @@ def report_plans(plans: Iterable[StepPlan], planned: int | None = None) -> Balan
     own = BalanceReport.from_steps(plan.own_balance for plan in unplanned)
     own_of_some = BalanceReport.from_steps(plan.own_balance for plan in evenly_spread(drawn, planned))
     balanced = own.lower_bound * own_of_some.balanced / own_of_some.lower_bound
-    planned_alone = {name: getattr(some, name) for name in ("tokens_imbalance", "tokens_fullest")}
+    planned_alone = {name: getattr(some, name) for name in ("tokens_imbalance", "tokens_fullest", "padding")}
     return replace(bounds, balanced=balanced, **planned_alone)
 
 

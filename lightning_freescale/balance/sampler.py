@@ -123,7 +123,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         self.exploration_steps = 0 if limited else exploration_steps  # a contiguous split keeps no limits
         self.micro_batches = micro_batches or MicroBatchSchedule(1, 1)
         self.handed_out = (0, -1)
-        self._padded: tuple[tuple[int, int], dict[str, Any]] | None = None
+        self._paddings: list[tuple[tuple[int, int], dict[str, Any]]] = []
         per_sample: dict[str, NDArray[Any]] = {}
         if tokens is not None:
             per_sample["tokens"] = non_negative("BalancedSampler(tokens=...)", tokens, samples)
@@ -250,7 +250,8 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
     def step_plan(self, epoch: int, step: int) -> StepPlan:
         """Return the plan of all ranks for a step."""
         plan, options = self._plans.get(epoch, step), self._padded_options(epoch, step)
-        if any(plan.options.get(name) != value for name, value in options.items()):  # it was made before that was known
+        made = {name: plan.options.get(name) for name in options} if options else plan.padded
+        if made != (options or False):  # before that was known
             self._plans.forget()
             plan = self._plans.get(epoch, step)
         return plan
@@ -324,12 +325,13 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         before = self._replans.get(epoch, (None, {}))
         self._replans[epoch] = (before[0] if costs is None else costs, {**before[1], **options})
 
-    def pad_from(self, epoch: int, step: int, **options: Any) -> None:
+    def pad_from(self, epoch: int, step: int, *, padded: bool = True, **options: Any) -> None:
         """Plan for ranks that pad their samples from a step on; call it with the same arguments on every rank.
 
         Args:
             epoch: of the first step.
             step: that step; the loader must not have read it.
+            padded: whether the ranks pad their samples from that step on.
             **options: of :func:`assign` for these steps, instead of those given.
 
         Raises:
@@ -343,11 +345,11 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
                 "BalancedSampler(padded=True) needs a number of samples as batch_size, and no keep_together: leave one of them "
                 "out"
             )
-        self._padded = (epoch, step), options
+        self._paddings.append(((epoch, step), {"padded": True, **options} if padded else {}))
 
     def is_padded(self, epoch: int, step: int) -> bool:
         """Return whether a step is planned for ranks that pad their samples."""
-        return self._padded is not None and (epoch, step) >= self._padded[0]
+        return bool(self._padded_options(epoch, step))
 
     def options_in(self, epoch: int, step: int) -> dict[str, Any]:
         """Return the arguments of :func:`assign` for a step, without those that have a value per sample."""
@@ -367,9 +369,8 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
 
     def _padded_options(self, epoch: int, step: int) -> dict[str, Any]:
         """Return the options of :func:`assign` that a step has because its samples are padded; none if they are not."""
-        if self._padded is None or (epoch, step) < self._padded[0]:
-            return {}
-        return {"padded": True, "parts": self.micro_batches.peek(epoch, step), **self._padded[1]}
+        options: dict[str, Any] = next((options for start, options in reversed(self._paddings) if start <= (epoch, step)), {})
+        return {"parts": self.micro_batches.peek(epoch, step), **options} if options else {}
 
     def digest(self) -> str:
         """Return a hash of the current epoch's costs, order, options and first step: equal on all ranks unless plans differ."""
@@ -383,7 +384,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
             self.exploration_steps,
             options,
         )
-        setting += (self.micro_batches.candidates, self.micro_batches.chosen, self.window, self._padded)
+        setting += (self.micro_batches.candidates, self.micro_batches.chosen, self.window, self._paddings)
         state = hashlib.sha256(repr(setting).encode())
         order, per_sample = self._batches.order(self.epoch), self._arguments.per_sample.values()
         for array in (self.costs, self.loss_weights, order, plan.rank_of_sample, *per_sample):

@@ -113,11 +113,10 @@ class MapStyleData:
         self.may_pad = balance and self.budget is None and options.keep_together is None and self._mode != "zigzag"
         if options.padding == "batch" and not self.may_pad:
             raise ValueError(
-                "BalanceOptions(padding='batch') needs a number of samples as batch_size, and balance other than False: leave out "
-                "batch_tokens= and batch_cost="
+                "BalanceOptions(padding='batch') needs a number of samples in a step: leave out batch_tokens= and batch_cost="
             )
         weighs = loss_reduction != "unweighted"
-        self._padded_mode = {"assignment_mode": "free"} if options.assignment_mode is None and weighs else {}
+        self._padded_mode: dict[str, Any] = {"assignment_mode": "free"} if options.assignment_mode is None and weighs else {}
         self._new_sampler = partial(
             BalancedSampler,
             self.costs,
@@ -287,7 +286,7 @@ class MapStyleData:
 
     def pad_from(self, epoch: int, step: int) -> None:
         """Plan for padded batches from a step on; call it with the same arguments on every rank."""
-        self.padded_from = (epoch, step)
+        self.padding, self.padded_from = "batch", (epoch, step)
         if self._sampler is not None:
             self._sampler.pad_from(epoch, step, **self._padded_mode)
 

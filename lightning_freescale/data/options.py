@@ -11,6 +11,9 @@ from numpy.typing import ArrayLike
 from lightning_freescale.data.validation import refuse_options
 
 
+_PADDING, _SLOW_RANKS = ("auto", "none", "batch", "fixed"), ("report", "rebalance")
+
+
 # eq=False: options may hold arrays, of which == gives no single answer
 @dataclass(frozen=True, eq=False)
 class BalanceOptions:
@@ -62,18 +65,11 @@ class BalanceOptions:
     slow_ranks: Literal["report", "rebalance"] = "report"
 
     def __post_init__(self) -> None:
-        if self.padding not in ("auto", "none", "batch", "fixed"):
-            raise ValueError(f"BalanceOptions(padding={self.padding!r}): choose 'auto', 'none', 'batch' or 'fixed'")
+        for name, known in {"padding": _PADDING, "slow_ranks": _SLOW_RANKS}.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"BalanceOptions({name}={getattr(self, name)!r}): choose {' or '.join(map(repr, known))}")
         if self.padding == "batch":
-            context = "padding='batch', with which a rank takes a run of samples sorted by length"
-            refuse_options(context, self, "keep_together")
-            if self.assignment_mode == "zigzag":
-                raise ValueError(
-                    "BalanceOptions(assignment_mode='zigzag') has no meaning for padding='batch': zig-zag adds up costs. Use "
-                    "another assignment_mode"
-                )
-        if self.slow_ranks not in ("report", "rebalance"):
-            raise ValueError(f"BalanceOptions(slow_ranks={self.slow_ranks!r}): choose 'report' or 'rebalance'")
+            refuse_options("padding='batch', with which a rank takes a run of samples sorted by length", self, "keep_together")
         if self.slow_ranks == "rebalance" and not self.calibrate:
             raise ValueError("BalanceOptions(slow_ranks='rebalance') needs calibrate=True, which finds the slow ranks")
         if not isinstance(self.calibrate, (bool, type(None))):
@@ -90,6 +86,8 @@ class BalanceOptions:
                 )
         if self.assignment_mode == "zigzag":
             refuse_options("assignment_mode='zigzag', which deals to all ranks alike", self, "rank_speeds", "slow_ranks")
+            if self.padding == "batch":
+                raise ValueError("BalanceOptions(padding='batch', assignment_mode='zigzag'): zig-zag knows no padding")
         if self.assignment_mode != "slack":
             refuse_options(f"assignment_mode={self.assignment_mode or 'fixed'!r}", self, "count_slack")
 

@@ -76,7 +76,7 @@ class BalanceMonitor:
         with self._timeline.span("pause", "calibration") if self._is_measuring else nullcontext():
             self._measure(sampler, step)
         if self._padding is not None and self._padding.observe(sampler, step, batch):
-            self._padding = None
+            self._padding, self._sums = None, BalanceSums()  # of the steps before, padding was unknown
         return float(sampler.loss_weight(step)) if hasattr(sampler, "loss_weight") else 1.0
 
     def pause(self) -> None:
@@ -151,6 +151,9 @@ class BalanceMonitor:
         return 0.0 if train is None else train.base_in(epoch)
 
     def _log_step(self, balance: StepBalance) -> None:
+        train = map_style_data(self.trainer)
+        if balance.padding is None and train is not None and train.padded_from is not None:
+            return  # the loader had read it before padding was known
         self._sums.add_step(balance)
         trainer: Any = self.trainer
         due = trainer.log_every_n_steps and trainer.global_step % trainer.log_every_n_steps == 0

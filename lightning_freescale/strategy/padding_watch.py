@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,16 @@ import numpy as np
 from lightning_freescale._lightning.loops import rank_zero_info
 from lightning_freescale.balance import BalanceReport, predict
 from lightning_freescale.balance.micro_batches import MicroBatches
+from lightning_freescale.data.batch_shapes import BatchShapes, shapes_of
 from lightning_freescale.data.map_style import MapStyleData
-from lightning_freescale.data.padding import PaddingDetector, shapes_of
+from lightning_freescale.data.padding import PaddingDetector
 
 _MOST_STEPS = 20
 """Steps after which batches that do not tell are taken to be jagged."""
+_UNDECIDED_STEPS = 2
+"""Steps after which samples are sorted by length, so that batches differ."""
 _PREDICTED_STEPS = 8
+"""Steps that the forecast is made of."""
 
 
 class PaddingWatch:
@@ -29,45 +34,56 @@ class PaddingWatch:
     def __init__(self, train: MapStyleData, gather: Callable[[Any], list[Any]]) -> None:
         self._train, self._gather = train, gather
         self._detector = PaddingDetector()
-        self._steps = 0
+        self._steps, self._sorted = 0, False
 
     def observe(self, sampler: Any, step: int, batch: Any) -> bool:
-        """Observe the ``step``-th batch of ``sampler``; return whether its padding is known, or will not be. Collective."""
+        """Observe the ``step``-th batch of ``sampler``; return whether its padding is known, or will not be. Collective.
+
+        Where the longest sample of every batch is cut to the same length, batches tell nothing. Then samples of about the same
+        length come together for some steps, at equal counts.
+        """
         lengths: Any = self._train.lengths
         samples = sampler.batch_of_rank(sampler.epoch, step)
         several = isinstance(samples, MicroBatches)
         parts = zip(batch.batches, samples.batches) if several else [(batch, samples)]
-        mine = [shapes_of(part, lengths[np.array(indices)]) for part, indices in parts]
+        mine = [astuple(shapes_of(part, np.rint(lengths[np.array(indices)]).astype(np.int64))) for part, indices in parts]
         everyone = self._gather((mine, sampler.handed_out))
-        self._detector.observe([shapes for shapes_of_rank, _ in everyone for shapes in shapes_of_rank])
+        self._detector.observe([BatchShapes(*shapes) for of_rank, _ in everyone for shapes in of_rank])
         self._steps += 1
-        padding = self._detector.padding
+        padding, ended = self._detector.padding, self._steps >= _MOST_STEPS
+        following = _after(max(handed_out for _, handed_out in everyone), sampler)
+        if padding is None and not ended:
+            if self._steps == _UNDECIDED_STEPS and self._train.may_pad:
+                self._sorted = True
+                sampler.pad_from(*following, assignment_mode="fixed", count_slack=None)
+            return False
         if padding == "batch":
-            self._plan_for_padding(sampler, max(handed_out for _, handed_out in everyone))
-        elif padding == "fixed":
-            self._train.padding = padding
+            self._plan_for_padding(sampler, following)
+        elif self._sorted:
+            sampler.pad_from(*following, padded=False)
+        self._train.padding = padding or "none"
+        if padding == "fixed":
             self._tell_fixed(sampler)
-        return padding is not None or self._steps >= _MOST_STEPS
+        return True
 
-    def _plan_for_padding(self, sampler: Any, last: tuple[int, int]) -> None:
+    def _plan_for_padding(self, sampler: Any, first: tuple[int, int]) -> None:
         if not self._train.may_pad:
             rank_zero_info(
                 "strategy 'freescale': the batches are padded to their longest sample, and balanced as if they were not: "
                 "batch_tokens, batch_cost, keep_together, balance=False and assignment_mode='zigzag' leave no other choice"
             )
             return
-        self._train.padding = "batch"
-        epoch, step = last
-        first = (epoch, step + 1) if step + 1 < len(sampler) else (epoch + 1, 0)
         self._train.pad_from(*first)
+        epoch = sampler.epoch
         if sampler.rank == 0 and first[0] == epoch:
             ahead = range(first[1], min(first[1] + _PREDICTED_STEPS, len(sampler)))
             report = BalanceReport.from_steps(sampler.step_plan(epoch, each).balance for each in ahead)
             rank_zero_info(
-                f"strategy 'freescale': the batches are padded to their longest sample, so {report.padding_unbalanced:.0%} of the "
-                f"computed tokens are padding. From step {first[1]} on, samples of about the same length come to the same rank: "
-                f"predicted {report.padding:.0%} padding, and {report.unbalanced / report.balanced:.2f} times the speed of the "
-                "samples as drawn. BalanceOptions(padding='batch') does so from the first step on, padding='none' never"
+                f"strategy 'freescale': the batches are padded to their longest sample, so {report.padding_unbalanced:.0%} of "
+                f"the computed tokens are padding. From step {first[1]} on, samples of about the same length come to the same "
+                f"rank. Predicted: {report.padding:.0%} are padding then, and the slowest rank computes "
+                f"{report.unbalanced / report.balanced:.2f} times less than with the samples as drawn. "
+                "BalanceOptions(padding='batch') does so from the first step on, padding='none' never"
             )
 
     def _tell_fixed(self, sampler: Any) -> None:
@@ -88,3 +104,9 @@ class PaddingWatch:
                 f"{fewer:.1f} times fewer tokens, balanced"
             )
         rank_zero_info(told)
+
+
+def _after(last: tuple[int, int], sampler: Any) -> tuple[int, int]:
+    """Return the first step behind the last one that any loader has read."""
+    epoch, step = last
+    return (epoch, step + 1) if step + 1 < len(sampler) else (epoch + 1, 0)

@@ -163,6 +163,25 @@ def test_a_budget_of_tokens_instead_of_samples(tmp_path: Path, capsys: pytest.Ca
     assert "--batch-size" in capsys.readouterr().err
 
 
+def test_padded_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, figures = _file(tmp_path, "a.txt"), []
+    for parts in ("1", "4"):
+        flags = ["--padded", "--max-length", "60", "--micro-batches", parts, "--json", str(tmp_path / "out.json")]
+        main(["simulate", "--lengths", str(path), "--ranks", "4", "--batch-size", "16", *flags])
+        figures += json.loads((tmp_path / "out.json").read_text())["predicted"]
+    told = capsys.readouterr().out
+    assert "max 60" in told and "assignment_mode free, padded to the longest sample of a micro-batch, 4 micro-batches" in told
+    assert (
+        "padding included" in told and "of the computed tokens are padding as drawn" in told and "With micro_batches=" in told
+    )
+    one, four = figures
+    cost = CostModel()(np.minimum(LENGTHS, 60))
+    drawn = [cost[draw_order(300, 0, 0)][64 * step :][:64].reshape(4, 16) for step in range(4)]
+    expected = [16 * step.max(axis=1).max() / (step.sum() / 4) for step in drawn]
+    assert one["unbalanced"] == four["unbalanced"] == pytest.approx(np.mean(expected), rel=0.05)
+    assert four["balanced"] < one["balanced"] < 0.9 * one["unbalanced"] and four["padding"] < one["padding"]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

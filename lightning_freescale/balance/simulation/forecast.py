@@ -13,6 +13,7 @@ import numpy as np
 from lightning_freescale.balance.advice import advise_on
 from lightning_freescale.balance.budget import Budget, BudgetSteps
 from lightning_freescale.balance.cost import CostModel
+from lightning_freescale.balance.micro_batches import MicroBatchSchedule
 from lightning_freescale.balance.plan import StepPlan
 from lightning_freescale.balance.prediction import PLANNED_STEPS, draw_steps, evenly_spread, report_plans, report_steps
 from lightning_freescale.balance.report import idle_fraction
@@ -37,6 +38,8 @@ class Forecast:
         planning_ms: measured here, median time to assign one global batch.
         advice: what would help where the assignment cannot, see :func:`lightning_freescale.balance.advise`.
         fill: the share of the budget that an epoch uses; None without one.
+        padding, padding_unbalanced: share of the computed tokens that is padding, balanced and as drawn; None unless batches
+            are padded.
     """
 
     ranks: int
@@ -49,6 +52,8 @@ class Forecast:
     planning_ms: float
     advice: str | None
     fill: float | None = None
+    padding: float | None = None
+    padding_unbalanced: float | None = None
 
     @property
     def speedup(self) -> float:
@@ -65,6 +70,7 @@ def forecast(
     steps: int = 32,
     outlier_window: int = 1,
     seed: int = 0,
+    micro_batches: int = 1,
     **options: Any,
 ) -> Forecast:
     """Predict the first ``steps`` steps, drawn as :class:`BalancedSampler` does.
@@ -77,8 +83,12 @@ def forecast(
         steps: how many to draw at least, see :func:`predict`.
         outlier_window: steps that exchange outliers in ``balanced`` and its lower bound, see :func:`pool_outliers`.
         seed: seeds the draw.
-        **options: ``assignment_mode`` and ``count_slack`` of :func:`assign`.
+        micro_batches: of a step, with ``padded``.
+        **options: ``assignment_mode``, ``count_slack`` and ``padded`` of :func:`assign`.
     """
+    padded = options.get("padded", False)
+    if padded:
+        options |= {"tokens": lengths, "micro_batches": MicroBatchSchedule(micro_batches, micro_batches)}
     costs = (CostModel() if cost is None else cost)(lengths)
     draw: dict[str, Any] = {"costs": costs, "ranks": ranks, "batch_size": batch_size, "seed": seed}
     setting = {**draw, "outlier_window": outlier_window, **options}
@@ -87,18 +97,20 @@ def forecast(
     ours = report_plans(plans, PLANNED_STEPS)
     budgeted = isinstance(batch_size, Budget)
     # the same draw, without a window
-    plain = ours if budgeted else report_steps(**draw, steps=steps, assignment_mode="zigzag")
+    plain = ours if budgeted or padded else report_steps(**draw, steps=steps, assignment_mode="zigzag")
     return Forecast(
         ranks,
         samples_per_step=max(len(plan.samples) for plan in plans),
         unbalanced=plain.unbalanced,
-        zigzag=None if budgeted else plain.balanced,
+        zigzag=None if budgeted or padded else plain.balanced,
         balanced=ours.balanced,
         lower_bound=ours.lower_bound,
         dominated=ours.dominated,
         planning_ms=planning_ms,
         advice=advise_on(ours, ours, plans, setting, lengths),
         fill=BudgetSteps(batch_size, ranks).fill if isinstance(batch_size, Budget) else None,
+        padding=ours.padding,
+        padding_unbalanced=ours.padding_unbalanced,
     )
 
 

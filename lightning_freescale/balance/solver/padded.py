@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_freescale.balance.solver.problem import Ints, Problem
 
@@ -36,7 +38,7 @@ class PaddedPlan:
     bound: float
 
 
-def padded_loads(cost: Ints, rank_of_sample: Ints, part_of_sample: Ints | None, ranks: int) -> np.ndarray:
+def padded_loads(cost: NDArray[Any], rank_of_sample: Ints, part_of_sample: Ints | None, ranks: int) -> NDArray[Any]:
     """Return the padded cost of every rank, shape ``[ranks]``: of each part, its samples times the dearest one.
 
     Args:
@@ -109,7 +111,8 @@ def _plan(problem: Problem, ends: list[int], ranks: Ints, parts: int, bound: flo
 
 def _joint_plan(problem: Problem, ends: list[int], most: Ints, parts: int, bound: float) -> PaddedPlan:
     """Return the plan of some runs, or of others that cost less in all, shared out among equally fast ranks."""
-    ranks, runs, found = problem.ranks, problem.ranks * parts, []
+    ranks, runs = problem.ranks, problem.ranks * parts
+    found: list[tuple[float, Ints, Ints, Ints]] = []
     for share in (None, *_LONGEST) if ranks <= _SEVERAL else (None,):
         if share is not None:
             ends, _ = _cheap_runs(problem.cost, most, runs, longest=share * found[0][0])

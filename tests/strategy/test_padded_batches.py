@@ -1,0 +1,166 @@
+"""Models that pad their batches: the strategy finds it out, plans for it, and the gradient does not change."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
+
+from lightning_freescale import FreeScaleDataModule
+from lightning_freescale.data import BalanceOptions
+from lightning_freescale.testing import run_distributed
+from tests.helpers.recommender import trainer
+
+ITEMS, CAP, SAMPLES = 50, 40, 131
+DRAWN = np.random.RandomState(0).lognormal(3, 1, SAMPLES).astype(int) + 1
+LENGTHS = np.minimum(DRAWN, CAP)
+
+
+class Histories(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.from_numpy(np.random.RandomState(index).randint(1, ITEMS, LENGTHS[index]))
+
+
+def _pad(samples: list[Tensor], to: int = 0) -> Tensor:
+    rows = pad_sequence(samples, batch_first=True)
+    return nn.functional.pad(rows, (0, max(0, to - rows.shape[1])))
+
+
+COLLATE = {"batch": _pad, "fixed": partial(_pad, to=CAP), "none": lambda samples: (torch.cat(samples), len(samples))}
+
+
+class Padded(L.LightningModule):
+    """The mean over all targets of a loss that depends on the items before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.items, self.score = nn.Embedding(ITEMS, 4, padding_idx=0), nn.Linear(4, 1)
+        self.shapes: list[tuple[int, ...]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        rows = batch if isinstance(batch, Tensor) else batch[0][None]
+        self.shapes.append(tuple(rows.shape))
+        return (self.score(self.items(rows).tanh()) - 1).square()[rows != 0].mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def _fit(collate: str = "batch", epochs: int = 2, checkpoint: str | None = None, **options: Any) -> dict[str, Any]:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    given = {"loss_reduction": "target_mean", "target_counts": LENGTHS, **options}
+    data = FreeScaleDataModule(Histories(), LENGTHS, 8, collate_fn=COLLATE[collate], seed=3, **given)
+    model, fitted = Padded(), trainer(devices=2, max_epochs=epochs)
+    fitted.fit(model, data, ckpt_path=checkpoint)
+    weights = {name: each.detach().clone() for name, each in model.state_dict().items()}
+    found = {"weights": weights, "shapes": model.shapes, "padding": data.train.padding, "from": data.train.padded_from}
+    return {**found, "told": "\n".join(told), "mode": data.train.assignment_mode, "state": data.state_dict()}
+
+
+def _balance(**options: Any) -> BalanceOptions:
+    return BalanceOptions(calibrate=False, **options)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "found out": {"balance": _balance()},
+    "from the first step on": {"balance": _balance(padding="batch")},
+    "in micro-batches": {"balance": _balance(padding="batch"), "micro_batches": 3},
+    "found out in micro-batches": {"balance": _balance(), "micro_batches": 2},
+    "at bounded counts": {"balance": _balance(assignment_mode="slack", count_slack=0.5)},
+    "a sum": {"balance": _balance(padding="batch"), "loss_reduction": "target_mean"},
+    "never": {"balance": _balance(padding="none")},
+    "calibrated": {"balance": BalanceOptions()},
+}
+
+
+def _cases() -> dict[str, dict[str, Any]]:
+    return {"as drawn": _fit(balance=False), **{name: _fit(**options) for name, options in CASES.items()}}
+
+
+def test_the_gradient_stays_and_samples_of_a_length_come_together() -> None:
+    ranks = run_distributed(_cases, 2, timeout=240)
+    for found in ranks:
+        expected = found.pop("as drawn")
+        for name, case in found.items():
+            for weight, value in case["weights"].items():
+                torch.testing.assert_close(value, expected["weights"][weight], rtol=1e-5, atol=1e-6, msg=f"{name}: {weight}")
+            assert (case["padding"], case["from"] is None) == ("none", True) if name == "never" else ("batch", False), name
+            assert case["mode"] == ("slack" if "bounded" in name else "fixed" if name == "never" else "free"), name
+        assert found["from the first step on"]["from"] == (0, 0) < found["found out"]["from"] < (0, 8)
+    first, second = (found["from the first step on"]["shapes"] for found in ranks)
+    computed = [max(a * b, c * d) for (a, b), (c, d) in zip(first, second)]
+    drawn = [max(8 * CAP for _ in (0, 1)) for _ in computed]
+    assert sum(computed) < 0.8 * sum(drawn) and max(computed) <= 8 * CAP
+    told = ranks[0]["found out"]["told"]
+    assert "padded to their longest sample" in told and "of the computed tokens" in told and ranks[1]["found out"]["told"] == ""
+
+
+def _others() -> dict[str, dict[str, Any]]:
+    options: dict[str, Any] = {"balance": _balance(), "epochs": 1}
+    return {
+        "fixed": _fit("fixed", **options),
+        "none": _fit("none", **options),
+        "alike": _fit(balance=_balance(assignment_mode="zigzag"), epochs=1),
+        "drawn": _fit("none", balance=False, epochs=1),
+    }
+
+
+def test_other_batches_are_balanced_as_before() -> None:
+    for rank, found in enumerate(run_distributed(_others, 2, timeout=240)):
+        assert found["fixed"]["padding"] == "fixed" and found["fixed"]["from"] is None
+        assert {shape[0] for shape in found["fixed"]["shapes"][:-2]} == {8}, "equal counts"
+        assert found["none"]["padding"] == "none" and found["none"]["from"] is None
+        assert found["alike"]["from"] is None
+        if rank == 0:
+            told = found["fixed"]["told"]
+            assert f"every batch is padded to {CAP}" in told and "times fewer tokens" in told
+            assert "padded" not in found["none"]["told"] and "balanced as if they were not" in found["alike"]["told"]
+        for weight, value in found["none"]["weights"].items():
+            torch.testing.assert_close(value, found["drawn"]["weights"][weight], rtol=1e-5, atol=1e-6)
+
+
+def test_a_checkpoint_knows_what_was_found_out() -> None:
+    data = FreeScaleDataModule(Histories(), LENGTHS, 8, collate_fn=_pad)
+    data.train.load_state_dict({**data.train.state_dict(1, 0, 2), "padded_from": (0, 5)}, 0, 2)
+    assert data.train.padding == "batch" and data.train.resumed_sampler(0, 2, 1).is_padded(1, 0)
+    fixed = FreeScaleDataModule(Histories(), LENGTHS, 8, collate_fn=_pad, balance=BalanceOptions(padding="none"))
+    fixed.train.load_state_dict({**data.train.state_dict(1, 0, 2), "padded_from": (0, 5)}, 0, 2)
+    assert not fixed.train.resumed_sampler(0, 2, 1).is_padded(1, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "named"),
+    [
+        ({"padding": "longest"}, {}, "padding='longest'"),
+        ({"padding": "batch", "keep_together": np.arange(SAMPLES)}, {}, "keep_together"),
+        ({"padding": "batch", "assignment_mode": "zigzag"}, {}, "zigzag"),
+        ({"padding": "batch"}, {"batch_tokens": 500}, "batch_tokens"),
+    ],
+)
+def test_what_does_not_go_with_padding_is_refused(options: dict[str, Any], given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        FreeScaleDataModule(Histories(), LENGTHS, 8, balance=BalanceOptions(**options), **given)
+
+
+def test_another_strategy_is_refused_as_it_weighs_no_loss() -> None:
+    data = FreeScaleDataModule(Histories(), LENGTHS, 8, collate_fn=_pad, balance=BalanceOptions(padding="batch"))
+    data.trainer = trainer(devices=2, strategy="ddp")
+    with pytest.raises(ValueError, match="freescale"):
+        data.train_dataloader()
