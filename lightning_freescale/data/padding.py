@@ -2,106 +2,22 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-import torch
-from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
-from torchrec import JaggedTensor, KeyedJaggedTensor
+from numpy.typing import NDArray
 
-from lightning_freescale._walk import Steps, walk
+from lightning_freescale.data.batch_shapes import OFFSETS, BatchShapes, shapes_of
+
+__all__ = ["BatchShapes", "Padding", "PaddingDetector", "shapes_of"]
 
 Padding = Literal["none", "batch", "fixed"]
+Place = list[tuple[str, tuple[int, ...]]]
 
-_OFFSETS = range(-2, 3)
-"""Positions that a model adds to every sample, such as a class token, or drops, such as the last item of the inputs."""
 _MULTIPLES = (1, 2, 4, 8, 16, 32, 64, 128)
 _MOST_FEATURES = 8
 _FEW, _SOME, _MANY = 2, 3, 6
-_MOST_FIELDS = 32
-"""A longer list with one entry for each sample is a list of samples. A shorter one may hold the fields of the batch."""
-
-
-@dataclass(frozen=True)
-class BatchShapes:
-    """Lengths of the samples of a batch and shapes of its tensors.
-
-    Ranks can exchange ``dataclasses.astuple(shapes)``, which has only numbers, text and tuples. ``BatchShapes(*values)`` restores
-    the object.
-
-    Attributes:
-        lengths: length of each sample, as the user gave it.
-        tensors: place in the batch, kind and shape of each tensor. The kinds are ``"jagged"``, ``"padded"``, ``"integer"`` and
-            ``"float"``. The rows of a ``"padded"`` tensor end or begin with a constant value where the samples are shorter.
-    """
-
-    lengths: tuple[int, ...]
-    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
-
-    @property
-    def samples(self) -> int:
-        """Number of samples."""
-        return len(self.lengths)
-
-    @property
-    def longest(self) -> int:
-        """Length of the longest sample, 0 in an empty batch."""
-        return max(self.lengths, default=0)
-
-    @property
-    def total(self) -> int:
-        """Sum of the lengths."""
-        return sum(self.lengths)
-
-    @property
-    def shapes(self) -> frozenset[tuple[int, ...]]:
-        """Shapes of all tensors and of the values of jagged ones."""
-        return frozenset(shape for _, _, shape in self.tensors)
-
-
-def shapes_of(batch: Any, lengths: ArrayLike) -> BatchShapes:
-    """Return the shapes of the tensors in a batch, beside the lengths of its samples.
-
-    The function looks into mappings, lists, tuples, data classes and plain objects. It collects dense torch tensors, numpy
-    arrays, nested tensors and TorchRec's jagged tensors. A list with one tensor for each sample counts as one jagged tensor.
-    The batch does not change.
-
-    Args:
-        batch: batch that the collate function returned.
-        lengths: number of interactions of each sample, of shape ``(samples,)``. The order is that of the batch.
-
-    Raises:
-        ValueError: ``lengths`` is not one-dimensional, holds other values than integers, or holds a negative number.
-    """
-    counts = np.asarray(lengths.cpu() if isinstance(lengths, Tensor) else lengths)
-    if counts.ndim != 1 or (counts.size and (counts.dtype.kind not in "iu" or counts.min() < 0)):
-        raise ValueError(f"lengths must be integers of at least 0 in one dimension, got {lengths!r}: pass one for each sample")
-    counts = counts.astype(np.int64)
-    found: list[tuple[str, str, tuple[int, ...]]] = []
-    jagged: set[Steps] = set()
-    lists: set[Steps] = set()
-    parts: defaultdict[str, list[int]] = defaultdict(list)
-    for steps, node in walk(batch):
-        if any(steps[:depth] in jagged for depth in range(len(steps))):
-            continue
-        if isinstance(node, (list, tuple)) and len(node) == len(counts):
-            lists.add(steps)
-        elif isinstance(node, (JaggedTensor, KeyedJaggedTensor)) or (isinstance(node, Tensor) and node.is_nested):
-            jagged.add(steps)
-            found += [(_name(steps) + key, "jagged", shape) for key, shape in _jagged_shapes(node)]
-        elif (isinstance(node, Tensor) and node.layout is torch.strided) or isinstance(node, np.ndarray):
-            shape = tuple(map(int, node.shape))
-            depth = next((depth for depth in range(len(steps)) if steps[:depth] in lists), None)
-            if depth is not None and shape:
-                parts[f"{_name(steps[:depth])}[*]{_name(steps[depth + 1 :])}"].append(shape[0])
-            if depth is None or len(counts) <= _MOST_FIELDS:
-                found.append((_name(steps), _kind(node, counts), shape))
-    found += [(name, "jagged", (sum(sizes),)) for name, sizes in parts.items() if len(sizes) == len(counts)]
-    return BatchShapes(tuple(counts.tolist()), tuple(found))
 
 
 class PaddingDetector:
@@ -147,46 +63,6 @@ class PaddingDetector:
         return self._verdict[1]
 
 
-def _name(steps: Steps) -> str:
-    return "".join(f"[{key!r}]" if kind == "item" else f".{key}" for kind, key in steps)
-
-
-def _jagged_shapes(node: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the shape of the values, also of each key. Nothing is computed that TorchRec would keep in the batch."""
-    if isinstance(node, Tensor):
-        yield "", (sum(len(part) for part in node.unbind()),)
-        return
-    yield "", tuple(node.values().shape)
-    if isinstance(node, KeyedJaggedTensor) and len(node.keys()) > 1 and not node.variable_stride_per_key():
-        offsets, lengths = node.offsets_or_none(), node.lengths_or_none()
-        sums = (offsets.diff() if lengths is None and offsets is not None else lengths).view(len(node.keys()), -1).sum(1)
-        yield from ((f"[{key!r}]", (size,)) for key, size in zip(node.keys(), sums.tolist()))
-
-
-def _kind(tensor: Any, lengths: NDArray[np.int64]) -> str:
-    kind = tensor.dtype.kind if isinstance(tensor, np.ndarray) else "f" if tensor.is_floating_point() else "i"
-    if len(lengths) and type(tensor) in (Tensor, np.ndarray) and kind in "biuf" and tensor.ndim >= 2:
-        for axis in (0, 1):
-            shortest, length = lengths.min(), tensor.shape[1 - axis]
-            if tensor.shape[axis] == len(lengths) and shortest + max(_OFFSETS) < length:
-                array = tensor if isinstance(tensor, np.ndarray) else (tensor.float() if kind == "f" else tensor).detach().cpu()
-                if _has_padding(np.moveaxis(np.asarray(array), axis, 0), lengths):
-                    return "padded"
-    return "integer" if kind in "biu" else "float"
-
-
-def _has_padding(rows: NDArray[Any], lengths: NDArray[np.int64]) -> bool:
-    """Return whether each of the rows ends or begins with one value where its sample is shorter."""
-    rows = rows.reshape(*rows.shape[:2], -1)
-    for inwards in (rows, rows[:, ::-1]):
-        constant = (inwards == inwards[lengths.argmin(), -1]).all(-1)
-        filled = rows.shape[1] - np.logical_and.accumulate(constant[:, ::-1], axis=1).sum(1)
-        expected = [np.clip(lengths + offset, 0, filled.max()) for offset in _OFFSETS]
-        if len(set(filled.tolist())) >= _SOME and any(np.array_equal(filled, each) for each in expected):
-            return True
-    return False
-
-
 def _decide(batches: list[BatchShapes]) -> tuple[Padding | None, int | None]:
     by_place = [{place: (kind, shape) for place, kind, shape in shapes.tensors} for shapes in batches]
     shared = [place for place in (by_place[0] if batches else ()) if all(place in tensors for tensors in by_place)]
@@ -197,24 +73,32 @@ def _decide(batches: list[BatchShapes]) -> tuple[Padding | None, int | None]:
     differ = any(shapes.total < shapes.samples * shapes.longest for shapes in batches)
     if differ and any(_follows_longest(place, batches) for place in dense):
         return "batch", None
-    padded = [place for place in dense if sum(kind == "padded" for kind, _ in place) >= _FEW]
-    if not padded and differ and any(_follows_total(place, batches) for place in places):
+    padded = [[shapes.samples for (kind, _), shapes in zip(place, batches) if kind == "padded"] for place in dense]
+    if not any(padded) and differ and any(_follows_total(place, batches) for place in places):
         return "none", None
     longest = [shapes.longest for shapes in batches]
-    if padded:
-        fixed = {length for place in padded for length in _constant_lengths(place, batches)}
-    else:
-        matrices = [place for place in dense if len(place[0][1]) == 2 and all(kind != "float" for kind, _ in place)]
-        fixed = {length for place in matrices for length in _constant_lengths(place, batches)}
-        fixed = {length for length in fixed if length >= max(longest) + min(_OFFSETS)}
-    if not fixed or max(fixed) - min(fixed) > max(_OFFSETS) - min(_OFFSETS) or len(set(longest)) < _SOME:
+    length = _fixed_length(dense, padded, batches) if len(set(longest)) >= _SOME else None
+    # batches that all reach the length, or the multiple below it, do not exclude that a later one is shorter
+    multiple = max(each for each in _MULTIPLES if (length or 1) % each == 0)
+    if length is None or (min(longest) + max(OFFSETS) > length - multiple and len(batches) < _MANY):
         return None, None
-    # where every batch reaches the length, a later one may turn out shorter
-    reached = min(longest) + max(_OFFSETS) >= max(fixed)
-    return ("fixed", max(fixed)) if not reached or len(batches) >= _MANY else (None, None)
+    return "fixed", length
 
 
-def _axes(place: list[tuple[str, tuple[int, ...]]], batches: list[BatchShapes], most: int) -> Iterator[list[int]]:
+def _fixed_length(dense: list[Place], padded: list[list[int]], batches: list[BatchShapes]) -> int | None:
+    """Return the length of the tensors that have padding in sight. Without such tensors, integers of one length decide."""
+    if any(padded):  # a few rows may look padded by chance
+        candidates = [place for place, samples in zip(dense, padded) if len(samples) >= _FEW and sum(samples) >= _MANY]
+        least = 0
+    else:  # a length below the longest is more likely a number of features
+        candidates = [place for place in dense if len(place[0][1]) == 2 and all(kind == "integer" for kind, _ in place)]
+        least = max(shapes.longest for shapes in batches) + min(OFFSETS)
+    lengths = {length for place in candidates for length in _constant_lengths(place, batches)}
+    alike = lengths and max(lengths) - min(lengths) <= max(OFFSETS) - min(OFFSETS)
+    return max(lengths) if alike and max(lengths) >= least else None
+
+
+def _axes(place: Place, batches: list[BatchShapes], most: int) -> Iterator[list[int]]:
     """Yield the sizes of each dimension beside one, the first or the second, that has one entry for each sample."""
     dims = len(place[0][1])
     for axis in range(min(dims, 2)):
@@ -222,16 +106,16 @@ def _axes(place: list[tuple[str, tuple[int, ...]]], batches: list[BatchShapes], 
             yield from ([shape[other] for _, shape in place] for other in range(min(dims, most)) if other != axis)
 
 
-def _constant_lengths(place: list[tuple[str, tuple[int, ...]]], batches: list[BatchShapes]) -> set[int]:
+def _constant_lengths(place: Place, batches: list[BatchShapes]) -> set[int]:
     return {sizes[0] for sizes in _axes(place, batches, 2) if len(set(sizes)) == 1}
 
 
-def _follows_longest(place: list[tuple[str, tuple[int, ...]]], batches: list[BatchShapes]) -> bool:
+def _follows_longest(place: Place, batches: list[BatchShapes]) -> bool:
     """Return whether a dimension is the longest length of each batch, shifted, rounded up, and cut at the largest one."""
     longest = np.array([shapes.longest for shapes in batches])
     for sizes in (np.array(sizes) for sizes in _axes(place, batches, 3)):
         for multiple in _MULTIPLES if len(set(sizes.tolist())) >= _FEW else ():
-            for offset in _OFFSETS:
+            for offset in OFFSETS:
                 expected = -(-(longest + offset) // multiple) * multiple
                 plain = multiple == 1 and expected.max() <= sizes.max()
                 enough = len(set(longest.tolist())) >= (_FEW if plain else _SOME)
@@ -240,18 +124,20 @@ def _follows_longest(place: list[tuple[str, tuple[int, ...]]], batches: list[Bat
     return False
 
 
-def _follows_total(place: list[tuple[str, tuple[int, ...]]], batches: list[BatchShapes]) -> bool:
+def _follows_total(place: Place, batches: list[BatchShapes]) -> bool:
     """Return whether the first or second dimension is the summed lengths of each batch, shifted and cut, for each feature."""
     first = max(range(len(batches)), key=lambda index: batches[index].longest)
     for axis in range(min(len(place[0][1]), 2)):
         sizes = [shape[axis] for _, shape in place]
         if len({size / shapes.samples for size, shapes in zip(sizes, batches)}) < _SOME:
             continue
-        for offset in _OFFSETS:
+        for offset in OFFSETS:
             sums = [_sums_of_cut(np.maximum(np.array(shapes.lengths) + offset, 0)) for shapes in batches]
             for features in range(1, _MOST_FEATURES + 1):
                 cut = int(np.searchsorted(sums[first], sizes[first] / features))
-                if all(features * each[min(cut, len(each) - 1)] == size for each, size in zip(sums, sizes)):
+                # a cap that is fitted to one batch agrees with few others by chance
+                enough = cut >= len(sums[first]) - 1 or len(batches) >= _MANY
+                if enough and all(features * each[min(cut, len(each) - 1)] == size for each, size in zip(sums, sizes)):
                     return True
     return False
 
