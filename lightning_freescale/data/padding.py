@@ -58,6 +58,11 @@ class PaddingDetector:
         return self._verdict[0]
 
     @property
+    def sees_padding(self) -> bool:
+        """Whether any batch holds samples that are padded, to whatever length."""
+        return any(kind == "padded" for shapes in self._batches for _, kind, _ in shapes.tensors)
+
+    @property
     def padded_length(self) -> int | None:
         """Length that all batches are padded to, None unless :attr:`padding` is ``"fixed"``."""
         return self._verdict[1]

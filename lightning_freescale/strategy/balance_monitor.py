@@ -76,7 +76,9 @@ class BalanceMonitor:
         with self._timeline.span("pause", "calibration") if self._is_measuring else nullcontext():
             self._measure(sampler, step)
         if self._padding is not None and self._padding.observe(sampler, step, batch):
-            self._padding, self._sums = None, BalanceSums()  # of the steps before, padding was unknown
+            self._padding = None
+            if self._plans_padding:
+                self._sums = BalanceSums()  # of the steps before, padding was unknown
         return float(sampler.loss_weight(step)) if hasattr(sampler, "loss_weight") else 1.0
 
     def pause(self) -> None:
@@ -146,13 +148,18 @@ class BalanceMonitor:
         base = self._base_in(sampler.epoch)
         return balance.with_base(base, sampler.num_replicas) if base else balance
 
+    @property
+    def _plans_padding(self) -> bool:
+        """Whether steps are planned for padded batches, these or later ones."""
+        train = map_style_data(self.trainer)
+        return train is not None and train.padded_from is not None
+
     def _base_in(self, epoch: int) -> float:
         train = map_style_data(self.trainer)
         return 0.0 if train is None else train.base_in(epoch)
 
     def _log_step(self, balance: StepBalance) -> None:
-        train = map_style_data(self.trainer)
-        if balance.padding is None and train is not None and train.padded_from is not None:
+        if balance.padding is None and self._plans_padding:
             return  # the loader had read it before padding was known
         self._sums.add_step(balance)
         trainer: Any = self.trainer

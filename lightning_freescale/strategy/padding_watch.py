@@ -15,7 +15,7 @@ from lightning_freescale.data.batch_shapes import BatchShapes, shapes_of
 from lightning_freescale.data.map_style import MapStyleData
 from lightning_freescale.data.padding import PaddingDetector
 
-_MOST_STEPS = 20
+_MOST_STEPS = 12
 """Steps after which batches that do not tell are taken to be jagged."""
 _UNDECIDED_STEPS = 2
 """Steps after which samples are sorted by length, so that batches differ."""
@@ -39,8 +39,8 @@ class PaddingWatch:
     def observe(self, sampler: Any, step: int, batch: Any) -> bool:
         """Observe the ``step``-th batch of ``sampler``; return whether its padding is known, or will not be. Collective.
 
-        Where the longest sample of every batch is cut to the same length, batches tell nothing. Then samples of about the same
-        length come together for some steps, at equal counts.
+        If samples are padded, but the longest of every batch is cut to the same length, batches do not tell to what they are
+        padded. Then samples of about the same length come together for some steps, at equal counts.
         """
         lengths: Any = self._train.lengths
         samples = sampler.batch_of_rank(sampler.epoch, step)
@@ -53,7 +53,7 @@ class PaddingWatch:
         padding, ended = self._detector.padding, self._steps >= _MOST_STEPS
         following = _after(max(handed_out for _, handed_out in everyone), sampler)
         if padding is None and not ended:
-            if self._steps == _UNDECIDED_STEPS and self._train.may_pad:
+            if self._detector.sees_padding and not self._sorted and self._train.may_pad and self._steps >= _UNDECIDED_STEPS:
                 self._sorted = True
                 sampler.pad_from(*following, assignment_mode="fixed", count_slack=None)
             return False
