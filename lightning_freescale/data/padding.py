@@ -18,6 +18,7 @@ Place = list[tuple[str, tuple[int, ...]]]
 _MULTIPLES = (1, 2, 4, 8, 16, 32, 64, 128)
 _MOST_FEATURES = 8
 _FEW, _SOME, _MANY = 2, 3, 6
+"""Batches or different lengths that an explanation needs, the more of them the more its numbers are fitted."""
 
 
 class PaddingDetector:

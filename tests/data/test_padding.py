@@ -51,12 +51,8 @@ def padded(samples: Samples, **options: Any) -> Tensor:
 
 
 def fixed(samples: Samples, length: int, left: bool = False) -> Tensor:
-    rows = torch.zeros(len(samples), length, dtype=torch.int64)
-    for row, items in zip(rows, samples):
-        kept = items[-length:]
-        row[length - len(kept) :] = kept if left else row[length - len(kept) :]
-        row[: 0 if left else len(kept)] = kept[: 0 if left else len(kept)]
-    return rows
+    whole = [*cut(samples, length), torch.zeros(length, dtype=torch.int64)]
+    return padded(whole, padding_side="left" if left else "right")[:-1]
 
 
 def cut(samples: Samples, most: int) -> Samples:
@@ -68,7 +64,7 @@ def shifted(samples: Samples) -> dict[str, Samples]:
 
 
 def with_token(samples: Samples) -> Samples:
-    return [torch.cat([torch.tensor([0]), items]) for items in samples]
+    return [torch.cat([items[:1], items]) for items in samples]
 
 
 def label(samples: Samples) -> Tensor:
@@ -132,7 +128,6 @@ JAGGED: dict[str, Callable[[Samples], Any]] = {
 BATCH: dict[str, Callable[[Samples], Any]] = {
     "dict": lambda s: {"items": padded(s), "lengths": lengths(s)},
     "tuple": lambda s: (padded(s), label(s)),
-    "list": lambda s: [padded(s), label(s)],
     "data class": lambda s: Record(padded(s), label(s)),
     "named tuple": lambda s: Named(padded(s), label(s)),
     "plain object": lambda s: Plain({"inputs": [padded(s)]}, label(s)),
@@ -182,7 +177,11 @@ UNKNOWN: dict[str, Callable[[Samples], Any]] = {
     "integer features": lambda s: {"profile": ids(len(s), 16), "label": label(s)},
     "integers of two lengths": lambda s: {"items": ids(len(s), 100), "candidates": ids(len(s), 200)},
     "matrix of samples": lambda s: floats(len(s), len(s)),
-    "lengths of something else": lambda s: {"values": torch.cat([items[: 1 + int(items[0]) % len(items)] for items in s])},
+    "random crops": lambda s: {"values": torch.cat([items[: 1 + int(items[0]) % len(items)] for items in s])},
+    "random crops beside candidates": lambda s: (
+        torch.cat([items[: 1 + int(items[0]) % len(items)] for items in s]),
+        ids(len(s), 16),
+    ),
     "numbers of Python": lambda s: [items.tolist() for items in s],
     "nothing": lambda s: None,
 }
@@ -233,10 +232,9 @@ def test_batches_of_one_sample() -> None:
 
 
 def test_one_coincidence_does_not_decide() -> None:
-    batches = [(fixed(cut(samples, 7), 9), samples) for samples in (draw(seed, longest=9) for seed in range(12))]
-    assert verdict([[shapes_of(rows[:, : max(map(len, s))], lengths(s)) for rows, s in batches[:1]]]) == (None, None)
-    square = [*draw(0, samples=10)[:9], torch.arange(10)]
-    assert verdict([[shapes_of(ids(10, 10), lengths(cut(square, 10)))]]) == (None, None)
+    samples = [*draw(0, longest=10, samples=9), torch.arange(10)]
+    for batch in (padded(samples), torch.cat(samples), keyed(samples), ids(10, 10), fixed(samples, 20)):
+        assert verdict([[shapes_of(batch, lengths(samples))]]) == (None, None)
 
 
 def test_lengths_that_already_are_cut_leave_padded_batches_open() -> None:
@@ -265,10 +263,10 @@ def test_shapes_are_values_that_ranks_exchange() -> None:
     assert (shapes.samples, shapes.longest, shapes.total) == (n, longest, total)
     assert shapes.shapes == {(2 * total,), (total,), (n, longest), (n, 16)}
     assert pickle.loads(pickle.dumps(shapes)) == shapes
-    file = io.BytesIO()
-    torch.save(dataclasses.astuple(shapes), file)
-    file.seek(0)
-    assert BatchShapes(*torch.load(file, weights_only=True)) == shapes
+    with io.BytesIO() as file:
+        torch.save(dataclasses.astuple(shapes), file)
+        file.seek(0)
+        assert BatchShapes(*torch.load(file, weights_only=True)) == shapes, "as gather_objects exchanges them"
 
 
 def test_empty_batches_and_wrong_lengths() -> None:
