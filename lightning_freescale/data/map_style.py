@@ -113,7 +113,8 @@ class MapStyleData:
         self.may_pad = balance and self.budget is None and options.keep_together is None and self._mode != "zigzag"
         if options.padding == "batch" and not self.may_pad:
             raise ValueError(
-                "BalanceOptions(padding='batch') needs a number of samples in a step: leave out batch_tokens= and batch_cost="
+                "BalanceOptions(padding='batch') gives each rank a run of samples sorted by length: leave out batch_tokens=, "
+                "batch_cost=, keep_together=, balance=False and assignment_mode='zigzag'"
             )
         weighs = loss_reduction != "unweighted"
         self._padded_mode: dict[str, Any] = {"assignment_mode": "free"} if options.assignment_mode is None and weighs else {}

@@ -10,7 +10,6 @@ from numpy.typing import ArrayLike
 
 from lightning_freescale.data.validation import refuse_options
 
-
 _PADDING, _SLOW_RANKS = ("auto", "none", "batch", "fixed"), ("report", "rebalance")
 
 
@@ -68,8 +67,6 @@ class BalanceOptions:
         for name, known in {"padding": _PADDING, "slow_ranks": _SLOW_RANKS}.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"BalanceOptions({name}={getattr(self, name)!r}): choose {' or '.join(map(repr, known))}")
-        if self.padding == "batch":
-            refuse_options("padding='batch', with which a rank takes a run of samples sorted by length", self, "keep_together")
         if self.slow_ranks == "rebalance" and not self.calibrate:
             raise ValueError("BalanceOptions(slow_ranks='rebalance') needs calibrate=True, which finds the slow ranks")
         if not isinstance(self.calibrate, (bool, type(None))):
@@ -86,8 +83,6 @@ class BalanceOptions:
                 )
         if self.assignment_mode == "zigzag":
             refuse_options("assignment_mode='zigzag', which deals to all ranks alike", self, "rank_speeds", "slow_ranks")
-            if self.padding == "batch":
-                raise ValueError("BalanceOptions(padding='batch', assignment_mode='zigzag'): zig-zag knows no padding")
         if self.assignment_mode != "slack":
             refuse_options(f"assignment_mode={self.assignment_mode or 'fixed'!r}", self, "count_slack")
 

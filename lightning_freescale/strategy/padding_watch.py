@@ -34,13 +34,13 @@ class PaddingWatch:
     def __init__(self, train: MapStyleData, gather: Callable[[Any], list[Any]]) -> None:
         self._train, self._gather = train, gather
         self._detector = PaddingDetector()
-        self._steps, self._sorted = 0, False
+        self._steps, self._sorted, self._sorted_seen = 0, False, False
 
     def observe(self, sampler: Any, step: int, batch: Any) -> bool:
         """Observe the ``step``-th batch of ``sampler``; return whether its padding is known, or will not be. Collective.
 
-        If samples are padded, but the longest of every batch is cut to the same length, batches do not tell to what they are
-        padded. Then samples of about the same length come together for some steps, at equal counts.
+        Batches look as if they were padded to a fixed length where the longest sample of each is cut to that length. So samples
+        of about the same length come together for some steps, at equal counts.
         """
         lengths: Any = self._train.lengths
         samples = sampler.batch_of_rank(sampler.epoch, step)
@@ -51,9 +51,13 @@ class PaddingWatch:
         self._detector.observe([BatchShapes(*shapes) for of_rank, _ in everyone for shapes in of_rank])
         self._steps += 1
         padding, ended = self._detector.padding, self._steps >= _MOST_STEPS
+        self._sorted_seen |= self._sorted and sampler.is_padded(sampler.epoch, step)
+        unclear = padding == "fixed" or (padding is None and self._detector.sees_padding and self._steps >= _UNDECIDED_STEPS)
+        if unclear and not self._sorted_seen and self._train.may_pad:
+            padding = None
         following = _after(max(handed_out for _, handed_out in everyone), sampler)
         if padding is None and not ended:
-            if self._detector.sees_padding and not self._sorted and self._train.may_pad and self._steps >= _UNDECIDED_STEPS:
+            if unclear and not self._sorted and self._train.may_pad:
                 self._sorted = True
                 sampler.pad_from(*following, assignment_mode="fixed", count_slack=None)
             return False
@@ -81,7 +85,7 @@ class PaddingWatch:
             rank_zero_info(
                 f"strategy 'freescale': the batches are padded to their longest sample, so {report.padding_unbalanced:.0%} of "
                 f"the computed tokens are padding. From step {first[1]} on, samples of about the same length come to the same "
-                f"rank. Predicted: {report.padding:.0%} are padding then, and the slowest rank computes "
+                f"rank and micro-batch. Predicted: {report.padding:.0%} are padding then, and the slowest rank computes "
                 f"{report.unbalanced / report.balanced:.2f} times less than with the samples as drawn. "
                 "BalanceOptions(padding='batch') does so from the first step on, padding='none' never"
             )
