@@ -64,6 +64,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
 
     Attributes:
         handed_out: the last (epoch, step) that the loader has read.
+        may_pad: whether the ranks pad their samples, or may turn out to.
 
     Raises:
         ValueError: an argument does not fit; names it, its value and the fix.
@@ -122,7 +123,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         self.balance_steps, self.outlier_window, self.epoch = balance, outlier_window, 0
         self.exploration_steps = 0 if limited else exploration_steps  # a contiguous split keeps no limits
         self.micro_batches = micro_batches or MicroBatchSchedule(1, 1)
-        self.handed_out = (0, -1)
+        self.handed_out, self.may_pad = (0, -1), padded
         self._paddings: list[tuple[tuple[int, int], dict[str, Any]]] = []
         per_sample: dict[str, NDArray[Any]] = {}
         if tokens is not None:

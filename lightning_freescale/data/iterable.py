@@ -56,6 +56,8 @@ class IterableData:
     ) -> None:
         context = "an IterableDataset, whose samples are not known before they arrive"
         asked = ["calibrate"] if options.calibrate else []
+        if options.padding == "batch":
+            raise ValueError(f"BalanceOptions(padding='batch') needs lengths that are known before the fit, unlike {context}")
         refuse_options(context, options, *asked, "max_tokens_per_rank", "tokens", "keep_together", "outlier_window", "window")
         if not balance:
             refuse_options("balance=False", stream, "pool_batches", "max_pool_age")

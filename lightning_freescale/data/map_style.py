@@ -257,6 +257,7 @@ class MapStyleData:
     def _sampler_with(self, schedule: MicroBatchSchedule, rank: int, world_size: int, **given: Any) -> BalancedSampler:
         given |= {"seed": self.seed, "micro_batches": schedule}
         sampler = self._new_sampler(num_replicas=world_size, rank=rank, **given)
+        sampler.may_pad = self.may_pad and self.padding in ("auto", "batch") and self.lengths is not None
         if self.padded_from is not None:
             sampler.pad_from(*self.padded_from, **self._padded_mode)
         return sampler

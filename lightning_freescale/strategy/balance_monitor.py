@@ -112,7 +112,8 @@ class BalanceMonitor:
             cost = 0.0
             if not self.autopilot.frozen and hasattr(sampler, "balance"):
                 balance = sampler.balance(step)
-                cost = balance.balanced * balance.cost
+                # a candidate must not be credited with less padding: that is what it is tried for
+                cost = balance.cost if balance.padding is not None else balance.balanced * balance.cost
             self.autopilot.start_step(getattr(sampler, "epoch", self.trainer.current_epoch), step, cost)
         if not self._is_measuring:
             self._stop_times()

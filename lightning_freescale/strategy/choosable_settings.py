@@ -17,6 +17,11 @@ def schedule_of(loader: Any) -> MicroBatchSchedule | None:
     return schedule if isinstance(schedule, MicroBatchSchedule) else None
 
 
+def may_be_padded(loader: Any) -> bool:
+    """Return whether a training loader's batches are padded, or may turn out to be: each micro-batch is padded by itself."""
+    return bool(getattr(getattr(loader, "sampler", None), "may_pad", False))
+
+
 def settle_without_exchange(loader: Any, reason: str) -> bool:
     """Choose one micro-batch for ``"auto"``, if there is a ``reason`` why more cannot help; return whether that was news.
 

@@ -39,6 +39,7 @@ from lightning_freescale.strategy.choosable_settings import (
     SPLIT_BACKWARD,
     choosable,
     hold_micro_batches,
+    may_be_padded,
     schedule_of,
     settle_without_exchange,
     tell_what_is_choosable,
@@ -332,10 +333,13 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         # before anybody reads it, and after checkpoints are read
         if self.target_bubble_reduction is not None and not self._hides_nothing and self.autopilot is None:
             hold_micro_batches(dataloader, self.chosen_settings.get("kept", {}))
-        settle_without_exchange(dataloader, self._hides_nothing)
-        loader, module = super().process_dataloader(dataloader), self.lightning_module
+        module = self.lightning_module
         # not by the sharded tables: configure_optimizers may ask for the number of steps, and so for the loader, before them
-        if not self.overlap or not collections_of(module, self.shard):
+        found = collections_of(module, self.shard)
+        if found or not may_be_padded(dataloader):
+            settle_without_exchange(dataloader, self._hides_nothing)
+        loader = super().process_dataloader(dataloader)
+        if not self.overlap or not found:
             return loader
         assert module is not None
         trainer = module.trainer

@@ -71,7 +71,7 @@ def _fit(collate: str = "batch", epochs: int = 2, checkpoint: str | None = None,
     fitted.fit(model, data, ckpt_path=checkpoint)
     weights = {name: each.detach().clone() for name, each in model.state_dict().items()}
     found = {"weights": weights, "shapes": model.shapes, "padding": data.train.padding, "from": data.train.padded_from}
-    return {**found, "told": "\n".join(told), "mode": data.train.assignment_mode, "state": data.state_dict()}
+    return {**found, "told": "\n".join(told), "mode": data.train.assignment_mode, "chosen": data.train.micro_batches.chosen}
 
 
 def _balance(**options: Any) -> BalanceOptions:
@@ -117,6 +117,8 @@ def _others() -> dict[str, dict[str, Any]]:
     return {
         "fixed": _fit("fixed", **options),
         "none": _fit("none", **options),
+        "auto": _fit(micro_batches="auto", **options),
+        "settled": _fit("none", micro_batches="auto", balance=_balance(padding="none"), epochs=1),
         "alike": _fit(balance=_balance(assignment_mode="zigzag"), epochs=1),
         "drawn": _fit("none", balance=False, epochs=1),
     }
@@ -128,6 +130,7 @@ def test_other_batches_are_balanced_as_before() -> None:
         assert {shape[0] for shape in found["fixed"]["shapes"][:-2]} == {8}, "equal counts"
         assert found["none"]["padding"] == "none" and found["none"]["from"] is None
         assert found["alike"]["from"] is None
+        assert (found["auto"]["chosen"], found["settled"]["chosen"]) == (None, 1), "more can help only where batches are padded"
         if rank == 0:
             told = found["fixed"]["told"]
             assert f"every batch is padded to {CAP}" in told and "times fewer tokens" in told
