@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -118,11 +119,11 @@ def _jagged_shapes(node: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
 def _kind(tensor: Any, lengths: NDArray[np.int64]) -> str:
     kind = tensor.dtype.kind if isinstance(tensor, np.ndarray) else "f" if tensor.is_floating_point() else "i"
     if len(lengths) and type(tensor) in (Tensor, np.ndarray) and kind in "biuf" and tensor.ndim >= 2:
-        for axis in (0, 1):
-            shortest, length = lengths.min(), tensor.shape[1 - axis]
-            if tensor.shape[axis] == len(lengths) and shortest + max(OFFSETS) < length:
+        for axis, other in permutations(range(min(tensor.ndim, 3)), 2):
+            # samples may come behind one other dimension, such as that of items, targets and negatives
+            if axis < 2 and tensor.shape[axis] == len(lengths) and lengths.min() + max(OFFSETS) < tensor.shape[other]:
                 array = tensor if isinstance(tensor, np.ndarray) else (tensor.float() if kind == "f" else tensor).detach().cpu()
-                if _has_padding(np.moveaxis(np.asarray(array), axis, 0), lengths):
+                if _has_padding(np.moveaxis(np.asarray(array), (axis, other), (0, 1)), lengths):
                     return "padded"
     return "integer" if kind in "biu" else "float"
 

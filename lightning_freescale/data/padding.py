@@ -113,7 +113,9 @@ def _axes(place: Place, batches: list[BatchShapes], most: int) -> Iterator[list[
 
 
 def _constant_lengths(place: Place, batches: list[BatchShapes]) -> set[int]:
-    return {sizes[0] for sizes in _axes(place, batches, 2) if len(set(sizes)) == 1}
+    padded = all(kind == "padded" for kind, _ in place)
+    found = {sizes[0] for sizes in _axes(place, batches, 3 if padded else 2) if len(set(sizes)) == 1}
+    return {max(found)} if padded and found else found
 
 
 def _follows_longest(place: Place, batches: list[BatchShapes]) -> bool:

@@ -140,6 +140,7 @@ BATCH: dict[str, Callable[[Samples], Any]] = {
     "channels first": lambda s: padded(s).float()[:, None].repeat(1, 8, 1),
     "shifted": lambda s: {name: padded(part, padding_value=-100) for name, part in shifted(s).items()},
     "with a token": lambda s: {"items": padded(with_token(s))},
+    "stacked with targets": lambda s: {"ids": torch.stack([padded(s), padded(s), padded(s) * 2])},
     "negatives": lambda s: {"items": padded(s), "negatives": ids(len(s), max(map(len, s)), 5)},
     "embedded features": lambda s: {"features": floats(len(s), max(map(len, s)), 8), "user": ids(len(s))},
     "times beside users": lambda s: {"user": ids(len(s)), "times": padded(s).float()},
@@ -158,6 +159,7 @@ FIXED: dict[str, tuple[int, Callable[[Samples], Any]]] = {
     "at 50 of numpy": (50, lambda s: [fixed(s, 50).numpy(), label(s).numpy()]),
     "time first": (64, lambda s: (fixed(s, 64).T, label(s))),
     "inputs and targets": (50, lambda s: {"items": fixed(s, 50), "inputs": fixed(s, 50)[:, :-1]}),
+    "stacked with targets": (50, lambda s: torch.stack([fixed(s, 50), fixed(s, 50), fixed(s, 50)])),
     "negatives": (50, lambda s: Named(fixed(s, 50), ids(len(s), 50, 3))),
     "times and embedded features": (
         70,
