@@ -52,7 +52,6 @@ class MapStyleData:
         refits: what was found while training, by the epoch from which on it goes.
         padding: as in :class:`BalanceOptions`; ``"auto"`` until it is found out.
         may_pad: whether steps may be planned for padded batches.
-        padded_from: the (epoch, step) from which on steps are planned for padded batches; None for no step.
         costs_are_final: whether nothing more is to be measured.
         micro_batches: how many the steps of this fit have.
 
@@ -166,14 +165,21 @@ class MapStyleData:
         self.refits: dict[int, Refit] = {}
         self.costs_are_final = False
         self.padding = self._given_padding
-        self.padded_from = (0, 0) if self.padding == "batch" else None
+        self._padded_steps: list[tuple[int, int, dict[str, Any]]] = []
+        if self.padding == "batch":
+            self._padded_steps.append((0, 0, self._padded_mode))
         self._sampler: BalancedSampler | None = None
         self.micro_batches = self._new_schedule()
 
     @property
     def assignment_mode(self) -> str:
         """Mode of :func:`~lightning_freescale.balance.assign`, for padded batches if steps are planned for them."""
-        return self._mode if self.padded_from is None else self._padded_mode.get("assignment_mode", self._mode)
+        return self._padded_mode.get("assignment_mode", self._mode) if self.plans_padding else self._mode
+
+    @property
+    def plans_padding(self) -> bool:
+        """Whether steps are planned for padded batches, at the latest those after the ones that loaders have read."""
+        return self.padding == "batch" and bool(self._padded_steps)
 
     # -- what samples cost
 
@@ -258,8 +264,8 @@ class MapStyleData:
         given |= {"seed": self.seed, "micro_batches": schedule}
         sampler = self._new_sampler(num_replicas=world_size, rank=rank, **given)
         sampler.may_pad = self.may_pad and self.padding in ("auto", "batch") and self.lengths is not None
-        if self.padded_from is not None:
-            sampler.pad_from(*self.padded_from, **self._padded_mode)
+        for epoch, step, plan in self._padded_steps:
+            sampler.pad_from(epoch, step, **plan)
         return sampler
 
     def window(self, accumulated: int) -> int:
@@ -286,11 +292,18 @@ class MapStyleData:
         if self._sampler is not None and (refit.model, refit.options) != (before.model, before.options):
             self._replan_with(self._sampler, epoch, refit)
 
-    def pad_from(self, epoch: int, step: int) -> None:
-        """Plan for padded batches from a step on; call it with the same arguments on every rank."""
-        self.padding, self.padded_from = "batch", (epoch, step)
+    def pad_from(self, epoch: int, step: int, **plan: Any) -> None:
+        """Plan for padded batches from a step on; call it with the same arguments on every rank.
+
+        Args:
+            epoch: of the first step.
+            step: that step.
+            **plan: of :meth:`BalancedSampler.pad_from`; if not given, what padded batches gain most by.
+        """
+        plan = plan or self._padded_mode
+        self._padded_steps.append((epoch, step, plan))
         if self._sampler is not None:
-            self._sampler.pad_from(epoch, step, **self._padded_mode)
+            self._sampler.pad_from(epoch, step, **plan)
 
     def _replan_with(self, sampler: BalancedSampler, epoch: int, refit: Refit) -> None:
         costs = None if refit.model is None else partial(self._refitted_costs, refit.model)
@@ -310,7 +323,7 @@ class MapStyleData:
         refits = {start: asdict(refit) for start, refit in self.refits.items()}
         state |= {"ranks": world_size, "refits": refits, "costs_are_final": self.costs_are_final}
         window = [batches, 0] if self._sampler is None else list(self._sampler.begun_window(epoch, batches))
-        state["padded_from"] = self.padded_from
+        state |= {"padding": self.padding, "padded_steps": list(self._padded_steps)}
         state["cuts"] = [] if self._sampler is None else self._sampler.cuts(epoch)
         return {**state, **self._order_facts, "costs": self._costs_fact(epoch), "window": window}
 
@@ -328,16 +341,17 @@ class MapStyleData:
         state = {
             "window": [state["batches"], 0],
             "costs_are_final": False,
-            "padded_from": None,
+            "padding": "auto",
+            "padded_steps": [],
             "budget of": "",
             "token limit": "",
             "cuts": [],
             **state,
         }
         self._load_refits(state, state["ranks"] == world_size)
-        if self.padding == "auto" and self.may_pad and state["padded_from"] is not None:
-            first, step = state["padded_from"]
-            self.padding, self.padded_from = "batch", (first, step)
+        if self.padding == "auto" and (self.may_pad or not state["padded_steps"]):
+            self.padding = state["padding"]
+            self._padded_steps = [(epoch, step, plan) for epoch, step, plan in state["padded_steps"]]
         if state["batches"]:
             self._refuse_another_order(state, world_size)
         self.seed = state["seed"]

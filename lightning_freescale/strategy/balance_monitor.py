@@ -153,7 +153,7 @@ class BalanceMonitor:
     def _plans_padding(self) -> bool:
         """Whether steps are planned for padded batches, these or later ones."""
         train = map_style_data(self.trainer)
-        return train is not None and train.padded_from is not None
+        return train is not None and train.plans_padding
 
     def _base_in(self, epoch: int) -> float:
         train = map_style_data(self.trainer)

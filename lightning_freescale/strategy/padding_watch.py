@@ -59,12 +59,12 @@ class PaddingWatch:
         if padding is None and not ended:
             if unclear and not self._sorted and self._train.may_pad:
                 self._sorted = True
-                sampler.pad_from(*following, assignment_mode="fixed", count_slack=None)
+                self._train.pad_from(*following, assignment_mode="fixed", count_slack=None)
             return False
         if padding == "batch":
             self._plan_for_padding(sampler, following)
         elif self._sorted:
-            sampler.pad_from(*following, padded=False)
+            self._train.pad_from(*following, padded=False)
         self._train.padding = padding or "none"
         if padding == "fixed":
             self._tell_fixed(sampler)

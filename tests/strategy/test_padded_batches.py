@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -58,7 +60,18 @@ class Padded(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
-def _fit(collate: str = "batch", epochs: int = 2, checkpoint: str | None = None, **options: Any) -> dict[str, Any]:
+class SaveAt(L.Callback):
+    def __init__(self, step: int, path: str) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def _fit(
+    collate: str = "batch", epochs: int = 2, checkpoint: str | None = None, callbacks: Sequence[Any] = (), **options: Any
+) -> dict[str, Any]:
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
@@ -67,10 +80,10 @@ def _fit(collate: str = "batch", epochs: int = 2, checkpoint: str | None = None,
     logger.setLevel(logging.INFO)
     given = {"loss_reduction": "target_mean", "target_counts": LENGTHS, **options}
     data = FreeScaleDataModule(Histories(), LENGTHS, 8, collate_fn=COLLATE[collate], seed=3, **given)
-    model, fitted = Padded(), trainer(devices=2, max_epochs=epochs)
+    model, fitted = Padded(), trainer(devices=2, max_epochs=epochs, callbacks=list(callbacks))
     fitted.fit(model, data, ckpt_path=checkpoint)
     weights = {name: each.detach().clone() for name, each in model.state_dict().items()}
-    found = {"weights": weights, "shapes": model.shapes, "padding": data.train.padding, "from": data.train.padded_from}
+    found = {"weights": weights, "shapes": model.shapes, "padding": data.train.padding, "planned": data.train.plans_padding}
     return {**found, "told": "\n".join(told), "mode": data.train.assignment_mode, "chosen": data.train.micro_batches.chosen}
 
 
@@ -101,9 +114,8 @@ def test_the_gradient_stays_and_samples_of_a_length_come_together() -> None:
         for name, case in found.items():
             for weight, value in case["weights"].items():
                 torch.testing.assert_close(value, expected["weights"][weight], rtol=1e-5, atol=1e-6, msg=f"{name}: {weight}")
-            assert (case["padding"], case["from"] is None) == ("none", True) if name == "never" else ("batch", False), name
+            assert (case["padding"], case["planned"]) == (("none", False) if name == "never" else ("batch", True)), name
             assert case["mode"] == ("slack" if "bounded" in name else "fixed" if name == "never" else "free"), name
-        assert found["from the first step on"]["from"] == (0, 0) < found["found out"]["from"] < (0, 8)
     first, second = (found["from the first step on"]["shapes"] for found in ranks)
     computed = [max(a * b, c * d) for (a, b), (c, d) in zip(first, second)]
     drawn = [max(8 * CAP for _ in (0, 1)) for _ in computed]
@@ -126,10 +138,9 @@ def _others() -> dict[str, dict[str, Any]]:
 
 def test_other_batches_are_balanced_as_before() -> None:
     for rank, found in enumerate(run_distributed(_others, 2, timeout=240)):
-        assert found["fixed"]["padding"] == "fixed" and found["fixed"]["from"] is None
+        assert found["fixed"]["padding"] == "fixed" and not found["fixed"]["planned"]
         assert {shape[0] for shape in found["fixed"]["shapes"][:-2]} == {8}, "equal counts"
-        assert found["none"]["padding"] == "none" and found["none"]["from"] is None
-        assert found["alike"]["from"] is None
+        assert found["none"]["padding"] == "none" and not found["none"]["planned"] and not found["alike"]["planned"]
         assert (found["auto"]["chosen"], found["settled"]["chosen"]) == (None, 1), "more can help only where batches are padded"
         if rank == 0:
             told = found["fixed"]["told"]
@@ -139,13 +150,25 @@ def test_other_batches_are_balanced_as_before() -> None:
             torch.testing.assert_close(value, found["drawn"]["weights"][weight], rtol=1e-5, atol=1e-6)
 
 
-def test_a_checkpoint_knows_what_was_found_out() -> None:
-    data = FreeScaleDataModule(Histories(), LENGTHS, 8, collate_fn=_pad)
-    data.train.load_state_dict({**data.train.state_dict(1, 0, 2), "padded_from": (0, 5)}, 0, 2)
-    assert data.train.padding == "batch" and data.train.resumed_sampler(0, 2, 1).is_padded(1, 0)
-    fixed = FreeScaleDataModule(Histories(), LENGTHS, 8, collate_fn=_pad, balance=BalanceOptions(padding="none"))
-    fixed.train.load_state_dict({**data.train.state_dict(1, 0, 2), "padded_from": (0, 5)}, 0, 2)
-    assert not fixed.train.resumed_sampler(0, 2, 1).is_padded(1, 0)
+def _stopped_and_resumed(collate: str, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    path = f"{folder}/stopped.ckpt"
+    whole = _fit(collate, balance=_balance(), callbacks=[SaveAt(7, path)])
+    return whole, _fit(collate, checkpoint=path, balance=_balance())
+
+
+@pytest.mark.parametrize("collate", ["batch", "fixed"])
+def test_a_resumed_run_plans_as_the_one_before_to_the_bit(collate: str, tmp_path: Path) -> None:
+    for whole, resumed in run_distributed(_stopped_and_resumed, 2, collate, str(tmp_path)):
+        assert resumed["shapes"] == whole["shapes"][7:] and resumed["padding"] == whole["padding"] == collate
+        for name, value in resumed["weights"].items():
+            assert torch.equal(value, whole["weights"][name]), name
+
+
+def test_a_checkpoint_does_not_overrule_what_is_given() -> None:
+    found = FreeScaleDataModule(Histories(), LENGTHS, 8, balance=BalanceOptions(padding="batch"))
+    given = FreeScaleDataModule(Histories(), LENGTHS, 8, balance=BalanceOptions(padding="none"))
+    given.train.load_state_dict(found.train.state_dict(1, 0, 2), 0, 2)
+    assert not given.train.plans_padding and not given.train.resumed_sampler(0, 2, 1).is_padded(1, 0)
 
 
 @pytest.mark.parametrize(
