@@ -334,13 +334,17 @@ class MapStyleData:
             **state,
         }
         self._load_refits(state, state["ranks"] == world_size)
-        if self.padding == "auto" and self.may_pad and state["padded_from"] is not None:
-            first, step = state["padded_from"]
-            self.padding, self.padded_from = "batch", (first, step)
+        self.know_padding(state)
         if state["batches"]:
             self._refuse_another_order(state, world_size)
         self.seed = state["seed"]
         self._resume = (state["epoch"], state["batches"], state["consumed"], state["window"], state["cuts"])
+
+    def know_padding(self, state: dict[str, Any]) -> None:
+        """Plan for padded batches if a checkpoint's run did, unless ``padding`` was given."""
+        if self.padding == "auto" and self.may_pad and state.get("padded_from") is not None:
+            first, step = state["padded_from"]
+            self.padding, self.padded_from = "batch", (first, step)
 
     def _load_refits(self, state: dict[str, Any], same_ranks: bool) -> None:
         self.refits = {}
