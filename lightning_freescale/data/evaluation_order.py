@@ -27,15 +27,23 @@ class EvaluationSampler(BalancedSampler):
         batch_size: samples per rank and step.
         is_padded: returns whether batches are padded to their longest sample. Ranks must agree at the start of an epoch.
         limit: how many steps are evaluated, or as a float, which share of them. These keep their samples.
-        **ranks: ``num_replicas`` and ``rank`` of :class:`BalancedSampler`.
+        num_replicas, rank: as in :class:`BalancedSampler`.
     """
 
     def __init__(
-        self, dataset: Any, samples: int, batch_size: int, *, is_padded: Callable[[], bool], limit: int | float, **ranks: int
+        self,
+        dataset: Any,
+        samples: int,
+        batch_size: int,
+        *,
+        is_padded: Callable[[], bool],
+        limit: int | float,
+        num_replicas: int,
+        rank: int,
     ) -> None:
         self._dataset, self._is_padded, self._limit = dataset, is_padded, limit
         self._grouped: Ints | None = None
-        super().__init__(np.zeros(samples), batch_size, shuffle=False, balance=False, **ranks)
+        super().__init__(np.zeros(samples), batch_size, num_replicas=num_replicas, rank=rank, shuffle=False, balance=False)
 
     def __iter__(self) -> Iterator[list[int] | MicroBatches]:
         if self._grouped is None and self._is_padded():
@@ -54,16 +62,15 @@ class EvaluationSampler(BalancedSampler):
         steps, order, load = len(self), np.arange(len(lengths)), np.zeros(self.num_replicas)
         evaluated = min(self._limit, steps) if isinstance(self._limit, int) else int(self._limit * steps)
         in_memory = getattr(self._dataset, "samples_in_memory", len(lengths))
-        window = max(1, min(_WINDOW_STEPS, in_memory // (self.batch_size * self.num_replicas)))
+        window = max(1, min(_WINDOW_STEPS, in_memory * steps // len(lengths)))
+        of_steps = [self.global_batch(0, step) for step in range(evaluated)]
         for first in range(0, evaluated, window):
-            drawn = [
-                super(EvaluationSampler, self).global_batch(0, step) for step in range(first, min(first + window, evaluated))
-            ]
+            drawn = of_steps[first : first + window]
             samples = np.concatenate(drawn)
             left = samples[np.argsort(lengths[samples], kind="stable")]
             for places in sorted(drawn, key=len):  # the smallest batches get the longest samples
                 of_ranks = np.array_split(places, self.num_replicas)
-                for rank in np.lexsort((load, [len(each) for each in of_ranks])):
+                for rank in np.lexsort((load, np.array([len(each) for each in of_ranks]))):
                     left, longest = np.split(left, [-len(of_ranks[rank])])
                     load[rank] += len(longest) * lengths[longest[-1]]
                     order[of_ranks[rank]] = np.sort(longest)
