@@ -68,9 +68,10 @@ class FreeScaleDataModule(LightningDataModule):
             Validation and test load in order, too, unless batches are known to be padded to their longest sample
             (``BalanceOptions(padding="batch")``, or found out while training). Samples of similar length then share a batch,
             which is padded less. This needs an attribute ``lengths`` of the data set, shape ``[samples]``; the data sets of
-            :meth:`from_interactions` and :meth:`from_parquet` have it. Batches keep their number and sizes, and logged means
-            change by rounding alone. ``limit_val_batches`` and ``limit_test_batches`` select the same samples. Outputs of
-            ``predict_step`` may be anything, so ``trainer.predict`` cannot restore an order, and prediction is not grouped.
+            :meth:`from_interactions` and :meth:`from_parquet` have it. Batches keep their number and sizes, so means
+            over samples change by rounding alone. A mean over targets does so if it is logged with ``batch_size=`` the number
+            of targets. ``limit_val_batches`` and ``limit_test_batches`` select the same samples. Prediction is not grouped,
+            because outputs of ``predict_step`` may be anything, and ``trainer.predict`` could not restore their order.
         balance: assign samples by cost, in the way that :class:`~lightning_freescale.data.BalanceOptions` tell; ``False``
             leaves them to the ranks as drawn. The samples of a step are the same either way.
         stream: how the ranks of an ``IterableDataset`` share its samples; ``StreamOptions()`` if not given.
