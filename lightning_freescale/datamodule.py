@@ -26,6 +26,7 @@ from lightning_freescale._lightning.loops import (
 from lightning_freescale.balance import BalancedSampler, BlockShuffle, MicroBatchSchedule
 from lightning_freescale.balance.micro_batches import MOST_TRIED
 from lightning_freescale.data.balanced_loader import BalancedDataLoader
+from lightning_freescale.data.evaluation_order import EvaluationSampler
 from lightning_freescale.data.iterable import IterableData
 from lightning_freescale.data.map_style import MapStyleData
 from lightning_freescale.data.options import BalanceOptions, StreamOptions
@@ -63,7 +64,14 @@ class FreeScaleDataModule(LightningDataModule):
             are not measured.
         unique_ids: number of unique ids in every training sample, shape ``[samples]``, if they cost time.
         collate_fn: turns the list of samples of a step into a batch; torch's default if not given.
-        val_dataset, test_dataset, predict_dataset: map-style, loaded in order, every sample once.
+        val_dataset, test_dataset, predict_dataset: map-style, every sample is loaded once. Prediction loads in order.
+            Validation and test load in order, too, unless batches are known to be padded to their longest sample
+            (``BalanceOptions(padding="batch")``, or found out while training). Samples of similar length then share a batch,
+            which is padded less. This needs an attribute ``lengths`` of the data set, shape ``[samples]``; the data sets of
+            :meth:`from_interactions` and :meth:`from_parquet` have it. Batches keep their number and sizes, so means
+            over samples change by rounding alone. A mean over targets does so if it is logged with ``batch_size=`` the number
+            of targets. ``limit_val_batches`` and ``limit_test_batches`` select the same samples. Prediction is not grouped,
+            because outputs of ``predict_step`` may be anything, and ``trainer.predict`` could not restore their order.
         balance: assign samples by cost, in the way that :class:`~lightning_freescale.data.BalanceOptions` tell; ``False``
             leaves them to the ranks as drawn. The samples of a step are the same either way.
         stream: how the ranks of an ``IterableDataset`` share its samples; ``StreamOptions()`` if not given.
@@ -146,6 +154,7 @@ class FreeScaleDataModule(LightningDataModule):
         self.collate_fn = collate_fn
         self.loss_reduction = loss_reduction
         self.balance_options = balance if isinstance(balance, BalanceOptions) else BalanceOptions()
+        self._groups_by_length = balance is not False
         self.feature_rows: dict[str, int] = {}
         self.histories: Any = None
         self._loader_options = loader_options
@@ -293,19 +302,19 @@ class FreeScaleDataModule(LightningDataModule):
         )
 
     def val_dataloader(self) -> BalancedDataLoader | list[Any]:
-        """Return a loader of this rank's part of the validation samples, each once, in order."""
-        return self._evaluation_loader("val_dataset")
+        """Return a loader of this rank's part of the validation samples, each once, in order or grouped by length."""
+        return self._evaluation_loader("val_dataset", "limit_val_batches")
 
     def test_dataloader(self) -> BalancedDataLoader | list[Any]:
-        """Return a loader of this rank's part of the test samples, each once, in order."""
-        return self._evaluation_loader("test_dataset")
+        """Return a loader of this rank's part of the test samples, each once, in order or grouped by length."""
+        return self._evaluation_loader("test_dataset", "limit_test_batches")
 
     def predict_dataloader(self) -> PredictionLoader | list[Any]:
         """Return a loader of this rank's part of the samples to predict, each once, in order."""
         loader = self._evaluation_loader("predict_dataset")
         return loader if isinstance(loader, list) else PredictionLoader(loader)
 
-    def _evaluation_loader(self, name: str) -> BalancedDataLoader | list[Any]:
+    def _evaluation_loader(self, name: str, limit: str | None = None) -> BalancedDataLoader | list[Any]:
         dataset = getattr(self, name)
         if dataset is None:
             return []
@@ -315,8 +324,17 @@ class FreeScaleDataModule(LightningDataModule):
                 f"FreeScaleDataModule({name}=...): {samples} samples for {world_size} ranks, and every rank needs at least "
                 f"one. Use at most {samples} devices, or add samples"
             )
-        costs = np.zeros(samples)
-        sampler = BalancedSampler(costs, self.batch_size, num_replicas=world_size, rank=rank, shuffle=False, balance=False)
+        sampler = EvaluationSampler(
+            dataset,
+            samples,
+            self.batch_size,
+            is_padded=lambda: (
+                limit is not None and self._groups_by_length and getattr(self.train, "padding", "none") == "batch"
+            ),
+            limit=1.0 if limit is None else getattr(self.trainer, limit, 1.0),
+            num_replicas=world_size,
+            rank=rank,
+        )
         return BalancedDataLoader.from_sampler(dataset, sampler, self.collate_fn, self._on_gpu, **self._loader_options)
 
     @property
@@ -382,6 +400,8 @@ class FreeScaleDataModule(LightningDataModule):
             ValueError: the checkpoint was made with another kind of data set, or inside an epoch of another order.
         """
         if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
+            if isinstance(self.train, MapStyleData):
+                self.train.know_padding(state)
             return  # validation and test load the weights of a checkpoint, not its place in the training data
         kinds = ["a map-style data set", "an IterableDataset"]
         streamed = isinstance(self.train, IterableData)

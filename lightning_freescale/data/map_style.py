@@ -341,21 +341,24 @@ class MapStyleData:
         state = {
             "window": [state["batches"], 0],
             "costs_are_final": False,
-            "padding": "auto",
-            "padded_steps": [],
             "budget of": "",
             "token limit": "",
             "cuts": [],
             **state,
         }
         self._load_refits(state, state["ranks"] == world_size)
-        if self.padding == "auto" and (self.may_pad or not state["padded_steps"]):
-            self.padding = state["padding"]
-            self._padded_steps = [(epoch, step, plan) for epoch, step, plan in state["padded_steps"]]
+        self.know_padding(state)
         if state["batches"]:
             self._refuse_another_order(state, world_size)
         self.seed = state["seed"]
         self._resume = (state["epoch"], state["batches"], state["consumed"], state["window"], state["cuts"])
+
+    def know_padding(self, state: dict[str, Any]) -> None:
+        """Go by what a checkpoint's run has found out about padding, unless ``padding`` was given."""
+        steps = state.get("padded_steps", [])
+        if self.padding == "auto" and (self.may_pad or not steps):
+            self.padding = state.get("padding", "auto")
+            self._padded_steps = [(epoch, step, plan) for epoch, step, plan in steps]
 
     def _load_refits(self, state: dict[str, Any], same_ranks: bool) -> None:
         self.refits = {}

@@ -38,6 +38,7 @@ class ParquetHistories:
     Attributes:
         offsets: user ``u`` owns ``items[offsets[u]:offsets[u + 1]]``, shape ``[users + 1]``.
         first_users: the first user of every row group, and the number of users, shape ``[row groups + 1]``.
+        held_row_groups: as it was given.
         reads: how many row groups this process has read for their values.
 
     Raises:
@@ -55,7 +56,7 @@ class ParquetHistories:
     ) -> None:
         if held_row_groups < 1:
             raise ValueError(f"held_row_groups={held_row_groups!r}: pass a number of row groups, at least 1")
-        self._names, self._held_row_groups = {"user": user, "item": item, "time": time}, held_row_groups
+        self._names, self.held_row_groups = {"user": user, "item": item, "time": time}, held_row_groups
         self._files = {path: _metadata(path, self._names) for path in _paths(source)}
         self._row_groups = [(path, number) for path, file in self._files.items() for number in range(file.num_row_groups)]
         rows = [self._files[path].row_group(number).num_rows for path, number in self._row_groups]
@@ -92,7 +93,7 @@ class ParquetHistories:
             ValueError: values are missing, no integers, or not as many in both lists; or a history goes back in time.
         """
         if number not in self._held:
-            while len(self._held) >= self._held_row_groups:
+            while len(self._held) >= self.held_row_groups:
                 self._held.popitem(last=False)
             self._held[number] = self._read(number)
         self._held.move_to_end(number)
@@ -165,6 +166,11 @@ class ParquetHistoryDataset(HistoryDataset):
     """Samples of :class:`ParquetHistories`; those of one batch are read row group by row group."""
 
     histories: Any
+
+    @property
+    def samples_in_memory(self) -> int:
+        """How many samples that follow each other lie in row groups that are held at once, on average."""
+        return len(self.users) * (self.histories.held_row_groups - 1) // (len(self.histories.first_users) - 1)
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """Return the samples of these numbers, in their order."""

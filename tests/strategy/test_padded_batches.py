@@ -190,3 +190,49 @@ def test_another_strategy_is_refused_as_it_weighs_no_loss() -> None:
     data.trainer = trainer(devices=2, strategy="ddp")
     with pytest.raises(ValueError, match="freescale"):
         data.train_dataloader()
+
+
+class Sized(Histories):
+    lengths = LENGTHS
+
+
+class Evaluated(Padded):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.shapes.append(tuple(batch.shape))
+        scores = (self.score(self.items(batch).tanh()).squeeze(-1) * (batch != 0)).sum(dim=1) / (batch != 0).sum(dim=1)
+        self.log("score", scores.mean(), sync_dist=True, batch_size=len(batch))
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (batch != 0).sum(dim=1)
+
+
+def _evaluated(ranks: int, path: Any) -> dict[str, Any]:
+    sets = dict.fromkeys(("val_dataset", "test_dataset", "predict_dataset"), Sized())
+    found: dict[str, Any] = {}
+    for padding in ("none", "batch", "auto"):
+        data, again = (
+            FreeScaleDataModule(Histories(), LENGTHS, 8, collate_fn=_pad, balance=_balance(padding=padding), **sets)
+            for _ in range(2)
+        )
+        model, fitted = Evaluated(), trainer(devices=ranks, max_epochs=1)
+        logged = [evaluate(model, data, verbose=False) for evaluate in (fitted.validate, fitted.test)]
+        found[padding] = {"logged": logged, "shapes": model.shapes, "predicted": torch.cat(fitted.predict(model, data))}
+    fitted.fit(model, data)
+    fitted.save_checkpoint(path)
+    found["in a fit"], model.shapes = model.shapes, []
+    fitted.validate(model, again, ckpt_path=path, verbose=False)
+    return {**found, "from a checkpoint": model.shapes}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_evaluation_groups_samples_and_logs_the_same(ranks: int, tmp_path: Any) -> None:
+    for found in run_distributed(_evaluated, ranks, ranks, tmp_path / "last.ckpt", timeout=240):
+        grouped, before, batches = found["batch"], found["none"], len(found["from a checkpoint"])
+        for ours, theirs in zip(grouped["logged"], before["logged"], strict=True):
+            assert list(ours[0].values()) == pytest.approx(list(theirs[0].values()), rel=1e-6)
+        assert sum(a * b for a, b in grouped["shapes"]) < 0.85 * sum(a * b for a, b in before["shapes"])
+        assert grouped["shapes"][:batches] == found["from a checkpoint"] == found["in a fit"][-batches:]
+        assert found["auto"]["shapes"][:batches] == before["shapes"][:batches], "padding is unknown before a fit"
+        assert torch.equal(grouped["predicted"], before["predicted"])

@@ -311,7 +311,7 @@ def _goes_on_without_exchange(caplog: Any, folder: str, make: Any, make_data: An
     ("make", "make_data", "strategy"),
     [
         (AsksForTheLoader, partial(data, "auto"), PLAIN),
-        (Plain, partial(data, "auto", val_dataset=None), "freescale"),
+        (Plain, partial(data, "auto", val_dataset=None, balance=BalanceOptions(padding="none")), "freescale"),
         (Model, _stream, PLAIN),
         (AsksForTheLoader, _stream, PLAIN),
     ],
