@@ -51,6 +51,7 @@ class MapStyleData:
         calibrates: whether costs are to be fitted while training, where that can bring something.
         refits: what was found while training, by the epoch from which on it goes.
         padding: as in :class:`BalanceOptions`; ``"auto"`` until it is found out.
+        padded_length: length that all batches are padded to; None unless it is found out.
         may_pad: whether steps may be planned for padded batches.
         padded_from: the (epoch, step) from which on steps are planned for padded batches; None for no step.
         costs_are_final: whether nothing more is to be measured.
@@ -166,6 +167,7 @@ class MapStyleData:
         self.refits: dict[int, Refit] = {}
         self.costs_are_final = False
         self.padding = self._given_padding
+        self.padded_length: int | None = None
         self.padded_from = (0, 0) if self.padding == "batch" else None
         self._sampler: BalancedSampler | None = None
         self.micro_batches = self._new_schedule()
