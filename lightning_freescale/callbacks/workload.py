@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler
 from lightning_freescale._lightning.loops import LightningModule, Trainer
 from lightning_freescale.balance import BalancedSampler, CostModel, MicroBatches
 from lightning_freescale.balance.cost import sample_features
-from lightning_freescale.data.map_style import map_style_data
+from lightning_freescale.data.map_style import MapStyleData, map_style_data
 from lightning_freescale.profiling.analysis.planned import PlannedStep
 from lightning_freescale.profiling.reporting.facts import RunInfo
 
@@ -154,6 +154,7 @@ def plan_of_step(trainer: Trainer, index: int) -> PlannedStep | None:
     if base:
         found = found.with_base(base, sampler.num_replicas)
     balanced = getattr(sampler, "balance_steps", True)
+    padded, padding = (None, None) if train is None else _padding(train, sampler, index, found.padding)
     return PlannedStep(
         unbalanced=found.unbalanced,
         balanced=found.balanced if balanced else None,
@@ -162,7 +163,27 @@ def plan_of_step(trainer: Trainer, index: int) -> PlannedStep | None:
         tokens_balanced=found.tokens_imbalance if balanced else None,
         tokens_fullest=found.tokens_fullest,
         fitted=fitted,
+        padding=padding,
+        padded=padded,
     )
+
+
+def _padding(train: MapStyleData, sampler: Any, index: int, planned: float | None) -> tuple[str | None, float | None]:
+    """Return how a step's batches are padded, and which share of the computed tokens is padding; None if that is not known.
+
+    Micro-batches that are not planned for padding are those of this rank.
+    """
+    if train.lengths is None or train.padding not in ("batch", "fixed"):
+        return None, None
+    if train.padding == "batch" and planned is not None:
+        return "batch, planned", planned
+    if train.padding == "fixed" and train.padded_length is None:
+        return None, None
+    batch = sampler.batch_of_rank(sampler.epoch, index)
+    parts = batch.batches if isinstance(batch, MicroBatches) else sampler.plan(sampler.epoch, index)
+    lengths = [np.minimum(train.lengths[np.array(part)], train.padded_length or np.inf) for part in parts if len(part)]
+    computed = sum(len(each) * (train.padded_length or each.max()) for each in lengths)
+    return train.padding, float(1 - sum(each.sum() for each in lengths) / computed) if computed else 0.0
 
 
 def _drawn(loader: Any, index: int) -> int | None:

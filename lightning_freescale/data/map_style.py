@@ -51,6 +51,7 @@ class MapStyleData:
         calibrates: whether costs are to be fitted while training, where that can bring something.
         refits: what was found while training, by the epoch from which on it goes.
         padding: as in :class:`BalanceOptions`; ``"auto"`` until it is found out.
+        padded_length: length that all batches are padded to; None unless it is found out.
         may_pad: whether steps may be planned for padded batches.
         costs_are_final: whether nothing more is to be measured.
         micro_batches: how many the steps of this fit have.
@@ -165,6 +166,7 @@ class MapStyleData:
         self.refits: dict[int, Refit] = {}
         self.costs_are_final = False
         self.padding = self._given_padding
+        self.padded_length: int | None = None
         self._padded_steps: list[tuple[int, int, dict[str, Any]]] = []
         if self.padding == "batch":
             self._padded_steps.append((0, 0, self._padded_mode))
@@ -323,7 +325,8 @@ class MapStyleData:
         refits = {start: asdict(refit) for start, refit in self.refits.items()}
         state |= {"ranks": world_size, "refits": refits, "costs_are_final": self.costs_are_final}
         window = [batches, 0] if self._sampler is None else list(self._sampler.begun_window(epoch, batches))
-        state |= {"padding": self.padding, "padded_steps": list(self._padded_steps)}
+        state |= {"padding": self.padding, "padded_length": self.padded_length}
+        state["padded_steps"] = list(self._padded_steps)
         state["cuts"] = [] if self._sampler is None else self._sampler.cuts(epoch)
         return {**state, **self._order_facts, "costs": self._costs_fact(epoch), "window": window}
 
@@ -357,7 +360,7 @@ class MapStyleData:
         """Go by what a checkpoint's run has found out about padding, unless ``padding`` was given."""
         steps = state.get("padded_steps", [])
         if self.padding == "auto" and (self.may_pad or not steps):
-            self.padding = state.get("padding", "auto")
+            self.padding, self.padded_length = state.get("padding", "auto"), state.get("padded_length")
             self._padded_steps = [(epoch, step, plan) for epoch, step, plan in steps]
 
     def _load_refits(self, state: dict[str, Any], same_ranks: bool) -> None:

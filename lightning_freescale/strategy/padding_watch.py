@@ -67,6 +67,7 @@ class PaddingWatch:
             self._train.pad_from(*following, padded=False)
         self._train.padding = padding or "none"
         if padding == "fixed":
+            self._train.padded_length = self._detector.padded_length
             self._tell_fixed(sampler)
         return True
 

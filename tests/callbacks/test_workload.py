@@ -24,6 +24,7 @@ from lightning_freescale.data.map_style import Refit
 from lightning_freescale.testing import run_distributed
 from tests.checkpoint.fits import Stream
 from tests.helpers.recommender import Recommender, Samples, collate, trainer
+from tests.strategy.test_padded_batches import COLLATE, LENGTHS, Histories, Padded
 
 
 class Telling(L.Callback):
@@ -114,6 +115,51 @@ def test_what_a_data_module_knows_of_its_steps() -> None:
     whole = sum(parameter.numel() for parameter in WithPlainTable().parameters())
     for overlap in ("on", "off"):  # sharded tables count whole, or the run could not be compared with others
         assert {(rank[overlap].parameters, rank[overlap].overlap) for rank in ranks} == {(whole, overlap)}
+
+
+PADDED: dict[str, tuple[str, dict[str, Any]]] = {
+    "batch, planned": ("batch", {"balance": BalanceOptions(calibrate=False)}),
+    "batch": ("batch", {"balance": False}),
+    "batch in micro-batches": ("batch", {"balance": False, "micro_batches": 2}),
+    "fixed": ("fixed", {"balance": BalanceOptions(calibrate=False)}),
+    "jagged": ("none", {"balance": BalanceOptions(calibrate=False)}),
+}
+
+
+class TellingPadding(L.Callback):
+    """The plan's word on every step, and what this rank really computed: tokens and padding."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, int, int, int]] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        parts = getattr(batch, "batches", [batch])
+        rows = [part if isinstance(part, torch.Tensor) else part[0] for part in parts]
+        padding = sum(int((each == 0).sum()) for each in rows)
+        self.told.append((plan_of_step(trainer, batch_idx), padding, sum(each.numel() for each in rows), len(rows)))
+
+
+def test_the_share_of_padding_is_that_of_the_batches() -> None:
+    def run() -> dict[str, Any]:
+        found = {}
+        for name, (kind, options) in PADDED.items():
+            telling = TellingPadding()
+            data = FreeScaleDataModule(Histories(), LENGTHS, 8, collate_fn=COLLATE[kind], seed=3, **options)
+            trainer(devices=2, max_epochs=2, callbacks=[telling]).fit(Padded(), data)
+            found[name] = telling.told
+        return found
+
+    ranks = run_distributed(run, 2, timeout=240)
+    for name in PADDED:
+        first, second = (rank[name] for rank in ranks)
+        known = [step for step in zip(first, second) if step[0][0].padding is not None]
+        kinds = {plan.padded for (plan, *_), _ in known}
+        assert len(known) >= (0 if name == "jagged" else 8), name
+        assert kinds <= {"batch", "batch, planned"} if name == "batch, planned" else kinds <= {name.split(" in ")[0]}, name
+        assert (name == "jagged") == (not known) and all(plan is None for plan, *_ in second), name
+        for (plan, *own, parts), (_, *other, _) in known:
+            padding, tokens = own if parts > 1 else np.add(own, other)
+            assert plan.padding == pytest.approx(padding / tokens), name
 
 
 def _loader_of(loader: Any) -> Any:

@@ -76,7 +76,7 @@ def full_report(**changes: Any) -> BubbleReport:
             True, 5e-5, None, {"round_trip_s": 1e-4, "syncs": 3, "rejected": 12, "drift": 1e-7}
         ),
         "imbalance": Imbalance("cost model", 0.0112, 0.0006, 0.0002, (1.0,) * (ranks - 1) + (1.31,), {ranks - 1: 1.31}, 0.03),
-        "balance": PlannedBalance(1.4, 1.1, 1.05, 1.1 / 1.05 - 1, 1.3, 1.02, 0.973, 2, len(parts)),
+        "balance": PlannedBalance(1.4, 1.1, 1.05, 1.1 / 1.05 - 1, 1.3, 1.02, 0.973, 2, len(parts), 0.25, "batch, planned"),
         "memory": growing_memory(ranks),
         "what_if": (
             WhatIf("perfect balance", 1.25, 1.43),

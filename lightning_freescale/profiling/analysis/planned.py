@@ -24,6 +24,9 @@ class PlannedStep:
         tokens_fullest: tokens of the rank that has most / what it may hold; None if there is no limit.
         fitted: the costs, or what a rank's step takes besides its samples, were fitted to measured times; else the costs are as
             they were given, and nothing is beside them.
+        padding: share of the computed tokens that is padding; None if batches are not padded, or if that is not known.
+        padded: ``"fixed"`` (to one length), ``"batch"`` (to the longest sample), or ``"batch, planned"`` (the plan counts the
+            padding); None as ``padding``.
     """
 
     unbalanced: float
@@ -33,6 +36,8 @@ class PlannedStep:
     tokens_balanced: float | None = None
     tokens_fullest: float | None = None
     fitted: bool = False
+    padding: float | None = None
+    padded: str | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,8 @@ class PlannedBalance:
         gap: how far ``balanced`` is above ``lower_bound``, as a share of it; None if the samples stayed as drawn.
         fitted_steps: in how many the costs were fitted.
         steps: how many there are.
+        padding: of the steps in which it is known.
+        padded: of the last one of them.
     """
 
     unbalanced: float
@@ -54,6 +61,8 @@ class PlannedBalance:
     tokens_fullest: float | None
     fitted_steps: int
     steps: int
+    padding: float | None = None
+    padded: str | None = None
 
     @property
     def costs(self) -> str:
@@ -92,6 +101,8 @@ def planned_balance(plans: Sequence[PlannedStep | None], compute: Floats) -> Pla
     unbalanced, bound = mean([plan.unbalanced for plan in known]), mean([plan.lower_bound for plan in known])
     balanced = mean_if_known("balanced")
     fullest = [plan.tokens_fullest for plan in known if plan.tokens_fullest is not None]
+    padded = [(plan.padded, plan.padding, weight) for plan, weight in zip(known, weights) if plan.padding is not None]
+    kinds, padding, seconds_of_padded = zip(*padded) if padded else ((None,), (), ())
     return PlannedBalance(
         unbalanced,
         balanced,
@@ -102,4 +113,6 @@ def planned_balance(plans: Sequence[PlannedStep | None], compute: Floats) -> Pla
         tokens_fullest=max(fullest) if fullest else None,
         fitted_steps=sum(plan.fitted for plan in known),
         steps=len(known),
+        padding=float(np.average(padding, weights=seconds_of_padded if any(seconds_of_padded) else None)) if padded else None,
+        padded=kinds[-1],
     )

@@ -15,6 +15,8 @@ _WORTH_A_NOTE = 0.01
 """Share of the time that the reader should know of."""
 _UNDIVIDED = "without aligned clocks nobody knows which waits were for stragglers"
 
+_PREDICTED = "predicted: compute is taken to be proportional to the computed tokens; the limit counts padding as lost, too"
+
 
 @dataclass(frozen=True)
 class WhatIf:
@@ -23,8 +25,8 @@ class WhatIf:
     Attributes:
         name: without what.
         speed_up: time of the run / time of the run without it, at least 1; None if it is left out, ``note`` says why.
-        limit: what no change of this kind can exceed, 1 / (1 - bubble); without contention, compute that it adds counts as
-            lost, too; None if it is left out.
+        limit: what no change of this kind can exceed, 1 / (1 - bubble); without contention or padding, the compute of
+            these counts as lost, too; None if it is left out.
         note: what the reader should know of the figure.
     """
 
@@ -41,6 +43,7 @@ def what_if(
     *,
     divided: bool = True,
     expected: Floats | None = None,
+    padding: float | None = None,
 ) -> tuple[WhatIf, ...]:
     """Return how much faster the steps would be without each kind of bubble; nothing if no rank computes in them.
 
@@ -51,6 +54,7 @@ def what_if(
             out of the replay, too; needed with contention.
         expected: seconds that each rank's samples should take, as ``hidden``; without them, or a divided wait, what equal
             histories alone would bring is left out.
+        padding: share of the computed tokens that is padding; left out if not given.
         divided: whether all waits could be divided into straggler wait and transfer; if not, balance and overlap are left out.
 
     Raises:
@@ -70,6 +74,9 @@ def what_if(
         cases = [WhatIf(name, None, None, _UNDIVIDED) for name in ("perfect balance", "full overlap", "balance + overlap")]
     cases.append(_case(replay, "no data wait", replay.speed_up(data=False)))
     cases.append(_case(replay, "no host overhead", replay.speed_up(host=False)))
+    if padding:
+        compute = (1 - padding) * replay.compute
+        cases.append(_case(replay, "no padding", replay.speed_up(compute), _PREDICTED, compute))
     if contention is not None and hidden is not None:
         cases.append(_without(contention, replay, hidden[replay.schedule.steps]))
     return tuple(cases)

@@ -97,13 +97,15 @@ class History:
         worked_on = _known(features)
         expected, slowness = self._fitted(compute, worked_on) or (None, None)
         exchanges = self._exchange_sums()
-        cases, replayed = self._what_if(breakdown, expected) if traced is not None else ((), None)
+        balance = planned_balance(plans, compute)
+        padding = None if balance is None else balance.padding
+        cases, replayed = self._what_if(breakdown, expected, padding) if traced is not None else ((), None)
         return BubbleReport(
             breakdown=breakdown,
             samples=np.array(samples),
             features=worked_on,
             predicted=_known(predicted),
-            balance=planned_balance(plans, compute),
+            balance=balance,
             steps=np.array(steps),
             run=self._run,
             wait_attribution=wait_attribution,
@@ -120,7 +122,9 @@ class History:
             last=tuple(sum(sums.last for sums in rank.values()) for rank in exchanges),
         )
 
-    def _what_if(self, breakdown: Floats, expected: Floats | None) -> tuple[tuple[WhatIf, ...], NDArray[np.intp] | None]:
+    def _what_if(
+        self, breakdown: Floats, expected: Floats | None, padding: float | None
+    ) -> tuple[tuple[WhatIf, ...], NDArray[np.intp] | None]:
         """What-ifs, and which of the report's steps they are of: the last ones, those with divided waits if that are enough."""
         segments = list(self._segments)[-max(1, _REPLAYED_OF_RANKS // breakdown.shape[1]) :]
         last = np.arange(len(breakdown))[-len(segments) :]
@@ -131,7 +135,7 @@ class History:
         hidden = column(breakdown, "hidden")
         slowed = contention(column(breakdown, "compute"), hidden, expected)
         costs = None if expected is None else expected[last[chosen]]
-        cases = what_if(replay, slowed, hidden[last[chosen]], divided=bool(enough), expected=costs)
+        cases = what_if(replay, slowed, hidden[last[chosen]], divided=bool(enough), expected=costs, padding=padding)
         return cases, last[chosen][replay.schedule.steps] if cases else None
 
     def _fitted(self, compute: Floats, features: Floats | None) -> tuple[Floats, Floats] | None:

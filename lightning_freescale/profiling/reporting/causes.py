@@ -25,6 +25,7 @@ _HOW = {
     "dense communication": "#other-exchanges-are-waited-for",
     "other communication": "#other-exchanges-are-waited-for",
     "host overhead": "#the-host-is-busy",
+    "padding": "#batches-are-padded",
 }
 """Where in docs/how_to/read_the_report.md the way out stands."""
 
@@ -52,6 +53,16 @@ _RUNS_THERE = {
 }
 """By section of host overhead."""
 
+_LESS_PADDING = {
+    "fixed": "A collate_fn that pads to the longest sample of the batch computes less padding",
+    "batch": (
+        "BalanceOptions(padding='auto') plans for batches that are padded to their longest sample; leave out balance=False, "
+        "batch_tokens=, batch_cost=, keep_together= and assignment_mode='zigzag'"
+    ),
+    "batch, planned": "pads each micro-batch by itself; jagged attention computes no padding",
+}
+"""By how batches are padded."""
+
 
 class BubbleVerdict(NamedTuple):
     """The largest cause of bubbles.
@@ -59,7 +70,7 @@ class BubbleVerdict(NamedTuple):
     Attributes:
         cause: ``"data loading"``, ``"imbalance of data"``, ``"slow hardware"``, ``"uneven compute"`` (of unknown cause),
             ``"embedding exchange"``, ``"dense communication"``, ``"other communication"``, ``"host overhead"``,
-            ``"waiting for peers"`` (not divided), or ``"nothing"`` that would be worth doing.
+            ``"padding"``, ``"waiting for peers"`` (not divided), or ``"nothing"`` that would be worth doing.
         speed_up: what the run would gain without it, by the replay; None if it was not replayed.
         verdict: the cause, and what it costs, in a sentence.
         why: the figures that say so.
@@ -142,6 +153,8 @@ def _balance(document: Document, gain: float) -> BubbleVerdict:
     if by_costs:
         why = f"{differ}, {_ms(parts['jitter'])} are explained neither by samples nor by ranks."
         advice = "Look for other work on the machine, or for compute that does not depend on the history's length"
+        if (document["summary"].get("padding") or {}).get("kind") == "batch":
+            advice = _LESS_PADDING["batch"]
     return _verdict(document, "uneven compute", gain, what, share, why, advice, "caused by uneven compute")
 
 
@@ -252,11 +265,25 @@ def _host(document: Document, gain: float) -> BubbleVerdict:
     )
 
 
+def _padding(document: Document, gain: float) -> BubbleVerdict:
+    padding, advice = document["summary"]["padding"], _LESS_PADDING[document["summary"]["padding"]["kind"]]
+    if padding["kind"] == "batch, planned":
+        parts = (
+            "'auto'" if document["run"].get("overlap") in ("on", None) else "2"
+        )  # 'auto' tries none where nothing is overlapped
+        advice = f"FreeScaleDataModule(micro_batches={parts}) {advice}"
+    share = padding["tokens"] * shares_of(document)["compute"]
+    what = f"Padding: {padding['tokens']:.0%} of the computed tokens"
+    why = "The gain is predicted: compute is taken to be proportional to the computed tokens."
+    return _verdict(document, "padding", gain, what, share, why, advice)
+
+
 VERDICTS: Mapping[str, Callable[[Document, float], BubbleVerdict]] = {
     "no data wait": _data,
     "perfect balance": _balance,
     "full overlap": _overlap,
     "no host overhead": _host,
+    "no padding": _padding,
 }
 """By what was replayed."""
 

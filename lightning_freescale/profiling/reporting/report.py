@@ -31,6 +31,7 @@ _FIGURES = (
     "compute_imbalance",
     "predicted_imbalance",
     "overlap_efficiency",
+    "padding",
     "shares",
 )
 
@@ -150,6 +151,17 @@ class BubbleReport:
         """
         wait, transfer, hidden = (float(column(self.breakdown, name).sum()) for name in ("wait", "transfer", "hidden"))
         return hidden / (hidden + transfer) if hidden + transfer and not wait else None
+
+    @property
+    def padding(self) -> dict[str, Any] | None:
+        """How batches are padded, and the shares of the computed tokens and of the wall time that are padding.
+
+        The latter is that of compute proportional to the tokens. None if batches are not padded, or if that is not known.
+        """
+        if self.balance is None or self.balance.padding is None:
+            return None
+        tokens = self.balance.padding
+        return {"kind": self.balance.padded, "tokens": tokens, "time": tokens * self.shares["compute"]}
 
     def document(self, series: bool = True) -> Document:
         """Return the JSON document that ``schema.json`` describes; without ``series`` it lacks the single steps.

@@ -20,7 +20,7 @@ _COLUMNS = ("data_wait", "compute", "straggler_wait", "transfer", "wait", "host_
 
 def summary(document: Mapping[str, Any]) -> str:
     """Return the text of a document, no line wider than 120 characters; its series are not needed."""
-    above, between = (_incomplete, _verdict, _why, _next, _also, _title), (_columns, _bubble, _compute)
+    above, between = (_incomplete, _verdict, _why, _next, _also, _title), (_columns, _bubble, _compute, _padding)
     below = (_parted, _overlap, _what_if, _imbalance, _slow_ranks, _memory, _memory_growth, _waits, _overhead)
     lines = [*_wrapped(document, above), *_table(document), *_wrapped(document, between)]
     return "\n".join([*lines, *_balance(document), *_wrapped(document, below)])
@@ -120,13 +120,25 @@ def _compute(document: Mapping[str, Any]) -> str:
     return f"compute is {stages}; measured compute imbalance {measured:.3f}{beside} (max / mean over ranks)"
 
 
+def _padding(document: Mapping[str, Any]) -> str | None:
+    padding = document["summary"].get("padding")  # which reports of versions before have not
+    if padding is None:
+        return None
+    return (
+        f"padding: {padding['tokens']:.1%} of the computed tokens; it is part of compute, {padding['time']:.1%} of the time if "
+        "compute is proportional to the tokens"
+    )
+
+
 def _balance(document: Mapping[str, Any]) -> Iterator[str]:
     """A row of compute and one of tokens, as they were planned."""
     planned = document.get("balance")  # which reports of versions before have not
     if planned is None:
         return
     compute, tokens = planned["compute"], planned["tokens"]
-    yield "imbalance (max / mean over ranks):"
+    padded = (document["summary"].get("padding") or {}).get("kind") == "batch, planned"
+    of = "slowest rank, padding included / mean rank without padding; measured: " if padded else ""
+    yield f"imbalance ({of}max / mean over ranks):"
     yield f"         {'as drawn':10}{'balanced':10}{'lower bound':13}{'gap':7}measured"
     gap = "-" if compute["gap"] is None else f"{compute['gap']:.2%}"
     drawn, balanced, bound = (_ratio(compute[name]) for name in ("as_drawn", "balanced", "lower_bound"))

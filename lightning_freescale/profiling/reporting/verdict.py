@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lightning_freescale.profiling.reporting.causes import VERDICTS, BubbleVerdict, Document, shares_of, steps_of
+from lightning_freescale.profiling.reporting.causes import PARTED, VERDICTS, BubbleVerdict, Document, shares_of, steps_of
 
 WORTH_DOING = 1.03
 """What removing a cause must bring for anybody to bother."""
+_PADDED = 0.2
+"""Share of the computed tokens above which padding is named as a cause."""
 _PAGE = "docs/how_to/read_the_report.md"
 _RECIPES = {"data_wait": "#the-loader-is-late", "host_overhead": "#the-host-is-busy", "unexplained": "#the-host-is-busy"}
 """Of parts that have one cause, whatever a replay would say."""
@@ -15,12 +17,25 @@ _RECIPES = {"data_wait": "#the-loader-is-late", "host_overhead": "#the-host-is-b
 
 def verdict_on(document: Document) -> BubbleVerdict:
     """Return the verdict on a document; its series are not needed."""
+    found, summary = _largest_cause(document), document["summary"]
+    predicted, measured = summary.get("predicted_imbalance"), summary["compute_imbalance"]
+    if predicted is None or measured - predicted <= PARTED:
+        return found
+    return found._replace(
+        why=f"{found.why} The plan predicted a compute imbalance of {predicted:.2f}; the measured one is {measured:.2f}."
+    )
+
+
+def _largest_cause(document: Document) -> BubbleVerdict:
     gains = {case["name"]: case["speed_up"] for case in document["what_if"] if case["name"] in VERDICTS}
+    shares, padding = shares_of(document), document["summary"].get("padding") or {"tokens": 0.0}
+    if padding["tokens"] <= _PADDED:
+        gains.pop("no padding", None)
     known = {name: gain for name, gain in gains.items() if gain is not None}
-    shares = shares_of(document)
+    padded = padding["tokens"] * shares["compute"] if "no padding" in known else 0.0
     # what a replay cannot judge is judged by its share
     unknown = shares["wait"] if shares["wait"] > 1 - 1 / WORTH_DOING else 0.0
-    if unknown > max(shares["data_wait"], shares["host_overhead"] + shares["unexplained"]):
+    if unknown > max(shares["data_wait"], shares["host_overhead"] + shares["unexplained"], padded):
         return _undivided(document)
     if not known and shares["compute"] < 1 / WORTH_DOING:
         return _not_replayed(document)
@@ -40,13 +55,15 @@ def verdict_line(document: Document) -> str:
 
 
 def _nothing(document: Document, gains: Mapping[str, float]) -> BubbleVerdict:
+    padding = document["summary"].get("padding")
+    beside = "" if padding is None else f" Padding is {padding['tokens']:.0%} of the computed tokens."
     best, compute, steps = max(gains.values(), default=1.0), shares_of(document)["compute"], steps_of(document)
     return BubbleVerdict(
         "nothing",
         best if gains else None,
         f"Nothing worth doing{f' in {steps}' if steps else ''}: at most {best:.2f}x to gain from any one cause.",
         f"{compute:.1%} of the ranks' time is compute, and without its largest cause of waiting the run would be {best:.2f}x "
-        "as fast.",
+        f"as fast.{beside}",
         "A faster device, a smaller model, or more samples per rank.",
     )
 

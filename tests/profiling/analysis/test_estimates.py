@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -236,3 +237,14 @@ def test_plans_are_weighted_by_their_compute_as_the_measured_imbalance_is() -> N
     drawn = planned_balance([ONE, PlannedStep(1.8, None, 1.2)], compute)
     assert drawn is not None and drawn.balanced is drawn.gap is drawn.tokens_unbalanced is None
     assert drawn.tokens_fullest == 0.7
+
+
+def test_padding_is_weighted_by_the_compute_of_the_steps_in_which_it_is_known() -> None:
+    compute = np.array([[5.0, 5.0], [1.0, 1.0], [4.0, 2.0]])
+    padded = [replace(plan, padding=share, padded="batch") for plan, share in ((ONE, 0.2), (OTHER, 0.6))]
+    found = planned_balance([ONE, *padded], compute)
+    assert found is not None and (found.padding, found.padded) == (pytest.approx(0.5), "batch")
+    without = planned_balance([ONE, ONE, OTHER], compute)
+    assert without is not None and (without.padding, without.padded) == (None, None)
+    idle = planned_balance(padded, np.zeros((2, 2)))
+    assert idle is not None and idle.padding == pytest.approx(0.4)

@@ -273,6 +273,14 @@ def test_contention() -> None:
         what_if(replay, Contention(0.25, 0.01))
 
 
+def test_without_padding() -> None:
+    replay = Replay(_blocking(1.0, *[(2.0, 2.0)] * 3))
+    case = _by_name(what_if(replay, padding=0.75))["no padding"]
+    assert (case.speed_up, case.limit) == (pytest.approx(3 / 1.5), pytest.approx(3 / 0.5))
+    assert "predicted" in (case.note or "")
+    assert all("no padding" not in _by_name(what_if(replay, padding=padding)) for padding in (None, 0.0))
+
+
 def test_without_divided_waits_balance_and_overlap_are_left_out() -> None:
     run, hidden = run_segments(planned_run(*_plan(3, 2, 6))), np.full((6, 2), 0.1)
     known, undivided = (_by_name(what_if(Replay(run), Contention(0.3, 0.01), hidden, divided=each)) for each in (True, False))

@@ -299,3 +299,16 @@ def test_the_picture_has_the_ranks_with_the_largest_bubbles() -> None:
     style = (Path(page.__file__).parent / "page.css").read_text()
     light = dict(re.findall(r"--(\w+): (#\w{6});", style.split("@media")[0]))
     assert {name: light[name] for name in _COLORS} == _COLORS, "colours are those of the page"
+
+
+def test_padding_is_a_part_of_compute() -> None:
+    plan = replace(PLAN, padding=0.6, padded="batch, planned")
+    report, without = full_report(balance=plan), full_report(balance=PLAN)
+    document = report.document()
+    # compute is 70 % of the time
+    assert document["summary"]["padding"] == {"kind": "batch, planned", "tokens": 0.6, "time": pytest.approx(0.42)}
+    assert document["summary"]["shares"] == without.document()["summary"]["shares"], "the parts stay as they are"
+    assert _figures(_line(report, "padding:")) == ["60.0%", "42.0%"]
+    assert "padding included" in str(report)
+    assert without.document()["summary"]["padding"] is None and "padding" not in str(without)
+    assert report_of(np.array([[step(2.0, forward=1.0)]])).document()["summary"]["padding"] is None

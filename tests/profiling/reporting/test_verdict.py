@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from lightning_freescale.profiling.analysis.imbalance import Imbalance
+from lightning_freescale.profiling.analysis.planned import PlannedBalance
 from lightning_freescale.profiling.analysis.what_if import WhatIf
 from lightning_freescale.profiling.reporting.causes import _HOW, BubbleVerdict
 from lightning_freescale.profiling.reporting.facts import ExchangeFigures, RunInfo, Status, WaitAttribution
@@ -17,7 +18,8 @@ from lightning_freescale.profiling.reporting.report import BubbleReport
 from lightning_freescale.profiling.reporting.verdict import verdict_line, verdict_on
 from tests.helpers.reports import full_report, report_of, run_info, step
 
-CASES = ("perfect balance", "full overlap", "balance + overlap", "no data wait", "no host overhead", "no contention")
+CASES = ("perfect balance", "full overlap", "balance + overlap", "no data wait", "no host overhead")
+CASES += ("no contention", "no padding")
 UNDIVIDED = WaitAttribution(False, 0.0, "the clocks were never compared")
 
 
@@ -251,3 +253,63 @@ def test_small_sections_of_host_overhead_are_not_named() -> None:
     named = _verdict({"no host overhead": 1.3}, host={"hooks before forward": 0.09, "embeddings: before the step": 0.0005})
     assert "90 ms in hooks before forward" in named.why and "embeddings" not in named.why
     assert "on_train_batch_start" in named.next and "log_every_n_steps" not in named.next
+
+
+def _padded(kind: str | None, tokens: float | None = 0.67) -> PlannedBalance:
+    return PlannedBalance(1.0, 1.0, 1.0, 0.0, None, None, None, 0, 3, padding=tokens, padded=kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "run", "advice"),
+    [
+        ("fixed", {}, "A collate_fn that pads to the longest sample of the batch"),
+        ("batch, planned", {"overlap": "on"}, "micro_batches='auto'"),
+        ("batch, planned", {"overlap": "off"}, "micro_batches=2"),
+        ("batch", {"assignment": "as drawn"}, "BalanceOptions(padding='auto')"),
+    ],
+)
+def test_padding_has_its_way_out(kind: str, run: dict[str, str], advice: str) -> None:
+    gains: dict[str, float | None] = {"no padding": 1.9, "perfect balance": 1.1}
+    verdict = _verdict(gains, balance=_padded(kind), imbalance=UNEQUAL, **run)
+    # compute is 70 % of the time
+    assert (verdict.cause, verdict.speed_up) == ("padding", 1.9) and advice in verdict.next
+    assert verdict.verdict.startswith("Padding: 67% of the computed tokens, 46.9% of the time") and "1.90x" in verdict.verdict
+    assert "proportional" in verdict.why and (verdict.also or "").startswith("Straggler wait")
+    assert ("jagged attention" in verdict.next) == (kind == "batch, planned")
+    first = _verdict({"no padding": 1.3, "no data wait": 1.6}, balance=_padded(kind))
+    assert first.cause == "data loading" and (first.also or "").startswith("Padding: 67%")
+
+
+@pytest.mark.parametrize("plan", [_padded(None, None), _padded("batch, planned", 0.15), None])
+def test_jagged_batches_and_little_padding_are_no_cause(plan: PlannedBalance | None) -> None:
+    verdict = _verdict({"no padding": 1.12}, balance=plan)
+    assert verdict.cause == "nothing" and "1.00x to gain" in verdict.verdict
+    assert ("15% of the computed tokens" in verdict.why) == (plan is not None and plan.padding is not None)
+
+
+def test_padding_beside_waits_that_are_not_divided() -> None:
+    row, gains = step(1.0, forward=0.7, wait=0.3), {"no padding": 1.9, "no data wait": 1.0}
+    cases = [WhatIf(name, gains.get(name), 2.0) for name in CASES]
+    report = report_of(np.array([[row, row]] * 3), wait_attribution=UNDIVIDED, what_if=cases, balance=_padded("fixed"))
+    verdict = verdict_on(report.document())
+    assert verdict.cause == "padding" and "Waiting for peers" in (verdict.also or "")
+
+
+@pytest.mark.parametrize(
+    ("gains", "cause"), [({"perfect balance": 1.25}, "uneven compute"), ({"full overlap": 1.2}, DENSELY), ({}, "nothing")]
+)
+def test_a_prediction_that_measured_compute_does_not_follow_is_named(gains: dict[str, float | None], cause: str) -> None:
+    uneven = np.array([[step(0.1, forward=0.038, straggler_wait=0.024), step(0.1, forward=0.062)]] * 3)
+    more = {"parts": uneven, "imbalance": _uneven(1, 1, 20), "exchanges": (LONG,), "assignment": "free"}
+    verdict = _verdict(gains, predicted=np.ones((3, 2)), **more)
+    assert verdict.cause == cause and "compute imbalance of 1.00" in verdict.why and "1.24" in verdict.why
+    assert "predicted" not in _verdict(gains, predicted=np.array([[0.76, 1.24]] * 3), **more).why
+    assert "predicted" not in _verdict(gains, predicted=None, **more).why
+
+
+def test_uneven_compute_of_batches_that_are_padded_as_drawn() -> None:
+    """The plan counts no padding, so that the compute differs for no reason that the costs know."""
+    more = {"imbalance": _uneven(1, 1, 20), "assignment": "free"}
+    gains: dict[str, float | None] = {"perfect balance": 1.25}
+    assert "padding='auto'" in _verdict(gains, balance=_padded("batch", 0.3), **more).next
+    assert "padding" not in _verdict(gains, balance=_padded("batch, planned", 0.3), **more).next

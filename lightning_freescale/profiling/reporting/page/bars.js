@@ -9,7 +9,10 @@ function shares(body, report) {
   const efficiency = known(summary.overlap_efficiency)
     ? ` Overlap efficiency, hidden over hidden + transfer, is ${percent(summary.overlap_efficiency)}.` : "";
   const spoken = parts.map(({ name, label }) => `${label} ${percent(summary.shares[name])}`).join(", ");
-  body.replaceChildren(stack(summary.shares, 1, `Shares of wall time: ${spoken}`, percent), el("ul", { class: "legend" }, ...items),
+  const bar = stack(summary.shares, 1, `Shares of wall time: ${spoken}`, percent), { padding } = summary; // reports of earlier versions lack padding
+  const padded = padding && `Padding: ${percent(padding.tokens)} of the computed tokens. It is part of compute, ${percent(padding.time)} of the wall time (${duration(padding.time * summary.step_s)} per step) if compute is proportional to the tokens.`;
+  if (padding) bar.append(el("span", { class: "padding", title: padded, "data-part": "padding", style: { width: `${100 * padding.time}%` } }));
+  body.replaceChildren(bar, padding ? el("p", { class: "note padding-note" }, el("span", { class: "swatch padding", "aria-hidden": "true" }), padded) : "", el("ul", { class: "legend" }, ...items),
     el("p", { class: "note", title: HIDDEN }, `Exchanges were hidden behind compute for ${percent(summary.shares.hidden)} of the wall time (${seconds("hidden")} per step).${efficiency}`),
     el("details", {}, el("summary", {}, "What the parts mean"),
       el("dl", { class: "meanings" }, ...[...parts, { label: "hidden", text: HIDDEN }].flatMap(({ label, text }) => [el("dt", {}, label), el("dd", {}, text)]))));
@@ -22,6 +25,7 @@ const IDEAS = {
   "no data wait": "every batch is there when it is asked for",
   "no host overhead": "ranks do nothing but the model's work between exchanges",
   "equal histories": "every rank works on the mean of their samples; slow ranks stay slow",
+  "no padding": "the ranks compute no padding",
   "no contention": "transfers under way do not slow compute down",
 };
 

@@ -107,6 +107,19 @@ def run_of(label, step_s, bubble, run=(), summary=(), **changes):
     return document(2, 40, run={"label": label, **dict(run)}, summary={**figures, **dict(summary)}, **changes)
 
 
+def test_padding_is_marked_inside_the_bar_of_compute(show):
+    shares = document()["summary"]["shares"]
+    padding = {"kind": "fixed", "tokens": 0.5, "time": 0.5 * shares["compute"]}
+    page = show(document(summary={"padding": padding, "step_s": 0.1}))
+    box = "(() => { const r = e.getBoundingClientRect(); return [r.left, r.right]; })()"
+    parts = dict(every(page, "#shares .stack span", f"[e.dataset.part, {box}]"))
+    (left, right), begin, end = parts["padding"], parts["forward"][0], parts["optimizer"][1]
+    assert left == pytest.approx(begin, abs=2) and right - left == pytest.approx((end - begin) / 2, rel=0.02)
+    note = words(page, "#shares .padding-note")
+    assert "50.0 %" in note and f"{50 * shares['compute']:.1f} %" in note and "part of compute" in note
+    assert "padding" not in words(show(document()), "#shares")
+
+
 def test_runs_are_compared_with_the_first(show):
     # 100 ms with 50 of bubble, 62.5 with 12.5: three quarters are gone, and 1 / (1 - 0.75 * 0.5) = 1.6
     worse = run_of("worse", 0.125, 0.6, status={"complete": False})
