@@ -21,9 +21,8 @@ def verdict_on(document: Document) -> BubbleVerdict:
     predicted, measured = summary.get("predicted_imbalance"), summary["compute_imbalance"]
     if predicted is None or measured - predicted <= PARTED:
         return found
-    cause, speed_up, verdict, why, *rest = found
-    why = f"{why} The plan predicted a compute imbalance of {predicted:.2f}; the measured one is {measured:.2f}."
-    return BubbleVerdict(cause, speed_up, verdict, why, *rest)
+    why = f"{found.why} The plan predicted a compute imbalance of {predicted:.2f}; the measured one is {measured:.2f}."
+    return BubbleVerdict(*found[:3], why, *found[4:])
 
 
 def _largest_cause(document: Document) -> BubbleVerdict:
