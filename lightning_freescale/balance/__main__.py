@@ -146,14 +146,10 @@ def _assign_options(options: argparse.Namespace) -> dict[str, Any]:
         raise ValueError("--padded with --batch-tokens: padded steps have a number of samples. Use --batch-size")
     if options.micro_batches > 1 and not options.padded:
         raise ValueError(f"--micro-batches {options.micro_batches} without --padded: they only change what padding costs")
-    if options.padded:
-        padded: dict[str, Any] = {"padded": True, "assignment_mode": mode}
-        return padded if slack is None else {**padded, "count_slack": slack}
-    if slack is None:
-        return {"assignment_mode": mode}
-    if mode != "slack":
+    if slack is not None and mode != "slack":
         raise ValueError(f"--count-slack {slack:g} with --assignment-mode {mode}: it is for --assignment-mode slack")
-    return {"assignment_mode": mode, "count_slack": slack}
+    given = {"assignment_mode": mode, "count_slack": slack, "padded": options.padded or None}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def new_parser(program: str) -> argparse.ArgumentParser:

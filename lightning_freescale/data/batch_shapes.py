@@ -53,11 +53,6 @@ class BatchShapes:
         """Sum of the lengths."""
         return sum(self.lengths)
 
-    @property
-    def shapes(self) -> frozenset[tuple[int, ...]]:
-        """Shapes of all tensors and of the values of jagged ones."""
-        return frozenset(shape for _, _, shape in self.tensors)
-
 
 def shapes_of(batch: Any, lengths: ArrayLike) -> BatchShapes:
     """Return the shapes of the tensors in a batch, beside the lengths of its samples.

@@ -8,9 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_freescale.data.batch_shapes import OFFSETS, BatchShapes, shapes_of
-
-__all__ = ["BatchShapes", "Padding", "PaddingDetector", "shapes_of"]
+from lightning_freescale.data.batch_shapes import OFFSETS, BatchShapes
 
 Padding = Literal["none", "batch", "fixed"]
 Place = list[tuple[str, tuple[int, ...]]]

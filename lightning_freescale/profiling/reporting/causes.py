@@ -268,9 +268,8 @@ def _host(document: Document, gain: float) -> BubbleVerdict:
 def _padding(document: Document, gain: float) -> BubbleVerdict:
     padding, advice = document["summary"]["padding"], _LESS_PADDING[document["summary"]["padding"]["kind"]]
     if padding["kind"] == "batch, planned":
-        parts = (
-            "'auto'" if document["run"].get("overlap") in ("on", None) else "2"
-        )  # 'auto' tries none where nothing is overlapped
+        # 'auto' is settled to 1 where an exchange is not overlapped
+        parts = "'auto'" if document["run"].get("overlap") in ("on", None) else "2"
         advice = f"FreeScaleDataModule(micro_batches={parts}) {advice}"
     share = padding["tokens"] * shares_of(document)["compute"]
     what = f"Padding: {padding['tokens']:.0%} of the computed tokens"
