@@ -138,7 +138,18 @@ def test_an_epoch_has_every_sample_once_and_holds_no_more_tokens(world: int, par
         load = [rank.load(0, step, lambda samples: LENGTHS[samples, None]) for rank in ranks]
         expected = [sum(len(part) * LENGTHS[part].max() for part in _parts(batch)) for batch in batches]
         assert np.concatenate(load).tolist() == expected
+        for batch in batches:
+            ordered = sorted(_parts(batch), key=lambda part: -LENGTHS[part].max())
+            spans = [(LENGTHS[part].max(), LENGTHS[part].min()) for part in ordered]
+            assert all(least >= most for (_, least), (most, _) in itertools.pairwise(spans)), "parts are runs"
     assert sorted(seen) == list(range(103))
+
+
+def test_a_rank_holds_no_more_tokens_than_the_fullest_as_drawn() -> None:
+    costs, tokens = np.array([1000.0] + [1.0] * 31), np.array([100.0] + [90.0] * 31)
+    given: dict[str, Any] = {"tokens": tokens, "assignment_mode": "free", "padded": True, "shuffle": False}
+    plan = BalancedSampler(costs, 16, num_replicas=2, rank=0, **given).plan(0, 0)
+    assert max(len(mine) * tokens[mine].max() for mine in plan) <= 16 * 100 < 31 * 90, "by cost alone, one rank would have 31"
 
 
 def test_padding_that_is_found_out_changes_later_steps_alike_on_all_ranks() -> None:

@@ -70,7 +70,13 @@ class SaveAt(L.Callback):
 
 
 def _fit(
-    collate: str = "batch", epochs: int = 2, checkpoint: str | None = None, callbacks: Sequence[Any] = (), **options: Any
+    collate: str = "batch",
+    epochs: int = 2,
+    checkpoint: str | None = None,
+    callbacks: Sequence[Any] = (),
+    lengths: Any = LENGTHS,
+    batch_size: int = 8,
+    **options: Any,
 ) -> dict[str, Any]:
     told: list[str] = []
     handler = logging.Handler()
@@ -79,11 +85,12 @@ def _fit(
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     given = {"loss_reduction": "target_mean", "target_counts": LENGTHS, **options}
-    data = FreeScaleDataModule(Histories(), LENGTHS, 8, collate_fn=COLLATE[collate], seed=3, **given)
+    data = FreeScaleDataModule(Histories(), lengths, batch_size, collate_fn=COLLATE[collate], seed=3, **given)
     model, fitted = Padded(), trainer(devices=2, max_epochs=epochs, callbacks=list(callbacks))
     fitted.fit(model, data, ckpt_path=checkpoint)
     weights = {name: each.detach().clone() for name, each in model.state_dict().items()}
     found = {"weights": weights, "shapes": model.shapes, "padding": data.train.padding, "planned": data.train.plans_padding}
+    found["sorted"] = data.train.resumed_sampler(0, 2, epochs).is_padded(epochs, 0)
     return {**found, "told": "\n".join(told), "mode": data.train.assignment_mode, "chosen": data.train.micro_batches.chosen}
 
 
@@ -128,6 +135,7 @@ def _others() -> dict[str, dict[str, Any]]:
         "fixed": _fit("fixed", **options),
         "none": _fit("none", **options),
         "auto": _fit(micro_batches="auto", **options),
+        "cut": _fit(lengths=DRAWN, batch_size=24, balance=_balance(), epochs=5),
         "settled": _fit("none", micro_batches="auto", balance=_balance(padding="none"), epochs=1),
         "alike": _fit(balance=_balance(assignment_mode="zigzag"), epochs=1),
         "drawn": _fit("none", balance=False, epochs=1),
@@ -138,6 +146,8 @@ def test_other_batches_are_balanced_as_before() -> None:
     for rank, found in enumerate(run_distributed(_others, 2, timeout=240)):
         assert found["fixed"]["padding"] == "fixed" and not found["fixed"]["planned"]
         assert {shape[0] for shape in found["fixed"]["shapes"][:-2]} == {8}, "equal counts"
+        assert not found["fixed"]["sorted"] and found["cut"]["sorted"]
+        assert found["cut"]["padding"] == "batch", "though the longest sample of every batch is cut to one length"
         assert found["none"]["padding"] == "none" and not found["none"]["planned"] and not found["alike"]["planned"]
         assert (found["auto"]["chosen"], found["settled"]["chosen"]) == (None, 1), "more can help only where batches are padded"
         if rank == 0:
