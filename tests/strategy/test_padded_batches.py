@@ -135,7 +135,7 @@ def _others() -> dict[str, dict[str, Any]]:
         "fixed": _fit("fixed", **options),
         "none": _fit("none", **options),
         "auto": _fit(micro_batches="auto", **options),
-        "cut": _fit(lengths=DRAWN, batch_size=24, balance=_balance(), epochs=5),
+        "cut": _fit(lengths=DRAWN, batch_size=24, micro_batches=3, balance=_balance(), epochs=5),
         "settled": _fit("none", micro_batches="auto", balance=_balance(padding="none"), epochs=1),
         "alike": _fit(balance=_balance(assignment_mode="zigzag"), epochs=1),
         "drawn": _fit("none", balance=False, epochs=1),
