@@ -17,6 +17,18 @@ from hour_report import Report, Skip
 _OPERATOR = "fbgemm::jagged_to_padded_dense_forward"
 PACKAGES = ("lightning", "torchrec", "fbgemm_gpu")
 _OURS = ("lightning_freescale.strategy", "lightning_freescale.callbacks")
+_RENAMED = {  # names that BubbleProfiler replaces, which torch has had since 2.13, and what older releases call them
+    "torch.distributed": {
+        "all_gather_single": "all_gather_into_tensor",
+        "reduce_scatter_single": "reduce_scatter_tensor",
+    },
+    "torch.distributed._functional_collectives": {
+        "all_gather_single": "all_gather_tensor",
+        "reduce_scatter_single": "reduce_scatter_tensor",
+        "all_gather_single_coalesced": "all_gather_into_tensor_coalesced",
+        "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    },
+}
 
 
 def demand(report: Report) -> None:
@@ -34,6 +46,11 @@ def load() -> None:
         Skip: a package is not there, or FBGEMM is the one for CPUs and there is a GPU.
         Exception: a package is there and does not import, such as a binary for another torch, in many ways.
     """
+    for module, names in _RENAMED.items():
+        torch_module = importlib.import_module(module)
+        for new, old in names.items():
+            if not hasattr(torch_module, new):
+                setattr(torch_module, new, getattr(torch_module, old))
     for name in (*PACKAGES, *_OURS):
         try:
             importlib.import_module(name)

@@ -42,7 +42,7 @@ RELEASES = {
 }
 
 # What else the two and this package import that a machine with torch, Lightning, numpy and pyarrow need not have, and why. Not
-# here: iopath and torchmetrics, which importing TorchRec does not import, and attrs, cloudpickle, pyre-extensions, tqdm and
+# here: iopath and torchmetrics, which importing TorchRec does not import, and attrs, cloudpickle, tqdm, typing-inspect and
 # wrapt, which came with other packages there; --with adds them.
 NEEDS = {
     "tensordict==0.15.3": "torchrec.distributed imports it; from 0.15 on pure Python, for torch 2.11 or newer",
@@ -51,6 +51,7 @@ NEEDS = {
     "jsonschema-specifications==2025.9.1": "jsonschema imports it",
     "referencing==0.37.0": "jsonschema imports it",
     "rpds-py==2026.9.1": "referencing imports it",
+    "pyre-extensions==0.0.32": "torchrec imports it",
     "orjson==3.13.0": "the profiler's report is written with it",
 }
 

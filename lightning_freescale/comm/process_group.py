@@ -90,6 +90,11 @@ class FreeScaleGroup(dist.ProcessGroup):
         return in_use and self._executor.transport is None and self._backends.uses_nccl
 
     @property
+    def uses_nccl(self) -> bool:
+        """Whether NCCL moves CUDA tensors that gloo takes or refuses elsewhere; ranks that share a GPU have no NCCL."""
+        return self._backends.uses_nccl
+
+    @property
     def waits_on_device(self) -> bool:
         """Whether what moves CUDA tensors lets streams wait for other ranks: all but the host's transport and gloo."""
         transport = self._executor.transport

@@ -14,16 +14,35 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
 
 from lightning_freescale.checkpoint import exchange_names, single_file
+from lightning_freescale.checkpoint.spread_tensors import Piece, SpreadTensors
+from lightning_freescale.embeddings.row_order import RowOrder
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.checkpoint.conftest import Saved
 from tests.checkpoint.fits import TABLE, Large, SaveAt, fit
+from tests.helpers.comm_groups import make_group
+from tests.helpers.fake_cuda import pretend_cuda
 from tests.helpers.overlap_training import assert_same
 from tests.helpers.recommender import Recommender
 
 SHORT = {"max_epochs": 1, "samples": 24}
+
+
+def _gathered_where_ranks_share_a_gpu() -> list[float] | None:
+    pretend_cuda("one")
+    group, rank = make_group(transport="host"), dist.get_rank()
+    rows = torch.arange(4.0).reshape(2, 2) + 10 * rank
+    piece = Piece(("table",), (4, 2), rows.dtype, (slice(2 * rank, 2 * rank + 2), slice(0, 2)), RowOrder(4))
+    whole = SpreadTensors([(piece, rows)], group, torch.device("cuda", 0)).gather(("table",))
+    return None if whole is None else whole.flatten().tolist()
+
+
+def test_ranks_that_share_a_gpu_send_their_pieces_from_host_memory() -> None:
+    """NCCL refuses such ranks, and gloo sends no CUDA tensors."""
+    assert run_distributed(_gathered_where_ranks_share_a_gpu, 2) == [[0, 1, 2, 3, 10, 11, 12, 13], None]
 
 
 # -- the folder
