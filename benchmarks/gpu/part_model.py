@@ -10,9 +10,9 @@ One rank has nobody to exchange rows with: what overlap adds here is its host wo
 early copies. So over_plain near 1 is what to hope for, and the gain is for more ranks to show.
 
 Medians over the rounds, with the lowest and the highest; ``over_plain`` is of step times in the same round. Bubble and its
-parts are what BubbleProfiler says in a fit of its own, and ``gpu_idle``, the share of the time in which the GPU ran nothing
-because the host had not come that far, is of three steps under torch.profiler; neither slows the step times. ``host_busy`` is
-the training thread's processor time by the wall time: near 1, the host is what a step waits for.
+parts are what BubbleProfiler says in a fit of its own, which does not slow the step times. ``gpu_idle``, the share of the time
+in which the GPU ran nothing, is what it says of three steps under torch.profiler. ``host_busy`` is the training thread's
+processor time by the wall time: near 1, the host is what a step waits for.
 """
 
 from __future__ import annotations
@@ -96,24 +96,24 @@ def _explain(report: Report, trials: _Trials, model: str, way: str) -> None:
 
     from lightning_freescale import BubbleProfiler
 
-    steps = Steps(warmup=4, timed=12)
+    steps = Steps(warmup=4, timed=16)
     with tempfile.TemporaryDirectory(prefix="bubbles-") as folder:  # its files say no more than the row does
-        profiler = BubbleProfiler(folder, label=f"{model}, {way}", warmup_steps=4, trace_steps=12, verbose=False)
+        profiler = BubbleProfiler(
+            folder, label=f"{model}, {way}", every_n_steps=4, warmup_steps=4, torch_profiler_steps=3, verbose=False
+        )
         trials.fit(model, way, steps, (profiler,))
     if profiler.report is None:
         raise RuntimeError("BubbleProfiler has no report")
-    idle: dict[str, Any] = {}
-    if trials.device.type == "cuda":
-        trace = trials.fit(model, way, Steps(4, 4, profiled=3)).trace
-        assert trace is not None
-        if trace.idle is None:
-            report.skip(f"{model}, {way}, gpu_idle", "torch.profiler saw nothing on the GPU")
-        else:
-            idle = {"gpu_idle": trace.idle, "kernels": trace.kernels}
-            report.figure(f"{model}_{way}_gpu_idle", trace.idle)
+    seen = profiler.report.device_idle
+    idle: dict[str, Any] = {"gpu_idle": None if seen is None else seen["idle"][0]}
+    if idle["gpu_idle"] is not None:
+        report.figure(f"{model}_{way}_gpu_idle", idle["gpu_idle"])
+    elif trials.device.type == "cuda":
+        report.skip(f"{model}, {way}, gpu_idle", "torch.profiler saw nothing on the GPU")
     shares = {name: float(share) for name, share in profiler.report.shares.items()}
     report.row(model=model, way=way, bubble=float(profiler.report.bubble), **shares, **idle)
     report.figure(f"{model}_{way}_bubble", float(profiler.report.bubble))
+    print(profiler.report.document(series=False)["verdict"], flush=True)
 
 
 def _busy(fit: Fit) -> float:

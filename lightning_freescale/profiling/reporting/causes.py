@@ -26,6 +26,7 @@ _HOW = {
     "other communication": "#other-exchanges-are-waited-for",
     "host overhead": "#the-host-is-busy",
     "padding": "#batches-are-padded",
+    "idle device": "#the-gpu-waits-for-the-host",
 }
 """Where in docs/how_to/read_the_report.md the way out stands."""
 
@@ -70,7 +71,8 @@ class BubbleVerdict(NamedTuple):
     Attributes:
         cause: ``"data loading"``, ``"imbalance of data"``, ``"slow hardware"``, ``"uneven compute"`` (of unknown cause),
             ``"embedding exchange"``, ``"dense communication"``, ``"other communication"``, ``"host overhead"``,
-            ``"padding"``, ``"waiting for peers"`` (not divided), or ``"nothing"`` that would be worth doing.
+            ``"padding"``, ``"idle device"`` (in compute), ``"waiting for peers"`` (not divided), or ``"nothing"`` that would
+            be worth doing.
         speed_up: what the run would gain without it, by the replay; None if it was not replayed.
         verdict: the cause, and what it costs, in a sentence.
         why: the figures that say so.
@@ -277,14 +279,38 @@ def _padding(document: Document, gain: float) -> BubbleVerdict:
     return _verdict(document, "padding", gain, what, share, why, advice)
 
 
+def idle_in_compute(document: Document) -> float:
+    """Return the share of the time in which the devices ran nothing beyond what bubbles explain; 0 if nobody knows.
+
+    The host that launches kernels is slower under torch.profiler, so this is an upper bound.
+    """
+    seen = [share for share in (document["device_idle"] or {"idle": []})["idle"] if share is not None]
+    return max(0.0, sum(seen) / len(seen) - (1 - shares_of(document)["compute"])) if seen else 0.0
+
+
+def _idle_device(document: Document, gain: float) -> BubbleVerdict:
+    seen, share = document["device_idle"], idle_in_compute(document)
+    return BubbleVerdict(
+        "idle device",
+        gain,
+        f"Idle device, {share:.1%} of the time: the host launches kernels more slowly than the device runs them. Without it "
+        f"the run would be at most {gain:.2f}x as fast.",
+        f"In {seen['steps']} steps under torch.profiler, which slows the host down, the device ran nothing for {share:.1%} of "
+        "the time beyond the bubbles.",
+        "Fewer and larger kernels: a larger batch, operations on the whole batch instead of a loop over samples, or "
+        f"torch.compile (docs/how_to/read_the_report.md{_HOW['idle device']}).",
+    )
+
+
 VERDICTS: Mapping[str, Callable[[Document, float], BubbleVerdict]] = {
     "no data wait": _data,
     "perfect balance": _balance,
     "full overlap": _overlap,
     "no host overhead": _host,
     "no padding": _padding,
+    "no idle device": _idle_device,
 }
-"""By what was replayed."""
+"""By what was replayed, or seen by torch.profiler."""
 
 
 def _verdict(

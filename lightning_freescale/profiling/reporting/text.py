@@ -20,7 +20,7 @@ _COLUMNS = ("data_wait", "compute", "straggler_wait", "transfer", "wait", "host_
 
 def summary(document: Mapping[str, Any]) -> str:
     """Return the text of a document, no line wider than 120 characters; its series are not needed."""
-    above, between = (_incomplete, _verdict, _why, _next, _also, _title), (_columns, _bubble, _compute, _padding)
+    above, between = (_incomplete, _verdict, _why, _next, _also, _title), (_columns, _bubble, _compute, _device, _padding)
     below = (_parted, _overlap, _what_if, _imbalance, _slow_ranks, _memory, _memory_growth, _waits, _overhead)
     lines = [*_wrapped(document, above), *_table(document), *_wrapped(document, between)]
     return "\n".join([*lines, *_balance(document), *_wrapped(document, below)])
@@ -118,6 +118,15 @@ def _compute(document: Mapping[str, Any]) -> str:
     # where the steps were planned, the rows below tell what was predicted
     beside = "" if predicted is None or document.get("balance") else f", predicted by the costs {predicted:.3f}"
     return f"compute is {stages}; measured compute imbalance {measured:.3f}{beside} (max / mean over ranks)"
+
+
+def _device(document: Mapping[str, Any]) -> str | None:
+    seen = document["device_idle"]
+    if seen is None:
+        return None
+    shares = {name: [share for share in seen[name] if share is not None] for name in ("idle", "compute", "other")}
+    told = ", ".join(f"{name} {np.mean(known):.1%}" for name, known in shares.items() if known)
+    return f"devices in {seen['steps']} steps under torch.profiler, which slows the host down: {told} (mean over ranks)"
 
 
 def _padding(document: Mapping[str, Any]) -> str | None:

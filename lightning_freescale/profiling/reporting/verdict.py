@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lightning_freescale.profiling.reporting.causes import PARTED, VERDICTS, BubbleVerdict, Document, shares_of, steps_of
+from lightning_freescale.profiling.reporting.causes import (
+    PARTED,
+    VERDICTS,
+    BubbleVerdict,
+    Document,
+    idle_in_compute,
+    shares_of,
+    steps_of,
+)
 
 WORTH_DOING = 1.03
 """What removing a cause must bring for anybody to bother."""
@@ -31,6 +39,8 @@ def _largest_cause(document: Document) -> BubbleVerdict:
     if padding["tokens"] <= _PADDED:
         gains.pop("no padding", None)
     known = {name: gain for name, gain in gains.items() if gain is not None}
+    if starved := min(idle_in_compute(document), 0.99):
+        known["no idle device"] = 1 / (1 - starved)
     padded = padding["tokens"] * shares["compute"] if "no padding" in known else 0.0
     # what a replay cannot judge is judged by its share
     unknown = shares["wait"] if shares["wait"] > 1 - 1 / WORTH_DOING else 0.0
@@ -57,13 +67,15 @@ def _nothing(document: Document, gains: Mapping[str, float]) -> BubbleVerdict:
     padding = document["summary"].get("padding")
     beside = "" if padding is None else f" Padding is {padding['tokens']:.0%} of the computed tokens."
     best, compute, steps = max(gains.values(), default=1.0), shares_of(document)["compute"], steps_of(document)
+    unseen = document["run"]["device"] != "cpu" and document["device_idle"] is None
+    idle = "BubbleProfiler(torch_profiler_steps=3) shows whether the device is idle in compute and waits for the host. "
     return BubbleVerdict(
         "nothing",
         best if gains else None,
         f"Nothing worth doing{f' in {steps}' if steps else ''}: at most {best:.2f}x to gain from any one cause.",
         f"{compute:.1%} of the ranks' time is compute, and without its largest cause of waiting the run would be {best:.2f}x "
         f"as fast.{beside}",
-        "A faster device, a smaller model, or more samples per rank.",
+        f"{idle if unseen else ''}A faster device, a smaller model, or more samples per rank.",
     )
 
 

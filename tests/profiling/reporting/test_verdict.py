@@ -313,3 +313,25 @@ def test_uneven_compute_of_batches_that_are_padded_as_drawn() -> None:
     gains: dict[str, float | None] = {"perfect balance": 1.25}
     assert "padding='auto'" in _verdict(gains, balance=_padded("batch", 0.3), **more).next
     assert "padding" not in _verdict(gains, balance=_padded("batch, planned", 0.3), **more).next
+
+
+def _watched(idle: list[float | None]) -> dict[str, Any]:
+    return {"steps": 3, "idle": idle, "compute": [0.05] * len(idle), "other": [0.0] * len(idle)}
+
+
+def test_a_device_that_is_idle_in_compute_is_a_cause() -> None:
+    """Stamps call the whole of forward and backward compute, also while the device waits for the host."""
+    verdict = _verdict({}, device_idle=_watched([0.95, None]))
+    assert verdict.cause == "idle device" and "Idle device, 65.0% of the time" in verdict.verdict
+    assert verdict.speed_up == pytest.approx(1 / 0.35) and "larger batch" in verdict.next
+    assert "idle 95.0%" in str(_report({}, device_idle=_watched([0.95, None])))
+    # 30 % of the time is no compute, in which a device is idle for a known reason
+    assert _verdict({"full overlap": 1.2}, device_idle=_watched([0.31, 0.32])).cause != "idle device"
+    assert _verdict({}, device_idle=_watched([1.0, 1.0])).speed_up == pytest.approx(1 / 0.3)
+
+
+@pytest.mark.parametrize(("device", "named"), [("cpu", False), ("NVIDIA H200", True)])
+def test_nothing_worth_doing_on_a_gpu_says_how_to_see_it_idle(device: str, named: bool) -> None:
+    run = replace(run_info(), device=device)
+    report = full_report(what_if=[WhatIf(name, 1.0, 1.6) for name in CASES], run=run, device_idle=None)
+    assert ("torch_profiler_steps=3" in verdict_on(report.document()).next) == named
